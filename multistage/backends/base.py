@@ -1,0 +1,133 @@
+"""The Store protocol: a slow tier with asynchronous transfers.
+
+One computing thread calls a store; the store moves bytes on threads of its
+own.  Its life: `open` once, any number of puts, prefetches, gets and drops,
+`close`.  A key (the step of the checkpoint) is put, then read any number of
+times, then dropped; a dropped key may be put again.
+
+Failures never pass silently and never raise out of a background thread:
+
+=============================  ===============================================
+what happens                   what the caller sees
+=============================  ===============================================
+no room, queue full, ENOSPC    `put` returns False; nothing was stored
+the write fails later          `wait_written` returns False; the key is gone
+the read fails, bad checksum   `get` raises `CheckpointLost`; the key is gone
+the tier cannot be used        `open` raises `StoreError`
+=============================  ===============================================
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from ..errors import MultistageError
+from ..layout import Array, Layout
+
+
+class CheckpointLost(MultistageError):
+    """A checkpoint cannot be read back; the executor recomputes it."""
+
+
+class TransferRecord(NamedTuple):
+    """One finished transfer, for the timeline; times are `time.perf_counter()`."""
+
+    kind: Literal["write", "read"]
+    key: int
+    start_s: float
+    stop_s: float
+    nbytes: int
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Counts since `open`."""
+
+    bytes_written: int = 0
+    bytes_read: int = 0
+    writes: int = 0
+    reads: int = 0
+    refused: int = 0
+    lost: int = 0
+    stored_bytes: int = 0
+    peak_stored_bytes: int = 0
+
+
+class Store(Protocol):
+    """A slow tier.
+
+    Attributes
+    ----------
+    name : str
+        Shown in tables, for example `"file"`.
+    queue_depth : int
+        Writes that may be waiting or under way before `put` refuses.
+    stats : StoreStats
+    transfers : deque of TransferRecord
+        Finished transfers, appended by the background threads and popped by
+        the caller; bounded, the oldest fall off.
+
+    Notes
+    -----
+    Methods are called from one thread only.
+    """
+
+    name: str
+    queue_depth: int
+    stats: StoreStats
+    transfers: deque[TransferRecord]
+
+    def buffer_bytes(self, layout: Layout) -> int:
+        """Return the bytes of I/O buffers the store will hold for such states."""
+        ...
+
+    def open(self, layout: Layout) -> None:
+        """Allocate buffers, start threads, prepare the tier for states of `layout`.
+
+        Raises
+        ------
+        StoreError
+            If the tier cannot be used, with the reason and the remedy.
+        """
+        ...
+
+    def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
+        """Queue the write of one state; return whether it was accepted.
+
+        `arrays` are C-contiguous, in record order, and must stay unchanged
+        until `wait_written(key)`.  Never blocks, unless `block` is true: then
+        it waits for room in the queue (still False if the tier is full).
+        """
+        ...
+
+    def wait_written(self, key: int) -> bool:
+        """Block until the write of `key` is done with its arrays; False if it failed."""
+        ...
+
+    def prefetch(self, key: int) -> None:
+        """Queue a read of `key`, behind its write if that is still under way.  Never blocks."""
+        ...
+
+    def get(self, key: int) -> list[Array]:
+        """Block until the prefetched read is done; return the arrays, read-only.
+
+        Prefetches first if nobody did.  The memory belongs to whoever refers
+        to the arrays: the store reuses it only when no reference is left.
+
+        Raises
+        ------
+        CheckpointLost
+            If the bytes cannot be read or fail their checksum.
+        """
+        ...
+
+    def drop(self, key: int) -> None:
+        """Free the tier's copy of `key`; unknown keys are ignored.  Never blocks."""
+        ...
+
+    def close(self) -> None:
+        """Stop the threads, give back memory and files.  May be called twice."""
+        ...

@@ -1,0 +1,160 @@
+"""The user's computation: the Chain protocol and adapters from plain functions.
+
+A *state* is a pytree (nested tuples, lists, dicts) of NumPy arrays.  A chain
+never holds checkpoints; it only runs steps.
+
+Who owns a buffer: a functional chain (`in_place` false) returns new states
+and leaves its arguments alone, so checkpoints are kept by reference.  To make
+that promise hold, arrays under a checkpoint are marked read-only while they
+are kept, and arrays that are views of something else are copied: a step that
+overwrites its input then raises instead of spoiling a gradient.  An in-place
+chain overwrites the arrays of its live state, so checkpoints are copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from .errors import ArgumentError
+
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
+
+
+class Chain(Protocol[State, Adjoint]):
+    """A computation of uniform steps and its adjoint.
+
+    Attributes
+    ----------
+    in_place : bool
+        Whether `advance` overwrites the arrays of the state it is given (and
+        returns that same state).
+    state_is_tape : bool
+        Whether the tape of a step is its input state; `tape` is then never
+        called and `reverse` gets the state itself.
+    """
+
+    @property
+    def in_place(self) -> bool: ...
+
+    @property
+    def state_is_tape(self) -> bool: ...
+
+    def advance(self, state: State, start: int, stop: int) -> State:
+        """Run steps start..stop-1 from `state`, keeping nothing; return the state after them."""
+        ...
+
+    def tape(self, state: State, step: int) -> tuple[State, object]:
+        """Run one step keeping its tape; return the next state and the tape."""
+        ...
+
+    def reverse(self, tape: object, adjoint: Adjoint, step: int) -> Adjoint:
+        """Return the adjoint of the state before `step` from the one after it and its tape."""
+        ...
+
+
+class FunctionChain(Generic[State, Adjoint]):
+    """A functional chain made of plain functions.
+
+    Parameters
+    ----------
+    step : callable
+        `step(state, i) -> state`: step i, leaving its argument unchanged.
+    adjoint_step : callable
+        `adjoint_step(tape, adjoint, i) -> adjoint`; the tape is the state
+        before step i unless `tape_step` is given.
+    tape_step : callable, optional
+        `tape_step(state, i) -> (state, tape)`: step i keeping what
+        `adjoint_step` needs.
+
+    Examples
+    --------
+    >>> chain = FunctionChain(lambda x, i: x * x, lambda x, a, i: 2 * x * a)
+    >>> chain.advance(3.0, 0, 2), chain.reverse(3.0, 1.0, 0)
+    (81.0, 6.0)
+    """
+
+    in_place = False
+
+    def __init__(
+        self,
+        step: Callable[[State, int], State],
+        adjoint_step: Callable[..., Adjoint],
+        tape_step: Callable[[State, int], tuple[State, object]] | None = None,
+    ) -> None:
+        for name, function in (("step", step), ("adjoint_step", adjoint_step)):
+            if not callable(function):
+                raise ArgumentError(f"{name}={function!r} must be callable")
+        if tape_step is not None and not callable(tape_step):
+            raise ArgumentError(f"tape_step={tape_step!r} must be callable or None")
+        self._step = step
+        self._adjoint_step = adjoint_step
+        self._tape_step = tape_step
+
+    @property
+    def state_is_tape(self) -> bool:
+        return self._tape_step is None
+
+    def advance(self, state: State, start: int, stop: int) -> State:
+        step = self._step
+        for i in range(start, stop):
+            state = step(state, i)
+        return state
+
+    def tape(self, state: State, step: int) -> tuple[State, object]:
+        if self._tape_step is None:
+            return self._step(state, step), state
+        return self._tape_step(state, step)
+
+    def reverse(self, tape: object, adjoint: Adjoint, step: int) -> Adjoint:
+        return self._adjoint_step(tape, adjoint, step)
+
+
+class InPlaceChain(Generic[State, Adjoint]):
+    """A chain whose operators overwrite the arrays of the live state.
+
+    Parameters
+    ----------
+    forward : callable
+        `forward(state, start, stop)`: run steps start..stop-1, overwriting
+        the arrays in `state`; its return value is ignored.
+    reverse : callable
+        `reverse(state, adjoint, i) -> adjoint`: adjoint of step i from the
+        state before it; it may overwrite `adjoint` and return it, and must
+        leave `state` alone.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> def forward(x, start, stop):
+    ...     for _ in range(start, stop):
+    ...         np.multiply(x, x, out=x)
+    >>> chain = InPlaceChain(forward, lambda x, a, i: 2 * x * a)
+    >>> chain.advance(np.array([3.0]), 0, 2)
+    array([81.])
+    """
+
+    in_place = True
+    state_is_tape = True
+
+    def __init__(
+        self,
+        forward: Callable[[State, int, int], object],
+        reverse: Callable[[State, Adjoint, int], Adjoint],
+    ) -> None:
+        for name, function in (("forward", forward), ("reverse", reverse)):
+            if not callable(function):
+                raise ArgumentError(f"{name}={function!r} must be callable")
+        self._forward = forward
+        self._reverse = reverse
+
+    def advance(self, state: State, start: int, stop: int) -> State:
+        self._forward(state, start, stop)
+        return state
+
+    def tape(self, state: State, step: int) -> tuple[State, object]:
+        raise AssertionError("an in-place chain tapes by copying its state")
+
+    def reverse(self, tape: object, adjoint: Adjoint, step: int) -> Adjoint:
+        return self._reverse(tape, adjoint, step)  # type: ignore[arg-type]

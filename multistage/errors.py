@@ -1,0 +1,43 @@
+"""Every error and warning multistage raises, in one tree.
+
+A message states the rule that was broken, the values seen and the remedy.
+"""
+
+
+class MultistageError(Exception):
+    """Base of every error raised by multistage."""
+
+
+class ArgumentError(MultistageError, ValueError):
+    """An argument breaks a rule; raised before any step runs."""
+
+
+class BudgetError(ArgumentError):
+    """The memory budget is too small for any schedule."""
+
+
+class StateError(MultistageError, ValueError):
+    """A state is no pytree of plain arrays, or changed its layout between steps."""
+
+
+class ScheduleError(MultistageError):
+    """A schedule broke the rules of `multistage.check`.
+
+    Attributes
+    ----------
+    index : int
+        0-based position of the offending action, or the number of actions
+        when the schedule ended too early.
+    """
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(f"action {index}: {message}")
+        self.index = index
+
+
+class StoreError(MultistageError):
+    """A slow tier cannot be used at all (a folder that cannot be written, say)."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was refused or lost; the run goes on and recomputes it."""
