@@ -197,7 +197,8 @@ class Rules:
     def _room(self, more: float, what: str) -> None:
         if self.used + more > self.slots + 1e-9:
             self._fail(
-                f"{what} needs {more:g} fast slot(s), but {self.used:g} of {self.slots:g} are taken; "
+                f"{what} needs {more:g} fast slot(s), "
+                f"but {self.used:g} of {self.slots:g} are taken; "
                 "free one first or raise the budget"
             )
 

@@ -83,9 +83,8 @@ class Layout:
             If tree, shape or dtype differ from this layout; the message names
             the leaf and both values.
         """
-        if self._single is not None and type(state) is np.ndarray:
-            if state.shape == self._single[0] and state.dtype == self._single[1]:
-                return [state]
+        if type(state) is np.ndarray and (state.shape, state.dtype) == self._single:
+            return [state]
         values, spec = optree.tree_flatten(cast(Any, state), none_is_leaf=True)
         if spec != self._spec:
             raise StateError(

@@ -1,0 +1,121 @@
+"""What every planner returns: a Plan, a schedule with its predicted cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tabulate import tabulate
+
+from ..actions import Schedule
+from ..costs import Costs, format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A schedule, where it comes from and what it is predicted to cost.
+
+    Attributes
+    ----------
+    planner : str
+        Name of the planner, a key of `PLANNERS`.
+    n_steps : int
+    slots : int
+        Fast slots the plan may take.
+    costs : Costs
+        What the prediction assumes.
+    make : callable
+        Returns a fresh schedule; see `schedule`.
+    makespan_s : float
+        Predicted seconds from the start to the last adjoint step.
+    lower_bound_s : float
+        No schedule with these slots and tiers can be faster.
+    forward_steps : int
+        Predicted steps run forward, the first sweep included.
+    peak_slots : float
+        Most fast slots the schedule takes.
+    writes, reads : int
+        Predicted transfers of states to and from the slow tiers.
+    stall_s : float
+        Predicted seconds the computing thread waits for transfers.
+    note : str
+        One sentence: what the planner does with these costs.
+    parameters : mapping
+        The planner's own numbers, such as the interval.
+    candidates : tuple of Plan
+        The plans this one was chosen from (including an equal of itself).
+    """
+
+    planner: str
+    n_steps: int
+    slots: int
+    costs: Costs
+    make: Callable[[], Schedule] = field(repr=False, compare=False)
+    makespan_s: float
+    lower_bound_s: float
+    forward_steps: int
+    peak_slots: float
+    writes: int = 0
+    reads: int = 0
+    stall_s: float = 0.0
+    note: str = ""
+    parameters: Mapping[str, float | int | str] = field(default_factory=dict)
+    candidates: tuple[Plan, ...] = field(default=(), repr=False)
+    why: str = ""
+
+    def schedule(self) -> Schedule:
+        """Return a fresh, lazy schedule of this plan."""
+        return self.make()
+
+    @property
+    def recompute_factor(self) -> float:
+        """Forward steps run / n_steps."""
+        return self.forward_steps / self.n_steps
+
+    @property
+    def peak_fast_bytes(self) -> float:
+        """Bytes of fast memory taken by checkpoints at the peak."""
+        return self.peak_slots * self.costs.state_bytes
+
+    @property
+    def gap(self) -> float:
+        """How far the makespan lies above the lower bound, 0 at best."""
+        return self.makespan_s / self.lower_bound_s - 1
+
+    def row(self) -> dict[str, str | int | float]:
+        """Return the plan as one row of a table."""
+        return {
+            "planner": self.planner,
+            "makespan": format_seconds(self.makespan_s),
+            "above bound": f"{100 * self.gap:.2f} %",
+            "recompute": round(self.recompute_factor, 3),
+            "writes": self.writes,
+            "reads": self.reads,
+            "stall": format_seconds(self.stall_s),
+            "peak slots": round(self.peak_slots, 1),
+            "peak bytes": format_bytes(self.peak_fast_bytes),
+        }
+
+    def table(self) -> str:
+        """Return the candidates side by side as text, the chosen one marked."""
+        plans = sorted(self.candidates or (self,), key=lambda plan: plan.makespan_s)
+        rows = [{"": ">" if plan.planner == self.planner else "", **plan.row()} for plan in plans]
+        return tabulate(rows, headers="keys", disable_numparse=True, stralign="right")
+
+    def __str__(self) -> str:
+        costs = self.costs
+        head = (
+            f"plan {self.planner}: {self.n_steps} steps, {self.slots} fast slots of "
+            f"{format_bytes(costs.state_bytes)}\n"
+            f"step {format_seconds(costs.forward_step_s)}, "
+            f"adjoint step {format_seconds(costs.turn_s)}"
+        )
+        if tier := costs.tier:
+            head += (
+                f"; tier {tier.name}: write {format_seconds(tier.write_s)}, "
+                f"read {format_seconds(tier.read_s)} per state "
+                f"(rho = {costs.rho:.3g})"
+            )
+        lines = [head, "", self.table(), "", f"lower bound {format_seconds(self.lower_bound_s)}"]
+        lines += [text for text in (self.note, self.why) if text]
+        return "\n".join(lines)
