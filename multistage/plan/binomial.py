@@ -1,0 +1,158 @@
+"""Binomial checkpointing: the counts and the schedule that Revolve is made of.
+
+Griewank & Walther, Algorithm 799: Revolve, ACM TOMS 26 (2000) 19-45,
+doi:10.1145/347837.347846.  With s slots (the one under the first state
+included) and at most r runs of any step, beta(s, r) = C(s+r, s) steps can be
+reversed.  Reversing l steps takes at least
+
+    nu(l, s) = r l - beta(s+1, r-1),   r minimal with l <= beta(s, r),
+
+forward steps, the first sweep included, the one taped step before each
+adjoint step not counted.  Optimal for uniform steps and free saves; `nu` and
+the schedule need O(s) memory and O(1) work per action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import comb
+
+from .. import native
+from ..actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Schedule, Tape
+
+# Patterns of segments up to this length are cached: the streaming planner
+# reverses thousands of short intervals of few different lengths.
+_CACHED_LENGTH = 128
+
+
+def beta(s: int, r: int) -> int:
+    """Return C(s+r, s): the steps that s slots reverse with r repetitions; 0 if s or r < 0.
+
+    Examples
+    --------
+    >>> beta(3, 2)
+    10
+    """
+    return comb(s + r, s) if s >= 0 and r >= 0 else 0
+
+
+def repetitions(length: int, slots: int) -> int:
+    """Return the smallest r with `length` <= beta(slots, r)."""
+    if length <= 1:
+        return 0
+    if slots == 1:
+        return length - 1
+    r, count = 0, 1
+    while count < length:
+        r += 1
+        count = count * (slots + r) // r
+    return r
+
+
+def nu(length: int, slots: int) -> int:
+    """Return the fewest forward steps that reverse `length` steps with `slots` slots.
+
+    The first sweep to state length-1 is included, taped steps are not.
+
+    Examples
+    --------
+    >>> 1000 + nu(1000, 10)
+    4636
+    """
+    if length <= 1:
+        return 0
+    r = repetitions(length, slots)
+    return r * length - beta(slots + 1, r - 1)
+
+
+def first_advance(length: int, slots: int) -> int:
+    """Return how far an optimal reversal advances before its next save."""
+    if slots <= 1:
+        return length - 1
+    r = repetitions(length, slots)
+    low = max(1, beta(slots, r - 2), length - beta(slots - 1, r))
+    high = min(length - 1, beta(slots, r - 1), length - beta(slots - 1, r - 1))
+    return max(low, (low + high) // 2)
+
+
+def reverse_codes(
+    start: int, stop: int, slots: int, keep_first: bool
+) -> Iterator[tuple[int, int, int]]:
+    """Yield Revolve's actions as (code, a, b): the plain twin of the C kernel."""
+    slots += keep_first
+    stack = [start] if keep_first else []
+    live, end = start, stop
+    while True:
+        while end - live > 1:
+            if (not stack or stack[-1] != live) and len(stack) < slots:
+                stack.append(live)
+                yield 2, live, 0
+            free = slots - len(stack) + 1
+            advance = first_advance(end - live, free) if stack[-1] == live else end - live - 1
+            yield 0, live, live + advance
+            live += advance
+        yield 1, live, 0
+        end = live
+        if end == start:
+            return
+        live = stack[-1]
+        yield 3, live, 0
+        if live == end - 1 and not (keep_first and len(stack) == 1):
+            stack.pop()
+            yield 4, live, 0
+
+
+@lru_cache(maxsize=4096)
+def _pattern(length: int, slots: int, keep_first: bool) -> tuple[tuple[int, int, int], ...]:
+    return tuple(reverse_codes(0, length, slots, keep_first))
+
+
+def reverse_actions(
+    start: int, stop: int, slots: int, *, keep_first: bool = False
+) -> Iterator[Action]:
+    """Yield the actions that reverse steps start..stop-1 from live state `start`.
+
+    Parameters
+    ----------
+    slots : int
+        Free fast slots it may take, all given back at the end.  0 is enough
+        for one step, or with `keep_first`.
+    keep_first : bool
+        Checkpoint `start` is held already (not counted in `slots`) and stays.
+    """
+    slots = min(slots, stop - start)
+    if stop - start <= _CACHED_LENGTH:
+        codes: Iterator[tuple[int, int, int]] = iter(_pattern(stop - start, slots, keep_first))
+        offset = start
+    elif native.LIBRARY is not None:
+        codes, offset = native.revolve_codes(start, stop, slots, keep_first), 0
+    else:
+        codes, offset = reverse_codes(start, stop, slots, keep_first), 0
+    for code, a, b in codes:
+        if code == 0:
+            yield Advance(a + offset, b + offset)
+        elif code == 1:
+            yield Reverse(a + offset)
+        elif code == 3:
+            yield Load(a + offset)
+        elif code == 2:
+            yield Save(a + offset)
+        else:
+            yield Free(a + offset)
+
+
+def forward_and_reverse(actions: Iterator[Action]) -> Schedule:
+    """Turn the reversal of steps up to n into a schedule with its two phases.
+
+    The first adjoint step is preceded by its taped forward step, so that
+    state n exists at `EndForward`.
+    """
+    for action in actions:
+        if type(action) is Reverse:
+            yield Tape(action.step)
+            yield EndForward()
+            yield action
+            break
+        yield action
+    yield from actions
