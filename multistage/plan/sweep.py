@@ -1,0 +1,375 @@
+"""The streaming schedule: one forward sweep that offers states, one reverse sweep that reads them.
+
+Two forward sweeps share one reverse sweep:
+
+ring
+    Every state goes into a fast slot and states are offered to the tier as
+    its channel idles.  When a slot is needed, a state already written goes
+    first, then the oldest unwritten one.  The last s*rho/(rho-1) states so
+    survive in one place or the other.  Needs no knowledge of n.
+tail
+    States are offered at the positions floor(k g) before `tail_start`; the
+    steps from there on are reversed by Revolve from the fast slots.
+
+The reverse sweep walks down from state n-1.  Its next anchor is the highest
+state at hand, in a slot or in the tier; the interval above the anchor is
+reversed by Revolve with the slots that are left, and reads of the anchors
+below are queued as early as slots allow.  Where an interval needs all slots
+for itself (g > s), one slot is given up for the next read at the moment that
+costs least (`reserve`).
+
+Nothing here looks at a clock.  What a transfer's fate decides comes back as
+an answer: a refused offer is tried again one step later, a lost checkpoint
+drops out of the list, so that its interval merges with the one before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+from ..actions import (
+    Action,
+    Advance,
+    Answer,
+    Await,
+    Drop,
+    EndForward,
+    Free,
+    Get,
+    Load,
+    Offer,
+    Reverse,
+    Save,
+    Schedule,
+    Tape,
+)
+from .binomial import reverse_actions
+from .reserve import Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What fixes a streaming schedule.
+
+    Attributes
+    ----------
+    slots : int
+        Fast slots, staging and landing slots included.
+    spacing : float
+        g: steps between two offers, at least.
+    tail_start : int or None
+        Steps from here on are reversed from fast slots; None for the ring.
+    depth : int
+        Most reads under way or landed ahead of their use.
+    queue_depth : int
+        The tier's q; an accepted offer proves all but the last q writes done.
+    drain_steps : int
+        Adjoint steps after which writes left under way are surely done.
+    reservation : Reservation or None
+        When to give up a slot for the next read; None gives it up at once.
+    extra : frozenset of int
+        Positions offered besides the regular ones.
+    skip : frozenset of int
+        Regular positions not offered.
+    """
+
+    slots: int
+    spacing: float
+    tail_start: int | None
+    depth: int = 4
+    queue_depth: int = 2
+    drain_steps: int = 0
+    reservation: Reservation | None = None
+    extra: frozenset[int] = frozenset()
+    skip: frozenset[int] = frozenset()
+
+    def schedule(self, n_steps: int | None, stop: Callable[[int], bool] | None = None) -> Schedule:
+        """Return a fresh schedule; `stop(i)` replaces n_steps None: is i the last state?"""
+        return _Run(self, n_steps, stop).schedule()
+
+
+class _Run:
+    """One schedule being made: what is held where."""
+
+    def __init__(self, sweep: Sweep, n_steps: int | None, stop: Callable[[int], bool] | None):
+        self.sweep = sweep
+        self.n = n_steps
+        self.stop = stop
+        self.used = 0
+        self.staged = 0  # of the used slots, those that only feed a write
+        self.held: list[int] = []  # steps in fast slots, ascending
+        self.written: deque[int] = deque()  # held, and known to be in the tier
+        self.writing: deque[tuple[int, int, bool]] = deque()  # token, step, staged
+        self.pinned: set[int] = set()  # held steps whose write was not awaited
+        self.stored: set[int] = set()  # steps in the tier
+        self.readable: list[int] = []  # steps in the tier and in no slot, ascending
+        self.pending: deque[tuple[int, int]] = deque()  # step, token of reads, descending
+        self.leftover: deque[tuple[int, int]] = deque()  # used up but pinned: step, adjoint then
+        self.ended = False
+
+    def schedule(self) -> Schedule:
+        if self.n == 1:
+            yield Tape(0)
+            yield EndForward()
+            yield Reverse(0)
+            return
+        if self.sweep.tail_start is None:
+            yield from self._ring_forward()
+        else:
+            yield from self._tail_forward(self.sweep.tail_start)
+        yield from self._reverse_sweep()
+        while self.leftover:
+            yield from self._clear_leftover()
+        while self.writing:
+            yield from self._settle()
+        for step in sorted(self.stored):
+            yield Drop(step)
+
+    # ---------------------------------------------------------- forward sweeps
+
+    def _offer(self, step: int, held: bool) -> Schedule:
+        """Offer live state `step`; record the write if it is taken."""
+        token = yield Offer(step)
+        if token is None:
+            return
+        self.writing.append((int(token), step, not held))
+        self.stored.add(step)
+        if held:
+            self.pinned.add(step)
+        else:
+            self.used += 1
+            self.staged += 1
+            self.readable.append(step)
+        # Transfers are first in, first out, and this one was accepted because
+        # fewer than q were waiting: all but the last q are done.
+        while len(self.writing) > self.sweep.queue_depth:
+            yield from self._settle()
+
+    def _settle(self) -> Schedule:
+        """Await the oldest write."""
+        token, step, staged = self.writing.popleft()
+        if (yield Await(token)) is False:
+            self.stored.discard(step)
+            if staged and step in self.readable:
+                self.readable.remove(step)
+        elif not staged:
+            self.written.append(step)
+        if staged:
+            self.used -= 1
+            self.staged -= 1
+        else:
+            self.pinned.remove(step)
+
+    def _ring_forward(self) -> Schedule:
+        sweep, i, at = self.sweep, 0, 0.0
+        extra, skip, spacing, slots = sweep.extra, sweep.skip, sweep.spacing, sweep.slots
+        while not self._is_last(i):
+            if self.used == slots:
+                yield from self._evict()
+            yield Save(i)
+            self.used += 1
+            self.held.append(i)
+            if i >= int(at) or i in extra:
+                if i not in skip:
+                    yield from self._offer(i, held=True)
+                if i in skip or i in self.stored:
+                    at = max(at + spacing, i + spacing - 1)
+            yield Advance(i, i + 1)
+            i += 1
+        yield Tape(i)
+        yield EndForward()
+        yield Reverse(i)
+        self.n = i + 1
+        self.ended = True
+
+    def _is_last(self, i: int) -> bool:
+        if self.n is not None:
+            return i == self.n - 1
+        assert self.stop is not None
+        return self.stop(i + 1)
+
+    def _evict(self) -> Schedule:
+        """Free one slot: of a written state if there is one, else of the oldest unwritten."""
+        while not self.written and len(self.pinned) == len(self.held):
+            yield from self._settle()
+            if len(self.pinned) < len(self.held):
+                break
+        if self.written:
+            step = self.written.popleft()
+            self.readable.append(step)
+        else:
+            step = next(step for step in self.held if step not in self.pinned)
+        self.held.remove(step)
+        self.used -= 1
+        yield Free(step)
+
+    def _tail_forward(self, tail_start: int) -> Schedule:
+        sweep = self.sweep
+        extras = sorted(sweep.extra)
+        live, at, position = 0, 0.0, 0
+        while position < tail_start:
+            if position > live:
+                yield Advance(live, position)
+                live = position
+            if position not in sweep.skip:
+                yield from self._room()
+                yield from self._offer(position, held=False)
+            if position >= int(at) and (position in sweep.skip or position in self.stored):
+                at = max(at + sweep.spacing, position + sweep.spacing - 1)
+            while extras and extras[0] <= position:
+                extras.pop(0)
+            position = max(position + 1, min(int(at), extras[0] if extras else int(at)))
+        if tail_start > live:
+            yield Advance(live, tail_start)
+        yield from self._tail(tail_start)
+
+    def _tail(self, start: int) -> Schedule:
+        """Reverse the tail by Revolve; its first descent is the end of the forward sweep."""
+        assert self.n is not None
+        if start == self.n - 1:
+            yield from self._first_reverse(start)
+            return
+        yield from self._room()
+        yield Save(start)
+        self.used += 1
+        yield from self._segment(start, self.n)
+        yield Free(start)
+        self.used -= 1
+
+    # ----------------------------------------------------------- reverse sweep
+
+    def _reverse_sweep(self) -> Schedule:
+        assert self.n is not None
+        held, pending, readable = self.held, self.pending, self.readable
+        end = self.n - 1 if self.sweep.tail_start is None else self.sweep.tail_start
+        while end > 0:
+            while self.leftover and self.leftover[0][1] - end >= self.sweep.drain_steps:
+                yield from self._clear_leftover()
+            top = held[-1] if held else -1
+            coming = pending[0][0] if pending else (readable[-1] if readable else -1)
+            anchor = max(top, coming)
+            if anchor < 0:  # every checkpoint is lost: Revolve from the caller's state 0
+                yield Load(0)
+                yield from self._revolve(0, end, self._reclaimable())
+                return
+            if coming > top:
+                if not pending:
+                    yield from self._room()
+                    if not readable or readable[-1] != anchor:
+                        continue  # its write was awaited to make room, and was lost
+                    yield from self._prefetch()
+                if (yield Await(pending.popleft()[1])) is False:
+                    self.used -= 1
+                    self.stored.discard(anchor)
+                    continue
+                while self.writing and self.writing[0][1] <= anchor:
+                    yield from self._settle()  # done: the read came behind them
+            yield Load(anchor)
+            if end - anchor == 1 and not readable:
+                yield Reverse(anchor)
+            else:
+                yield from self._segment(anchor, end)
+            yield from self._release(anchor, end)
+            end = anchor
+
+    def _prefetch(self) -> Schedule:
+        step = self.readable.pop()
+        token = yield Get(step)
+        assert token is not None
+        self.used += 1
+        self.pending.append((step, int(token)))
+
+    def _release(self, anchor: int, end: int) -> Schedule:
+        """Give back the slot and the stored copy of an anchor whose interval is done."""
+        if self.held and self.held[-1] == anchor:
+            self.held.pop()
+            if anchor in self.pinned:
+                self.leftover.append((anchor, end))
+                return
+            if self.written and self.written[-1] == anchor:
+                self.written.pop()
+        yield Free(anchor)
+        self.used -= 1
+        if anchor in self.stored:
+            self.stored.remove(anchor)
+            yield Drop(anchor)
+
+    def _room(self) -> Schedule:
+        """See that a slot is free, waiting for a write if need be."""
+        while self.used >= self.sweep.slots:
+            if self.leftover:
+                yield from self._clear_leftover()
+            else:
+                yield from self._settle()
+
+    def _clear_leftover(self) -> Schedule:
+        """Give back the slot of a used-up state whose write may still be under way."""
+        step, _ = self.leftover.popleft()
+        while step in self.pinned:
+            yield from self._settle()
+        if step in self.written:
+            self.written.remove(step)
+        yield Free(step)
+        self.used -= 1
+        if step in self.stored:
+            self.stored.remove(step)
+            yield Drop(step)
+
+    def _reclaimable(self) -> int:
+        """Slots that are free, or become so by waiting for writes."""
+        return self.sweep.slots - self.used + self.staged + len(self.leftover)
+
+    # ---------------------------------------------------------------- segments
+
+    def _segment(self, start: int, end: int) -> Schedule:
+        """Reverse start..end-1, state `start` live and loadable, queueing reads on the way."""
+        sweep, need = self.sweep, end - start - 1
+        if self.ended:
+            while (
+                self.readable
+                and sweep.slots - self.used > need
+                and len(self.pending) < sweep.depth
+            ):
+                yield from self._prefetch()
+        if not (self.pending or self.held) and self.readable:
+            if sweep.reservation is not None:
+                end = yield from self._down_the_spine(start, end, sweep.reservation)
+            if self.ended and self._reclaimable() > 0:
+                yield from self._room()
+                if self.readable:  # unless the write just awaited was lost
+                    yield from self._prefetch()
+        yield from self._revolve(start, end, self._reclaimable())
+
+    def _down_the_spine(
+        self, start: int, end: int, reservation: Reservation
+    ) -> Generator[Action, Answer, int]:
+        """Reverse the upper parts of the segment with every slot; return where to read ahead."""
+        while advance := reservation.advance(end - start, self._reclaimable()):
+            middle = start + advance
+            yield Advance(start, middle)
+            yield from self._revolve(middle, end, self._reclaimable(), keep_first=False)
+            yield Load(start)
+            end = middle
+        return end
+
+    def _revolve(self, start: int, end: int, free: int, keep_first: bool = True) -> Schedule:
+        for action in reverse_actions(start, end, free, keep_first=keep_first):
+            kind = type(action)
+            if kind is Save:
+                yield from self._room()
+                self.used += 1
+            elif kind is Free:
+                self.used -= 1
+            elif kind is Reverse and not self.ended:
+                assert isinstance(action, Reverse)
+                yield from self._first_reverse(action.step)
+                continue
+            yield action
+
+    def _first_reverse(self, step: int) -> Schedule:
+        yield Tape(step)
+        yield EndForward()
+        self.ended = True
+        yield Reverse(step)
