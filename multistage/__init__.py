@@ -1,0 +1,25 @@
+"""multistage: reverse long computations beyond memory.
+
+Reading order: `Reversal` and `reverse` run a computation and its adjoint;
+`Costs`, `Tier` and `Budget` say what they cost and may take; `plan` chooses a
+schedule, `simulate` runs it in virtual time, `check` proves it legal;
+`actions` holds the vocabulary of schedules and `errors` what may go wrong.
+"""
+
+from . import actions as actions
+from . import errors as errors
+from .actions import Schedule as Schedule
+from .actions import check as check
+from .chain import Chain as Chain
+from .chain import FunctionChain as FunctionChain
+from .chain import InPlaceChain as InPlaceChain
+from .costs import Budget as Budget
+from .costs import Costs as Costs
+from .costs import Tier as Tier
+from .plan import PLANNERS as PLANNERS
+from .plan import Plan as Plan
+from .plan import plan as plan
+from .simulate import Jitter as Jitter
+from .simulate import simulate as simulate
+
+__version__ = "0.1.0"

@@ -31,7 +31,9 @@ The rules, enforced by `Rules` and nowhere else:
 4. A slot under a write is pinned and a slot under a read is unreadable until
    the transfer's `Await`.  Legality is judged by tokens, never by times: a
    schedule that is legal only because a transfer happens to be fast is illegal.
-5. At the end nothing is left: no slot, no tape, no copy in a tier, no token.
+5. State 0 belongs to the caller: `Load(0)` works at any time, slot or not.
+   Planners save it like any other and use this only when it was lost.
+6. At the end nothing is left: no slot, no tape, no copy in a tier, no token.
 """
 
 from __future__ import annotations
@@ -233,7 +235,8 @@ class Rules:
                 self._take(1)
                 self.held[step] = None
             case Load(step):
-                self._readable(step, "Load")
+                if step or self.held.get(step) is not None:
+                    self._readable(step, "Load")
                 self.live = step
             case Free(step):
                 self._readable(step, "Free")

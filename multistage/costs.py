@@ -89,7 +89,9 @@ def format_seconds(seconds: float) -> str:
     >>> format_seconds(0.00042)
     '420 us'
     """
-    if seconds == 0 or math.isinf(seconds) or math.isnan(seconds):
+    if abs(seconds) < 1e-12:
+        return "0 s"
+    if math.isinf(seconds) or math.isnan(seconds):
         return f"{seconds:g} s"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= scale:

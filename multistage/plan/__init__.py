@@ -1,0 +1,115 @@
+"""Planners: from costs, a budget and a number of steps to a schedule and its price.
+
+Every planner is a pure function `(costs, slots, n_steps) -> Plan`; `PLANNERS`
+holds them by name and `plan` ranks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..costs import Budget, Costs, format_seconds
+from ..errors import ArgumentError, BudgetError
+from .base import Plan as Plan
+from .base import require_steps
+from .interval import interval
+from .online import online
+from .online import online_schedule as online_schedule
+from .periodic import periodic, recursive
+from .revolve import pyrevolve, revolve
+from .store_all import store_all
+from .streaming import streaming
+
+Planner = Callable[[Costs, int, int | None], Plan]
+
+PLANNERS: dict[str, Planner] = {
+    "store-all": store_all,
+    "streaming": streaming,
+    "revolve": revolve,
+    "pyrevolve": pyrevolve,
+    "interval": interval,
+    "periodic": periodic,
+    "recursive": recursive,
+    "online": online,
+}
+
+# Ranked by "auto".  Of equals the first wins.  pyrevolve is Revolve again,
+# online pays for what it does not know.
+RANKED = ("store-all", "revolve", "streaming", "interval", "periodic", "recursive")
+
+
+def plan(
+    costs: Costs,
+    budget: Budget | int | str,
+    n_steps: int,
+    planner: str = "auto",
+    *,
+    buffer_bytes: int = 0,
+) -> Plan:
+    """Choose a schedule and predict it.
+
+    Parameters
+    ----------
+    costs : Costs
+        Measured by `multistage.measure`, or assumed.
+    budget : Budget, int or str
+        Fast memory for checkpoints: bytes, `"512 MiB"` or `"32 slots"`.
+    n_steps : int
+        Steps to reverse, at least 1.
+    planner : str
+        A key of `PLANNERS`, or `"auto"` to rank them by predicted makespan.
+    buffer_bytes : int
+        I/O buffers of the tier, taken from a budget in bytes.
+
+    Returns
+    -------
+    Plan
+        With `candidates` and `why` when ranked.
+
+    Raises
+    ------
+    ArgumentError
+        For an unknown planner or n_steps < 1.
+    BudgetError
+        When the budget holds not even one state, or too little for `planner`.
+
+    Examples
+    --------
+    >>> from multistage.costs import Tier
+    >>> costs = Costs(1e-3, 2e-3, tiers=(Tier("file", 4e-3, 4e-3),))
+    >>> chosen = plan(costs, "20 slots", n_steps=10_000)
+    >>> chosen.planner, round(chosen.recompute_factor, 2)
+    ('streaming', 1.75)
+    """
+    slots = Budget.parse(budget).slots_for(costs.state_bytes, buffer_bytes)
+    n = require_steps(n_steps, planner)
+    if planner != "auto":
+        if planner not in PLANNERS:
+            raise ArgumentError(
+                f"planner {planner!r} is not known; choose 'auto' or one of {', '.join(PLANNERS)}"
+            )
+        return PLANNERS[planner](costs, slots, n)
+    plans: list[Plan] = []
+    refused: list[str] = []
+    for name in RANKED:
+        try:
+            plans.append(PLANNERS[name](costs, slots, n))
+        except BudgetError as error:
+            refused.append(f"Left out: {error}.")
+    plans.sort(key=lambda candidate: candidate.makespan_s)
+    best = plans[0]
+    return replace(best, candidates=tuple(plans), why="\n".join([_why(plans), *refused]))
+
+
+def _why(plans: list[Plan]) -> str:
+    best = plans[0]
+    if len(plans) == 1:
+        return f"Chosen: {best.planner}, the only planner that fits the budget."
+    second = plans[1]
+    faster = second.makespan_s / best.makespan_s - 1
+    head = f"Chosen: {best.planner}, the shortest predicted makespan"
+    if faster < 1e-9:
+        return f"{head} (equal to {second.planner})."
+    saved = format_seconds(second.makespan_s - best.makespan_s)
+    return f"{head}: {saved} ({100 * faster:.2g} %) less than {second.planner}."

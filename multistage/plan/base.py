@@ -9,6 +9,7 @@ from tabulate import tabulate
 
 from ..actions import Schedule
 from ..costs import Costs, format_bytes, format_seconds
+from ..errors import ArgumentError
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +120,20 @@ class Plan:
         lines = [head, "", self.table(), "", f"lower bound {format_seconds(self.lower_bound_s)}"]
         lines += [text for text in (self.note, self.why) if text]
         return "\n".join(lines)
+
+
+def require_steps(n_steps: int | None, planner: str) -> int:
+    """Return `n_steps`, known and at least 1.
+
+    Raises
+    ------
+    ArgumentError
+        Otherwise.
+    """
+    if n_steps is None:
+        raise ArgumentError(
+            f"planner {planner!r} must know n_steps beforehand; use planner 'online'"
+        )
+    if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 1:
+        raise ArgumentError(f"n_steps={n_steps!r} must be an int, at least 1")
+    return n_steps

@@ -85,18 +85,25 @@ class Sweep:
     extra: frozenset[int] = frozenset()
     skip: frozenset[int] = frozenset()
 
-    def schedule(self, n_steps: int | None, stop: Callable[[int], bool] | None = None) -> Schedule:
-        """Return a fresh schedule; `stop(i)` replaces n_steps None: is i the last state?"""
-        return _Run(self, n_steps, stop).schedule()
+    def schedule(
+        self, n_steps: int | None, is_last: Callable[[int], bool] | None = None
+    ) -> Schedule:
+        """Return a fresh schedule of `n_steps` steps.
+
+        With `n_steps` None (ring only), `is_last(i)` is asked when state i is
+        live whether it is the last.
+        """
+        return _Run(self, n_steps, is_last).schedule()
 
 
 class _Run:
     """One schedule being made: what is held where."""
 
-    def __init__(self, sweep: Sweep, n_steps: int | None, stop: Callable[[int], bool] | None):
+    def __init__(self, sweep: Sweep, n_steps: int | None, is_last: Callable[[int], bool] | None):
         self.sweep = sweep
         self.n = n_steps
-        self.stop = stop
+        self.is_last = is_last
+        self.end = 0  # where the reverse sweep starts
         self.used = 0
         self.staged = 0  # of the used slots, those that only feed a write
         self.held: list[int] = []  # steps in fast slots, ascending
@@ -119,6 +126,7 @@ class _Run:
             yield from self._ring_forward()
         else:
             yield from self._tail_forward(self.sweep.tail_start)
+            self.end = self.sweep.tail_start
         yield from self._reverse_sweep()
         while self.leftover:
             yield from self._clear_leftover()
@@ -165,7 +173,7 @@ class _Run:
     def _ring_forward(self) -> Schedule:
         sweep, i, at = self.sweep, 0, 0.0
         extra, skip, spacing, slots = sweep.extra, sweep.skip, sweep.spacing, sweep.slots
-        while not self._is_last(i):
+        while self.n is None or i < self.n - 1:
             if self.used == slots:
                 yield from self._evict()
             yield Save(i)
@@ -178,17 +186,13 @@ class _Run:
                     at = max(at + spacing, i + spacing - 1)
             yield Advance(i, i + 1)
             i += 1
-        yield Tape(i)
-        yield EndForward()
-        yield Reverse(i)
-        self.n = i + 1
-        self.ended = True
-
-    def _is_last(self, i: int) -> bool:
-        if self.n is not None:
-            return i == self.n - 1
-        assert self.stop is not None
-        return self.stop(i + 1)
+            if self.is_last is not None and self.is_last(i):
+                yield EndForward()
+                self.ended = True
+                self.end = i
+                return
+        yield from self._first_reverse(i)
+        self.end = i
 
     def _evict(self) -> Schedule:
         """Free one slot: of a written state if there is one, else of the oldest unwritten."""
@@ -241,9 +245,7 @@ class _Run:
     # ----------------------------------------------------------- reverse sweep
 
     def _reverse_sweep(self) -> Schedule:
-        assert self.n is not None
-        held, pending, readable = self.held, self.pending, self.readable
-        end = self.n - 1 if self.sweep.tail_start is None else self.sweep.tail_start
+        held, pending, readable, end = self.held, self.pending, self.readable, self.end
         while end > 0:
             while self.leftover and self.leftover[0][1] - end >= self.sweep.drain_steps:
                 yield from self._clear_leftover()
@@ -328,9 +330,7 @@ class _Run:
         sweep, need = self.sweep, end - start - 1
         if self.ended:
             while (
-                self.readable
-                and sweep.slots - self.used > need
-                and len(self.pending) < sweep.depth
+                self.readable and sweep.slots - self.used > need and len(self.pending) < sweep.depth
             ):
                 yield from self._prefetch()
         if not (self.pending or self.held) and self.readable:

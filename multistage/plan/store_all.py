@@ -1,0 +1,51 @@
+"""Store everything: plain backpropagation, the baseline without recomputation."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ..actions import EndForward, Reverse, Schedule, Tape
+from ..costs import Costs
+from ..errors import BudgetError
+from .base import Plan, require_steps
+from .bound import lower_bound
+
+
+def store_all_schedule(n_steps: int) -> Schedule:
+    """Yield: tape every step, then reverse every step."""
+    for i in range(n_steps):
+        yield Tape(i)
+    yield EndForward()
+    for i in reversed(range(n_steps)):
+        yield Reverse(i)
+
+
+def store_all(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+    """Return the plan that keeps every tape in fast memory.
+
+    Raises
+    ------
+    BudgetError
+        If the tapes do not fit.
+
+    Examples
+    --------
+    >>> store_all(Costs(1.0, 2.0), slots=9, n_steps=10).makespan_s
+    30.0
+    """
+    n = require_steps(n_steps, "store-all")
+    peak = (n - 1) * costs.tape_slots
+    if peak > slots:
+        raise BudgetError(f"store-all needs {peak:g} fast slots, the budget has {slots}")
+    return Plan(
+        planner="store-all",
+        n_steps=n,
+        slots=slots,
+        costs=costs,
+        make=partial(store_all_schedule, n),
+        makespan_s=n * (costs.taping_s + costs.reverse_step_s),
+        lower_bound_s=lower_bound(costs, slots, n),
+        forward_steps=n,
+        peak_slots=peak,
+        note="Every tape stays in fast memory; nothing is recomputed.",
+    )
