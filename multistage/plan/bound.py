@@ -5,7 +5,8 @@ them; a forward step takes T_A, a turn (an adjoint step from its state) T_B,
 a state T_W to the first slow tier and T_R back, each direction first in,
 first out.  A state under a write or a read occupies a slot.  State 0 is a
 checkpoint like any other: a schedule that leans on the caller's copy of it
-has one slot more.  What transfers cost the computing thread is left out,
+has one slot more; so has one that, where a state is its own tape, uses the
+working tape to hold a state.  What transfers cost the computing thread is left out,
 which keeps the bounds valid.
 
 Closed form
@@ -47,7 +48,7 @@ def lower_bound(costs: Costs, slots: int, n_steps: int) -> float:
     --------
     >>> from multistage.costs import Tier
     >>> lower_bound(Costs(1.0, 2.0, tiers=(Tier(write_s=4.0, read_s=4.0),)), 20, 200)
-    729.0
+    730.0
     """
     step_s = costs.forward_step_s
     if costs.state_is_tape:
@@ -81,6 +82,7 @@ def _after_forward(costs: Costs, slots: int, n_steps: int, kept: int) -> float:
         most = min(most, tier.capacity_states)
     # Recomputation falls and reading grows with r: the minimum is where they meet.
     meet = (n_steps * turn_s + missing * step_s - turn_s) / (step_s + tier.read_s)
+    around: tuple[float, float]
     if kept == 0:
         around = (math.floor(min(most, meet)), min(math.floor(most), math.ceil(meet)))
     else:
