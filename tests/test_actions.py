@@ -1,0 +1,202 @@
+"""The legality rules: each rule has a schedule that breaks it, and nothing slips through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multistage.actions import (
+    Action,
+    Advance,
+    Await,
+    Drop,
+    EndForward,
+    Free,
+    Get,
+    Load,
+    Offer,
+    Put,
+    Reverse,
+    Rules,
+    Save,
+    Tape,
+    check,
+)
+from multistage.costs import Costs, Tier
+from multistage.errors import ArgumentError, ScheduleError
+from multistage.plan.reserve import Reservation
+from multistage.plan.sweep import Sweep
+
+LEGAL = [
+    Put(0),
+    Save(0),
+    Advance(0, 2),
+    Await(0),
+    Tape(2),
+    EndForward(),
+    Reverse(2),
+    Load(0),
+    Free(0),
+    Advance(0, 1),
+    Reverse(1),
+    Get(0),
+    Await(1),
+    Drop(0),
+    Load(0),
+    Free(0),
+    Reverse(0),
+]
+
+
+def test_a_legal_schedule_is_measured() -> None:
+    used = check(LEGAL, n_steps=3, slots=2)
+    assert used.forward_steps == 4
+    assert used.peak_slots == 2
+    assert used.transfers == 2
+    assert used.tier_peak == {0: 1}
+    assert used.actions == len(LEGAL)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "n", "slots", "rule"),
+    [
+        ([Advance(1, 2)], 3, 1, "live state is 0"),
+        ([Advance(0, 0)], 3, 1, "runs no step"),
+        ([Advance(0, 4)], 3, 1, "goes past state 3"),
+        ([Tape(1)], 3, 1, "live state is 0"),
+        ([Tape(0), Load(0), Tape(0)], 3, 1, "already held"),
+        ([Reverse(0)], 1, 1, "before EndForward"),
+        ([Tape(0), Tape(1), EndForward(), Reverse(0)], 2, 1, "next adjoint step is 1"),
+        ([Advance(0, 1), EndForward(), Reverse(0)], 1, 1, "neither its tape nor its state"),
+        ([Save(1)], 3, 1, "live state is 0"),
+        ([Save(0), Save(0)], 3, 2, "already holds it"),
+        ([Save(0), Advance(0, 1), Save(1)], 3, 1, "needs 1 fast slot"),
+        ([Advance(0, 1), Load(1)], 3, 1, "no fast slot holds"),
+        ([Free(0)], 3, 1, "no fast slot holds"),
+        ([Save(0), Offer(0), Free(0)], 3, 1, "was not awaited"),
+        ([Offer(1)], 3, 1, "neither live nor held"),
+        ([Put(0), Put(0)], 3, 2, "already has that checkpoint"),
+        ([Offer(0)], 3, 0, "needs 1 fast slot"),
+        ([Get(0)], 3, 1, "has no checkpoint 0"),
+        ([Save(0), Put(0), Get(0)], 3, 3, "already holds it"),
+        ([Put(0), Await(0), Get(0), Get(0)], 3, 3, "already holds it"),
+        ([Put(0), Advance(0, 1), Await(0), Get(0), Load(0)], 3, 1, "before Await(1)"),
+        ([Put(0), Await(0), Get(0), Free(0)], 3, 1, "before Await(1)"),
+        ([Await(0)], 3, 1, "no such transfer"),
+        ([Put(0), Drop(0)], 3, 1, "before its transfer was awaited"),
+        ([Drop(0)], 3, 1, "has no checkpoint 0"),
+        ([EndForward()], 3, 1, "live state is 0, not 3"),
+        ([Advance(0, 3), EndForward(), EndForward()], 3, 1, "second EndForward"),
+        ([Tape(0), EndForward()], 1, 1, "adjoint at 1, not 0"),
+        ([Save(0), Tape(0), EndForward(), Reverse(0)], 1, 1, "left fast slots: [0]"),
+        ([Put(0), Tape(0), EndForward(), Reverse(0)], 1, 1, "left checkpoints in a tier"),
+    ],
+)
+def test_each_rule(schedule: Iterable[Action], n: int, slots: int, rule: str) -> None:
+    with pytest.raises(ScheduleError, match=r"^action") as raised:
+        check(schedule, n, slots)
+    assert rule in str(raised.value)
+
+
+def test_tapes_beyond_the_first_take_slots() -> None:
+    taped = [Tape(0), Tape(1), EndForward(), Reverse(1), Reverse(0)]
+    assert check(taped, 2, 3, tape_slots=2.5).peak_slots == 2.5
+    with pytest.raises(ScheduleError, match=r"needs 2\.5 fast slot"):
+        check(taped, 2, 2, tape_slots=2.5)
+
+
+def test_an_illegal_action_changes_nothing() -> None:
+    rules = Rules(3, 1)
+    rules.apply(Save(0), None)
+    before = repr(rules)
+    for action in (Save(0), Tape(1), Free(1), Get(5), Await(7), Drop(2), EndForward(), Reverse(2)):
+        with pytest.raises(ScheduleError):
+            rules.apply(action, None)
+        assert repr(rules) == before
+
+
+def test_a_full_tier_refuses() -> None:
+    with pytest.raises(ScheduleError, match="is full: 1 of 1"):
+        check([Put(0), Advance(0, 1), Put(1)], 3, 2, tier_slots={0: 1})
+
+
+@pytest.mark.parametrize(("n", "slots"), [(0, 1), (-1, 1), (1, -1)])
+def test_bad_arguments(n: int, slots: int) -> None:
+    with pytest.raises(ArgumentError):
+        check(LEGAL, n, slots)
+
+
+@pytest.mark.parametrize("tail", [None, 40])
+def test_every_deletion_is_caught(tail: int | None) -> None:
+    """A missing action is judged by tokens: luck with times does not make it legal."""
+    n, s = 60, 6
+    costs = Costs(1.0, 2.0, tiers=(Tier(write_s=4.0, read_s=4.0),))
+    static = _as_static(Sweep(s, 4.0, tail, reservation=Reservation(costs)), n)
+    check(static, n, s)
+    for k, gone in enumerate(static):
+        with pytest.raises(ScheduleError):
+            check(static[:k] + static[k + 1 :], n, s)
+            pytest.fail(f"deleting {gone} at {k} was not caught")
+
+
+def _as_static(sweep: Sweep, n: int) -> list[Action]:
+    """Record the schedule as it ran, every accepted offer as a Put."""
+    static: list[Action] = []
+    schedule = sweep.schedule(n)
+    tokens = 0
+    waiting = 0
+    action = next(schedule)
+    try:
+        while True:
+            answer: int | bool | None = None
+            match action:
+                case Offer(step):
+                    if step % 4 == 0 and waiting < 2:
+                        static.append(Put(step))
+                        answer, tokens, waiting = tokens, tokens + 1, waiting + 1
+                case Await():
+                    static.append(action)
+                    answer = True
+                    waiting = max(0, waiting - 1)
+                case Get():
+                    static.append(action)
+                    answer, tokens = tokens, tokens + 1
+                case _:
+                    static.append(action)
+            action = schedule.send(answer)
+    except StopIteration:
+        return static
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    n=st.integers(1, 70),
+    slots=st.integers(1, 12),
+    spacing=st.sampled_from([1.0, 1.5, 2.3, 4.0, 8.0, 20.0]),
+    where=st.none() | st.floats(0, 1),
+    depth=st.integers(1, 4),
+    queue=st.integers(1, 4),
+    drain=st.integers(0, 10),
+    reserve=st.booleans(),
+    accepted=st.sampled_from([1.0, 0.7, 0.3, 0.0]),
+    surviving=st.sampled_from([1.0, 0.9, 0.3, 0.0]),
+    rnd=st.randoms(use_true_random=False),
+)
+def test_streaming_is_legal_whatever_the_answers(
+    n, slots, spacing, where, depth, queue, drain, reserve, accepted, surviving, rnd
+) -> None:
+    costs = Costs(1.0, 2.0, tiers=(Tier(write_s=spacing, read_s=spacing),))
+    tail = None if where is None else int(where * (n - 1))
+    reservation = Reservation(costs) if reserve else None
+    sweep = Sweep(slots, spacing, tail, depth, queue, drain, reservation)
+    used = check(
+        sweep.schedule(n),
+        n,
+        slots,
+        accept=lambda _: rnd.random() < accepted,
+        survive=lambda _: rnd.random() < surviving,
+    )
+    assert used.forward_steps >= n
