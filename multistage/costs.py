@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +163,8 @@ class Costs:
         Size of one state and of one tape; `tape_bytes` 0 means `state_bytes`.
     tiers : tuple of Tier
         The slow tiers, fastest first.
+    action_s : float
+        Seconds the driver itself takes per action of a schedule.
 
     Examples
     --------
@@ -178,14 +179,14 @@ class Costs:
     state_bytes: int = 1
     tape_bytes: int = 0
     tiers: tuple[Tier, ...] = ()
-    notes: Mapping[str, float] = field(default_factory=dict, compare=False)
+    action_s: float = 0.0
 
     def __post_init__(self) -> None:
         _require(
             self.forward_step_s > 0 and math.isfinite(self.forward_step_s),
             f"forward_step_s={self.forward_step_s} must be a finite number of seconds > 0",
         )
-        for name in ("reverse_step_s", "tape_step_s"):
+        for name in ("reverse_step_s", "tape_step_s", "action_s"):
             value = getattr(self, name)
             _require(
                 value is None or (value >= 0 and math.isfinite(value)),

@@ -222,12 +222,14 @@ def simulate(
     tapes: set[int] = set()
     now = stall_s = 0.0
     forward_steps = writes = reads = tokens = 0
+    action_s = costs.action_s
     forward_s, taping_s = costs.forward_step_s, costs.taping_s
     reverse_s, turn_s = costs.reverse_step_s, costs.turn_s
 
     for action, send in drive(schedule):
         kind = type(action)
         answer: Answer = None
+        now += action_s
         begin = now
         if kind is Advance:
             assert isinstance(action, Advance)

@@ -10,19 +10,18 @@ working tape to hold a state.  What transfers cost the computing thread is left 
 which keeps the bounds valid.
 
 Closed form
-    When state n-1 first exists, after at least (n-1) T_A, every earlier state
-    is in a fast slot (at most s of them, those being read included), or in
-    the slow tier and read later (r, at most the time so far over T_W), or
-    computed again.  So the rest takes at least
+    When state n-1 first exists, at t1 >= (n-1) T_A, every earlier state is in
+    a fast slot (at most s of them, those being read included), or in the slow
+    tier and read later (r of them, r T_W <= t1), or computed again.  The rest
+    takes at least
 
-        max(n T_B + T_A max(0, n-1-s-r), r T_R + T_B),
+        max(T_A + n T_B + T_A max(0, n-1-s-r), r T_R + T_B):
 
-    the last state read being reversed after its read.  The minimum over r is
-    the bound.  Waiting in order to write more does not pay unless T_W < T_A;
-    then r is only bounded by n-1.  Where a state is its own tape, producing
-    state n from state n-1 is work beside the turns: T_A more.  Where tapes are
-    real, k tapes kept in the forward sweep save k T_A there and need no state,
-    but take slots.
+    producing state n is work beside the turns where a state is its own tape,
+    and the last state read is reversed after its read.  The bound is the
+    minimum over r with t1 = max((n-1) T_A, r T_W).  Where tapes are real, k of
+    them kept in the forward sweep save T_A each there and need no state, but
+    take slots; the minimum is then over k too, with r fractional.
 """
 
 from __future__ import annotations
@@ -50,47 +49,47 @@ def lower_bound(costs: Costs, slots: int, n_steps: int) -> float:
     >>> lower_bound(Costs(1.0, 2.0, tiers=(Tier(write_s=4.0, read_s=4.0),)), 20, 200)
     730.0
     """
-    step_s = costs.forward_step_s
     if costs.state_is_tape:
-        return n_steps * step_s + _after_forward(costs, slots, n_steps, 0)
+        return _least(costs, slots, n_steps, 0)
     # With k tapes kept the total is convex in k: walk down to its minimum.
     low, high = 0, min(n_steps - 1, 1 + math.floor(slots / costs.tape_slots))
-
-    def total(kept: int) -> float:
-        return (n_steps - 1 - kept) * step_s + _after_forward(costs, slots, n_steps, kept)
-
     while low < high:
         middle = (low + high) // 2
-        if total(middle) <= total(middle + 1):
+        if _least(costs, slots, n_steps, middle) <= _least(costs, slots, n_steps, middle + 1):
             high = middle
         else:
             low = middle + 1
-    return total(low)
+    return _least(costs, slots, n_steps, low)
 
 
-def _after_forward(costs: Costs, slots: int, n_steps: int, kept: int) -> float:
-    """Return the least time from state n-1 on, `kept` tapes being held; r may be fractional."""
+def _least(costs: Costs, slots: int, n_steps: int, kept: int) -> float:
+    """Return the bound with `kept` tapes held when state n-1 first exists."""
     step_s, turn_s, tier = costs.forward_step_s, costs.turn_s, costs.tier
-    states = slots - max(0, kept - 1) * costs.tape_slots
-    missing = max(0.0, n_steps - 1 - kept - states)
+    sweep_s = (n_steps - 1 - kept) * step_s + kept * costs.taping_s
+    work_s = n_steps * turn_s + (step_s if costs.state_is_tape else -kept * costs.taping_s)
+    in_slots = slots - max(0, kept - 1) * costs.tape_slots
+    missing = max(0.0, n_steps - 1 - kept - in_slots)
     if tier is None:
-        return n_steps * turn_s + missing * step_s
-    most = missing
-    if tier.write_s >= step_s:
-        most = min(most, math.floor((n_steps - 1) * step_s / tier.write_s + 1e-9))
-    if tier.capacity_states is not None:
-        most = min(most, tier.capacity_states)
-    # Recomputation falls and reading grows with r: the minimum is where they meet.
-    meet = (n_steps * turn_s + missing * step_s - turn_s) / (step_s + tier.read_s)
-    around: tuple[float, float]
-    if kept == 0:
-        around = (math.floor(min(most, meet)), min(math.floor(most), math.ceil(meet)))
-    else:
-        around = (min(most, meet), min(most, meet))
-    return min(
-        max(n_steps * turn_s + (missing - r) * step_s, r * tier.read_s + turn_s * (r > 0))
-        for r in around
-    )
+        return sweep_s + work_s + missing * step_s
+    most = missing if tier.capacity_states is None else min(missing, tier.capacity_states)
+
+    def total_s(reads: float) -> float:
+        forward_s = max(sweep_s, reads * tier.write_s)
+        last_s = turn_s if reads >= 1 else 0.0
+        computing_s = work_s + (missing - reads) * step_s
+        return forward_s + max(computing_s, reads * tier.read_s + last_s)
+
+    # Convex and piecewise linear from r = 1 on: least at a kink, or beside it.
+    kinks = [
+        sweep_s / tier.write_s if tier.write_s else most,
+        (work_s + missing * step_s - turn_s) / (step_s + tier.read_s),
+        (work_s + missing * step_s) / (step_s + tier.read_s),
+        most,
+        0.0,
+    ]
+    if costs.state_is_tape:
+        kinks = [float(whole(kink)) for kink in kinks for whole in (math.floor, math.ceil)]
+    return min(total_s(min(max(kink, 0.0), most)) for kink in kinks)
 
 
 def priced_bound(costs: Costs, slots: int, n_steps: int) -> float:

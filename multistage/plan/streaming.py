@@ -205,6 +205,8 @@ def _forms(costs: Costs, slots: int, n_steps: int, least: float) -> Iterator[For
     for spacing in sorted(spacings):
         if spacing >= n_steps:
             continue
+        if spacing == 1.0:  # every state is stored: no ring is needed, and fewer actions
+            yield Form(spacing, 1)
         if rho <= slots:
             for depth in (1, 4):
                 yield Form(spacing, None, depth=depth)

@@ -171,22 +171,31 @@ class _Run:
             self.pinned.remove(step)
 
     def _ring_forward(self) -> Schedule:
-        sweep, i, at = self.sweep, 0, 0.0
+        sweep, n, is_last = self.sweep, self.n, self.is_last
         extra, skip, spacing, slots = sweep.extra, sweep.skip, sweep.spacing, sweep.slots
-        while self.n is None or i < self.n - 1:
+        held, stored, i, at = self.held, self.stored, 0, 0.0
+        while n is None or i < n - 1:
             if self.used == slots:
-                yield from self._evict()
+                # A written state goes first, the oldest.
+                if self.written:
+                    gone = self.written.popleft()
+                    self.readable.append(gone)
+                else:
+                    gone = yield from self._oldest_unwritten()
+                held.remove(gone)
+                yield Free(gone)
+            else:
+                self.used += 1
             yield Save(i)
-            self.used += 1
-            self.held.append(i)
+            held.append(i)
             if i >= int(at) or i in extra:
                 if i not in skip:
                     yield from self._offer(i, held=True)
-                if i in skip or i in self.stored:
+                if i in skip or i in stored:
                     at = max(at + spacing, i + spacing - 1)
             yield Advance(i, i + 1)
             i += 1
-            if self.is_last is not None and self.is_last(i):
+            if is_last is not None and is_last(i):
                 yield EndForward()
                 self.ended = True
                 self.end = i
@@ -194,20 +203,15 @@ class _Run:
         yield from self._first_reverse(i)
         self.end = i
 
-    def _evict(self) -> Schedule:
-        """Free one slot: of a written state if there is one, else of the oldest unwritten."""
-        while not self.written and len(self.pinned) == len(self.held):
+    def _oldest_unwritten(self) -> Generator[Action, Answer, int]:
+        """Choose the oldest state without a write; where all are being written, await one."""
+        while len(self.pinned) == len(self.held):
             yield from self._settle()
-            if len(self.pinned) < len(self.held):
-                break
         if self.written:
-            step = self.written.popleft()
-            self.readable.append(step)
-        else:
-            step = next(step for step in self.held if step not in self.pinned)
-        self.held.remove(step)
-        self.used -= 1
-        yield Free(step)
+            gone = self.written.popleft()
+            self.readable.append(gone)
+            return gone
+        return next(step for step in self.held if step not in self.pinned)
 
     def _tail_forward(self, tail_start: int) -> Schedule:
         sweep = self.sweep
@@ -246,6 +250,7 @@ class _Run:
 
     def _reverse_sweep(self) -> Schedule:
         held, pending, readable, end = self.held, self.pending, self.readable, self.end
+        slots, depth = self.sweep.slots, self.sweep.depth
         while end > 0:
             while self.leftover and self.leftover[0][1] - end >= self.sweep.drain_steps:
                 yield from self._clear_leftover()
@@ -269,11 +274,21 @@ class _Run:
                 while self.writing and self.writing[0][1] <= anchor:
                     yield from self._settle()  # done: the read came behind them
             yield Load(anchor)
-            if end - anchor == 1 and not readable:
-                yield Reverse(anchor)
-            else:
+            if end - anchor > 1:
                 yield from self._segment(anchor, end)
-            yield from self._release(anchor, end)
+            else:
+                while readable and self.used < slots and len(pending) < depth:
+                    yield from self._prefetch()
+                yield Reverse(anchor)
+            if coming > top:
+                yield Free(anchor)
+                self.used -= 1
+                if anchor in self.stored:
+                    self.stored.remove(anchor)
+                    yield Drop(anchor)
+            else:
+                held.pop()
+                yield from self._release(anchor, end)
             end = anchor
 
     def _prefetch(self) -> Schedule:
@@ -284,17 +299,15 @@ class _Run:
         self.pending.append((step, int(token)))
 
     def _release(self, anchor: int, end: int) -> Schedule:
-        """Give back the slot and the stored copy of an anchor whose interval is done."""
-        if self.held and self.held[-1] == anchor:
-            self.held.pop()
-            if anchor in self.pinned:
-                self.leftover.append((anchor, end))
-                return
-            if self.written and self.written[-1] == anchor:
-                self.written.pop()
+        """Give back the slot, and the stored copy if any, of a held anchor that is done with."""
+        if anchor in self.pinned:
+            self.leftover.append((anchor, end))
+            return
         yield Free(anchor)
         self.used -= 1
         if anchor in self.stored:
+            if self.written and self.written[-1] == anchor:
+                self.written.pop()
             self.stored.remove(anchor)
             yield Drop(anchor)
 
