@@ -61,7 +61,7 @@ def periodic(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     Examples
     --------
     >>> periodic(Costs(1.0, 2.0), slots=20, n_steps=100).parameters["segments"]
-    10
+    6
     """
     n = require_steps(n_steps, "periodic")
     weight = costs.tape_slots
@@ -152,7 +152,7 @@ def recursive(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     --------
     >>> plan = recursive(Costs(1.0, 2.0), slots=6, n_steps=100)
     >>> plan.parameters["branch"], plan.peak_slots <= 6
-    (2, True)
+    (1, True)
     """
     n = require_steps(n_steps, "recursive")
     weight = costs.tape_slots

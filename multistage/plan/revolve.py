@@ -16,7 +16,6 @@ from .base import Plan, require_steps
 from .binomial import forward_and_reverse, nu, reverse_actions
 from .bound import lower_bound
 
-
 # An advance, a load and a reverse per step, and a save and a free for most.
 _ACTIONS_PER_STEP = 4.5
 

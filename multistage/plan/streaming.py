@@ -65,6 +65,8 @@ class Form:
     reserve : bool
         Whether slots are given up late for the next read.
     depth : int
+    end_spacing : float or None
+        Spacing among the states that the ring keeps to the end, where it differs.
     """
 
     spacing: float
@@ -72,6 +74,7 @@ class Form:
     shift: int | None = None
     reserve: bool = True
     depth: int = 4
+    end_spacing: float | None = None
 
     def sweep(self, costs: Costs, slots: int, n_steps: int, reservation: Reservation) -> Sweep:
         """Lay the form over `n_steps` steps."""
@@ -83,6 +86,10 @@ class Form:
             if self.shift is not None:
                 start = int(round(start / self.spacing) * self.spacing) + self.shift
             start = min(max(start, 0), n_steps - 1)
+        end_start = None
+        if self.end_spacing is not None:
+            kept = slots * self.end_spacing / max(self.end_spacing - 1, 1 / n_steps)
+            end_start = max(0, n_steps - 1 - int(kept))
         drain = math.ceil(tier.queue_depth * tier.write_s / max(costs.turn_s, 1e-12))
         return Sweep(
             slots=slots,
@@ -92,6 +99,8 @@ class Form:
             queue_depth=tier.queue_depth,
             drain_steps=min(drain, n_steps),
             reservation=reservation if self.reserve else None,
+            end_start=end_start,
+            end_spacing=self.end_spacing or 1.0,
         )
 
 
@@ -201,6 +210,8 @@ def _forms(costs: Costs, slots: int, n_steps: int, least: float) -> Iterator[For
     spacings = {rho, steady, *(rho * f for f in (1.15, 1.35, 1.7, 2.0, 3.0))}
     if steady > rho:
         spacings |= {steady * f for f in (0.8, 0.9, 0.95)}
+    # Among the states kept to the end a read hides behind turns alone.
+    end = max(rho, costs.tiers[0].read_s / max(costs.turn_s, 1e-12))
     spacings |= set(_thrifty(costs, slots, steady))
     for spacing in sorted(spacings):
         if spacing >= n_steps:
@@ -208,9 +219,12 @@ def _forms(costs: Costs, slots: int, n_steps: int, least: float) -> Iterator[For
         if spacing == 1.0:  # every state is stored: no ring is needed, and fewer actions
             yield Form(spacing, 1)
         if rho <= slots:
-            for depth in (1, 4):
+            deep = slots - math.ceil(spacing)  # leaves the slots an interval wants
+            for depth in {1, 4, max(1, deep)}:
                 yield Form(spacing, None, depth=depth)
                 yield Form(spacing, None, depth=depth, reserve=False)
+                if end > spacing:
+                    yield Form(spacing, None, depth=depth, end_spacing=end)
         if rho > slots - 2:
             for tail in _tails(spacing, slots, n_steps):
                 for shift in (None, 0, 1):

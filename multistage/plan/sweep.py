@@ -59,6 +59,11 @@ class Sweep:
         Fast slots, staging and landing slots included.
     spacing : float
         g: steps between two offers, at least.
+    end_start : int or None
+        States from here on are those the ring keeps to the end; they are
+        offered at `end_spacing` instead, since no recomputation hides the
+        reads of those among them that the ring gives up.
+    end_spacing : float
     tail_start : int or None
         Steps from here on are reversed from fast slots; None for the ring.
     depth : int
@@ -82,6 +87,8 @@ class Sweep:
     queue_depth: int = 2
     drain_steps: int = 0
     reservation: Reservation | None = None
+    end_start: int | None = None
+    end_spacing: float = 1.0
     extra: frozenset[int] = frozenset()
     skip: frozenset[int] = frozenset()
 
@@ -174,7 +181,10 @@ class _Run:
         sweep, n, is_last = self.sweep, self.n, self.is_last
         extra, skip, spacing, slots = sweep.extra, sweep.skip, sweep.spacing, sweep.slots
         held, stored, i, at = self.held, self.stored, 0, 0.0
+        end_start = n if sweep.end_start is None else sweep.end_start
         while n is None or i < n - 1:
+            if i == end_start:
+                spacing = sweep.end_spacing
             if self.used == slots:
                 # A written state goes first, the oldest.
                 if self.written:
