@@ -3,25 +3,24 @@
 The model is the simulator's.  n steps, s fast slots, one live state beside
 them; a forward step takes T_A, a turn (an adjoint step from its state) T_B,
 a state T_W to the first slow tier and T_R back, each direction first in,
-first out.  A state under a write or a read occupies a slot.  State 0 is a
-checkpoint like any other: a schedule that leans on the caller's copy of it
-has one slot more; so has one that, where a state is its own tape, uses the
-working tape to hold a state.  What transfers cost the computing thread is left out,
-which keeps the bounds valid.
+first out.  A state under a write or a read occupies a slot.  What transfers
+cost the computing thread is left out, which keeps the bounds valid.
 
-Closed form
+Where a state is its own tape
     When state n-1 first exists, at t1 >= (n-1) T_A, every earlier state is in
-    a fast slot (at most s of them, those being read included), or in the slow
-    tier and read later (r of them, r T_W <= t1), or computed again.  The rest
-    takes at least
+    a fast slot or the working tape (at most s+1 of them, those being read
+    included), or in the slow tier and read later (r of them, r T_W <= t1), or
+    computed again.  The rest takes at least
 
-        max(T_A + n T_B + T_A max(0, n-1-s-r), r T_R + T_B):
+        max(T_A + n T_B + T_A max(0, n-1-(s+1)-r), r T_R + T_B):
 
-    producing state n is work beside the turns where a state is its own tape,
-    and the last state read is reversed after its read.  The bound is the
-    minimum over r with t1 = max((n-1) T_A, r T_W).  Where tapes are real, k of
-    them kept in the forward sweep save T_A each there and need no state, but
-    take slots; the minimum is then over k too, with r fractional.
+    producing state n is work beside the turns, and the last state read is
+    reversed after its read.  The bound is the minimum over r with
+    t1 = max((n-1) T_A, r T_W).
+
+Where tapes are real
+    Every step is taped once and reversed once; all but the k steps whose tapes
+    fit in memory at the end of the forward sweep are run once more before.
 """
 
 from __future__ import annotations
@@ -47,28 +46,15 @@ def lower_bound(costs: Costs, slots: int, n_steps: int) -> float:
     --------
     >>> from multistage.costs import Tier
     >>> lower_bound(Costs(1.0, 2.0, tiers=(Tier(write_s=4.0, read_s=4.0),)), 20, 200)
-    730.0
+    729.0
     """
-    if costs.state_is_tape:
-        return _least(costs, slots, n_steps, 0)
-    # With k tapes kept the total is convex in k: walk down to its minimum.
-    low, high = 0, min(n_steps - 1, 1 + math.floor(slots / costs.tape_slots))
-    while low < high:
-        middle = (low + high) // 2
-        if _least(costs, slots, n_steps, middle) <= _least(costs, slots, n_steps, middle + 1):
-            high = middle
-        else:
-            low = middle + 1
-    return _least(costs, slots, n_steps, low)
-
-
-def _least(costs: Costs, slots: int, n_steps: int, kept: int) -> float:
-    """Return the bound with `kept` tapes held when state n-1 first exists."""
+    if not costs.state_is_tape:
+        kept = min(n_steps, 1 + math.floor(slots / costs.tape_slots))
+        taped_s = n_steps * (costs.taping_s + costs.reverse_step_s)
+        return taped_s + (n_steps - kept) * min(costs.forward_step_s, costs.taping_s)
     step_s, turn_s, tier = costs.forward_step_s, costs.turn_s, costs.tier
-    sweep_s = (n_steps - 1 - kept) * step_s + kept * costs.taping_s
-    work_s = n_steps * turn_s + (step_s if costs.state_is_tape else -kept * costs.taping_s)
-    in_slots = slots - max(0, kept - 1) * costs.tape_slots
-    missing = max(0.0, n_steps - 1 - kept - in_slots)
+    sweep_s, work_s = (n_steps - 1) * step_s, n_steps * turn_s + step_s
+    missing = max(0, n_steps - 1 - (slots + 1))
     if tier is None:
         return sweep_s + work_s + missing * step_s
     most = missing if tier.capacity_states is None else min(missing, tier.capacity_states)
@@ -79,7 +65,7 @@ def _least(costs: Costs, slots: int, n_steps: int, kept: int) -> float:
         computing_s = work_s + (missing - reads) * step_s
         return forward_s + max(computing_s, reads * tier.read_s + last_s)
 
-    # Convex and piecewise linear from r = 1 on: least at a kink, or beside it.
+    # Convex and piecewise linear from r = 1 on: least beside a kink.
     kinks = [
         sweep_s / tier.write_s if tier.write_s else most,
         (work_s + missing * step_s - turn_s) / (step_s + tier.read_s),
@@ -87,9 +73,8 @@ def _least(costs: Costs, slots: int, n_steps: int, kept: int) -> float:
         most,
         0.0,
     ]
-    if costs.state_is_tape:
-        kinks = [float(whole(kink)) for kink in kinks for whole in (math.floor, math.ceil)]
-    return min(total_s(min(max(kink, 0.0), most)) for kink in kinks)
+    whole = (round_(kink) for kink in kinks for round_ in (math.floor, math.ceil))
+    return min(total_s(min(max(reads, 0), most)) for reads in whole)
 
 
 def priced_bound(costs: Costs, slots: int, n_steps: int) -> float:

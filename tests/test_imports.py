@@ -1,0 +1,75 @@
+"""Imports point one way, and `import multistage` stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import multistage
+
+ROOT = Path(multistage.__file__).parent
+
+# A module may import from its own layer and from those above it in this list.
+LAYERS = [
+    {"errors", "native"},
+    {"layout", "chain", "timeline", "actions"},
+    {"costs"},
+    {"backends"},
+    {"plan", "simulate", "probe", "execute"},
+    {"progress", "report", "picture", "trace"},
+    {"reversal"},
+    {"demos", "cli", "__main__"},
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Top-level multistage modules that a file imports, at any depth of nesting."""
+    package = ("multistage", *path.relative_to(ROOT).parts[:-1])
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = [*base, *(node.module.split(".") if node.module else [])]
+            names = [[*module, alias.name] for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        else:
+            continue
+        found |= {name[1] for name in names if name[0] == "multistage" and len(name) > 1}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts == ("__init__",):
+        return
+    assert parts[0] in RANK, f"{parts[0]} has no layer; add it to LAYERS"
+    for name in imports_of(path) - {parts[0]}:
+        if name in RANK:
+            assert RANK[name] <= RANK[parts[0]], f"{path.name} imports {name}, a later layer"
+
+
+def test_planners_import_no_store_and_no_executor() -> None:
+    for path in (ROOT / "plan").glob("*.py"):
+        assert not imports_of(path) & {"backends", "execute", "probe", "reversal"}, path.name
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, multistage; "
+        "heavy = {'torch', 'pyrevolve', 'matplotlib', 'aiofiles', 'asyncio'} & set(sys.modules); "
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_front_page_is_short() -> None:
+    public = [name for name in vars(multistage) if not name.startswith("_")]
+    submodules = {path.stem for path in ROOT.iterdir()} - {"actions", "errors"}
+    assert len([name for name in public if name not in submodules]) <= 30
