@@ -74,8 +74,13 @@ class Layout:
             offset += -(-array.nbytes // _ALIGN) * _ALIGN
         return cls(spec, tuple(leaves), max(offset, _ALIGN))
 
-    def arrays(self, state: object, where: str = "the state") -> list[Array]:
+    def arrays(self, state: object, where: int | str = "the state") -> list[Array]:
         """Return the arrays of `state`, in record order.
+
+        Parameters
+        ----------
+        where : int or str
+            Index or description of the state, for the message.
 
         Raises
         ------
@@ -87,6 +92,7 @@ class Layout:
             return [state]
         values, spec = optree.tree_flatten(cast(Any, state), none_is_leaf=True)
         if spec != self._spec:
+            where = f"state {where}" if isinstance(where, int) else where
             raise StateError(
                 f"{where} changed its structure from {self._spec} to {spec}; "
                 "every state must have the tree of the first"
@@ -95,6 +101,7 @@ class Layout:
         for leaf, value in zip(self.leaves, values, strict=True):
             array = _plain(value, leaf.path)
             if array.shape != leaf.shape or array.dtype != leaf.dtype:
+                where = f"state {where}" if isinstance(where, int) else where
                 raise StateError(
                     f"{where} changed leaf {leaf.path or 'array'} from {leaf.shape} {leaf.dtype} "
                     f"to {array.shape} {array.dtype}; every state must have the layout of the first"

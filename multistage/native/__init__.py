@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 _INT64 = ctypes.c_int64
 _ARRAY = ctypes.POINTER(ctypes.c_int64)
+_BYTES = ctypes.c_void_p  # a NumPy array's `ctypes.data`
 
 
 def _load() -> ctypes.CDLL | None:
@@ -29,28 +29,31 @@ def _load() -> ctypes.CDLL | None:
     library.ms_revolve_init.argtypes = [_ARRAY, _ARRAY, _INT64, _INT64, _INT64, _INT64]
     library.ms_revolve_fill.restype = _INT64
     library.ms_revolve_fill.argtypes = [_ARRAY, _ARRAY, _ARRAY, _INT64]
+    library.ms_exact.restype = _INT64
+    library.ms_exact.argtypes = [*[_INT64] * 6, _BYTES, _BYTES, _INT64, _BYTES, _INT64]
+    library.ms_priced_work_len.restype = _INT64
+    library.ms_priced_work_len.argtypes = [_INT64, _INT64]
+    library.ms_priced.restype = ctypes.c_double
+    library.ms_priced.argtypes = [_INT64, _INT64, *[ctypes.c_double] * 5, _BYTES]
     return library
 
 
 LIBRARY = _load()
 
 
-def revolve_codes(
-    start: int, stop: int, slots: int, keep_first: bool
-) -> Iterator[tuple[int, int, int]]:
-    """Yield Revolve's actions as (code, a, b), from the C core.
+def revolve_codes(start: int, stop: int, slots: int, keep_first: bool) -> Iterator[list[int]]:
+    """Yield Revolve's actions from the C core, in batches of flat (code, a, b) triples.
 
     Codes: 0 advance a to b, 1 reverse a, 2 save a, 3 load a, 4 free a.
-    Made in growing batches: the first action costs microseconds whatever the
-    length, and at most 1024 actions exist at a time.
+    The batches grow to 512 actions: the first action costs microseconds
+    whatever the length, and memory does not depend on it.
     """
     assert LIBRARY is not None
     state = (_INT64 * LIBRARY.ms_revolve_state_len())()
     stack = (_INT64 * LIBRARY.ms_revolve_stack_len(slots + 1))()
     LIBRARY.ms_revolve_init(state, stack, start, stop, slots, int(keep_first))
-    room = 64
-    out = (_INT64 * (3 * 1024))()
+    out = (_INT64 * (3 * 512))()
+    room = 32
     while made := LIBRARY.ms_revolve_fill(state, stack, out, room):
-        codes = iter(out[: 3 * made])
-        yield from islice(zip(codes, codes, codes, strict=False), made)
-        room = min(1024, 4 * room)
+        yield out[: 3 * made]
+        room = min(512, 4 * room)

@@ -14,8 +14,9 @@ the schedule need O(s) memory and O(1) work per action.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from itertools import chain
 from math import comb
 
 from .. import native
@@ -104,8 +105,14 @@ def reverse_codes(
 
 
 @lru_cache(maxsize=4096)
-def _pattern(length: int, slots: int, keep_first: bool) -> tuple[tuple[int, int, int], ...]:
-    return tuple(reverse_codes(0, length, slots, keep_first))
+def _pattern(length: int, slots: int, keep_first: bool) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(reverse_codes(0, length, slots, keep_first)))
+
+
+def _batches(start: int, stop: int, slots: int, keep_first: bool) -> Iterator[Iterable[int]]:
+    if native.LIBRARY is not None:
+        return native.revolve_codes(start, stop, slots, keep_first)
+    return iter(reverse_codes(start, stop, slots, keep_first))
 
 
 def reverse_actions(
@@ -123,23 +130,26 @@ def reverse_actions(
     """
     slots = min(slots, stop - start)
     if stop - start <= _CACHED_LENGTH:
-        codes: Iterator[tuple[int, int, int]] = iter(_pattern(stop - start, slots, keep_first))
-        offset = start
-    elif native.LIBRARY is not None:
-        codes, offset = native.revolve_codes(start, stop, slots, keep_first), 0
-    else:
-        codes, offset = reverse_codes(start, stop, slots, keep_first), 0
-    for code, a, b in codes:
-        if code == 0:
-            yield Advance(a + offset, b + offset)
-        elif code == 1:
-            yield Reverse(a + offset)
-        elif code == 3:
-            yield Load(a + offset)
-        elif code == 2:
-            yield Save(a + offset)
+        yield from _actions(_pattern(stop - start, slots, keep_first), start)
+        return
+    for batch in _batches(start, stop, slots, keep_first):
+        yield from _actions(batch, 0)
+
+
+def _actions(codes: Iterable[int], offset: int) -> list[Action]:
+    """Make actions of flat (code, a, b) triples; a list is passed on faster than yields."""
+    flat = iter(codes)
+    made: list[Action] = []
+    append = made.append
+    for code, a, b in zip(flat, flat, flat, strict=True):
+        if code:
+            append(_OF_ONE_STEP[code](a + offset))
         else:
-            yield Free(a + offset)
+            append(Advance(a + offset, b + offset))
+    return made
+
+
+_OF_ONE_STEP: dict[int, Callable[[int], Action]] = {1: Reverse, 2: Save, 3: Load, 4: Free}
 
 
 def forward_and_reverse(actions: Iterator[Action]) -> Schedule:

@@ -1,0 +1,616 @@
+"""Run any schedule in real time: on a user's chain, with stores as slow tiers.
+
+The computing thread is the caller's.  It waits for a store only in `Await`
+and `Put`; what it waits is recorded as a stall.  Everything else a store does
+happens on threads of the store.
+
+What a fault does (a fault never changes the adjoint):
+
+==============================  ==============================================
+a store refuses an `Offer`      the schedule goes on without that checkpoint
+a store refuses a `Put`         as a write that fails; warned
+a write fails                   `Await` answers False; warned
+a read fails                    `Await` answers False; warned
+a schedule loads a lost state   it is computed again from the nearest earlier
+                                state at hand; state 0 always is
+an operator raises, Ctrl-C      the schedule is closed, slots are given back,
+                                the exception goes on to the caller
+==============================  ==============================================
+
+Memory does not grow with the number of steps: the timeline merges spans, and
+all else is per slot or per stored checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from .actions import (
+    Action,
+    Advance,
+    Answer,
+    Await,
+    Drop,
+    EndForward,
+    Free,
+    Get,
+    Load,
+    Offer,
+    Put,
+    Reverse,
+    Rules,
+    Save,
+    Schedule,
+    Tape,
+)
+from .backends.base import CheckpointLost, Store
+from .chain import Chain
+from .errors import CheckpointWarning, MultistageError, ScheduleError, StateError
+from .layout import Array, Layout, dense
+from .slots import Copies, Kept, References, Slots
+from .timeline import Timeline
+
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
+
+_PERFORMED_HERE = frozenset({Advance, Tape, Reverse, Save, Load, Free, EndForward})
+# A wait shorter than this is the price of the call, not a stall.
+_STALL_S = 20e-6
+# Compute spans are recorded at most this often.
+_WINDOW_S = 200e-6
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a run did, exactly.
+
+    Attributes
+    ----------
+    forward_steps : int
+        Steps run by `Advance`, `Tape` and recoveries.
+    reverse_steps : int
+    forward_s, reverse_s : float
+        Seconds in those steps.
+    stall_s : float
+        Seconds the computing thread waited for stores.
+    peak_slots : float
+        Most fast slots taken at once, staging and landing included.
+    writes, reads : int
+        Transfers accepted.
+    refused : int
+        Offers that were not taken.
+    lost : int
+        Checkpoints that were written or read in vain.
+    recovered_steps : int
+        Steps run again because a checkpoint was lost.
+    """
+
+    forward_steps: int = 0
+    reverse_steps: int = 0
+    forward_s: float = 0.0
+    reverse_s: float = 0.0
+    stall_s: float = 0.0
+    peak_slots: float = 0.0
+    writes: int = 0
+    reads: int = 0
+    refused: int = 0
+    lost: int = 0
+    recovered_steps: int = 0
+
+
+@dataclass(slots=True)
+class _Transfer:
+    step: int
+    tier: int
+    is_write: bool
+    staged: Kept | None = None  # keeps the arrays of a state that no slot holds
+    took: bool = False  # whether a staging slot is counted for it
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class _Run(Generic[State, Adjoint]):
+    """What one sweep holds."""
+
+    schedule: Schedule
+    layout: Layout
+    slots: Slots
+    origin: Kept
+    live: Any
+    at: int = 0  # index of the live state, -1 when it is used up
+    end: int = 0  # the next adjoint step is end - 1
+    held: dict[int, Kept | None] = field(default_factory=dict)  # None: landing, or lost
+    tapes: dict[int, Any] = field(default_factory=dict)
+    tokens: dict[int, _Transfer] = field(default_factory=dict)
+    next_token: int = 0
+    stored: list[set[int]] = field(default_factory=list)
+    axes: dict[tuple[int, int], list[tuple[int, ...] | None]] = field(default_factory=dict)
+    used: float = 0.0
+
+
+class Executor(Generic[State, Adjoint]):
+    """Runs schedules, one sweep after the other.
+
+    Parameters
+    ----------
+    chain : Chain
+    stores : sequence of Store
+        The slow tiers, opened; addressed by the actions' tier index.
+    tape_slots : float
+        Slots one tape beyond the first takes.
+    rules : callable, optional
+        Makes the legality machine that judges every action before it is
+        performed; for schedules that were not made by a planner of this package.
+    clock : callable
+        Seconds; `time.perf_counter` and whatever the stores stamp with.
+    progress : callable, optional
+        `progress(forward_steps, reverse_steps)`, called now and then.
+
+    Notes
+    -----
+    `forward`, then `reverse`, from one thread; both again for the next sweep.
+    After an exception the sweep is gone and `forward` starts a new one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multistage.chain import FunctionChain
+    >>> from multistage.plan.revolve import revolve_schedule
+    >>> chain = FunctionChain(lambda x, i: x * x, lambda x, a, i: 2 * x * a)
+    >>> executor = Executor(chain, ())
+    >>> float(executor.forward(revolve_schedule(1, 3), np.array(2.0)))
+    256.0
+    >>> float(executor.reverse(np.array(1.0)))
+    1024.0
+    """
+
+    def __init__(
+        self,
+        chain: Chain[State, Adjoint],
+        stores: Sequence[Store],
+        *,
+        tape_slots: float = 1.0,
+        rules: Callable[[], Rules] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._chain = chain
+        self._stores = tuple(stores)
+        self._tape_slots = tape_slots
+        self._make_rules = rules
+        self._rules: Rules | None = None
+        self._clock = clock
+        self._progress = progress
+        self._run: _Run[State, Adjoint] | None = None
+        self._slots: Slots | None = None
+        self._layout: Layout | None = None
+        self._begin = 0.0
+        self.timeline = Timeline()
+        self.counts = Counts()
+
+    # ------------------------------------------------------------------ sweeps
+
+    def forward(self, schedule: Schedule | Iterable[Action], state: State) -> State:
+        """Run the schedule up to its `EndForward`; return the last state.
+
+        Raises
+        ------
+        StateError
+            If `state` is no pytree of plain arrays, or a later state differs
+            from it in structure, shape or dtype.
+        ScheduleError
+            If the schedule cannot be followed.
+        """
+        self.abort()
+        layout = Layout.of(state)
+        if self._layout is None or self._slots is None or not layout.same_as(self._layout):
+            self._layout = layout
+            self._slots = Copies(layout) if self._chain.in_place else References(layout)
+        if not hasattr(schedule, "send"):
+            schedule = (action for action in schedule)
+        self._run = _Run(
+            schedule=schedule,  # type: ignore[arg-type]
+            layout=self._layout,
+            slots=self._slots,
+            origin=self._slots.keep(state, "state 0"),
+            live=state,
+            stored=[set() for _ in self._stores],
+        )
+        self._rules = None if self._make_rules is None else self._make_rules()
+        self.timeline, self.counts = Timeline(), Counts()
+        self._begin = self._clock()
+        self._guarded(None, forward=True)
+        run = self._run
+        assert run is not None
+        return run.live  # type: ignore[no-any-return]
+
+    def reverse(self, adjoint: Adjoint) -> Adjoint:
+        """Run the rest of the schedule; return the adjoint of state 0.
+
+        Raises
+        ------
+        MultistageError
+            If no forward sweep stands ready.
+        """
+        if self._run is None:
+            raise MultistageError("reverse() needs a forward() before it, once per sweep")
+        result = self._guarded(adjoint, forward=False)
+        if self._rules is not None:
+            self._rules.finish()
+        left = self._run.end
+        self.abort()
+        if left != 0:
+            raise ScheduleError(f"the schedule ended with the adjoint at {left}, not 0", 0)
+        return result  # type: ignore[no-any-return]
+
+    def abort(self) -> None:
+        """Forget the sweep under way: close its schedule, give all slots back."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        run.schedule.close()
+        # The store must be done with arrays before they are given back.
+        for transfer in run.tokens.values():
+            store = self._stores[transfer.tier]
+            if not transfer.is_write:
+                with suppress(CheckpointLost):
+                    store.get(transfer.step)
+            elif not transfer.failed:
+                store.wait_written(transfer.step)
+        for tier, steps in enumerate(run.stored):
+            for step in steps:
+                self._stores[tier].drop(step)
+        run.slots.release_all()
+
+    def _guarded(self, adjoint: Any, *, forward: bool) -> Any:
+        try:
+            return self._drive(adjoint, forward)
+        except BaseException as error:
+            self.abort()
+            if isinstance(error, ValueError) and "read-only" in str(error):
+                raise StateError(
+                    f"an operator wrote to a state that a checkpoint refers to ({error}); "
+                    "return new arrays, or use InPlaceChain for operators that overwrite"
+                ) from error
+            raise
+
+    def _drive(self, adjoint: Any, forward: bool) -> Any:
+        """Perform actions until EndForward or the end; return the adjoint.
+
+        The loop every step passes through: the frequent actions are performed
+        here, on local names and with one look at the clock per step.  `at` is
+        the index of the live state, `end` that of the adjoint.
+        """
+        run = self._run
+        assert run is not None
+        chain, clock, rules, counts = self._chain, self._clock, self._rules, self.counts
+        advance, reverse, state_is_tape = chain.advance, chain.reverse, chain.state_is_tape
+        slots, held, tapes = run.slots, run.held, run.tapes
+        keep, load, release = slots.keep, slots.load, slots.release
+        send, answer = run.schedule.send, None
+        live, at, end, tape_slots = run.live, run.at, run.end, self._tape_slots
+        forward_steps = reverse_steps = 0
+        forward_s = reverse_s = 0.0
+        window = last = clock()
+        try:
+            while True:
+                try:
+                    action: Any = send(answer)  # narrowed by `kind`: isinstance costs more
+                except StopIteration:
+                    if forward:
+                        raise ScheduleError("the schedule ended without EndForward", 0) from None
+                    break
+                answer = None
+                kind = type(action)
+                if rules is not None and kind in _PERFORMED_HERE:
+                    rules.apply(action, None)
+                if kind is Reverse:
+                    step = action.step
+                    if step != end - 1:
+                        raise _illegal(action, f"the next adjoint step is {end - 1}")
+                    if tapes and step in tapes:
+                        tape = tapes.pop(step)
+                        if state_is_tape:
+                            adjoint = reverse(load(tape, live), adjoint, step)
+                            release(tape)
+                        else:
+                            adjoint = reverse(tape[0], adjoint, step)
+                        if tapes:
+                            run.used -= tape_slots
+                        at = -1
+                    elif at != step:
+                        raise _illegal(action, f"neither its tape nor its state, live is {at}")
+                    else:
+                        tape = live if state_is_tape else chain.tape(live, step)[1]
+                        adjoint = reverse(tape, adjoint, step)
+                        at = -1
+                    end = step
+                    now = clock()
+                    reverse_s += now - last
+                    last = now
+                    reverse_steps += 1
+                elif kind is Advance:
+                    start, stop = action.start, action.stop
+                    if start != at:
+                        raise _illegal(action, f"the live state is {at}")
+                    live = advance(live, start, stop)
+                    at = stop
+                    now = clock()
+                    forward_s += now - last
+                    last = now
+                    forward_steps += stop - start
+                elif kind is Load:
+                    at = action.step
+                    kept: Kept | None = held.get(at) or self._find(at, live)
+                    live = load(kept, live)  # type: ignore[arg-type]
+                    continue
+                elif kind is Save:
+                    step = action.step
+                    if step != at:
+                        raise _illegal(action, f"the live state is {at}")
+                    held[step] = keep(live, step)
+                    run.used = used = run.used + 1
+                    if used > counts.peak_slots:
+                        counts.peak_slots = used
+                    continue
+                elif kind is Free:
+                    kept = held.pop(action.step)
+                    if kept is not None:
+                        release(kept)
+                    run.used -= 1
+                    continue
+                elif kind is Tape:
+                    step = action.step
+                    if step != at:
+                        raise _illegal(action, f"the live state is {at}")
+                    if tapes:
+                        run.used = used = run.used + tape_slots
+                        if used > counts.peak_slots:
+                            counts.peak_slots = used
+                    if state_is_tape:
+                        tapes[step] = keep(live, step)
+                        live = advance(live, step, step + 1)
+                    else:
+                        live, tape = chain.tape(live, step)
+                        tapes[step] = (tape,)
+                    at = step + 1
+                    now = clock()
+                    forward_s += now - last
+                    last = now
+                    forward_steps += 1
+                elif kind is EndForward:
+                    if not forward:
+                        raise _illegal(action, "the forward sweep is over")
+                    run.layout.arrays(live, "the last state")
+                    end = at
+                    self.timeline.end_forward_s = clock() - self._begin
+                    break
+                else:
+                    run.live, run.at = live, at
+                    answer = self._transfer(action)
+                    if rules is not None:
+                        rules.apply(action, answer)
+                    last = clock()
+                if last - window > _WINDOW_S:
+                    self._record(window, last, forward_steps, forward_s, reverse_steps, reverse_s)
+                    window, forward_steps, reverse_steps = last, 0, 0
+                    forward_s = reverse_s = 0.0
+        finally:
+            run.live, run.at, run.end = live, at, end
+            self._record(window, last, forward_steps, forward_s, reverse_steps, reverse_s)
+        return adjoint
+
+    def _record(
+        self,
+        start: float,
+        stop: float,
+        forward_steps: int,
+        forward_s: float,
+        reverse_steps: int,
+        reverse_s: float,
+    ) -> None:
+        """Enter a window of computing into the timeline, and what the stores did meanwhile."""
+        run, counts, begin = self._run, self.counts, self._begin
+        assert run is not None
+        counts.forward_steps += forward_steps
+        counts.reverse_steps += reverse_steps
+        counts.forward_s += forward_s
+        counts.reverse_s += reverse_s
+        # Within the window the two kinds alternate: draw one after the other.
+        at = max(start, stop - forward_s - reverse_s) - begin
+        if forward_steps:
+            self.timeline.add(
+                "compute", "forward", at, at + forward_s, first=run.at, count=forward_steps
+            )
+        if reverse_steps:
+            at += forward_s
+            self.timeline.add(
+                "compute", "reverse", at, at + reverse_s, first=run.end, count=reverse_steps
+            )
+        now = stop - begin
+        self.timeline.sample("fast", now, run.used * run.layout.nbytes)
+        self._drain()
+        for store in self._stores:
+            self.timeline.sample(store.name, now, store.stats.stored_bytes)
+        if self._progress is not None:
+            self._progress(counts.forward_steps, counts.reverse_steps)
+
+    def _drain(self) -> None:
+        """Move the stores' finished transfers into the timeline."""
+        begin = self._begin
+        for store in self._stores:
+            records = store.transfers
+            while records:
+                kind, key, start_s, stop_s, nbytes = records.popleft()
+                self.timeline.add(
+                    kind, kind, start_s - begin, stop_s - begin, first=key, nbytes=nbytes
+                )
+
+    # --------------------------------------------------------------- transfers
+
+    def _transfer(self, action: Action) -> Answer:
+        """Perform an action that concerns a store; return its answer."""
+        run, counts = self._run, self.counts
+        assert run is not None
+        if isinstance(action, Offer | Put):
+            return self._write(action)
+        if isinstance(action, Get):
+            self._stores[action.tier].prefetch(action.step)
+            run.held[action.step] = None
+            run.used += 1
+            counts.peak_slots = max(counts.peak_slots, run.used)
+            counts.reads += 1
+            return self._token(_Transfer(action.step, action.tier, is_write=False))
+        if isinstance(action, Await):
+            return self._await(run.tokens.pop(action.token))
+        assert isinstance(action, Drop)
+        self._forget(action.step, action.tier)
+        return None
+
+    def _token(self, transfer: _Transfer) -> int:
+        run = self._run
+        assert run is not None
+        token, run.next_token = run.next_token, run.next_token + 1
+        run.tokens[token] = transfer
+        return token
+
+    def _write(self, action: Offer | Put) -> Answer:
+        run, counts = self._run, self.counts
+        assert run is not None
+        step, tier, store = action.step, action.tier, self._stores[action.tier]
+        kept, staged = run.held.get(step), None
+        if kept is None:
+            if step != run.at:
+                raise _illegal(action, f"state {step} is neither held nor live")
+            kept = staged = run.slots.keep(run.live, step)
+        packed = [dense(array) for array in kept.arrays]
+        is_put = isinstance(action, Put)
+        before = self._clock()
+        accepted = store.put(step, [array for array, _ in packed], block=is_put)
+        if is_put:
+            self._stalled(before)
+        if not accepted:
+            if staged is not None:
+                run.slots.release(staged)
+            counts.refused += 1
+            if not is_put:
+                return None
+            self._warn(f"tier {store.name!r} has no room for checkpoint {step}")
+            if staged is not None:
+                run.used += 1  # as the schedule believes, until its Await
+            return self._token(
+                _Transfer(step, tier, is_write=True, failed=True, took=staged is not None)
+            )
+        counts.writes += 1
+        run.stored[tier].add(step)
+        if any(axes is not None for _, axes in packed):
+            run.axes[step, tier] = [axes for _, axes in packed]
+        if staged is not None:
+            run.used += 1
+            counts.peak_slots = max(counts.peak_slots, run.used)
+        return self._token(
+            _Transfer(step, tier, is_write=True, staged=staged, took=staged is not None)
+        )
+
+    def _await(self, transfer: _Transfer) -> bool:
+        run = self._run
+        assert run is not None
+        step, tier, store = transfer.step, transfer.tier, self._stores[transfer.tier]
+        before = self._clock()
+        if transfer.is_write:
+            written = not transfer.failed and store.wait_written(step)
+            self._stalled(before)
+            if transfer.staged is not None:
+                run.slots.release(transfer.staged)
+            if transfer.took:
+                run.used -= 1
+            if not written and not transfer.failed:
+                self._lose(step, tier, "could not be written")
+            return written
+        arrays = self._read(step, tier)
+        self._stalled(before)
+        if arrays is None:
+            del run.held[step]
+            run.used -= 1
+            return False
+        run.held[step] = run.slots.adopt(arrays)
+        return True
+
+    def _read(self, step: int, tier: int) -> list[Array] | None:
+        """Return the arrays of a checkpoint, or None if it is lost."""
+        run = self._run
+        assert run is not None
+        try:
+            arrays = self._stores[tier].get(step)
+        except CheckpointLost as error:
+            self._lose(step, tier, str(error))
+            return None
+        axes = run.axes.get((step, tier))
+        if axes is None:
+            return arrays
+        return [
+            array if order is None else array.transpose(order)
+            for array, order in zip(arrays, axes, strict=True)
+        ]
+
+    def _find(self, step: int, live: Any) -> Kept:
+        """Return state `step`, which no slot holds: state 0, or a lost checkpoint made again.
+
+        The nearest earlier state that can be had is run forward.  States that
+        are being read are left alone: their schedule waits for them itself.
+        """
+        run, chain = self._run, self._chain
+        assert run is not None
+        if step == 0 and 0 not in run.held:
+            return run.origin
+        best, kept = 0, run.origin
+        for start, other in run.held.items():
+            if other is not None and best < start < step:
+                best, kept = start, other
+        landing = {start for start, other in run.held.items() if other is None}
+        for tier, steps in enumerate(run.stored):
+            for start in sorted((k for k in steps - landing if best < k <= step), reverse=True):
+                arrays = self._read(start, tier)
+                if arrays is not None:
+                    best, kept = start, run.slots.adopt(arrays)
+                    break
+        if best < step:
+            live = chain.advance(run.slots.load(kept, live), best, step)
+            self.counts.recovered_steps += step - best
+            kept = run.slots.keep(live, step)
+        if step not in run.held:
+            run.used += 1
+        run.held[step] = kept
+        return kept
+
+    def _lose(self, step: int, tier: int, reason: str) -> None:
+        self.counts.lost += 1
+        self._forget(step, tier)
+        self._warn(f"checkpoint {step} of tier {self._stores[tier].name!r} is lost: {reason}")
+
+    def _forget(self, step: int, tier: int) -> None:
+        run = self._run
+        assert run is not None
+        if step in run.stored[tier]:
+            run.stored[tier].remove(step)
+            self._stores[tier].drop(step)
+        run.axes.pop((step, tier), None)
+
+    def _stalled(self, since: float) -> None:
+        now = self._clock()
+        if now - since > _STALL_S:
+            self.counts.stall_s += now - since
+            self.timeline.add("compute", "stall", since - self._begin, now - self._begin)
+
+    @staticmethod
+    def _warn(what: str) -> None:
+        warnings.warn(f"{what}; the steps after it will be computed again", CheckpointWarning, 3)
+
+
+def _illegal(action: Action, seen: str) -> ScheduleError:
+    return ScheduleError(f"{action}, but {seen}", 0)

@@ -1,0 +1,172 @@
+"""Fast slots: how a state is kept, by reference or by copy.
+
+The fast tier needs no store: a checkpoint there is a reference to arrays that
+nobody overwrites, or a copy.  Which of the two depends on the chain:
+
+references (functional chains)
+    The arrays of a kept state are marked read-only and get their flag back
+    when the last slot that holds them is freed.  An array that does not own
+    its memory is copied: whoever owns it could still write to it.
+copies (in-place chains)
+    A kept state is copied into pooled arrays, and copied back on load.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from .layout import Array, Layout
+
+
+class Kept:
+    """One kept state; give it back with `release`."""
+
+    __slots__ = ("arrays", "state")
+
+    def __init__(self, state: Any, arrays: list[Array]) -> None:
+        self.state = state
+        self.arrays = arrays
+
+
+class Slots(Protocol):
+    """Keeps states of one layout."""
+
+    def keep(self, state: Any, where: int | str) -> Kept:
+        """Keep a state.  Raises StateError if it is not of the layout."""
+        ...
+
+    def adopt(self, arrays: list[Array]) -> Kept:
+        """Wrap arrays that nobody else writes to, such as those read from a store."""
+        ...
+
+    def load(self, kept: Kept, live: Any) -> Any:
+        """Return the live state equal to `kept`; copies overwrite `live`."""
+        ...
+
+    def release(self, kept: Kept) -> None:
+        """Give a kept state back."""
+        ...
+
+    def release_all(self) -> None:
+        """Give everything back, after an error or at the end of a run."""
+        ...
+
+
+class References:
+    """Slots of a functional chain."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._frozen: dict[int, list[Any]] = {}  # id -> [array, holders]
+
+    def keep(self, state: Any, where: int | str) -> Kept:
+        frozen, copied = self._frozen, False
+        arrays = self._layout.arrays(state, where)
+        for k, array in enumerate(arrays):
+            entry = frozen.get(id(array))
+            if entry is not None:
+                entry[1] += 1
+                continue
+            if array.base is not None:
+                arrays[k] = array = array.copy(order="K")
+                copied = True
+            if array.flags.writeable:
+                array.flags.writeable = False
+                frozen[id(array)] = [array, 1]
+        return Kept(self._layout.state(arrays) if copied else state, arrays)
+
+    def adopt(self, arrays: list[Array]) -> Kept:
+        """Wrap arrays that nobody else writes to, such as those read from a store."""
+        ...
+
+    def load(self, kept: Kept, live: Any) -> Any:
+        """Return the live state equal to `kept`; copies overwrite `live`."""
+        ...
+
+    def release(self, kept: Kept) -> None:
+        """Give a kept state back."""
+        ...
+
+    def release_all(self) -> None:
+        """Give everything back, after an error or at the end of a run."""
+        ...
+
+
+class References:
+    """Slots of a functional chain."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._frozen: dict[int, list[Any]] = {}  # id -> [array, holders]
+
+    def keep(self, state: Any, where: int | str) -> Kept:
+        arrays = self._layout.arrays(state, where)
+        copied = False
+        for k, array in enumerate(arrays):
+            if array.base is not None:
+                arrays[k] = array = array.copy(order="K")
+                copied = True
+            entry = self._frozen.get(id(array))
+            if entry is not None:
+                entry[1] += 1
+            elif array.flags.writeable:
+                array.flags.writeable = False
+                self._frozen[id(array)] = [array, 1]
+        return Kept(self._layout.state(arrays) if copied else state, arrays)
+
+    def adopt(self, arrays: list[Array]) -> Kept:
+        return Kept(self._layout.state(arrays), arrays)
+
+    def load(self, kept: Kept, live: Any) -> Any:
+        return kept.state
+
+    def release(self, kept: Kept) -> None:
+        frozen = self._frozen
+        for array in kept.arrays:
+            entry = frozen.get(id(array))
+            if entry is not None:
+                entry[1] -= 1
+                if not entry[1]:
+                    del frozen[id(array)]
+                    array.flags.writeable = True
+
+    def release_all(self) -> None:
+        for array, _ in self._frozen.values():
+            array.flags.writeable = True
+        self._frozen.clear()
+
+
+class Copies:
+    """Slots of an in-place chain; freed arrays are reused by later checkpoints."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._pool: list[list[Array]] = []
+        self._own: dict[int, Kept] = {}
+
+    def keep(self, state: Any, where: int | str) -> Kept:
+        arrays = self._layout.arrays(state, where)
+        copies = self._pool.pop() if self._pool else [np.empty_like(array) for array in arrays]
+        for copy, array in zip(copies, arrays, strict=True):
+            np.copyto(copy, array)
+        kept = Kept(None, copies)
+        self._own[id(kept)] = kept
+        return kept
+
+    def adopt(self, arrays: list[Array]) -> Kept:
+        return Kept(None, arrays)
+
+    def load(self, kept: Kept, live: Any) -> Any:
+        for target, array in zip(self._layout.arrays(live), kept.arrays, strict=True):
+            np.copyto(target, array)
+        return live
+
+    def release(self, kept: Kept) -> None:
+        if self._own.pop(id(kept), None) is not None:
+            self._pool.append(kept.arrays)
+
+    def release_all(self) -> None:
+        self._pool.extend(kept.arrays for kept in self._own.values())
+        self._own.clear()
