@@ -78,45 +78,6 @@ class References:
         return Kept(self._layout.state(arrays) if copied else state, arrays)
 
     def adopt(self, arrays: list[Array]) -> Kept:
-        """Wrap arrays that nobody else writes to, such as those read from a store."""
-        ...
-
-    def load(self, kept: Kept, live: Any) -> Any:
-        """Return the live state equal to `kept`; copies overwrite `live`."""
-        ...
-
-    def release(self, kept: Kept) -> None:
-        """Give a kept state back."""
-        ...
-
-    def release_all(self) -> None:
-        """Give everything back, after an error or at the end of a run."""
-        ...
-
-
-class References:
-    """Slots of a functional chain."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._frozen: dict[int, list[Any]] = {}  # id -> [array, holders]
-
-    def keep(self, state: Any, where: int | str) -> Kept:
-        arrays = self._layout.arrays(state, where)
-        copied = False
-        for k, array in enumerate(arrays):
-            if array.base is not None:
-                arrays[k] = array = array.copy(order="K")
-                copied = True
-            entry = self._frozen.get(id(array))
-            if entry is not None:
-                entry[1] += 1
-            elif array.flags.writeable:
-                array.flags.writeable = False
-                self._frozen[id(array)] = [array, 1]
-        return Kept(self._layout.state(arrays) if copied else state, arrays)
-
-    def adopt(self, arrays: list[Array]) -> Kept:
         return Kept(self._layout.state(arrays), arrays)
 
     def load(self, kept: Kept, live: Any) -> Any:
