@@ -4,3 +4,6 @@ from .base import CheckpointLost as CheckpointLost
 from .base import Store as Store
 from .base import StoreStats as StoreStats
 from .base import TransferRecord as TransferRecord
+from .files import FileStore as FileStore
+from .memory import MemoryStore as MemoryStore
+from .urls import open_store as open_store

@@ -1,0 +1,89 @@
+"""One slotted file, written past the page cache where the filesystem allows it.
+
+The file is unlinked as soon as it is open: nothing is left of it when the
+process ends, however it ends.  It grows in steps, so that a full disk shows
+before checkpoints are lost to it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from ..layout import Array
+
+# Larger requests gain nothing and keep the interpreter from being told of signals.
+_CHUNK = 4 << 20
+_GROW = 64 << 20
+
+
+class DirectFile:
+    """Extents in an anonymous file.
+
+    Attributes
+    ----------
+    direct : bool
+        Whether the page cache is bypassed (O_DIRECT).
+    """
+
+    def __init__(self, folder: Path, extent_bytes: int) -> None:
+        self._extent_bytes = extent_bytes
+        self._allocated = 0
+        path = folder / "extents"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+        self.direct = hasattr(os, "O_DIRECT")
+        try:
+            self._fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self.direct:
+                raise
+            # The filesystem takes no O_DIRECT; some leave the new file behind.
+            self.direct = False
+            path.unlink(missing_ok=True)
+            self._fd = os.open(path, flags, 0o600)
+        path.unlink()
+
+    def write(self, slot: int, offset: int, data: Array) -> None:
+        end = (slot + 1) * self._extent_bytes
+        if end > self._allocated:
+            self._grow(end)
+        position = slot * self._extent_bytes + offset
+        view = memoryview(data)  # type: ignore[arg-type]
+        while view:
+            done = os.pwrite(self._fd, view[:_CHUNK], position)
+            if done <= 0:
+                raise OSError(errno.EIO, "the file took no more bytes")
+            position += done
+            view = view[done:]
+
+    def _grow(self, end: int) -> None:
+        if not hasattr(os, "posix_fallocate"):
+            return
+        for size in (max(end, self._allocated + _GROW), end):
+            try:
+                os.posix_fallocate(self._fd, self._allocated, size - self._allocated)
+            except OSError as error:
+                if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
+                    size = end
+                elif size > end:
+                    continue
+                else:
+                    raise
+            self._allocated = size
+            return
+
+    def read(self, slot: int, data: Array) -> None:
+        position = slot * self._extent_bytes
+        view = memoryview(data)  # type: ignore[arg-type]
+        while view:
+            done = os.preadv(self._fd, [view[:_CHUNK]], position)
+            if done <= 0:
+                raise OSError(errno.EIO, "the file ends before the checkpoint does")
+            position += done
+            view = view[done:]
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

@@ -1,0 +1,57 @@
+"""Where extents lie: the Medium protocol, and host memory as one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from ..layout import Array
+from .arena import pages
+
+
+class Medium(Protocol):
+    """Numbered extents of equal size.
+
+    `write` and `read` are called by one background thread each, `close` when
+    both have stopped.  Failures are OSErrors.
+    """
+
+    def write(self, slot: int, offset: int, data: Array) -> None:
+        """Write bytes (page-aligned memory, whole pages) into an extent at `offset`."""
+        ...
+
+    def read(self, slot: int, data: Array) -> None:
+        """Fill `data` (page-aligned memory, whole pages) from the start of an extent."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class Ram:
+    """Host memory; extents are allocated at first use and reused."""
+
+    def __init__(self, extent_bytes: int) -> None:
+        self._extent_bytes = extent_bytes
+        self._extents: dict[int, Array] = {}
+
+    def write(self, slot: int, offset: int, data: Array) -> None:
+        extent = self._extents.get(slot)
+        if extent is None:
+            try:
+                extent = pages(self._extent_bytes)
+            except OSError as error:
+                raise OSError(error.errno, f"no memory for another checkpoint: {error}") from error
+            self._extents[slot] = extent
+        np.copyto(extent[offset : offset + len(data)], data)
+
+    def read(self, slot: int, data: Array) -> None:
+        extent = self._extents.get(slot)
+        if extent is None:
+            raise OSError(f"extent {slot} was never written")
+        np.copyto(data, extent[: len(data)])
+
+    def close(self) -> None:
+        self._extents.clear()

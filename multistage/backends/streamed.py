@@ -1,0 +1,543 @@
+"""The store behind every tier: a writer thread, a reader thread, extents of states.
+
+States travel in *extents*, the unit of transfer, checksum and space.
+
+small states (at least four fit in an extent)
+    are copied into the current extent by the computing thread, a memcpy of
+    microseconds; only a full extent wakes the writer.  They can be read back
+    from the extent's buffer until it is reused.  A read brings a whole extent
+    and the one below it, since checkpoints come back in descending order.
+large states
+    have an extent each and are taken by reference: the writer copies them
+    chunk by chunk through one page-aligned buffer.
+
+Threads and who touches what: the computing thread owns the index, the slots,
+the pools and every extent's counts.  An extent is handed to a background
+thread through a queue and comes back by its `state` (or `read_state`), which
+only that thread changes, under the condition `_changed`; before that it is
+not touched by anyone else.  So a `put` takes no lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from ..errors import ArgumentError, CheckpointWarning, StoreError
+from ..layout import Array, Layout
+from .arena import LandingPool, pages, round_up
+from .base import CheckpointLost, StoreStats, TransferRecord
+from .medium import Medium
+
+_SMALL = 4  # states per extent from which on they are coalesced
+_EXTENT_BYTES = 2 << 20
+_CHUNK_BYTES = 4 << 20
+_STAGING = 3  # extent buffers being filled or written; as many again are read into
+
+
+class _State(Enum):
+    FILLING = 1
+    QUEUED = 2
+    DONE = 3
+    FAILED = 4
+
+
+class _Extent:
+    """Some states on their way to, in, or back from the medium."""
+
+    __slots__ = (
+        "arrays",
+        "buffer",
+        "checksum",
+        "error",
+        "filled",
+        "first",
+        "landing",
+        "live",
+        "nbytes",
+        "previous",
+        "read_state",
+        "serial",
+        "slot",
+        "state",
+    )
+
+    def __init__(self, slot: int, first: int, previous: _Extent | None) -> None:
+        self.slot = slot
+        self.first = first  # key it began with
+        self.previous = previous
+        self.state = _State.FILLING
+        self.read_state: _State | None = None
+        self.buffer: int | None = None  # number of the staging buffer that still holds it
+        self.landing: Array | None = None
+        self.arrays: Sequence[Array] | None = None
+        self.checksum = 0
+        self.filled = 0
+        self.live = 0
+        self.serial = 0  # the order in which writes were done
+        self.nbytes = 0
+        self.error = ""
+
+
+class Backend(Protocol):
+    """Makes the medium of a store when it is opened."""
+
+    def __call__(self, extent_bytes: int) -> Medium: ...
+
+
+class StreamedStore:
+    """A slow tier on any medium; see `FileStore` and `MemoryStore`.
+
+    Parameters
+    ----------
+    name : str
+    open_medium : callable
+        `open_medium(extent_bytes) -> Medium`.
+    capacity_bytes : int or None
+        Space on the medium, in whole extents; None if unbounded.
+    buffer_bytes : int
+        Page-aligned buffers for transfers.
+    queue_depth : int
+        Writes of large states that may be waiting or under way.
+
+    Notes
+    -----
+    For one computing thread.  `put` with `block`, `wait_written`, `get` and
+    `close` may block; nothing else does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_medium: Backend,
+        *,
+        capacity_bytes: int | None = None,
+        buffer_bytes: int = 8 << 20,
+        queue_depth: int = 2,
+    ) -> None:
+        if capacity_bytes is not None and capacity_bytes < 0:
+            raise ArgumentError(f"capacity_bytes={capacity_bytes} must not be negative")
+        if buffer_bytes < 0:
+            raise ArgumentError(f"buffer_bytes={buffer_bytes} must not be negative")
+        if queue_depth < 1:
+            raise ArgumentError(f"queue_depth={queue_depth} must be at least 1")
+        self.name = name
+        self.queue_depth = queue_depth
+        self.capacity_bytes = capacity_bytes
+        self.stats = StoreStats()
+        self.transfers: deque[TransferRecord] = deque(maxlen=100_000)
+        self._open_medium = open_medium
+        self._buffer_bytes = buffer_bytes
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._medium: Medium | None = None
+
+    # ------------------------------------------------------------------- life
+
+    def _per_extent(self, layout: Layout) -> int:
+        """Return how many states share an extent, 1 for large ones."""
+        extent = min(_EXTENT_BYTES, self._buffer_bytes // (2 * _STAGING))
+        if self.capacity_bytes is not None:
+            extent = min(extent, self.capacity_bytes // 4)
+        count = extent // layout.nbytes
+        return count if count >= _SMALL else 1
+
+    def buffer_bytes(self, layout: Layout) -> int:
+        """Return the bytes of I/O buffers held for such states."""
+        count = self._per_extent(layout)
+        if count > 1:
+            return 2 * _STAGING * round_up(count * layout.nbytes)
+        return min(_CHUNK_BYTES, round_up(layout.nbytes))
+
+    def capacity_states(self, layout: Layout) -> int | None:
+        """Return how many states of `layout` fit on the medium, None if unbounded."""
+        if self.capacity_bytes is None:
+            return None
+        count = self._per_extent(layout)
+        return self.capacity_bytes // round_up(count * layout.nbytes) * count
+
+    def open(self, layout: Layout) -> None:
+        """Allocate buffers and start the threads.  Raises StoreError."""
+        StreamedStore.close(self)
+        count = self._per_extent(layout)
+        extent_bytes = round_up(count * layout.nbytes)
+        try:
+            medium = self._open_medium(extent_bytes)
+        except OSError as error:
+            raise StoreError(
+                f"tier {self.name!r} cannot be used: {error}; choose a folder that can be written"
+            ) from error
+        self._medium = medium
+        self._layout = layout
+        self._count = count
+        self._extent_bytes = extent_bytes
+        self.stats = StoreStats()
+        self.transfers.clear()
+        self._index: dict[int, tuple[_Extent, int]] = {}
+        self._free_slots: list[int] = []
+        self._next_slot = 0
+        self._zombies: list[_Extent] = []  # all keys dropped while a thread was at it
+        self._filling: _Extent | None = None
+        self._latest: _Extent | None = None
+        self._waiting: deque[_Extent] = deque()  # large writes not known to be done
+        self._full_warned = self._no_space = False
+        if count > 1:
+            self._staging = [pages(extent_bytes) for _ in range(_STAGING)]
+            self._places: list[list[list[Array] | None]] = [[None] * count for _ in range(_STAGING)]
+        else:
+            self._staging = [pages(min(_CHUNK_BYTES, extent_bytes))]
+        self._holders: list[_Extent | None] = [None] * _STAGING
+        self._pool = LandingPool(extent_bytes, _STAGING if count > 1 else 8)
+        self._writes: queue.SimpleQueue[_Extent | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[_Extent | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=target, args=(medium,), name=f"multistage-{what}", daemon=True)
+            for what, target in (("writer", self._writer), ("reader", self._reader))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stop the threads, give back memory and files.  May be called twice."""
+        medium, self._medium = self._medium, None
+        if medium is None:
+            return
+        self._writes.put(None)
+        self._reads.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        medium.close()
+        self._index.clear()
+        self._holders.clear()
+        self._staging.clear()
+        self._waiting.clear()
+        self._zombies.clear()
+        self._places = []
+        self._filling = self._latest = None
+        self._pool = LandingPool(0, 0)
+
+    # ------------------------------------------------------------------ writes
+
+    def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
+        """Queue the write of one state; see `Store.put`."""
+        if self._count == 1:
+            return self._put_large(key, arrays, block)
+        extent = self._filling
+        if extent is None:
+            extent = self._new_small(key, block)
+            if extent is None:
+                self.stats.refused += 1
+                return False
+        at, number = extent.filled, extent.buffer
+        assert number is not None
+        places = self._places[number][at]
+        if places is None:
+            start = at * self._layout.nbytes
+            record = self._staging[number][start : start + self._layout.nbytes]
+            places = self._places[number][at] = self._layout.views(record)
+        for place, array in zip(places, arrays, strict=True):
+            place[...] = array
+        self._index[key] = extent, at
+        extent.filled = at + 1
+        extent.live += 1
+        self.stats.writes += 1
+        if at + 1 == self._count:
+            self._flush(extent)
+        return True
+
+    def _flush(self, extent: _Extent) -> None:
+        self._filling = None
+        extent.nbytes = extent.filled * self._layout.nbytes
+        extent.state = _State.QUEUED
+        self._writes.put(extent)
+
+    def _new_small(self, key: int, block: bool) -> _Extent | None:
+        """Return a fresh extent with a staging buffer, or None if there is no room."""
+        number = self._free_buffer()
+        while number is None and block:
+            with self._changed:
+                self._changed.wait_for(lambda: self._free_buffer() is not None)
+            number = self._free_buffer()
+        slot = None if number is None else self._take_slot()
+        if number is None or slot is None:
+            return None
+        holder = self._holders[number]
+        if holder is not None:
+            holder.buffer = None  # from now on it is read from the medium
+        extent = _Extent(slot, key, self._latest)
+        extent.buffer = number
+        self._holders[number] = self._filling = self._latest = extent
+        return extent
+
+    def _free_buffer(self) -> int | None:
+        """Return a staging buffer whose extent is written, the oldest first."""
+        best, age = None, -1
+        for number, holder in enumerate(self._holders):
+            if holder is None:
+                return number
+            if holder.state in (_State.DONE, _State.FAILED) and (
+                best is None or holder.serial < age
+            ):
+                best, age = number, holder.serial
+        return best
+
+    def _put_large(self, key: int, arrays: Sequence[Array], block: bool) -> bool:
+        waiting = self._waiting
+        while waiting and waiting[0].state is not _State.QUEUED:
+            waiting.popleft()
+        if len(waiting) >= self.queue_depth:
+            if not block:
+                self.stats.refused += 1
+                return False
+            self._wait(waiting[0])
+        slot = self._take_slot()
+        if slot is None:
+            self.stats.refused += 1
+            return False
+        extent = _Extent(slot, key, None)
+        extent.arrays = tuple(arrays)
+        extent.live = extent.filled = 1
+        extent.nbytes = self._layout.nbytes
+        extent.state = _State.QUEUED
+        self._index[key] = extent, 0
+        self.stats.writes += 1
+        waiting.append(extent)
+        self._writes.put(extent)
+        return True
+
+    def _take_slot(self) -> int | None:
+        """Return a free extent of the medium, the one freed last; None if it is full."""
+        if self._zombies:
+            self._bury()
+        if self._free_slots:
+            slot = self._free_slots.pop()
+        elif (
+            self.capacity_bytes is not None
+            and (self._next_slot + 1) * self._extent_bytes > self.capacity_bytes
+        ):
+            self._warn_full(f"its capacity of {self.capacity_bytes} bytes is used")
+            return None
+        elif self._no_space:
+            self._warn_full("no space is left")
+            return None
+        else:
+            slot = self._next_slot
+            self._next_slot += 1
+        stats = self.stats
+        stats.stored_bytes += self._extent_bytes
+        stats.peak_stored_bytes = max(stats.peak_stored_bytes, stats.stored_bytes)
+        return slot
+
+    def _warn_full(self, reason: str) -> None:
+        if not self._full_warned:
+            self._full_warned = True
+            warnings.warn(
+                f"tier {self.name!r} takes no more checkpoints: {reason}; "
+                "more steps will be computed again",
+                CheckpointWarning,
+                stacklevel=4,
+            )
+
+    def wait_written(self, key: int) -> bool:
+        """Block until the store is done with the arrays of `key`; False if they are lost."""
+        entry = self._index.get(key)
+        if entry is None:
+            return False
+        extent = entry[0]
+        if self._count == 1:
+            self._wait(extent)
+        if extent.state is _State.FAILED:
+            self._lose(key)
+            return False
+        return True
+
+    def _wait(self, extent: _Extent) -> None:
+        if extent.state is _State.QUEUED:
+            with self._changed:
+                self._changed.wait_for(lambda: extent.state is not _State.QUEUED)
+
+    # ------------------------------------------------------------------- reads
+
+    def prefetch(self, key: int) -> None:
+        """Queue a read of `key`, behind its write if that is still under way."""
+        entry = self._index.get(key)
+        if entry is None:
+            return
+        extent = entry[0]
+        self._queue_read(extent)
+        if self._count > 1 and extent.previous is not None:
+            self._queue_read(extent.previous)
+
+    def _queue_read(self, extent: _Extent) -> None:
+        if extent.buffer is None and extent.read_state is None and extent.live:
+            extent.landing = self._pool.take()
+            extent.read_state = _State.QUEUED
+            self._reads.put(extent)
+
+    def get(self, key: int) -> list[Array]:
+        """Block until the read of `key` is done; return its arrays.  Raises CheckpointLost."""
+        entry = self._index.get(key)
+        if entry is None:
+            raise CheckpointLost(f"tier {self.name!r} has no checkpoint {key}")
+        extent, at = entry
+        start, stop = at * self._layout.nbytes, (at + 1) * self._layout.nbytes
+        if extent.buffer is not None:
+            # A copy: the staging buffer is reused without asking who looks at it.
+            record = self._staging[extent.buffer][start:stop].copy()
+        else:
+            if extent.read_state is None:
+                self.prefetch(key)
+            if extent.read_state is _State.QUEUED:
+                with self._changed:
+                    self._changed.wait_for(lambda: extent.read_state is not _State.QUEUED)
+            if extent.read_state is _State.FAILED:
+                error = extent.error
+                self._lose(key)
+                raise CheckpointLost(error)
+            assert extent.landing is not None
+            record = extent.landing[start:stop]
+        record.flags.writeable = False
+        if self._count == 1:
+            # Landed for this reader alone: a later get reads again.
+            extent.landing = extent.read_state = None
+        self.stats.reads += 1
+        return self._layout.views(record)
+
+    def _lose(self, key: int) -> None:
+        self.stats.lost += 1
+        self.drop(key)
+
+    def drop(self, key: int) -> None:
+        """Free the medium's copy of `key`.  Unknown keys are ignored."""
+        entry = self._index.pop(key, None)
+        if entry is None:
+            return
+        extent = entry[0]
+        extent.live -= 1
+        if extent.live:
+            return
+        if extent is self._filling:
+            extent.filled = 0  # every state in it is gone: fill it anew
+        else:
+            self._zombies.append(extent)
+            self._bury()
+
+    def _bury(self) -> None:
+        """Give back the slots of extents without live states that no thread is at."""
+        left = []
+        for extent in self._zombies:
+            if _State.QUEUED in (extent.state, extent.read_state):
+                left.append(extent)
+                continue
+            if extent.state is not _State.FAILED:  # else there may be no such extent
+                self._free_slots.append(extent.slot)
+            self.stats.stored_bytes -= self._extent_bytes
+            extent.landing = extent.previous = None
+            if extent.buffer is not None:
+                self._holders[extent.buffer] = None
+                extent.buffer = None
+            if self._latest is extent:
+                self._latest = None
+        self._zombies = left
+
+    # ----------------------------------------------------------------- threads
+
+    def _writer(self, medium: Medium) -> None:
+        serial = 0
+        while (extent := self._writes.get()) is not None:
+            began = time.perf_counter()
+            state = _State.DONE
+            try:
+                if extent.arrays is None:
+                    assert extent.buffer is not None
+                    data = self._staging[extent.buffer]
+                    extent.checksum = xxhash.xxh3_64_intdigest(data[: extent.nbytes].data)
+                    medium.write(extent.slot, 0, data[: round_up(extent.nbytes)])
+                else:
+                    extent.checksum = self._write_large(medium, extent)
+            except Exception as error:  # whatever it is, the computing thread must be told
+                state = _State.FAILED
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    self._no_space = True
+                extent.error = f"write failed: {error}"
+            ended = time.perf_counter()
+            if state is _State.DONE:
+                self.stats.bytes_written += extent.nbytes
+            record = TransferRecord("write", extent.first, began, ended, extent.nbytes)
+            self.transfers.append(record)
+            serial += 1
+            with self._changed:
+                extent.arrays = None
+                extent.serial = serial
+                extent.state = state
+                self._changed.notify_all()
+
+    def _write_large(self, medium: Medium, extent: _Extent) -> int:
+        """Write one state chunk by chunk through the bounce buffer; return its checksum."""
+        bounce, digest = self._staging[0], xxhash.xxh3_64()
+        room, filled, offset = len(bounce), 0, 0
+
+        def flush(last: bool) -> None:
+            nonlocal filled, offset
+            digest.update(bounce[: min(filled, extent.nbytes - offset)].data)
+            end = round_up(filled) if last else filled
+            medium.write(extent.slot, offset, bounce[:end])
+            offset += filled
+            filled = 0
+
+        assert extent.arrays is not None
+        for leaf, array in zip(self._layout.leaves, extent.arrays, strict=True):
+            # The gap up to the leaf's place keeps what was there: part of the
+            # record, never looked at.
+            filled = leaf.offset - offset
+            if filled >= room:
+                flush(last=False)
+            source = array.reshape(-1).view(np.uint8)
+            while len(source):
+                part = source[: room - filled]
+                bounce[filled : filled + len(part)] = part
+                filled += len(part)
+                source = source[len(part) :]
+                if filled == room:
+                    flush(last=False)
+        filled = extent.nbytes - offset
+        if filled:
+            flush(last=True)
+        return int(digest.intdigest())
+
+    def _reader(self, medium: Medium) -> None:
+        while (extent := self._reads.get()) is not None:
+            state = _State.DONE
+            if extent.state is _State.QUEUED:  # read what is still being written
+                with self._changed:
+                    self._changed.wait_for(lambda: extent.state is not _State.QUEUED)
+            began = time.perf_counter()
+            try:
+                if extent.state is _State.FAILED:
+                    raise OSError(extent.error)
+                assert extent.landing is not None
+                medium.read(extent.slot, extent.landing[: round_up(extent.nbytes)])
+                found = xxhash.xxh3_64_intdigest(extent.landing[: extent.nbytes].data)
+                if found != extent.checksum:
+                    raise OSError(errno.EIO, "the checksum does not match: the bytes were changed")
+            except Exception as error:  # whatever it is, the computing thread must be told
+                state = _State.FAILED
+                extent.error = f"read failed: {error}"
+            ended = time.perf_counter()
+            if state is _State.DONE:
+                self.stats.bytes_read += extent.nbytes
+            self.transfers.append(TransferRecord("read", extent.first, began, ended, extent.nbytes))
+            with self._changed:
+                extent.read_state = state
+                self._changed.notify_all()
