@@ -18,10 +18,11 @@ def round_up(nbytes: int, unit: int = PAGE) -> int:
     return -(-nbytes // unit) * unit
 
 
-def pages(nbytes: int) -> Array:
-    """Return a zeroed, page-aligned uint8 array of at least `nbytes`, all touched.
+def pages(nbytes: int, *, touch: bool = True) -> Array:
+    """Return a page-aligned uint8 array of zeros, of at least `nbytes`.
 
-    Private memory, so that it counts against RLIMIT_DATA like any other.
+    Private memory, so that it counts against RLIMIT_DATA like any other; all
+    touched, unless it is about to be filled by the kernel anyway.
     """
     size = max(PAGE, round_up(nbytes))
     flags = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
@@ -29,7 +30,8 @@ def pages(nbytes: int) -> Array:
     if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(area, np.uint8)
-    array[::PAGE] = 0
+    if touch:
+        array[::PAGE] = 0
     return array
 
 
@@ -44,7 +46,9 @@ class LandingPool:
     buffer whose reference count is back at that of an untouched one is free.
     If none is, a new one is made; those beyond `size` are not kept.
 
-    Not thread-safe: for the computing thread alone.
+    `take` is for one thread alone.  That others drop their views meanwhile is
+    harmless: a count can only fall then, and nobody but the pool can make it
+    rise from that of an idle buffer.
     """
 
     def __init__(self, nbytes: int, size: int) -> None:
@@ -64,7 +68,7 @@ class LandingPool:
         for buffer in self._buffers:
             if _references(buffer) <= self._idle:
                 return buffer
-        fresh = pages(self._nbytes)
+        fresh = pages(self._nbytes, touch=False)
         if len(self._buffers) < self._size:
             self._buffers.append(fresh)
         return fresh

@@ -84,6 +84,10 @@ class Store(Protocol):
         """Return the bytes of I/O buffers the store will hold for such states."""
         ...
 
+    def capacity_states(self, layout: Layout) -> int | None:
+        """Return how many such states it can hold, None if unbounded."""
+        ...
+
     def open(self, layout: Layout) -> None:
         """Allocate buffers, start threads, prepare the tier for states of `layout`.
 

@@ -11,8 +11,8 @@ large states
     have an extent each and are taken by reference: the writer copies them
     chunk by chunk through one page-aligned buffer.
 
-Threads and who touches what: the computing thread owns the index, the slots,
-the pools and every extent's counts.  An extent is handed to a background
+Threads and who touches what: the computing thread owns the index, the slots
+and every extent's counts, the reader owns the landing pool.  An extent is handed to a background
 thread through a queue and comes back by its `state` (or `read_state`), which
 only that thread changes, under the condition `_changed`; before that it is
 not touched by anyone else.  So a `put` takes no lock.
@@ -381,7 +381,6 @@ class StreamedStore:
 
     def _queue_read(self, extent: _Extent) -> None:
         if extent.buffer is None and extent.read_state is None and extent.live:
-            extent.landing = self._pool.take()
             extent.read_state = _State.QUEUED
             self._reads.put(extent)
 
@@ -526,9 +525,10 @@ class StreamedStore:
             try:
                 if extent.state is _State.FAILED:
                     raise OSError(extent.error)
-                assert extent.landing is not None
-                medium.read(extent.slot, extent.landing[: round_up(extent.nbytes)])
-                found = xxhash.xxh3_64_intdigest(extent.landing[: extent.nbytes].data)
+                extent.landing = landing = self._pool.take()
+                medium.read(extent.slot, landing[: round_up(extent.nbytes)])
+                found = xxhash.xxh3_64_intdigest(landing[: extent.nbytes].data)
+                del landing  # or it would count as somebody's reference
                 if found != extent.checksum:
                     raise OSError(errno.EIO, "the checksum does not match: the bytes were changed")
             except Exception as error:  # whatever it is, the computing thread must be told

@@ -1,0 +1,380 @@
+"""Measure a chain and its stores: real steps and real transfers, short ones.
+
+What is measured, each the least of a few repeats, since whatever disturbs a
+measurement makes it longer:
+
+* T_A: some steps of the chain, from a copy of its state;
+* T_B: some adjoint steps, only if an adjoint is given, because an adjoint
+  operator may add to gradients of its own, and a probe must not;
+* T_W, T_R: states written and read back one after the other at full speed;
+* what a transfer costs the computing thread: the chain's steps alone, and the
+  same steps with states put, or got, between them.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .backends.base import CheckpointLost, Store
+from .backends.files import ENGINES, FileStore
+from .chain import Chain, FunctionChain
+from .costs import Costs, Tier
+from .execute import Executor
+from .layout import Array, Layout, dense
+from .plan.revolve import revolve_schedule
+
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
+
+# How much longer an adjoint step is taken to be than a forward step until it
+# was measured: two products with the Jacobian's pieces for one.
+_GUESSED_RATIO = 2.0
+_AHEAD = 4  # reads under way
+_LEAST_S = 2e-3  # shortest time worth measuring
+
+
+def measure(
+    chain: Chain[State, Adjoint],
+    state: State,
+    n_steps: int,
+    store: Store | None = None,
+    *,
+    adjoint: Adjoint | None = None,
+    seconds: float = 1.0,
+) -> Costs:
+    """Measure the costs of a chain and a store.
+
+    Parameters
+    ----------
+    chain : Chain
+        Its steps 0, 1, ... are run from copies of `state`.
+    state : pytree of arrays
+        State 0; left unchanged.
+    n_steps : int
+        At most so many steps and transfers are tried.
+    store : Store, optional
+        Closed; opened and closed again.
+    adjoint : pytree of arrays, optional
+        If given, adjoint steps are run on copies of it.  Without it an
+        adjoint step is taken to cost twice a forward step.
+    seconds : float
+        Rough limit of the time spent.
+
+    Raises
+    ------
+    StateError, StoreError
+        If the state or the store cannot be used.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> chain = FunctionChain(lambda x, i: np.sin(x), lambda x, a, i: np.cos(x) * a)
+    >>> costs = measure(chain, np.zeros(1000), n_steps=100, seconds=0.05)
+    >>> costs.state_bytes, costs.forward_step_s > 0
+    (8000, True)
+    """
+    layout = Layout.of(state)
+    share = seconds / (5 if store is not None else 2)
+
+    def steps(count: int) -> None:
+        chain.advance(_copied(chain, state), 0, count)
+
+    forward_s, count = _per_item(steps, n_steps, share)
+    tape_s: float | None = None
+    if not chain.state_is_tape:
+
+        def tapes(count: int) -> None:
+            at = _copied(chain, state)
+            for i in range(count):
+                at, _ = chain.tape(at, i)
+
+        tape_s, _ = _per_item(tapes, n_steps, share / 2)
+    if adjoint is None:
+        reverse_s = _GUESSED_RATIO * forward_s
+    else:
+        start = _copied(chain, state)
+        tape = start if tape_s is None else chain.tape(start, 0)[1]
+
+        def turns(count: int) -> None:
+            carried = copy.deepcopy(adjoint)
+            for _ in range(count):
+                carried = chain.reverse(tape, carried, 0)
+
+        reverse_s, _ = _per_item(turns, n_steps, share)
+    tiers: tuple[Tier, ...] = ()
+    if store is not None:
+        compute = _Compute(steps, forward_s, count)
+        tiers = (probe_store(store, layout, seconds=3 * share, most=n_steps, compute=compute),)
+    return Costs(
+        forward_step_s=forward_s,
+        reverse_step_s=reverse_s,
+        tape_step_s=tape_s,
+        state_bytes=layout.nbytes,
+        tiers=tiers,
+        action_s=action_seconds(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Compute:
+    """Steps to run beside transfers: `run(count)` takes about `step_s` a step."""
+
+    run: Callable[[int], None]
+    step_s: float
+    most: int
+
+
+def action_seconds() -> float:
+    """Return the seconds the driver takes per action, measured on steps that do nothing."""
+    chain: FunctionChain[Array, Array] = FunctionChain(lambda x, i: x, lambda x, a, i: a)
+    executor: Executor[Array, Array] = Executor(chain, ())
+    nothing, n = np.zeros(1), 500
+    best = np.inf
+    for _ in range(3):
+        began = time.perf_counter()
+        executor.forward(revolve_schedule(20, n), nothing)
+        executor.reverse(nothing)
+        best = min(best, time.perf_counter() - began)
+    return float(best) / (4.5 * n)
+
+
+def probe_store(
+    store: Store,
+    layout: Layout,
+    *,
+    seconds: float = 0.5,
+    most: int = 100_000,
+    compute: _Compute | None = None,
+) -> Tier:
+    """Measure one store for states of `layout`; it is opened and closed.
+
+    Returns
+    -------
+    Tier
+        Seconds per state.  Without `compute`, the overheads are the seconds
+        spent inside the calls; with it, what the calls and the transfers add
+        to the steps run between them.
+    """
+    rng = np.random.default_rng(0)
+    record = rng.integers(0, 256, layout.nbytes, np.uint8)
+    arrays = [dense(view)[0] for view in layout.views(record)]
+    store.open(layout)
+    try:
+        count = max(1, min(most, 4096, int(256e6 / layout.nbytes) + 1))
+        capacity = store.capacity_states(layout)
+        if capacity is not None:
+            count = max(1, min(count, capacity))
+        write_s, put_s, written = _write(store, arrays, count, seconds / 4)
+        read_s, got_s = _read(store, written)
+        if compute is not None:
+            put_s = _beside_writes(store, arrays, compute, write_s, seconds / 4, count)
+            got_s = _beside_reads(store, arrays, compute, read_s, seconds / 4, count)
+    finally:
+        store.close()
+    return Tier(
+        name=store.name,
+        write_s=write_s,
+        read_s=read_s,
+        write_overhead_s=put_s,
+        read_overhead_s=got_s,
+        capacity_states=capacity,
+        queue_depth=store.queue_depth,
+    )
+
+
+def _copied(chain: Chain[State, Adjoint], state: State) -> State:
+    return copy.deepcopy(state) if chain.in_place else state
+
+
+def _per_item(run: Callable[[int], None], most: int, seconds: float) -> tuple[float, int]:
+    """Return the least seconds per item of `run(count)`, and the count it took."""
+    count, best, spent = 1, np.inf, 0.0
+    while True:
+        began = time.perf_counter()
+        run(count)
+        took = time.perf_counter() - began
+        best, spent = min(best, took / count), spent + took
+        if spent > seconds:
+            return max(float(best), 1e-9), count
+        if took < max(_LEAST_S, seconds / 8):
+            if 2 * count > most and took * 20 < seconds and spent * 4 > seconds:
+                return max(float(best), 1e-9), count
+            count = min(most, 2 * count)
+
+
+def _write(
+    store: Store, arrays: Sequence[Array], count: int, seconds: float
+) -> tuple[float, float, int]:
+    """Write at full speed; return seconds per state, seconds per call, states written."""
+    began = time.perf_counter()
+    least_call, written = np.inf, 0
+    for key in range(count):
+        before = time.perf_counter()
+        if not store.put(key, arrays, block=True):
+            break
+        now = time.perf_counter()
+        least_call = min(least_call, now - before)
+        written += 1
+        if now - began > seconds and written >= 4:
+            break
+    for key in range(written):
+        store.wait_written(key)
+    if not written:
+        return 0.0, 0.0, 0
+    return (time.perf_counter() - began) / written, float(least_call), written
+
+
+def _read(store: Store, written: int) -> tuple[float, float]:
+    """Read back in descending order at full speed; return seconds per state and per call."""
+    began = time.perf_counter()
+    calls = 0.0
+    for key in reversed(range(written)):
+        before = time.perf_counter()
+        for ahead in range(key, max(-1, key - _AHEAD), -1):
+            store.prefetch(ahead)
+        calls += time.perf_counter() - before
+        try:
+            store.get(key)
+        except CheckpointLost:
+            continue
+        before = time.perf_counter()
+        store.drop(key)
+        calls += time.perf_counter() - before
+    if not written:
+        return 0.0, 0.0
+    return (time.perf_counter() - began) / written, calls / written
+
+
+def _beside_writes(
+    store: Store,
+    arrays: Sequence[Array],
+    compute: _Compute,
+    write_s: float,
+    seconds: float,
+    count: int,
+) -> float:
+    """Return what one write adds to the steps run beside it, in seconds."""
+    block = max(1, round(write_s / compute.step_s))
+    rounds = max(2, min(count, int(seconds / 2 / max(block * compute.step_s + write_s, 1e-6))))
+    alone = _alone(compute, block, rounds)
+    began = time.perf_counter()
+    put = 0
+    for key in range(rounds):
+        put += store.put(key, arrays)
+        compute.run(block)
+    took = time.perf_counter() - began
+    for key in range(rounds):
+        store.wait_written(key)
+        store.drop(key)
+    return max(0.0, (took - alone) / max(1, put))
+
+
+def _beside_reads(
+    store: Store,
+    arrays: Sequence[Array],
+    compute: _Compute,
+    read_s: float,
+    seconds: float,
+    count: int,
+) -> float:
+    """Return what one read adds to the steps run beside it, in seconds."""
+    block = max(1, round(1.2 * read_s / compute.step_s))
+    rounds = max(2, min(count, int(seconds / 2 / max(block * compute.step_s + read_s, 1e-6))))
+    keys = [key for key in range(rounds) if store.put(key, arrays, block=True)]
+    for key in keys:
+        store.wait_written(key)
+    alone = _alone(compute, block, len(keys))
+    began = time.perf_counter()
+    for at in reversed(range(len(keys))):
+        store.prefetch(keys[max(0, at - _AHEAD)])
+        compute.run(block)
+        store.get(keys[at])
+        store.drop(keys[at])
+    took = time.perf_counter() - began
+    return max(0.0, (took - alone) / max(1, len(keys)))
+
+
+def _alone(compute: _Compute, block: int, rounds: int) -> float:
+    began = time.perf_counter()
+    for _ in range(rounds):
+        compute.run(block)
+    return time.perf_counter() - began
+
+
+@dataclass(frozen=True, slots=True)
+class TierRow:
+    """What one engine does with states of one size.
+
+    Attributes
+    ----------
+    engine : str
+    state_bytes : int
+    write_bytes_per_s, read_bytes_per_s : float
+    latency_s : float
+        From a put to its bytes being read back, nothing else going on.
+    put_s, get_s : float
+        Seconds the computing thread spends per state written and read.
+    """
+
+    engine: str
+    state_bytes: int
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    latency_s: float
+    put_s: float
+    get_s: float
+
+
+def probe_path(
+    path: str | Path,
+    sizes: Sequence[int] = (64 << 10, 1 << 20, 16 << 20),
+    *,
+    seconds: float = 0.5,
+) -> list[TierRow]:
+    """Measure what a folder can do as a slow tier, for each engine and state size.
+
+    Raises
+    ------
+    StoreError
+        If the folder cannot be used.
+    """
+    rows = []
+    for engine in ENGINES[1:]:
+        for size in sizes:
+            store, layout = FileStore(path, engine), Layout.of(np.zeros(size, np.uint8))
+            tier = probe_store(store, layout, seconds=seconds)
+            rows.append(
+                TierRow(
+                    engine,
+                    size,
+                    size / tier.write_s,
+                    size / tier.read_s,
+                    _latency(store, layout),
+                    tier.write_overhead_s,
+                    tier.read_overhead_s,
+                )
+            )
+    return rows
+
+
+def _latency(store: Any, layout: Layout) -> float:
+    arrays = layout.views(np.zeros(layout.nbytes, np.uint8))
+    store.open(layout)
+    try:
+        best = np.inf
+        for key in range(3):
+            began = time.perf_counter()
+            store.put(key, arrays, block=True)
+            store.wait_written(key)
+            store.get(key)
+            best = min(best, time.perf_counter() - began)
+    finally:
+        store.close()
+    return float(best)
