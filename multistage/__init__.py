@@ -10,6 +10,10 @@ from . import actions as actions
 from . import errors as errors
 from .actions import Schedule as Schedule
 from .actions import check as check
+from .backends import FileStore as FileStore
+from .backends import MemoryStore as MemoryStore
+from .backends import Store as Store
+from .backends import open_store as open_store
 from .chain import Chain as Chain
 from .chain import FunctionChain as FunctionChain
 from .chain import InPlaceChain as InPlaceChain
@@ -19,6 +23,11 @@ from .costs import Tier as Tier
 from .plan import PLANNERS as PLANNERS
 from .plan import Plan as Plan
 from .plan import plan as plan
+from .probe import measure as measure
+from .report import Report as Report
+from .reversal import Result as Result
+from .reversal import Reversal as Reversal
+from .reversal import reverse as reverse
 from .simulate import Jitter as Jitter
 from .simulate import simulate as simulate
 

@@ -88,6 +88,8 @@ class Counts:
         Checkpoints that were written or read in vain.
     recovered_steps : int
         Steps run again because a checkpoint was lost.
+    elapsed_s : float
+        Seconds inside `forward` and `reverse`.
     """
 
     forward_steps: int = 0
@@ -101,6 +103,7 @@ class Counts:
     refused: int = 0
     lost: int = 0
     recovered_steps: int = 0
+    elapsed_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -248,6 +251,12 @@ class Executor(Generic[State, Adjoint]):
             raise ScheduleError(f"the schedule ended with the adjoint at {left}, not 0", 0)
         return result  # type: ignore[no-any-return]
 
+    @property
+    def live(self) -> State:
+        """The live state, for the schedule of an unknown number of steps to look at."""
+        assert self._run is not None
+        return self._run.live  # type: ignore[no-any-return]
+
     def abort(self) -> None:
         """Forget the sweep under way: close its schedule, give all slots back."""
         run, self._run = self._run, None
@@ -268,8 +277,11 @@ class Executor(Generic[State, Adjoint]):
         run.slots.release_all()
 
     def _guarded(self, adjoint: Any, *, forward: bool) -> Any:
+        began = self._clock()
         try:
-            return self._drive(adjoint, forward)
+            result = self._drive(adjoint, forward)
+            self.counts.elapsed_s += self._clock() - began
+            return result
         except BaseException as error:
             self.abort()
             if isinstance(error, ValueError) and "read-only" in str(error):
@@ -338,7 +350,7 @@ class Executor(Generic[State, Adjoint]):
                     start, stop = action.start, action.stop
                     if start != at:
                         raise _illegal(action, f"the live state is {at}")
-                    live = advance(live, start, stop)
+                    run.live = live = advance(live, start, stop)  # `live` may be looked at
                     at = stop
                     now = clock()
                     forward_s += now - last

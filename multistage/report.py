@@ -1,0 +1,190 @@
+"""What a run did, beside what was predicted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from tabulate import tabulate
+
+from .costs import Costs, format_bytes, format_seconds
+from .execute import Counts
+from .plan import Plan
+from .timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Predicted beside measured, assumed beside seen.
+
+    Attributes
+    ----------
+    plan : Plan
+        What was predicted; its costs are what was assumed.
+    timeline : Timeline
+        What happened when, in seconds since the run began.
+    counts : Counts
+    makespan_s : float
+        Seconds in both sweeps; what the caller did between them is left out.
+    seen : Costs
+        The costs as the run has shown them.
+    """
+
+    plan: Plan
+    timeline: Timeline = field(repr=False)
+    counts: Counts
+    makespan_s: float
+    seen: Costs
+
+    @classmethod
+    def of(cls, plan: Plan, timeline: Timeline, counts: Counts) -> Report:
+        """Return the report on a sweep that `plan` predicted."""
+        return cls(plan, timeline, counts, counts.elapsed_s, seen_costs(plan, timeline, counts))
+
+    @property
+    def n_steps(self) -> int:
+        """Steps reversed."""
+        return self.counts.reverse_steps
+
+    @property
+    def recompute_factor(self) -> float:
+        """Forward steps run / n_steps."""
+        return self.counts.forward_steps / max(1, self.counts.reverse_steps)
+
+    @property
+    def peak_fast_bytes(self) -> float:
+        """Bytes of fast memory taken by checkpoints at the peak."""
+        return self.counts.peak_slots * self.plan.costs.state_bytes
+
+    @property
+    def prediction_error(self) -> float:
+        """Measured over predicted makespan, minus one."""
+        return self.makespan_s / self.plan.makespan_s - 1
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return the table's rows: what, predicted, measured."""
+        plan, counts, timeline = self.plan, self.counts, self.timeline
+        state_bytes = plan.costs.state_bytes
+        rows = [
+            ("makespan", format_seconds(plan.makespan_s), format_seconds(self.makespan_s)),
+            ("recompute factor", f"{plan.recompute_factor:.3f}", f"{self.recompute_factor:.3f}"),
+            (
+                "peak fast memory",
+                format_bytes(plan.peak_fast_bytes),
+                format_bytes(self.peak_fast_bytes),
+            ),
+            ("states written", f"{plan.writes}", f"{counts.writes}"),
+            ("states read", f"{plan.reads}", f"{counts.reads}"),
+            (
+                "bytes written",
+                format_bytes(plan.writes * state_bytes),
+                format_bytes(timeline.bytes["write"]),
+            ),
+            (
+                "bytes read",
+                format_bytes(plan.reads * state_bytes),
+                format_bytes(timeline.bytes["read"]),
+            ),
+            ("stalls", format_seconds(plan.stall_s), format_seconds(counts.stall_s)),
+        ]
+        if counts.refused or counts.lost or counts.recovered_steps:
+            rows += [
+                ("offers refused", "", f"{counts.refused}"),
+                ("checkpoints lost", "0", f"{counts.lost}"),
+                ("steps recovered", "0", f"{counts.recovered_steps}"),
+            ]
+        return rows
+
+    def cost_rows(self) -> list[tuple[str, str, str]]:
+        """Return the rows on costs: what, assumed, seen."""
+        assumed, seen = self.plan.costs, self.seen
+        rows = [
+            (
+                "forward step (T_A)",
+                format_seconds(assumed.forward_step_s),
+                format_seconds(seen.forward_step_s),
+            ),
+            ("adjoint step (T_B)", format_seconds(assumed.turn_s), format_seconds(seen.turn_s)),
+        ]
+        if assumed.tier is not None and seen.tier is not None:
+            rows += [
+                (
+                    "write of a state (T_W)",
+                    format_seconds(assumed.tier.write_s),
+                    format_seconds(seen.tier.write_s),
+                ),
+                (
+                    "read of a state (T_R)",
+                    format_seconds(assumed.tier.read_s),
+                    format_seconds(seen.tier.read_s),
+                ),
+            ]
+        return rows
+
+    def __str__(self) -> str:
+        return "\n\n".join(
+            tabulate(rows, headers=headers, disable_numparse=True, stralign="right")
+            for rows, headers in (
+                (self.rows(), (self.plan.planner, "predicted", "measured")),
+                (self.cost_rows(), ("costs", "assumed", "seen")),
+            )
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data, for JSON."""
+        plan = self.plan
+        return {
+            "format": "multistage-report-1",
+            "planner": plan.planner,
+            "n_steps": plan.n_steps,
+            "slots": plan.slots,
+            "predicted": {
+                "makespan_s": plan.makespan_s,
+                "lower_bound_s": plan.lower_bound_s,
+                "recompute_factor": plan.recompute_factor,
+                "peak_fast_bytes": plan.peak_fast_bytes,
+                "writes": plan.writes,
+                "reads": plan.reads,
+                "stall_s": plan.stall_s,
+            },
+            "measured": {
+                "makespan_s": self.makespan_s,
+                "recompute_factor": self.recompute_factor,
+                "peak_fast_bytes": self.peak_fast_bytes,
+                "bytes_written": self.timeline.bytes["write"],
+                "bytes_read": self.timeline.bytes["read"],
+                **asdict(self.counts),
+            },
+            "assumed": asdict(plan.costs),
+            "seen": asdict(self.seen),
+        }
+
+    def to_json(self) -> str:
+        """Return the report as JSON text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+
+def seen_costs(plan: Plan, timeline: Timeline, counts: Counts) -> Costs:
+    """Return the plan's costs with everything replaced that the run has shown."""
+    costs = plan.costs
+    forward_s = counts.forward_s / counts.forward_steps if counts.forward_steps else 0.0
+    turn_s = counts.reverse_s / counts.reverse_steps if counts.reverse_steps else 0.0
+    # Where tapes are real, a turn tapes first; taping was not timed by itself.
+    reverse_s = max(0.0, turn_s - (costs.tape_step_s or 0.0))
+    tiers = costs.tiers
+    if tiers:
+
+        def per_state(kind: Literal["write", "read"], assumed: float) -> float:
+            moved = timeline.bytes[kind]
+            return timeline.totals_s[kind] * costs.state_bytes / moved if moved else assumed
+
+        write_s = per_state("write", tiers[0].write_s)
+        read_s = per_state("read", tiers[0].read_s)
+        tiers = (replace(tiers[0], write_s=write_s, read_s=read_s), *tiers[1:])
+    return replace(
+        costs,
+        forward_step_s=forward_s or costs.forward_step_s,
+        reverse_step_s=reverse_s,
+        tiers=tiers,
+    )

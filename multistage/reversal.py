@@ -1,0 +1,391 @@
+"""The front door: run a computation forward, then its adjoint, within a budget.
+
+A `Reversal` measures (probe), plans, executes and reports.  What it measured
+first is corrected by what it sees: every sweep updates the costs, and the
+next one is planned anew when the ratio of transfer to step time, or of
+adjoint to forward step, has drifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from .actions import Rules, Schedule
+from .backends.base import Store
+from .backends.files import FileStore
+from .backends.urls import open_store
+from .chain import Chain, FunctionChain
+from .costs import Budget, Costs
+from .errors import ArgumentError
+from .execute import Executor
+from .layout import Layout
+from .limits import default_budget_bytes
+from .plan import PLANNERS, Plan, online_schedule, plan
+from .plan.base import require_steps
+from .probe import measure
+from .progress import Bars
+from .report import Report
+
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
+
+# A plan is made again when a ratio it rests on has changed by this factor.
+_DRIFT = 1.3
+
+
+class Reversal(Generic[State, Adjoint]):
+    """A computation of `n_steps` steps and its adjoint, within a memory budget.
+
+    Parameters
+    ----------
+    chain : Chain, or callable `step(state, i) -> state`
+        The computation.  A plain function is step i, leaving its argument
+        alone; states are arrays or nested tuples, lists, dicts of arrays.
+    adjoint_step : callable, optional
+        With a plain function: `adjoint_step(state, adjoint, i) -> adjoint`,
+        or `adjoint_step(tape, adjoint, i)` if `tape_step` is given.
+    n_steps : int or None
+        Number of steps; None if `forward(until=...)` finds the end.
+    tape_step : callable, optional
+        `tape_step(state, i) -> (state, tape)`.
+    budget : Budget, int or str, optional
+        Fast memory for checkpoints: bytes, `"512 MiB"` or `"32 slots"`.
+        Default: a quarter of the memory that is free.
+    tier : str or Store, optional
+        Slow tier: `"file:///scratch"`, `"memory:"` or a store.  Without one,
+        the best schedule for the budget alone.
+    planner : str
+        A key of `PLANNERS`, or `"auto"` for the fastest prediction.
+    costs : Costs, optional
+        Assumed costs; measured with a few steps at the first `forward` if not
+        given (`step` is then called some extra times, `adjoint_step` never).
+    checked : bool
+        Judge every action of the schedule before it is performed.
+    progress : bool
+        Show progress bars on a terminal.
+
+    Attributes
+    ----------
+    plan : Plan or None
+        The plan of the last sweep.
+    costs : Costs or None
+        What the next sweep is planned with.
+
+    Raises
+    ------
+    ArgumentError, BudgetError, StoreError
+        Before any step runs: rule, values, remedy.
+
+    Notes
+    -----
+    Used from one thread.  As a context manager it stops its threads and
+    removes its files at the end of the block; otherwise call `close`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> with Reversal(lambda x, i: x * x, lambda x, a, i: 2 * x * a, 3, budget="2 slots") as run:
+    ...     last = run.forward(np.array(2.0))
+    ...     gradient = run.reverse(np.array(1.0))
+    >>> float(last), float(gradient)
+    (256.0, 1024.0)
+    """
+
+    def __init__(
+        self,
+        chain: Chain[State, Adjoint] | Callable[[State, int], State],
+        adjoint_step: Callable[..., Adjoint] | None = None,
+        n_steps: int | None = None,
+        *,
+        tape_step: Callable[[State, int], tuple[State, object]] | None = None,
+        budget: Budget | int | str | None = None,
+        tier: str | Store | None = None,
+        planner: str = "auto",
+        costs: Costs | None = None,
+        checked: bool = False,
+        progress: bool = False,
+    ) -> None:
+        if callable(chain):
+            if adjoint_step is None:
+                raise ArgumentError("a plain step function needs an adjoint_step beside it")
+            chain = FunctionChain(chain, adjoint_step, tape_step)
+        elif adjoint_step is not None or tape_step is not None:
+            raise ArgumentError("adjoint_step and tape_step go with a plain step, not with a Chain")
+        if n_steps is not None:
+            require_steps(n_steps, planner)
+        if planner != "auto" and planner not in PLANNERS:
+            raise ArgumentError(
+                f"planner {planner!r} is not known; choose 'auto' or one of {', '.join(PLANNERS)}"
+            )
+        self._chain: Chain[State, Adjoint] = chain
+        self._n_steps = n_steps
+        self._budget = Budget.parse(default_budget_bytes() if budget is None else budget)
+        if self._budget.slots is not None:
+            self._budget.slots_for(1)
+        self._store = None if tier is None else open_store(tier)
+        if isinstance(self._store, FileStore):
+            self._store.check()
+        self._planner = planner
+        self._given = costs is not None
+        self._checked = checked
+        self._bars = Bars(progress)
+        self._layout: Layout | None = None
+        self._executor: Executor[State, Adjoint] | None = None
+        self._open = False
+        self._ready = False
+        self._slots = 0
+        self._report: Report | None = None
+        self.costs = costs
+        self.plan: Plan | None = None
+
+    # -------------------------------------------------------------------- life
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Forget a sweep under way, stop threads, remove files.  May be called twice."""
+        self._ready = False
+        self._bars.close()
+        if self._executor is not None:
+            self._executor.abort()
+        if self._open and self._store is not None:
+            self._open = False
+            self._store.close()
+
+    # ------------------------------------------------------------------ sweeps
+
+    def forward(self, state: State, until: Callable[[State, int], bool] | None = None) -> State:
+        """Run the forward sweep from `state`; return the last state.
+
+        Parameters
+        ----------
+        state : pytree of arrays
+            State 0.  A functional chain leaves it alone, and it must not be
+            written to before `reverse` returns; an in-place chain overwrites it.
+        until : callable, optional
+            For an unknown number of steps: `until(state, i)` tells whether
+            state i, i = 1, 2, ..., is the last.
+
+        Raises
+        ------
+        StateError
+            If a leaf is no plain array, or a state changes its structure,
+            shape or dtype.
+        BudgetError
+            If the budget holds not even one state.
+        """
+        if (until is None) == (self._n_steps is None):
+            raise ArgumentError(
+                "give either n_steps to the Reversal or until= to forward(), not "
+                + ("both" if until is not None else "neither")
+            )
+        self._ready = False
+        layout = Layout.of(state)
+        buffers = 0 if self._store is None else self._store.buffer_bytes(layout)
+        slots = self._budget.slots_for(layout.nbytes, buffers)
+        self._slots = slots
+        same = self._layout is not None and layout.same_as(self._layout)
+        if not same:
+            self._layout, self.plan, self._executor = layout, None, None
+            if self._open and self._store is not None:
+                self._open = False
+                self._store.close()
+            if not self._given:
+                self.costs = None
+        try:
+            if self.costs is None:
+                most = self._n_steps or 10_000
+                self.costs = measure(self._chain, state, most, self._store)
+            schedule = self._schedule(slots, until)
+            executor = self._ready_executor(slots)
+            self._bars.start(self._n_steps)
+            last = executor.forward(schedule, state)
+        except BaseException:
+            self.close()
+            raise
+        self._ready = True
+        self._bars.turn(executor.counts.forward_steps)
+        return last
+
+    def reverse(self, adjoint: Adjoint) -> Adjoint:
+        """Run the reverse sweep from the adjoint of the last state; return that of state 0.
+
+        Raises
+        ------
+        ArgumentError
+            If no forward sweep stands ready: each serves one reverse sweep.
+        """
+        if not self._ready or self._executor is None:
+            raise ArgumentError("reverse() needs a forward() before it, one for each reverse()")
+        self._ready = False
+        executor = self._executor
+        try:
+            result = executor.reverse(adjoint)
+        except BaseException:
+            self.close()
+            raise
+        self._bars.close()
+        assert self.costs is not None and self._layout is not None
+        if self._n_steps is None:
+            # Only now the number of steps is known: predict in hindsight.
+            n = executor.counts.reverse_steps
+            self.plan = PLANNERS["online"](self.costs, self._slots, n)
+        assert self.plan is not None
+        self._report = Report.of(self.plan, executor.timeline, executor.counts)
+        self._learn(self._report.seen)
+        return result
+
+    def report(self) -> Report:
+        """Return what the last complete sweep did beside what was predicted.
+
+        Raises
+        ------
+        ArgumentError
+            Before the first `reverse` has returned.
+        """
+        if self._report is None:
+            raise ArgumentError("report() needs a complete sweep: forward(), then reverse()")
+        return self._report
+
+    # ---------------------------------------------------------------- planning
+
+    def _schedule(self, slots: int, until: Callable[[State, int], bool] | None) -> Schedule:
+        assert self.costs is not None
+        if until is not None:
+
+            def is_last(i: int) -> bool:
+                assert self._executor is not None
+                return until(self._executor.live, i)
+
+            return online_schedule(self.costs, slots, is_last)
+        if self.plan is None:
+            assert self._n_steps is not None
+            self.plan = plan(self.costs, Budget(slots=slots), self._n_steps, self._planner)
+        return self.plan.schedule()
+
+    def _ready_executor(self, slots: int) -> Executor[State, Adjoint]:
+        assert self.costs is not None and self._layout is not None
+        if self._store is not None and not self._open:
+            self._store.open(self._layout)
+            self._open = True
+        if self._executor is None:
+            rules = partial(Rules, self._n_steps, slots, self.costs.tape_slots)
+            self._executor = Executor(
+                self._chain,
+                () if self._store is None else (self._store,),
+                tape_slots=self.costs.tape_slots,
+                rules=rules if self._checked else None,
+                progress=self._bars.update if self._bars.shown else None,
+            )
+        return self._executor
+
+    def _learn(self, seen: Costs) -> None:
+        """Correct the costs by what the sweep has shown; drop a plan that rests on others."""
+        assert self.costs is not None
+        if self._given:
+            return
+        if drifted(self.costs, seen):
+            self.costs, self.plan = seen, None
+
+
+def drifted(assumed: Costs, seen: Costs) -> bool:
+    """Whether a ratio that plans rest on has changed by more than a factor of 1.3."""
+    ratios = [(assumed.turn_s / assumed.forward_step_s, seen.turn_s / seen.forward_step_s)]
+    if assumed.tier is not None and seen.tier is not None:
+        ratios.append((assumed.rho, seen.rho))
+        ratios.append(
+            (
+                assumed.tier.read_s / assumed.forward_step_s,
+                seen.tier.read_s / seen.forward_step_s,
+            )
+        )
+    return any(not a / _DRIFT <= b <= a * _DRIFT for a, b in ratios)
+
+
+def reverse(
+    step: Callable[[State, int], State],
+    adjoint_step: Callable[..., Adjoint],
+    state: State,
+    adjoint: Adjoint | Callable[[State], Adjoint],
+    n_steps: int,
+    *,
+    tape_step: Callable[[State, int], tuple[State, object]] | None = None,
+    budget: Budget | int | str | None = None,
+    tier: str | Store | None = None,
+    planner: str = "auto",
+    costs: Costs | None = None,
+    progress: bool = False,
+) -> Result[State, Adjoint]:
+    """Run `n_steps` steps from `state` and their adjoint, in one call.
+
+    Parameters
+    ----------
+    adjoint : pytree of arrays, or callable
+        Adjoint of the last state, or a function of the last state that returns it.
+    step, adjoint_step, state, n_steps, tape_step, budget, tier, planner, costs, progress
+        As for `Reversal`.
+
+    Returns
+    -------
+    Result
+        `adjoint` of state 0, `last_state`, `report`.
+
+    Raises
+    ------
+    ArgumentError, BudgetError, StoreError, StateError
+        As `Reversal` does.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> result = reverse(
+    ...     lambda x, i: np.sin(x), lambda x, a, i: np.cos(x) * a,
+    ...     state=np.array(1.0), adjoint=lambda last: 2 * last, n_steps=100, budget="5 slots",
+    ... )
+    >>> round(float(result.adjoint), 12)
+    0.001249042311
+    """
+    with Reversal(
+        step,
+        adjoint_step,
+        n_steps,
+        tape_step=tape_step,
+        budget=budget,
+        tier=tier,
+        planner=planner,
+        costs=costs,
+        progress=progress,
+    ) as run:
+        last = run.forward(state)
+        start: Any = adjoint(last) if callable(adjoint) else adjoint
+        return Result(run.reverse(start), last, run.report())
+
+
+@dataclass(frozen=True, slots=True)
+class Result(Generic[State, Adjoint]):
+    """What `reverse` returns.
+
+    Attributes
+    ----------
+    adjoint : pytree of arrays
+        Adjoint of state 0.
+    last_state : pytree of arrays
+    report : Report
+    """
+
+    adjoint: Adjoint
+    last_state: State
+    report: Report
