@@ -6,21 +6,27 @@ background thread runs an event loop of its own.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..layout import Array
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class AioFiles:
     """Extents as files named by their number, in a private folder."""
 
     def __init__(self, folder: Path, extent_bytes: int) -> None:
+        import asyncio
+
         import aiofiles
 
+        self._new_loop = asyncio.new_event_loop
         self._open = aiofiles.open
         self._folder = folder
         self._loops: dict[int, asyncio.AbstractEventLoop] = {}
@@ -35,7 +41,7 @@ class AioFiles:
         thread = threading.get_ident()
         loop = self._loops.get(thread)
         if loop is None:
-            loop = self._loops[thread] = asyncio.new_event_loop()
+            loop = self._loops[thread] = self._new_loop()
         loop.run_until_complete(work)  # type: ignore[arg-type]
 
     async def _write(self, path: Path, offset: int, data: Array) -> None:
