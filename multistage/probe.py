@@ -1,11 +1,12 @@
 """Measure a chain and its stores: real steps and real transfers, short ones.
 
-What is measured, each the least of a few repeats, since whatever disturbs a
-measurement makes it longer:
+What is measured, each as the median of repeats, since a plan should predict
+what usually happens:
 
 * T_A: some steps of the chain, from a copy of its state;
-* T_B: some adjoint steps, only if an adjoint is given, because an adjoint
-  operator may add to gradients of its own, and a probe must not;
+* T_B, and T_A again: short reversals as they will be run, only if an adjoint
+  is given, because an adjoint operator may add to gradients of its own, and a
+  probe must not;
 * T_W, T_R: states written and read back one after the other at full speed;
 * what a transfer costs the computing thread: the chain's steps alone, and the
   same steps with states put, or got, between them.
@@ -37,7 +38,7 @@ Adjoint = TypeVar("Adjoint")
 # was measured: two products with the Jacobian's pieces for one.
 _GUESSED_RATIO = 2.0
 _AHEAD = 4  # reads under way
-_LEAST_S = 2e-3  # shortest time worth measuring
+_LEAST_S = 5e-3  # shortest time worth measuring
 
 
 def measure(
@@ -99,15 +100,8 @@ def measure(
     if adjoint is None:
         reverse_s = _GUESSED_RATIO * forward_s
     else:
-        start = _copied(chain, state)
-        tape = start if tape_s is None else chain.tape(start, 0)[1]
-
-        def turns(count: int) -> None:
-            carried = copy.deepcopy(adjoint)
-            for _ in range(count):
-                carried = chain.reverse(tape, carried, 0)
-
-        reverse_s, _ = _per_item(turns, n_steps, share)
+        forward_s, reverse_s = _short_run(chain, state, adjoint, n_steps, share)
+        reverse_s = max(0.0, reverse_s - (tape_s or 0.0))
     tiers: tuple[Tier, ...] = ()
     if store is not None:
         compute = _Compute(steps, forward_s, count)
@@ -189,24 +183,50 @@ def probe_store(
     )
 
 
+def _short_run(
+    chain: Chain[State, Adjoint], state: State, adjoint: Adjoint, most: int, seconds: float
+) -> tuple[float, float]:
+    """Return seconds per forward and per adjoint step, in short reversals as they will be run."""
+    executor = Executor(chain, ())
+    forward: list[float] = []
+    turns: list[float] = []
+    count, spent = min(most, 16), 0.0
+    while spent < seconds and len(turns) < 15:
+        start, carried = _copied(chain, state), copy.deepcopy(adjoint)
+        executor.forward(revolve_schedule(max(4, count // 4), count), start)
+        executor.reverse(carried)
+        counts = executor.counts
+        spent += counts.elapsed_s
+        if counts.elapsed_s < min(20 * _LEAST_S, seconds / 4) and count < most:
+            count = min(most, 2 * count)
+            continue
+        forward.append(counts.forward_s / counts.forward_steps)
+        turns.append(counts.reverse_s / counts.reverse_steps)
+    if not turns:
+        forward.append(counts.forward_s / counts.forward_steps)
+        turns.append(counts.reverse_s / counts.reverse_steps)
+    return float(np.median(forward)), float(np.median(turns))
+
+
 def _copied(chain: Chain[State, Adjoint], state: State) -> State:
     return copy.deepcopy(state) if chain.in_place else state
 
 
 def _per_item(run: Callable[[int], None], most: int, seconds: float) -> tuple[float, int]:
-    """Return the least seconds per item of `run(count)`, and the count it took."""
-    count, best, spent = 1, np.inf, 0.0
+    """Return the typical seconds per item of `run(count)`, and the count it took."""
+    count, spent = 1, 0.0
+    samples: list[float] = []
     while True:
         began = time.perf_counter()
         run(count)
         took = time.perf_counter() - began
-        best, spent = min(best, took / count), spent + took
-        if spent > seconds:
-            return max(float(best), 1e-9), count
-        if took < max(_LEAST_S, seconds / 8):
-            if 2 * count > most and took * 20 < seconds and spent * 4 > seconds:
-                return max(float(best), 1e-9), count
+        spent += took
+        if took < min(_LEAST_S, seconds / 8) and count < most:
             count = min(most, 2 * count)
+            continue
+        samples.append(took / count)
+        if spent > seconds or len(samples) >= 25:
+            return max(float(np.median(samples)), 1e-9), count
 
 
 def _write(

@@ -193,24 +193,12 @@ class Reversal(Generic[State, Adjoint]):
                 + ("both" if until is not None else "neither")
             )
         self._ready = False
-        layout = Layout.of(state)
-        buffers = 0 if self._store is None else self._store.buffer_bytes(layout)
-        slots = self._budget.slots_for(layout.nbytes, buffers)
-        self._slots = slots
-        same = self._layout is not None and layout.same_as(self._layout)
-        if not same:
-            self._layout, self.plan, self._executor = layout, None, None
-            if self._open and self._store is not None:
-                self._open = False
-                self._store.close()
-            if not self._given:
-                self.costs = None
         try:
-            if self.costs is None:
-                most = self._n_steps or 10_000
-                self.costs = measure(self._chain, state, most, self._store)
-            schedule = self._schedule(slots, until)
+            slots = self._prepare(state)
+            if until is None and self.plan is None:
+                self._plan(slots)
             executor = self._ready_executor(slots)
+            schedule = self._schedule(until)
             self._bars.start(self._n_steps)
             last = executor.forward(schedule, state)
         except BaseException:
@@ -219,6 +207,22 @@ class Reversal(Generic[State, Adjoint]):
         self._ready = True
         self._bars.turn(executor.counts.forward_steps)
         return last
+
+    def prepare(self, state: State) -> Plan:
+        """Measure, plan and open the tier, as the first `forward` would; return the plan.
+
+        Raises
+        ------
+        StateError, BudgetError, StoreError
+            As `forward` does.
+        """
+        try:
+            slots = self._prepare(state)
+            self._ready_executor(slots)
+            return self.plan or self._plan(slots)
+        except BaseException:
+            self.close()
+            raise
 
     def reverse(self, adjoint: Adjoint) -> Adjoint:
         """Run the reverse sweep from the adjoint of the last state; return that of state 0.
@@ -262,19 +266,40 @@ class Reversal(Generic[State, Adjoint]):
 
     # ---------------------------------------------------------------- planning
 
-    def _schedule(self, slots: int, until: Callable[[State, int], bool] | None) -> Schedule:
+    def _prepare(self, state: State) -> int:
+        """See that layout, slots and costs are those of `state`; return the slots."""
+        layout = Layout.of(state)
+        buffers = 0 if self._store is None else self._store.buffer_bytes(layout)
+        self._slots = slots = self._budget.slots_for(layout.nbytes, buffers)
+        if self._layout is None or not layout.same_as(self._layout):
+            self._layout, self.plan, self._executor = layout, None, None
+            if self._open and self._store is not None:
+                self._open = False
+                self._store.close()
+            if not self._given:
+                self.costs = None
+        if self.costs is None:
+            most = self._n_steps or 10_000
+            self.costs = measure(self._chain, state, most, self._store)
+        return slots
+
+    def _plan(self, slots: int) -> Plan:
         assert self.costs is not None
-        if until is not None:
+        n = self._n_steps or 1
+        self.plan = plan(self.costs, Budget(slots=slots), n, self._planner)
+        return self.plan
 
-            def is_last(i: int) -> bool:
-                assert self._executor is not None
-                return until(self._executor.live, i)
+    def _schedule(self, until: Callable[[State, int], bool] | None) -> Schedule:
+        if until is None:
+            assert self.plan is not None
+            return self.plan.schedule()
+        assert self.costs is not None
 
-            return online_schedule(self.costs, slots, is_last)
-        if self.plan is None:
-            assert self._n_steps is not None
-            self.plan = plan(self.costs, Budget(slots=slots), self._n_steps, self._planner)
-        return self.plan.schedule()
+        def is_last(i: int) -> bool:
+            assert self._executor is not None
+            return until(self._executor.live, i)
+
+        return online_schedule(self.costs, self._slots, is_last)
 
     def _ready_executor(self, slots: int) -> Executor[State, Adjoint]:
         assert self.costs is not None and self._layout is not None

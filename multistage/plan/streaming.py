@@ -46,8 +46,8 @@ from .sweep import Sweep
 
 # Lengths up to this are searched harder: every tail start, single positions moved.
 _SHORT = 24
-# A candidate is judged on at most this many steps.
-_JUDGED_STEPS = 1024
+# Candidates are judged on this many steps, more where both ends want more.
+_JUDGED_STEPS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def _note(form: Form) -> str:
 def _judged_steps(costs: Costs, slots: int, n_steps: int, least: float) -> int:
     spacing = max(least, streaming_spacing(costs))
     # Enough for both ends and a steady middle.
-    return min(n_steps, max(_JUDGED_STEPS // 4, int(8 * spacing) + 4 * slots), 16 * _JUDGED_STEPS)
+    return min(n_steps, max(_JUDGED_STEPS, int(8 * spacing) + 4 * slots), 64 * _JUDGED_STEPS)
 
 
 def _forms(costs: Costs, slots: int, n_steps: int, least: float) -> Iterator[Form]:
@@ -220,9 +220,11 @@ def _forms(costs: Costs, slots: int, n_steps: int, least: float) -> Iterator[For
             yield Form(spacing, 1)
         if rho <= slots:
             deep = slots - math.ceil(spacing)  # leaves the slots an interval wants
-            for depth in {1, 4, max(1, deep)}:
+            for depth in {4, max(1, deep)} if steady > rho else {4}:
                 yield Form(spacing, None, depth=depth)
-                yield Form(spacing, None, depth=depth, reserve=False)
+                if rho > slots - 2:
+                    yield Form(spacing, None, depth=1)
+                    yield Form(spacing, None, depth=depth, reserve=False)
                 if end > spacing:
                     yield Form(spacing, None, depth=depth, end_spacing=end)
         if rho > slots - 2:

@@ -1,0 +1,1 @@
+"""Benchmarks: one module per claim, run as `python -m benchmarks.NAME`."""

@@ -1,0 +1,99 @@
+"""What every benchmark shares: options, the JSON form, interleaving, child processes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("numpy", "pyrevolve", "checkpoint_schedules", "multistage-checkpointing")
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of every benchmark."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer points, a minute at most")
+    parser.add_argument("--json", type=Path, help="write raw samples and ratios to this file")
+    parser.add_argument("--plot", type=Path, help="draw a picture to this file")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def machine() -> dict[str, Any]:
+    """Return what figures depend on: processor, cores, versions."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    model = ""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else ""
+    return {
+        "processor": model or platform.processor(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "versions": versions,
+    }
+
+
+def finish(
+    args: argparse.Namespace,
+    name: str,
+    samples: Any,
+    ratios: dict[str, float],
+    left_out: Sequence[str] = (),
+) -> None:
+    """Print the ratios and write the JSON file."""
+    for what in left_out:
+        print(f"left out: {what}")
+    width = max(map(len, ratios))
+    for key, value in ratios.items():
+        print(f"{key:<{width}}  {value:.6g}")
+    if args.json:
+        result = {
+            "benchmark": name,
+            "quick": args.quick,
+            "seed": args.seed,
+            "machine": machine(),
+            "ratios": ratios,
+            "left_out": list(left_out),
+            "samples": samples,
+        }
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def interleaved(runs: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Call every run in turn, `repeats` times; return the samples of each.
+
+    Slow drifts of a shared machine so fall on all of them alike.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            samples[name].append(run())
+    return samples
+
+
+def child(module: str, task: dict[str, Any], environment: dict[str, str] | None = None) -> Any:
+    """Run `python -m module --child TASK` in a fresh process; return the JSON it prints last."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--child", json.dumps(task)],
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,277 @@
+"""Peak memory and time over depth: figures 4 and 5 of Kukreja et al. 2018, with the NumPy LSTM.
+
+Every point is a fresh process.  All methods have the same fast memory, 32
+states, except store-all.  A child measures the costs, plans, then times one
+forward and reverse sweep; peak memory is the high-water mark of that sweep
+alone, beyond what the process held before it.
+
+    python -m benchmarks.lstm_depth [--quick] [--json FILE] [--plot FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks._common import child, finish, options
+
+SLOTS = 32
+METHODS = ("store-all", "revolve", "pyrevolve-memory", "pyrevolve-disk", "interval", "streaming")
+SIZES = {"small": (100, 1), "large": (256, 32)}
+DEPTHS = {"small": (1_000, 4_000, 16_000, 64_000), "large": (1_000, 4_000, 16_000)}
+QUICK_DEPTHS = {"small": (500, 1_000, 2_000), "large": (250, 500)}
+# One BLAS thread; large blocks go back to the system at once, so that peaks
+# mean what is held.
+ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}
+
+
+def _held_kib(field: str) -> int:
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(f"{field}:")[1].split()[0])
+
+
+def _run_child(task: dict[str, Any]) -> dict[str, Any]:
+    import numpy as np
+
+    from multistage.demos.lstm import build
+
+    steps = task["steps"]
+    model = build(steps, task["width"], task["batch"], np.float64)
+    runs = _pyrevolve if task["method"].startswith("pyrevolve") else _ours
+    with tempfile.TemporaryDirectory(prefix="lstm-depth-", dir=task["scratch"]) as folder:
+        result = runs(model, steps, task["method"], folder)
+    digest = hashlib.sha256()
+    for name in sorted(model.gradients):
+        digest.update(model.gradients[name].tobytes())
+    return {**result, "gradient": digest.hexdigest(), "loss": model.loss}
+
+
+def _ours(model: Any, steps: int, method: str, folder: str) -> dict[str, Any]:
+    from multistage import Reversal, measure
+    from multistage.backends import FileStore
+
+    slow = method in ("interval", "streaming")
+    store = FileStore(folder) if slow else None
+    costs = measure(model.chain(), model.start(), steps, store, adjoint=model.start(), seconds=1.5)
+    model.clear()
+    slots = steps if method == "store-all" else SLOTS
+    with Reversal(
+        model.chain(),
+        n_steps=steps,
+        budget=f"{slots} slots",
+        tier=store,
+        planner=method,
+        costs=costs,
+    ) as run:
+        run.prepare(model.start())
+        _reset_peak()
+        before = _held_kib("VmRSS")
+        began = time.perf_counter()
+        run.forward(model.start())
+        run.reverse(model.start())
+        seconds = time.perf_counter() - began
+        peak = _held_kib("VmHWM")
+        report = run.report()
+    return {
+        "seconds": seconds,
+        "peak_kib": peak,
+        "before_kib": before,
+        "predicted_s": report.plan.makespan_s,
+        "measured_s": report.makespan_s,
+        "recompute_factor": report.recompute_factor,
+        "stall_s": report.counts.stall_s,
+    }
+
+
+def _pyrevolve(model: Any, steps: int, method: str, folder: str) -> dict[str, Any]:
+    import os
+
+    import numpy as np
+    import pyrevolve
+
+    h, c = model.start()
+
+    class State(pyrevolve.Checkpoint):
+        dtype = h.dtype
+        size = h.size + c.size
+
+        def get_data(self, timestep: int) -> list[Any]:
+            return [h, c]
+
+        def get_data_location(self, timestep: int) -> list[Any]:
+            return [h, c]
+
+    class Forward(pyrevolve.Operator):
+        tape: Any = None
+
+        def apply(self, t_start: int, t_end: int, **_: Any) -> None:
+            state = (h.copy(), c.copy())
+            for i in range(t_start, t_end - 1):
+                state = model.step(state, i)
+            # pyrevolve runs the forward operator over a step before its adjoint.
+            state, self.tape = model.tape_step(state, t_end - 1)
+            h[...], c[...] = state
+
+    forward = Forward()
+
+    class Backward(pyrevolve.Operator):
+        adjoint = model.start()
+
+        def apply(self, t_start: int, t_end: int, **_: Any) -> None:
+            self.adjoint = model.adjoint_of_tape(forward.tape, self.adjoint, t_start)
+
+    kind = pyrevolve.MemoryRevolver if method == "pyrevolve-memory" else pyrevolve.DiskRevolver
+    model.clear()
+    os.chdir(folder)
+    if kind is pyrevolve.DiskRevolver:
+        revolver = kind(State(), forward, Backward(), SLOTS, steps, filedir=folder)
+    else:
+        revolver = kind(State(), forward, Backward(), SLOTS, steps)
+    # Its constructor, which runs through the whole schedule once, is not timed,
+    # as our planning is not.
+    _reset_peak()
+    before = _held_kib("VmRSS")
+    began = time.perf_counter()
+    revolver.apply_forward()
+    revolver.apply_reverse()
+    seconds = time.perf_counter() - began
+    assert np.isfinite(model.loss)
+    return {"seconds": seconds, "peak_kib": _held_kib("VmHWM"), "before_kib": before}
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _points(quick: bool) -> list[tuple[str, int, str]]:
+    depths = QUICK_DEPTHS if quick else DEPTHS
+    return [(size, steps, method) for size in SIZES for steps in depths[size] for method in METHODS]
+
+
+def _repeats(size: str, steps: int, quick: bool) -> int:
+    if quick:
+        return 1
+    return 2 if steps >= 16_000 else 3
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = options(__doc__)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(_run_child(json.loads(args.child))))
+        return
+    samples: dict[str, dict[int, dict[str, list[dict[str, Any]]]]] = {}
+    points = _points(args.quick)
+    with tempfile.TemporaryDirectory(prefix="lstm-depth-", dir=".") as scratch:
+        for turn in range(3):
+            for size, steps, method in points:
+                if turn >= _repeats(size, steps, args.quick):
+                    continue
+                width, batch = SIZES[size]
+                task = {
+                    "steps": steps,
+                    "width": width,
+                    "batch": batch,
+                    "method": method,
+                    "scratch": str(Path(scratch).resolve()),
+                }
+                result = child("benchmarks.lstm_depth", task, ENVIRONMENT)
+                there = samples.setdefault(size, {}).setdefault(steps, {})
+                there.setdefault(method, []).append(result)
+                per_step = 1e6 * result["seconds"] / steps
+                print(
+                    f"{size:<6}{steps:>7} {method:<17}{per_step:>9.1f} us/step"
+                    f"{result['peak_kib'] / 1024:>9.1f} MiB",
+                    flush=True,
+                )
+    for size, by_depth in samples.items():
+        for steps, by_method in by_depth.items():
+            gradients = {r["gradient"] for results in by_method.values() for r in results}
+            assert len(gradients) == 1, f"{size} {steps}: gradients differ between methods"
+    ratios = _ratios(samples, args.quick)
+    finish(args, "lstm_depth", samples, ratios)
+    if args.plot:
+        _plot(samples, args.plot)
+
+
+def _seconds(results: list[dict[str, Any]]) -> float:
+    return min(r["seconds"] for r in results)
+
+
+def _peak(results: list[dict[str, Any]]) -> float:
+    return statistics.median(r["peak_kib"] for r in results)
+
+
+def _ratios(samples: Any, quick: bool) -> dict[str, float]:
+    base = {"small": 1_000, "large": 250} if quick else {"small": 4_000, "large": 4_000}
+    growth, slower, over_revolve, errors = [], [], [], []
+    best_peer = {}
+    noise = 1.0
+    for size, by_depth in samples.items():
+        last = max(by_depth)
+        ours, reference = by_depth[last]["streaming"], by_depth[base[size]]["streaming"]
+        growth.append(_peak(ours) / _peak(reference))
+        slower.append((_seconds(ours) / last) / (_seconds(reference) / base[size]))
+        for by_method in by_depth.values():
+            streaming = by_method["streaming"]
+            over_revolve.append(_seconds(by_method["revolve"]) / _seconds(streaming))
+            noise = max(noise, max(r["seconds"] for r in streaming) / _seconds(streaming))
+        fastest = min(ours, key=lambda r: r["measured_s"])
+        errors.append(abs(fastest["measured_s"] / fastest["predicted_s"] - 1))
+        peers = (by_depth[last][m] for m in ("pyrevolve-memory", "pyrevolve-disk"))
+        best_peer[size] = min(map(_seconds, peers)) / _seconds(ours)
+    return {
+        "peak_growth": max(growth),
+        "time_growth": max(slower),
+        "revolve_over_streaming": min(over_revolve),
+        "pyrevolve_over_streaming_small": best_peer["small"],
+        "pyrevolve_over_streaming_large": best_peer["large"],
+        "prediction_error": max(errors),
+        "noise_of_repeats": noise,
+    }
+
+
+def _plot(samples: Any, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    axes = figure.subplots(2, 2, sharex="col")
+    for column, (size, by_depth) in enumerate(samples.items()):
+        width, batch = SIZES[size]
+        depths = sorted(by_depth)
+        for method in METHODS:
+            style = {"marker": "o", "lw": 2.5 if method == "streaming" else 1.2, "label": method}
+            peak = [_peak(by_depth[d][method]) / 1024 for d in depths]
+            per_step = [1e6 * _seconds(by_depth[d][method]) / d for d in depths]
+            axes[0, column].plot(depths, peak, **style)
+            axes[1, column].plot(depths, per_step, **style)
+        axes[0, column].set_title(f"LSTM of width {width}, batch {batch}")
+        axes[1, column].set_xlabel("depth (steps)")
+        for row in (0, 1):
+            axes[row, column].set_xscale("log")
+            axes[row, column].grid(alpha=0.3)
+            axes[row, column].set_ylim(bottom=0)
+    axes[0, 0].set_yscale("log")
+    axes[0, 1].set_yscale("log")
+    axes[0, 0].set_ylabel("peak memory of the process (MiB)")
+    axes[1, 0].set_ylabel("time per step (us)")
+    axes[0, 1].legend(fontsize=8)
+    figure.suptitle(f"Peak memory and time over depth, {SLOTS} states of fast memory")
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""A character-level LSTM in NumPy, trained by full backpropagation through time.
+
+The network of the paper's experiment (Kukreja et al. 2018, section 5): one
+layer, softmax over the characters, loss at every step.  One step of the
+schedule is one character of each stream.  The state is (h, c); the adjoint
+step starts from the state before it, so a state is its own tape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tabulate import tabulate
+
+from ..chain import FunctionChain
+from ..costs import Budget, Costs, format_bytes, format_seconds
+from ..errors import ArgumentError
+from ..layout import Array, Layout
+from ..plan import PLANNERS
+from ..probe import measure
+from ..report import Report
+from ..reversal import Reversal
+from .text import encode, standard_library
+
+State = tuple[Array, Array]
+
+
+class LSTM:
+    """One LSTM layer and a softmax over the next character.
+
+    Parameters
+    ----------
+    streams : uint8, shape (steps + 1, batch)
+        Character numbers; see `encode`.
+    vocabulary, width : int
+    dtype : numpy dtype
+    seed : int
+
+    Attributes
+    ----------
+    parameters, gradients : dict of arrays
+        Input weights with the bias (vocabulary, 4 width), recurrent weights
+        (width, 4 width), output weights (width, vocabulary) and bias.
+    loss : float
+        Sum of the cross entropies of the adjoint steps since `clear`.
+    """
+
+    def __init__(
+        self, streams: Array, vocabulary: int, width: int, dtype: Any = np.float64, seed: int = 0
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.streams = streams
+        self.width = width
+        self.dtype = np.dtype(dtype)
+        self.batch = streams.shape[1]
+        scale = 1 / np.sqrt(width)
+
+        def weights(*shape: int) -> Array:
+            return rng.uniform(-scale, scale, shape).astype(self.dtype)
+
+        self.parameters = {
+            "input": weights(vocabulary, 4 * width),
+            "recurrent": weights(width, 4 * width),
+            "output": weights(width, vocabulary),
+            "bias": np.zeros(vocabulary, self.dtype),
+        }
+        self.parameters["input"][:, width : 2 * width] += 1  # remember at first
+        self.gradients = {name: np.zeros_like(p) for name, p in self.parameters.items()}
+        self.loss = 0.0
+        self._rows = np.arange(self.batch)
+        self._moments = {name: np.zeros_like(p) for name, p in self.parameters.items()}
+        self._squares = {name: np.zeros_like(p) for name, p in self.parameters.items()}
+        self._updates = 0
+
+    def start(self) -> State:
+        """Return state 0."""
+        shape = (self.batch, self.width)
+        return np.zeros(shape, self.dtype), np.zeros(shape, self.dtype)
+
+    def clear(self) -> None:
+        """Forget loss and gradients before a sweep."""
+        self.loss = 0.0
+        for gradient in self.gradients.values():
+            gradient[...] = 0
+
+    def _gates(self, h: Array, i: int) -> tuple[Array, Array]:
+        """Return the sigmoid gates (batch, 3 width): input, forget, output; and the candidate."""
+        split = 3 * self.width
+        z = h @ self.parameters["recurrent"]
+        z += self.parameters["input"][self.streams[i]]
+        # sigmoid(x) = (1 + tanh(x / 2)) / 2: one call for all four.
+        z[:, :split] *= 0.5
+        np.tanh(z, out=z)
+        gates = z[:, :split]
+        gates += 1
+        gates *= 0.5
+        return gates, z[:, split:]
+
+    def step(self, state: State, i: int) -> State:
+        """Return the state after reading character i."""
+        h, c = state
+        w = self.width
+        gates, candidate = self._gates(h, i)
+        new_c = gates[:, w : 2 * w] * c
+        new_c += gates[:, :w] * candidate
+        new_h = np.tanh(new_c)
+        new_h *= gates[:, 2 * w :]
+        return new_h, new_c
+
+    def tape_step(self, state: State, i: int) -> tuple[State, tuple[Array, ...]]:
+        """Return the state after reading character i, and what its adjoint step needs."""
+        h, c = state
+        w = self.width
+        gates, candidate = self._gates(h, i)
+        new_c = gates[:, w : 2 * w] * c
+        new_c += gates[:, :w] * candidate
+        tanh_c = np.tanh(new_c)
+        new_h = tanh_c * gates[:, 2 * w :]
+        return (new_h, new_c), (h, c, gates, candidate, tanh_c, new_h)
+
+    def adjoint_step(self, state: State, adjoint: State, i: int) -> State:
+        """Return the adjoint before step i from the state there; see `adjoint_of_tape`."""
+        return self.adjoint_of_tape(self.tape_step(state, i)[1], adjoint, i)
+
+    def adjoint_of_tape(self, tape: tuple[Array, ...], adjoint: State, i: int) -> State:
+        """Return the adjoint before step i; add its loss and parameter gradients."""
+        h, c, gates, candidate, tanh_c, new_h = tape
+        dh, dc = adjoint
+        w, p, g = self.width, self.parameters, self.gradients
+        into, forget, out = gates[:, :w], gates[:, w : 2 * w], gates[:, 2 * w :]
+
+        logits = new_h @ p["output"]
+        logits += p["bias"]
+        logits -= logits.max(axis=1, keepdims=True)
+        np.exp(logits, out=logits)
+        logits /= logits.sum(axis=1, keepdims=True)
+        targets = self.streams[i + 1]
+        self.loss -= float(np.log(logits[self._rows, targets]).sum())
+        logits[self._rows, targets] -= 1  # now the gradient of the logits
+        g["output"] += new_h.T @ logits
+        g["bias"] += logits.sum(axis=0)
+
+        dh = dh + logits @ p["output"].T
+        dc = dc + dh * out * (1 - tanh_c * tanh_c)
+        dz = np.empty((self.batch, 4 * w), self.dtype)
+        dz[:, :w] = dc * candidate * into * (1 - into)
+        dz[:, w : 2 * w] = dc * c * forget * (1 - forget)
+        dz[:, 2 * w : 3 * w] = dh * tanh_c * out * (1 - out)
+        dz[:, 3 * w :] = dc * into * (1 - candidate * candidate)
+        g["recurrent"] += h.T @ dz
+        np.add.at(g["input"], self.streams[i], dz)
+        return dz @ p["recurrent"].T, dc * forget
+
+    def chain(self) -> FunctionChain[State, State]:
+        """Return the computation of a sweep."""
+        return FunctionChain(self.step, self.adjoint_step)
+
+    def update(self, characters: int, rate: float) -> None:
+        """Take one step of Adam (Kingma & Ba 2015) on the mean loss per character."""
+        self._updates += 1
+        t = self._updates
+        for name, parameter in self.parameters.items():
+            gradient = self.gradients[name] / characters
+            m, v = self._moments[name], self._squares[name]
+            m += 0.1 * (gradient - m)
+            v += 0.001 * (gradient * gradient - v)
+            parameter -= rate * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+
+
+def build(steps: int, width: int, batch: int, dtype: Any, seed: int = 0) -> LSTM:
+    """Return an LSTM on the standard library's source, `batch` streams of `steps` characters."""
+    for name, value in (("steps", steps), ("width", width), ("batch", batch)):
+        if value < 1:
+            raise ArgumentError(f"{name}={value} must be at least 1")
+    streams, vocabulary = encode(standard_library((steps + 1) * batch), batch)
+    return LSTM(streams, vocabulary, width, dtype, seed)
+
+
+def gradients_of(model: LSTM) -> dict[str, Array]:
+    """Return copies of the parameter gradients."""
+    return {name: gradient.copy() for name, gradient in model.gradients.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One forward and reverse sweep of the comparison."""
+
+    planner: str
+    seconds: float
+    report: Report
+    gradients: dict[str, Array]
+
+
+def sweep_once(model: LSTM, steps: int, **options: Any) -> Sweep:
+    """Run one sweep under a planner and a budget of its own."""
+    model.clear()
+    with Reversal(model.chain(), n_steps=steps, **options) as run:
+        began = time.perf_counter()
+        run.forward(model.start())
+        zero = model.start()
+        run.reverse(zero)
+        seconds = time.perf_counter() - began
+        return Sweep(options["planner"], seconds, run.report(), gradients_of(model))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the demo's options to a command-line parser."""
+    parser.add_argument("--steps", type=int, default=16_000, help="sequence length (16000)")
+    parser.add_argument("--width", type=int, default=128, help="width of the layer (128)")
+    parser.add_argument("--batch", type=int, default=16, help="parallel streams of text (16)")
+    parser.add_argument(
+        "--budget",
+        default="32 slots",
+        help="fast memory for checkpoints: bytes, '64 MiB' or '32 slots' (32 slots)",
+    )
+    parser.add_argument(
+        "--tier",
+        default=None,
+        help="slow tier: file:///scratch or memory: (a folder under --output)",
+    )
+    parser.add_argument(
+        "--planner", default="auto", choices=["auto", *PLANNERS], help="planner (auto)"
+    )
+    parser.add_argument("--sweeps", type=int, default=4, help="training sweeps (4)")
+    parser.add_argument("--rate", type=float, default=0.02, help="learning rate of Adam (0.02)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (0)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo-output"), help="folder for picture and trace"
+    )
+    parser.add_argument("--json", action="store_true", help="print only JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo: measure, plan, train, report, compare."""
+
+    def say(text: str = "") -> None:
+        if not args.json:
+            print(text, flush=True)
+
+    if args.sweeps < 1:
+        raise ArgumentError(f"sweeps={args.sweeps} must be at least 1")
+    args.output.mkdir(parents=True, exist_ok=True)
+    model = build(args.steps, args.width, args.batch, np.float32, args.seed)
+    layout = Layout.of(model.start())
+    every = format_bytes(args.steps * layout.nbytes)
+    slots = Budget.parse(args.budget).slots_for(layout.nbytes)
+    say(
+        f"Text: {args.batch} streams of {args.steps} characters of the standard library's source."
+        f"\nLSTM: width {args.width}; one state is {format_bytes(layout.nbytes)}, all of them "
+        f"{every}; fast memory for checkpoints: {format_bytes(slots * layout.nbytes)}."
+    )
+    with tempfile.TemporaryDirectory(prefix="tier-", dir=args.output) as scratch:
+        tier = args.tier or f"file:{Path(scratch).resolve()}"
+        results = _train(args, model, tier, say)
+    if args.json:
+        json.dump(results, sys.stdout, indent=2)
+        print()
+    return 0
+
+
+def _measured(model: LSTM, steps: int, tier: str) -> Costs:
+    from ..backends.urls import open_store
+
+    costs = measure(
+        model.chain(), model.start(), steps, open_store(tier), adjoint=model.start(), seconds=2.0
+    )
+    model.clear()
+    return costs
+
+
+def _train(args: argparse.Namespace, model: LSTM, tier: str, say: Any) -> dict[str, Any]:
+    say("\n== Measure")
+    costs = _measured(model, args.steps, tier)
+    assert costs.tier is not None
+    for what, seconds in (
+        ("forward step      T_A", costs.forward_step_s),
+        ("adjoint step      T_B", costs.turn_s),
+        ("write of a state  T_W", costs.tier.write_s),
+        ("read of a state   T_R", costs.tier.read_s),
+        ("a write's cost to the computing thread", costs.tier.write_overhead_s),
+        ("a read's cost to the computing thread", costs.tier.read_overhead_s),
+    ):
+        say(f"{what:<40}{format_seconds(seconds):>10}")
+
+    say("\n== Plan and train")
+    characters = args.steps * args.batch
+    losses: list[float] = []
+    first: dict[str, Array] = {}
+    options = {"budget": args.budget, "tier": tier, "costs": costs}
+    with Reversal(
+        model.chain(),
+        n_steps=args.steps,
+        planner=args.planner,
+        progress=not args.json,
+        **options,
+    ) as reversal:
+        for sweep in range(args.sweeps):
+            model.clear()
+            reversal.forward(model.start())
+            if not sweep:
+                say(f"{reversal.plan}\n")
+            zero = model.start()
+            reversal.reverse(zero)
+            losses.append(model.loss / characters)
+            report = reversal.report()
+            rate = characters / report.makespan_s
+            say(
+                f"sweep {sweep + 1}: loss {losses[-1]:.4f} per character, "
+                f"{format_seconds(report.makespan_s)}, {rate:,.0f} characters/s"
+            )
+            if sweep == args.sweeps - 1:
+                first = gradients_of(model)  # the comparison runs at these weights
+            else:
+                model.update(characters, args.rate)
+
+    say(f"\n== Predicted and measured (last sweep)\n{report}")
+    picture, trace = args.output / "timeline.png", args.output / "trace.json"
+    report.trace(trace)
+    drawn = [f"{trace} (open it at ui.perfetto.dev)"]
+    try:
+        report.picture(picture)
+        drawn.insert(0, str(picture))
+    except ArgumentError as error:
+        say(f"no picture: {error}")
+    say(f"\nWritten: {', '.join(drawn)}")
+
+    say("\n== The same sweep by other means")
+    sweeps = [
+        sweep_once(
+            model, args.steps, planner="store-all", budget=f"{args.steps} slots", costs=costs
+        ),
+        sweep_once(model, args.steps, planner="revolve", budget=args.budget, costs=costs),
+    ]
+    rows = [_row(reversal.plan.planner if reversal.plan else "", report, report.makespan_s, True)]
+    equal = True
+    for other in sweeps:
+        same = all(np.array_equal(other.gradients[name], first[name]) for name in first)
+        equal &= same
+        rows.append(_row(other.planner, other.report, report.makespan_s, same))
+    say(
+        tabulate(
+            rows,
+            headers=("planner", "seconds", "relative", "recompute", "fast memory", "gradient"),
+            disable_numparse=True,
+            stralign="right",
+        )
+    )
+    say("\nThe gradients are equal to the last bit." if equal else "\nTHE GRADIENTS DIFFER.")
+    if not equal:
+        raise ArgumentError("gradients differ between planners: please report this")
+    return {
+        "losses": losses,
+        "report": report.to_dict(),
+        "others": {other.planner: other.report.to_dict() for other in sweeps},
+        "gradients_equal": equal,
+    }
+
+
+def _row(planner: str, report: Report, base_s: float, same: bool) -> tuple[str, ...]:
+    return (
+        planner,
+        f"{report.makespan_s:.2f}",
+        f"{report.makespan_s / base_s:.2f}",
+        f"{report.recompute_factor:.2f}",
+        format_bytes(report.peak_fast_bytes),
+        "equal" if same else "DIFFERS",
+    )
