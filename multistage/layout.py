@@ -52,6 +52,9 @@ class Layout:
         self._single = (
             (leaves[0].shape, leaves[0].dtype) if spec.is_leaf() and len(leaves) == 1 else None
         )
+        # A plain tuple of arrays is checked without walking a tree.
+        flat = spec.type is tuple and all(child.is_leaf() for child in spec.children())
+        self._flat = [(leaf.shape, leaf.dtype) for leaf in leaves] if flat else None
 
     @classmethod
     def of(cls, state: object) -> Layout:
@@ -90,6 +93,13 @@ class Layout:
         """
         if type(state) is np.ndarray and (state.shape, state.dtype) == self._single:
             return [state]
+        if type(state) is tuple and self._flat is not None:
+            for value in state:
+                if type(value) is not np.ndarray:
+                    break
+            else:
+                if [(value.shape, value.dtype) for value in state] == self._flat:
+                    return list(state)
         values, spec = optree.tree_flatten(cast(Any, state), none_is_leaf=True)
         if spec != self._spec:
             where = f"state {where}" if isinstance(where, int) else where
@@ -113,6 +123,8 @@ class Layout:
         """Return the state made of `arrays`, the inverse of `arrays()`."""
         if self._single is not None:
             return arrays[0]
+        if self._flat is not None:
+            return tuple(arrays)
         return optree.tree_unflatten(self._spec, arrays)
 
     def views(self, record: Array) -> list[Array]:

@@ -86,10 +86,10 @@ class Form:
             if self.shift is not None:
                 start = int(round(start / self.spacing) * self.spacing) + self.shift
             start = min(max(start, 0), n_steps - 1)
-        end_start = None
-        if self.end_spacing is not None:
-            kept = slots * self.end_spacing / max(self.end_spacing - 1, 1 / n_steps)
-            end_start = max(0, n_steps - 1 - int(kept))
+        last = self.end_spacing or self.spacing
+        kept = int(min(n_steps, slots * last / max(last - 1, slots / n_steps)))
+        end_start = None if self.end_spacing is None else max(0, n_steps - 1 - kept)
+        margin = math.ceil(2 * last + self.spacing)
         drain = math.ceil(tier.queue_depth * tier.write_s / max(costs.turn_s, 1e-12))
         return Sweep(
             slots=slots,
@@ -99,6 +99,7 @@ class Form:
             queue_depth=tier.queue_depth,
             drain_steps=min(drain, n_steps),
             reservation=reservation if self.reserve else None,
+            keep_from=max(0, n_steps - 1 - kept - margin),
             end_start=end_start,
             end_spacing=self.end_spacing or 1.0,
         )

@@ -66,6 +66,9 @@ class Sweep:
     end_spacing : float
     tail_start : int or None
         Steps from here on are reversed from fast slots; None for the ring.
+    keep_from : int
+        Ring only: states before this one are offered but never kept, being
+        evicted before the end anyway.  0 where n is unknown.
     depth : int
         Most reads under way or landed ahead of their use.
     queue_depth : int
@@ -87,6 +90,7 @@ class Sweep:
     queue_depth: int = 2
     drain_steps: int = 0
     reservation: Reservation | None = None
+    keep_from: int = 0
     end_start: int | None = None
     end_spacing: float = 1.0
     extra: frozenset[int] = frozenset()
@@ -180,23 +184,27 @@ class _Run:
     def _ring_forward(self) -> Schedule:
         sweep, n, is_last = self.sweep, self.n, self.is_last
         extra, skip, spacing, slots = sweep.extra, sweep.skip, sweep.spacing, sweep.slots
-        held, stored, i, at = self.held, self.stored, 0, 0.0
+        held, stored = self.held, self.stored
+        i, at = yield from self._offer_until(min(sweep.keep_from, (n or 1) - 1))
         end_start = n if sweep.end_start is None else sweep.end_start
         while n is None or i < n - 1:
             if i == end_start:
                 spacing = sweep.end_spacing
-            if self.used == slots:
+            while self.used >= slots:
                 # A written state goes first, the oldest.
                 if self.written:
                     gone = self.written.popleft()
                     self.readable.append(gone)
+                elif self.staged and not held:
+                    yield from self._settle()
+                    continue
                 else:
                     gone = yield from self._oldest_unwritten()
                 held.remove(gone)
+                self.used -= 1
                 yield Free(gone)
-            else:
-                self.used += 1
             yield Save(i)
+            self.used += 1
             held.append(i)
             if i >= int(at) or i in extra:
                 if i not in skip:
@@ -224,10 +232,18 @@ class _Run:
         return next(step for step in self.held if step not in self.pinned)
 
     def _tail_forward(self, tail_start: int) -> Schedule:
+        yield from self._offer_until(tail_start)
+        yield from self._tail(tail_start)
+
+    def _offer_until(self, stop: int) -> Generator[Action, Answer, tuple[int, float]]:
+        """Advance to state `stop`, offering states on the way, keeping none.
+
+        Returns `stop` and the next nominal position.
+        """
         sweep = self.sweep
         extras = sorted(sweep.extra)
         live, at, position = 0, 0.0, 0
-        while position < tail_start:
+        while position < stop:
             if position > live:
                 yield Advance(live, position)
                 live = position
@@ -239,9 +255,9 @@ class _Run:
             while extras and extras[0] <= position:
                 extras.pop(0)
             position = max(position + 1, min(int(at), extras[0] if extras else int(at)))
-        if tail_start > live:
-            yield Advance(live, tail_start)
-        yield from self._tail(tail_start)
+        if stop > live:
+            yield Advance(live, stop)
+        return max(stop, 0), at
 
     def _tail(self, start: int) -> Schedule:
         """Reverse the tail by Revolve; its first descent is the end of the forward sweep."""
