@@ -1,0 +1,371 @@
+"""For tests of stores: the contract every store must meet, and a store that fails on demand.
+
+Examples
+--------
+>>> from multistage.backends import MemoryStore
+>>> store = FaultyStore(MemoryStore(), lose_read=lambda number: number % 3 == 2)
+
+In a test of a new store, `check_store(MyStore)` is all there is to write.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
+
+import numpy as np
+
+from ..errors import CheckpointWarning
+from ..layout import Array, Layout
+from .base import CheckpointLost, Store
+
+Faults = Collection[int] | Callable[[int], bool]
+
+_MIXED = {
+    "number": np.zeros(()),
+    "nested": (np.zeros((0, 3)), [np.zeros((2, 3), np.complex128), np.zeros(5, np.int8)]),
+}
+# From coalesced to larger than any buffer of a store.
+_STATES: tuple[object, ...] = (
+    _MIXED,
+    np.zeros(1000, np.float32),
+    {"u": np.zeros((50, 400)), "v": np.zeros(20_001, np.int16)},
+    (np.zeros(100_003), np.zeros((), np.complex64), np.zeros((300, 200))),
+    np.zeros(5_000_001, np.uint8),
+)
+
+
+def check_store(make_store: Callable[[], Store]) -> None:
+    """Assert that a store meets the contract of `Store`.
+
+    Parameters
+    ----------
+    make_store : callable
+        Returns a new, closed store, with room for some 32 MiB.
+
+    Raises
+    ------
+    AssertionError
+        With the rule that was broken.
+    """
+    threads = set(threading.enumerate())
+    for state in _STATES:
+        layout = Layout.of(state)
+        for part in _PARTS:
+            store = make_store()
+            store.open(layout)
+            try:
+                part(store, layout)
+            finally:
+                store.close()
+    _check_life(make_store())
+    left = [thread.name for thread in set(threading.enumerate()) - threads]
+    assert not left, f"close() left threads: {left}"
+
+
+def _arrays(layout: Layout, key: int) -> list[Array]:
+    """Return arrays of bytes that depend on `key`, NaNs of all kinds among them."""
+    record = _noise(layout.nbytes) ^ np.uint8(7 * key % 256)
+    return [array.copy() for array in layout.views(record)]
+
+
+@cache
+def _noise(nbytes: int) -> Array:
+    return np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+
+
+def _assert_same(found: Sequence[Array], layout: Layout, key: int, when: str) -> None:
+    expected = _arrays(layout, key)
+    assert len(found) == len(expected), f"{when}: {len(found)} arrays, not {len(expected)}"
+    for leaf, one, other in zip(layout.leaves, found, expected, strict=True):
+        what = f"{when}: key {key}, leaf {leaf.path}"
+        assert (one.shape, one.dtype) == (leaf.shape, leaf.dtype), f"{what}: shape or dtype differ"
+        assert one.tobytes() == other.tobytes(), f"{what}: bytes differ from those put"
+
+
+def _count(store: Store, layout: Layout, most_bytes: int = 16 << 20, most: int = 40) -> int:
+    """Return how many states to try: not too many bytes, and no more than there is room for."""
+    room = store.capacity_states(layout)
+    count = max(3, min(most, most_bytes // layout.nbytes))
+    return count if room is None else min(count, room)
+
+
+def _fill(store: Store, layout: Layout, count: int) -> None:
+    arrays = {key: _arrays(layout, key) for key in range(count)}
+    for key in range(count):
+        assert store.put(key, arrays[key], block=True), f"put({key}, block=True) refused: room left"
+    for key in range(count):
+        assert store.wait_written(key), f"wait_written({key}) is False, and nothing failed"
+        for one, other in zip(arrays[key], _arrays(layout, key), strict=True):
+            assert one.tobytes() == other.tobytes(), f"put({key}) changed the arrays"
+            assert one.flags.writeable, f"put({key}) changed the arrays' flags"
+
+
+def _check_descending(store: Store, layout: Layout) -> None:
+    count = _count(store, layout)
+    _fill(store, layout, count)
+    for key in reversed(range(count)):
+        for ahead in range(max(0, key - 2), key + 1):
+            store.prefetch(ahead)
+        _assert_same(store.get(key), layout, key, "read in descending order")
+        store.drop(key)
+        assert not store.wait_written(key), f"wait_written({key}) of a dropped key is True"
+
+
+def _check_any_order(store: Store, layout: Layout) -> None:
+    count = _count(store, layout)
+    _fill(store, layout, count)
+    order = np.random.default_rng(0).permutation(count)
+    for key in (*order, *order[:3]):
+        _assert_same(store.get(int(key)), layout, int(key), "read in any order, not prefetched")
+
+
+def _check_fresh(store: Store, layout: Layout) -> None:
+    """Read what was only just put, its write perhaps still to come."""
+    for key in range(_count(store, layout)):
+        arrays = _arrays(layout, key)
+        assert store.put(key, arrays, block=True), f"put({key}, block=True) refused"
+        store.prefetch(key)
+        _assert_same(store.get(key), layout, key, "read before its write was waited for")
+        assert store.wait_written(key), f"wait_written({key}) is False after it was read"
+
+
+def _check_reuse(store: Store, layout: Layout) -> None:
+    """Keys and room come back: the rounds write several times what the store holds."""
+    count = _count(store, layout, 4 << 20, 5)
+    for turn in range(12):
+        _fill(store, layout, count)
+        for key in reversed(range(count)):
+            _assert_same(store.get(key), layout, key, f"turn {turn} of put and drop")
+            store.drop(key)
+    peak = store.stats.peak_stored_bytes
+    least = store.stats.bytes_written / 6
+    assert peak <= max(least, 4 << 20), f"peak_stored_bytes={peak}: dropped keys keep their room"
+
+
+def _check_capacity(store: Store, layout: Layout) -> None:
+    room = store.capacity_states(layout)
+    if room is None or room * layout.nbytes > 64 << 20:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        arrays = _arrays(layout, 0)
+        taken = 0
+        while taken <= room and store.put(taken, arrays, block=True):
+            taken += 1
+    assert taken == room, f"capacity_states is {room}, but {taken} states were taken"
+    assert store.stats.refused == 1, f"stats.refused={store.stats.refused} after one refusal"
+    for key in range(room):
+        assert store.wait_written(key), f"wait_written({key}) is False in a store just filled"
+    for key in reversed(range(room)):
+        _assert_same(store.get(key), layout, 0, "a full store")
+        store.drop(key)
+    if room:
+        assert store.put(room, arrays, block=True), "put refused after everything was dropped"
+        _assert_same(store.get(room), layout, 0, "a store that was full")
+
+
+def _check_refusal(store: Store, layout: Layout) -> None:
+    """Puts that do not block: what was accepted can be read, what was not is unknown."""
+    count = _count(store, layout)
+    arrays = [_arrays(layout, key) for key in range(count)]
+    accepted = [key for key in range(count) if store.put(key, arrays[key])]
+    assert accepted, "an empty store refused every put"
+    for key in range(count):
+        if key in accepted:
+            assert store.wait_written(key), f"wait_written({key}) is False, and nothing failed"
+            _assert_same(store.get(key), layout, key, "accepted without blocking")
+        else:
+            _assert_lost(store, key, "refused by put")
+    refused = store.stats.refused
+    assert refused == count - len(accepted), f"stats.refused={refused} is not what was refused"
+
+
+def _check_unknown(store: Store, layout: Layout) -> None:
+    store.prefetch(3)
+    store.drop(3)
+    assert not store.wait_written(3), "wait_written of a key never put is True"
+    _assert_lost(store, 3, "never put")
+    assert store.put(3, _arrays(layout, 3), block=True), "an empty store refused a put"
+    store.drop(3)
+    _assert_lost(store, 3, "dropped")
+    assert store.put(3, _arrays(layout, 4), block=True), "a dropped key cannot be put again"
+    _assert_same(store.get(3), layout, 4, "put again")
+
+
+def _assert_lost(store: Store, key: int, why: str) -> None:
+    try:
+        store.get(key)
+    except CheckpointLost:
+        return
+    raise AssertionError(f"get({key}) of a key {why} did not raise CheckpointLost")
+
+
+def _check_memory(store: Store, layout: Layout) -> None:
+    """Arrays from `get` are read-only, and stay as they are while anybody refers to them."""
+    count = _count(store, layout)
+    _fill(store, layout, count)
+    reads = min(400, max(30, (64 << 20) // layout.nbytes))
+    kept: list[tuple[int, Array, Array]] = []
+    for turn in range(reads):
+        key = count - 1 - turn % count
+        store.prefetch(max(0, key - 1))
+        arrays = store.get(key)
+        for array in arrays:
+            assert not array.flags.writeable, f"get({key}) returned an array that can be written"
+        if turn % max(1, reads // 12) == 0:
+            # One leaf, as a slice: the rest of the state is let go.
+            leaf = turn % len(arrays)
+            kept.append((key, arrays[leaf][...], _arrays(layout, key)[leaf]))
+        del arrays
+    for key in range(count):
+        store.drop(key)
+    for key in range(min(count, 3)):
+        store.put(key, _arrays(layout, key + 1000), block=True)
+        store.get(key)
+    for key, array, expected in kept:
+        assert array.tobytes() == expected.tobytes(), (
+            f"an array returned by get({key}) changed while it was referred to"
+        )
+
+
+_PARTS: tuple[Callable[[Store, Layout], None], ...] = (
+    _check_descending,
+    _check_any_order,
+    _check_fresh,
+    _check_reuse,
+    _check_capacity,
+    _check_refusal,
+    _check_unknown,
+    _check_memory,
+)
+
+
+def _check_life(store: Store) -> None:
+    """Open, close, close, open again; the second time with other states, and left full."""
+    store.close()
+    for state in (_STATES[1], _STATES[3], _STATES[0]):
+        layout = Layout.of(state)
+        store.open(layout)
+        _assert_lost(store, 1, "put before the store was closed")
+        assert store.put(1, _arrays(layout, 1), block=True), "a reopened store refused a put"
+        store.prefetch(1)
+        _assert_same(store.get(1), layout, 1, "reopened")
+        store.prefetch(1)
+        store.close()
+        store.close()
+    store.open(layout)
+    store.open(layout)  # what was open is closed first
+    store.close()
+
+
+class FaultyStore:
+    """A store that fails when it is told to, and works like `inner` else.
+
+    Parameters
+    ----------
+    inner : Store
+    refuse : collection of int or callable, optional
+        0-based numbers of the calls of `put` that are refused, or a function
+        of the number that tells.
+    lose_write : collection of int or callable, optional
+        Numbers of the accepted writes that fail: `wait_written` answers False.
+    lose_read : collection of int or callable, optional
+        Numbers of the calls of `get` that raise CheckpointLost.
+
+    Attributes
+    ----------
+    puts, writes, gets : int
+        Calls of `put`, accepted writes and calls of `get` since `open`.
+
+    Examples
+    --------
+    >>> from multistage.backends import MemoryStore
+    >>> store = FaultyStore(MemoryStore(), refuse={0})
+    >>> store.open(Layout.of(np.zeros(3)))
+    >>> store.put(5, [np.ones(3)]), store.put(6, [np.ones(3)])
+    (False, True)
+    >>> store.close()
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        refuse: Faults = (),
+        lose_write: Faults = (),
+        lose_read: Faults = (),
+    ) -> None:
+        self._inner = inner
+        self._refuse, self._lose_write, self._lose_read = refuse, lose_write, lose_read
+        self.name = inner.name
+        self.queue_depth = inner.queue_depth
+        self._restart()
+
+    def _restart(self) -> None:
+        self.stats, self.transfers = self._inner.stats, self._inner.transfers
+        self.puts = self.writes = self.gets = 0
+        self._doomed: set[int] = set()
+
+    def buffer_bytes(self, layout: Layout) -> int:
+        """Return what the inner store says."""
+        return self._inner.buffer_bytes(layout)
+
+    def capacity_states(self, layout: Layout) -> int | None:
+        """Return what the inner store says."""
+        return self._inner.capacity_states(layout)
+
+    def open(self, layout: Layout) -> None:
+        """Open the inner store; calls are counted anew."""
+        self._inner.open(layout)
+        self._restart()
+
+    def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
+        """Put, unless this call is to be refused."""
+        number, self.puts = self.puts, self.puts + 1
+        if _hit(self._refuse, number):
+            self.stats.refused += 1
+            return False
+        if not self._inner.put(key, arrays, block=block):
+            return False
+        number, self.writes = self.writes, self.writes + 1
+        if _hit(self._lose_write, number):
+            self._doomed.add(key)
+        return True
+
+    def wait_written(self, key: int) -> bool:
+        """Wait; False, and the key is gone, if that write is to fail."""
+        written = self._inner.wait_written(key)
+        if key not in self._doomed:
+            return written
+        self.stats.lost += 1
+        self.drop(key)
+        return False
+
+    def prefetch(self, key: int) -> None:
+        """Prefetch from the inner store."""
+        self._inner.prefetch(key)
+
+    def get(self, key: int) -> list[Array]:
+        """Get; CheckpointLost, and the key is gone, if this call is to fail."""
+        number, self.gets = self.gets, self.gets + 1
+        if _hit(self._lose_read, number):
+            self.stats.lost += 1
+            self.drop(key)
+            raise CheckpointLost(f"read {number} was told to fail")
+        return self._inner.get(key)
+
+    def drop(self, key: int) -> None:
+        """Drop in the inner store."""
+        self._doomed.discard(key)
+        self._inner.drop(key)
+
+    def close(self) -> None:
+        """Close the inner store."""
+        self._inner.close()
+
+
+def _hit(faults: Faults, number: int) -> bool:
+    return faults(number) if callable(faults) else number in faults

@@ -1,0 +1,32 @@
+"""Every store meets the one contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from multistage.backends import FileStore, MemoryStore, Store
+from multistage.backends.testing import FaultyStore, check_store
+
+STORES: dict[str, Callable[[Path], Store]] = {
+    "memory": lambda folder: MemoryStore(),
+    "memory, bounded": lambda folder: MemoryStore(24 << 20),
+    "memory, small buffers": lambda folder: MemoryStore(24 << 20, buffer_bytes=48 << 10),
+    "memory, no buffers": lambda folder: MemoryStore(buffer_bytes=0, queue_depth=1),
+    "direct": lambda folder: FileStore(folder, "direct", queue_depth=4),
+    "direct, small buffers": lambda folder: FileStore(
+        folder, "direct", capacity_bytes=24 << 20, buffer_bytes=48 << 10
+    ),
+    "aiofiles": lambda folder: FileStore(folder, "aiofiles"),
+    "aiofiles, small buffers": lambda folder: FileStore(
+        folder, "aiofiles", capacity_bytes=24 << 20, buffer_bytes=100 << 10
+    ),
+    "wrapped": lambda folder: FaultyStore(MemoryStore(24 << 20)),
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_contract(name: str, tmp_path: Path) -> None:
+    check_store(lambda: STORES[name](tmp_path))
