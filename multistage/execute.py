@@ -30,6 +30,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from .actions import (
     Action,
     Advance,
@@ -501,9 +503,14 @@ class Executor(Generic[State, Adjoint]):
                 raise _illegal(action, f"state {step} is neither held nor live")
             kept = staged = run.slots.keep(run.live, step)
         packed = [dense(array) for array in kept.arrays]
+        # Stores know shapes in C order only: same bytes, reshaped.
+        flat = [
+            array if axes is None else array.reshape(leaf.shape)
+            for (array, axes), leaf in zip(packed, run.layout.leaves, strict=True)
+        ]
         is_put = isinstance(action, Put)
         before = self._clock()
-        accepted = store.put(step, [array for array, _ in packed], block=is_put)
+        accepted = store.put(step, flat, block=is_put)
         if is_put:
             self._stalled(before)
         if not accepted:
@@ -566,7 +573,9 @@ class Executor(Generic[State, Adjoint]):
         if axes is None:
             return arrays
         return [
-            array if order is None else array.transpose(order)
+            array
+            if order is None
+            else array.reshape([array.shape[k] for k in np.argsort(order)]).transpose(order)
             for array, order in zip(arrays, axes, strict=True)
         ]
 
