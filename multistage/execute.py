@@ -23,6 +23,7 @@ all else is per slot or per stored checkpoint.
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -63,6 +64,8 @@ Adjoint = TypeVar("Adjoint")
 _PERFORMED_HERE = frozenset({Advance, Tape, Reverse, Save, Load, Free, EndForward})
 # A wait shorter than this is the price of the call, not a stall.
 _STALL_S = 20e-6
+# The interpreter's switch interval while stores work beside the chain.
+_SWITCH_S = 5e-4
 # Compute spans are recorded at most this often.
 _WINDOW_S = 200e-6
 
@@ -280,6 +283,12 @@ class Executor(Generic[State, Adjoint]):
 
     def _guarded(self, adjoint: Any, *, forward: bool) -> Any:
         began = self._clock()
+        interval = sys.getswitchinterval()
+        if self._stores:
+            # A store's thread asks for the interpreter lock a few times per
+            # transfer, and each time waits this long while the chain runs
+            # short Python steps: 5 ms by default, more than a transfer takes.
+            sys.setswitchinterval(min(interval, _SWITCH_S))
         try:
             result = self._drive(adjoint, forward)
             self.counts.elapsed_s += self._clock() - began
@@ -292,6 +301,8 @@ class Executor(Generic[State, Adjoint]):
                     "return new arrays, or use InPlaceChain for operators that overwrite"
                 ) from error
             raise
+        finally:
+            sys.setswitchinterval(interval)
 
     def _drive(self, adjoint: Any, forward: bool) -> Any:
         """Perform actions until EndForward or the end; return the adjoint.

@@ -8,21 +8,24 @@ what usually happens:
   is given, because an adjoint operator may add to gradients of its own, and a
   probe must not;
 * T_W, T_R: states written and read back one after the other at full speed;
-* what a transfer costs the computing thread: the chain's steps alone, and the
-  same steps with states put, or got, between them.
+* what a transfer costs the computing thread: what streaming adds to a short
+  run of the chain itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from .actions import Answer, Schedule
 from .backends.base import CheckpointLost, Store
 from .backends.files import ENGINES, FileStore
 from .chain import Chain, FunctionChain
@@ -30,6 +33,7 @@ from .costs import Costs, Tier
 from .execute import Executor
 from .layout import Array, Layout, dense
 from .plan.revolve import revolve_schedule
+from .plan.sweep import Sweep
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -87,7 +91,7 @@ def measure(
     def steps(count: int) -> None:
         chain.advance(_copied(chain, state), 0, count)
 
-    forward_s, count = _per_item(steps, n_steps, share)
+    forward_s, _ = _per_item(steps, n_steps, share)
     tape_s: float | None = None
     if not chain.state_is_tape:
 
@@ -104,9 +108,8 @@ def measure(
         reverse_s = max(0.0, reverse_s - (tape_s or 0.0))
     tiers: tuple[Tier, ...] = ()
     if store is not None:
-        compute = _Compute(steps, forward_s, count)
-        tiers = (probe_store(store, layout, seconds=3 * share, most=n_steps, compute=compute),)
-    return Costs(
+        tiers = (probe_store(store, layout, seconds=share, most=n_steps),)
+    costs = Costs(
         forward_step_s=forward_s,
         reverse_step_s=reverse_s,
         tape_step_s=tape_s,
@@ -114,15 +117,9 @@ def measure(
         tiers=tiers,
         action_s=action_seconds(),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Compute:
-    """Steps to run beside transfers: `run(count)` takes about `step_s` a step."""
-
-    run: Callable[[int], None]
-    step_s: float
-    most: int
+    if store is None or n_steps < 8:
+        return costs
+    return _with_overheads(costs, chain, state, adjoint, n_steps, store, 2 * share)
 
 
 def action_seconds() -> float:
@@ -139,22 +136,13 @@ def action_seconds() -> float:
     return float(best) / (4.5 * n)
 
 
-def probe_store(
-    store: Store,
-    layout: Layout,
-    *,
-    seconds: float = 0.5,
-    most: int = 100_000,
-    compute: _Compute | None = None,
-) -> Tier:
-    """Measure one store for states of `layout`; it is opened and closed.
+def probe_store(store: Store, layout: Layout, *, seconds: float = 0.5, most: int = 100_000) -> Tier:
+    """Measure one store for states of `layout`, by itself; it is opened and closed.
 
     Returns
     -------
     Tier
-        Seconds per state.  Without `compute`, the overheads are the seconds
-        spent inside the calls; with it, what the calls and the transfers add
-        to the steps run between them.
+        Seconds per state; the overheads are the seconds spent inside the calls.
     """
     rng = np.random.default_rng(0)
     record = rng.integers(0, 256, layout.nbytes, np.uint8)
@@ -165,11 +153,8 @@ def probe_store(
         capacity = store.capacity_states(layout)
         if capacity is not None:
             count = max(1, min(count, capacity))
-        write_s, put_s, written = _write(store, arrays, count, seconds / 4)
+        write_s, put_s, written = _write(store, arrays, count, seconds / 2)
         read_s, got_s = _read(store, written)
-        if compute is not None:
-            put_s = _beside_writes(store, arrays, compute, write_s, seconds / 4, count)
-            got_s = _beside_reads(store, arrays, compute, read_s, seconds / 4, count)
     finally:
         store.close()
     return Tier(
@@ -272,60 +257,91 @@ def _read(store: Store, written: int) -> tuple[float, float]:
     return (time.perf_counter() - began) / written, calls / written
 
 
-def _beside_writes(
+def _with_overheads(
+    costs: Costs,
+    chain: Chain[State, Adjoint],
+    state: State,
+    adjoint: Adjoint | None,
+    n_steps: int,
     store: Store,
-    arrays: Sequence[Array],
-    compute: _Compute,
-    write_s: float,
     seconds: float,
-    count: int,
-) -> float:
-    """Return what one write adds to the steps run beside it, in seconds."""
-    block = max(1, round(write_s / compute.step_s))
-    rounds = max(2, min(count, int(seconds / 2 / max(block * compute.step_s + write_s, 1e-6))))
-    alone = _alone(compute, block, rounds)
-    began = time.perf_counter()
-    put = 0
-    for key in range(rounds):
-        put += store.put(key, arrays)
-        compute.run(block)
-    took = time.perf_counter() - began
-    for key in range(rounds):
-        store.wait_written(key)
-        store.drop(key)
-    return max(0.0, (took - alone) / max(1, put))
+) -> Costs:
+    """Replace a tier's overheads by what streaming adds to a short run of the chain itself.
+
+    The run is a real one, through the executor, and all its time beyond that
+    of its steps, its waiting and its actions is put down to its transfers:
+    calls, copies, the interpreter lock, memory bandwidth.
+    """
+    tier = costs.tier
+    assert tier is not None
+    run_chain: Chain[Any, Any] = chain if adjoint is not None else _Forward(chain)
+    turn_s = costs.turn_s if adjoint is not None else costs.turn_s - costs.reverse_step_s
+    spacing = max(4, math.ceil(1.2 * max(tier.write_s, tier.read_s) / costs.forward_step_s))
+    per_step_s = 2 * costs.forward_step_s + turn_s + tier.write_overhead_s
+    steps = min(n_steps, max(2 * spacing, int(seconds / 3 / per_step_s)))
+    if tier.capacity_states is not None:
+        steps = min(steps, spacing * tier.capacity_states)
+    sweep = Sweep(spacing + 6, float(spacing), steps - 1, queue_depth=tier.queue_depth)
+    executor: Executor[Any, Any] = Executor(run_chain, (store,))
+    store.open(Layout.of(state))
+    write_s: list[float] = []
+    read_s: list[float] = []
+    try:
+        for _ in range(3):
+            start, carried = _copied(chain, state), copy.deepcopy(adjoint)
+            actions = _Counted(sweep.schedule(steps))
+            began = time.perf_counter()
+            executor.forward(actions.counted(), start)
+            turned, forward_actions = time.perf_counter(), actions.count
+            stalled_s = executor.counts.stall_s
+            executor.reverse(carried)
+            ended, counts = time.perf_counter(), executor.counts
+            expected_s = steps * costs.forward_step_s + forward_actions * costs.action_s
+            added_s = turned - began - stalled_s - expected_s
+            write_s.append(max(0.0, added_s) / max(1, counts.writes))
+            again = counts.forward_steps - steps
+            expected_s = steps * turn_s + again * costs.forward_step_s
+            expected_s += (actions.count - forward_actions) * costs.action_s
+            added_s = ended - turned - (counts.stall_s - stalled_s) - expected_s
+            read_s.append(max(0.0, added_s) / max(1, counts.reads))
+    finally:
+        store.close()
+    tier = replace(
+        tier,
+        write_overhead_s=float(np.median(write_s)),
+        read_overhead_s=float(np.median(read_s)),
+    )
+    return replace(costs, tiers=(tier,))
 
 
-def _beside_reads(
-    store: Store,
-    arrays: Sequence[Array],
-    compute: _Compute,
-    read_s: float,
-    seconds: float,
-    count: int,
-) -> float:
-    """Return what one read adds to the steps run beside it, in seconds."""
-    block = max(1, round(1.2 * read_s / compute.step_s))
-    rounds = max(2, min(count, int(seconds / 2 / max(block * compute.step_s + read_s, 1e-6))))
-    keys = [key for key in range(rounds) if store.put(key, arrays, block=True)]
-    for key in keys:
-        store.wait_written(key)
-    alone = _alone(compute, block, len(keys))
-    began = time.perf_counter()
-    for at in reversed(range(len(keys))):
-        store.prefetch(keys[max(0, at - _AHEAD)])
-        compute.run(block)
-        store.get(keys[at])
-        store.drop(keys[at])
-    took = time.perf_counter() - began
-    return max(0.0, (took - alone) / max(1, len(keys)))
+class _Counted:
+    """Counts the actions of a schedule on their way through."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self.count = 0
+
+    def counted(self) -> Schedule:
+        """Yield the schedule's actions."""
+        answer: Answer = None
+        with contextlib.suppress(StopIteration):
+            while True:
+                action = self._schedule.send(answer)
+                self.count += 1
+                answer = yield action
 
 
-def _alone(compute: _Compute, block: int, rounds: int) -> float:
-    began = time.perf_counter()
-    for _ in range(rounds):
-        compute.run(block)
-    return time.perf_counter() - began
+class _Forward:
+    """A chain whose adjoint steps do nothing: the probe must not run the user's."""
+
+    def __init__(self, chain: Chain[Any, Any]) -> None:
+        self.in_place = chain.in_place
+        self.state_is_tape = chain.state_is_tape
+        self.advance = chain.advance
+        self.tape = chain.tape
+
+    def reverse(self, tape: object, adjoint: Any, step: int) -> Any:
+        return adjoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,7 @@ def _check_reuse(store: Store, layout: Layout) -> None:
 
 def _check_capacity(store: Store, layout: Layout) -> None:
     room = store.capacity_states(layout)
-    if room is None or room * layout.nbytes > 64 << 20:
+    if room is None or room * layout.nbytes > 64 << 20 or room > 10_000:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)

@@ -41,7 +41,7 @@ from .binomial import beta, nu
 from .bound import lower_bound
 from .predict import predict
 from .reserve import Reservation
-from .revolve import revolve, revolve_seconds
+from .revolve import revolve
 from .sweep import Sweep
 
 # Lengths up to this are searched harder: every tail start, single positions moved.
@@ -145,12 +145,11 @@ def streaming(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     judged = _judged_steps(costs, slots, n, least)
     unbounded = replace(costs, tiers=(replace(tier, capacity_states=None), *costs.tiers[1:]))
     judge_costs = costs if judged == n else unbounded
-    best, best_s = None, revolve_seconds(costs, slots, judged)
+    best, best_s = None, math.inf
     for form in dict.fromkeys(_forms(costs, slots, judged, least)):
-        sweep = form.sweep(costs, slots, judged, reservation)
-        run = simulate(sweep.schedule(judged), judged, judge_costs, slots, checked=False)
-        if run.makespan_s < best_s * (1 - 1e-12):
-            best, best_s = form, run.makespan_s
+        seconds = _judge(form, judge_costs, slots, n, judged, reservation)
+        if seconds < best_s * (1 - 1e-12):
+            best, best_s = form, seconds
     if best is None:
         return fallback
     chosen = best
@@ -189,6 +188,28 @@ def _schedule(
     form: Form, costs: Costs, slots: int, reservation: Reservation, n_steps: int
 ) -> Schedule:
     return form.sweep(costs, slots, n_steps, reservation).schedule(n_steps)
+
+
+def _judge(
+    form: Form, costs: Costs, slots: int, n_steps: int, judged: int, reservation: Reservation
+) -> float:
+    """Return the form's makespan, simulated on `judged` steps and extended to `n_steps`.
+
+    The two ends, where slots are plenty, would flatter a short run; what a
+    long one costs is in the difference of two.
+    """
+
+    def seconds(steps: int) -> float:
+        schedule = form.sweep(costs, slots, steps, reservation).schedule(steps)
+        return simulate(schedule, steps, costs, slots, checked=False).makespan_s
+
+    if judged == n_steps:
+        return seconds(judged)
+    whole = seconds(judged)
+    span = max(1, round(max(1, round(judged / 3 / form.spacing)) * form.spacing))
+    if span >= judged:
+        return whole * n_steps / judged
+    return whole + (n_steps - judged) * (whole - seconds(judged - span)) / span
 
 
 def _note(form: Form) -> str:
