@@ -248,10 +248,10 @@ class Executor(Generic[State, Adjoint]):
         if self._run is None:
             raise MultistageError("reverse() needs a forward() before it, once per sweep")
         result = self._guarded(adjoint, forward=False)
-        if self._rules is not None:
-            self._rules.finish()
         left = self._run.end
         self.abort()
+        if self._rules is not None:
+            self._rules.finish()
         if left != 0:
             raise ScheduleError(f"the schedule ended with the adjoint at {left}, not 0", 0)
         return result  # type: ignore[no-any-return]
@@ -384,6 +384,8 @@ class Executor(Generic[State, Adjoint]):
                         counts.peak_slots = used
                     continue
                 elif kind is Free:
+                    if action.step not in held:
+                        raise _illegal(action, "no slot holds it")
                     kept = held.pop(action.step)
                     if kept is not None:
                         release(kept)
@@ -492,6 +494,8 @@ class Executor(Generic[State, Adjoint]):
             counts.reads += 1
             return self._token(_Transfer(action.step, action.tier, is_write=False))
         if isinstance(action, Await):
+            if action.token not in run.tokens:
+                raise _illegal(action, "no such transfer is under way")
             return self._await(run.tokens.pop(action.token))
         assert isinstance(action, Drop)
         self._forget(action.step, action.tier)
