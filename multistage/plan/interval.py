@@ -27,6 +27,7 @@ from ..actions import (
     Load,
     Put,
     Reverse,
+    Save,
     Schedule,
     Tape,
 )
@@ -65,15 +66,24 @@ def interval_schedule(interval: int, slots: int, queue: int, n_steps: int) -> Sc
 
     One slot lands the checkpoint of the interval at work, one the next; the
     others serve inside the interval.  With a single slot nothing is read ahead.
+    A checkpoint that is lost is computed again from state 0.
     """
     starts = range(0, n_steps, interval)
-    writes: list[int] = []
+    writes: list[tuple[int, int]] = []
+    lost: set[int] = set()
+
+    def settle() -> Schedule:
+        """Await the oldest write."""
+        start, token = writes.pop(0)
+        if (yield Await(token)) is False:
+            lost.add(start)
+
     for start in starts:
         if len(writes) == min(slots, queue):
-            yield Await(writes.pop(0))
+            yield from settle()
         token = yield Put(start)
         assert token is not None
-        writes.append(int(token))
+        writes.append((start, int(token)))
         stop = min(start + interval, n_steps)
         if stop < n_steps:
             yield Advance(start, stop)
@@ -82,24 +92,32 @@ def interval_schedule(interval: int, slots: int, queue: int, n_steps: int) -> Sc
     yield Tape(n_steps - 1)
     yield EndForward()
     yield Reverse(n_steps - 1)
-    for token in writes:
-        yield Await(token)
+    while writes:
+        yield from settle()
     ahead: dict[int, int] = {}
     lost_above = n_steps - 1
     for start in reversed(starts):
         stop, lost_above = lost_above, start
         if start == stop:
-            yield Drop(start)
+            if start not in lost:
+                yield Drop(start)
             continue
-        if start not in ahead:
+        if start not in ahead and start not in lost:
             token = yield Get(start)
             assert token is not None
             ahead[start] = int(token)
-        yield Await(ahead.pop(start))
-        yield Drop(start)
-        yield Load(start)
+        if start not in lost and (yield Await(ahead.pop(start))) is False:
+            lost.add(start)
+        if start in lost:
+            yield Load(0)
+            if start > 0:
+                yield Advance(0, start)
+            yield Save(start)
+        else:
+            yield Drop(start)
+            yield Load(start)
         free = slots - 1
-        if start > 0 and free > 0:
+        if start > 0 and start - interval not in lost and free > 0:
             token = yield Get(start - interval)
             assert token is not None
             ahead[start - interval] = int(token)
