@@ -1,0 +1,314 @@
+"""Files as a tier: private, never left behind, and never trusted blindly."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multistage.backends import CheckpointLost, FileStore
+from multistage.backends.aio import AioFiles
+from multistage.backends.direct import DirectFile
+from multistage.costs import Costs, Tier
+from multistage.errors import ArgumentError, CheckpointWarning, StoreError
+from multistage.layout import Layout
+from multistage.reversal import Reversal
+
+STATE = np.arange(1000.0)
+LAYOUT = Layout.of(STATE)
+ENGINES = ("direct", "aiofiles")
+
+
+def private(folder: Path) -> list[Path]:
+    return sorted(folder.glob(".multistage-*"))
+
+
+def opened(folder: Path, engine: Any = "aiofiles", **options: Any) -> FileStore:
+    store = FileStore(folder, engine, **options)
+    store.open(LAYOUT)
+    return store
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_only_the_owner_may_look(tmp_path: Path, engine: str) -> None:
+    mask = os.umask(0)
+    try:
+        store = opened(tmp_path, engine, buffer_bytes=0)
+    finally:
+        os.umask(mask)
+    assert store.put(1, [STATE], block=True)
+    assert store.wait_written(1)
+    (folder,) = private(tmp_path)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    files = list(folder.iterdir())
+    assert len(files) == (2 if engine == "aiofiles" else 1)  # the direct engine's has no name
+    for file in files:
+        assert file.stat().st_mode & 0o777 & ~0o600 == 0
+    store.close()
+    assert private(tmp_path) == []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_is_left_after_an_exception(tmp_path: Path, engine: str) -> None:
+    def step(x: Any, i: int) -> Any:
+        assert i < 10 or private(tmp_path)
+        if i == 15:
+            raise RuntimeError("bang")
+        return x + 1
+
+    store = FileStore(tmp_path, engine)  # type: ignore[arg-type]
+    costs = Costs(1.0, 2.0, state_bytes=STATE.nbytes, tiers=(Tier("file", 1.0, 1.0),))
+    run: Reversal[Any, Any] = Reversal(
+        step,
+        lambda x, a, i: a,
+        20,
+        budget="3 slots",
+        tier=store,
+        planner="streaming",
+        costs=costs,
+    )
+    with pytest.raises(RuntimeError, match="bang"):
+        run.forward(STATE)
+    assert private(tmp_path) == []
+
+
+SCRIPT = """
+import os, signal, sys
+import numpy as np
+from multistage.backends import FileStore
+from multistage.layout import Layout
+
+store = FileStore({folder!r}, {engine!r}, buffer_bytes=0)
+state = np.arange(1000.0)
+store.open(Layout.of(state))
+store.put(1, [state])
+assert store.wait_written(1)
+print("ready", flush=True)
+{end}
+"""
+
+
+def _child(folder: Path, engine: str, end: str) -> subprocess.Popen[str]:
+    script = SCRIPT.format(folder=str(folder), engine=engine, end=textwrap.dedent(end))
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "end", ["", "raise RuntimeError", "sys.exit(3)", "os.kill(os.getpid(), signal.SIGINT)"]
+)
+def test_nothing_is_left_when_the_interpreter_ends(tmp_path: Path, engine: str, end: str) -> None:
+    child = _child(tmp_path, engine, end)
+    out, _ = child.communicate()
+    assert out == "ready\n"
+    assert private(tmp_path) == []
+
+
+def test_leftovers_of_a_killed_process_go(tmp_path: Path) -> None:
+    child = _child(tmp_path, "aiofiles", "sys.stdin.read()")
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    (folder,) = private(tmp_path)
+    # It lives: what is its own stays.
+    opened(tmp_path).close()
+    assert private(tmp_path) == [folder]
+    assert len(list(folder.iterdir())) == 2
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert private(tmp_path) == [folder]
+    store = opened(tmp_path)
+    assert folder not in private(tmp_path)
+    store.close()
+
+
+def test_neighbours_are_left_alone(tmp_path: Path) -> None:
+    first = opened(tmp_path, buffer_bytes=0)
+    assert first.put(1, [STATE], block=True)
+    second = opened(tmp_path)
+    assert len(private(tmp_path)) == 2
+    second.close()
+    assert first.wait_written(1)
+    assert first.get(1)[0].tolist() == STATE.tolist()
+    first.close()
+
+
+def test_folders_that_are_not_ours_stay(tmp_path: Path) -> None:
+    bare, other = tmp_path / ".multistage-bare", tmp_path / "else"
+    bare.mkdir()
+    other.mkdir()
+    (tmp_path / ".multistage-link").symlink_to(other)
+    (other / "lock").touch()
+    opened(tmp_path).close()
+    assert bare.is_dir()
+    assert (other / "lock").exists()
+    (tmp_path / ".multistage-link").unlink()
+    bare.rmdir()
+
+
+def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    cases = [(tmp_path / "missing", "create it"), (file, "name one"), (Path("/proc"), "choose")]
+    for folder, remedy in cases:
+        store = FileStore(folder)
+        for use in (store.check, lambda store=store: store.open(LAYOUT)):
+            with pytest.raises(StoreError, match=f"{folder.name}.*{remedy}"):
+                use()
+        store.close()
+        with pytest.raises(StoreError, match=remedy):
+            Reversal(lambda x, i: x, lambda x, a, i: a, 3, tier=f"file:{folder}")
+
+
+def test_check_leaves_nothing(tmp_path: Path) -> None:
+    FileStore(tmp_path).check()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_engine(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="engine='fast' must be one of auto, direct, aiofiles"):
+        FileStore(tmp_path, "fast")  # type: ignore[arg-type]
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 4
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "flipped bit": _flip,
+    "truncated": lambda path: os.truncate(path, 4096),
+    "emptied": lambda path: os.truncate(path, 0),
+    "deleted": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("buffer_bytes", [0, 200_000])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files_are_never_believed(tmp_path: Path, damage: str, buffer_bytes: int) -> None:
+    store = opened(tmp_path, buffer_bytes=buffer_bytes)
+    for key in range(20):
+        assert store.put(key, [STATE + key], block=True)
+        assert store.wait_written(key)
+    # Wait for all writes: a read comes behind them.
+    written = [store.get(key)[0].tolist() == (STATE + key).tolist() for key in (0, 19)]
+    assert written == [True, True]
+    (folder,) = private(tmp_path)
+    files = [path for path in folder.iterdir() if path.name != "lock"]
+    victim = folder / "1"
+    assert victim in files
+    keys = [1] if buffer_bytes == 0 else [4, 5, 6, 7]  # four states in a file
+    DAMAGE[damage](victim)
+    for key in reversed(range(20)):
+        if key in keys:
+            with pytest.raises(CheckpointLost, match="read failed"):
+                store.get(key)
+            with pytest.raises(CheckpointLost, match="no checkpoint"):
+                store.get(key)
+        else:
+            assert store.get(key)[0].tolist() == (STATE + key).tolist()
+    assert store.stats.lost == len(keys)
+    store.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, code: int
+) -> None:
+    kind: Any = DirectFile if engine == "direct" else AioFiles
+    write = kind.write
+
+    def limited(self: Any, slot: int, offset: int, data: Any) -> None:
+        if slot >= 3:
+            raise OSError(code, os.strerror(code))
+        write(self, slot, offset, data)
+
+    monkeypatch.setattr(kind, "write", limited)
+    store = opened(tmp_path, engine, buffer_bytes=0)
+    assert [store.put(key, [STATE], block=True) for key in range(3)] == [True] * 3
+    assert store.put(3, [STATE], block=True)
+    assert [store.wait_written(key) for key in range(4)] == [True, True, True, False]
+    with pytest.raises(CheckpointLost):
+        store.get(3)
+    with pytest.warns(CheckpointWarning, match="no space is left"):
+        assert not store.put(4, [STATE])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not store.put(5, [STATE], block=True)  # told once
+        store.drop(2)
+        assert store.put(6, [STATE + 6], block=True)  # room that was freed serves again
+    assert store.get(6)[0].tolist() == (STATE + 6).tolist()
+    assert store.stats.refused == 2
+    store.close()
+
+
+def test_an_error_that_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, failing = DirectFile.write, [False, True, False]
+
+    def flaky(self: DirectFile, slot: int, offset: int, data: Any) -> None:
+        if failing and failing.pop(0):
+            raise OSError(errno.EIO, "Input/output error")
+        write(self, slot, offset, data)
+
+    monkeypatch.setattr(DirectFile, "write", flaky)
+    store = opened(tmp_path, "direct", buffer_bytes=0)
+    for key in range(3):
+        assert store.put(key, [STATE + key], block=True)
+    assert [store.wait_written(key) for key in range(3)] == [True, False, True]
+    assert store.get(2)[0].tolist() == (STATE + 2).tolist()
+    assert store.stats.lost == 1
+    store.close()
+
+
+def test_partial_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may write and read less than it is asked for."""
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:4096], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:4096]], at))
+    store = opened(tmp_path, "direct", buffer_bytes=0)
+    for key in range(3):
+        assert store.put(key, [STATE + key], block=True)
+    for key in range(3):
+        assert store.get(key)[0].tolist() == (STATE + key).tolist()
+    store.close()
+
+
+def test_filesystems_without_direct_transfers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct, system_open = getattr(os, "O_DIRECT", 0), os.open
+    if not direct:
+        pytest.skip("no O_DIRECT here")
+
+    def refusing(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return system_open(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+    medium = DirectFile(tmp_path, 4096)
+    assert not medium.direct
+    medium.write(2, 0, np.full(4096, 7, np.uint8))
+    data = np.zeros(4096, np.uint8)
+    medium.read(2, data)
+    assert (data == 7).all()
+    medium.close()
+    medium.close()
+    assert list(tmp_path.iterdir()) == []
