@@ -61,7 +61,7 @@ from .timeline import Timeline
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 
-_PERFORMED_HERE = frozenset({Advance, Tape, Reverse, Save, Load, Free, EndForward})
+_UNANSWERED = frozenset({Advance, Tape, Reverse, Save, Load, Free, EndForward})
 # A wait shorter than this is the price of the call, not a stall.
 _STALL_S = 20e-6
 # The interpreter's switch interval while stores work beside the chain.
@@ -229,7 +229,10 @@ class Executor(Generic[State, Adjoint]):
             live=state,
             stored=[set() for _ in self._stores],
         )
-        self._rules = None if self._make_rules is None else self._make_rules()
+        self._rules = None
+        if self._make_rules is not None:
+            self._rules = self._make_rules()
+            self._run.schedule = _judged(self._run.schedule, self._rules)
         self.timeline, self.counts = Timeline(), Counts()
         self._begin = self._clock()
         self._guarded(None, forward=True)
@@ -313,14 +316,16 @@ class Executor(Generic[State, Adjoint]):
         """
         run = self._run
         assert run is not None
-        chain, clock, rules, counts = self._chain, self._clock, self._rules, self.counts
+        chain, clock, counts = self._chain, self._clock, self.counts
         advance, reverse, state_is_tape = chain.advance, chain.reverse, chain.state_is_tape
         slots, held, tapes = run.slots, run.held, run.tapes
         keep, load, release = slots.keep, slots.load, slots.release
+        copies = chain.in_place
         send, answer = run.schedule.send, None
         live, at, end, tape_slots = run.live, run.at, run.end, self._tape_slots
         forward_steps = reverse_steps = 0
         forward_s = reverse_s = 0.0
+        used, peak, window_s = run.used, counts.peak_slots, _WINDOW_S
         window = last = clock()
         try:
             while True:
@@ -332,8 +337,6 @@ class Executor(Generic[State, Adjoint]):
                     break
                 answer = None
                 kind = type(action)
-                if rules is not None and kind in _PERFORMED_HERE:
-                    rules.apply(action, None)
                 if kind is Reverse:
                     step = action.step
                     if step != end - 1:
@@ -346,7 +349,7 @@ class Executor(Generic[State, Adjoint]):
                         else:
                             adjoint = reverse(tape[0], adjoint, step)
                         if tapes:
-                            run.used -= tape_slots
+                            used -= tape_slots
                         at = -1
                     elif at != step:
                         raise _illegal(action, f"neither its tape nor its state, live is {at}")
@@ -371,17 +374,21 @@ class Executor(Generic[State, Adjoint]):
                     forward_steps += stop - start
                 elif kind is Load:
                     at = action.step
-                    kept: Kept | None = held.get(at) or self._find(at, live)
-                    live = load(kept, live)  # type: ignore[arg-type]
+                    kept: Kept | None = held.get(at)
+                    if kept is None:
+                        run.used = used
+                        kept = self._find(at, live)
+                        used = run.used
+                    live = load(kept, live) if copies else kept.state
                     continue
                 elif kind is Save:
                     step = action.step
                     if step != at:
                         raise _illegal(action, f"the live state is {at}")
                     held[step] = keep(live, step)
-                    run.used = used = run.used + 1
-                    if used > counts.peak_slots:
-                        counts.peak_slots = used
+                    used += 1
+                    if used > peak:
+                        peak = used
                     continue
                 elif kind is Free:
                     if action.step not in held:
@@ -389,16 +396,16 @@ class Executor(Generic[State, Adjoint]):
                     kept = held.pop(action.step)
                     if kept is not None:
                         release(kept)
-                    run.used -= 1
+                    used -= 1
                     continue
                 elif kind is Tape:
                     step = action.step
                     if step != at:
                         raise _illegal(action, f"the live state is {at}")
                     if tapes:
-                        run.used = used = run.used + tape_slots
-                        if used > counts.peak_slots:
-                            counts.peak_slots = used
+                        used += tape_slots
+                        if used > peak:
+                            peak = used
                     if state_is_tape:
                         tapes[step] = keep(live, step)
                         live = advance(live, step, step + 1)
@@ -418,17 +425,17 @@ class Executor(Generic[State, Adjoint]):
                     self.timeline.end_forward_s = clock() - self._begin
                     break
                 else:
-                    run.live, run.at = live, at
+                    run.live, run.at, run.used = live, at, used
                     answer = self._transfer(action)
-                    if rules is not None:
-                        rules.apply(action, answer)
-                    last = clock()
-                if last - window > _WINDOW_S:
+                    used, last = run.used, clock()
+                if last - window > window_s:
+                    run.used = used
                     self._record(window, last, forward_steps, forward_s, reverse_steps, reverse_s)
                     window, forward_steps, reverse_steps = last, 0, 0
                     forward_s = reverse_s = 0.0
         finally:
-            run.live, run.at, run.end = live, at, end
+            run.live, run.at, run.end, run.used = live, at, end, used
+            counts.peak_slots = max(counts.peak_slots, peak)
             self._record(window, last, forward_steps, forward_s, reverse_steps, reverse_s)
         return adjoint
 
@@ -646,6 +653,25 @@ class Executor(Generic[State, Adjoint]):
     @staticmethod
     def _warn(what: str) -> None:
         warnings.warn(f"{what}; the steps after it will be computed again", CheckpointWarning, 3)
+
+
+def _judged(schedule: Schedule, rules: Rules) -> Schedule:
+    """Pass a schedule on, every action judged; transfers when their answer is known."""
+    answer: Answer = None
+    try:
+        while True:
+            try:
+                action = schedule.send(answer)
+            except StopIteration:
+                return
+            if type(action) in _UNANSWERED:
+                rules.apply(action, None)
+                answer = yield action
+            else:
+                answer = yield action
+                rules.apply(action, answer)
+    finally:
+        schedule.close()
 
 
 def _illegal(action: Action, seen: str) -> ScheduleError:

@@ -37,6 +37,8 @@ class Layout:
     leaves : tuple of Leaf
     nbytes : int
         Bytes of one record.
+    single : (shape, dtype) or None
+        Of the one array that is the whole state, if it is one.
 
     Examples
     --------
@@ -49,7 +51,7 @@ class Layout:
         self._spec = spec
         self.leaves = leaves
         self.nbytes = nbytes
-        self._single = (
+        self.single = (
             (leaves[0].shape, leaves[0].dtype) if spec.is_leaf() and len(leaves) == 1 else None
         )
         # A plain tuple of arrays is checked without walking a tree.
@@ -91,7 +93,7 @@ class Layout:
             If tree, shape or dtype differ from this layout; the message names
             the leaf and both values.
         """
-        if type(state) is np.ndarray and (state.shape, state.dtype) == self._single:
+        if type(state) is np.ndarray and (state.shape, state.dtype) == self.single:
             return [state]
         if type(state) is tuple and self._flat is not None:
             for value in state:
@@ -121,7 +123,7 @@ class Layout:
 
     def state(self, arrays: Sequence[Array]) -> Any:
         """Return the state made of `arrays`, the inverse of `arrays()`."""
-        if self._single is not None:
+        if self.single is not None:
             return arrays[0]
         if self._flat is not None:
             return tuple(arrays)

@@ -13,21 +13,19 @@ copies (in-place chains)
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from .layout import Array, Layout
 
 
-class Kept:
+class Kept(NamedTuple):
     """One kept state; give it back with `release`."""
 
-    __slots__ = ("arrays", "state")
-
-    def __init__(self, state: Any, arrays: list[Array]) -> None:
-        self.state = state
-        self.arrays = arrays
+    state: Any
+    arrays: Sequence[Array]
 
 
 class Slots(Protocol):
@@ -54,15 +52,31 @@ class Slots(Protocol):
         ...
 
 
+_kept = tuple.__new__  # what Kept(...) does, without the call around it
+
+
 class References:
     """Slots of a functional chain."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
+        self._single = layout.single
         self._frozen: dict[int, list[Any]] = {}  # id -> [array, holders]
 
     def keep(self, state: Any, where: int | str) -> Kept:
         frozen, copied = self._frozen, False
+        if type(state) is np.ndarray and (state.shape, state.dtype) == self._single:
+            # The same as below for the commonest case.
+            entry = frozen.get(id(state))
+            if entry is not None:
+                entry[1] += 1
+                return _kept(Kept, (state, (state,)))
+            if state.base is None:
+                flags = state.flags
+                if flags.writeable:
+                    flags.writeable = False
+                    frozen[id(state)] = [state, 1]
+                return _kept(Kept, (state, (state,)))
         arrays = self._layout.arrays(state, where)
         for k, array in enumerate(arrays):
             entry = frozen.get(id(array))
@@ -104,7 +118,7 @@ class Copies:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._pool: list[list[Array]] = []
+        self._pool: list[Sequence[Array]] = []
         self._own: dict[int, Kept] = {}
 
     def keep(self, state: Any, where: int | str) -> Kept:

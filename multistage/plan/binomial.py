@@ -139,17 +139,16 @@ def reverse_actions(
 def _actions(codes: Iterable[int], offset: int) -> list[Action]:
     """Make actions of flat (code, a, b) triples; a list is passed on faster than yields."""
     flat = iter(codes)
-    made: list[Action] = []
-    append = made.append
-    for code, a, b in zip(flat, flat, flat, strict=True):
-        if code:
-            append(_OF_ONE_STEP[code](a + offset))
-        else:
-            append(Advance(a + offset, b + offset))
-    return made
+    triples = zip(flat, flat, flat, strict=True)
+    if offset:
+        return [
+            _OF_ONE_STEP[code](a + offset) if code else Advance(a + offset, b + offset)
+            for code, a, b in triples
+        ]
+    return [_OF_ONE_STEP[code](a) if code else Advance(a, b) for code, a, b in triples]
 
 
-_OF_ONE_STEP: dict[int, Callable[[int], Action]] = {1: Reverse, 2: Save, 3: Load, 4: Free}
+_OF_ONE_STEP: tuple[Callable[[int], Action], ...] = (Reverse, Reverse, Save, Load, Free)
 
 
 def forward_and_reverse(actions: Iterator[Action]) -> Schedule:
