@@ -139,6 +139,8 @@ class Reversal(Generic[State, Adjoint]):
         self._ready = False
         self._slots = 0
         self._report: Report | None = None
+        if costs is not None and self._store is None:
+            costs = costs.without_tiers()  # measured with a tier that is not here now
         self.costs = costs
         self.plan: Plan | None = None
 
