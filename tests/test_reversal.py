@@ -1,0 +1,386 @@
+"""The front door: exact gradients, plain errors, nothing left behind."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chains import CHAINS, digest, raw, store_all
+
+from multistage import limits
+from multistage.backends import FileStore, MemoryStore, Store
+from multistage.backends.testing import FaultyStore
+from multistage.chain import FunctionChain
+from multistage.costs import Budget, Costs, Tier
+from multistage.errors import (
+    ArgumentError,
+    BudgetError,
+    CheckpointWarning,
+    MultistageError,
+    ScheduleError,
+    StateError,
+)
+from multistage.plan import PLANNERS
+from multistage.reversal import Reversal, drifted, reverse
+
+N = 33
+COSTS = Costs(1.0, 2.0, state_bytes=10, tiers=(Tier("file", 2.0, 2.0),))
+TAPED = Costs(
+    1.0, 2.0, tape_step_s=1.2, tape_bytes=20, state_bytes=10, tiers=(Tier("file", 2.0, 2.0),)
+)
+TIERS: dict[str, Callable[[Path], str | Store | None]] = {
+    "none": lambda folder: None,
+    "memory": lambda folder: "memory:64MiB",
+    "direct": lambda folder: FileStore(folder, "direct"),
+    "aiofiles": lambda folder: f"file:{folder}?engine=aiofiles&buffers=0",
+}
+
+
+def sines(n: int | None = N, **options: Any) -> Reversal[Any, Any]:
+    options.setdefault("budget", "5 slots")
+    options.setdefault("costs", COSTS)
+    return Reversal(lambda x, i: np.sin(x) + i, lambda x, a, i: np.cos(x) * a, n, **options)
+
+
+def sweep(run: Reversal[Any, Any], **options: Any) -> tuple[list[float], list[float]]:
+    last = run.forward(np.linspace(0, 1, 4), **options)
+    return last.tolist(), run.reverse(np.ones(4)).tolist()
+
+
+def sines_answer(n: int = N) -> tuple[list[float], list[float]]:
+    states = [np.linspace(0, 1, 4)]
+    for i in range(n):
+        states.append(np.sin(states[-1]) + i)
+    adjoint = np.ones(4)
+    for x in reversed(states[:-1]):
+        adjoint = np.cos(x) * adjoint
+    return states[-1].tolist(), adjoint.tolist()
+
+
+# ------------------------------------------------------------------ gradients
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("planner", ["auto", *PLANNERS])
+def test_gradients_are_those_of_store_all(
+    planner: str, chain: str, tier: str, tmp_path: Path
+) -> None:
+    slots = 3 * N if planner in ("store-all", "periodic", "recursive") else 6
+    with Reversal(
+        CHAINS[chain][0](),
+        n_steps=N,
+        budget=f"{slots} slots",
+        tier=TIERS[tier](tmp_path),
+        planner=planner,
+        costs=TAPED if chain == "tape" else COSTS,
+        checked=True,
+    ) as run:
+        for _ in range(2):
+            last = raw(run.forward(CHAINS[chain][1]()))
+            assert (last, run.reverse(1)) == store_all(chain, N)
+            assert run.report().counts.reverse_steps == N
+            assert run.report().counts.peak_slots <= slots
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("chain", ["nested", "tape", "in-place"])
+def test_measured_costs(chain: str, tmp_path: Path) -> None:
+    with Reversal(
+        CHAINS[chain][0](), n_steps=N, budget="64 KiB", tier=FileStore(tmp_path, buffer_bytes=0)
+    ) as run:
+        assert run.costs is None
+        for _ in range(3):
+            last = raw(run.forward(CHAINS[chain][1]()))
+            assert (last, run.reverse(1)) == store_all(chain, N)
+        assert run.costs is not None
+        assert run.costs.forward_step_s > 0
+
+
+@pytest.mark.parametrize("fault", ["refuse", "lose_write", "lose_read"])
+@pytest.mark.parametrize("planner", ["streaming", "interval"])
+def test_faults_leave_the_gradient_alone(planner: str, fault: str) -> None:
+    for number in (*range(6), None):
+        told = {number} if number is not None else lambda k: True
+        store = FaultyStore(MemoryStore(buffer_bytes=0), **{fault: told})  # type: ignore[arg-type]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            with sines(tier=store, planner=planner, checked=True) as run:
+                assert sweep(run) == sines_answer()
+                assert sweep(run) == sines_answer()
+
+
+def test_unknown_number_of_steps() -> None:
+    seen = []
+
+    def until(x: Any, i: int) -> bool:
+        seen.append((i, float(x[0])))
+        return i == N
+
+    for tier in (None, "memory:"):
+        seen.clear()
+        with sines(None, tier=tier, checked=True) as run:
+            assert sweep(run, until=until) == sines_answer()
+            assert [i for i, _ in seen] == list(range(1, N + 1))
+            assert seen[-1][1] == sines_answer()[0][0]
+            assert run.report().n_steps == N
+            assert sweep(run, until=lambda x, i: i == 7) == sines_answer(7)
+            assert sweep(run, until=lambda x, i: True) == sines_answer(1)
+
+
+def test_until_may_raise() -> None:
+    def until(x: Any, i: int) -> bool:
+        if i == 5:
+            raise KeyError("until")
+        return False
+
+    with sines(None) as run:
+        with pytest.raises(KeyError, match="until"):
+            run.forward(np.zeros(4), until)
+        assert sweep(run, until=lambda x, i: i == 7) == sines_answer(7)
+
+
+def test_in_one_call() -> None:
+    result = reverse(
+        lambda x, i: np.sin(x) + i,
+        lambda x, a, i: np.cos(x) * a,
+        np.linspace(0, 1, 4),
+        np.ones_like,
+        N,
+        budget="5 slots",
+        costs=COSTS,
+    )
+    assert (result.last_state.tolist(), result.adjoint.tolist()) == sines_answer()
+    assert result.report.n_steps == N
+
+
+def test_one_step() -> None:
+    for planner in ("auto", *PLANNERS):
+        with sines(1, tier="memory:", planner=planner, checked=True) as run:
+            assert sweep(run) == sines_answer(1)
+
+
+def test_the_front_door_allows_another_layout() -> None:
+    with sines(tier="memory:") as run:
+        assert sweep(run) == sines_answer()
+        last = run.forward(np.zeros((50, 50)))
+        assert run.reverse(last).shape == (50, 50)
+        assert sweep(run) == sines_answer()
+
+
+# ------------------------------------------------------------------------ life
+
+
+def test_reverse_once_per_forward() -> None:
+    with sines() as run:
+        with pytest.raises(ArgumentError, match="needs a forward"):
+            run.reverse(np.ones(4))
+        with pytest.raises(ArgumentError, match="complete sweep"):
+            run.report()
+        assert sweep(run) == sines_answer()
+        with pytest.raises(ArgumentError, match="one for each"):
+            run.reverse(np.ones(4))
+        assert sweep(run) == sines_answer()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_forward_without_reverse(tier: str, tmp_path: Path) -> None:
+    threads = threading.active_count()
+    start = np.linspace(0, 1, 4)
+    run = sines(tier=TIERS[tier](tmp_path))
+    run.forward(start)
+    run.forward(start)
+    run.close()
+    run.close()
+    assert start.flags.writeable
+    assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ArgumentError):
+        run.reverse(np.ones(4))
+    assert sweep(run) == sines_answer()  # opens again
+    run.close()
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("where", ["forward", "adjoint"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_operator_raises(where: str, error: type[BaseException], tmp_path: Path) -> None:
+    armed = True
+
+    def step(x: Any, i: int) -> Any:
+        if armed and where == "forward" and i == 20:
+            raise error("bang")
+        return np.sin(x) + i
+
+    def adjoint_step(x: Any, a: Any, i: int) -> Any:
+        if armed and where == "adjoint" and i == 20:
+            raise error("bang")
+        return np.cos(x) * a
+
+    threads = threading.active_count()
+    start = np.linspace(0, 1, 4)
+    run: Reversal[Any, Any] = Reversal(
+        step, adjoint_step, N, budget="5 slots", costs=COSTS, tier=f"file:{tmp_path}"
+    )
+    with pytest.raises(error, match="bang"):
+        run.forward(start)
+        run.reverse(np.ones(4))
+    assert start.flags.writeable
+    assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == []
+    armed = False
+    assert sweep(run) == sines_answer()
+    run.close()
+
+
+# ------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"n": 0}, ArgumentError, "n_steps=0"),
+        ({"n": -3}, ArgumentError, "n_steps=-3"),
+        ({"n": 2.5}, ArgumentError, "n_steps=2.5"),
+        ({"budget": "0 slots"}, BudgetError, "0 slots < 1 slot needed|0 slots < 1 slot"),
+        ({"budget": -1}, ArgumentError, "-1"),
+        ({"budget": "some"}, ArgumentError, "some"),
+        ({"budget": "3 slits"}, ArgumentError, "3 slits"),
+        ({"tier": "ftp://there"}, ArgumentError, "is not known; write file:"),
+        ({"tier": "scratch"}, ArgumentError, "is not known"),
+        ({"tier": "file:///tmp?speed=9"}, ArgumentError, "unknown option 'speed'"),
+        ({"planner": "fastest"}, ArgumentError, "choose 'auto' or one of store-all, "),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    options = dict(options)
+    with pytest.raises(error, match=message):
+        sines(options.pop("n", N), **options)
+
+
+def test_bad_operators() -> None:
+    with pytest.raises(ArgumentError, match="needs an adjoint_step"):
+        Reversal(lambda x, i: x, n_steps=3)
+    with pytest.raises(ArgumentError, match="adjoint_step=3 must be callable"):
+        Reversal(lambda x, i: x, 3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="go with a plain step"):
+        Reversal(CHAINS["nested"][0](), digest, 3)
+    with pytest.raises(ArgumentError, match="must be callable or None"):
+        FunctionChain(lambda x, i: x, digest, tape_step=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (1.0, "plain numpy.ndarray"),
+        ([np.zeros(3), 2], r"leaf \[1\] is int"),
+        ({"x": [1.0]}, r"leaf \['x'\]\[0\] is float"),
+        (np.array([None]), "holds Python objects"),
+        ({"x": np.zeros(2), "y": None}, r"leaf \['y'\] is NoneType"),
+        ((), "at least one"),
+        (np.ma.masked_array([1.0]), "MaskedArray"),
+    ],
+)
+def test_bad_states(state: Any, message: str) -> None:
+    calls = []
+    with (
+        Reversal(lambda x, i: calls.append(i) or x, digest, 3, budget="2 slots") as run,
+        pytest.raises(StateError, match=message),
+    ):
+        run.forward(state)
+    assert not calls
+
+
+def test_a_budget_below_one_state() -> None:
+    with sines(budget="1 KiB") as run, pytest.raises(BudgetError, match="raise the budget"):
+        run.forward(np.zeros(1000))
+    # The tier's buffers are paid from it as well.
+    with (
+        sines(budget="64 KiB", tier=MemoryStore()) as run,
+        pytest.raises(BudgetError, match=r"I/O buffers"),
+    ):
+        run.forward(np.zeros(10))
+
+
+def test_until_and_n_steps_exclude_each_other() -> None:
+    with sines() as run, pytest.raises(ArgumentError, match="not both"):
+        run.forward(np.zeros(4), lambda x, i: True)
+    with sines(None) as run, pytest.raises(ArgumentError, match="not neither"):
+        run.forward(np.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("budget", "slots"),
+    [("7 slots", 7), ("1 slot", 1), (96, 3), ("96", 3), ("1 KiB", 32), (Budget(slots=4), 4)],
+)
+def test_budgets(budget: Any, slots: int) -> None:
+    costs = Costs(1.0, 2.0, state_bytes=32)
+    with sines(200, budget=budget, costs=costs) as run:
+        state = np.zeros((4, 2))  # 64 bytes: the least a record takes
+        per_state = 1 if not isinstance(budget, int | str) or "slot" in str(budget) else 2
+        run.forward(state)
+        run.reverse(state)
+        assert run.plan is not None
+        assert run.plan.slots == max(1, slots // per_state)
+
+
+def test_the_default_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = limits.free_bytes(tmp_path / "none")
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert limits.free_bytes(tmp_path) > free / 2
+    (tmp_path / "memory.max").write_text("9000\n")
+    assert limits.free_bytes(tmp_path) == 8000
+    (tmp_path / "memory.current").write_text("9500\n")
+    assert limits.free_bytes(tmp_path) == 0
+    (tmp_path / "memory.max").write_text("nonsense\n")
+    assert limits.free_bytes(tmp_path) > free / 2
+    old = tmp_path / "memory"
+    old.mkdir()
+    (old / "memory.limit_in_bytes").write_text("5000")
+    (old / "memory.usage_in_bytes").write_text("1000")
+    assert limits.free_bytes(tmp_path) == 4000
+    monkeypatch.setattr(limits, "free_bytes", lambda: 6400)
+    assert limits.default_budget_bytes() == 1600
+    with sines(budget=None) as run:
+        run.forward(np.zeros(8))
+        assert run.plan is not None
+        assert run.plan.slots == 25
+
+
+# ------------------------------------------------------------------ the details
+
+
+def test_costs_drift() -> None:
+    one = Costs(1.0, 2.0, tiers=(Tier("file", 4.0, 2.0),))
+    assert not drifted(one, one)
+    assert not drifted(one, Costs(10.0, 20.0, tiers=(Tier("file", 40.0, 20.0),)))
+    assert not drifted(one, Costs(1.0, 2.5, tiers=(Tier("file", 4.0, 2.0),)))
+    assert drifted(one, Costs(1.0, 2.7, tiers=(Tier("file", 4.0, 2.0),)))
+    assert drifted(one, Costs(1.0, 1.5, tiers=(Tier("file", 4.0, 2.0),)))
+    assert drifted(one, Costs(1.0, 2.0, tiers=(Tier("file", 6.0, 2.0),)))
+    assert drifted(one, Costs(1.0, 2.0, tiers=(Tier("file", 4.0, 1.0),)))
+
+
+def test_errors_share_a_root() -> None:
+    for error in (ArgumentError, BudgetError, StateError, ScheduleError):
+        assert issubclass(error, MultistageError)
+
+
+def test_no_descriptor_leaks(tmp_path: Path) -> None:
+    listing = Path("/proc/self/fd")
+    if not listing.is_dir():
+        pytest.skip("no /proc here")
+    with sines(tier=f"file:{tmp_path}") as run:
+        sweep(run)
+    before = len(list(listing.iterdir()))
+    for engine in ("direct", "aiofiles"):
+        for _ in range(3):
+            with sines(tier=f"file:{tmp_path}?engine={engine}") as run:
+                sweep(run)
+    assert len(list(listing.iterdir())) == before
