@@ -1,0 +1,100 @@
+"""Page-aligned memory, and buffers that are reused only when nobody looks at them."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from multistage.backends.arena import PAGE, LandingPool, pages, round_up
+
+
+@pytest.mark.parametrize(("nbytes", "rounded"), [(0, 0), (1, PAGE), (PAGE, PAGE), (4097, 8192)])
+def test_round_up(nbytes: int, rounded: int) -> None:
+    assert round_up(nbytes) == rounded
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, PAGE, 3 * PAGE + 1, 2 << 20])
+@pytest.mark.parametrize("touch", [True, False])
+def test_pages(nbytes: int, touch: bool) -> None:
+    array = pages(nbytes, touch=touch)
+    assert array.dtype == np.uint8
+    assert array.ctypes.data % PAGE == 0
+    assert len(array) >= max(nbytes, 1)
+    assert len(array) % PAGE == 0
+    assert not array.any()
+    array[:] = 1
+
+
+def address(array: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
+    return array.ctypes.data
+
+
+def test_a_buffer_nobody_refers_to_is_reused() -> None:
+    pool = LandingPool(PAGE, 2)
+    first = address(pool.take())
+    for _ in range(5):
+        assert address(pool.take()) == first
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda buffer: buffer,
+        lambda buffer: buffer[8:16],
+        lambda buffer: buffer[:16].view(np.float64).reshape(2, 1)[1],
+        lambda buffer: memoryview(buffer)[3:4],
+        lambda buffer: [buffer[:8]],
+        lambda buffer: (lambda view: lambda: view)(buffer[:8]),
+        lambda buffer: iter(buffer[:8]),
+        lambda buffer: np.broadcast_to(buffer[:8], (3, 8)),
+    ],
+)
+def test_a_buffer_under_any_reference_is_not(look: object) -> None:
+    pool = LandingPool(PAGE, 2)
+    buffer = pool.take()
+    first = address(buffer)
+    kept = look(buffer)  # type: ignore[operator]
+    del buffer
+    others = {address(pool.take()) for _ in range(5)}
+    assert first not in others
+    del kept
+    assert first in {address(pool.take()) for _ in range(2)}
+
+
+def test_more_than_its_size_is_not_kept() -> None:
+    pool = LandingPool(PAGE, 2)
+    held = [pool.take() for _ in range(6)]
+    assert len({address(buffer) for buffer in held}) == 6
+    assert len(pool._buffers) == 2
+    held.clear()
+    assert len({address(pool.take()) for _ in range(9)}) == 1
+
+
+def test_references_dropped_by_another_thread() -> None:
+    pool = LandingPool(PAGE, 1)
+    box = [pool.take()[:9]]
+    first = address(box[0])
+    started, stop = threading.Barrier(2), threading.Barrier(2)
+
+    def drop() -> None:
+        mine = box.pop()
+        started.wait()
+        stop.wait()
+        del mine
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    started.wait()
+    assert address(pool.take()) != first
+    stop.wait()
+    thread.join()
+    assert address(pool.take()) == first
+
+
+def test_no_pool_no_reuse() -> None:
+    pool = LandingPool(PAGE, 0)
+    one, two = pool.take(), pool.take()
+    assert address(one) != address(two)
+    assert pool._buffers == []

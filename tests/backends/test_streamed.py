@@ -1,0 +1,125 @@
+"""What only a medium that waits can show: queues, order, and hand-over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from multistage.backends import CheckpointLost
+from multistage.backends.medium import Ram
+from multistage.backends.streamed import StreamedStore
+from multistage.errors import ArgumentError
+from multistage.layout import Array, Layout
+
+STATE = np.arange(1000.0)
+LAYOUT = Layout.of(STATE)
+
+
+class Gate(Ram):
+    """Host memory whose writes wait at a gate."""
+
+    def __init__(self, extent_bytes: int) -> None:
+        super().__init__(extent_bytes)
+        self.open = threading.Event()
+
+    def write(self, slot: int, offset: int, data: Array) -> None:
+        self.open.wait()
+        super().write(slot, offset, data)
+
+
+@pytest.fixture
+def gates() -> Iterator[list[Gate]]:
+    made: list[Gate] = []
+    yield made
+    for gate in made:
+        gate.open.set()
+
+
+def gated(gates: list[Gate], buffer_bytes: int, queue_depth: int = 2) -> StreamedStore:
+    def medium(extent_bytes: int) -> Gate:
+        gates.append(Gate(extent_bytes))
+        return gates[-1]
+
+    store = StreamedStore("gated", medium, buffer_bytes=buffer_bytes, queue_depth=queue_depth)
+    store.open(LAYOUT)
+    return store
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_large_states_fill_the_queue(gates: list[Gate], depth: int) -> None:
+    store = gated(gates, 0, depth)
+    assert [store.put(key, [STATE]) for key in range(depth + 2)] == [True] * depth + [False] * 2
+    assert store.stats.refused == 2
+    with pytest.raises(CheckpointLost):
+        store.get(depth)
+    gates[0].open.set()
+    assert store.put(depth, [STATE + 1], block=True)
+    for key in range(depth + 1):
+        assert store.wait_written(key)
+        assert store.get(key)[0].tolist() == (STATE + (key == depth)).tolist()
+    assert store.put(99, [STATE])
+    store.close()
+
+
+def test_small_states_fill_the_buffers(gates: list[Gate]) -> None:
+    store = gated(gates, 6 * 5 * LAYOUT.nbytes)
+    accepted = 0
+    while store.put(accepted, [STATE + accepted]):
+        accepted += 1
+        assert accepted < 100
+    assert accepted == 3 * 5  # three buffers of five states
+    for key in range(accepted):  # read from the buffers while no write can end
+        assert store.get(key)[0].tolist() == (STATE + key).tolist()
+    gates[0].open.set()
+    assert store.put(accepted, [STATE + accepted], block=True)
+    for key in reversed(range(accepted + 1)):
+        assert store.get(key)[0].tolist() == (STATE + key).tolist()
+    store.close()
+
+
+def test_a_state_dropped_while_it_is_written(gates: list[Gate]) -> None:
+    store = gated(gates, 0)
+    assert store.put(1, [STATE])
+    store.prefetch(1)
+    store.drop(1)
+    assert not store.wait_written(1)
+    gates[0].open.set()
+    assert store.put(1, [STATE + 1], block=True)
+    assert store.put(2, [STATE + 2], block=True)
+    assert store.get(1)[0].tolist() == (STATE + 1).tolist()
+    assert store.get(2)[0].tolist() == (STATE + 2).tolist()
+    store.close()
+
+
+def test_arguments() -> None:
+    for options, message in (
+        ({"capacity_bytes": -1}, "capacity_bytes=-1"),
+        ({"buffer_bytes": -1}, "buffer_bytes=-1"),
+        ({"queue_depth": 0}, "queue_depth=0"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            StreamedStore("x", Ram, **options)  # type: ignore[arg-type]
+
+
+def test_the_threads_records(gates: list[Gate]) -> None:
+    store = gated(gates, 0)
+    gates[0].open.set()
+    for key in range(3):
+        assert store.put(key, [STATE], block=True)
+        assert store.wait_written(key)
+    store.get(1)
+    store.close()
+    records = list(store.transfers)
+    assert [(r.kind, r.key, r.nbytes) for r in records] == [
+        ("write", 0, LAYOUT.nbytes),
+        ("write", 1, LAYOUT.nbytes),
+        ("write", 2, LAYOUT.nbytes),
+        ("read", 1, LAYOUT.nbytes),
+    ]
+    assert all(r.start_s <= r.stop_s for r in records)
+    stats = store.stats
+    assert (stats.writes, stats.reads) == (3, 1)
+    assert (stats.bytes_written, stats.bytes_read) == (3 * LAYOUT.nbytes, LAYOUT.nbytes)

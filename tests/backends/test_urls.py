@@ -1,0 +1,74 @@
+"""Stores named by strings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from multistage.backends import FileStore, MemoryStore, open_store
+from multistage.errors import ArgumentError
+
+
+def test_files() -> None:
+    store = open_store(
+        "file:///scratch/my%20runs?engine=aiofiles&capacity=2GiB&buffers=1MiB&queue=5"
+    )
+    assert isinstance(store, FileStore)
+    assert store.folder == Path("/scratch/my runs")
+    assert store.engine == "aiofiles"
+    assert (store.capacity_bytes, store.queue_depth) == (2 << 30, 5)
+    assert store._buffer_bytes == 1 << 20
+
+
+def test_defaults() -> None:
+    store = open_store("file:relative/folder")
+    assert isinstance(store, FileStore)
+    assert store.folder == Path("relative/folder")
+    assert store.engine in ("direct", "aiofiles")
+    assert (store.capacity_bytes, store.queue_depth) == (None, 2)
+    assert not store.folder.exists()  # naming a tier touches nothing
+
+
+@pytest.mark.parametrize(
+    ("text", "capacity"),
+    [
+        ("memory:", None),
+        ("memory:64MiB", 64 << 20),
+        ("memory:?capacity=1GiB", 1 << 30),
+        ("memory://", None),
+    ],
+)
+def test_memory(text: str, capacity: int | None) -> None:
+    store = open_store(text)
+    assert isinstance(store, MemoryStore)
+    assert store.capacity_bytes == capacity
+
+
+def test_a_store_is_itself() -> None:
+    store = MemoryStore()
+    assert open_store(store) is store
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not known; write file:"),
+        ("/scratch", "is not known"),
+        ("s3://bucket", "is not known"),
+        ("file:", "must name a folder, as in file:///scratch"),
+        ("file://host/scratch", "must name a folder"),
+        ("file:///x?engine=fast", "engine='fast' must be one of"),
+        ("file:///x?speed=9", "unknown option 'speed'"),
+        ("memory:?engine=direct", "unknown option 'engine'"),
+        ("file:///x?queue=two", "queue='two' must be a whole number"),
+        ("file:///x?queue=0", "queue_depth=0 must be at least 1"),
+        ("file:///x?capacity=lots", "lots"),
+        ("file:///x?capacity=", "size"),
+        ("file:///x?buffers=-1", "-1"),
+        ("memory:plenty", "plenty"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        open_store(text)
