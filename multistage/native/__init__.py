@@ -7,8 +7,8 @@ Python twin that then takes over.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 
 _INT64 = ctypes.c_int64
 _ARRAY = ctypes.POINTER(ctypes.c_int64)
@@ -16,11 +16,12 @@ _BYTES = ctypes.c_void_p  # a NumPy array's `ctypes.data`
 
 
 def _load() -> ctypes.CDLL | None:
-    here = Path(__file__).parent
-    names = [*here.glob("_native*.so"), *here.glob("_native*.dylib"), *here.glob("_native*.dll")]
-    if not names:
+    # Asked of the import system, not of this file's folder: in an editable
+    # install the built library lies elsewhere than the sources.
+    found = importlib.util.find_spec(f"{__name__}._native")
+    if found is None or found.origin is None:
         return None
-    library = ctypes.CDLL(str(names[0]))
+    library = ctypes.CDLL(found.origin)
     library.ms_revolve_state_len.restype = _INT64
     library.ms_revolve_state_len.argtypes = []
     library.ms_revolve_stack_len.restype = _INT64
