@@ -1,0 +1,124 @@
+"""Measuring: every field is there, and nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chains import CHAINS, raw
+
+from multistage.backends import FileStore, MemoryStore
+from multistage.backends.testing import FaultyStore
+from multistage.chain import FunctionChain
+from multistage.costs import Costs
+from multistage.errors import StateError, StoreError
+from multistage.layout import Layout
+from multistage.probe import measure, probe_path, probe_store
+
+
+def _check(costs: Costs, state: Any) -> None:
+    assert costs.state_bytes == Layout.of(state).nbytes
+    for value in (costs.forward_step_s, costs.reverse_step_s, costs.action_s):
+        assert 0 < value < 1
+    for tier in costs.tiers:
+        assert 0 < tier.write_s < 1
+        assert 0 < tier.read_s < 1
+        assert 0 <= tier.write_overhead_s < 1
+        assert 0 <= tier.read_overhead_s < 1
+    assert Costs.from_json(costs.to_json()) == costs
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("tiered", [False, True])
+def test_chains(name: str, tiered: bool) -> None:
+    make, start = CHAINS[name]
+    state = start()
+    before = raw(state)
+    store = MemoryStore() if tiered else None
+    chain = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        costs = measure(chain, state, 20, store, seconds=0.02)
+    _check(costs, state)
+    assert raw(state) == before
+    assert all(array.flags.writeable for array in Layout.of(state).arrays(state))
+    assert len(costs.tiers) == tiered
+    assert costs.state_is_tape == chain.state_is_tape
+
+
+def test_the_adjoint_is_left_alone_unless_given() -> None:
+    calls = []
+
+    def adjoint_step(x: Any, a: Any, i: int) -> Any:
+        calls.append(i)
+        a += x
+        return a
+
+    steps = []
+
+    def step(x: Any, i: int) -> Any:
+        steps.append(i)
+        return np.sin(x)
+
+    chain = FunctionChain(step, adjoint_step)
+    costs = measure(chain, np.zeros(10), 7, seconds=0.01)
+    assert not calls
+    assert costs.reverse_step_s == 2 * costs.forward_step_s
+    assert set(steps) <= set(range(7))
+    adjoint = np.ones(10)
+    measure(chain, np.ones(10), 7, adjoint=adjoint, seconds=0.01)
+    assert calls
+    assert adjoint.tolist() == [1.0] * 10
+
+
+def test_one_step_only() -> None:
+    steps = []
+    chain: FunctionChain[Any, Any] = FunctionChain(
+        lambda x, i: steps.append(i) or x + 1, lambda x, a, i: a
+    )
+    _check(measure(chain, np.zeros(3), 1, MemoryStore(), seconds=0.01), np.zeros(3))
+    assert set(steps) == {0}
+
+
+def test_stores_are_closed_again(tmp_path: Path) -> None:
+    for store in (
+        FileStore(tmp_path, "direct"),
+        FileStore(tmp_path, "aiofiles"),
+        MemoryStore(1 << 20),
+    ):
+        tier = probe_store(store, Layout.of(np.zeros(1000)), seconds=0.02)
+        assert tier.name == store.name
+        assert tier.queue_depth == store.queue_depth
+        assert (tier.capacity_states is not None) == (store.name == "memory")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_fails_can_be_measured() -> None:
+    for faults in ({"lose_read": lambda k: k % 2 == 0}, {"lose_write": lambda k: k % 3 == 0}):
+        store = FaultyStore(MemoryStore(), **faults)
+        tier = probe_store(store, Layout.of(np.zeros(1000)), seconds=0.02)
+        assert tier.write_s > 0
+
+
+def test_paths(tmp_path: Path) -> None:
+    rows = probe_path(tmp_path, (1000, 100_000), seconds=0.02)
+    assert [(row.engine, row.state_bytes) for row in rows] == [
+        (engine, size) for engine in ("direct", "aiofiles") for size in (1000, 100_000)
+    ]
+    for row in rows:
+        assert min(row.write_bytes_per_s, row.read_bytes_per_s, row.latency_s) > 0
+        assert min(row.put_s, row.get_s) >= 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_measured(tmp_path: Path) -> None:
+    chain: FunctionChain[Any, Any] = FunctionChain(lambda x, i: x, lambda x, a, i: a)
+    with pytest.raises(StateError):
+        measure(chain, 3.0, 5)
+    with pytest.raises(StoreError, match="create it"):
+        measure(chain, np.zeros(3), 5, FileStore(tmp_path / "missing"), seconds=0.01)
+    with pytest.raises(StoreError, match="create it"):
+        probe_path(tmp_path / "missing")
