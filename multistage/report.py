@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from tabulate import tabulate
@@ -12,6 +13,7 @@ from .costs import Costs, format_bytes, format_seconds
 from .execute import Counts
 from .plan import Plan
 from .timeline import Timeline
+from .trace import write_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,23 @@ class Report:
     def to_json(self) -> str:
         """Return the report as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
+
+    def picture(self, path: str | Path) -> None:
+        """Draw the run's timeline to a file.
+
+        Raises
+        ------
+        ArgumentError
+            If matplotlib is not installed.
+        """
+        from .picture import draw
+
+        title = f"{self.plan.planner}: {self.n_steps} steps, {format_seconds(self.makespan_s)}"
+        draw(self.timeline, path, title)
+
+    def trace(self, path: str | Path) -> None:
+        """Write the run's timeline as a Chrome trace, for ui.perfetto.dev."""
+        write_trace(self.timeline, path)
 
 
 def seen_costs(plan: Plan, timeline: Timeline, counts: Counts) -> Costs:
