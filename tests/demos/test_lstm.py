@@ -1,0 +1,143 @@
+"""The LSTM demo: right gradients, equal to the last bit under every planner, real text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from multistage import PLANNERS, Costs, FileStore, Reversal, Tier
+from multistage.demos.lstm import LSTM, State, build, gradients_of
+from multistage.demos.text import encode, standard_library
+from multistage.errors import ArgumentError
+from multistage.layout import Array
+
+STEPS = 40
+SLOTS = 6
+# Writes take two steps and a half, so that streaming recomputes too.
+COSTS = Costs(1e-4, 2e-4, tiers=(Tier("file", 2.5e-4, 2.5e-4),), state_bytes=384)
+
+
+def store_all(model: LSTM, steps: int) -> dict[str, Array]:
+    """Run one sweep keeping every state; return the parameter gradients."""
+    model.clear()
+    states = [model.start()]
+    for i in range(steps):
+        states.append(model.step(states[-1], i))
+    adjoint: State = model.start()
+    for i in reversed(range(steps)):
+        adjoint = model.adjoint_step(states[i], adjoint, i)
+    return gradients_of(model)
+
+
+def loss_of(model: LSTM, steps: int) -> float:
+    """Return the loss by the definition, apart from the adjoint's code."""
+    state, loss = model.start(), 0.0
+    rows = np.arange(model.batch)
+    for i in range(steps):
+        state = model.step(state, i)
+        logits = state[0] @ model.parameters["output"] + model.parameters["bias"]
+        normal = np.log(np.exp(logits).sum(axis=1))
+        loss += float((normal - logits[rows, model.streams[i + 1]]).sum())
+    return loss
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_gradient_is_that_of_finite_differences(batch: int) -> None:
+    model = build(12, 5, batch, np.float64)
+    gradients = store_all(model, 12)
+    assert model.loss == pytest.approx(loss_of(model, 12), rel=1e-12)
+    rng = np.random.default_rng(0)
+    for name, parameter in model.parameters.items():
+        # Along a random direction every element of the gradient counts.
+        direction = rng.standard_normal(parameter.shape)
+        kept, small = parameter.copy(), 1e-5
+        parameter[...] = kept + small * direction
+        above = loss_of(model, 12)
+        parameter[...] = kept - small * direction
+        below = loss_of(model, 12)
+        parameter[...] = kept
+        slope = float((gradients[name] * direction).sum())
+        assert slope == pytest.approx((above - below) / (2 * small), rel=1e-6), name
+
+
+def test_step_and_tape_step_give_the_same_bits() -> None:
+    model = build(6, 7, 2, np.float32)
+    plain = taped = model.start()
+    for i in range(6):
+        plain, (taped, _) = model.step(plain, i), model.tape_step(taped, i)
+        assert all(np.array_equal(a, b) for a, b in zip(plain, taped, strict=True))
+
+
+def test_operators_leave_their_arguments_alone() -> None:
+    model = build(3, 4, 2, np.float64)
+    state = model.step(model.start(), 0)
+    adjoint = (np.ones((2, 4)), np.ones((2, 4)))
+    kept = [array.copy() for array in (*state, *adjoint)]
+    model.step(state, 1)
+    model.adjoint_step(state, adjoint, 1)
+    assert all(np.array_equal(a, b) for a, b in zip(kept, (*state, *adjoint), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("planner", sorted(set(PLANNERS) - {"pyrevolve"}))
+def test_gradients_equal_store_all_bit_for_bit(
+    planner: str, dtype: type[np.floating], tmp_path: Path
+) -> None:
+    model = build(STEPS, 12, 2, dtype)
+    expected = store_all(model, STEPS)
+    loss = model.loss
+    # These keep about 2 sqrt(n) states at least, or all of them.
+    slots = STEPS if planner in ("store-all", "periodic") else SLOTS
+    with Reversal(
+        model.chain(),
+        n_steps=STEPS,
+        budget=f"{slots} slots",
+        tier=FileStore(tmp_path),
+        planner=planner,
+        costs=COSTS,
+        checked=True,
+    ) as run:
+        for _ in range(2):  # a second sweep starts as clean as the first
+            model.clear()
+            run.forward(model.start())
+            run.reverse(model.start())
+            assert model.loss == loss
+            for name, gradient in expected.items():
+                assert np.array_equal(model.gradients[name], gradient), name
+
+
+def test_training_lowers_the_loss() -> None:
+    model = build(60, 16, 4, np.float32)
+    losses = []
+    for _ in range(8):
+        store_all(model, 60)
+        losses.append(model.loss)
+        model.update(60 * 4, 0.02)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_text_is_source_and_the_same_each_time() -> None:
+    text = standard_library(5_000)
+    assert len(text) == 5_000
+    assert text == standard_library(5_000)
+    assert b"import" in text
+
+
+def test_streams_are_columns_that_predict_the_next_row() -> None:
+    streams, vocabulary = encode(b"abcabd", 2)
+    assert (streams.dtype, vocabulary) == (np.uint8, 4)
+    assert streams.tolist() == [[0, 0], [1, 1], [2, 3]]
+
+
+def test_more_text_than_there_is_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="use fewer steps or a smaller batch"):
+        standard_library(10**12)
+
+
+@pytest.mark.parametrize("wrong", ["steps", "width", "batch"])
+def test_sizes_below_one_are_refused(wrong: str) -> None:
+    sizes = {"steps": 4, "width": 4, "batch": 1, wrong: 0}
+    with pytest.raises(ArgumentError, match=f"{wrong}=0 must be at least 1"):
+        build(**sizes, dtype=np.float64)
