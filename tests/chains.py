@@ -78,6 +78,17 @@ def _in_place_start() -> Any:
     return {"x": np.ones(4, np.float32), "y": np.asfortranarray(np.ones((8, 4)) * 1j)[:, 0].copy()}
 
 
+def _workspace() -> Chain[Any, int]:
+    """Return a chain that overwrites its own two buffers in turn and returns views of them."""
+    work = np.zeros((2, 9))
+
+    def step(state: Any, i: int) -> Any:
+        np.sin(state + i, out=work[i % 2])
+        return work[i % 2]
+
+    return FunctionChain(step, digest)
+
+
 def _functional(step: Callable[[Any, int], Any]) -> Chain[Any, int]:
     return FunctionChain(step, digest)
 
@@ -92,6 +103,7 @@ CHAINS: dict[str, tuple[Callable[[], Chain[Any, int]], Callable[[], Any]]] = {
         lambda: np.asfortranarray(np.arange(20.0).reshape(4, 5)),
     ),
     "views": (lambda: _functional(_view), lambda: (np.ones((3, 4)), np.ones((3, 4)))),
+    "workspace": (_workspace, lambda: np.linspace(0, 1, 9)),
     "large": (lambda: _functional(_large), lambda: np.linspace(0, 1, 60_000)),
 }
 
@@ -107,7 +119,7 @@ def store_all(name: str, n: int, adjoint: int = 1) -> tuple[bytes, int]:
             state = chain.advance(state, i, i + 1)
         else:
             state, tape = chain.tape(state, i)
-            tapes.append(tape)
+            tapes.append(optree.tree_map(np.copy, tape))
     for i in reversed(range(n)):
         adjoint = chain.reverse(tapes[i], adjoint, i)
     return raw(state), adjoint

@@ -196,6 +196,17 @@ def test_a_lost_checkpoint_is_warned_of_and_counted() -> None:
         assert executor.counts.forward_steps + executor.counts.recovered_steps > plan.forward_steps
 
 
+def test_a_lost_write_is_known_when_it_is_awaited() -> None:
+    plan = planned("streaming")
+    with opened(FaultyStore(MemoryStore(buffer_bytes=0), lose_write={0})) as store:
+        executor = Executor(CHAINS["nested"][0](), (store,), rules=judged(plan))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            run_once(executor, plan, "nested")
+        assert "could not be written" in str(seen[0].message)
+        assert executor.counts.lost == len(seen)
+
+
 def test_a_static_schedule_survives_the_loss_of_all() -> None:
     """Schedules that look at no answer: what is lost is made again at its Load."""
     made = [Put(0), Await(0), Advance(0, 1), Put(1), Await(1), Advance(1, 3), Put(3), Await(2)]
