@@ -213,9 +213,9 @@ def sweep_once(model: LSTM, steps: int, **options: Any) -> Sweep:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options to a command-line parser."""
-    parser.add_argument("--steps", type=int, default=16_000, help="sequence length (16000)")
-    parser.add_argument("--width", type=int, default=128, help="width of the layer (128)")
-    parser.add_argument("--batch", type=int, default=16, help="parallel streams of text (16)")
+    parser.add_argument("--steps", type=int, default=4_000, help="sequence length (4000)")
+    parser.add_argument("--width", type=int, default=256, help="width of the layer (256)")
+    parser.add_argument("--batch", type=int, default=32, help="parallel streams of text (32)")
     parser.add_argument(
         "--budget",
         default="32 slots",

@@ -1,0 +1,306 @@
+"""The command line: probe | plan | simulate | demo."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from . import __version__
+from .costs import Costs, Tier, format_bytes, format_seconds, parse_bytes
+from .errors import ArgumentError, MultistageError
+from .plan import PLANNERS, Plan, plan
+
+_PLAN_EPILOG = """\
+times are seconds, or written with a unit: 250us, 1.5ms, 2s.
+
+examples:
+  # a step of 1 ms, its adjoint of 2 ms, states of 64 KiB, a disk that takes 4 ms a state
+  multistage {command} --forward-step 1ms --reverse-step 2ms --state 64KiB \\
+      --write 4ms --read 4ms --steps 10000 --budget "20 slots"
+  # the same from a file written by --save-costs or by multistage.Costs.save
+  multistage {command} --costs costs.json --steps 10000 --budget "512 MiB"
+"""
+
+
+def parse_seconds(text: str) -> float:
+    """Return seconds from `0.002`, `2ms`, `250us`, `40ns` or `2s`.
+
+    Examples
+    --------
+    >>> parse_seconds("250us")
+    0.00025
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][-+]?\d+)?)\s*(ns|us|ms|s)?\s*", text)
+    try:
+        if match:
+            return float(f"{match[1]}{_POWERS[match[2] or 's']}" if match[2] else match[1])
+    except ValueError:
+        pass
+    raise ArgumentError(f"time {text!r} is no number of seconds; write 250us, 1.5ms or 2s")
+
+
+_POWERS = {"ns": "e-9", "us": "e-6", "ms": "e-3", "s": "e0"}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="multistage",
+        description="Reverse long computations beyond memory: measure tiers, plan, simulate, see.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Start with `multistage demo lstm`, or `multistage plan --help`.",
+    )
+    parser.add_argument("--version", action="version", version=f"multistage {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    probe = commands.add_parser(
+        "probe",
+        help="measure what a folder can do as a slow tier",
+        description="Write and read states in a folder, with every engine, and show what it costs.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n  multistage probe /scratch --sizes 64KiB,1MiB,16MiB",
+    )
+    probe.add_argument("path", type=Path, help="an existing folder on the disk in question")
+    probe.add_argument("--sizes", default="64KiB,1MiB,16MiB", help="state sizes (64KiB,1MiB,16MiB)")
+    probe.add_argument("--json", action="store_true", help="print only JSON")
+    probe.set_defaults(run=_probe)
+
+    planning = commands.add_parser(
+        "plan",
+        help="compare the planners and choose one",
+        description="Predict every planner's makespan, recompute factor, transfers and peak.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_PLAN_EPILOG.format(command="plan"),
+    )
+    _add_problem(planning)
+    planning.set_defaults(run=_plan)
+
+    simulating = commands.add_parser(
+        "simulate",
+        help="run a plan in virtual time and draw it",
+        description="Run a plan in virtual time: its figures, a picture, a trace.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_PLAN_EPILOG.format(command="simulate")
+        + "  # with transfers of which one in twenty takes ten times as long\n"
+        "  multistage simulate --costs costs.json --steps 300 --budget '20 slots' \\\n"
+        "      --jitter spikes:0.05,10 --picture timeline.png",
+    )
+    _add_problem(simulating)
+    simulating.add_argument("--picture", type=Path, help="draw the timeline to this file")
+    simulating.add_argument("--trace", type=Path, help="write a trace for ui.perfetto.dev")
+    simulating.add_argument("--jitter", help="lognormal:SIGMA or spikes:PROBABILITY,FACTOR")
+    simulating.add_argument("--seed", type=int, default=0, help="seed of the jitter (0)")
+    simulating.set_defaults(run=_simulate)
+
+    demo = commands.add_parser("demo", help="run a demonstration on real data")
+    demos = demo.add_subparsers(dest="demo", required=True, metavar="NAME")
+    lstm = demos.add_parser(
+        "lstm",
+        help="train a character LSTM by full backpropagation through time",
+        description="Train a character LSTM (NumPy) on the Python standard library's source by "
+        "full backpropagation through time, over a sequence whose states do not fit the budget.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n  multistage demo lstm --steps 20000 --width 128 --batch 16 "
+        "--budget '1 MiB' --tier memory:",
+    )
+    from .demos.lstm import add_arguments, run
+
+    add_arguments(lstm)
+    lstm.set_defaults(run=run)
+    return parser
+
+
+def _add_problem(parser: argparse.ArgumentParser) -> None:
+    costs = parser.add_argument_group("costs: a file, or numbers")
+    costs.add_argument("--costs", type=Path, help="a costs file")
+    costs.add_argument("--forward-step", help="time of one forward step (T_A)")
+    costs.add_argument("--reverse-step", help="time of one adjoint step")
+    costs.add_argument("--tape-step", help="time of a forward step keeping its tape, if tapes are")
+    costs.add_argument("--state", default="1", help="size of one state, such as 64KiB")
+    costs.add_argument("--tape", default="0", help="size of one tape (that of a state)")
+    costs.add_argument("--write", help="time to write one state to the slow tier (T_W)")
+    costs.add_argument("--read", help="time to read it back (that of --write)")
+    costs.add_argument("--write-overhead", default="0", help="what a write costs the computation")
+    costs.add_argument("--read-overhead", default="0", help="what a read costs the computation")
+    costs.add_argument("--capacity", type=int, help="states the slow tier can hold")
+    costs.add_argument("--save-costs", type=Path, help="write these costs to a file")
+    problem = parser.add_argument_group("problem")
+    problem.add_argument("--steps", type=int, required=True, help="number of steps")
+    problem.add_argument(
+        "--budget", required=True, help="fast memory: bytes, '512 MiB' or '32 slots'"
+    )
+    problem.add_argument(
+        "--planner", default="auto", choices=["auto", *PLANNERS], help="planner (auto)"
+    )
+    parser.add_argument("--json", action="store_true", help="print only JSON")
+
+
+def _costs(args: argparse.Namespace) -> Costs:
+    if args.costs is not None:
+        costs = Costs.load(args.costs)
+    else:
+        if args.forward_step is None or args.reverse_step is None:
+            raise ArgumentError("give --costs FILE, or --forward-step and --reverse-step")
+        tiers: tuple[Tier, ...] = ()
+        if args.write is not None:
+            tiers = (
+                Tier(
+                    name="slow",
+                    write_s=parse_seconds(args.write),
+                    read_s=parse_seconds(args.read or args.write),
+                    write_overhead_s=parse_seconds(args.write_overhead),
+                    read_overhead_s=parse_seconds(args.read_overhead),
+                    capacity_states=args.capacity,
+                ),
+            )
+        costs = Costs(
+            forward_step_s=parse_seconds(args.forward_step),
+            reverse_step_s=parse_seconds(args.reverse_step),
+            tape_step_s=None if args.tape_step is None else parse_seconds(args.tape_step),
+            state_bytes=parse_bytes(args.state),
+            tape_bytes=parse_bytes(args.tape),
+            tiers=tiers,
+        )
+    if args.save_costs is not None:
+        costs.save(args.save_costs)
+    return costs
+
+
+def _facts(made: Plan) -> dict[str, Any]:
+    return {
+        "planner": made.planner,
+        "makespan_s": made.makespan_s,
+        "lower_bound_s": made.lower_bound_s,
+        "recompute_factor": made.recompute_factor,
+        "writes": made.writes,
+        "reads": made.reads,
+        "stall_s": made.stall_s,
+        "peak_slots": made.peak_slots,
+        "peak_fast_bytes": made.peak_fast_bytes,
+        "parameters": dict(made.parameters),
+        "note": made.note,
+    }
+
+
+def _plan(args: argparse.Namespace) -> int:
+    made = plan(_costs(args), args.budget, args.steps, args.planner)
+    if args.json:
+        facts = _facts(made)
+        facts |= {"n_steps": made.n_steps, "slots": made.slots, "why": made.why}
+        facts["candidates"] = [_facts(candidate) for candidate in made.candidates]
+        facts["costs"] = asdict(made.costs)
+        print(json.dumps(facts, indent=2))
+    else:
+        print(made)
+    return 0
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from .simulate import Jitter, simulate
+
+    made = plan(_costs(args), args.budget, args.steps, args.planner)
+    jitter = None if args.jitter is None else Jitter.parse(args.jitter)
+    known = None if made.planner == "online" else made.n_steps
+    run = simulate(made.schedule(), known, made.costs, made.slots, jitter=jitter, seed=args.seed)
+    if args.picture is not None:
+        from .picture import draw
+
+        title = f"{made.planner}: {made.n_steps} steps, {format_seconds(run.makespan_s)}"
+        draw(run.timeline, args.picture, title)
+    if args.trace is not None:
+        from .trace import write_trace
+
+        write_trace(run.timeline, args.trace)
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "planner": made.planner,
+                    "makespan_s": run.makespan_s,
+                    "predicted_s": made.makespan_s,
+                    "lower_bound_s": made.lower_bound_s,
+                    "recompute_factor": run.forward_steps / made.n_steps,
+                    "stall_s": run.stall_s,
+                    "writes": run.writes,
+                    "reads": run.reads,
+                    "peak_slots": run.peak_slots,
+                    "jitter": args.jitter,
+                    "seed": args.seed,
+                },
+                indent=2,
+            )
+        )
+        return 0
+    rows = [
+        ("makespan", format_seconds(run.makespan_s)),
+        ("predicted without jitter", format_seconds(made.makespan_s)),
+        ("lower bound", format_seconds(made.lower_bound_s)),
+        ("recompute factor", f"{run.forward_steps / made.n_steps:.3f}"),
+        ("stalls", format_seconds(run.stall_s)),
+        ("states written", f"{run.writes}"),
+        ("states read", f"{run.reads}"),
+        ("peak fast slots", f"{run.peak_slots:g}"),
+        ("peak fast memory", format_bytes(run.peak_slots * made.costs.state_bytes)),
+    ]
+    print(f"{made.planner}: {made.n_steps} steps, {made.slots} fast slots")
+    print(tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=("left", "right")))
+    for path in (args.picture, args.trace):
+        if path is not None:
+            print(f"written: {path}")
+    return 0
+
+
+def _probe(args: argparse.Namespace) -> int:
+    from .probe import probe_path
+
+    sizes = [parse_bytes(size) for size in args.sizes.split(",")]
+    for size in sizes:
+        if size < 1:
+            raise ArgumentError(f"state size {size} must be at least one byte")
+    rows = probe_path(args.path, sizes)
+    if args.json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return 0
+    table = [
+        {
+            "engine": row.engine,
+            "state": format_bytes(row.state_bytes),
+            "write": f"{format_bytes(row.write_bytes_per_s)}/s",
+            "read": f"{format_bytes(row.read_bytes_per_s)}/s",
+            "round trip": format_seconds(row.latency_s),
+            "put costs": format_seconds(row.put_s),
+            "get costs": format_seconds(row.get_s),
+        }
+        for row in rows
+    ]
+    print(tabulate(table, headers="keys", disable_numparse=True, stralign="right"))
+    print(
+        "\nround trip: one state put and read back, small ones from the buffer they wait in.\n"
+        "put and get costs: what the computing thread spends per state.\n"
+        "aiofiles reads may come from the page cache; direct reads come from the disk\n"
+        "where the filesystem takes O_DIRECT."
+    )
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status.
+
+    0 on success, 2 for bad input, 130 after Ctrl-C.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except (MultistageError, OSError) as error:
+        print(f"multistage: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("multistage: interrupted", file=sys.stderr)
+        return 130
