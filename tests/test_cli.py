@@ -1,0 +1,141 @@
+"""The command line: what it prints, what it writes, how bad input ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from multistage.cli import main, parse_seconds
+from multistage.costs import Costs
+from multistage.errors import ArgumentError
+
+NUMBERS = [
+    "--forward-step=1ms",
+    "--reverse-step=2ms",
+    "--state=64KiB",
+    "--write=4ms",
+    "--steps=300",
+    "--budget=20 slots",
+]
+
+
+def test_times() -> None:
+    assert [parse_seconds(t) for t in ("2", "0.5s", "3ms", "4us", "5ns", "1e-3")] == [
+        2.0,
+        0.5,
+        0.003,
+        4e-6,
+        5e-9,
+        1e-3,
+    ]
+    for bad in ("", "ms", "1 hour", "-1", "1.2.3"):
+        with pytest.raises(ArgumentError, match="time"):
+            parse_seconds(bad)
+
+
+def test_plan_shows_the_candidates_and_the_choice(capsys) -> None:
+    assert main(["plan", *NUMBERS]) == 0
+    text = capsys.readouterr().out
+    for part in ("streaming", "interval", "revolve", "lower bound", "Chosen: streaming"):
+        assert part in text
+
+
+def test_plan_as_json_and_costs_files(capsys, tmp_path: Path) -> None:
+    saved = tmp_path / "costs.json"
+    assert main(["plan", *NUMBERS, "--json", f"--save-costs={saved}"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["planner"] == "streaming"
+    assert facts["slots"] == 20
+    assert Costs.load(saved).tier.write_s == 0.004
+    again = ["plan", f"--costs={saved}", "--steps=300", "--budget=20 slots", "--json"]
+    assert main(again) == 0
+    assert json.loads(capsys.readouterr().out) == facts
+
+
+def test_simulate_draws_and_traces(capsys, tmp_path: Path) -> None:
+    picture, trace = tmp_path / "t.png", tmp_path / "t.json"
+    jitter = ["--jitter=lognormal:0.3", "--seed=3"]
+    files = [f"--picture={picture}", f"--trace={trace}"]
+    assert main(["simulate", *NUMBERS, *jitter, *files]) == 0
+    assert "makespan" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert main(["simulate", *NUMBERS, "--json", "--planner=online"]) == 0
+    assert json.loads(capsys.readouterr().out)["planner"] == "online"
+
+
+def test_probe(capsys, tmp_path: Path) -> None:
+    assert main(["probe", str(tmp_path), "--sizes=4KiB", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["engine"] for row in rows} == {"direct", "aiofiles"}
+    assert all(row["write_bytes_per_s"] > 0 for row in rows)
+    assert main(["probe", str(tmp_path), "--sizes=4KiB"]) == 0
+    assert "round trip" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_demo_trains_and_compares(capsys, tmp_path: Path) -> None:
+    small = ["--steps=120", "--width=8", "--batch=2", "--sweeps=2", f"--output={tmp_path}"]
+    assert main(["demo", "lstm", *small, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["gradients_equal"] is True
+    assert result["losses"][1] < result["losses"][0]
+    assert {path.name for path in tmp_path.iterdir()} == {"timeline.png", "trace.json"}
+    assert main(["demo", "lstm", *small, "--planner=streaming", "--tier=memory:"]) == 0
+    text = capsys.readouterr().out
+    for part in ("T_A", "T_W", "plan streaming", "predicted", "measured", "to the last bit"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["plan", "--steps=3", "--budget=1"], "give --costs FILE"),
+        (["plan", *NUMBERS, "--steps=0"], "n_steps=0"),
+        (["plan", *NUMBERS, "--budget=1 KiB"], "65536 bytes needed"),
+        (["plan", *NUMBERS, "--budget=lots"], "'lots' is no byte count"),
+        (["plan", *NUMBERS, "--write=-4ms"], "time '-4ms'"),
+        (["plan", *NUMBERS, "--costs=/nonexistent/costs.json"], "No such file"),
+        (["plan", *NUMBERS, "--planner=store-all"], "store-all needs 299"),
+        (["simulate", *NUMBERS, "--jitter=gauss:1"], "jitter 'gauss:1'"),
+        (["probe", "/nonexistent"], "it does not exist; create it"),
+        (["demo", "lstm", "--steps=0"], "steps=0"),
+        (["demo", "lstm", "--sweeps=0"], "sweeps=0"),
+        (["demo", "lstm", "--steps=10", "--tier=ftp://x"], "'ftp://x' is not known"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, message) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    error = captured.err.strip()
+    assert error.startswith("multistage: error: ")
+    assert message in error
+    assert "\n" not in error
+
+
+def test_ctrl_c_ends_quietly(capsys, monkeypatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("multistage.cli.plan", interrupt)
+    assert main(["plan", *NUMBERS]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_help_teaches_and_version_tells() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "multistage", "plan", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "examples:" in done.stdout
+    assert "--budget" in done.stdout
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0

@@ -1,0 +1,109 @@
+"""Reports, pictures and traces of a real run and of a simulation."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import math
+
+import numpy as np
+import pytest
+
+from multistage import Costs, Reversal, Tier, plan, simulate
+from multistage.errors import ArgumentError
+from multistage.picture import draw
+from multistage.report import Report, seen_costs
+from multistage.timeline import Timeline
+from multistage.trace import trace_events, write_trace
+
+
+def a_report() -> Report:
+    costs = Costs(1e-4, 2e-4, state_bytes=832, tiers=(Tier("memory", 1e-5, 1e-5),))
+    with Reversal(
+        lambda x, i: np.sin(x),
+        lambda x, a, i: np.cos(x) * a,
+        n_steps=60,
+        budget="8 slots",
+        tier="memory:",
+        planner="streaming",
+        costs=costs,
+    ) as run:
+        run.forward(np.ones(100))
+        run.reverse(np.ones(100))
+        return run.report()
+
+
+def test_a_report_sets_measured_beside_predicted() -> None:
+    report = a_report()
+    text = str(report)
+    for part in ("predicted", "measured", "makespan", "recompute factor", "assumed", "seen"):
+        assert part in text
+    assert report.n_steps == 60
+    assert report.counts.forward_steps >= 60
+    assert report.makespan_s > 0
+    assert report.recompute_factor == report.counts.forward_steps / 60
+    assert report.peak_fast_bytes <= 8 * 832
+    data = json.loads(report.to_json())
+    assert data["measured"]["makespan_s"] == report.makespan_s
+    assert data["predicted"]["makespan_s"] == report.plan.makespan_s
+    assert math.isfinite(report.prediction_error)
+
+
+def test_seen_costs_are_means_of_what_happened() -> None:
+    report = a_report()
+    timeline, counts = report.timeline, report.counts
+    counts.forward_s, counts.forward_steps = 6.0, 60
+    counts.reverse_s, counts.reverse_steps = 3.0, 60
+    timeline.totals_s["write"], timeline.bytes["write"] = 2.0, 832 * 4
+    timeline.totals_s["read"], timeline.bytes["read"] = 0.0, 0
+    seen = seen_costs(report.plan, timeline, counts)
+    assert seen.forward_step_s == pytest.approx(0.1)
+    assert seen.reverse_step_s == pytest.approx(0.05)
+    assert seen.tiers[0].write_s == pytest.approx(0.5)
+    assert seen.tiers[0].read_s == 1e-5  # nothing was read: as assumed
+
+
+def test_a_trace_is_what_perfetto_expects(tmp_path) -> None:
+    costs = Costs(1e-3, 2e-3, tiers=(Tier("file", 4e-3, 4e-3),))
+    made = plan(costs, "8 slots", 50, planner="streaming")
+    timeline = simulate(made.schedule(), 50, costs, 8).timeline
+    write_trace(timeline, tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert names == {"multistage", "compute", "write", "read"}
+    timed = [e for e in events if e["ph"] != "M"]
+    assert [e["ts"] for e in timed] == sorted(e["ts"] for e in timed)
+    spans = [e for e in timed if e["ph"] == "X"]
+    assert all(e["dur"] >= 0 for e in spans)
+    writes = sum(e["args"]["count"] for e in spans if e["name"] == "write")
+    assert writes == made.writes
+    assert {e["name"] for e in timed if e["ph"] == "C"} == {"fast memory", "file memory"}
+
+
+def test_an_empty_timeline_is_no_error(tmp_path) -> None:
+    assert trace_events(Timeline())["traceEvents"]
+    draw(Timeline(), tmp_path / "empty.png")
+
+
+def test_pictures_are_drawn(tmp_path) -> None:
+    report = a_report()
+    report.picture(tmp_path / "run.png")
+    report.trace(tmp_path / "run.json")
+    assert (tmp_path / "run.png").stat().st_size > 5_000
+    figure = draw(report.timeline, title="a run")
+    top, bottom = figure.axes
+    assert [label.get_text() for label in top.get_yticklabels()] == ["compute", "write", "read"]
+    assert {line.get_label() for line in bottom.lines} >= {"fast"}
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *rest: object) -> object:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ArgumentError, match=r"multistage-checkpointing\[report\]"):
+        draw(Timeline())
