@@ -189,6 +189,7 @@ class StreamedStore:
         self._zombies: list[_Extent] = []  # all keys dropped while a thread was at it
         self._filling: _Extent | None = None
         self._latest: _Extent | None = None
+        self._landed: _Extent | None = None  # the one read last
         self._waiting: deque[_Extent] = deque()  # large writes not known to be done
         self._full_warned = self._no_space = False
         if count > 1:
@@ -224,7 +225,7 @@ class StreamedStore:
         self._waiting.clear()
         self._zombies.clear()
         self._places = []
-        self._filling = self._latest = None
+        self._filling = self._latest = self._landed = None
         self._pool = LandingPool(0, 0)
 
     # ------------------------------------------------------------------ writes
@@ -406,6 +407,16 @@ class StreamedStore:
                 raise CheckpointLost(error)
             assert extent.landing is not None
             record = extent.landing[start:stop]
+            last, self._landed = self._landed, extent
+            if (
+                last is not None
+                and last is not extent
+                and last is not extent.previous
+                and last.read_state is _State.DONE
+            ):
+                # Done with, though its keys may live on: else reading without
+                # dropping would bring the whole tier back into memory.
+                last.landing = last.read_state = None
         record.flags.writeable = False
         if self._count == 1:
             # Landed for this reader alone: a later get reads again.

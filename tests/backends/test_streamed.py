@@ -123,3 +123,17 @@ def test_the_threads_records(gates: list[Gate]) -> None:
     stats = store.stats
     assert (stats.writes, stats.reads) == (3, 1)
     assert (stats.bytes_written, stats.bytes_read) == (3 * LAYOUT.nbytes, LAYOUT.nbytes)
+
+
+def test_reading_without_dropping_keeps_little_in_memory() -> None:
+    store = StreamedStore("ram", Ram, buffer_bytes=6 * 4 * LAYOUT.nbytes)
+    store.open(LAYOUT)
+    for key in range(100):
+        assert store.put(key, [STATE + key], block=True)
+    for _ in range(2):
+        for key in reversed(range(100)):
+            assert store.get(key)[0].tolist() == (STATE + key).tolist()
+    extents = {id(extent): extent for extent, _ in store._index.values()}
+    assert len(extents) == 25
+    assert sum(extent.landing is not None for extent in extents.values()) <= 4
+    store.close()
