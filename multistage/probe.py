@@ -190,7 +190,12 @@ def _short_run(
     if not turns:
         forward.append(counts.forward_s / counts.forward_steps)
         turns.append(counts.reverse_s / counts.reverse_steps)
-    return float(np.median(forward)), float(np.median(turns))
+    return _settled(forward), _settled(turns)
+
+
+def _settled(samples: Sequence[float]) -> float:
+    """Return the median of the later samples: memory touched for the first time is slow."""
+    return float(np.median(samples[len(samples) // 3 :]))
 
 
 def _copied(chain: Chain[State, Adjoint], state: State) -> State:
@@ -211,7 +216,7 @@ def _per_item(run: Callable[[int], None], most: int, seconds: float) -> tuple[fl
             continue
         samples.append(took / count)
         if spent > seconds or len(samples) >= 25:
-            return max(float(np.median(samples)), 1e-9), count
+            return max(_settled(samples), 1e-9), count
 
 
 def _write(
@@ -308,8 +313,8 @@ def _with_overheads(
         store.close()
     tier = replace(
         tier,
-        write_overhead_s=float(np.median(write_s)),
-        read_overhead_s=float(np.median(read_s)),
+        write_overhead_s=_settled(write_s),
+        read_overhead_s=_settled(read_s),
     )
     return replace(costs, tiers=(tier,))
 

@@ -63,7 +63,7 @@ class Timeline:
     (2.0, 4)
     """
 
-    max_spans: int = 20_000
+    max_spans: int = 1_000
     lanes: dict[Lane, list[Span]] = field(
         default_factory=lambda: {"compute": [], "write": [], "read": []}
     )

@@ -76,6 +76,9 @@ class LSTM:
         self.gradients = {name: np.zeros_like(p) for name, p in self.parameters.items()}
         self.loss = 0.0
         self._rows = np.arange(self.batch)
+        # Products of the adjoint step go here: fresh arrays of their size would
+        # be mapped and unmapped at every step.
+        self._products = {name: np.empty_like(p) for name, p in self.parameters.items()}
         self._moments = {name: np.zeros_like(p) for name, p in self.parameters.items()}
         self._squares = {name: np.zeros_like(p) for name, p in self.parameters.items()}
         self._updates = 0
@@ -145,7 +148,7 @@ class LSTM:
         targets = self.streams[i + 1]
         self.loss -= float(np.log(logits[self._rows, targets]).sum())
         logits[self._rows, targets] -= 1  # now the gradient of the logits
-        g["output"] += new_h.T @ logits
+        g["output"] += np.matmul(new_h.T, logits, out=self._products["output"])
         g["bias"] += logits.sum(axis=0)
 
         dh = dh + logits @ p["output"].T
@@ -155,7 +158,7 @@ class LSTM:
         dz[:, w : 2 * w] = dc * c * forget * (1 - forget)
         dz[:, 2 * w : 3 * w] = dh * tanh_c * out * (1 - out)
         dz[:, 3 * w :] = dc * into * (1 - candidate * candidate)
-        g["recurrent"] += h.T @ dz
+        g["recurrent"] += np.matmul(h.T, dz, out=self._products["recurrent"])
         np.add.at(g["input"], self.streams[i], dz)
         return dz @ p["recurrent"].T, dc * forget
 
