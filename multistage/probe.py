@@ -8,15 +8,14 @@ what usually happens:
   is given, because an adjoint operator may add to gradients of its own, and a
   probe must not;
 * T_W, T_R: states written and read back one after the other at full speed;
-* what a transfer costs the computing thread: what streaming adds to a short
-  run of the chain itself.
+* what a transfer costs the computing thread: the time inside the store's calls,
+  and what the driver does around them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ import numpy as np
 from .actions import Answer, Schedule
 from .backends.base import CheckpointLost, Store
 from .backends.files import ENGINES, FileStore
+from .backends.memory import MemoryStore
 from .chain import Chain, FunctionChain
 from .costs import Costs, Tier
 from .execute import Executor
@@ -86,7 +86,7 @@ def measure(
     (8000, True)
     """
     layout = Layout.of(state)
-    share = seconds / (5 if store is not None else 2)
+    share = seconds / (3 if store is not None else 2)
 
     def steps(count: int) -> None:
         chain.advance(_copied(chain, state), 0, count)
@@ -117,9 +117,9 @@ def measure(
         tiers=tiers,
         action_s=action_seconds(),
     )
-    if store is None or n_steps < 8:
+    if store is None:
         return costs
-    return _with_overheads(costs, chain, state, adjoint, n_steps, store, 2 * share)
+    return _with_driver(costs, layout)
 
 
 def action_seconds() -> float:
@@ -262,59 +262,41 @@ def _read(store: Store, written: int) -> tuple[float, float]:
     return (time.perf_counter() - began) / written, calls / written
 
 
-def _with_overheads(
-    costs: Costs,
-    chain: Chain[State, Adjoint],
-    state: State,
-    adjoint: Adjoint | None,
-    n_steps: int,
-    store: Store,
-    seconds: float,
-) -> Costs:
-    """Replace a tier's overheads by what streaming adds to a short run of the chain itself.
+def _with_driver(costs: Costs, layout: Layout) -> Costs:
+    """Add to a tier's overheads what the driver does around the store's calls.
 
-    The run is a real one, through the executor, and all its time beyond that
-    of its steps, its waiting and its actions is put down to its transfers:
-    calls, copies, the interpreter lock, memory bandwidth.
+    Measured on steps that do nothing and tiny states of the same tree, kept in
+    a store's buffers: differences of long computations would drown a few
+    microseconds in their noise.
     """
-    tier = costs.tier
-    assert tier is not None
-    run_chain: Chain[Any, Any] = chain if adjoint is not None else _Forward(chain)
-    turn_s = costs.turn_s if adjoint is not None else costs.turn_s - costs.reverse_step_s
-    spacing = max(4, math.ceil(1.2 * max(tier.write_s, tier.read_s) / costs.forward_step_s))
-    per_step_s = 2 * costs.forward_step_s + turn_s + tier.write_overhead_s
-    steps = min(n_steps, max(2 * spacing, int(seconds / 3 / per_step_s)))
-    if tier.capacity_states is not None:
-        steps = min(steps, spacing * tier.capacity_states)
-    sweep = Sweep(spacing + 6, float(spacing), steps - 1, queue_depth=tier.queue_depth)
-    executor: Executor[Any, Any] = Executor(run_chain, (store,))
-    store.open(Layout.of(state))
-    write_s: list[float] = []
-    read_s: list[float] = []
+    tiny = layout.state([np.zeros(1) for _ in layout.leaves])
+    chain: FunctionChain[Any, Any] = FunctionChain(lambda x, i: x, lambda x, a, i: a)
+    steps = 300
+    sweep = Sweep(8, 1.0, steps - 1)
+    writes: list[float] = []
+    reads: list[float] = []
+    store = MemoryStore()
+    store.open(Layout.of(tiny))
     try:
-        for _ in range(3):
-            start, carried = _copied(chain, state), copy.deepcopy(adjoint)
+        executor: Executor[Any, Any] = Executor(chain, (store,))
+        for _ in range(5):
             actions = _Counted(sweep.schedule(steps))
             began = time.perf_counter()
-            executor.forward(actions.counted(), start)
+            executor.forward(actions.counted(), tiny)
             turned, forward_actions = time.perf_counter(), actions.count
-            stalled_s = executor.counts.stall_s
-            executor.reverse(carried)
+            executor.reverse(tiny)
             ended, counts = time.perf_counter(), executor.counts
-            expected_s = steps * costs.forward_step_s + forward_actions * costs.action_s
-            added_s = turned - began - stalled_s - expected_s
-            write_s.append(max(0.0, added_s) / max(1, counts.writes))
-            again = counts.forward_steps - steps
-            expected_s = steps * turn_s + again * costs.forward_step_s
-            expected_s += (actions.count - forward_actions) * costs.action_s
-            added_s = ended - turned - (counts.stall_s - stalled_s) - expected_s
-            read_s.append(max(0.0, added_s) / max(1, counts.reads))
+            actions_s = forward_actions * costs.action_s
+            writes.append((turned - began - actions_s) / counts.writes)
+            actions_s = (actions.count - forward_actions) * costs.action_s
+            reads.append((ended - turned - actions_s) / counts.reads)
     finally:
         store.close()
+    tier = costs.tiers[0]
     tier = replace(
         tier,
-        write_overhead_s=_settled(write_s),
-        read_overhead_s=_settled(read_s),
+        write_overhead_s=tier.write_overhead_s + max(0.0, _settled(writes)),
+        read_overhead_s=tier.read_overhead_s + max(0.0, _settled(reads)),
     )
     return replace(costs, tiers=(tier,))
 
@@ -334,19 +316,6 @@ class _Counted:
                 action = self._schedule.send(answer)
                 self.count += 1
                 answer = yield action
-
-
-class _Forward:
-    """A chain whose adjoint steps do nothing: the probe must not run the user's."""
-
-    def __init__(self, chain: Chain[Any, Any]) -> None:
-        self.in_place = chain.in_place
-        self.state_is_tape = chain.state_is_tape
-        self.advance = chain.advance
-        self.tape = chain.tape
-
-    def reverse(self, tape: object, adjoint: Any, step: int) -> Any:
-        return adjoint
 
 
 @dataclass(frozen=True, slots=True)

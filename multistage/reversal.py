@@ -137,6 +137,7 @@ class Reversal(Generic[State, Adjoint]):
         self._executor: Executor[State, Adjoint] | None = None
         self._open = False
         self._ready = False
+        self._stale = False  # the plan rests on costs that were seen to be others
         self._slots = 0
         self._report: Report | None = None
         if costs is not None and self._store is None:
@@ -197,7 +198,7 @@ class Reversal(Generic[State, Adjoint]):
         self._ready = False
         try:
             slots = self._prepare(state)
-            if until is None and self.plan is None:
+            if until is None and (self.plan is None or self._stale):
                 self._plan(slots)
             executor = self._ready_executor(slots)
             schedule = self._schedule(until)
@@ -221,7 +222,9 @@ class Reversal(Generic[State, Adjoint]):
         try:
             slots = self._prepare(state)
             self._ready_executor(slots)
-            return self.plan or self._plan(slots)
+            if self.plan is None or self._stale:
+                return self._plan(slots)
+            return self.plan
         except BaseException:
             self.close()
             raise
@@ -287,7 +290,7 @@ class Reversal(Generic[State, Adjoint]):
 
     def _plan(self, slots: int) -> Plan:
         assert self.costs is not None
-        n = self._n_steps or 1
+        n, self._stale = self._n_steps or 1, False
         self.plan = plan(self.costs, Budget(slots=slots), n, self._planner)
         return self.plan
 
@@ -325,7 +328,7 @@ class Reversal(Generic[State, Adjoint]):
         if self._given:
             return
         if drifted(self.costs, seen):
-            self.costs, self.plan = seen, None
+            self.costs, self._stale = seen, True
 
 
 def drifted(assumed: Costs, seen: Costs) -> bool:
