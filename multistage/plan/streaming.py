@@ -288,7 +288,8 @@ def _polish(sweep: Sweep, costs: Costs, slots: int, n_steps: int, best_s: float)
     improved = True
     while improved:
         improved = False
-        for i in range(n_steps - 1):
+        # Not state 0: leaning on the caller's copy of it would be a slot uncounted.
+        for i in range(1, n_steps - 1):
             for other in (
                 replace(sweep, extra=sweep.extra ^ {i}),
                 replace(sweep, skip=sweep.skip ^ {i}),
