@@ -25,13 +25,13 @@ class ScheduleError(MultistageError):
 
     Attributes
     ----------
-    index : int
+    index : int or None
         0-based position of the offending action, or the number of actions
-        when the schedule ended too early.
+        when the schedule ended too early; None where nobody counted.
     """
 
-    def __init__(self, message: str, index: int) -> None:
-        super().__init__(f"action {index}: {message}")
+    def __init__(self, message: str, index: int | None = None) -> None:
+        super().__init__(message if index is None else f"action {index}: {message}")
         self.index = index
 
 

@@ -256,7 +256,7 @@ class Executor(Generic[State, Adjoint]):
         if self._rules is not None:
             self._rules.finish()
         if left != 0:
-            raise ScheduleError(f"the schedule ended with the adjoint at {left}, not 0", 0)
+            raise ScheduleError(f"the schedule ended with the adjoint at {left}, not 0")
         return result  # type: ignore[no-any-return]
 
     @property
@@ -333,7 +333,7 @@ class Executor(Generic[State, Adjoint]):
                     action: Any = send(answer)  # narrowed by `kind`: isinstance costs more
                 except StopIteration:
                     if forward:
-                        raise ScheduleError("the schedule ended without EndForward", 0) from None
+                        raise ScheduleError("the schedule ended without EndForward") from None
                     break
                 answer = None
                 kind = type(action)
@@ -491,7 +491,9 @@ class Executor(Generic[State, Adjoint]):
         """Perform an action that concerns a store; return its answer."""
         run, counts = self._run, self.counts
         assert run is not None
-        if isinstance(action, Offer | Put):
+        if not isinstance(action, Await) and getattr(action, "tier", 0) >= len(self._stores):
+            raise _illegal(action, f"there are {len(self._stores)} tiers")
+        if isinstance(action, (Offer, Put)):
             return self._write(action)
         if isinstance(action, Get):
             self._stores[action.tier].prefetch(action.step)
@@ -675,4 +677,4 @@ def _judged(schedule: Schedule, rules: Rules) -> Schedule:
 
 
 def _illegal(action: Action, seen: str) -> ScheduleError:
-    return ScheduleError(f"{action}, but {seen}", 0)
+    return ScheduleError(f"{action}, but {seen}")

@@ -450,7 +450,7 @@ class StreamedStore:
             if _State.QUEUED in (extent.state, extent.read_state):
                 left.append(extent)
                 continue
-            if extent.state is not _State.FAILED:  # else there may be no such extent
+            if extent.state is not _State.FAILED or not self._no_space:
                 self._free_slots.append(extent.slot)
             self.stats.stored_bytes -= self._extent_bytes
             extent.landing = extent.previous = None
