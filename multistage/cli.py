@@ -41,13 +41,15 @@ def parse_seconds(text: str) -> float:
     match = re.fullmatch(r"\s*([0-9.]+(?:[eE][-+]?\d+)?)\s*(ns|us|ms|s)?\s*", text)
     try:
         if match:
-            return float(f"{match[1]}{_POWERS[match[2] or 's']}" if match[2] else match[1])
+            mantissa, _, exponent = match[1].lower().partition("e")
+            power = int(exponent or 0) + _POWERS[match[2] or "s"]
+            return float(f"{mantissa}e{power}")
     except ValueError:
         pass
     raise ArgumentError(f"time {text!r} is no number of seconds; write 250us, 1.5ms or 2s")
 
 
-_POWERS = {"ns": "e-9", "us": "e-6", "ms": "e-3", "s": "e0"}
+_POWERS = {"ns": -9, "us": -6, "ms": -3, "s": 0}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -262,8 +262,18 @@ class Costs:
 
     @classmethod
     def load(cls, path: str | Path) -> Costs:
-        """Return the costs held in a JSON file."""
-        return cls.from_json(Path(path).read_text())
+        """Return the costs held in a JSON file.
+
+        Raises
+        ------
+        ArgumentError
+            If it is no such file, as for `from_json`.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ArgumentError(f"no costs file: {path} is not text") from error
+        return cls.from_json(text)
 
 
 @dataclass(frozen=True, slots=True)

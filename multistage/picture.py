@@ -39,7 +39,7 @@ def draw(timeline: Timeline, path: str | Path | None = None, title: str = "") ->
     Raises
     ------
     ArgumentError
-        If matplotlib is not installed.
+        If matplotlib is not installed or does not know the suffix.
     """
     try:
         from matplotlib.figure import Figure
@@ -49,12 +49,18 @@ def draw(timeline: Timeline, path: str | Path | None = None, title: str = "") ->
             "pictures need matplotlib; pip install 'multistage-checkpointing[report]'"
         ) from error
 
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
+    if path is not None:
+        suffix, known = Path(path).suffix[1:].lower(), figure.canvas.get_supported_filetypes()
+        if suffix and suffix not in known:
+            raise ArgumentError(
+                f"picture {str(path)!r} ends in .{suffix}; use one of {', '.join(sorted(known))}"
+            )
     end_s = max(timeline.end_s, 1e-12)
     scale, unit = next(
         (s, u) for s, u in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (0.0, "")) if end_s >= s
     )
     scale, unit = (scale, unit) if scale else (1e-9, "ns")
-    figure = Figure(figsize=(11, 5.2), layout="constrained")
     grid = figure.add_gridspec(2, 1, height_ratios=[3, 2])
     top = figure.add_subplot(grid[0])
     bottom = figure.add_subplot(grid[1], sharex=top)

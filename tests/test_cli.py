@@ -24,12 +24,13 @@ NUMBERS = [
 
 
 def test_times() -> None:
-    assert [parse_seconds(t) for t in ("2", "0.5s", "3ms", "4us", "5ns", "1e-3")] == [
+    assert [parse_seconds(t) for t in ("2", "0.5s", "3ms", "4us", "5ns", "1e-3", "1e3us")] == [
         2.0,
         0.5,
         0.003,
         4e-6,
         5e-9,
+        1e-3,
         1e-3,
     ]
     for bad in ("", "ms", "1 hour", "-1", "1.2.3"):
@@ -102,6 +103,8 @@ def test_demo_trains_and_compares(capsys, tmp_path: Path) -> None:
         (["plan", *NUMBERS, "--costs=/nonexistent/costs.json"], "No such file"),
         (["plan", *NUMBERS, "--planner=store-all"], "store-all needs 299"),
         (["simulate", *NUMBERS, "--jitter=gauss:1"], "jitter 'gauss:1'"),
+        (["simulate", *NUMBERS, "--picture=t.xyz"], "'t.xyz' ends in .xyz"),
+        (["plan", *NUMBERS, f"--costs={sys.executable}"], "is not text"),
         (["probe", "/nonexistent"], "it does not exist; create it"),
         (["demo", "lstm", "--steps=0"], "steps=0"),
         (["demo", "lstm", "--sweeps=0"], "sweeps=0"),
