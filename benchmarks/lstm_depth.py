@@ -179,13 +179,15 @@ def main() -> None:
     """Run the benchmark."""
     parser = options(__doc__)
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--sizes", default="small,large", help="which LSTMs (small,large)")
     args = parser.parse_args()
     if args.child:
         print(json.dumps(_run_child(json.loads(args.child))))
         return
     samples: dict[str, dict[int, dict[str, list[dict[str, Any]]]]] = {}
     gradients: dict[tuple[str, int], str] = {}
-    points = _points(args.quick)
+    sizes = args.sizes.split(",")
+    points = [point for point in _points(args.quick) if point[0] in sizes]
     with tempfile.TemporaryDirectory(prefix="lstm-depth-", dir=".") as scratch:
         for turn in range(3):
             for size, steps, method in points:
@@ -212,7 +214,8 @@ def main() -> None:
                     flush=True,
                 )
     ratios = _ratios(samples, args.quick)
-    left_out = [] if args.quick else ["depths between those named", "large: one run at 16 000"]
+    left_out = [f"the {size} LSTM" for size in SIZES if size not in sizes]
+    left_out += [] if args.quick else ["depths between those named", "repeats of large at 16 000"]
     finish(args, "lstm_depth", samples, ratios, left_out)
     if args.plot:
         _plot(samples, args.plot)
@@ -247,8 +250,7 @@ def _ratios(samples: Any, quick: bool) -> dict[str, float]:
         "peak_growth": max(growth),
         "time_growth": max(slower),
         "revolve_over_streaming": min(over_revolve),
-        "pyrevolve_over_streaming_small": best_peer["small"],
-        "pyrevolve_over_streaming_large": best_peer["large"],
+        **{f"pyrevolve_over_streaming_{size}": ratio for size, ratio in best_peer.items()},
         "prediction_error": max(errors),
         "noise_of_repeats": noise,
     }
@@ -258,7 +260,7 @@ def _plot(samples: Any, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7), layout="constrained")
-    axes = figure.subplots(2, 2, sharex="col")
+    axes = figure.subplots(2, len(samples), sharex="col", squeeze=False)
     for column, (size, by_depth) in enumerate(samples.items()):
         width, batch = SIZES[size]
         depths = sorted(by_depth)
@@ -273,12 +275,11 @@ def _plot(samples: Any, path: Path) -> None:
         for row in (0, 1):
             axes[row, column].set_xscale("log")
             axes[row, column].grid(alpha=0.3)
-            axes[row, column].set_ylim(bottom=0)
-    axes[0, 0].set_yscale("log")
-    axes[0, 1].set_yscale("log")
+        axes[1, column].set_ylim(bottom=0)
+        axes[0, column].set_yscale("log")
     axes[0, 0].set_ylabel("peak memory of the process (MiB)")
     axes[1, 0].set_ylabel("time per step (us)")
-    axes[0, 1].legend(fontsize=8)
+    axes[0, -1].legend(fontsize=8)
     figure.suptitle(f"Peak memory and time over depth, {SLOTS} states of fast memory")
     figure.savefig(path, dpi=130)
 

@@ -32,6 +32,9 @@ from .text import encode, standard_library
 
 State = tuple[Array, Array]
 
+# Rows of the matrix products that add up parameter gradients.
+_BLOCK_ROWS = 64
+
 
 class LSTM:
     """One LSTM layer and a softmax over the next character.
@@ -76,9 +79,15 @@ class LSTM:
         self.gradients = {name: np.zeros_like(p) for name, p in self.parameters.items()}
         self.loss = 0.0
         self._rows = np.arange(self.batch)
-        # Products of the adjoint step go here: fresh arrays of their size would
-        # be mapped and unmapped at every step.
-        self._products = {name: np.empty_like(p) for name, p in self.parameters.items()}
+        # The adjoint step only notes the factors of its outer products; a block
+        # of steps then adds them with one matrix product each.  Steps are
+        # reversed in the same order whatever the schedule, so bits agree.
+        self._noted, self._block = 0, max(1, _BLOCK_ROWS // self.batch)
+        rows = (self._block, self.batch)
+        self._hidden_before = np.empty((*rows, width), self.dtype)
+        self._hidden_after = np.empty((*rows, width), self.dtype)
+        self._gate_adjoints = np.empty((*rows, 4 * width), self.dtype)
+        self._logit_adjoints = np.empty((*rows, vocabulary), self.dtype)
         self._moments = {name: np.zeros_like(p) for name, p in self.parameters.items()}
         self._squares = {name: np.zeros_like(p) for name, p in self.parameters.items()}
         self._updates = 0
@@ -90,7 +99,7 @@ class LSTM:
 
     def clear(self) -> None:
         """Forget loss and gradients before a sweep."""
-        self.loss = 0.0
+        self.loss, self._noted = 0.0, 0
         for gradient in self.gradients.values():
             gradient[...] = 0
 
@@ -137,7 +146,7 @@ class LSTM:
         """Return the adjoint before step i; add its loss and parameter gradients."""
         h, c, gates, candidate, tanh_c, new_h = tape
         dh, dc = adjoint
-        w, p, g = self.width, self.parameters, self.gradients
+        w, p = self.width, self.parameters
         into, forget, out = gates[:, :w], gates[:, w : 2 * w], gates[:, 2 * w :]
 
         logits = new_h @ p["output"]
@@ -148,19 +157,34 @@ class LSTM:
         targets = self.streams[i + 1]
         self.loss -= float(np.log(logits[self._rows, targets]).sum())
         logits[self._rows, targets] -= 1  # now the gradient of the logits
-        g["output"] += np.matmul(new_h.T, logits, out=self._products["output"])
-        g["bias"] += logits.sum(axis=0)
+        k = self._noted
+        self._hidden_before[k], self._hidden_after[k] = h, new_h
+        self._logit_adjoints[k] = logits
 
         dh = dh + logits @ p["output"].T
         dc = dc + dh * out * (1 - tanh_c * tanh_c)
-        dz = np.empty((self.batch, 4 * w), self.dtype)
+        dz = self._gate_adjoints[k]
         dz[:, :w] = dc * candidate * into * (1 - into)
         dz[:, w : 2 * w] = dc * c * forget * (1 - forget)
         dz[:, 2 * w : 3 * w] = dh * tanh_c * out * (1 - out)
         dz[:, 3 * w :] = dc * into * (1 - candidate * candidate)
-        g["recurrent"] += np.matmul(h.T, dz, out=self._products["recurrent"])
-        np.add.at(g["input"], self.streams[i], dz)
-        return dz @ p["recurrent"].T, dc * forget
+        np.add.at(self.gradients["input"], self.streams[i], dz)
+        before = dz @ p["recurrent"].T, dc * forget
+        self._noted = k + 1
+        if self._noted == self._block or i == 0:
+            self._add_noted()
+        return before
+
+    def _add_noted(self) -> None:
+        """Add the outer products noted since the last time."""
+        g, rows = self.gradients, slice(self._noted)
+        vocabulary = len(g["bias"])
+        logits = self._logit_adjoints[rows].reshape(-1, vocabulary)
+        g["output"] += self._hidden_after[rows].reshape(-1, self.width).T @ logits
+        g["bias"] += logits.sum(axis=0)
+        gates = self._gate_adjoints[rows].reshape(-1, 4 * self.width)
+        g["recurrent"] += self._hidden_before[rows].reshape(-1, self.width).T @ gates
+        self._noted = 0
 
     def chain(self) -> FunctionChain[State, State]:
         """Return the computation of a sweep."""
