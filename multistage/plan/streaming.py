@@ -46,6 +46,8 @@ from .sweep import Sweep
 
 # Lengths up to this are searched harder: every tail start, single positions moved.
 _SHORT = 24
+# Forms this close to the best, in the share of the makespan, count as good as it.
+_AS_GOOD = 0.01
 # Candidates are judged on this many steps, more where both ends want more.
 _JUDGED_STEPS = 256
 
@@ -145,13 +147,22 @@ def streaming(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     judged = _judged_steps(costs, slots, n, least)
     unbounded = replace(costs, tiers=(replace(tier, capacity_states=None), *costs.tiers[1:]))
     judge_costs = costs if judged == n else unbounded
-    best, best_s = None, math.inf
-    for form in dict.fromkeys(_forms(costs, slots, judged, least)):
-        seconds = _judge(form, judge_costs, slots, n, judged, reservation)
-        if seconds < best_s * (1 - 1e-12):
-            best, best_s = form, seconds
-    if best is None:
+    judged_forms = [
+        (_judge(form, judge_costs, slots, n, judged, reservation), form)
+        for form in dict.fromkeys(_forms(costs, slots, judged, least))
+    ]
+    if not judged_forms:
         return fallback
+    best_s = min(seconds for seconds, _ in judged_forms)
+    # Measured overheads are never exact, and where they weigh, spacings differ
+    # little: of forms as good as the best, the one with the fewest transfers.
+    enough_s = best_s * (1 + (_AS_GOOD if tier.write_overhead_s + tier.read_overhead_s else 0))
+    best = max(
+        (form for seconds, form in judged_forms if seconds <= enough_s),
+        key=lambda form: form.spacing,
+    )
+    if enough_s == best_s:
+        best = next(form for seconds, form in judged_forms if seconds == best_s)
     chosen = best
 
     def sweep_for(steps: int) -> Sweep:
