@@ -58,7 +58,9 @@ def lower_bound(costs: Costs, slots: int, n_steps: int) -> float:
         return taped_s + (n_steps - kept) * min(costs.forward_step_s, costs.taping_s)
     step_s, turn_s, tier = costs.forward_step_s, costs.turn_s, costs.tier
     sweep_s, work_s = (n_steps - 1) * step_s, n_steps * turn_s + step_s
-    missing = max(0, n_steps - 1 - (slots + 1))
+    # A tape restarts its own step only, but may be smaller than the state.
+    at_hand = 1 + math.floor(slots / min(1.0, costs.tape_slots))
+    missing = max(0, n_steps - 1 - at_hand)
     if tier is None:
         return sweep_s + work_s + missing * step_s
     most = missing if tier.capacity_states is None else min(missing, tier.capacity_states)
@@ -108,7 +110,7 @@ def priced_bound(costs: Costs, slots: int, n_steps: int) -> float:
     applies = costs.state_is_tape and tier is not None and 1 < n_steps <= _PRICED_STEPS
     if native.LIBRARY is None or tier is None or not applies:
         return plain
-    if tier.capacity_states is not None:
+    if tier.capacity_states is not None or costs.tape_slots < 1:
         return plain
     step_s, turn_s = costs.forward_step_s, costs.turn_s
     room = min(slots + 1, n_steps)  # the working tape can hold a state

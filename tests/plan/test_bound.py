@@ -23,6 +23,19 @@ def test_with_room_for_all_the_bound_is_plain_work() -> None:
     assert lower_bound(taped, 99, 100) == store_all(taped, 99, 100).makespan_s == 350.0
 
 
+@pytest.mark.parametrize("tape_bytes", [1, 25, 60, 100, 250])
+@pytest.mark.parametrize("tape_step_s", [None, 1.5])
+def test_tapes_of_any_size_stay_above_the_bound(tape_bytes: int, tape_step_s) -> None:
+    tier = Tier(write_s=4.0, read_s=4.0)
+    costs = Costs(1.0, 2.0, tape_step_s, state_bytes=100, tape_bytes=tape_bytes, tiers=(tier,))
+    for n in (1, 2, 4, 9, 40):
+        for slots in (1, 2, 3, 11, 40):
+            if 1 + slots / costs.tape_slots >= n:
+                makespan_s = store_all(costs, slots, n).makespan_s
+                assert lower_bound(costs, slots, n) <= makespan_s + 1e-9
+                assert priced_bound(costs, slots, n) <= makespan_s + 1e-9
+
+
 def test_what_fits_nowhere_is_computed_again() -> None:
     # 100 steps, 9 slots and the working tape: 89 states are missing.
     assert lower_bound(Costs(1.0, 2.0), 9, 100) == 300.0 + 89
