@@ -240,7 +240,7 @@ def sweep_once(model: LSTM, steps: int, **options: Any) -> Sweep:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options to a command-line parser."""
-    parser.add_argument("--steps", type=int, default=4_000, help="sequence length (4000)")
+    parser.add_argument("--steps", type=int, default=2_500, help="sequence length (2500)")
     parser.add_argument("--width", type=int, default=256, help="width of the layer (256)")
     parser.add_argument("--batch", type=int, default=32, help="parallel streams of text (32)")
     parser.add_argument(
@@ -257,7 +257,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--planner", default="auto", choices=["auto", *PLANNERS], help="planner (auto)"
     )
     parser.add_argument("--sweeps", type=int, default=4, help="training sweeps (4)")
-    parser.add_argument("--rate", type=float, default=0.02, help="learning rate of Adam (0.02)")
+    parser.add_argument("--rate", type=float, default=0.004, help="learning rate of Adam (0.004)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (0)")
     parser.add_argument(
         "--output", type=Path, default=Path("demo-output"), help="folder for picture and trace"
