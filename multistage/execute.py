@@ -132,7 +132,8 @@ class _Run(Generic[State, Adjoint]):
     live: Any
     at: int = 0  # index of the live state, -1 when it is used up
     end: int = 0  # the next adjoint step is end - 1
-    held: dict[int, Kept | None] = field(default_factory=dict)  # None: landing, or lost
+    held: dict[int, Kept | None] = field(default_factory=dict)  # None: landing
+    lost: set[int] = field(default_factory=set)  # read in vain: a Free may still come
     tapes: dict[int, Any] = field(default_factory=dict)
     tokens: dict[int, _Transfer] = field(default_factory=dict)
     next_token: int = 0
@@ -270,8 +271,16 @@ class Executor(Generic[State, Adjoint]):
         run, self._run = self._run, None
         if run is None:
             return
-        run.schedule.close()
-        # The store must be done with arrays before they are given back.
+        try:
+            run.schedule.close()
+        finally:
+            try:
+                self._settle(run)
+            finally:
+                run.slots.release_all()
+
+    def _settle(self, run: _Run[State, Adjoint]) -> None:
+        """Wait for the transfers under way: only then may their arrays be given back."""
         for transfer in run.tokens.values():
             store = self._stores[transfer.tier]
             if not transfer.is_write:
@@ -282,7 +291,6 @@ class Executor(Generic[State, Adjoint]):
         for tier, steps in enumerate(run.stored):
             for step in steps:
                 self._stores[tier].drop(step)
-        run.slots.release_all()
 
     def _guarded(self, adjoint: Any, *, forward: bool) -> Any:
         began = self._clock()
@@ -343,14 +351,23 @@ class Executor(Generic[State, Adjoint]):
                         raise _illegal(action, f"the next adjoint step is {end - 1}")
                     if tapes and step in tapes:
                         tape = tapes.pop(step)
-                        if state_is_tape:
+                        if not state_is_tape:
+                            adjoint = reverse(tape[0], adjoint, step)
+                        elif copies and 0 <= at < step:
+                            # The tape goes through the live arrays, whose state
+                            # the schedule may still want: put that aside.
+                            aside = keep(live, at)
                             adjoint = reverse(load(tape, live), adjoint, step)
+                            live = load(aside, live)
+                            release(aside)
                             release(tape)
                         else:
-                            adjoint = reverse(tape[0], adjoint, step)
+                            adjoint = reverse(load(tape, live), adjoint, step)
+                            release(tape)
+                            if copies:
+                                at = -1
                         if tapes:
                             used -= tape_slots
-                        at = -1
                     elif at != step:
                         raise _illegal(action, f"neither its tape nor its state, live is {at}")
                     else:
@@ -392,7 +409,11 @@ class Executor(Generic[State, Adjoint]):
                     continue
                 elif kind is Free:
                     if action.step not in held:
-                        raise _illegal(action, "no slot holds it")
+                        if action.step not in run.lost:
+                            raise _illegal(action, "no slot holds it")
+                        # Its slot went with the checkpoint: the schedule did not look.
+                        run.lost.remove(action.step)
+                        continue
                     kept = held.pop(action.step)
                     if kept is not None:
                         release(kept)
@@ -579,6 +600,7 @@ class Executor(Generic[State, Adjoint]):
         self._stalled(before)
         if arrays is None:
             del run.held[step]
+            run.lost.add(step)
             run.used -= 1
             return False
         run.held[step] = run.slots.adopt(arrays)
@@ -611,8 +633,8 @@ class Executor(Generic[State, Adjoint]):
         """
         run, chain = self._run, self._chain
         assert run is not None
-        if step == 0 and 0 not in run.held:
-            return run.origin
+        if step == 0:
+            return run.origin  # never put into a slot: a Free would give it away
         best, kept = 0, run.origin
         for start, other in run.held.items():
             if other is not None and best < start < step:

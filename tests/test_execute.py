@@ -30,6 +30,7 @@ from multistage.actions import (
     Save,
     Schedule,
     Tape,
+    check,
 )
 from multistage.backends import FileStore, MemoryStore, Store
 from multistage.backends.testing import FaultyStore
@@ -224,6 +225,46 @@ def test_a_static_schedule_survives_the_loss_of_all() -> None:
                     assert (raw(last), executor.reverse(1)) == answer("nested", 4)
 
 
+@pytest.mark.parametrize("chain", ["nested", "in-place"])
+@pytest.mark.parametrize("fault", ["lose_write", "lose_read", "refuse"])
+def test_a_lost_slot_can_be_freed(fault: str, chain: str) -> None:
+    """A Free of what a Get read in vain: of state 0, which needs no slot, and of one not loaded."""
+    made = [Put(0), Await(0), Advance(0, 1), Put(1), Await(1), Advance(1, 2), Tape(2)]
+    made += [EndForward(), Reverse(2), Get(1), Await(2), Free(1), Get(0), Await(3), Load(0)]
+    made += [Advance(0, 1), Reverse(1), Load(0), Reverse(0), Free(0), Drop(1), Drop(0)]
+    check(iter(made), 3, 3)
+    with opened(FaultyStore(MemoryStore(), **{fault: lambda k: True}), chain) as store:
+        executor = Executor(CHAINS[chain][0](), (store,))
+        for _ in range(2):
+            start = CHAINS[chain][1]()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", CheckpointWarning)
+                last = raw(executor.forward(iter(made), start))
+                assert (last, executor.reverse(1)) == answer(chain, 3)
+        with pytest.raises(ScheduleError, match="no slot holds it"):
+            executor.forward([Free(0)], CHAINS[chain][1]())
+
+
+@pytest.mark.parametrize("chain", ["nested", "in-place", "fortran"])
+@pytest.mark.parametrize("nearest", ["held", "stored", "none"])
+def test_a_lost_state_is_made_from_the_nearest(nearest: str, chain: str) -> None:
+    made: list[Action] = [Advance(0, 2)]
+    made += {"held": [Save(2)], "stored": [Put(2), Await(0)], "none": []}[nearest]
+    token = int(nearest == "stored")
+    made += [Advance(2, 3), Put(3), Await(token), Advance(3, 4), EndForward()]
+    made += [Get(3), Await(token + 1), Load(3), Reverse(3), Free(3)]
+    made += [Load(0), Advance(0, 2), Reverse(2), Load(0), Advance(0, 1), Reverse(1)]
+    made += [Load(0), Reverse(0), Drop(3)]
+    made += {"held": [Free(2)], "stored": [Drop(2)], "none": []}[nearest]
+    check(iter(made), 4, 2)
+    with opened(FaultyStore(MemoryStore(), lose_read={0}), chain) as store:
+        executor = Executor(CHAINS[chain][0](), (store,))
+        with pytest.warns(CheckpointWarning, match="checkpoint 3"):
+            last = raw(executor.forward(iter(made), CHAINS[chain][1]()))
+            assert (last, executor.reverse(1)) == answer(chain, 4)
+        assert executor.counts.recovered_steps == (3 if nearest == "none" else 1)
+
+
 # --------------------------------------------------------- the simulator's order
 
 
@@ -291,7 +332,7 @@ class Bomb:
 def test_an_operator_raises_at_every_call(planner: str, error: type[BaseException]) -> None:
     n = 13
     plan = planned(planner, n=n, slots=3)
-    start = np.linspace(0, 1, 7)
+    start = np.linspace(0, 1, 7).copy()  # its own memory: marked read-only, not copied
     store = MemoryStore()
     store.open(Layout.of(start))
     clean = Bomb(0)
@@ -325,6 +366,22 @@ def test_a_step_that_overwrites_its_input() -> None:
     with pytest.raises(StateError, match=r"an operator wrote to a state.*InPlaceChain"):
         executor.forward(planned("revolve").schedule(), start)
     assert start.tolist() == [0, 0, 0]
+    assert start.flags.writeable
+
+
+def test_slots_are_given_back_though_closing_fails() -> None:
+    def schedule() -> Schedule:
+        try:
+            yield Advance(0, 3)
+        finally:
+            raise RuntimeError("close")
+
+    def step(x: Any, i: int) -> Any:
+        raise Boom("bang")
+
+    start = np.zeros(3)
+    with pytest.raises(RuntimeError, match="close"):
+        Executor(FunctionChain(step, lambda x, a, i: a), ()).forward(schedule(), start)
     assert start.flags.writeable
 
 
@@ -414,6 +471,37 @@ def test_illegal_schedules_are_seen(name: str) -> None:
 def test_illegal_schedules_are_judged(name: str) -> None:
     with pytest.raises(ScheduleError):
         _perform((ILLEGAL | ILLEGAL_TOO)[name], partial(Rules, 3, 2))
+
+
+@pytest.mark.parametrize("chain", ["nested", "tape", "in-place"])
+def test_a_tape_leaves_the_live_state_alone(chain: str) -> None:
+    """Only a Reverse without a tape uses the live state up."""
+    made = [Advance(0, 1), Tape(1), EndForward(), Load(0), Reverse(1), Reverse(0)]
+    check(iter(made), 2, 0)
+    executor = Executor(CHAINS[chain][0](), ())
+    for _ in range(2):
+        last = raw(executor.forward(iter(made), CHAINS[chain][1]()))
+        assert (last, executor.reverse(1)) == answer(chain, 2)
+
+
+def test_a_used_tape_is_given_back() -> None:
+    made: list[Any] = []
+    given_back = []
+
+    def step(x: Any, i: int) -> Any:
+        made.append(np.cos(x) + i)
+        return made[-1]
+
+    def schedule() -> Schedule:
+        yield from (Tape(0), Tape(1), Tape(2), EndForward())
+        for i in (2, 1, 0):
+            yield Reverse(i)
+            given_back.append([array.flags.writeable for array in made[:2]])
+
+    executor: Executor[Any, Any] = Executor(FunctionChain(step, lambda x, a, i: a), ())
+    executor.forward(schedule(), np.zeros(3))
+    executor.reverse(np.ones(3))
+    assert given_back == [[False, True], [True, True], [True, True]]
 
 
 def test_a_list_of_actions_is_a_schedule() -> None:
