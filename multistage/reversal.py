@@ -277,6 +277,8 @@ class Reversal(Generic[State, Adjoint]):
         buffers = 0 if self._store is None else self._store.buffer_bytes(layout)
         self._slots = slots = self._budget.slots_for(layout.nbytes, buffers)
         if self._layout is None or not layout.same_as(self._layout):
+            if self._executor is not None:
+                self._executor.abort()  # a sweep under way still holds the caller's arrays
             self._layout, self.plan, self._executor = layout, None, None
             if self._open and self._store is not None:
                 self._open = False

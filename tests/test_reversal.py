@@ -191,7 +191,7 @@ def test_reverse_once_per_forward() -> None:
 @pytest.mark.parametrize("tier", TIERS)
 def test_forward_without_reverse(tier: str, tmp_path: Path) -> None:
     threads = threading.active_count()
-    start = np.linspace(0, 1, 4)
+    start = np.linspace(0, 1, 4).copy()
     run = sines(tier=TIERS[tier](tmp_path))
     run.forward(start)
     run.forward(start)
@@ -205,6 +205,15 @@ def test_forward_without_reverse(tier: str, tmp_path: Path) -> None:
     assert sweep(run) == sines_answer()  # opens again
     run.close()
     assert threading.active_count() == threads
+
+
+def test_another_layout_gives_the_first_sweep_up() -> None:
+    start = np.linspace(0, 1, 4).copy()  # its own memory: marked read-only, not copied
+    with sines(tier="memory:") as run:
+        run.forward(start)
+        assert not start.flags.writeable
+        run.forward(np.zeros((50, 50)))
+        assert start.flags.writeable
 
 
 @pytest.mark.parametrize("where", ["forward", "adjoint"])
@@ -223,7 +232,7 @@ def test_an_operator_raises(where: str, error: type[BaseException], tmp_path: Pa
         return np.cos(x) * a
 
     threads = threading.active_count()
-    start = np.linspace(0, 1, 4)
+    start = np.linspace(0, 1, 4).copy()
     run: Reversal[Any, Any] = Reversal(
         step, adjoint_step, N, budget="5 slots", costs=COSTS, tier=f"file:{tmp_path}"
     )
