@@ -7,7 +7,8 @@ Who owns a buffer: a functional chain (`in_place` false) returns new states
 and leaves its arguments alone, so checkpoints are kept by reference.  To make
 that promise hold, arrays under a checkpoint are marked read-only while they
 are kept, and arrays that are views of something else are copied: a step that
-overwrites its input then raises instead of spoiling a gradient.  An in-place
+overwrites its input then raises instead of spoiling a gradient.  One hole is
+left: writing to an array through a view of it that was made earlier.  An in-place
 chain overwrites the arrays of its live state, so checkpoints are copies.
 """
 
