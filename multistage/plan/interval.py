@@ -162,5 +162,5 @@ def interval(costs: Costs, slots: int, n_steps: int | None) -> Plan:
         reads=predicted.reads,
         stall_s=predicted.stall_s,
         parameters={"interval": length},
-        note=f"Every {length}th state is written; each interval is read back and reversed.",
+        note=f"State k * {length} is written; each interval is read back and reversed.",
     )

@@ -47,7 +47,7 @@ from .sweep import Sweep
 # Lengths up to this are searched harder: every tail start, single positions moved.
 _SHORT = 24
 # Forms this close to the best, in the share of the makespan, count as good as it.
-_AS_GOOD = 0.01
+_AS_GOOD = 0.002
 # Candidates are judged on this many steps, more where both ends want more.
 _JUDGED_STEPS = 256
 
