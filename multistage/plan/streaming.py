@@ -39,6 +39,7 @@ from ..simulate import simulate
 from .base import Plan, require_steps
 from .binomial import beta, nu
 from .bound import lower_bound
+from .interval import interval
 from .predict import predict
 from .reserve import Reservation
 from .revolve import revolve
@@ -47,7 +48,7 @@ from .sweep import Sweep
 # Lengths up to this are searched harder: every tail start, single positions moved.
 _SHORT = 24
 # Forms this close to the best, in the share of the makespan, count as good as it.
-_AS_GOOD = 0.002
+_AS_GOOD = 0.01
 # Candidates are judged on this many steps, more where both ends want more.
 _JUDGED_STEPS = 256
 
@@ -156,7 +157,10 @@ def streaming(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     best_s = min(seconds for seconds, _ in judged_forms)
     # Measured overheads are never exact, and where they weigh, spacings differ
     # little: of forms as good as the best, the one with the fewest transfers.
-    enough_s = best_s * (1 + (_AS_GOOD if tier.write_overhead_s + tier.read_overhead_s else 0))
+    enough_s = best_s
+    if tier.write_overhead_s + tier.read_overhead_s:
+        # ... but not so good that the paper's rule would be better.
+        enough_s = max(best_s, min(best_s * (1 + _AS_GOOD), interval(costs, slots, n).makespan_s))
     best = max(
         (form for seconds, form in judged_forms if seconds <= enough_s),
         key=lambda form: form.spacing,
