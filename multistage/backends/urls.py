@@ -36,7 +36,13 @@ def open_store(tier: str | Store) -> Store:
     if not isinstance(tier, str):
         return tier
     parts = urlsplit(tier)
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if parts.fragment:
+        raise ArgumentError(f"tier {tier!r}: write '#' in a path as %23")
+    options: dict[str, str] = {}
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name in options:
+            raise ArgumentError(f"tier {tier!r} gives {name!r} twice; keep one")
+        options[name] = value
     capacity = options.pop("capacity", None)
     capacity_bytes = None if capacity is None else parse_bytes(capacity)
     buffer_bytes = parse_bytes(options.pop("buffers", "8MiB"))
@@ -56,7 +62,11 @@ def open_store(tier: str | Store) -> Store:
             queue_depth=int(queue),
         )
     elif parts.scheme == "memory":
+        if parts.netloc:
+            raise ArgumentError(f"tier {tier!r} must be written as in memory:{parts.netloc}")
         if parts.path.strip("/"):
+            if capacity is not None:
+                raise ArgumentError(f"tier {tier!r} gives its capacity twice; keep one")
             capacity_bytes = parse_bytes(parts.path.strip("/"))
         store = MemoryStore(capacity_bytes, buffer_bytes=buffer_bytes, queue_depth=int(queue))
     else:

@@ -67,6 +67,10 @@ def test_a_store_is_itself() -> None:
         ("file:///x?capacity=", "size"),
         ("file:///x?buffers=-1", "-1"),
         ("memory:plenty", "plenty"),
+        ("memory://512MiB", "memory:512MiB"),
+        ("memory:1GiB?capacity=2GiB", "twice"),
+        ("file:///x?capacity=1GiB&capacity=2GiB", "'capacity' twice"),
+        ("file:///runs#2", "%23"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, message: str) -> None:
