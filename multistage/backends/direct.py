@@ -21,14 +21,22 @@ _GROW = 64 << 20
 class DirectFile:
     """Extents in an anonymous file.
 
+    Parameters
+    ----------
+    folder : Path
+    extent_bytes : int
+    most_bytes : int or None
+        Space that may be taken ahead of use; None for no limit.
+
     Attributes
     ----------
     direct : bool
         Whether the page cache is bypassed (O_DIRECT).
     """
 
-    def __init__(self, folder: Path, extent_bytes: int) -> None:
+    def __init__(self, folder: Path, extent_bytes: int, most_bytes: int | None = None) -> None:
         self._extent_bytes = extent_bytes
+        self._most_bytes = most_bytes
         self._allocated = 0
         path = folder / "extents"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
@@ -60,7 +68,10 @@ class DirectFile:
     def _grow(self, end: int) -> None:
         if not hasattr(os, "posix_fallocate"):
             return
-        for size in (max(end, self._allocated + _GROW), end):
+        ahead = self._allocated + _GROW
+        if self._most_bytes is not None:
+            ahead = min(ahead, self._most_bytes)
+        for size in (max(end, ahead), end):
             try:
                 os.posix_fallocate(self._fd, self._allocated, size - self._allocated)
             except OSError as error:

@@ -120,8 +120,9 @@ class FileStore(StreamedStore):
 
     def _make_medium(self, extent_bytes: int) -> Medium:
         assert self._private is not None
-        kind = DirectFile if self.engine == "direct" else AioFiles
-        return kind(self._private.path, extent_bytes)
+        if self.engine == "direct":
+            return DirectFile(self._private.path, extent_bytes, self.capacity_bytes)
+        return AioFiles(self._private.path, extent_bytes)
 
 
 class _PrivateFolder:

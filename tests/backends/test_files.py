@@ -312,3 +312,15 @@ def test_filesystems_without_direct_transfers(
     medium.close()
     medium.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_disk_taken_stays_within_the_capacity(tmp_path: Path) -> None:
+    capacity = 5 * 8192
+    store = opened(tmp_path, "direct", capacity_bytes=capacity, buffer_bytes=0)
+    for key in range(5):
+        assert store.put(key, [STATE], block=True)
+        assert store.wait_written(key)
+        assert isinstance(store._medium, DirectFile)
+        taken = os.fstat(store._medium._fd)
+        assert max(taken.st_size, taken.st_blocks * 512) <= capacity
+    store.close()
