@@ -61,6 +61,13 @@ class AioFiles:
                 view = view[done:]
 
     def close(self) -> None:
+        # In a notebook the caller runs inside an event loop, and a thread with
+        # a running loop may run no other: a thread without one finishes ours.
+        closer = threading.Thread(target=self._close_loops, name="multistage-closer")
+        closer.start()
+        closer.join()
+
+    def _close_loops(self) -> None:
         for loop in self._loops.values():
             loop.run_until_complete(loop.shutdown_default_executor())
             loop.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import signal
@@ -324,3 +325,16 @@ def test_the_disk_taken_stays_within_the_capacity(tmp_path: Path) -> None:
         taken = os.fstat(store._medium._fd)
         assert max(taken.st_size, taken.st_blocks * 512) <= capacity
     store.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_store_can_be_closed_where_an_event_loop_runs(tmp_path: Path, engine: str) -> None:
+    """As in a notebook, whose cells run inside a loop."""
+
+    async def cell() -> None:
+        store = opened(tmp_path, engine, buffer_bytes=0)
+        assert store.put(1, [STATE], block=True)
+        assert store.get(1)[0].tolist() == STATE.tolist()
+        store.close()
+
+    asyncio.run(cell())
