@@ -153,7 +153,7 @@ class _PrivateFolder:
             raise StoreError(
                 f"folder {str(parent)!r} cannot hold checkpoints: {error}; choose another"
             ) from error
-        self.remove = weakref.finalize(self, _remove, self.path, self._lock)
+        self.remove = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
 
     @staticmethod
     def _make(parent: Path) -> tuple[Path, int]:
@@ -166,7 +166,11 @@ class _PrivateFolder:
             os.close(lock)
 
 
-def _remove(path: Path, lock: int) -> None:
+def _remove(path: Path, lock: int, owner: int) -> None:
+    if os.getpid() != owner:
+        # A forked child inherits the duty to clean up at exit, but the folder
+        # is still its parent's.
+        return
     shutil.rmtree(path, ignore_errors=True)
     os.close(lock)
 

@@ -338,3 +338,21 @@ def test_a_store_can_be_closed_where_an_event_loop_runs(tmp_path: Path, engine: 
         store.close()
 
     asyncio.run(cell())
+
+
+def test_a_forked_child_leaves_its_parents_files(tmp_path: Path) -> None:
+    child = _child(
+        tmp_path,
+        "aiofiles",
+        """
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(0)
+        os.waitpid(pid, 0)
+        assert store.get(1)[0].tolist() == state.tolist()
+        print("still there")
+        """,
+    )
+    out, _ = child.communicate()
+    assert out == "ready\nstill there\n"
+    assert private(tmp_path) == []
