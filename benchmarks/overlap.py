@@ -3,14 +3,19 @@
 Overlap is (compute + io - wall) / min(compute, io): 1 when the shorter of the
 two is hidden entirely, 0 when one follows the other (pyrevolve's disk).
 Forward: states are written while steps run; reverse: states are read back
-while steps run.  Then the price paid by compute while a store streams at full
-speed beside it: a BLAS loop and a loop of small NumPy calls.
+while steps run.  Both are measured twice: with compute held to one core, so
+that the transfers have another, and with BLAS free to take every core
+(`*_all_cores`), where transfers and compute share them.  Then the price paid
+by compute while a store streams at full speed beside it: a BLAS loop, on every
+core, and a loop of small NumPy calls.
 
     python -m benchmarks.overlap [--quick] [--json FILE] [--plot FILE]
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import tempfile
 import threading
@@ -21,16 +26,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._common import finish, options
+from benchmarks._common import child, finish, options
 from multistage.backends import FileStore
 from multistage.layout import Layout
 
 STATE_BYTES = 8 << 20
+ONE_CORE = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1")
 AHEAD = 3  # reads under way, as the streaming schedule has them
 
 
 class Work:
-    """Compute that takes about a given time, on one core."""
+    """Compute that takes about a given time, on as many cores as BLAS takes."""
 
     def __init__(self) -> None:
         self._a = np.full((256, 256), 1e-3)
@@ -74,6 +80,12 @@ def get_all(store: FileStore, states: list[list[Any]], between: Callable[[], Non
     return time.perf_counter() - began
 
 
+def assert_same(store: FileStore, states: list[list[Any]]) -> None:
+    """Assert that every byte of every state comes back, before anything is timed."""
+    for key in range(len(states) - 1, -1, -1):
+        assert np.array_equal(store.get(key)[0], states[key][0]), f"state {key} came back changed"
+
+
 def overlaps(folder: str, count: int, repeats: int) -> dict[str, list[float]]:
     """Return samples of compute, io, wall and overlap, forward and reverse."""
     samples: dict[str, list[float]] = {}
@@ -88,7 +100,7 @@ def overlaps(folder: str, count: int, repeats: int) -> dict[str, list[float]]:
         store = FileStore(folder, "direct")
         store.open(layout)
         io = {"forward": put_all(store, states, nothing)}
-        get_all(store, states, nothing)
+        assert_same(store, states)
         io["reverse"] = get_all(store, states, nothing)
         store.close()
         for phase, transfer in (("forward", put_all), ("reverse", get_all)):
@@ -162,10 +174,23 @@ def _stream(store: Any, base: Any, stop: threading.Event) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    args = options(__doc__).parse_args()
+    parser = options(__doc__)
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        with tempfile.TemporaryDirectory(prefix="overlap-", dir=".") as folder:
+            print(json.dumps(overlaps(folder, **args.child)))
+        return
     repeats, count = (3, 16) if args.quick else (9, 48)
     with tempfile.TemporaryDirectory(prefix="overlap-", dir=".") as folder:
-        samples: dict[str, Any] = dict(overlaps(folder, count, repeats))
+        samples: dict[str, Any] = {}
+        # Turn about, so that drifts of a shared machine fall on both alike; in
+        # processes of their own, since BLAS reads its threads when it is loaded.
+        for _ in range(3):
+            for suffix, environment in (("", ONE_CORE), (" all cores", {})):
+                task = {"count": count, "repeats": max(1, repeats // 3)}
+                for name, values in child("benchmarks.overlap", task, environment).items():
+                    samples.setdefault(name + suffix, []).extend(values)
         for engine in ("direct", "aiofiles"):
             for name, values in slowdowns(folder, engine, repeats).items():
                 samples[f"{engine} {name}"] = values
@@ -176,6 +201,8 @@ def main() -> None:
     ratios = {
         "forward": middle("forward overlap"),
         "reverse": middle("reverse overlap"),
+        "forward_all_cores": middle("forward overlap all cores"),
+        "reverse_all_cores": middle("reverse overlap all cores"),
         "slowdown_direct": middle("direct blas"),
         "slowdown_aiofiles": middle("aiofiles blas"),
         "slowdown_direct_python": middle("direct python"),
