@@ -99,6 +99,8 @@ class FunctionChain(Generic[State, Adjoint]):
 
     def advance(self, state: State, start: int, stop: int) -> State:
         step = self._step
+        if stop - start == 1:  # the commonest, and half as long as the loop
+            return step(state, start)
         for i in range(start, stop):
             state = step(state, i)
         return state

@@ -56,6 +56,7 @@ from .chain import Chain
 from .errors import CheckpointWarning, MultistageError, ScheduleError, StateError
 from .layout import Array, Layout, dense
 from .slots import Copies, Kept, References, Slots
+from .steps import StepSet
 from .timeline import Timeline
 
 State = TypeVar("State")
@@ -137,7 +138,7 @@ class _Run(Generic[State, Adjoint]):
     tapes: dict[int, Any] = field(default_factory=dict)
     tokens: dict[int, _Transfer] = field(default_factory=dict)
     next_token: int = 0
-    stored: list[set[int]] = field(default_factory=list)
+    stored: list[StepSet] = field(default_factory=list)
     axes: dict[tuple[int, int], list[tuple[int, ...] | None]] = field(default_factory=dict)
     used: float = 0.0
 
@@ -228,7 +229,7 @@ class Executor(Generic[State, Adjoint]):
             slots=self._slots,
             origin=self._slots.keep(state, "state 0"),
             live=state,
-            stored=[set() for _ in self._stores],
+            stored=[StepSet() for _ in self._stores],
         )
         self._rules = None
         if self._make_rules is not None:
@@ -641,7 +642,11 @@ class Executor(Generic[State, Adjoint]):
                 best, kept = start, other
         landing = {start for start, other in run.held.items() if other is None}
         for tier, steps in enumerate(run.stored):
-            for start in sorted((k for k in steps - landing if best < k <= step), reverse=True):
+            for start in steps.descending(step):
+                if start <= best:
+                    break
+                if start in landing:
+                    continue
                 arrays = self._read(start, tier)
                 if arrays is not None:
                     best, kept = start, run.slots.adopt(arrays)
@@ -664,7 +669,7 @@ class Executor(Generic[State, Adjoint]):
         run = self._run
         assert run is not None
         if step in run.stored[tier]:
-            run.stored[tier].remove(step)
+            run.stored[tier].discard(step)
             self._stores[tier].drop(step)
         run.axes.pop((step, tier), None)
 

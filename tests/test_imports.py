@@ -16,7 +16,7 @@ ROOT = Path(multistage.__file__).parent
 # A module may import from its own layer and from those above it in this list.
 LAYERS = [
     {"errors", "native"},
-    {"layout", "slots", "chain", "timeline", "actions", "limits"},
+    {"layout", "slots", "chain", "timeline", "actions", "limits", "steps"},
     {"costs"},
     {"backends"},
     {"plan", "simulate", "probe", "execute"},

@@ -35,6 +35,7 @@ import xxhash
 
 from ..errors import ArgumentError, CheckpointWarning, StoreError
 from ..layout import Array, Layout
+from ..steps import StepMap
 from .arena import LandingPool, pages, round_up
 from .base import CheckpointLost, StoreStats, TransferRecord
 from .medium import Medium
@@ -65,6 +66,7 @@ class _Extent:
         "landing",
         "live",
         "nbytes",
+        "number",
         "previous",
         "read_state",
         "serial",
@@ -72,7 +74,8 @@ class _Extent:
         "state",
     )
 
-    def __init__(self, slot: int, first: int, previous: _Extent | None) -> None:
+    def __init__(self, number: int, slot: int, first: int, previous: _Extent | None) -> None:
+        self.number = number
         self.slot = slot
         self.first = first  # key it began with
         self.previous = previous
@@ -183,7 +186,9 @@ class StreamedStore:
         self._extent_bytes = extent_bytes
         self.stats = StoreStats()
         self.transfers.clear()
-        self._index: dict[int, tuple[_Extent, int]] = {}
+        self._index = StepMap()  # key -> number of the extent * count + place in it
+        self._extents: dict[int, _Extent] = {}
+        self._next_number = 0
         self._free_slots: list[int] = []
         self._next_slot = 0
         self._zombies: list[_Extent] = []  # all keys dropped while a thread was at it
@@ -220,6 +225,7 @@ class StreamedStore:
         self._threads = []
         medium.close()
         self._index.clear()
+        self._extents.clear()
         self._holders.clear()
         self._staging.clear()
         self._waiting.clear()
@@ -249,7 +255,7 @@ class StreamedStore:
             places = self._places[number][at] = self._layout.views(record)
         for place, array in zip(places, arrays, strict=True):
             place[...] = array
-        self._index[key] = extent, at
+        self._index[key] = extent.number * self._count + at
         extent.filled = at + 1
         extent.live += 1
         self.stats.writes += 1
@@ -276,7 +282,7 @@ class StreamedStore:
         holder = self._holders[number]
         if holder is not None:
             holder.buffer = None  # from now on it is read from the medium
-        extent = _Extent(slot, key, self._latest)
+        extent = self._new_extent(slot, key, self._latest)
         extent.buffer = number
         self._holders[number] = self._filling = self._latest = extent
         return extent
@@ -306,16 +312,29 @@ class StreamedStore:
         if slot is None:
             self.stats.refused += 1
             return False
-        extent = _Extent(slot, key, None)
+        extent = self._new_extent(slot, key, None)
         extent.arrays = tuple(arrays)
         extent.live = extent.filled = 1
         extent.nbytes = self._layout.nbytes
         extent.state = _State.QUEUED
-        self._index[key] = extent, 0
+        self._index[key] = extent.number
         self.stats.writes += 1
         waiting.append(extent)
         self._writes.put(extent)
         return True
+
+    def _new_extent(self, slot: int, first: int, previous: _Extent | None) -> _Extent:
+        number = self._next_number
+        self._next_number += 1
+        extent = self._extents[number] = _Extent(number, slot, first, previous)
+        return extent
+
+    def _find(self, key: int) -> tuple[_Extent, int] | None:
+        """Return the extent that holds `key` and the place in it, None if there is none."""
+        entry = self._index.get(key)
+        if entry is None:
+            return None
+        return self._extents[entry // self._count], entry % self._count
 
     def _take_slot(self) -> int | None:
         """Return a free extent of the medium, the one freed last; None if it is full."""
@@ -352,7 +371,7 @@ class StreamedStore:
 
     def wait_written(self, key: int) -> bool:
         """Block until the store is done with the arrays of `key`; False if they are lost."""
-        entry = self._index.get(key)
+        entry = self._find(key)
         if entry is None:
             return False
         extent = entry[0]
@@ -372,7 +391,7 @@ class StreamedStore:
 
     def prefetch(self, key: int) -> None:
         """Queue a read of `key`, behind its write if that is still under way."""
-        entry = self._index.get(key)
+        entry = self._find(key)
         if entry is None:
             return
         extent = entry[0]
@@ -387,7 +406,7 @@ class StreamedStore:
 
     def get(self, key: int) -> list[Array]:
         """Block until the read of `key` is done; return its arrays.  Raises CheckpointLost."""
-        entry = self._index.get(key)
+        entry = self._find(key)
         if entry is None:
             raise CheckpointLost(f"tier {self.name!r} has no checkpoint {key}")
         extent, at = entry
@@ -430,10 +449,10 @@ class StreamedStore:
 
     def drop(self, key: int) -> None:
         """Free the medium's copy of `key`.  Unknown keys are ignored."""
-        entry = self._index.pop(key, None)
+        entry = self._index.pop(key)
         if entry is None:
             return
-        extent = entry[0]
+        extent = self._extents[entry // self._count]
         extent.live -= 1
         if extent.live:
             return
@@ -453,6 +472,7 @@ class StreamedStore:
             if extent.state is not _State.FAILED or not self._no_space:
                 self._free_slots.append(extent.slot)
             self.stats.stored_bytes -= self._extent_bytes
+            del self._extents[extent.number]
             extent.landing = extent.previous = None
             if extent.buffer is not None:
                 self._holders[extent.buffer] = None

@@ -25,6 +25,7 @@ drops out of the list, so that its interval merges with the one before.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from ..actions import (
     Schedule,
     Tape,
 )
+from ..steps import StepSet
 from .binomial import reverse_actions
 from .reserve import Reservation
 
@@ -121,8 +123,8 @@ class _Run:
         self.written: deque[int] = deque()  # held, and known to be in the tier
         self.writing: deque[tuple[int, int, bool]] = deque()  # token, step, staged
         self.pinned: set[int] = set()  # held steps whose write was not awaited
-        self.stored: set[int] = set()  # steps in the tier
-        self.readable: list[int] = []  # steps in the tier and in no slot, ascending
+        self.stored = StepSet()  # steps in the tier
+        self.readable = array("q")  # steps in the tier and in no slot, ascending
         self.pending: deque[tuple[int, int]] = deque()  # step, token of reads, descending
         self.leftover: deque[tuple[int, int]] = deque()  # used up but pinned: step, adjoint then
         self.ended = False
@@ -143,7 +145,7 @@ class _Run:
             yield from self._clear_leftover()
         while self.writing:
             yield from self._settle()
-        for step in sorted(self.stored):
+        for step in self.stored:
             yield Drop(step)
 
     # ---------------------------------------------------------- forward sweeps
@@ -310,7 +312,7 @@ class _Run:
                 yield Free(anchor)
                 self.used -= 1
                 if anchor in self.stored:
-                    self.stored.remove(anchor)
+                    self.stored.discard(anchor)
                     yield Drop(anchor)
             else:
                 held.pop()
@@ -334,7 +336,7 @@ class _Run:
         if anchor in self.stored:
             if self.written and self.written[-1] == anchor:
                 self.written.pop()
-            self.stored.remove(anchor)
+            self.stored.discard(anchor)
             yield Drop(anchor)
 
     def _room(self) -> Schedule:
@@ -355,7 +357,7 @@ class _Run:
         yield Free(step)
         self.used -= 1
         if step in self.stored:
-            self.stored.remove(step)
+            self.stored.discard(step)
             yield Drop(step)
 
     def _reclaimable(self) -> int:
