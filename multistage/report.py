@@ -101,6 +101,7 @@ class Report:
     def cost_rows(self) -> list[tuple[str, str, str]]:
         """Return the rows on costs: what, assumed, seen."""
         assumed, seen = self.plan.costs, self.seen
+        moved = self.timeline.bytes
         rows = [
             (
                 "forward step (T_A)",
@@ -114,12 +115,12 @@ class Report:
                 (
                     "write of a state (T_W)",
                     format_seconds(assumed.tier.write_s),
-                    format_seconds(seen.tier.write_s),
+                    format_seconds(seen.tier.write_s) if moved["write"] else "-",
                 ),
                 (
                     "read of a state (T_R)",
                     format_seconds(assumed.tier.read_s),
-                    format_seconds(seen.tier.read_s),
+                    format_seconds(seen.tier.read_s) if moved["read"] else "-",
                 ),
             ]
         return rows

@@ -116,7 +116,7 @@ class Reversal(Generic[State, Adjoint]):
         elif adjoint_step is not None or tape_step is not None:
             raise ArgumentError("adjoint_step and tape_step go with a plain step, not with a Chain")
         if n_steps is not None:
-            require_steps(n_steps, planner)
+            n_steps = require_steps(n_steps, planner)
         if planner != "auto" and planner not in PLANNERS:
             raise ArgumentError(
                 f"planner {planner!r} is not known; choose 'auto' or one of {', '.join(PLANNERS)}"

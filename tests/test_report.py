@@ -63,6 +63,14 @@ def test_seen_costs_are_means_of_what_happened() -> None:
     assert seen.tiers[0].read_s == 1e-5  # nothing was read: as assumed
 
 
+def test_what_was_not_seen_is_not_shown() -> None:
+    report = a_report()
+    report.timeline.bytes.update(write=832, read=0)
+    rows = {what: (assumed, seen) for what, assumed, seen in report.cost_rows()}
+    assert rows["read of a state (T_R)"][1] == "-"
+    assert rows["write of a state (T_W)"][1] != "-"
+
+
 def test_a_trace_is_what_perfetto_expects(tmp_path) -> None:
     costs = Costs(1e-3, 2e-3, tiers=(Tier("file", 4e-3, 4e-3),))
     made = plan(costs, "8 slots", 50, planner="streaming")

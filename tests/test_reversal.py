@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import warnings
 from collections.abc import Callable
@@ -165,6 +166,12 @@ def test_one_step() -> None:
             assert sweep(run) == sines_answer(1)
 
 
+def test_a_number_of_steps_from_numpy_will_do() -> None:
+    with sines(np.int64(N)) as run:
+        assert sweep(run) == sines_answer()
+        assert json.loads(run.report().to_json())["n_steps"] == N
+
+
 def test_the_front_door_allows_another_layout() -> None:
     with sines(tier="memory:") as run:
         assert sweep(run) == sines_answer()
@@ -256,6 +263,8 @@ def test_an_operator_raises(where: str, error: type[BaseException], tmp_path: Pa
         ({"n": 0}, ArgumentError, "n_steps=0"),
         ({"n": -3}, ArgumentError, "n_steps=-3"),
         ({"n": 2.5}, ArgumentError, "n_steps=2.5"),
+        ({"n": True}, ArgumentError, "n_steps=True"),
+        ({"n": "10"}, ArgumentError, "n_steps='10'"),
         ({"budget": "0 slots"}, BudgetError, "0 slots < 1 slot needed|0 slots < 1 slot"),
         ({"budget": -1}, ArgumentError, "-1"),
         ({"budget": "some"}, ArgumentError, "some"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -134,6 +135,10 @@ def require_steps(n_steps: int | None, planner: str) -> int:
         raise ArgumentError(
             f"planner {planner!r} must know n_steps beforehand; use planner 'online'"
         )
-    if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 1:
+    try:
+        n = -1 if isinstance(n_steps, bool) else operator.index(n_steps)  # NumPy's ints too
+    except TypeError:
+        n = -1
+    if n < 1:
         raise ArgumentError(f"n_steps={n_steps!r} must be an int, at least 1")
-    return n_steps
+    return n
