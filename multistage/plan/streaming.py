@@ -40,7 +40,7 @@ from .base import Plan, require_steps
 from .binomial import beta, nu
 from .bound import lower_bound
 from .interval import interval
-from .predict import predict
+from .predict import Prediction, predict
 from .reserve import Reservation
 from .revolve import revolve
 from .sweep import Sweep
@@ -49,8 +49,10 @@ from .sweep import Sweep
 _SHORT = 24
 # Forms this close to the best, in the share of the makespan, count as good as it.
 _AS_GOOD = 0.01
+# Of the candidates judged best, this many are predicted in full.
+_PREDICTED = 6
 # Candidates are judged on this many steps, more where both ends want more.
-_JUDGED_STEPS = 256
+_JUDGED_STEPS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,33 +156,19 @@ def streaming(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     ]
     if not judged_forms:
         return fallback
-    best_s = min(seconds for seconds, _ in judged_forms)
-    # Measured overheads are never exact, and where they weigh, spacings differ
-    # little: of forms as good as the best, the one with the fewest transfers.
-    enough_s = best_s
-    if tier.write_overhead_s + tier.read_overhead_s:
-        # ... but not so good that the paper's rule would be better.
-        enough_s = max(best_s, min(best_s * (1 + _AS_GOOD), interval(costs, slots, n).makespan_s))
-    best = max(
-        (form for seconds, form in judged_forms if seconds <= enough_s),
-        key=lambda form: form.spacing,
-    )
-    if enough_s == best_s:
-        best = next(form for seconds, form in judged_forms if seconds == best_s)
-    chosen = best
-
-    def sweep_for(steps: int) -> Sweep:
-        return chosen.sweep(costs, slots, steps, reservation)
-
+    best, predicted = _best(judged_forms, costs, slots, n, reservation)
     if n <= _SHORT:
-        polished = _polish(sweep_for(n), costs, slots, n, best_s)
+        sweep = best.sweep(costs, slots, n, reservation)
+        polished = _polish(sweep, costs, slots, n, predicted.makespan_s)
         make = polished.schedule
+        predicted = predict(make, costs, slots, n, period=best.spacing)
     else:
         make = partial(_schedule, best, costs, slots, reservation)
-    head = (best.tail or 0) + 4 * slots
-    predicted = predict(make, costs, slots, n, period=best.spacing, head=head)
-    if predicted.makespan_s >= fallback.makespan_s:
+    paper = interval(costs, slots, n)
+    if min(predicted.makespan_s, paper.makespan_s) >= fallback.makespan_s:
         return fallback
+    if paper.makespan_s < predicted.makespan_s:
+        return replace(paper, planner="streaming", note=f"The paper's rule. {paper.note}")
     return Plan(
         planner="streaming",
         n_steps=n,
@@ -197,6 +185,46 @@ def streaming(costs: Costs, slots: int, n_steps: int | None) -> Plan:
         parameters={"spacing": best.spacing, "tail": -1 if best.tail is None else best.tail},
         note=_note(best),
     )
+
+
+def _best(
+    judged: list[tuple[float, Form]],
+    costs: Costs,
+    slots: int,
+    n_steps: int,
+    reservation: Reservation,
+) -> tuple[Form, Prediction]:
+    """Return the form to use and its prediction: those judged best, predicted in full."""
+    tier = costs.tier
+    assert tier is not None
+    judged = sorted(judged, key=lambda pair: pair[0])
+    share = _AS_GOOD if tier.write_overhead_s + tier.read_overhead_s else 0.0
+    near = [form for seconds, form in judged if seconds <= judged[0][0] * (1 + share)]
+    # The judgement of a part may err by more than the forms differ.
+    shortlist = dict.fromkeys(form for _, form in judged[:_PREDICTED])
+    if share:
+        shortlist[max(near, key=lambda form: form.spacing)] = None
+    predictions = {
+        form: predict(
+            partial(_schedule, form, costs, slots, reservation),
+            costs,
+            slots,
+            n_steps,
+            period=form.spacing,
+            head=(form.tail or 0) + 4 * slots,
+        )
+        for form in shortlist
+    }
+    best = min(predictions, key=lambda form: predictions[form].makespan_s)
+    if share:
+        # Measured overheads are never exact, and where they weigh, spacings
+        # differ little: of forms as good as the best, the one with the fewest
+        # transfers, unless the paper's rule would be better than that.
+        enough_s = predictions[best].makespan_s * (1 + share)
+        enough_s = min(enough_s, interval(costs, slots, n_steps).makespan_s)
+        as_good = [form for form in predictions if predictions[form].makespan_s <= enough_s]
+        best = max(as_good, key=lambda form: form.spacing, default=best)
+    return best, predictions[best]
 
 
 def _schedule(
@@ -237,7 +265,7 @@ def _note(form: Form) -> str:
 def _judged_steps(costs: Costs, slots: int, n_steps: int, least: float) -> int:
     spacing = max(least, streaming_spacing(costs))
     # Enough for both ends and a steady middle.
-    return min(n_steps, max(_JUDGED_STEPS, int(8 * spacing) + 4 * slots), 64 * _JUDGED_STEPS)
+    return min(n_steps, max(_JUDGED_STEPS, int(8 * spacing) + 4 * slots), 32 * _JUDGED_STEPS)
 
 
 def _forms(costs: Costs, slots: int, n_steps: int, least: float) -> Iterator[Form]:

@@ -1,0 +1,504 @@
+/* The optimal persistent schedules of a heterogeneous chain, for all memories at once.
+ *
+ * Beaumont et al. 2019 (RR-9302), Theorem 1, in terms of excess: E(s, t, m) is
+ * the forward work done again, as a share of the chain's forward work, when
+ * stages s..t are processed within m slots, the input of stage s not counted:
+ *
+ *   E(s, s, m) = 0                                      if m >= all(s, s)
+ *   E(s, t, m) = min of  E(s+1, t, m - tape[s])         if m >= all(s, t)
+ *                and     P[k] - P[s] + E(k, t, m - state[k]) + E(s, k-1, m)
+ *                        over s < k <= t                if m >= none(s, t)
+ *
+ * The second line is a (min,+) product.  Memory is cut into planes of 16
+ * slots, kept apart: plane, then (s, t) by rows, then slot.  A plane is solved
+ * by tiles of 16 x 16 pairs, diagonal by diagonal; the tiles of a diagonal are
+ * independent of each other, and threads share them.  The caller allocates;
+ * the only allocation here is scratch, per thread and call.
+ *
+ * No table of choices is kept: `ms_chain_trace` finds the choices again, O(n)
+ * for each of the O(n) pairs that a schedule passes through.
+ */
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+enum { PLANE = 16, TILE = 16, DEPTH = 192, MAX_THREADS = 64 };
+enum { BASELINE = 1, AVX2 = 2, AVX512 = 3 };
+enum { NO_MEMORY = -1, INFEASIBLE = -2 };
+
+/* A chain in slots.  Stages 0..n-1; state and grad have n+1 entries. */
+typedef struct {
+    int64_t n;
+    const int64_t *state, *grad;              /* of state i, in slots */
+    const int64_t *tape, *advance, *taping, *reverse; /* tape and overheads of stage i */
+    const float *prefix;                      /* P, n+1 entries, P[n] = 1 */
+    int64_t tapes; /* 0: a tape is made right before its adjoint only (Revolve) */
+} chain_t;
+
+typedef struct {
+    const chain_t *chain;
+    const int32_t *none; /* none(s, t), as rows of the triangle */
+    float *table;
+    int64_t cells; /* of a plane */
+    int64_t plane, diagonals;
+    int isa;
+    /* Shared by the threads of one call: tickets are given out in order, and a
+     * tile waits until all tiles of the diagonals before its own are done. */
+    int64_t first_diagonal, last_diagonal;
+    atomic_int_fast64_t ticket, done;
+    atomic_int failed;
+} solve_t;
+
+static inline int64_t row(int64_t n, int64_t s)
+{
+    return s * n - s * (s - 1) / 2 - s; /* so that row + t is the cell of (s, t) */
+}
+
+static inline float *cell(const solve_t *x, int64_t plane, int64_t s, int64_t t)
+{
+    return x->table + (plane * x->cells + row(x->chain->n, s) + t) * PLANE;
+}
+
+static inline int64_t max64(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+static int64_t need_all(const chain_t *c, int64_t s, int64_t t)
+{
+    return max64(c->grad[t + 1] + c->tape[s] + c->taping[s],
+                 c->grad[s + 1] + c->tape[s] + c->grad[s] + c->reverse[s]);
+}
+
+/* ------------------------------------------------------------------ kernels */
+
+#define NAME(x) x##_baseline
+#define TARGET
+#define LANES 4
+#define ROWS 4
+#define COLS 2
+#if defined(__x86_64__)
+#define MIN(a, b) _mm_min_ps(a, b)
+#else
+typedef float four_t __attribute__((vector_size(16)));
+typedef int32_t mask_t __attribute__((vector_size(16)));
+static inline four_t min_four(four_t a, four_t b)
+{
+    const mask_t less = a < b;
+    return (four_t)(((mask_t)a & less) | ((mask_t)b & ~less));
+}
+#define MIN(a, b) min_four(a, b)
+#endif
+#include "chain_kernel.h"
+
+#if defined(__x86_64__)
+#define NAME(x) x##_avx2
+#define TARGET __attribute__((target("avx2")))
+#define LANES 8
+#define ROWS 4
+#define COLS 2
+#define MIN(a, b) _mm256_min_ps(a, b)
+#include "chain_kernel.h"
+
+#define NAME(x) x##_avx512
+#define TARGET __attribute__((target("avx512f,avx512vl,avx512dq")))
+#define LANES 16
+#define ROWS 4
+#define COLS 4
+#define MIN(a, b) _mm512_min_ps(a, b)
+#include "chain_kernel.h"
+#define DISPATCH(isa, call, ...)                                                                  \
+    ((isa) == AVX512 ? call##_avx512(__VA_ARGS__)                                                 \
+                     : (isa) == AVX2 ? call##_avx2(__VA_ARGS__) : call##_baseline(__VA_ARGS__))
+#else
+#define DISPATCH(isa, call, ...) call##_baseline(__VA_ARGS__)
+#endif
+
+/* The best instruction set this machine has. */
+EXPORT int64_t ms_chain_isa(void)
+{
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
+        return AVX512;
+    if (__builtin_cpu_supports("avx2"))
+        return AVX2;
+#endif
+    return BASELINE;
+}
+
+/* -------------------------------------------------------------------- tiles */
+
+static void fill(float *values, int count, float value)
+{
+    for (int q = 0; q < count; q++)
+        values[q] = value;
+}
+
+/* The 16 values of (s, t) at memories m..m+15, infinite below 0. */
+static void load(const solve_t *x, int64_t s, int64_t t, int64_t m, float *out)
+{
+    if (m <= -PLANE) {
+        fill(out, PLANE, INFINITY);
+        return;
+    }
+    const int64_t plane = m >= 0 ? m / PLANE : -1;
+    const int shift = (int)(m - plane * PLANE);
+    if (plane >= 0)
+        memcpy(out, cell(x, plane, s, t) + shift, (size_t)(PLANE - shift) * sizeof(float));
+    else
+        fill(out, PLANE - shift, INFINITY);
+    if (shift)
+        memcpy(out + PLANE - shift, cell(x, plane + 1, s, t), (size_t)shift * sizeof(float));
+}
+
+static void candidates(const solve_t *x, int64_t s, int64_t t, int64_t k0, int64_t k1, float *best)
+{
+    const chain_t *c = x->chain;
+    const int64_t m = x->plane * PLANE;
+    float right[PLANE];
+    for (int64_t k = k0; k <= k1; k++) {
+        if (m - c->state[k] <= -PLANE)
+            continue;
+        load(x, k, t, m - c->state[k], right);
+        DISPATCH(x->isa, add_min, best, cell(x, x->plane, s, k - 1), right, c->prefix[k]);
+    }
+}
+
+/* Finish (s, t) of the current plane: `best` holds the checkpointing candidates plus P[s]. */
+static void finish(const solve_t *x, int64_t s, int64_t t, float *best)
+{
+    const chain_t *c = x->chain;
+    const int64_t m = x->plane * PLANE, all = need_all(c, s, t);
+    const int32_t none = x->none[row(c->n, s) + t];
+    float *out = cell(x, x->plane, s, t), taped[PLANE];
+    if (c->tapes)
+        load(x, s + 1, t, m - c->tape[s], taped);
+    else
+        fill(taped, PLANE, INFINITY);
+    for (int q = 0; q < PLANE; q++) {
+        const float kept = m + q >= none ? best[q] - c->prefix[s] : INFINITY;
+        const float other = m + q >= all ? taped[q] : INFINITY;
+        out[q] = other < kept ? other : kept;
+    }
+}
+
+static void tile(const solve_t *x, int64_t I, int64_t J, float *sums, float *right)
+{
+    const chain_t *c = x->chain;
+    const int64_t n = c->n, m = x->plane * PLANE;
+    const int64_t s0 = I * TILE, s1 = s0 + TILE < n ? s0 + TILE - 1 : n - 1;
+    const int64_t t0 = J * TILE, t1 = t0 + TILE < n ? t0 + TILE - 1 : n - 1;
+    const int ns = (int)(s1 - s0 + 1), nt = (int)(t1 - t0 + 1);
+
+    fill(sums, TILE * TILE * PLANE, INFINITY);
+    for (int64_t k0 = (I + 1) * TILE; I < J && k0 <= t0; k0 += DEPTH) {
+        const int64_t k1 = k0 + DEPTH - 1 < t0 ? k0 + DEPTH - 1 : t0;
+        const float *left[TILE];
+        for (int64_t k = k0; k <= k1; k++)
+            DISPATCH(x->isa, pack, x, k, t0, nt, m - c->state[k], c->prefix[k],
+                     right + (k - k0) * TILE * PLANE);
+        for (int i = 0; i < ns; i++)
+            left[i] = cell(x, x->plane, s0 + i, k0 - 1);
+        DISPATCH(x->isa, multiply, left, right, (int)(k1 - k0 + 1), sums, ns, nt);
+    }
+    /* What is left depends on this tile itself: columns up, rows down. */
+    for (int64_t t = t0; t <= t1; t++)
+        for (int64_t s = s1 < t ? s1 : t; s >= s0; s--) {
+            float *best = sums + ((s - s0) * TILE + (t - t0)) * PLANE;
+            if (s == t) {
+                float *out = cell(x, x->plane, s, s);
+                const int64_t all = need_all(c, s, s);
+                for (int q = 0; q < PLANE; q++)
+                    out[q] = m + q >= all ? 0.0f : INFINITY;
+                continue;
+            }
+            if (I == J) {
+                candidates(x, s, t, s + 1, t, best);
+            } else {
+                candidates(x, s, t, s + 1, s1, best);
+                candidates(x, s, t, t0 + 1, t, best);
+            }
+            finish(x, s, t, best);
+        }
+}
+
+/* ------------------------------------------------------------------ threads */
+
+static void *work(void *argument)
+{
+    solve_t *x = argument;
+    const int64_t tiles = (x->chain->n + TILE - 1) / TILE;
+    float *sums = malloc((TILE * TILE + TILE * (DEPTH + 1)) * PLANE * sizeof(float));
+    if (!sums) {
+        atomic_store(&x->failed, 1);
+        return 0;
+    }
+    int64_t diagonal = x->first_diagonal, before = 0;
+    for (;;) {
+        const int64_t ticket = atomic_fetch_add(&x->ticket, 1);
+        while (diagonal <= x->last_diagonal && ticket >= before + tiles - diagonal) {
+            before += tiles - diagonal;
+            diagonal++;
+        }
+        if (diagonal > x->last_diagonal)
+            break;
+        while (atomic_load(&x->done) < before && !atomic_load(&x->failed))
+            sched_yield();
+        if (atomic_load(&x->failed))
+            break;
+        const int64_t I = ticket - before;
+        tile(x, I, I + diagonal, sums, sums + TILE * TILE * PLANE);
+        atomic_fetch_add(&x->done, 1);
+    }
+    free(sums);
+    return 0;
+}
+
+/* Solve diagonals first..last (of tiles) of one plane.  0, or NO_MEMORY.
+ *
+ * Planes ascend, and diagonals within a plane; the caller may stop between
+ * two calls.  `none` and `table` have ms_chain_cells(n) entries a plane.
+ */
+EXPORT int64_t ms_chain_solve(const chain_t *chain, const int32_t *none, float *table,
+                              int64_t plane, int64_t first, int64_t last, int64_t isa,
+                              int64_t threads)
+{
+    solve_t x = {.chain = chain,
+                 .none = none,
+                 .table = table,
+                 .cells = chain->n * (chain->n + 1) / 2,
+                 .plane = plane,
+                 .isa = (int)isa,
+                 .first_diagonal = first,
+                 .last_diagonal = last};
+    pthread_t helpers[MAX_THREADS];
+    int started = 0;
+    atomic_init(&x.ticket, 0);
+    atomic_init(&x.done, 0);
+    atomic_init(&x.failed, 0);
+    for (; started < threads - 1 && started < MAX_THREADS; started++)
+        if (pthread_create(&helpers[started], 0, work, &x))
+            break; /* fewer will do */
+    work(&x);
+    for (int i = 0; i < started; i++)
+        pthread_join(helpers[i], 0);
+    return atomic_load(&x.failed) ? NO_MEMORY : 0;
+}
+
+/* Fill none(s, t) for all pairs, clipped to `most`. */
+EXPORT void ms_chain_none(const chain_t *c, int32_t *none, int64_t most)
+{
+    for (int64_t s = 0; s < c->n; s++) {
+        int64_t peak = 0;
+        none[row(c->n, s) + s] = 0;
+        for (int64_t t = s + 1; t < c->n; t++) {
+            const int64_t j = t - 1; /* the last stage run forward before stage t is reached */
+            peak = max64(peak, (j == s ? 0 : c->state[j]) + c->state[j + 1] + c->advance[j]);
+            const int64_t need = c->grad[t + 1] + peak;
+            none[row(c->n, s) + t] = (int32_t)(need < most ? need : most);
+        }
+    }
+}
+
+/* ---------------------------------------------------------------- schedules */
+
+/* The choice at (s, t, m): s for a tape, k for a checkpoint at state k, INFEASIBLE. */
+static int64_t choice(const solve_t *x, int64_t s, int64_t t, int64_t m)
+{
+    const chain_t *c = x->chain;
+    const int64_t plane = m / PLANE, q = m % PLANE;
+    float best = INFINITY;
+    int64_t found = INFEASIBLE;
+    if (s == t)
+        return m >= need_all(c, s, s) ? s : INFEASIBLE;
+    if (c->tapes && m >= need_all(c, s, t) && m >= c->tape[s]) {
+        const int64_t rest = m - c->tape[s];
+        best = cell(x, rest / PLANE, s + 1, t)[rest % PLANE];
+        if (best < INFINITY)
+            found = s;
+    }
+    if (m < x->none[row(c->n, s) + t])
+        return found;
+    for (int64_t k = s + 1; k <= t; k++) {
+        const int64_t rest = m - c->state[k];
+        if (rest < 0)
+            continue;
+        const float right = cell(x, rest / PLANE, k, t)[rest % PLANE] + c->prefix[k];
+        const float sum = cell(x, plane, s, k - 1)[q] + right - c->prefix[s];
+        if (sum < best) {
+            best = sum;
+            found = k;
+        }
+    }
+    return found;
+}
+
+/* Write the choices of the schedule at memory m in the order of its recursion.
+ *
+ * `out` takes (s, t, choice) per pair; a schedule has at most 2 n - 1 pairs,
+ * and `stack` room for 3 n entries.  Returns the number of pairs, or
+ * INFEASIBLE.
+ */
+EXPORT int64_t ms_chain_trace(const chain_t *chain, const int32_t *none, float *table, int64_t m,
+                              int64_t *out, int64_t *stack)
+{
+    const solve_t x = {.chain = chain,
+                       .none = none,
+                       .table = table,
+                       .cells = chain->n * (chain->n + 1) / 2};
+    int64_t made = 0, depth = 0;
+    stack[0] = 0, stack[1] = chain->n - 1, stack[2] = m;
+    depth = 1;
+    while (depth) {
+        const int64_t *top = stack + 3 * --depth;
+        const int64_t s = top[0], t = top[1], have = top[2];
+        const int64_t k = choice(&x, s, t, have);
+        if (k == INFEASIBLE)
+            return INFEASIBLE;
+        out[3 * made] = s, out[3 * made + 1] = t, out[3 * made + 2] = k;
+        made++;
+        if (s == t)
+            continue;
+        int64_t *next = stack + 3 * depth;
+        if (k == s) {
+            next[0] = s + 1, next[1] = t, next[2] = have - chain->tape[s];
+            depth++;
+        } else {
+            next[0] = s, next[1] = k - 1, next[2] = have;
+            next[3] = k, next[4] = t, next[5] = have - chain->state[k];
+            depth += 2;
+        }
+    }
+    return made;
+}
+
+/* Seconds and peak bytes of a schedule given by its trace.
+ *
+ * `bytes` is the chain with true sizes, whose sums may pass 2^63: the peak is
+ * cut off at INT64_MAX.  `stack` has room for 2 n entries.
+ */
+EXPORT void ms_chain_judge(const chain_t *bytes, const double *forward_s, const double *reverse_s,
+                           const int64_t *trace, int64_t made, int64_t *stack_room,
+                           double *seconds, int64_t *peak_bytes)
+{
+    const chain_t *c = bytes;
+    /* The trace is in the order of processing: a pair's right part follows it,
+     * then its left part, whose held bytes wait on the stack. */
+    unsigned __int128 *stack = (unsigned __int128 *)stack_room, held = 0, peak = 0;
+    int64_t depth = 0;
+    double total = 0;
+    for (int64_t p = 0; p < made; p++) {
+        const int64_t s = trace[3 * p], t = trace[3 * p + 1], k = trace[3 * p + 2];
+        unsigned __int128 need;
+        if (s == t || k == s) {
+            const unsigned __int128 tape = (unsigned __int128)c->tape[s];
+            need = held + tape + (unsigned __int128)c->grad[t + 1] + (unsigned __int128)c->taping[s];
+            peak = need > peak ? need : peak;
+            need = held + tape + (unsigned __int128)c->grad[s + 1] +
+                   (unsigned __int128)c->grad[s] + (unsigned __int128)c->reverse[s];
+            peak = need > peak ? need : peak;
+            total += forward_s[s] + reverse_s[s];
+            if (s == t)
+                held = depth ? stack[--depth] : 0;
+            else
+                held += tape;
+            continue;
+        }
+        for (int64_t j = s; j < k; j++) {
+            need = held + (unsigned __int128)c->grad[t + 1] +
+                   (unsigned __int128)(j == s ? 0 : c->state[j]) +
+                   (unsigned __int128)c->state[j + 1] + (unsigned __int128)c->advance[j];
+            peak = need > peak ? need : peak;
+            total += forward_s[j];
+        }
+        stack[depth++] = held;
+        held += (unsigned __int128)c->state[k];
+    }
+    *seconds = total;
+    *peak_bytes = peak > INT64_MAX ? INT64_MAX : (int64_t)peak;
+}
+
+/* Trace and judge the schedule of every memory 0..slots: the time-memory curve.
+ *
+ * Infeasible memories get infinite seconds.  `trace` has room for 6 n entries,
+ * `stack` for 8 n (and is aligned to 16 bytes).
+ */
+EXPORT void ms_chain_curve(const chain_t *chain, const chain_t *bytes, const double *forward_s,
+                           const double *reverse_s, const int32_t *none, float *table,
+                           int64_t slots, int64_t *trace, int64_t *stack, double *seconds,
+                           int64_t *peak_bytes)
+{
+    for (int64_t m = 0; m <= slots; m++) {
+        const int64_t made = ms_chain_trace(chain, none, table, m, trace, stack);
+        if (made == INFEASIBLE) {
+            seconds[m] = INFINITY;
+            peak_bytes[m] = INT64_MAX;
+        } else {
+            ms_chain_judge(bytes, forward_s, reverse_s, trace, made, stack, seconds + m,
+                           peak_bytes + m);
+        }
+    }
+}
+
+/* ---------------------------------------------------------- smallest memory */
+
+#define CEILING ((int64_t)1 << 62)
+
+static int64_t plus(int64_t a, int64_t b)
+{
+    return a > CEILING - b ? CEILING : a + b;
+}
+
+/* Fill peak(s, t), the smallest peak of stages s..t, and its choices, in true bytes.
+ *
+ * Exact: no rounding to slots.  Both arrays have ms_chain_cells entries.
+ * Stages first..n-1 descending may be done in several calls, the last first.
+ */
+EXPORT void ms_chain_smallest(const chain_t *c, int64_t first, int64_t last, int64_t *peak,
+                              int32_t *choices)
+{
+    const int64_t n = c->n;
+    for (int64_t s = last; s >= first; s--) {
+        int64_t running = 0;
+        for (int64_t t = s; t < n; t++) {
+            const int64_t own = plus(c->tape[s], plus(c->grad[s + 1], plus(c->grad[s], c->reverse[s])));
+            const int64_t all = max64(own, plus(c->tape[s], plus(c->grad[t + 1], c->taping[s])));
+            int64_t best = all, found = s;
+            if (t > s) {
+                if (c->tapes)
+                    best = max64(all, plus(c->tape[s], peak[row(n, s + 1) + t]));
+                else
+                    best = CEILING, found = INFEASIBLE;
+                const int64_t j = t - 1;
+                running = max64(running, plus(j == s ? 0 : c->state[j],
+                                              plus(c->state[j + 1], c->advance[j])));
+                const int64_t none = plus(c->grad[t + 1], running);
+                for (int64_t k = s + 1; k <= t; k++) {
+                    int64_t here = max64(plus(c->state[k], peak[row(n, k) + t]),
+                                         peak[row(n, s) + k - 1]);
+                    here = max64(here, none);
+                    if (here < best) {
+                        best = here;
+                        found = k;
+                    }
+                }
+            }
+            peak[row(n, s) + t] = best;
+            choices[row(n, s) + t] = (int32_t)found;
+        }
+    }
+}
