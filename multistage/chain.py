@@ -110,8 +110,9 @@ class FunctionChain(Generic[State, Adjoint]):
             return self._step(state, step), state
         return self._tape_step(state, step)
 
-    def reverse(self, tape: object, adjoint: Adjoint, step: int) -> Adjoint:
-        return self._adjoint_step(tape, adjoint, step)
+    @property
+    def reverse(self) -> Callable[[object, Adjoint, int], Adjoint]:
+        return self._adjoint_step  # itself: a call around it would be paid at every step
 
 
 class InPlaceChain(Generic[State, Adjoint]):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 _PAGE_BITS = 10
 _PAGE = 1 << _PAGE_BITS
+_NEAR = 8
 
 
 class StepSet:
@@ -110,7 +111,9 @@ class StepMap:
         steps = self._steps
         if not steps or step > steps[-1]:
             return -1
-        at = len(steps) - 1 if step == steps[-1] else bisect_left(steps, step)
+        # Forward and reverse sweeps ask for what is near the end.
+        near = len(steps) - _NEAR
+        at = bisect_left(steps, step, near if near > 0 and steps[near] <= step else 0)
         return at if steps[at] == step else -1
 
     def get(self, step: int) -> int | None:
