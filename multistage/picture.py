@@ -18,6 +18,7 @@ COLORS = {
     "write": "#55a868",
     "read": "#8172b3",
 }
+MEMORY_COLOR = "#64748b"
 _LANES: tuple[Lane, ...] = ("compute", "write", "read")
 
 
@@ -49,7 +50,8 @@ def draw(timeline: Timeline, path: str | Path | None = None, title: str = "") ->
             "pictures need matplotlib; pip install 'multistage-checkpointing[report]'"
         ) from error
 
-    figure = Figure(figsize=(11, 5.2), layout="constrained")
+    curves = [curve for curve in timeline.memory if timeline.peak(curve)] or ["fast"]
+    figure = Figure(figsize=(11, 3.6 + 1.4 * len(curves)), layout="constrained")
     if path is not None:
         suffix, known = Path(path).suffix[1:].lower(), figure.canvas.get_supported_filetypes()
         if suffix and suffix not in known:
@@ -61,9 +63,10 @@ def draw(timeline: Timeline, path: str | Path | None = None, title: str = "") ->
         (s, u) for s, u in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (0.0, "")) if end_s >= s
     )
     scale, unit = (scale, unit) if scale else (1e-9, "ns")
-    grid = figure.add_gridspec(2, 1, height_ratios=[3, 2])
+    grid = figure.add_gridspec(1 + len(curves), 1, height_ratios=[3, *[1.4] * len(curves)])
     top = figure.add_subplot(grid[0])
-    bottom = figure.add_subplot(grid[1], sharex=top)
+    # A panel each: fast memory would not be seen beside a tier's.
+    panels = [figure.add_subplot(grid[1 + k], sharex=top) for k in range(len(curves))]
 
     shown = []
     for row, lane in enumerate(_LANES):
@@ -85,24 +88,11 @@ def draw(timeline: Timeline, path: str | Path | None = None, title: str = "") ->
     if title:
         top.set_title(title, loc="left")
 
-    most = max([timeline.peak(curve) for curve in timeline.memory], default=0.0)
-    size, size_unit = next(
-        (s, u)
-        for s, u in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
-        if most >= s or s == 1
-    )
-    for curve, samples in timeline.memory.items():
-        if timeline.peak(curve):
-            times = [t / scale for t, _ in samples] + [end_s / scale]
-            values = [v / size for _, v in samples] + [samples[-1][1] / size]
-            bottom.plot(times, values, drawstyle="steps-post", label=curve, linewidth=1.4)
-    bottom.set_ylim(bottom=0)
-    bottom.set_ylabel(f"checkpoints ({size_unit})")
-    bottom.set_xlabel(f"time ({unit})")
-    bottom.grid(alpha=0.25)
-    if bottom.lines:
-        bottom.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, title="memory")
-    for axes in (top, bottom):
+    for axes, curve in zip(panels, curves, strict=True):
+        _draw_memory(axes, timeline, curve, end_s, scale)
+        axes.tick_params(axis="x", labelbottom=axes is panels[-1])
+    panels[-1].set_xlabel(f"time ({unit})")
+    for axes in (top, *panels):
         axes.set_xlim(0, end_s / scale)
         if 0 < timeline.end_forward_s < end_s:
             axes.axvline(timeline.end_forward_s / scale, color="black", linewidth=0.8, ls="--")
@@ -124,12 +114,29 @@ def draw(timeline: Timeline, path: str | Path | None = None, title: str = "") ->
     return figure
 
 
+def _draw_memory(axes: Any, timeline: Timeline, curve: str, end_s: float, scale: float) -> None:
+    samples, most = timeline.memory.get(curve, []), timeline.peak(curve)
+    size, unit = next(
+        (s, u)
+        for s, u in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
+        if most >= s or s == 1
+    )
+    if samples:
+        times = [t / scale for t, _ in samples] + [end_s / scale]
+        values = [v / size for _, v in samples] + [samples[-1][1] / size]
+        axes.fill_between(times, values, step="post", color=MEMORY_COLOR, alpha=0.25, linewidth=0)
+        axes.plot(times, values, drawstyle="steps-post", label=curve, color=MEMORY_COLOR, lw=1.2)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel(f"{curve} ({unit})")
+    axes.grid(alpha=0.25)
+
+
 def _bars(spans: list[Span], end_s: float, scale: float) -> list[tuple[float, Any]]:
     """Return (start, width) of bars; those closer than a pixel become one.
 
     A merged span is as wide as the work in it, so that idle channels look idle.
     """
-    pixel = end_s / 3000
+    pixel = end_s / 1100
     bars: list[list[float]] = []
     for span in spans:
         width = min(span.stop_s - span.start_s, span.busy_s)
@@ -137,4 +144,4 @@ def _bars(spans: list[Span], end_s: float, scale: float) -> list[tuple[float, An
             bars[-1][1] = max(bars[-1][1], span.start_s + width - bars[-1][0])
         else:
             bars.append([span.start_s, width])
-    return [(start / scale, max(width, pixel / 4) / scale) for start, width in bars]
+    return [(start / scale, max(width, pixel) / scale) for start, width in bars]
