@@ -101,7 +101,7 @@ def test_pictures_are_drawn(tmp_path) -> None:
     figure = draw(report.timeline, title="a run")
     top, *panels = figure.axes
     assert [label.get_text() for label in top.get_yticklabels()] == ["compute", "write", "read"]
-    assert [line.get_label() for panel in panels for line in panel.lines][0] == "fast"
+    assert next(line.get_label() for panel in panels for line in panel.lines) == "fast"
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch) -> None:
