@@ -3,6 +3,7 @@
 Reading order: `Reversal` and `reverse` run a computation and its adjoint;
 `Costs`, `Tier` and `Budget` say what they cost and may take; `plan` chooses a
 schedule, `simulate` runs it in virtual time, `check` proves it legal;
+`StageCosts` and `plan_chain` do the same for chains of unequal stages;
 `actions` holds the vocabulary of schedules and `errors` what may go wrong.
 """
 
@@ -23,6 +24,10 @@ from .costs import Tier as Tier
 from .plan import PLANNERS as PLANNERS
 from .plan import Plan as Plan
 from .plan import plan as plan
+from .plan.heterogeneous import ChainPlan as ChainPlan
+from .plan.heterogeneous import memory_curve as memory_curve
+from .plan.heterogeneous import plan_chain as plan_chain
+from .plan.heterogeneous import smallest_memory as smallest_memory
 from .probe import measure as measure
 from .report import Report as Report
 from .reversal import Result as Result
@@ -30,5 +35,7 @@ from .reversal import Reversal as Reversal
 from .reversal import reverse as reverse
 from .simulate import Jitter as Jitter
 from .simulate import simulate as simulate
+from .stages import Stage as Stage
+from .stages import StageCosts as StageCosts
 
 __version__ = "0.1.0"

@@ -17,6 +17,8 @@ from . import __version__
 from .costs import Costs, Tier, format_bytes, format_seconds, parse_bytes
 from .errors import ArgumentError, MultistageError
 from .plan import PLANNERS, Plan, plan
+from .plan.heterogeneous import STRATEGIES, memory_curve, plan_chain
+from .stages import StageCosts
 
 _PLAN_EPILOG = """\
 times are seconds, or written with a unit: 250us, 1.5ms, 2s.
@@ -79,9 +81,18 @@ def _parser() -> argparse.ArgumentParser:
         help="compare the planners and choose one",
         description="Predict every planner's makespan, recompute factor, transfers and peak.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_PLAN_EPILOG.format(command="plan"),
+        epilog=_PLAN_EPILOG.format(command="plan")
+        + "  # a chain of unequal stages, profiled elsewhere\n"
+        "  multistage plan --chain costs.json --memory 4GiB",
     )
     _add_problem(planning)
+    chain = planning.add_argument_group("a chain of unequal stages, in place of steps")
+    chain.add_argument("--chain", type=Path, help="costs of its stages, as saved by profile()")
+    chain.add_argument("--memory", help="limit: bytes, '4GiB', or a fraction such as 0.5")
+    chain.add_argument(
+        "--strategy", default="optimal", choices=STRATEGIES, help="strategy (optimal)"
+    )
+    chain.add_argument("--curve", action="store_true", help="show the time-memory trade-off")
     planning.set_defaults(run=_plan)
 
     simulating = commands.add_parser(
@@ -134,10 +145,8 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--capacity", type=int, help="states the slow tier can hold")
     costs.add_argument("--save-costs", type=Path, help="write these costs to a file")
     problem = parser.add_argument_group("problem")
-    problem.add_argument("--steps", type=int, required=True, help="number of steps")
-    problem.add_argument(
-        "--budget", required=True, help="fast memory: bytes, '512 MiB' or '32 slots'"
-    )
+    problem.add_argument("--steps", type=int, help="number of steps")
+    problem.add_argument("--budget", help="fast memory: bytes, '512 MiB' or '32 slots'")
     problem.add_argument(
         "--planner", default="auto", choices=["auto", *PLANNERS], help="planner (auto)"
     )
@@ -145,6 +154,9 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
 
 
 def _costs(args: argparse.Namespace) -> Costs:
+    for name in ("steps", "budget"):
+        if getattr(args, name) is None:
+            raise ArgumentError(f"--{name} is missing")
     if args.costs is not None:
         costs = Costs.load(args.costs)
     else:
@@ -191,7 +203,43 @@ def _facts(made: Plan) -> dict[str, Any]:
     }
 
 
+def _plan_chain(args: argparse.Namespace) -> int:
+    costs = StageCosts.load(args.chain)
+    if args.curve:
+        kind: Any = args.strategy
+        if kind not in ("optimal", "revolve"):
+            raise ArgumentError(f"--curve goes with strategy optimal or revolve, not {kind}")
+        curve = memory_curve(costs, kind)
+        if args.json:
+            print(json.dumps([{"peak_bytes": m, "makespan_s": s} for m, s in curve], indent=2))
+            return 0
+        best = curve[-1][1]
+        # A table is for reading: every so many points of a long curve.
+        shown = curve[:: max(1, len(curve) // 24)]
+        shown = shown if shown[-1] == curve[-1] else [*shown, curve[-1]]
+        rows = [
+            (format_bytes(m), format_seconds(s), f"{100 * (s / best - 1):.1f} %") for m, s in shown
+        ]
+        print(
+            tabulate(
+                rows,
+                headers=("peak", "makespan", "above the fastest"),
+                disable_numparse=True,
+                stralign="right",
+            )
+        )
+        return 0
+    memory = args.memory
+    if memory is not None and re.fullmatch(r"[01]?\.\d*", memory):
+        memory = float(memory)
+    made = plan_chain(costs, memory, args.strategy)
+    print(json.dumps(made.to_dict(), indent=2) if args.json else made)
+    return 0
+
+
 def _plan(args: argparse.Namespace) -> int:
+    if args.chain is not None:
+        return _plan_chain(args)
     made = plan(_costs(args), args.budget, args.steps, args.planner)
     if args.json:
         facts = _facts(made)

@@ -12,6 +12,7 @@ import pytest
 from multistage.cli import main, parse_seconds
 from multistage.costs import Costs
 from multistage.errors import ArgumentError
+from multistage.stages import Stage, StageCosts
 
 NUMBERS = [
     "--forward-step=1ms",
@@ -142,3 +143,32 @@ def test_help_teaches_and_version_tells() -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
+
+
+def test_a_chain_is_planned_from_its_file(tmp_path, capsys) -> None:
+    layer = Stage("layer", 1.0, 2.0, 10, 30)
+    StageCosts.uniform(12, layer, 10).save(tmp_path / "chain.json")
+    options = ["plan", "--chain", str(tmp_path / "chain.json")]
+    assert main([*options, "--memory", "0.6"]) == 0
+    text = capsys.readouterr().out
+    assert "plan optimal: 12 stages" in text and "tape kept" in text
+    assert main([*options, "--memory", "200", "--strategy", "revolve", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["strategy"] == "revolve" and facts["peak_bytes"] <= 200
+    assert main([*options, "--curve", "--json"]) == 0
+    curve = json.loads(capsys.readouterr().out)
+    assert curve[-1]["makespan_s"] == 36.0
+    assert main([*options, "--curve"]) == 0
+    assert "above the fastest" in capsys.readouterr().out
+    for wrong, message in (
+        (["--memory", "20"], "smallest limit"),
+        (["--memory", "much"], "much"),
+        (["--curve", "--strategy", "periodic"], "--curve"),
+    ):
+        assert main([*options, *wrong]) != 0
+        assert message in capsys.readouterr().err
+
+
+def test_steps_and_budget_are_asked_for(capsys) -> None:
+    assert main(["plan", "--forward-step", "1ms", "--reverse-step", "1ms", "--steps", "9"]) != 0
+    assert "--budget" in capsys.readouterr().err

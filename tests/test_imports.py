@@ -18,10 +18,12 @@ LAYERS = [
     {"errors", "native"},
     {"layout", "slots", "chain", "timeline", "actions", "limits", "steps"},
     {"costs"},
+    {"stages"},
     {"backends"},
     {"plan", "simulate", "probe", "execute"},
     {"progress", "report", "picture", "trace"},
     {"reversal"},
+    {"torch"},
     {"demos", "cli", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -36,10 +36,46 @@ def _load() -> ctypes.CDLL | None:
     library.ms_priced_work_len.argtypes = [_INT64, _INT64]
     library.ms_priced.restype = ctypes.c_double
     library.ms_priced.argtypes = [_INT64, _INT64, *[ctypes.c_double] * 5, _BYTES]
+    chain = ctypes.POINTER(Chain)
+    library.ms_chain_isa.restype = _INT64
+    library.ms_chain_isa.argtypes = []
+    library.ms_chain_none.restype = None
+    library.ms_chain_none.argtypes = [chain, _BYTES, _INT64]
+    library.ms_chain_solve.restype = _INT64
+    library.ms_chain_solve.argtypes = [chain, _BYTES, _BYTES, *[_INT64] * 5]
+    library.ms_chain_trace.restype = _INT64
+    library.ms_chain_trace.argtypes = [chain, _BYTES, _BYTES, _INT64, _BYTES, _BYTES]
+    library.ms_chain_curve.restype = None
+    library.ms_chain_curve.argtypes = [chain, chain, *[_BYTES] * 4, _INT64, *[_BYTES] * 4]
+    library.ms_chain_smallest.restype = None
+    library.ms_chain_smallest.argtypes = [chain, _INT64, _INT64, _BYTES, _BYTES]
     return library
 
 
+class Chain(ctypes.Structure):
+    """`chain_t` of chain.c: pointers to int64 arrays, and to the float32 prefix sums."""
+
+    _fields_ = (
+        ("n", _INT64),
+        ("state", _BYTES),
+        ("grad", _BYTES),
+        ("tape", _BYTES),
+        ("advance", _BYTES),
+        ("taping", _BYTES),
+        ("reverse", _BYTES),
+        ("prefix", _BYTES),
+        ("tapes", _INT64),
+    )
+    owner: object = None
+
+
 LIBRARY = _load()
+
+
+def library() -> ctypes.CDLL:
+    """Return the C core, where it is known to be there."""
+    assert LIBRARY is not None
+    return LIBRARY
 
 
 def revolve_codes(start: int, stop: int, slots: int, keep_first: bool) -> Iterator[list[int]]:

@@ -1,0 +1,462 @@
+"""The dynamic program over a heterogeneous chain, in slots of memory.
+
+Beaumont et al. 2019 (RR-9302), theorem 1 with its errata (see
+`plan.heterogeneous`): for every pair of stages (s, t) and every memory m the
+least forward work done again.  The C kernel solves it; the Python twin here
+does the same float32 additions in the same order and is its oracle.
+
+Complexity: O(L^3 S / 6) additions and O(L^2 S / 2) floats for L stages, S slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from .. import native
+from ..layout import Array
+from ..stages import StageCosts
+
+# (s, t, choice): stage s keeps its tape where choice == s (always where s == t),
+# else state `choice` is the next one kept and s..choice-1 run forward.
+Trace: TypeAlias = list[tuple[int, int, int]]
+INFEASIBLE = -2
+_PLANE = 16
+_TILE = 16
+# Candidates per call of the kernel: a fraction of a second, so that Ctrl-C is heard.
+_PER_CALL = 4e9
+_MAX_SLOTS = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sizes:
+    """A chain as arrays, its loss a stage of its own; of bytes or of slots.
+
+    `state` and `gradient` have one entry more than there are stages.
+    """
+
+    state: Array
+    gradient: Array
+    tape: Array
+    advance: Array  # overheads
+    taping: Array
+    reverse: Array
+    forward_s: Array
+    reverse_s: Array
+
+    @classmethod
+    def of(cls, costs: StageCosts) -> Sizes:
+        """Return the sizes in bytes, the loss appended."""
+        stages = costs.stages
+
+        def sizes(*values: int) -> Array:
+            return np.array(values, np.int64)
+
+        return cls(
+            state=sizes(costs.input_bytes, *(stage.output_bytes for stage in stages), 0),
+            gradient=sizes(
+                costs.input_gradient_bytes, *(stage.gradient_bytes for stage in stages), 0
+            ),
+            tape=sizes(*(stage.tape_bytes for stage in stages), 0),
+            advance=sizes(*(stage.forward_overhead_bytes for stage in stages), 0),
+            taping=sizes(*(stage.tape_overhead_bytes for stage in stages), 0),
+            reverse=sizes(*(stage.backward_overhead_bytes for stage in stages), 0),
+            forward_s=np.array([*(stage.forward_s for stage in stages), 0.0]),
+            reverse_s=np.array([*(stage.backward_s for stage in stages), 0.0]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tape)
+
+    def in_slots(self, unit_bytes: float, rounding: Literal["nearest", "down"]) -> Sizes:
+        """Return the sizes in slots of `unit_bytes`."""
+        to_whole = np.rint if rounding == "nearest" else np.floor
+
+        def slots(values: Array) -> Array:
+            return np.minimum(to_whole(values / unit_bytes), _MAX_SLOTS).astype(np.int64)
+
+        return Sizes(
+            slots(self.state),
+            slots(self.gradient),
+            slots(self.tape),
+            slots(self.advance),
+            slots(self.taping),
+            slots(self.reverse),
+            self.forward_s,
+            self.reverse_s,
+        )
+
+
+class Table:
+    """The solved program for memories 0..slots.
+
+    Parameters
+    ----------
+    sizes : Sizes
+        In slots.
+    slots : int
+    tapes : bool
+        Whether tapes may be kept; False: only right before their adjoint, as
+        Revolve has it.
+    threads : int
+    instructions : {"auto", "baseline", "avx2", "avx512"}
+        The kernel's instruction set; the table does not depend on it.
+    native_kernel : bool, optional
+        Whether to use the C kernel; where it was built, if None.
+
+    Notes
+    -----
+    Releases the interpreter lock; Ctrl-C is answered within about a second.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        slots: int,
+        *,
+        tapes: bool = True,
+        threads: int = 1,
+        instructions: Literal["auto", "baseline", "avx2", "avx512"] = "auto",
+        native_kernel: bool | None = None,
+    ) -> None:
+        self.sizes, self.slots, self.tapes = sizes, slots, tapes
+        forward_s = sizes.forward_s
+        total = float(forward_s.sum())
+        share = forward_s / total if total > 0 else np.zeros_like(forward_s)
+        self._prefix = np.concatenate(([0.0], np.cumsum(share))).astype(np.float32)
+        use_native = native.LIBRARY is not None if native_kernel is None else native_kernel
+        self._native = use_native
+        if use_native:
+            self._solve(threads, instructions)
+        else:
+            self._values = _twin(sizes, slots, tapes, self._prefix)
+
+    # ------------------------------------------------------------- C kernel
+
+    def _solve(self, threads: int, instructions: str) -> None:
+        library = native.library()
+        n = len(self.sizes)
+        cells = n * (n + 1) // 2
+        planes = -(-(self.slots + 1) // _PLANE)
+        known = {"baseline": 1, "avx2": 2, "avx512": 3}
+        best = library.ms_chain_isa()
+        isa = min(best, known.get(instructions, best))
+        self._chain = _chain(self.sizes, self._prefix, self.tapes)
+        self._none = np.empty(cells, np.int32)
+        self._table = np.empty((planes, cells, _PLANE), np.float32)
+        library.ms_chain_none(ctypes.byref(self._chain), self._none.ctypes.data, _MAX_SLOTS)
+        tiles = -(-n // _TILE)
+        for plane in range(planes):
+            first = 0
+            while first < tiles:
+                last, candidates = first, 0.0
+                while last < tiles:
+                    candidates += (tiles - last) * (last + 1) * float(_TILE) ** 4
+                    if candidates > _PER_CALL and last > first:
+                        break
+                    last += 1
+                failed = library.ms_chain_solve(
+                    ctypes.byref(self._chain),
+                    self._none.ctypes.data,
+                    self._table.ctypes.data,
+                    plane,
+                    first,
+                    last - 1,
+                    isa,
+                    threads if n > 4 * _TILE else 1,
+                )
+                if failed:
+                    raise MemoryError("no memory for the scratch of the chain solver")
+                first = last
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table."""
+        if self._native:
+            return self._table.nbytes
+        return sum(values.nbytes for values in self._values.values())
+
+    # ------------------------------------------------------------- answers
+
+    def values(self, s: int, t: int) -> Array:
+        """Return the excess of stages s..t for memories 0..slots, float32, as shares."""
+        if not self._native:
+            return self._values[s, t]
+        n = len(self.sizes)
+        at = s * n - s * (s - 1) // 2 + t - s
+        return self._table[:, at, :].reshape(-1)[: self.slots + 1]
+
+    def least_seconds(self, memory: int) -> float:
+        """Return the makespan of the whole chain within `memory` slots, infinite if none fits."""
+        sizes = self.sizes
+        excess = float(self.values(0, len(sizes) - 1)[min(memory, self.slots)])
+        if math.isinf(excess):
+            return math.inf
+        return float(sizes.forward_s.sum() * (1 + excess) + sizes.reverse_s.sum())
+
+    def trace(self, memory: int) -> Trace | None:
+        """Return the choices of the best schedule within `memory` slots, None if none fits."""
+        if not self._native:
+            return self._python_trace(memory)
+        n = len(self.sizes)
+        out = np.empty(6 * n, np.int64)
+        stack = np.empty(3 * (n + 2), np.int64)
+        made = native.library().ms_chain_trace(
+            ctypes.byref(self._chain),
+            self._none.ctypes.data,
+            self._table.ctypes.data,
+            memory,
+            out.ctypes.data,
+            stack.ctypes.data,
+        )
+        if made == INFEASIBLE:
+            return None
+        return [(int(s), int(t), int(k)) for s, t, k in out[: 3 * made].reshape(-1, 3)]
+
+    def curve(self, true: Sizes) -> tuple[Array, Array]:
+        """Return seconds and true peak bytes of the schedule of every memory 0..slots.
+
+        `true` are the sizes in bytes.  Infeasible memories have infinite
+        seconds; peaks are cut off at 2^63 - 1.
+        """
+        count = self.slots + 1
+        seconds, peaks = np.full(count, np.inf), np.full(count, np.iinfo(np.int64).max)
+        if not self._native:
+            for memory in range(count):
+                trace = self._python_trace(memory)
+                if trace is not None:
+                    seconds[memory], peaks[memory] = judge(true, trace)
+            return seconds, peaks
+        n = len(self.sizes)
+        trace_room = np.empty(6 * n + 6, np.int64)
+        stack = np.empty(4 * n + 8, np.complex128)  # of 16 bytes, and aligned to them
+        chain = _chain(true, self._prefix, self.tapes)
+        native.library().ms_chain_curve(
+            ctypes.byref(self._chain),
+            ctypes.byref(chain),
+            true.forward_s.ctypes.data,
+            true.reverse_s.ctypes.data,
+            self._none.ctypes.data,
+            self._table.ctypes.data,
+            self.slots,
+            trace_room.ctypes.data,
+            stack.ctypes.data,
+            seconds.ctypes.data,
+            peaks.ctypes.data,
+        )
+        return seconds, peaks
+
+    def _python_trace(self, memory: int) -> Trace | None:
+        trace: Trace = []
+        stack = [(0, len(self.sizes) - 1, memory)]
+        while stack:
+            s, t, m = stack.pop()
+            k = self._choice(s, t, m)
+            if k == INFEASIBLE:
+                return None
+            trace.append((s, t, k))
+            if s == t:
+                continue
+            if k == s:
+                stack.append((s + 1, t, m - int(self.sizes.tape[s])))
+            else:
+                stack.append((s, k - 1, m))
+                stack.append((k, t, m - int(self.sizes.state[k])))
+        return trace
+
+    def _choice(self, s: int, t: int, m: int) -> int:
+        sizes, prefix = self.sizes, self._prefix
+        if s == t:
+            return s if m >= need_to_tape(sizes, s, s) else INFEASIBLE
+        best, found = np.float32(np.inf), INFEASIBLE
+        if self.tapes and m >= max(need_to_tape(sizes, s, t), int(sizes.tape[s])):
+            best = self.values(s + 1, t)[m - int(sizes.tape[s])]
+            if best < np.inf:
+                found = s
+        if m < need_to_pass(sizes, s, t):
+            return found
+        for k in range(s + 1, t + 1):
+            rest = m - int(sizes.state[k])
+            if rest < 0:
+                continue
+            right = self.values(k, t)[rest] + prefix[k]
+            here = self.values(s, k - 1)[m] + right - prefix[s]
+            if here < best:
+                best, found = here, k
+        return found
+
+
+def need_to_tape(sizes: Sizes, s: int, t: int) -> int:
+    """Return m_all(s, t): the peak of taping and reversing stage s, the input not counted."""
+    tape = int(sizes.tape[s])
+    return tape + max(
+        int(sizes.gradient[t + 1]) + int(sizes.taping[s]),
+        int(sizes.gradient[s + 1]) + int(sizes.gradient[s]) + int(sizes.reverse[s]),
+    )
+
+
+def need_to_pass(sizes: Sizes, s: int, t: int) -> int:
+    """Return m_none(s, t): the peak of running s..t-1 forward, keeping the input alone."""
+    return int(sizes.gradient[t + 1]) + max(
+        (0 if j == s else int(sizes.state[j])) + int(sizes.state[j + 1]) + int(sizes.advance[j])
+        for j in range(s, t)
+    )
+
+
+def _twin(sizes: Sizes, slots: int, tapes: bool, prefix: Array) -> dict[tuple[int, int], Array]:
+    n, memories = len(sizes), np.arange(slots + 1)
+    excess: dict[tuple[int, int], Array] = {}
+
+    def shifted(s: int, t: int, by: int) -> Array:
+        out = np.full(slots + 1, np.inf, np.float32)
+        if by <= slots:
+            out[by:] = excess[s, t][: slots + 1 - by]
+        return out
+
+    for s in range(n - 1, -1, -1):
+        for t in range(s, n):
+            fits = memories >= need_to_tape(sizes, s, t)
+            if s == t:
+                excess[s, t] = np.where(fits, np.float32(0), np.float32(np.inf))
+                continue
+            best = np.full(slots + 1, np.inf, np.float32)
+            for k in range(s + 1, t + 1):
+                right = shifted(k, t, int(sizes.state[k])) + prefix[k]
+                best = np.minimum(best, excess[s, k - 1] + right)
+            passes = memories >= need_to_pass(sizes, s, t)
+            best = np.where(passes, best - prefix[s], np.float32(np.inf))
+            if tapes:
+                taped = shifted(s + 1, t, int(sizes.tape[s]))
+                best = np.minimum(best, np.where(fits, taped, np.float32(np.inf)))
+            excess[s, t] = best.astype(np.float32)
+    return excess
+
+
+# ------------------------------------------------------------------- judging
+
+
+def judge(true: Sizes, trace: Trace) -> tuple[float, int]:
+    """Return seconds and peak bytes of a trace, the chain's input not counted.
+
+    The twin of the C kernel's; `plan.chain_memory` is the independent judge.
+    """
+    held, peak, seconds = 0, 0, 0.0
+    waiting: list[int] = []
+    for s, t, k in trace:
+        if k == s or s == t:
+            peak = max(peak, held + need_to_tape(true, s, t))
+            seconds += float(true.forward_s[s]) + float(true.reverse_s[s])
+            if s == t:
+                held = waiting.pop() if waiting else 0
+            else:
+                held += int(true.tape[s])
+            continue
+        for j in range(s, k):
+            before = 0 if j == s else int(true.state[j])
+            need = int(true.gradient[t + 1]) + before
+            need += int(true.state[j + 1]) + int(true.advance[j])
+            peak = max(peak, held + need)
+            seconds += float(true.forward_s[j])
+        waiting.append(held)
+        held += int(true.state[k])
+    return seconds, min(peak, int(np.iinfo(np.int64).max))
+
+
+def smallest(
+    true: Sizes, *, tapes: bool = True, native_kernel: bool | None = None
+) -> tuple[int, Trace]:
+    """Return the smallest peak of any persistent schedule in bytes, and one with it.
+
+    Exact, in O(L^3 / 6): theorem 1 with the peak in place of the time.  The
+    chain's input is not counted.
+    """
+    n = len(true)
+    use_native = native.LIBRARY is not None if native_kernel is None else native_kernel
+    choice: Callable[[int, int], int]
+    if use_native:
+        cells = n * (n + 1) // 2
+        peaks, choices = np.empty(cells, np.int64), np.empty(cells, np.int32)
+        prefix = np.zeros(n + 1, np.float32)
+        chain = _chain(true, prefix, tapes)
+        rows = max(1, int(3e8 / max(1, n * n)))
+        for last in range(n - 1, -1, -rows):
+            native.library().ms_chain_smallest(
+                ctypes.byref(chain),
+                max(0, last - rows + 1),
+                last,
+                peaks.ctypes.data,
+                choices.ctypes.data,
+            )
+
+        def choice(s: int, t: int) -> int:
+            return int(choices[s * n - s * (s - 1) // 2 + t - s])
+
+        peak = int(peaks[n - 1])
+    else:
+        found = _smallest_twin(true, tapes)
+
+        def choice(s: int, t: int) -> int:
+            return found[s, t][1]
+
+        peak = found[0, n - 1][0]
+    trace: Trace = []
+    stack = [(0, n - 1)]
+    while stack:
+        s, t = stack.pop()
+        k = choice(s, t)
+        trace.append((s, t, k))
+        if s == t:
+            continue
+        if k == s:
+            stack.append((s + 1, t))
+        else:
+            stack.append((s, k - 1))
+            stack.append((k, t))
+    return peak, trace
+
+
+def _smallest_twin(true: Sizes, tapes: bool) -> dict[tuple[int, int], tuple[int, int]]:
+    n = len(true)
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for s in range(n - 1, -1, -1):
+        for t in range(s, n):
+            tape_peak = need_to_tape(true, s, t)
+            if s == t:
+                found[s, t] = tape_peak, s
+                continue
+            options = []
+            if tapes:
+                options.append((max(tape_peak, int(true.tape[s]) + found[s + 1, t][0]), s))
+            none = need_to_pass(true, s, t)
+            for k in range(s + 1, t + 1):
+                right = int(true.state[k]) + found[k, t][0]
+                options.append((max(none, right, found[s, k - 1][0]), k))
+            found[s, t] = min(options, key=lambda option: option[0])
+    return found
+
+
+def _chain(sizes: Sizes, prefix: Array, tapes: bool) -> native.Chain:
+    chain = native.Chain(
+        len(sizes),
+        sizes.state.ctypes.data,
+        sizes.gradient.ctypes.data,
+        sizes.tape.ctypes.data,
+        sizes.advance.ctypes.data,
+        sizes.taping.ctypes.data,
+        sizes.reverse.ctypes.data,
+        prefix.ctypes.data,
+        int(tapes),
+    )
+    chain.owner = sizes, prefix  # the arrays live as long as the pointers to them
+    return chain
+
+
+def default_threads() -> int:
+    """Return the threads a large chain is solved with: the cores at hand, at most 8."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))

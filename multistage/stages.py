@@ -1,0 +1,204 @@
+"""Costs of a chain whose stages differ in time and size.
+
+The model of Beaumont et al. 2019 (RR-9302), table 1.  Stage i turns state i
+into state i + 1; a run of L stages ends with the loss, which costs nothing
+here.
+
+=======================  =====================================================
+here                     there
+=======================  =====================================================
+`forward_s`              u_f
+`backward_s`             u_b
+`output_bytes`           omega_a, of the state that the stage makes
+`tape_bytes`             omega_a-bar: what the adjoint of the stage needs, its
+                         output included, its input not
+`gradient_bytes`         omega_delta, of the stage's output
+`forward_overhead_bytes`,
+`tape_overhead_bytes`    o_f: beyond input and output while the stage runs and
+                         keeps nothing, or keeps its tape
+`backward_overhead_bytes`  o_b: beyond input, tape and both gradients
+=======================  =====================================================
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from tabulate import tabulate
+
+from .costs import format_bytes, format_seconds
+from .errors import ArgumentError
+
+MAX_BYTES = 1 << 60
+_FORMAT = "multistage-stages-1"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one stage costs; sizes in bytes, up to 2^60.
+
+    Raises
+    ------
+    ArgumentError
+        For a negative, infinite or missing number, a size beyond 2^60, or a
+        tape smaller than the output it includes.
+
+    Examples
+    --------
+    >>> Stage("conv", forward_s=1e-3, backward_s=2e-3, output_bytes=400, tape_bytes=900)
+    ... # doctest: +ELLIPSIS
+    Stage(name='conv', forward_s=0.001, ..., gradient_bytes=400, ...)
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    output_bytes: int
+    tape_bytes: int
+    gradient_bytes: int = -1  # as many as the output
+    forward_overhead_bytes: int = 0
+    tape_overhead_bytes: int = 0
+    backward_overhead_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.gradient_bytes == -1:
+            object.__setattr__(self, "gradient_bytes", self.output_bytes)
+        for name in ("forward_s", "backward_s"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise ArgumentError(
+                    f"stage {self.name!r}: {name}={value!r} must be a number, at least 0"
+                )
+        for field in fields(self):
+            if field.name.endswith("_bytes"):
+                value = _size(getattr(self, field.name), f"stage {self.name!r}: {field.name}")
+                object.__setattr__(self, field.name, value)
+        if self.tape_bytes < self.output_bytes:
+            raise ArgumentError(
+                f"stage {self.name!r}: tape_bytes={self.tape_bytes} < "
+                f"output_bytes={self.output_bytes}; the tape includes the output"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """A chain of stages, and the size of what goes into it.
+
+    Attributes
+    ----------
+    stages : tuple of Stage
+        At least one.
+    input_bytes : int
+        State 0, held by the caller all the time.
+    input_gradient_bytes : int
+        Its gradient, 0 if none is wanted.
+
+    Examples
+    --------
+    >>> costs = StageCosts((Stage("a", 1.0, 2.0, 10, 30), Stage("b", 1.0, 2.0, 10, 30)), 10)
+    >>> len(costs.stages), StageCosts.from_json(costs.to_json()) == costs
+    (2, True)
+    """
+
+    stages: tuple[Stage, ...]
+    input_bytes: int = 0
+    input_gradient_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ArgumentError("a chain needs at least one stage")
+        for name in ("input_bytes", "input_gradient_bytes"):
+            object.__setattr__(self, name, _size(getattr(self, name), name))
+
+    @classmethod
+    def uniform(cls, count: int, stage: Stage, input_bytes: int = 0) -> Self:
+        """Return a chain of `count` equal stages.
+
+        Examples
+        --------
+        >>> len(StageCosts.uniform(5, Stage("layer", 1.0, 2.0, 10, 30), 10).stages)
+        5
+        """
+        return cls((stage,) * count, input_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the costs as plain data."""
+        return {"format": _FORMAT, **asdict(self)}
+
+    def to_json(self) -> str:
+        """Return the costs as JSON text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write the costs to a JSON file, for `multistage plan --chain`."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Return the costs that `to_dict` described.
+
+        Raises
+        ------
+        ArgumentError
+            If `data` does not describe the costs of a chain.
+        """
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise ArgumentError(f"not the costs of a chain: 'format' must be {_FORMAT!r}")
+        try:
+            stages: Sequence[Any] = data["stages"]
+            return cls(
+                tuple(Stage(**stage) for stage in stages),
+                data["input_bytes"],
+                data.get("input_gradient_bytes", 0),
+            )
+        except (KeyError, TypeError) as error:
+            raise ArgumentError(f"not the costs of a chain: {error}") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the costs that `to_json` wrote.  Raises ArgumentError."""
+        try:
+            return cls.from_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ArgumentError(f"not the costs of a chain: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Return the costs saved in a file.  Raises ArgumentError."""
+        try:
+            return cls.from_json(Path(path).read_text())
+        except OSError as error:
+            raise ArgumentError(f"the costs {str(path)!r} cannot be read: {error}") from error
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                number,
+                stage.name,
+                format_seconds(stage.forward_s),
+                format_seconds(stage.backward_s),
+                format_bytes(stage.output_bytes),
+                format_bytes(stage.tape_bytes),
+                format_bytes(stage.forward_overhead_bytes),
+                format_bytes(stage.backward_overhead_bytes),
+            )
+            for number, stage in enumerate(self.stages)
+        ]
+        headers = ("", "stage", "forward", "backward", "output", "tape", "+ forward", "+ backward")
+        return tabulate(rows, headers=headers, disable_numparse=True, colalign=("right", "left"))
+
+
+def _size(value: object, name: str) -> int:
+    try:
+        size = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentError(f"{name}={value!r} must be a number of bytes") from None
+    if not 0 <= size <= MAX_BYTES:
+        raise ArgumentError(f"{name}={size} must be from 0 to 2^60 bytes")
+    return size
