@@ -1,0 +1,10 @@
+"""PyTorch: chains and sequences that train within a memory limit.
+
+`Sequential` trains a chain of stages, `profile` measures one, `to_chain` finds
+the stages of a model that was not written as a chain.
+"""
+
+from .chain import Stages as Stages
+from .chain import to_chain as to_chain
+from .profiling import profile as profile
+from .sequential import Sequential as Sequential

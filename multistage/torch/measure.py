@@ -1,0 +1,467 @@
+"""Measure the stages of a chain on a sample: seconds, bytes, and what else they do.
+
+Parameter estimation of Beaumont et al. 2019 (RR-9302), section 5.1: each stage
+runs forward and backward by itself, one after the other, on what the stage
+before made of the sample.  Parameters, their gradients, buffers and the random
+state are left as they were; forward hooks of the stages do run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from ..errors import ArgumentError, StateError
+from ..stages import Stage, StageCosts
+from .meter import Meter
+from .replay import RandomState, random_devices
+from .runner import Traits
+
+Call = Callable[[Any], Any]
+_PLAIN = (bool, int, float, str, bytes, type(None), tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What `measure` found.
+
+    Attributes
+    ----------
+    costs : StageCosts
+        Of the groups.
+    groups : tuple of tuple of int
+        Stages that are run as one, because one writes to its input.
+    traits : tuple of Traits
+        Of the groups.
+    """
+
+    costs: StageCosts
+    groups: tuple[tuple[int, ...], ...]
+    traits: tuple[Traits, ...]
+
+
+def grouped(stages: Sequence[Call], groups: Sequence[Sequence[int]]) -> list[Call]:
+    """Return one callable per group of stages."""
+    return [
+        stages[group[0]] if len(group) == 1 else _Joined([stages[i] for i in group])
+        for group in groups
+    ]
+
+
+class _Joined(nn.Module):
+    """Stages run as one; registers them, for their modes, buffers and parameters."""
+
+    def __init__(self, stages: Sequence[Call]) -> None:
+        super().__init__()
+        self._calls = list(stages)
+        for number, stage in enumerate(stages):
+            if isinstance(stage, nn.Module):
+                self.add_module(str(number), stage)
+        self.training = any(m.training for m in self.children())
+
+    def forward(self, state: Any) -> Any:
+        for stage in self._calls:
+            state = stage(state)
+        return state
+
+
+def measure(
+    stages: Sequence[Call],
+    names: Sequence[str],
+    sample: Any,
+    *,
+    seconds: float = 2.0,
+) -> Profile:
+    """Profile stages on a sample.
+
+    Parameters
+    ----------
+    stages : sequence of callables
+        Each takes what the one before returned: a pytree of tensors and other
+        values.
+    names : sequence of str
+    sample : pytree
+        What the first stage takes; tensors that require gradients are
+        differentiated.
+    seconds : float
+        About how long to time; every stage is timed at least three times.
+
+    Raises
+    ------
+    StateError
+        If a stage changes state that cannot be put back; it is named.
+    """
+    tensors = tensors_of(sample)
+    device = _device([*tensors, *_parameters(stages)])
+    with untouched(stages, sample):
+        groups, traits = _explore(stages, names, sample)
+        costs = _measure_groups(grouped(stages, groups), traits, sample, device, seconds)
+    return Profile(costs, groups, traits)
+
+
+def tensors_of(state: Any) -> list[Tensor]:
+    """Return the tensors of a state."""
+    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
+
+
+def _device(tensors: Sequence[Tensor]) -> torch.device:
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            return tensor.device
+    return torch.device("cpu")
+
+
+def _copy(state: Any, *, wants: bool | None = None) -> Any:
+    """Return a state of fresh leaves, writable, with the same wishes for gradients."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        may = value.is_floating_point() or value.is_complex()
+        return (
+            value.detach()
+            .clone()
+            .requires_grad_(may and (value.requires_grad if wants is None else wants))
+        )
+
+    return pytree.tree_map(leaf, state)
+
+
+# ---------------------------------------------------------------- what they do
+
+
+@contextlib.contextmanager
+def untouched(stages: Sequence[Call], sample: Any) -> Iterator[None]:
+    """Put buffers and the random state back at the end."""
+    modules = {id(m): m for s in stages if isinstance(s, nn.Module) for m in s.modules()}
+    tensors = [*tensors_of(sample), *_parameters(stages)]
+    random = RandomState.capture(random_devices(tensors))
+    buffers = [
+        (module, key, buffer, buffer.detach().clone())
+        for module in modules.values()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        random.restore()
+        with torch.no_grad():
+            for module, key, buffer, value in buffers:
+                module._buffers[key] = buffer
+                if not _equal(buffer, value):
+                    buffer.copy_(value)
+
+
+def _parameters(stages: Sequence[Call]) -> list[nn.Parameter]:
+    return [p for s in stages if isinstance(s, nn.Module) for p in s.parameters()]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.device.type != "meta" and torch.equal(a, b)
+
+
+def _buffers(stage: Call) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    if isinstance(stage, nn.Module):
+        for module in stage.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield module, key, buffer
+
+
+def _attributes(stage: Call) -> dict[tuple[str, str], object]:
+    """Return the plain attributes of a stage's modules, and the identity of its tensors."""
+    if not isinstance(stage, nn.Module):
+        return {}
+    found: dict[tuple[str, str], object] = {}
+    for path, module in stage.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, _PLAIN):
+                found[path, key] = value
+            elif isinstance(value, Tensor):
+                found[path, key] = (id(value), value._version)
+            elif isinstance(value, (list, dict, set)) and not key.startswith("_"):
+                found[path, key] = len(value)
+    return found
+
+
+def _explore(
+    stages: Sequence[Call], names: Sequence[str], sample: Any
+) -> tuple[tuple[tuple[int, ...], ...], tuple[Traits, ...]]:
+    """Run all stages once; find what they change and which must be joined.
+
+    A stage that writes to its input changes every earlier state that shares
+    the storage, through views or stages that pass it on: all stages from the
+    one that made the storage are joined.
+    """
+    state = _copy(sample, wants=False)
+    # References keep the addresses of storages from being used again.
+    storages = [_storages(state)]
+    starts = list(range(len(stages)))  # the first stage of the group that stage i is in
+    changed: list[list[tuple[nn.Module, str]]] = []
+    changes_first = False
+    for i, stage in enumerate(stages):
+        inputs = tensors_of(state)
+        versions = [tensor._version for tensor in inputs]
+        # By value: batch norm's kernels change statistics behind the versions' back.
+        buffers = [(m, k, b, b._version, b.detach().clone()) for m, k, b in _buffers(stage)]
+        attributes = _attributes(stage)
+        with torch.no_grad():
+            state = stage(state)
+        _check_attributes(names[i], attributes, _attributes(stage))
+        changed.append(
+            [
+                (m, k)
+                for m, k, b, version, value in buffers
+                if m._buffers[k] is not b or b._version != version or not _equal(b, value)
+            ]
+        )
+        written = {
+            tensor.untyped_storage()._cdata
+            for tensor, version in zip(inputs, versions, strict=True)
+            if tensor._version != version
+        }
+        if written:
+            j = i
+            while j >= 0 and storages[j].keys() & written:
+                j -= 1
+            changes_first = changes_first or j < 0
+            for k in range(max(j, 0), i + 1):
+                starts[k] = starts[max(j, 0)]
+        storages.append(_storages(state))
+    return _groups(starts, names, changed, changes_first)
+
+
+def _storages(state: Any) -> dict[int, StorageWeakRef]:
+    found = [tensor.untyped_storage() for tensor in tensors_of(state)]
+    return {storage._cdata: StorageWeakRef(storage) for storage in found}
+
+
+def _groups(
+    starts: list[int],
+    names: Sequence[str],
+    changed: list[list[tuple[nn.Module, str]]],
+    changes_first: bool,
+) -> tuple[tuple[tuple[int, ...], ...], tuple[Traits, ...]]:
+    groups: list[list[int]] = []
+    for i, start in enumerate(starts):
+        if groups and start <= groups[-1][-1] and start != i:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    traits = []
+    for number, group in enumerate(groups):
+        buffers = {(id(m), k): (m, k) for i in group for m, k in changed[i]}
+        traits.append(
+            Traits(
+                name="+".join(names[i] for i in group),
+                buffers=tuple(buffers.values()),
+                changes_input=changes_first and number == 0,
+            )
+        )
+    return tuple(tuple(group) for group in groups), tuple(traits)
+
+
+def _check_attributes(name: str, before: dict[Any, object], after: dict[Any, object]) -> None:
+    for key in before.keys() | after.keys():
+        if before.get(key) != after.get(key):
+            path, attribute = key
+            what = f"{path}.{attribute}" if path else attribute
+            raise StateError(
+                f"stage {name} changes its attribute {what!r} when it runs; running it again would "
+                "change it once more: keep such state in a buffer, or outside the chain"
+            )
+
+
+# ------------------------------------------------------------- what they cost
+
+
+def _measure_groups(
+    calls: Sequence[Call],
+    traits: Sequence[Traits],
+    sample: Any,
+    device: torch.device,
+    seconds: float,
+) -> StageCosts:
+    state = _copy(sample)
+    input_bytes = _bytes(tensors_of(sample))
+    input_gradient = _bytes(t for t in tensors_of(sample) if t.requires_grad)
+    stages = []
+    share = seconds / len(calls)
+    parameters: list[Tensor] = [*_parameters(calls)]
+    for call, trait in zip(calls, traits, strict=True):
+        stage, state = _measure_stage(call, trait, state, device, share, parameters)
+        stages.append(stage)
+    return StageCosts(tuple(stages), input_bytes, input_gradient)
+
+
+def _measure_stage(
+    call: Call,
+    trait: Traits,
+    state: Any,
+    device: torch.device,
+    seconds: float,
+    parameters: list[Tensor],
+) -> tuple[Stage, Any]:
+    given = tensors_of(state)
+    own = {t.untyped_storage()._cdata for t in parameters}
+
+    def fresh() -> Any:
+        """Return the input: leaves, or copies of them for a stage that writes to it."""
+        leaves = pytree.tree_map(
+            lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x,
+            state,
+        )
+        return leaves if not trait.changes_input else pytree.tree_map(_clone, leaves)
+
+    def foreign(meter: Meter, inputs: Any) -> None:
+        meter.ignore(parameters)
+        meter.ignore(tensors_of(inputs))
+        meter.ignore(given)
+        meter.ignore(b for _, _, b in _buffers(call))
+
+    inputs = fresh()
+    with torch.no_grad(), Meter(device) as meter:
+        foreign(meter, inputs)
+        output = call(inputs)
+        made = meter.live_bytes()
+        advance_bytes = max(0, meter.peak_bytes - made)
+        # A state that shares storage with the one before keeps it alive.
+        output_bytes = _bytes(
+            t for t in tensors_of(output) if t.untyped_storage()._cdata not in own
+        )
+        shared = max(0, output_bytes - made)
+    del output, inputs
+
+    inputs = fresh()
+    stand_ins, run = _with_stand_ins(call)
+    wanted = [t for t in tensors_of(inputs) if t.requires_grad]
+    with torch.enable_grad(), Meter(device) as meter:
+        foreign(meter, inputs)
+        meter.ignore(stand_ins)
+        output = run(inputs)
+        made = meter.live_bytes()
+        taping_bytes = max(0, meter.peak_bytes - made)
+        tape_bytes = max(made + shared, output_bytes)
+        result = [t for t in tensors_of(output) if t.requires_grad]
+        next_state = pytree.tree_map(_detached, output)
+        gradients = [torch.ones_like(t, memory_format=torch.preserve_format) for t in result]
+        gradient_bytes = _bytes(result)
+        before = meter.live_bytes()
+        meter.reset_peak()
+        if result:
+            del output
+            hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in stand_ins]
+            torch.autograd.backward(result, gradients, inputs=[*wanted, *stand_ins] or None)
+            for hook in hooks:
+                hook.remove()
+        given_gradient = _bytes(t.grad for t in wanted if t.grad is not None)
+        reverse_bytes = max(0, meter.peak_bytes - before - given_gradient)
+    del wanted, result, gradients, inputs
+
+    forward_s, backward_s = _time(call, run, stand_ins, fresh, device, seconds)
+    stage = Stage(
+        name=trait.name,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        output_bytes=output_bytes,
+        tape_bytes=tape_bytes,
+        gradient_bytes=gradient_bytes,
+        forward_overhead_bytes=advance_bytes,
+        tape_overhead_bytes=taping_bytes,
+        backward_overhead_bytes=reverse_bytes,
+    )
+    return stage, next_state
+
+
+def _with_stand_ins(call: Call) -> tuple[list[Tensor], Call]:
+    """Return parameters that stand in for a stage's, and the stage run with them.
+
+    Gradients then go to the stand-ins: no hook of the user fires, no `.grad`
+    is touched.
+    """
+    if not isinstance(call, nn.Module):
+        return [], call
+    wanting = {n: p for n, p in call.named_parameters() if p.requires_grad}
+    if any(type(p) is not nn.Parameter for p in wanting.values()):
+        # Sharded parameters have hooks that know them by name and type.
+        raise ArgumentError(
+            "profile the chain before its parameters are sharded, or give it costs=..."
+        )
+    stand_ins = {name: p.detach().requires_grad_() for name, p in wanting.items()}
+
+    def run(state: Any) -> Any:
+        return torch.func.functional_call(call, stand_ins, (state,))
+
+    return list(stand_ins.values()), run
+
+
+def _time(
+    call: Call,
+    run: Call,
+    stand_ins: list[Tensor],
+    fresh: Callable[[], Any],
+    device: torch.device,
+    seconds: float,
+) -> tuple[float, float]:
+    forwards: list[float] = []
+    backwards: list[float] = []
+    began = time.perf_counter()
+    while len(forwards) < 3 or (time.perf_counter() - began < seconds and len(forwards) < 50):
+        inputs = fresh()
+        with torch.no_grad():
+            forwards.append(_seconds(partial(call, inputs), device))
+        inputs = fresh()
+        with torch.enable_grad():
+            output = run(inputs)
+        result = [t for t in tensors_of(output) if t.requires_grad]
+        if not result:
+            backwards.append(0.0)
+            continue
+        gradients = [torch.ones_like(t) for t in result]
+        wanted = [t for t in tensors_of(inputs) if t.requires_grad]
+        backward = partial(
+            torch.autograd.backward, result, gradients, inputs=[*wanted, *stand_ins] or None
+        )
+        backwards.append(_seconds(backward, device))
+        for parameter in stand_ins:
+            parameter.grad = None
+    return min(forwards[1:]), min(backwards[1:])
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def _bytes(tensors: Any) -> int:
+    """Return the bytes of the storages behind some tensors, each once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _detached(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None

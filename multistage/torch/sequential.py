@@ -1,0 +1,323 @@
+"""`Sequential`: an `nn.Sequential` that trains within a memory limit."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import ArgumentError
+from ..limits import default_budget_bytes
+from ..plan.heterogeneous import ChainPlan, Strategy, plan_chain
+from ..stages import StageCosts
+from .chain import Stages
+from .measure import Profile, grouped, measure, tensors_of
+from .runner import Run
+
+Call = Callable[[Any], Any]
+# Of the memory that is free on a CUDA device, where no limit is given.
+_DEVICE_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What is known of inputs of one kind."""
+
+    profile: Profile
+    plan: ChainPlan
+
+
+class Sequential(nn.Module):
+    """A chain of stages that trains within a memory limit, exactly as plain training does.
+
+    Measures the stages on the first input of a kind, chooses which tapes and
+    states to keep and what to run again, and then behaves as the plain chain:
+    same outputs, same gradients, same buffers, same random numbers, bit for
+    bit on deterministic operators.
+
+    Parameters
+    ----------
+    model : nn.Sequential, or sequence of modules and functions
+        The stages; each takes what the one before returned, a pytree of
+        tensors and other values.  Modules are registered as in `nn.Sequential`
+        (or, for the result of `to_chain`, under the model's own names), so the
+        state dict is that of the plain model.
+    sample_input : pytree, optional
+        What the chain will be called with: profiled and planned at once,
+        rather than at the first call.
+    memory : int, str, float or None
+        Limit for activations and their gradients on the device, from the
+        chain's input to its output, both included: bytes, a string such as
+        `"4 GiB"`, a fraction (a float up to 1) of what plain training takes,
+        or None for what is free.  Parameters and their gradients are not part
+        of it.
+    strategy : {"optimal", "revolve", "periodic", "store-all"}
+        See `multistage.plan_chain`.
+    segments : int, optional
+        For `periodic`.
+    costs : StageCosts, optional
+        Plan for these, as saved by `profile`, in place of measured ones.
+    replan : bool
+        Whether inputs of another kind (shapes, dtypes, modes) are profiled
+        when they come; else they are an error.
+
+    Attributes
+    ----------
+    plan : ChainPlan or None
+        The plan used last; None before the first.
+
+    Raises
+    ------
+    BudgetError
+        If the limit is too small; the message names the smallest that works.
+
+    Examples
+    --------
+    >>> import torch, multistage.torch as mst
+    >>> layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)]
+    >>> x = torch.randn(32, 64)
+    >>> model = mst.Sequential(torch.nn.Sequential(*layers), x, memory=0.7)
+    >>> model(x).sum().backward()
+    >>> model.plan.peak_bytes <= model.plan.memory_bytes
+    True
+
+    Notes
+    -----
+    A stage that is run again must do what it did: state that it keeps outside
+    of its buffers is an error when it is profiled; control flow that depends
+    on anything but its input is not seen.  Forward hooks of recomputed stages
+    run again too.  Double backward through recomputed stages is an error;
+    a second backward (`retain_graph=True`) is right, and slower.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential | Sequence[Call],
+        sample_input: Any = None,
+        memory: int | str | float | None = None,
+        *,
+        strategy: Strategy = "optimal",
+        segments: int | None = None,
+        costs: StageCosts | None = None,
+        replan: bool = True,
+    ) -> None:
+        super().__init__()
+        self._calls = self._register(model)
+        if not self._calls:
+            raise ArgumentError("a chain needs at least one stage")
+        self.memory = memory
+        self.strategy: Strategy = strategy
+        self.segments = segments
+        self.replan = replan
+        self.plan: ChainPlan | None = None
+        self._given_costs = costs
+        self._known: OrderedDict[object, _Planned] = OrderedDict()
+        if sample_input is not None:
+            self.prepare(sample_input)
+
+    def _register(self, model: nn.Sequential | Sequence[Call]) -> list[str | Call]:
+        """Register what has parameters; return the names of children, and plain callables."""
+        if isinstance(model, Stages):
+            # Its stages are parts of one model, which keeps its names.
+            for name, child in model.model._modules.items():
+                self.add_module(name, child)
+            for name, parameter in model.model._parameters.items():
+                self.register_parameter(name, parameter)
+            for name, buffer in model.model._buffers.items():
+                kept = name not in model.model._non_persistent_buffers_set
+                self.register_buffer(name, buffer, persistent=kept)
+            self.training = model.model.training
+            return list(model)
+        calls: list[str | Call] = []
+        if isinstance(model, nn.Sequential):
+            self.training = model.training
+            # Not named_children, which leaves out what comes twice.
+            named: list[tuple[str, Any]] = list(model._modules.items())
+        elif isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+            raise ArgumentError(
+                f"{type(model).__name__} is not a chain of stages; give an nn.Sequential, a list "
+                "of stages, or what to_chain(model, sample_input) finds"
+            )
+        else:
+            named = [(str(number), stage) for number, stage in enumerate(model)]
+        for name, stage in named:
+            if not callable(stage):
+                raise ArgumentError(f"stage {name} is {type(stage).__name__}; stages are callable")
+            if isinstance(stage, nn.Module):
+                self.add_module(name, stage)
+                calls.append(name)
+            else:
+                calls.append(stage)
+        return calls
+
+    # ------------------------------------------------------------- the stages
+
+    def stages(self) -> list[Call]:
+        """Return the stages as given."""
+        return [self._modules[c] if isinstance(c, str) else c for c in self._calls]  # type: ignore[misc]
+
+    def stage_names(self) -> list[str]:
+        """Return a name for each stage."""
+        return [
+            f"{c} {type(self._modules[c]).__name__}"
+            if isinstance(c, str)
+            else getattr(c, "__name__", type(c).__name__)
+            for c in self._calls
+        ]
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self.stages())
+
+    def __getitem__(self, index: int) -> Call:
+        return self.stages()[index]
+
+    # --------------------------------------------------------------- planning
+
+    def prepare(self, sample_input: Any) -> ChainPlan:
+        """Profile and plan for inputs like this one; return the plan.
+
+        Where `torch.distributed` is at work every rank must call it, and all
+        take the plan of rank 0.
+        """
+        with torch.enable_grad():
+            return self._planned(_kind(self, sample_input), sample_input, together=True).plan
+
+    def _planned(self, kind: object, state: Any, *, together: bool = False) -> _Planned:
+        known = self._known.get(kind)
+        if known is None:
+            if self._known and not self.replan:
+                raise ArgumentError(
+                    "the input is of another kind (shapes, dtypes, devices, modes) than the one "
+                    "planned for; call prepare() with a sample of it, or use replan=True"
+                )
+            profile = measure(self.stages(), self.stage_names(), state)
+            if self._given_costs is not None:
+                profile = _with_costs(profile, self._given_costs)
+            if together:
+                profile = _of_rank_0(profile)
+            plan = plan_chain(
+                held_by_caller(profile.costs),
+                self._limit(state),
+                self.strategy,
+                segments=self.segments,
+            )
+            known = self._known[kind] = _Planned(profile, plan)
+        self.plan = known.plan
+        return known
+
+    def _limit(self, state: Any) -> int | str | float | None:
+        if self.memory is not None or self.strategy == "store-all":
+            return self.memory
+        tensors = [*tensors_of(state), *self.parameters()]
+        for tensor in tensors:
+            if tensor.device.type == "cuda":
+                free, _ = torch.cuda.mem_get_info(tensor.device)
+                idle = torch.cuda.memory_reserved(tensor.device)
+                idle -= torch.cuda.memory_allocated(tensor.device)
+                return int(_DEVICE_SHARE * (free + idle))
+        return default_budget_bytes()
+
+    # ---------------------------------------------------------------- running
+
+    def forward(self, state: Any) -> Any:
+        stages = self.stages()
+        wanting = torch.is_grad_enabled() and (
+            any(t.requires_grad for t in tensors_of(state))
+            or any(p.requires_grad for p in self.parameters())
+        )
+        if not wanting:
+            return _plain(stages, state)
+        known = self._planned(_kind(self, state), state)
+        if known.plan.keeps_all:
+            return _plain(stages, state)
+        calls = grouped(stages, known.profile.groups)
+        return Run(calls, known.profile.traits, known.plan.actions).forward(state)
+
+    # -------------------------------------------------------- as other modules
+
+    def extra_repr(self) -> str:
+        return f"memory={self.memory!r}, strategy={self.strategy!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Profiles point at modules and at devices: a copy profiles anew.
+        return {**self.__dict__, "_known": OrderedDict(), "plan": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sequential:
+        from copy import deepcopy
+
+        copy = type(self).__new__(type(self))
+        memo[id(self)] = copy
+        copy.__dict__.update(deepcopy(self.__getstate__(), memo))
+        return copy
+
+
+def held_by_caller(costs: StageCosts) -> StageCosts:
+    """Return the costs with the chain's output counted with its input.
+
+    Whoever called the chain holds the output, for the loss, all through the
+    backward pass.
+    """
+    last = costs.stages[-1]
+    held = replace(
+        last,
+        output_bytes=0,
+        tape_bytes=last.tape_bytes - last.output_bytes,
+        gradient_bytes=last.gradient_bytes,
+    )
+    return replace(
+        costs,
+        stages=(*costs.stages[:-1], held),
+        input_bytes=costs.input_bytes + last.output_bytes,
+    )
+
+
+def _plain(stages: Sequence[Call], state: Any) -> Any:
+    for stage in stages:
+        state = stage(state)
+    return state
+
+
+def _kind(model: nn.Module, state: Any) -> object:
+    """Return what a plan depends on: shapes, dtypes, devices, wishes and modes."""
+    leaves, spec = pytree.tree_flatten(state)
+    of_leaves = tuple(
+        (tuple(x.shape), x.dtype, x.device, x.requires_grad)
+        if isinstance(x, torch.Tensor)
+        else type(x)
+        for x in leaves
+    )
+    devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)} | {"cpu"}
+    autocast = tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in sorted(devices - {"meta"})
+    )
+    modes = hash(tuple((m.training) for m in model.modules()))
+    wishes = hash(tuple(p.requires_grad for p in model.parameters()))
+    return str(spec), of_leaves, autocast, modes, wishes
+
+
+def _with_costs(profile: Profile, costs: StageCosts) -> Profile:
+    if len(costs.stages) != len(profile.groups):
+        raise ArgumentError(
+            f"costs of {len(costs.stages)} stages were given for a chain of {len(profile.groups)} "
+            f"({', '.join(trait.name for trait in profile.traits)})"
+        )
+    return replace(profile, costs=costs)
+
+
+def _of_rank_0(profile: Profile) -> Profile:
+    """Return the profile with rank 0's costs, so that all ranks run the same plan."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return profile
+    box = [profile.costs]
+    distributed.broadcast_object_list(box, src=0)
+    return replace(profile, costs=box[0])

@@ -1,0 +1,433 @@
+"""`Sequential` against plain autograd, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import multistage.torch as mst
+from multistage.errors import ArgumentError, BudgetError, MultistageError, StateError
+from multistage.stages import StageCosts
+from multistage.torch.meter import Meter
+
+WIDTH = 24
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU())
+        self.outer = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(self.inner(x))
+
+
+class Pair(nn.Module):
+    """Takes and returns a dict with a tensor, an integer tensor and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
+        x = torch.tanh(self.linear(state["x"])) * state["scale"]
+        return {"x": x + state["mask"], "mask": state["mask"], "scale": state["scale"]}
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "tanh": nn.Tanh,
+    "relu in place": lambda: nn.ReLU(inplace=True),
+    "dropout": lambda: nn.Dropout(0.3),
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "cumulative batch norm": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
+    "residual": Residual,
+    "identity": nn.Identity,
+    "flatten": nn.Flatten,
+    "spectral norm": lambda: torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+}
+
+
+def a_chain(*kinds: str) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(KINDS[kind]() for kind in kinds))
+
+
+DEEP = ("linear", "batch norm", "relu in place", "residual", "dropout", "tanh") * 3
+
+
+def assert_trains_alike(
+    plain: nn.Module,
+    ours: nn.Module,
+    x: Any,
+    *,
+    steps: int = 2,
+    loss: Callable[[Any], Tensor] = lambda y: (y * y).sum(),
+) -> None:
+    """Outputs, gradients, buffers and random numbers of a few steps of training."""
+    inputs = [copy.deepcopy(x), copy.deepcopy(x)]
+    for step in range(steps):
+        results = []
+        for model, x in zip((plain, ours), inputs, strict=True):
+            torch.manual_seed(step)
+            y = model(x)
+            loss(y).backward()
+            after = torch.rand(3)
+            results.append([loss(y).detach(), after])
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.01 * parameter.grad
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        grads = [
+            [p.grad for p in model.parameters()] + [t.grad for t in _leaves(x)]
+            for model, x in zip((plain, ours), inputs, strict=True)
+        ]
+        for a, b in zip(*grads, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
+        for (name, a), (other, b) in zip(
+            plain.state_dict().items(), ours.state_dict().items(), strict=True
+        ):
+            assert name == other
+            assert torch.equal(a, b), name
+
+
+def assert_fails_alike(model: nn.Module, x: Tensor, share: float) -> None:
+    """What plain training refuses is refused, never answered with another gradient."""
+    try:
+        ours = mst.Sequential(copy.deepcopy(model), x, max(0.3, share))
+    except (RuntimeError, BudgetError):
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        ours(x).sum().backward()
+
+
+def _leaves(x: Any) -> list[Tensor]:
+    found = [x] if isinstance(x, Tensor) else list(x.values()) if isinstance(x, dict) else list(x)
+    return [t for t in found if isinstance(t, Tensor)]
+
+
+def both(model: nn.Module, x: Any, memory: Any, **options: Any) -> tuple[nn.Module, mst.Sequential]:
+    return model, mst.Sequential(copy.deepcopy(model), x, memory, **options)
+
+
+# ------------------------------------------------------------------ exactness
+
+
+@pytest.mark.parametrize("wants", [True, False])
+@pytest.mark.parametrize("memory", [0.5, 0.7, 1.0])
+@pytest.mark.parametrize("strategy", ["optimal", "revolve", "periodic"])
+def test_training_is_plain_training(memory: float, strategy: Any, wants: bool) -> None:
+    x = torch.randn(16, WIDTH, requires_grad=wants)
+    plain, ours = both(a_chain(*DEEP), x, memory, strategy=strategy)
+    assert ours.plan is not None
+    assert ours.plan.keeps_all == (memory == 1.0 and strategy != "revolve")
+    assert_trains_alike(plain, ours, x)
+
+
+@given(st.lists(st.sampled_from(sorted(KINDS)), min_size=3, max_size=9), st.floats(0.0, 1.0))
+@settings(max_examples=40, deadline=None)
+def test_random_chains(kinds: list[str], share: float) -> None:
+    x = torch.randn(8, WIDTH)
+    model = a_chain("linear", *kinds, "linear")
+    try:
+        copy.deepcopy(model)(x).sum().backward()
+    except RuntimeError:  # written over what a gradient needs
+        assert_fails_alike(model, x, share)
+        return
+    whole = mst.Sequential(copy.deepcopy(model), x, memory=1.0).plan
+    assert whole is not None
+    with pytest.raises(BudgetError) as refused:
+        mst.Sequential(copy.deepcopy(model), x, memory=1)
+    least = int(str(refused.value).split("< ")[1].split(" bytes")[0])
+    memory = int(least + share * max(0, whole.plain_bytes - least))
+    plain, ours = both(model, x, memory)
+    assert_trains_alike(plain, ours, x)
+
+
+def test_states_may_be_trees() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Pair() for _ in range(8)))
+    x = {
+        "x": torch.randn(8, WIDTH, requires_grad=True),
+        "mask": torch.arange(WIDTH),
+        "scale": 0.5,
+    }
+    plain, ours = both(model, x, 0.6)
+    assert not ours.plan.keeps_all  # type: ignore[union-attr]
+    assert_trains_alike(plain, ours, x, loss=lambda y: y["x"].square().sum())
+
+
+def test_stages_that_come_twice_and_plain_functions() -> None:
+    torch.manual_seed(0)
+    shared = Residual()
+    stages = [shared, torch.tanh, Residual(), shared, torch.sin, shared]
+    x = torch.randn(8, WIDTH)
+    plain = nn.Sequential(*(s for s in stages if isinstance(s, nn.Module)))
+    ours = mst.Sequential(stages, x, memory=0.7)
+    torch.manual_seed(1)
+    y = x
+    for stage in stages:
+        y = stage(y)
+    y.sum().backward()
+    known = [p.grad.clone() for p in plain.parameters()]  # type: ignore[union-attr]
+    plain.zero_grad()
+    ours(x).sum().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(known, plain.parameters(), strict=True))
+
+
+def test_frozen_parameters() -> None:
+    x = torch.randn(8, WIDTH)
+    model = a_chain(*DEEP)
+    for number in (0, 1, 3, 9):
+        model[number].requires_grad_(False)
+    plain, ours = both(model, x, 0.6)
+    assert_trains_alike(plain, ours, x)
+
+
+def test_autocast() -> None:
+    x = torch.randn(16, WIDTH)
+    plain, ours = both(a_chain(*("linear", "tanh", "residual") * 4), x, 0.6)
+    grads = []
+    for model in (plain, ours):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).sum()
+        loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert not ours.plan.keeps_all  # type: ignore[union-attr]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_twice_in_one_graph_and_accumulation() -> None:
+    x = torch.randn(8, WIDTH)
+    plain, ours = both(a_chain(*("linear", "tanh", "residual") * 4), x, 0.6)
+    for model in (plain, ours):
+        (model(model(x)) + model(2 * x)).sum().backward()
+        model(x).sum().backward()
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+
+
+def test_a_second_backward_and_autograd_grad() -> None:
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    plain, ours = both(a_chain(*("linear", "dropout", "residual") * 4), x, 0.6)
+    found = []
+    for model in (plain, ours):
+        torch.manual_seed(4)
+        y = model(x).sum()
+        first = torch.autograd.grad(y, [x, *model.parameters()], retain_graph=True)
+        second = torch.autograd.grad(y, [x, *model.parameters()])
+        found.append([*first, *second])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_function_that_asks_twice_for_what_it_saved() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x.exp())
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            total = gradient * ctx.saved_tensors[0]
+            gc.collect()
+            return (total + gradient * ctx.saved_tensors[0]) / 2
+
+    stages = [Twice.apply, torch.sin] * 6
+    x = torch.randn(64, requires_grad=True)
+    y = x
+    for stage in stages:
+        y = stage(y)
+    (known,) = torch.autograd.grad(y.sum(), x)
+    ours = mst.Sequential(stages, x, memory=0.5)
+    (found,) = torch.autograd.grad(ours(x).sum(), x)
+    assert torch.equal(found, known)
+
+
+def test_the_mode_of_the_forward_counts() -> None:
+    x = torch.randn(16, WIDTH)
+    plain, ours = both(a_chain(*DEEP), x, 0.6)
+    for model in (plain, ours):
+        torch.manual_seed(1)
+        loss = model(x).sum()
+        model.eval()
+        loss.backward()
+        model.train()
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("wants", [True, False])
+def test_the_limit_holds_for_every_byte(share: float, wants: bool) -> None:
+    """What operations allocate and graphs save, from the input to the input's gradient."""
+    x = torch.randn(256, WIDTH, requires_grad=wants)
+    model = a_chain(*("linear", "relu in place", "residual", "dropout", "tanh") * 4)
+    whole = mst.Sequential(model, x, memory=1.0).plan
+    with pytest.raises(BudgetError) as refused:
+        mst.Sequential(model, x, memory=1)
+    least = int(str(refused.value).split("< ")[1].split(" bytes")[0])
+    memory = int(least + share * (whole.plain_bytes - least))  # type: ignore[union-attr]
+    ours = mst.Sequential(model, x, memory=memory)
+    ours(x).sum().backward()  # gradients of parameters are there from now on
+    x.grad = None
+    gc.collect()
+    with Meter(torch.device("cpu")) as meter:
+        meter.ignore(ours.parameters())
+        meter.ignore(p.grad for p in ours.parameters() if p.grad is not None)
+        meter.ignore([x])
+        y = ours(x)
+        y.backward(torch.ones_like(y))
+    peak = meter.peak_bytes + x.nbytes
+    assert peak <= memory
+    assert peak >= 0.7 * ours.plan.peak_bytes  # type: ignore[union-attr]
+
+
+def test_nothing_is_kept_after_a_forward_without_backward() -> None:
+    x = torch.randn(64, WIDTH)
+    ours = mst.Sequential(a_chain(*DEEP), x, memory=0.6)
+    with Meter(torch.device("cpu")) as meter:
+        meter.ignore(ours.parameters())
+        meter.ignore([x, *ours.buffers()])
+        y = ours(x)
+        assert meter.live_bytes() > 2 * x.nbytes
+        del y
+        assert meter.live_bytes() < x.nbytes  # counts of batches, made anew
+
+
+# --------------------------------------------------------------- as a module
+
+
+def test_it_is_an_ordinary_module() -> None:
+    x = torch.randn(8, WIDTH)
+    model = a_chain(*DEEP)
+    names = list(model.state_dict())
+    ours = mst.Sequential(model, x, memory=0.6)
+    assert list(ours.state_dict()) == names
+    a_chain(*DEEP).load_state_dict(ours.state_dict())
+    ours.load_state_dict(a_chain(*DEEP).state_dict())
+    assert len(ours) == len(DEEP) and ours[0] is model[0] and list(ours) == list(model)
+    assert "memory=0.6" in repr(ours)
+    assert "plan optimal" in str(ours.plan)
+    assert next(ours.double().parameters()).dtype == torch.float64
+    ours.float().eval()
+    with torch.no_grad():
+        assert torch.equal(ours(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
+)
+def test_copies_train_alike(again: Callable[[Any], Any]) -> None:
+    x = torch.randn(8, WIDTH)
+    plain, ours = both(a_chain(*("linear", "tanh", "dropout") * 4), x, 0.6)
+    ours(x).sum().backward()
+    ours.zero_grad()
+    assert_trains_alike(plain, again(ours), x)
+
+
+def test_hooks_of_parameters_fire_once() -> None:
+    x = torch.randn(8, WIDTH)
+    ours = mst.Sequential(a_chain(*("linear", "tanh") * 6), x, memory=0.6)
+    fired: list[int] = []
+    for number, parameter in enumerate(ours.parameters()):
+        parameter.register_hook(lambda g, number=number: fired.append(number))
+    ours(x).sum().backward()
+    assert sorted(fired) == list(range(12))
+
+
+def test_costs_measured_elsewhere(tmp_path: Any) -> None:
+    x = torch.randn(8, WIDTH)
+    model = a_chain(*("linear", "tanh") * 4)
+    costs = mst.profile(model, x, seconds=0.1)
+    costs.save(tmp_path / "costs.json")
+    loaded = StageCosts.load(tmp_path / "costs.json")
+    plain, ours = both(model, x, 0.9, costs=loaded)
+    assert_trains_alike(plain, ours, x)
+    assert all(p.grad is not None for p in plain.parameters())
+    with pytest.raises(ArgumentError, match="costs of 8 stages"):
+        mst.Sequential(a_chain("linear", "tanh"), x, 0.9, costs=loaded)
+
+
+def test_profiling_leaves_everything_as_it_was() -> None:
+    model = a_chain(*DEEP)
+    before = copy.deepcopy(model.state_dict())
+    random = torch.get_rng_state()
+    mst.profile(model, torch.randn(8, WIDTH, generator=torch.Generator()), seconds=0.05)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True)
+    )
+    assert all(p.grad is None for p in model.parameters())
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def test_what_cannot_be_done_is_said() -> None:
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    ours = mst.Sequential(a_chain(*("linear", "tanh") * 6), x, memory=0.6)
+    y = ours(x).sum()
+    with pytest.raises(MultistageError, match="double backward"):
+        torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(BudgetError, match="smallest limit"):
+        mst.Sequential(a_chain("linear", "tanh"), x, memory=10)
+    with pytest.raises(ArgumentError, match="to_chain"):
+        mst.Sequential(Residual(), x)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="at least one stage"):
+        mst.Sequential([], x)
+    with pytest.raises(ArgumentError, match="stages are callable"):
+        mst.Sequential([nn.Tanh(), 3], x)  # type: ignore[list-item]
+
+
+def test_another_kind_of_input() -> None:
+    ours = mst.Sequential(a_chain(*("linear", "tanh") * 6), torch.randn(8, WIDTH), memory=0.6)
+    ours(torch.randn(16, WIDTH)).sum().backward()  # profiled and planned again
+    strict = mst.Sequential(
+        a_chain(*("linear", "tanh") * 6), torch.randn(8, WIDTH), memory=0.6, replan=False
+    )
+    with pytest.raises(ArgumentError, match="another kind"):
+        strict(torch.randn(16, WIDTH))
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def test_state_that_cannot_be_put_back_is_named() -> None:
+    with pytest.raises(StateError, match="1 Counting changes its attribute 'calls'"):
+        mst.Sequential(nn.Sequential(nn.Tanh(), Counting()), torch.randn(4), memory=0.9)
+
+
+def test_a_parameter_changed_between_forward_and_backward() -> None:
+    x = torch.randn(8, WIDTH)
+    ours = mst.Sequential(a_chain(*("linear", "tanh") * 6), x, memory=0.6)
+    loss = ours(x).sum()
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.add_(1)
+    with pytest.raises(
+        (StateError, RuntimeError), match=r"changed in place|modified by an inplace"
+    ):
+        loss.backward()
