@@ -15,7 +15,7 @@ def test_blocks_run(block: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(compile(block, str(README), "exec"), names)
-    assert "lower bound" in capsys.readouterr().out
+    assert "plan " in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 

@@ -348,6 +348,7 @@ class _Ladder:
                 trace = table.trace(memory)
                 assert trace is not None
                 best, best_s = trace, float(seconds[memory])
+            del table  # before the next is made
             top /= _RUNG
         return best
 
