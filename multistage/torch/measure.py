@@ -80,6 +80,7 @@ def measure(
     sample: Any,
     *,
     seconds: float = 2.0,
+    costs: StageCosts | None = None,
 ) -> Profile:
     """Profile stages on a sample.
 
@@ -94,17 +95,27 @@ def measure(
         differentiated.
     seconds : float
         About how long to time; every stage is timed at least three times.
+    costs : StageCosts, optional
+        Known already: then only what the stages do is looked at.
 
     Raises
     ------
     StateError
         If a stage changes state that cannot be put back; it is named.
+    ArgumentError
+        If `costs` are of another number of stages, or parameters are sharded.
     """
     tensors = tensors_of(sample)
     device = _device([*tensors, *_parameters(stages)])
     with untouched(stages, sample):
         groups, traits = _explore(stages, names, sample)
-        costs = _measure_groups(grouped(stages, groups), traits, sample, device, seconds)
+        if costs is None:
+            costs = _measure_groups(grouped(stages, groups), traits, sample, device, seconds)
+        elif len(costs.stages) != len(groups):
+            raise ArgumentError(
+                f"costs of {len(costs.stages)} stages were given for a chain of {len(groups)} "
+                f"({', '.join(trait.name for trait in traits)})"
+            )
     return Profile(costs, groups, traits)
 
 

@@ -198,9 +198,7 @@ class Sequential(nn.Module):
                     "the input is of another kind (shapes, dtypes, devices, modes) than the one "
                     "planned for; call prepare() with a sample of it, or use replan=True"
                 )
-            profile = measure(self.stages(), self.stage_names(), state)
-            if self._given_costs is not None:
-                profile = _with_costs(profile, self._given_costs)
+            profile = measure(self.stages(), self.stage_names(), state, costs=self._given_costs)
             if together:
                 profile = _of_rank_0(profile)
             plan = plan_chain(
@@ -302,15 +300,6 @@ def _kind(model: nn.Module, state: Any) -> object:
     modes = hash(tuple((m.training) for m in model.modules()))
     wishes = hash(tuple(p.requires_grad for p in model.parameters()))
     return str(spec), of_leaves, autocast, modes, wishes
-
-
-def _with_costs(profile: Profile, costs: StageCosts) -> Profile:
-    if len(costs.stages) != len(profile.groups):
-        raise ArgumentError(
-            f"costs of {len(costs.stages)} stages were given for a chain of {len(profile.groups)} "
-            f"({', '.join(trait.name for trait in profile.traits)})"
-        )
-    return replace(profile, costs=costs)
 
 
 def _of_rank_0(profile: Profile) -> Profile:
