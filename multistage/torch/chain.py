@@ -57,17 +57,16 @@ class Part(nn.Module):
 
     def forward(self, state: Any) -> Any:
         model = self._model[0]
-        if (
-            self._training is not None
-            and self._training
-            != any(module.training for module in self._modules.values() if module is not None)
-            and self._modules
-        ):
+        if self._training is not None and self._training != model.training:
             raise ArgumentError(
                 f"stage {self.name} was traced with training={self._training}, which its code "
                 "depends on; call to_chain again in the other mode"
             )
         return self._function(model, state)
+
+    def set_mode(self, training: bool) -> None:
+        """Say what mode the model is in: not being a child of the chain, it is not told."""
+        self._model[0].training = training
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_function"}

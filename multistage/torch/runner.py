@@ -282,25 +282,37 @@ def _wants(leaves: Sequence[Any]) -> tuple[bool, ...]:
 
 @dataclass(slots=True)
 class _State:
-    """A state without its graph."""
+    """A state without its graph, held by reference: whoever writes to it is found out."""
 
     leaves: list[Any]
     spec: pytree.TreeSpec
+    versions: list[int]
 
     @classmethod
     def of(cls, state: Any) -> _State:
         leaves, spec = pytree.tree_flatten(state)
-        return cls([x.detach() if isinstance(x, Tensor) else x for x in leaves], spec)
+        return cls._holding([x.detach() if isinstance(x, Tensor) else x for x in leaves], spec)
+
+    @classmethod
+    def _holding(cls, leaves: list[Any], spec: pytree.TreeSpec) -> _State:
+        return cls(leaves, spec, [x._version if isinstance(x, Tensor) else 0 for x in leaves])
 
     def cloned(self) -> _State:
         leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return _State(leaves, self.spec)
+        return self._holding(leaves, self.spec)
 
     def fresh(self, wants: tuple[bool, ...], to_be_changed: bool) -> Any:
         """Return the state for a stage to run on, of leaves unless the stage writes to them.
 
         `wants` says which tensors want gradients: those that did at first.
+        Raises RuntimeError if a tensor was written to since it was kept.
         """
+        for leaf, version in zip(self.leaves, self.versions, strict=True):
+            if isinstance(leaf, Tensor) and leaf._version != version:
+                raise RuntimeError(
+                    "a state that a stage is to be run again from, the chain's input or between "
+                    "two stages, has been modified by an inplace operation"
+                )
         leaves = [
             leaf.detach().requires_grad_(wanted) if isinstance(leaf, Tensor) else leaf
             for leaf, wanted in zip(self.leaves, wants, strict=True)

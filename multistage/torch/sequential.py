@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 from ..limits import default_budget_bytes
 from ..plan.heterogeneous import ChainPlan, Strategy, plan_chain
 from ..stages import StageCosts
-from .chain import Stages
+from .chain import Part, Stages
 from .measure import Profile, grouped, measure, tensors_of
 from .runner import Run
 
@@ -240,6 +240,13 @@ class Sequential(nn.Module):
         return Run(calls, known.profile.traits, known.plan.actions).forward(state)
 
     # -------------------------------------------------------- as other modules
+
+    def train(self, mode: bool = True) -> Sequential:
+        super().train(mode)
+        for call in self._calls:
+            if isinstance(call, Part):
+                call.set_mode(mode)
+        return self
 
     def extra_repr(self) -> str:
         return f"memory={self.memory!r}, strategy={self.strategy!r}"

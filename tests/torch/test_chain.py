@@ -134,6 +134,20 @@ def test_copies_of_a_traced_chain() -> None:
         assert all(p.grad is None for p in ours.parameters())
 
 
+class Dropping(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(nn.functional.dropout(torch.cos(x), 0.5, self.training))
+
+
+def test_code_that_depends_on_the_mode() -> None:
+    x = torch.ones(4, requires_grad=True)
+    ours = mst.Sequential(mst.to_chain(Dropping(), x), memory=1.0)
+    ours(x)
+    with pytest.raises(ArgumentError, match="traced with training=True"):
+        ours.eval()(x)
+    ours.train()(x)
+
+
 class Uncut(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         a, b = x.sin(), x.cos()

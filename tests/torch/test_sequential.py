@@ -405,6 +405,23 @@ def test_another_kind_of_input() -> None:
         strict(torch.randn(16, WIDTH))
 
 
+@pytest.mark.parametrize("which", ["input", "between"])
+def test_a_state_written_to_is_refused(which: str) -> None:
+    """Plain autograd refuses it too: run again from there, the gradient would be another."""
+    x = torch.randn(8, WIDTH)
+    seen: list[Tensor] = []
+    model = a_chain(*("linear", "tanh") * 8)
+    for layer in model:
+        layer.register_forward_hook(lambda _m, _i, y: seen.append(y.detach()))
+    ours = mst.Sequential(model, x, memory=0.6)
+    seen.clear()
+    loss = ours(x).sum()
+    for tensor in [x] if which == "input" else list(seen[:-1]):
+        tensor.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        loss.backward()
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
