@@ -219,9 +219,11 @@ def _explore(
     storages = [_storages(state)]
     starts = list(range(len(stages)))  # the first stage of the group that stage i is in
     changed: list[list[tuple[nn.Module, str]]] = []
+    draws: list[bool] = []
     changes_first = False
     for i, stage in enumerate(stages):
         inputs = tensors_of(state)
+        random = RandomState.capture(random_devices(inputs))
         versions = [tensor._version for tensor in inputs]
         # By value: batch norm's kernels change statistics behind the versions' back.
         buffers = [(m, k, b, b._version, b.detach().clone()) for m, k, b in _buffers(stage)]
@@ -229,6 +231,7 @@ def _explore(
         with torch.no_grad():
             state = stage(state)
         _check_attributes(names[i], attributes, _attributes(stage))
+        draws.append(not random.same_as(RandomState.capture(random_devices(inputs))))
         changed.append(
             [
                 (m, k)
@@ -249,7 +252,7 @@ def _explore(
             for k in range(max(j, 0), i + 1):
                 starts[k] = starts[max(j, 0)]
         storages.append(_storages(state))
-    return _groups(starts, names, changed, changes_first)
+    return _groups(starts, names, changed, draws, changes_first)
 
 
 def _storages(state: Any) -> dict[int, StorageWeakRef]:
@@ -261,6 +264,7 @@ def _groups(
     starts: list[int],
     names: Sequence[str],
     changed: list[list[tuple[nn.Module, str]]],
+    draws: list[bool],
     changes_first: bool,
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Traits, ...]]:
     groups: list[list[int]] = []
@@ -276,6 +280,7 @@ def _groups(
             Traits(
                 name="+".join(names[i] for i in group),
                 buffers=tuple(buffers.values()),
+                draws=any(draws[i] for i in group),
                 changes_input=changes_first and number == 0,
             )
         )
@@ -304,7 +309,7 @@ def _measure_groups(
     seconds: float,
 ) -> StageCosts:
     state = _copy(sample)
-    input_bytes = _bytes(tensors_of(sample))
+    input_bytes = _bytes(tensors_of(sample)) + _bytes_to_run_again(traits, device)
     input_gradient = _bytes(t for t in tensors_of(sample) if t.requires_grad)
     stages = []
     share = seconds / len(calls)
@@ -313,6 +318,18 @@ def _measure_groups(
         stage, state = _measure_stage(call, trait, state, device, share, parameters)
         stages.append(stage)
     return StageCosts(tuple(stages), input_bytes, input_gradient)
+
+
+def _bytes_to_run_again(traits: Sequence[Traits], device: torch.device) -> int:
+    """Return the bytes of what `replay` keeps of all stages: buffers and random states."""
+    buffers = [
+        sum(buffer.nbytes for m, k in trait.buffers if (buffer := m._buffers[k]) is not None)
+        for trait in traits
+    ]
+    kept = sum(buffers) + max(buffers)  # exchanged for copies while a stage runs again
+    if device.type == "cpu":  # where generators of devices keep theirs too
+        kept += sum(trait.draws for trait in traits) * torch.get_rng_state().nbytes
+    return kept
 
 
 def _measure_stage(

@@ -21,7 +21,9 @@ def profile(
     """Return the costs of each stage on a sample input.
 
     On the CPU bytes are an exact accounting of the storages that operations
-    make and that graphs save; on CUDA they are the caching allocator's.
+    make and that graphs save; on CUDA they are the caching allocator's.  The
+    input counts what it takes to run stages again besides (copies of the buffers
+    they change, states of random generators).
     Stages of which one writes to its input are measured as one.
 
     Parameters

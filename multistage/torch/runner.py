@@ -47,6 +47,8 @@ class Traits:
     name : str
     buffers : tuple of (module, buffer name)
         Buffers it changes.
+    draws : bool
+        Whether it draws random numbers.
     changes_input : bool
         Whether it writes to its input; true of a first stage only, others are
         joined to the stage before.
@@ -54,6 +56,7 @@ class Traits:
 
     name: str
     buffers: tuple[tuple[nn.Module, str], ...] = ()
+    draws: bool = False
     changes_input: bool = False
 
 

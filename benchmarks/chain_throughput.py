@@ -1,0 +1,363 @@
+"""Throughput against peak memory of chains, as in figure 3 of Beaumont et al. 2019 (RR-9302).
+
+A residual network and an MLP mixer (and torchvision's networks on a CUDA
+device, where torchvision is installed): plain training, torch's
+`checkpoint_sequential` with every number of segments from 2 to 2 sqrt(L),
+Revolve, and the optimal schedule at ten limits, among them the peaks of the
+best `checkpoint_sequential` runs.  Each point is a fresh process, in which its
+steps alternate with plain ones; gradients are asserted to be the plain ones.
+
+Peaks are those of one more step, counted storage by storage on the CPU, by the
+allocator on CUDA: from the chain's input to its output, without parameters and
+their gradients, as limits count them.
+
+    python -m benchmarks.chain_throughput [--quick] [--json FILE] [--plot FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+import multistage.torch as mst
+from benchmarks._common import child, finish, options
+from multistage.plan.heterogeneous import memory_curve, smallest_memory
+from multistage.stages import StageCosts
+from multistage.torch.measure import tensors_of
+from multistage.torch.meter import Meter
+from multistage.torch.sequential import held_by_caller
+
+LIMITS = 10
+REPEATS = 3
+_TORCHVISION = ("resnet50", "resnet101", "densenet121", "inception_v3")
+
+
+class Residual(nn.Module):
+    """A basic residual block."""
+
+    def __init__(self, given: int, made: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(given, made, 3, stride, 1, bias=False)
+        self.first_norm = nn.BatchNorm2d(made)
+        self.second = nn.Conv2d(made, made, 3, 1, 1, bias=False)
+        self.second_norm = nn.BatchNorm2d(made)
+        self.short = nn.Conv2d(given, made, 1, stride, bias=False) if given != made else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first_norm(self.first(x)))
+        short = x if self.short is None else self.short(x)
+        return torch.relu(self.second_norm(self.second(y)) + short)
+
+
+class Mix(nn.Module):
+    """One layer of an MLP mixer: over patches, then over channels."""
+
+    def __init__(self, patches: int, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.patches = nn.Sequential(
+            nn.Linear(patches, 2 * patches), nn.GELU(), nn.Linear(2 * patches, patches)
+        )
+        self.channels = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.patches(self.norms[0](x).mT).mT
+        mixed: Tensor = x + self.channels(self.norms[1](x))
+        return mixed
+
+
+class Pool(nn.Module):
+    """Mean over all but the batch and the channels."""
+
+    def __init__(self, dims: tuple[int, ...]) -> None:
+        super().__init__()
+        self.dims = dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(self.dims)
+
+
+def build(net: str, scale: int) -> tuple[Any, Tensor]:
+    """Return the stages of a network and a batch; `scale` multiplies the batch."""
+    if net == "residual":
+        stages: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1)]
+        for group, width in enumerate((16, 32, 64, 128)):
+            for k in range(7):
+                given = width // 2 if group and not k else width
+                stages.append(Residual(given, width, 2 if group and not k else 1))
+        stages += [Pool((2, 3)), nn.Linear(128, 10)]
+        return nn.Sequential(*stages), torch.randn(6 * scale, 3, 64, 64)
+    if net == "mixer":
+        stages = [nn.Sequential(nn.Conv2d(3, 192, 8, 8), nn.Flatten(2)), _Transpose()]
+        stages += [Mix(144, 192) for _ in range(24)]
+        stages += [Pool((1,)), nn.Linear(192, 10)]
+        return nn.Sequential(*stages), torch.randn(4 * scale, 3, 96, 96)
+    import torchvision
+
+    size = 299 if net.startswith("inception") else 224
+    extra = {"aux_logits": False, "init_weights": True} if net.startswith("inception") else {}
+    model = getattr(torchvision.models, net)(weights=None, **extra)
+    x = torch.randn(8 * scale, 3, size, size)
+    return mst.to_chain(model, x[:2]), x
+
+
+class _Transpose(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mT.contiguous()
+
+
+# ------------------------------------------------------------------- one point
+
+
+def _prepared(task: dict[str, Any]) -> tuple[Any, Tensor, torch.device]:
+    torch.manual_seed(task["seed"])
+    torch.use_deterministic_algorithms(True)
+    device = torch.device(task["device"])
+    stages, x = build(task["net"], task["scale"])
+    owner = stages.model if hasattr(stages, "model") else stages
+    owner.to(device)
+    return stages, x.to(device), device
+
+
+def _costs(task: dict[str, Any]) -> dict[str, Any]:
+    stages, x, _ = _prepared(task)
+    costs = mst.profile(stages, x, seconds=task["seconds"])
+    costs.save(task["costs"])
+    return {}
+
+
+def _point(task: dict[str, Any]) -> dict[str, Any]:
+    """Run one point: check the gradient, count the peak, time it beside plain steps."""
+    stages, x, device = _prepared(task)
+    plain = stages if isinstance(stages, nn.Module) else nn.Sequential(*stages)
+    parameters = list(plain.parameters())
+    result: dict[str, Any] = {}
+    run: Callable[[Tensor], Tensor] = plain
+    if task["how"] == "sequential":
+        calls = list(stages)
+
+        def run(x: Tensor) -> Tensor:
+            out: Tensor = checkpoint_sequential(calls, task["segments"], x, use_reentrant=False)
+            return out
+    elif task["how"] != "store-all":
+        costs = StageCosts.load(task["costs"])
+        chain = mst.Sequential(stages, x, memory=task["limit"], strategy=task["how"], costs=costs)
+        assert chain.plan is not None
+        result["predicted_s"] = chain.plan.makespan_s
+        result["predicted_bytes"] = chain.plan.peak_bytes
+        run = chain
+
+    def step(forward: Callable[[Tensor], Tensor]) -> float:
+        _synchronize(device)
+        began = time.perf_counter()
+        forward(x).square().mean().backward()
+        _synchronize(device)
+        return time.perf_counter() - began
+
+    gradients = []
+    for forward in (plain, run):
+        for parameter in parameters:
+            parameter.grad = None
+        step(forward)
+        gradients.append([p.grad for p in parameters if p.grad is not None])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.equal(ours, theirs), f"{task['how']}: another gradient than plain training"
+    del gradients
+    with Meter(device) as meter:
+        meter.ignore(parameters)
+        meter.ignore(p.grad for p in parameters if p.grad is not None)
+        meter.ignore(plain.buffers())
+        step(run)
+        inputs = sum(t.untyped_storage().nbytes() for t in tensors_of(x))
+        result["peak_bytes"] = meter.peak_bytes + inputs
+    seconds = [(step(plain), step(run)) for _ in range(task["repeats"])]
+    result["plain_s"] = statistics.median(a for a, _ in seconds)
+    result["seconds"] = statistics.median(b for _, b in seconds)
+    result["over_plain"] = statistics.median(b / a for a, b in seconds)
+    return result
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# -------------------------------------------------------------------- all points
+
+
+def _net(net: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Return the points of one network."""
+    quick = args.quick
+    costs_file = folder / f"{net}.json"
+    task = {
+        "net": net,
+        "scale": args.scale or ((64 if args.device == "cuda" else 10) if not quick else 1),
+        "device": args.device,
+        "seed": args.seed,
+        "costs": str(costs_file),
+        "repeats": 1 if quick else REPEATS,
+        "seconds": 3.0 if quick else 20.0,
+    }
+    child("benchmarks.chain_throughput", {**task, "how": "costs"})
+    costs = StageCosts.load(costs_file)
+    held = held_by_caller(costs)
+    points: list[dict[str, Any]] = []
+
+    def run(how: str, **more: Any) -> dict[str, Any]:
+        given = {**task, "how": how, **more}
+        point = {"net": net, "how": how, **more}
+        point |= child("benchmarks.chain_throughput", given)
+        points.append(point)
+        wanted = f"{more['limit'] / 2**20:8.0f}" if "limit" in more else " " * 8
+        print(
+            f"{net:<12}{how:<11}{more.get('segments', ''):>3} {wanted} MiB: peak "
+            f"{point['peak_bytes'] / 2**20:7.0f} MiB, time over plain {point['over_plain']:.3f}",
+            flush=True,
+        )
+        return point
+
+    plain = run("store-all")
+    most = max(2, math.floor(2 * math.sqrt(len(costs.stages))))
+    counts = range(2, most + 1) if not quick else (2, 4, most)
+    sequential = [run("sequential", segments=k) for k in counts]
+    limits = _limits(sequential, smallest_memory(held), plain["peak_bytes"], 4 if quick else LIMITS)
+    least = smallest_memory(held, "revolve")
+    for limit in limits:
+        run("optimal", limit=limit)
+        if limit >= least:
+            run("revolve", limit=limit)
+    curve = memory_curve(held)
+    for memory, seconds in curve:
+        points.append({"net": net, "how": "predicted", "peak_bytes": memory, "seconds": seconds})
+    return points
+
+
+def _front(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the points that no other beats in both memory and time."""
+    front: list[dict[str, Any]] = []
+    for point in sorted(points, key=lambda p: (p["peak_bytes"], p["over_plain"])):
+        if not front or point["over_plain"] < front[-1]["over_plain"]:
+            front.append(point)
+    return front
+
+
+def _limits(sequential: list[dict[str, Any]], least: int, plain: int, count: int) -> list[int]:
+    """Return limits: the peaks of the best sequential points, and evenly between the ends."""
+    limits = {p["peak_bytes"] for p in _front(sequential)[-count + 2 :]}
+    rest = count - len(limits)
+    low = int(1.02 * least)
+    limits |= {low + (plain - low) * k // rest for k in range(rest)}
+    return sorted(limits)
+
+
+def _ratios(points: list[dict[str, Any]]) -> dict[str, float]:
+    gains, best_gains, times, bytes_, over = [], [], [], [], []
+    for net in dict.fromkeys(p["net"] for p in points):
+        of = [p for p in points if p["net"] == net]
+        optimal = {p["limit"]: p for p in of if p["how"] == "optimal"}
+        front = _front([p for p in of if p["how"] == "sequential"])
+        for limit, point in optimal.items():
+            fitting = [p["over_plain"] for p in front if p["peak_bytes"] <= limit]
+            if fitting and limit in {p["peak_bytes"] for p in front}:
+                gains.append(min(fitting) / point["over_plain"] - 1)
+        best = front[-1]
+        best_gains.append(best["over_plain"] / optimal[best["peak_bytes"]]["over_plain"] - 1)
+        for point in of:
+            if "limit" in point:
+                times.append(abs(point["predicted_s"] / point["seconds"] - 1))
+                bytes_.append(abs(point["predicted_bytes"] / point["peak_bytes"] - 1))
+                over.append(point["peak_bytes"] > point["limit"])
+    return {
+        "gain_over_sequential": statistics.mean(gains),
+        "gain_over_fastest_sequential": statistics.mean(best_gains),
+        "time_error": statistics.mean(times),
+        "memory_error": statistics.mean(bytes_),
+        "limit_exceeded": float(sum(over)),
+    }
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = options(__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--scale", type=int, help="multiplies the batch")
+    parser.add_argument("--nets", nargs="+", help="residual, mixer, or names of torchvision")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        task = json.loads(args.child)
+        print(json.dumps(_costs(task) if task["how"] == "costs" else _point(task)))
+        return
+    nets, left_out = ["residual", "mixer"], []
+    if args.nets:
+        nets = args.nets
+    elif importlib.util.find_spec("torchvision") is None:
+        left_out = ["torchvision's networks: torchvision is not installed"]
+    elif args.device == "cpu":
+        left_out = ["torchvision's networks: they take too long without a CUDA device"]
+    else:
+        nets += _TORCHVISION
+    points: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for net in nets:
+            points += _net(net, args, Path(folder))
+    finish(args, "chain_throughput", points, _ratios(points), left_out)
+    if args.plot:
+        _plot(points, args.plot)
+
+
+def _plot(points: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    nets = list(dict.fromkeys(p["net"] for p in points))
+    figure = Figure(figsize=(5 * len(nets), 4), layout="constrained")
+    styles = {
+        "store-all": ("plain", "k*"),
+        "sequential": ("checkpoint_sequential", "C1s"),
+        "revolve": ("revolve", "C2^-"),
+        "optimal": ("optimal", "C0o-"),
+    }
+    for axes, net in zip(figure.subplots(1, len(nets), squeeze=False)[0], nets, strict=True):
+        of = [p for p in points if p["net"] == net]
+        plain = next(p for p in of if p["how"] == "store-all")
+        for how, (label, style) in styles.items():
+            mine = sorted((p for p in of if p["how"] == how), key=lambda p: p["peak_bytes"])
+            memory = [p["peak_bytes"] / 2**30 for p in mine]
+            axes.plot(memory, [1 / p["over_plain"] for p in mine], style, label=label, ms=5)
+        # Beside the measured: predicted, over the prediction for plain training.
+        curve = sorted(
+            (p["peak_bytes"] / 2**30, p["seconds"]) for p in of if p["how"] == "predicted"
+        )
+        fastest = min(seconds for _, seconds in curve)
+        axes.plot(
+            [m for m, _ in curve],
+            [fastest / s for _, s in curve],
+            "C0:",
+            lw=1,
+            label="optimal, predicted",
+        )
+        axes.set_title(f"{net}, {plain['plain_s']:.2g} s plain")
+        axes.set_xlabel("peak memory (GiB)")
+        axes.set_xlim(left=0, right=1.05 * plain["peak_bytes"] / 2**30)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("throughput over plain")
+    figure.axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    main()
