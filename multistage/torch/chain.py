@@ -1,9 +1,10 @@
 """`to_chain`: the stages of a model that was not written as a chain.
 
-The graph of the model is traced and cut wherever a single tensor passes: at
-the articulation points of the undirected graph that lie on the way from input
-to output, as OpenAI's gradient-checkpointing found them for TensorFlow.  What
-else may pass a cut: inputs of the model but the first, such as masks, and
+The graph of the model is traced and cut wherever a single tensor passes that
+takes part in the gradient: at the articulation points of the undirected graph
+that lie on the way from input to output, as OpenAI's gradient-checkpointing
+found them for TensorFlow.  What else may pass a cut: inputs of the model but
+the first, what depends on no parameter (masks, tables of positions), and
 values that are no tensors.
 """
 
@@ -11,12 +12,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from ..errors import ArgumentError
+from .tracing import Traced, attribute_of, by_export, by_fx
 
 
 class Stages(list["Part"]):
@@ -40,60 +45,108 @@ class Part(nn.Module):
     as a tuple of those that pass the cut.
     """
 
-    def __init__(self, name: str, model: nn.Module, graph: fx.Graph, training: bool | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        graph: fx.Graph,
+        training: bool | None,
+        extras: dict[str, Any],
+    ) -> None:
         super().__init__()
         self.name = name
-        self._model = (model,)  # in a tuple: a part of it must not own all of it
-        self._graph = graph
+        self._host = _Host(model, extras)
+        code = graph.python_code("self")
+        self._source, self._names = code.src, dict(code.globals)
         self._training = training
-        used = {
-            str(node.target): model.get_submodule(str(node.target))
-            for node in graph.nodes
-            if node.op == "call_module"
-        }
-        for number, module in enumerate(used.values()):
-            self.add_module(str(number), module)
-        self._function = _compiled(graph)
+        for number, path in enumerate(_modules_used(graph, extras)):
+            self.add_module(str(number), model.get_submodule(path))
+        self._function = _compiled(self._source, self._names)
 
     def forward(self, state: Any) -> Any:
-        model = self._model[0]
-        if self._training is not None and self._training != model.training:
+        training = self._host.model.training
+        if self._training is not None and self._training != training:
             raise ArgumentError(
                 f"stage {self.name} was traced with training={self._training}, which its code "
                 "depends on; call to_chain again in the other mode"
             )
-        return self._function(model, state)
+        return self._function(self._host, state)
 
-    def set_mode(self, training: bool) -> None:
-        """Say what mode the model is in: not being a child of the chain, it is not told."""
-        self._model[0].training = training
+    @property
+    def model(self) -> nn.Module:
+        """The model it is a part of; not one of its modules."""
+        return self._host.model
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_function"}
+        state = {key: value for key, value in self.__dict__.items() if key != "_function"}
+        state["_names"] = {
+            name: _Imported(value.__name__) if isinstance(value, ModuleType) else value
+            for name, value in self._names.items()
+        }
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._function = _compiled(self._graph)
+        self._names = {
+            name: import_module(value.name) if isinstance(value, _Imported) else value
+            for name, value in self._names.items()
+        }
+        self._function = _compiled(self._source, self._names)
 
     def extra_repr(self) -> str:
         return self.name
 
 
-def _compiled(graph: fx.Graph) -> Callable[[nn.Module, Any], Any]:
-    code = graph.python_code("self")
-    names = dict(code.globals)
-    exec(code.src, names)  # what torch.fx itself does to run a graph
-    function: Callable[[nn.Module, Any], Any] = names["forward"]
+class _Host:
+    """What a graph takes its attributes from: a model, and what the tracer added."""
+
+    def __init__(self, model: nn.Module, extras: dict[str, Any]) -> None:
+        self.model = model
+        self.extras = extras
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "extras" not in self.__dict__:  # being copied
+            raise AttributeError(name)
+        return self.extras[name] if name in self.extras else getattr(self.model, name)
+
+
+def _modules_used(graph: fx.Graph, extras: dict[str, Any]) -> list[str]:
+    """Return the paths of modules a graph calls, or takes parameters and buffers of."""
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            found[str(node.target)] = None
+        elif node.op == "get_attr" and node.target not in extras:
+            owner, _, _ = str(node.target).rpartition(".")
+            if owner:  # not the model itself: a part must not own all of it
+                found[owner] = None
+    return list(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Imported:
+    """Stands for a Python module, which cannot be copied."""
+
+    name: str
+
+
+def _compiled(source: str, names: dict[str, Any]) -> Callable[[Any, Any], Any]:
+    space = dict(names)
+    exec(source, space)  # what torch.fx itself does to run a graph
+    function: Callable[[Any, Any], Any] = space["forward"]
     return function
 
 
 def to_chain(model: nn.Module, sample_input: Any) -> Stages:
     """Return the stages between the articulation points of a model's graph.
 
+    Traced by `torch.fx`, in the mode (train or eval) the model is in.  Where
+    that fails or finds no cut, `torch.export` is used: the stages then take
+    inputs of the sample's shapes only.
+
     Parameters
     ----------
     model : nn.Module
-        Traced by `torch.fx` in the mode (train or eval) it is in.
     sample_input : tensor, tuple or dict
         What the model is called with: one argument, positional arguments, or
         keyword arguments.  The stages take the same.
@@ -116,101 +169,47 @@ def to_chain(model: nn.Module, sample_input: Any) -> Stages:
     >>> [stage.name for stage in to_chain(model, torch.ones(2, 4))]
     ['add', 'add_1']
     """
-    graph, baked = _trace(model, sample_input)
-    values = _values(model, graph, sample_input)
-    cuts = _cuts(graph, values)
-    if not cuts:
-        raise ArgumentError(f"{type(model).__name__} cannot be cut: {_reason(graph, values)}")
-    return Stages(model, _parts(model, graph, values, cuts, sample_input, baked))
-
-
-# -------------------------------------------------------------------- tracing
-
-
-def _trace(model: nn.Module, sample: Any) -> tuple[fx.Graph, bool | None]:
-    """Return the graph and the training mode it depends on, None if on none."""
-    constants = _constants(model, sample)
-    graph = _traced(model, constants)
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        for module, flag in flags:
-            module.training = not flag
-        other = _traced(model, constants)
-    except ArgumentError:
-        return graph, model.training
-    finally:
-        for module, flag in flags:
-            module.training = flag
-    same = graph.python_code("self").src == other.python_code("self").src
-    return graph, None if same else model.training
-
-
-def _traced(model: nn.Module, constants: dict[str, Any]) -> fx.Graph:
-    try:
-        graph = fx.Tracer().trace(model, constants)
-    except Exception as error:  # whatever the model's code raises on proxies
-        raise ArgumentError(
-            f"{type(model).__name__} cannot be traced by torch.fx ({error}); control flow that "
-            "depends on tensors has no fixed graph: write the model as a list of stages instead"
-        ) from error
-    # Dead code stays: an operation in place may be wanted for what it writes.
-    return graph
-
-
-def _constants(model: nn.Module, sample: Any) -> dict[str, Any]:
-    """Return the arguments of forward that the sample leaves at their defaults."""
-    import inspect
-
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    if isinstance(sample, dict):
-        given = set(sample)
-    else:
-        count = len(sample) if isinstance(sample, tuple) else 1
-        given = {p.name for p in parameters[:count]}
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {
-        p.name: p.default
-        for p in parameters
-        if p.name not in given and p.kind in kinds and p.default is not p.empty
-    }
-
-
-def _values(model: nn.Module, graph: fx.Graph, sample: Any) -> dict[fx.Node, bool]:
-    """Run the graph on the sample; return for each node whether it yields a tensor."""
-    found: dict[fx.Node, bool] = {}
-
-    class Look(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            result = super().run_node(n)
-            found[n] = not _is_plain(result)
-            return result
-
-    arguments = _arguments(graph, sample)
-    from .measure import untouched
-
-    with torch.no_grad(), untouched([model], arguments):
-        Look(fx.GraphModule(model, graph)).run(*arguments)
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value holds no tensor, such as a size."""
-    if isinstance(value, Tensor):
-        return False
-    if isinstance(value, (tuple, list)):
-        return all(_is_plain(part) for part in value)
-    return not isinstance(value, dict) or all(_is_plain(part) for part in value.values())
-
-
-def _arguments(graph: fx.Graph, sample: Any) -> list[Any]:
-    names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
-    if isinstance(sample, dict):
-        return [sample.get(name) for name in names]
-    values = list(sample) if isinstance(sample, tuple) else [sample]
-    return values + [None] * (len(names) - len(values))
+    reasons: list[str] = []
+    uncut = ""
+    for trace in (by_fx, by_export):
+        try:
+            traced = trace(model, sample_input)
+        except ArgumentError as error:
+            reasons.append(str(error))
+            continue
+        cuts = _cuts(model, traced)
+        if cuts:
+            return Stages(model, _parts(model, traced, cuts, sample_input))
+        uncut = uncut or _reason(model, traced)
+    if uncut:
+        raise ArgumentError(f"{type(model).__name__} cannot be cut: {uncut}")
+    raise ArgumentError(
+        f"{type(model).__name__} cannot be traced ({'; '.join(reasons)}); control flow that "
+        "depends on tensors has no fixed graph: write the model as a list of stages instead"
+    )
 
 
 # -------------------------------------------------------------------- cutting
+
+
+def _differentiated(model: nn.Module, traced: Traced) -> set[fx.Node]:
+    """Return the nodes that gradients pass: of the first input, or of parameters that want them."""
+    found: set[fx.Node] = set()
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            wants = node.prev.op == "root"
+        elif node.op == "get_attr":
+            value = attribute_of(model, str(node.target))
+            wants = isinstance(value, torch.Tensor) and value.requires_grad
+        else:
+            wants = any(given in found for given in node.all_input_nodes)
+            if node.op == "call_module":
+                module = model.get_submodule(str(node.target))
+                wants = wants or any(p.requires_grad for p in module.parameters())
+            wants = wants and node in traced.floats
+        if wants:
+            found.add(node)
+    return found
 
 
 def _live_after(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node]]]:
@@ -227,37 +226,31 @@ def _live_after(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node]]]:
     ]
 
 
-def _crossing(live: list[fx.Node], tensors: dict[fx.Node, bool]) -> list[fx.Node]:
-    """Return the tensors that pass; of the model's inputs, the first alone counts."""
-    return [
-        node
-        for node in live
-        if tensors[node] and (node.op != "placeholder" or node.prev.op == "root")
-    ]
-
-
-def _cuts(graph: fx.Graph, tensors: dict[fx.Node, bool]) -> list[tuple[fx.Node, list[fx.Node]]]:
+def _cuts(model: nn.Module, traced: Traced) -> list[tuple[fx.Node, list[fx.Node]]]:
     """Return the nodes after which a single tensor passes, and all that passes there."""
+    counting = _differentiated(model, traced)
     cuts = []
-    for node, live in _live_after(graph):
-        made = node.op not in ("placeholder", "get_attr") and tensors[node]
-        if made and _crossing(live, tensors) == [node]:
+    for node, live in _live_after(traced.graph):
+        made = node.op not in ("placeholder", "get_attr") and node in counting
+        if made and [n for n in live if n in counting] == [node]:
             cuts.append((node, live))
-    return cuts[:-1] if cuts and _is_last(cuts[-1][0], graph) else cuts
+    return cuts[:-1] if cuts and _is_last(cuts[-1][0]) else cuts
 
 
-def _is_last(node: fx.Node, graph: fx.Graph) -> bool:
+def _is_last(node: fx.Node) -> bool:
     """Whether only the output comes after a node."""
     return all(user.op == "output" for user in node.users) and node.next.op == "output"
 
 
-def _reason(graph: fx.Graph, tensors: dict[fx.Node, bool]) -> str:
+def _reason(model: nn.Module, traced: Traced) -> str:
+    counting = _differentiated(model, traced)
     found = [
         (len(crossing), node, crossing)
-        for node, live in _live_after(graph)
-        if node.op not in ("placeholder", "get_attr") and (crossing := _crossing(live, tensors))
+        for node, live in _live_after(traced.graph)
+        if node.op not in ("placeholder", "get_attr")
+        and (crossing := [n for n in live if n in counting])
     ]
-    inner = [entry for entry in found if not _is_last(entry[1], graph)]
+    inner = [entry for entry in found if not _is_last(entry[1])]
     if not inner:
         return "it has a single operation"
     fewest, node, crossing = min(inner, key=lambda entry: entry[0])
@@ -268,17 +261,18 @@ def _reason(graph: fx.Graph, tensors: dict[fx.Node, bool]) -> str:
     )
 
 
+# -------------------------------------------------------------------- the parts
+
+
 def _parts(
     model: nn.Module,
-    graph: fx.Graph,
-    tensors: dict[fx.Node, bool],
+    traced: Traced,
     cuts: list[tuple[fx.Node, list[fx.Node]]],
     sample: Any,
-    baked: bool | None,
 ) -> list[Part]:
+    graph = traced.graph
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     output = next(node for node in graph.nodes if node.op == "output")
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     ends = [node for node, _ in cuts] + [nodes[-1]]
     passing: list[list[fx.Node]] = [live for _, live in cuts]
     parts = []
@@ -286,10 +280,11 @@ def _parts(
     for number, end in enumerate(ends):
         stop = nodes.index(end) + 1
         part = fx.Graph()
+        extras: dict[str, Any] = {}
         copies: dict[fx.Node, fx.Node] = {}
         state = part.placeholder("state")
         if number == 0:
-            _unpack_first(part, state, placeholders, sample, copies)
+            _unpack_first(part, state, traced, sample, copies, extras)
         else:
             given = passing[number - 1]
             for k, node in enumerate(given):
@@ -305,9 +300,14 @@ def _parts(
             for node in output.all_input_nodes:
                 if node.op == "get_attr" and node not in copies:
                     copies[node] = part.node_copy(node)
-            part.output(fx.node.map_arg(output.args[0], lambda n: copies[n]))  # noqa: B023
-        part.lint()
-        parts.append(Part(end.name, model, part, baked))
+            result = fx.node.map_arg(output.args[0], lambda n: copies[n])  # noqa: B023
+            if traced.result is not None:
+                extras["result"] = traced.result
+                result = part.call_function(_call, (part.get_attr("result"), result))
+            part.output(result)
+        fetched = {str(n.target) for n in part.nodes if n.op == "get_attr"}
+        extras |= {k: v for k, v in traced.extras.items() if k in fetched}
+        parts.append(Part(end.name, model, part, traced.training, extras))
         start = stop
     return parts
 
@@ -326,17 +326,26 @@ def _with_attributes(part: list[fx.Node], nodes: list[fx.Node]) -> list[fx.Node]
 def _unpack_first(
     part: fx.Graph,
     state: fx.Node,
-    placeholders: list[fx.Node],
+    traced: Traced,
     sample: Any,
     copies: dict[fx.Node, fx.Node],
+    extras: dict[str, Any],
 ) -> None:
     """Give the first stage the model's arguments out of what it is called with."""
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    if traced.given is not None:
+        extras["given"] = traced.given
+        state = part.call_function(_call, (part.get_attr("given"), state))
     for k, node in enumerate(placeholders):
-        if isinstance(sample, dict):
+        if traced.given is None and isinstance(sample, dict):
             if node.target in sample:
                 copies[node] = _item(part, state, str(node.target))
-        elif isinstance(sample, tuple):
-            if k < len(sample):
+        elif traced.given is not None or isinstance(sample, tuple):
+            if traced.given is not None or k < len(sample):
                 copies[node] = _item(part, state, k)
         elif k == 0:
             copies[node] = state
+
+
+def _call(function: Callable[[Any], Any], value: Any) -> Any:
+    return function(value)

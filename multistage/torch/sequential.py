@@ -18,6 +18,7 @@ from ..stages import StageCosts
 from .chain import Part, Stages
 from .measure import Profile, grouped, measure, tensors_of
 from .runner import Run
+from .tracing import arguments
 
 Call = Callable[[Any], Any]
 # Of the memory that is free on a CUDA device, where no limit is given.
@@ -232,6 +233,10 @@ class Sequential(nn.Module):
             or any(p.requires_grad for p in self.parameters())
         )
         if not wanting:
+            first = stages[0]
+            if isinstance(first, Part):  # its model serves every shape and mode
+                positional, named = arguments(state)
+                return first.model(*positional, **named)
             return _plain(stages, state)
         known = self._planned(_kind(self, state), state)
         if known.plan.keeps_all:
@@ -244,8 +249,8 @@ class Sequential(nn.Module):
     def train(self, mode: bool = True) -> Sequential:
         super().train(mode)
         for call in self._calls:
-            if isinstance(call, Part):
-                call.set_mode(mode)
+            if isinstance(call, Part):  # whose model, no child of this, is not told
+                call.model.training = mode
         return self
 
     def extra_repr(self) -> str:
