@@ -9,7 +9,8 @@ steps alternate with plain ones; gradients are asserted to be the plain ones.
 
 Peaks are those of one more step, counted storage by storage on the CPU, by the
 allocator on CUDA: from the chain's input to its output, without parameters and
-their gradients, as limits count them.
+their gradients, as limits count them.  On the CPU malloc keeps what is freed,
+as CUDA's allocator does, so that first touches of pages do not drown the rest.
 
     python -m benchmarks.chain_throughput [--quick] [--json FILE] [--plot FILE]
 """
@@ -39,6 +40,13 @@ from multistage.torch.measure import tensors_of
 from multistage.torch.meter import Meter
 from multistage.torch.sequential import held_by_caller
 
+KEEP = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
+BATCHES = {"cpu": {"residual": 78, "mixer": 28}, "cuda": {"residual": 1024, "mixer": 512}}
+BATCH_OF_OTHERS = 64
 LIMITS = 10
 REPEATS = 3
 _TORCHVISION = ("resnet50", "resnet101", "densenet121", "inception_v3")
@@ -91,8 +99,8 @@ class Pool(nn.Module):
         return x.mean(self.dims)
 
 
-def build(net: str, scale: int) -> tuple[Any, Tensor]:
-    """Return the stages of a network and a batch; `scale` multiplies the batch."""
+def build(net: str, batch: int) -> tuple[Any, Tensor]:
+    """Return the stages of a network and a batch."""
     if net == "residual":
         stages: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1)]
         for group, width in enumerate((16, 32, 64, 128)):
@@ -100,18 +108,18 @@ def build(net: str, scale: int) -> tuple[Any, Tensor]:
                 given = width // 2 if group and not k else width
                 stages.append(Residual(given, width, 2 if group and not k else 1))
         stages += [Pool((2, 3)), nn.Linear(128, 10)]
-        return nn.Sequential(*stages), torch.randn(6 * scale, 3, 64, 64)
+        return nn.Sequential(*stages), torch.randn(batch, 3, 64, 64)
     if net == "mixer":
         stages = [nn.Sequential(nn.Conv2d(3, 192, 8, 8), nn.Flatten(2)), _Transpose()]
         stages += [Mix(144, 192) for _ in range(24)]
         stages += [Pool((1,)), nn.Linear(192, 10)]
-        return nn.Sequential(*stages), torch.randn(4 * scale, 3, 96, 96)
+        return nn.Sequential(*stages), torch.randn(batch, 3, 96, 96)
     import torchvision
 
     size = 299 if net.startswith("inception") else 224
     extra = {"aux_logits": False, "init_weights": True} if net.startswith("inception") else {}
     model = getattr(torchvision.models, net)(weights=None, **extra)
-    x = torch.randn(8 * scale, 3, size, size)
+    x = torch.randn(batch, 3, size, size)
     return mst.to_chain(model, x[:2]), x
 
 
@@ -127,7 +135,7 @@ def _prepared(task: dict[str, Any]) -> tuple[Any, Tensor, torch.device]:
     torch.manual_seed(task["seed"])
     torch.use_deterministic_algorithms(True)
     device = torch.device(task["device"])
-    stages, x = build(task["net"], task["scale"])
+    stages, x = build(task["net"], task["batch"])
     owner = stages.model if hasattr(stages, "model") else stages
     owner.to(device)
     return stages, x.to(device), device
@@ -186,6 +194,7 @@ def _point(task: dict[str, Any]) -> dict[str, Any]:
         result["peak_bytes"] = meter.peak_bytes + inputs
     seconds = [(step(plain), step(run)) for _ in range(task["repeats"])]
     result["plain_s"] = statistics.median(a for a, _ in seconds)
+    result["threads"] = torch.get_num_threads()
     result["seconds"] = statistics.median(b for _, b in seconds)
     result["over_plain"] = statistics.median(b / a for a, b in seconds)
     return result
@@ -202,17 +211,18 @@ def _synchronize(device: torch.device) -> None:
 def _net(net: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Return the points of one network."""
     quick = args.quick
+    batch = args.batch or BATCHES[args.device].get(net, BATCH_OF_OTHERS)
     costs_file = folder / f"{net}.json"
     task = {
         "net": net,
-        "scale": args.scale or ((64 if args.device == "cuda" else 10) if not quick else 1),
+        "batch": max(2, batch // 10) if quick else batch,
         "device": args.device,
         "seed": args.seed,
         "costs": str(costs_file),
         "repeats": 1 if quick else REPEATS,
         "seconds": 3.0 if quick else 20.0,
     }
-    child("benchmarks.chain_throughput", {**task, "how": "costs"})
+    child("benchmarks.chain_throughput", {**task, "how": "costs"}, KEEP)
     costs = StageCosts.load(costs_file)
     held = held_by_caller(costs)
     points: list[dict[str, Any]] = []
@@ -220,7 +230,7 @@ def _net(net: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any
     def run(how: str, **more: Any) -> dict[str, Any]:
         given = {**task, "how": how, **more}
         point = {"net": net, "how": how, **more}
-        point |= child("benchmarks.chain_throughput", given)
+        point |= child("benchmarks.chain_throughput", given, KEEP)
         points.append(point)
         wanted = f"{more['limit'] / 2**20:8.0f}" if "limit" in more else " " * 8
         print(
@@ -294,7 +304,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = options(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--scale", type=int, help="multiplies the batch")
+    parser.add_argument("--batch", type=int, help="of every network")
     parser.add_argument("--nets", nargs="+", help="residual, mixer, or names of torchvision")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()

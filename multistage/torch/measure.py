@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,8 @@ from .replay import RandomState, random_devices
 from .runner import Traits
 
 Call = Callable[[Any], Any]
+_MOST_ROUNDS = 50  # of timing a stage
+_SHARDED_ROUNDS = 4
 _PLAIN = (bool, int, float, str, bytes, type(None), tuple)
 
 
@@ -103,7 +105,8 @@ def measure(
     StateError
         If a stage changes state that cannot be put back; it is named.
     ArgumentError
-        If `costs` are of another number of stages, or parameters are sharded.
+        If `costs` are of another number of stages, or if sharded parameters have hooks
+        on their gradients.
     """
     tensors = tensors_of(sample)
     device = _device([*tensors, *_parameters(stages)])
@@ -314,9 +317,10 @@ def _measure_groups(
     stages = []
     share = seconds / len(calls)
     parameters: list[Tensor] = [*_parameters(calls)]
-    for call, trait in zip(calls, traits, strict=True):
-        stage, state = _measure_stage(call, trait, state, device, share, parameters)
-        stages.append(stage)
+    with _gradients_put_back(parameters) if sharded(parameters) else contextlib.nullcontext():
+        for call, trait in zip(calls, traits, strict=True):
+            stage, state = _measure_stage(call, trait, state, device, share, parameters)
+            stages.append(stage)
     return StageCosts(tuple(stages), input_bytes, input_gradient)
 
 
@@ -371,7 +375,8 @@ def _measure_stage(
     del output, inputs
 
     inputs = fresh()
-    stand_ins, run = _with_stand_ins(call)
+    collective = sharded(parameters)
+    stand_ins, run = ([], call) if collective else _with_stand_ins(call)
     wanted = [t for t in tensors_of(inputs) if t.requires_grad]
     with torch.enable_grad(), Meter(device) as meter:
         foreign(meter, inputs)
@@ -389,14 +394,15 @@ def _measure_stage(
         if result:
             del output
             hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in stand_ins]
-            torch.autograd.backward(result, gradients, inputs=[*wanted, *stand_ins] or None)
+            leaves = None if collective else [*wanted, *stand_ins] or None
+            torch.autograd.backward(result, gradients, inputs=leaves)
             for hook in hooks:
                 hook.remove()
         given_gradient = _bytes(t.grad for t in wanted if t.grad is not None)
         reverse_bytes = max(0, meter.peak_bytes - before - given_gradient)
     del wanted, result, gradients, inputs
 
-    forward_s, backward_s = _time(call, run, stand_ins, fresh, device, seconds)
+    forward_s, backward_s = _time(call, run, stand_ins, fresh, device, seconds, collective)
     stage = Stage(
         name=trait.name,
         forward_s=forward_s,
@@ -420,17 +426,42 @@ def _with_stand_ins(call: Call) -> tuple[list[Tensor], Call]:
     if not isinstance(call, nn.Module):
         return [], call
     wanting = {n: p for n, p in call.named_parameters() if p.requires_grad}
-    if any(type(p) is not nn.Parameter for p in wanting.values()):
-        # Sharded parameters have hooks that know them by name and type.
-        raise ArgumentError(
-            "profile the chain before its parameters are sharded, or give it costs=..."
-        )
     stand_ins = {name: p.detach().requires_grad_() for name, p in wanting.items()}
 
     def run(state: Any) -> Any:
         return torch.func.functional_call(call, stand_ins, (state,))
 
     return list(stand_ins.values()), run
+
+
+def sharded(parameters: Iterable[Tensor]) -> bool:
+    """Whether parameters are sharded (FSDP2), and so known to hooks: nothing stands in for them."""
+    # Not isinstance: importing DTensor takes half a second.
+    return any(hasattr(p, "full_tensor") for p in parameters)
+
+
+@contextlib.contextmanager
+def _gradients_put_back(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Run without gradients on some parameters; put theirs back at the end.
+
+    Raises
+    ------
+    ArgumentError
+        If hooks would see the gradients of the profile.
+    """
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
+        raise ArgumentError(
+            "sharded parameters have hooks on their gradients, which profiling would fire; "
+            "profile the chain before they are set, or give it costs=..."
+        )
+    gradients = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def _time(
@@ -440,11 +471,16 @@ def _time(
     fresh: Callable[[], Any],
     device: torch.device,
     seconds: float,
+    collective: bool,
 ) -> tuple[float, float]:
     forwards: list[float] = []
     backwards: list[float] = []
     began = time.perf_counter()
-    while len(forwards) < 3 or (time.perf_counter() - began < seconds and len(forwards) < 50):
+    # Runs of sharded stages are collective: every rank must do as many.
+    rounds = _SHARDED_ROUNDS if collective else _MOST_ROUNDS
+    while len(forwards) < rounds and (
+        collective or len(forwards) < 3 or time.perf_counter() - began < seconds
+    ):
         inputs = fresh()
         with torch.no_grad():
             forwards.append(_seconds(partial(call, inputs), device))
@@ -457,9 +493,8 @@ def _time(
             continue
         gradients = [torch.ones_like(t) for t in result]
         wanted = [t for t in tensors_of(inputs) if t.requires_grad]
-        backward = partial(
-            torch.autograd.backward, result, gradients, inputs=[*wanted, *stand_ins] or None
-        )
+        leaves = None if collective else [*wanted, *stand_ins] or None
+        backward = partial(torch.autograd.backward, result, gradients, inputs=leaves)
         backwards.append(_seconds(backward, device))
         for parameter in stand_ins:
             parameter.grad = None

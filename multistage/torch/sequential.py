@@ -16,7 +16,7 @@ from ..limits import default_budget_bytes
 from ..plan.heterogeneous import ChainPlan, Strategy, plan_chain
 from ..stages import StageCosts
 from .chain import Part, Stages
-from .measure import Profile, grouped, measure, tensors_of
+from .measure import Profile, grouped, measure, sharded, tensors_of
 from .runner import Run
 from .tracing import arguments
 
@@ -167,6 +167,8 @@ class Sequential(nn.Module):
         return [
             f"{c} {type(self._modules[c]).__name__}"
             if isinstance(c, str)
+            else c.name
+            if isinstance(c, Part)
             else getattr(c, "__name__", type(c).__name__)
             for c in self._calls
         ]
@@ -186,7 +188,8 @@ class Sequential(nn.Module):
         """Profile and plan for inputs like this one; return the plan.
 
         Where `torch.distributed` is at work every rank must call it, and all
-        take the plan of rank 0.
+        take the plan of rank 0.  Chains of sharded parameters (FSDP2) do so at
+        their first call too.
         """
         with torch.enable_grad():
             return self._planned(_kind(self, sample_input), sample_input, together=True).plan
@@ -238,7 +241,7 @@ class Sequential(nn.Module):
                 positional, named = arguments(state)
                 return first.model(*positional, **named)
             return _plain(stages, state)
-        known = self._planned(_kind(self, state), state)
+        known = self._planned(_kind(self, state), state, together=_collective(self))
         if known.plan.keeps_all:
             return _plain(stages, state)
         calls = grouped(stages, known.profile.groups)
@@ -312,6 +315,13 @@ def _kind(model: nn.Module, state: Any) -> object:
     modes = hash(tuple((m.training) for m in model.modules()))
     wishes = hash(tuple(p.requires_grad for p in model.parameters()))
     return str(spec), of_leaves, autocast, modes, wishes
+
+
+def _collective(model: nn.Module) -> bool:
+    """Whether ranks run stages together (FSDP2, SyncBatchNorm) and must follow one plan."""
+    return sharded(model.parameters()) or any(
+        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
+    )
 
 
 def _of_rank_0(profile: Profile) -> Profile:

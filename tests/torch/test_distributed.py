@@ -1,14 +1,18 @@
-"""Two processes: gradients equal those of plain training under DistributedDataParallel."""
+"""Two processes: gradients equal those of plain training under DDP and FSDP2."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import multistage.torch as mst
 
@@ -44,13 +48,59 @@ def _worker(rank: int, port: int, out: str) -> None:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.slow
-def test_distributed_data_parallel(tmp_path: Path) -> None:
+def _sharded_worker(rank: int, port: int, out: str, whole: bool) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        x = torch.randn(256, 16, generator=torch.Generator().manual_seed(rank))
+        results, plans = [], []
+        for limited in (False, True):
+            torch.manual_seed(0)
+            model: nn.Module = nn.Sequential(
+                *(
+                    nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Tanh(), nn.Linear(32, 16))
+                    for _ in range(6)
+                )
+            )
+            for block in model.children():
+                fully_shard(block, mesh=mesh, reshard_after_forward=True)
+            if limited:
+                model = mst.Sequential(model, memory=0.6)  # type: ignore[arg-type]
+            if whole:
+                fully_shard(model, mesh=mesh)
+            for step in range(2):
+                torch.manual_seed(step)
+                model(x).square().sum().backward()
+            results.append([p.grad.full_tensor() for p in model.parameters()])  # type: ignore[union-attr]
+        assert not model.plan.keeps_all  # type: ignore[union-attr]
+        plans.append(repr(model.plan.actions))  # type: ignore[union-attr]
+        torch.save((results, plans), f"{out}/{rank}.pt")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _spawned(worker: Callable[..., None], folder: Path, *more: Any) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_worker, (port, str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
-    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    torch.multiprocessing.spawn(worker, (port, str(folder), *more), nprocs=2)  # type: ignore[no-untyped-call]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "blocks and chain"])
+def test_fully_sharded(tmp_path: Path, whole: bool) -> None:
+    found = _spawned(_sharded_worker, tmp_path, whole)
+    for (plain, ours), _ in found:
+        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.slow
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    found = _spawned(_worker, tmp_path)
     for (plain, ours), _ in found:
         assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
     for a, b in zip(found[0][0][1], found[1][0][1], strict=True):
