@@ -147,13 +147,13 @@ class Run:
                 "not supported; give it memory enough to keep every tape"
             )
         with self._lock:
+            for j in [j for j in self._tapes if j > i]:
+                self._forget(j)  # nothing above is asked for any more
             if i not in self._tapes:
                 if i >= self._at:
                     self._start_over()
                 self._drive(i)
             self._at = i
-            for j in [j for j in self._tapes if j > i]:
-                self._forget(j)  # nothing above is asked for any more
             return self._take(i, number)
 
     def _take(self, i: int, number: int) -> Tensor:

@@ -273,17 +273,18 @@ def test_the_mode_of_the_forward_counts() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("strategy", ["optimal", "revolve"])
 @pytest.mark.parametrize("wants", [True, False])
-def test_the_limit_holds_for_every_byte(share: float, wants: bool) -> None:
+def test_the_limit_holds_for_every_byte(share: float, strategy: Any, wants: bool) -> None:
     """What operations allocate and graphs save, from the input to the input's gradient."""
     x = torch.randn(256, WIDTH, requires_grad=wants)
     model = a_chain(*("linear", "batch norm", "relu in place", "residual", "dropout", "tanh") * 4)
     whole = mst.Sequential(model, x, memory=1.0).plan
     with pytest.raises(BudgetError) as refused:
-        mst.Sequential(model, x, memory=1)
+        mst.Sequential(model, x, memory=1, strategy=strategy)
     least = int(str(refused.value).split("< ")[1].split(" bytes")[0])
     memory = int(least + share * (whole.plain_bytes - least))  # type: ignore[union-attr]
-    ours = mst.Sequential(model, x, memory=memory)
+    ours = mst.Sequential(model, x, memory=memory, strategy=strategy)
     ours(x).sum().backward()  # gradients of parameters are there from now on
     x.grad = None
     gc.collect()
