@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import signal
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -318,6 +321,43 @@ def test_huge_sizes_and_costs_of_many_magnitudes() -> None:
     assert plan.peak_bytes <= 0.3 * plain.plain_bytes
     assert plan.makespan_s < 2 * plan.plain_s
     assert smallest_memory(costs) <= plan.peak_bytes
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_optimal_where_costs_span_twelve_orders_of_magnitude(seed: int) -> None:
+    draw = random.Random(seed)
+    whole = random_chain(seed + 900, length=2 + seed % 4, largest=5)
+    stages = [
+        replace(s, forward_s=10.0 ** draw.uniform(-9, 3), backward_s=10.0 ** draw.uniform(-9, 3))
+        for s in whole.stages
+    ]
+    costs = replace(whole, stages=tuple(stages))
+    for memory in range(smallest_memory(costs), plan_chain(costs).plain_bytes + 1):
+        exact = exact_chain_makespan(costs, memory)
+        assert plan_chain(costs, memory).makespan_s == pytest.approx(exact, rel=1e-6)
+
+
+@needs_native
+def test_the_solver_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes through between calls, each a small part of the work."""
+    library, calls = native.library(), []
+
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            found = getattr(library, name)
+            if name != "ms_chain_solve":
+                return found
+            return lambda *given: calls.append(given) or found(*given)
+
+    monkeypatch.setattr(native, "library", Counting)
+    sizes = Sizes.of(big_chain(1, 700)).in_slots(1 << 22, "nearest")
+    timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
+    main = threading.get_ident()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        Table(sizes, 2000)
+    planes = 2000 // 16  # each of which takes at least one call
+    assert 1 <= len(calls) < planes
 
 
 def test_the_curve() -> None:
