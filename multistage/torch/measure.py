@@ -361,6 +361,11 @@ def _measure_stage(
         meter.ignore(given)
         meter.ignore(b for _, _, b in _buffers(call))
 
+    collective = sharded(parameters)
+    stand_ins, run = ([], call) if collective else _with_stand_ins(call)
+    # First, so that what libraries allocate once, their workspaces, is not counted.
+    forward_s, backward_s = _time(call, run, stand_ins, fresh, device, seconds, collective)
+
     inputs = fresh()
     with torch.no_grad(), Meter(device) as meter:
         foreign(meter, inputs)
@@ -375,8 +380,6 @@ def _measure_stage(
     del output, inputs
 
     inputs = fresh()
-    collective = sharded(parameters)
-    stand_ins, run = ([], call) if collective else _with_stand_ins(call)
     wanted = [t for t in tensors_of(inputs) if t.requires_grad]
     with torch.enable_grad(), Meter(device) as meter:
         foreign(meter, inputs)
@@ -402,7 +405,6 @@ def _measure_stage(
         reverse_bytes = max(0, meter.peak_bytes - before - given_gradient)
     del wanted, result, gradients, inputs
 
-    forward_s, backward_s = _time(call, run, stand_ins, fresh, device, seconds, collective)
     stage = Stage(
         name=trait.name,
         forward_s=forward_s,

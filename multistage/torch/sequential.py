@@ -23,6 +23,8 @@ from .tracing import arguments
 Call = Callable[[Any], Any]
 # Of the memory that is free on a CUDA device, where no limit is given.
 _DEVICE_SHARE = 0.9
+# Kinds of input whose plans are remembered.
+_KINDS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,9 @@ class Sequential(nn.Module):
                 segments=self.segments,
             )
             known = self._known[kind] = _Planned(profile, plan)
+            if len(self._known) > _KINDS:
+                self._known.popitem(last=False)
+        self._known.move_to_end(kind)
         self.plan = known.plan
         return known
 

@@ -1,0 +1,109 @@
+"""Chains on a CUDA device: bit for bit as plain training, within the limit by its allocator."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multistage.torch as mst
+from multistage.errors import BudgetError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICE = "cuda"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, stride: int = 1) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv2d(width, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.2),
+            nn.Conv2d(width, width, 3, 1, 1),
+        )
+        self.short = nn.Conv2d(width, width, 1, stride) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.inner(x) + self.short(x))
+
+
+def _chain(blocks: int = 12) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, 1, 1),
+        *(Block(32, 2 if k == blocks // 2 else 1) for k in range(blocks)),
+        nn.Flatten(2),
+    ).to(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def _trained(model: nn.Module, x: Tensor, *, autocast: bool) -> list[Tensor]:
+    results = []
+    for step in range(2):
+        torch.manual_seed(step)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            y = model(x)
+        y.float().square().mean().backward()
+        results += [y.detach(), torch.rand(3, device=DEVICE)]
+    return [*results, *(p.grad for p in model.parameters()), *model.buffers()]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_training_is_plain_training(share: float, autocast: bool) -> None:
+    x = torch.randn(16, 3, 32, 32, device=DEVICE)
+    plain = _chain()
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        ours = mst.Sequential(copy.deepcopy(plain), x, memory=share)
+    assert ours.plan is not None and not ours.plan.keeps_all
+    for a, b in zip(
+        _trained(plain, x, autocast=autocast), _trained(ours, x, autocast=autocast), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("strategy", ["optimal", "revolve"])
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
+def test_the_limit_holds_by_the_allocator(share: float, strategy: Any) -> None:
+    x = torch.randn(64, 3, 64, 64, device=DEVICE)
+    model = _chain()
+    whole = mst.Sequential(model, x, memory=1.0).plan
+    assert whole is not None
+    with pytest.raises(BudgetError) as refused:
+        mst.Sequential(model, x, memory=1, strategy=strategy)
+    least = int(str(refused.value).split("< ")[1].split(" bytes")[0])
+    memory = int(least + share * (whole.plain_bytes - least))
+    ours = mst.Sequential(model, x, memory=memory, strategy=strategy)
+    ours(x).square().mean().backward()
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    ours(x).square().mean().backward()
+    peak = torch.cuda.max_memory_allocated() - before + x.nbytes
+    assert peak <= memory
+    assert peak >= 0.7 * ours.plan.peak_bytes  # type: ignore[union-attr]
+
+
+def test_no_limit_means_the_device() -> None:
+    x = torch.randn(4, 3, 32, 32, device=DEVICE)
+    ours = mst.Sequential(_chain(), x)
+    assert ours.plan is not None and ours.plan.keeps_all
+    assert ours.plan.memory_bytes <= torch.cuda.get_device_properties(0).total_memory  # type: ignore[operator]
