@@ -31,8 +31,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
 from .actions import (
     Action,
     Advance,
@@ -54,8 +52,7 @@ from .actions import (
 from .backends.base import CheckpointLost, Store
 from .chain import Chain
 from .errors import CheckpointWarning, MultistageError, ScheduleError, StateError
-from .layout import Array, Layout, dense
-from .slots import Copies, Kept, References, Slots
+from .slots import ArrayStates, Kept, Slots, StateLayout, States
 from .steps import StepSet
 from .timeline import Timeline
 
@@ -127,7 +124,7 @@ class _Run(Generic[State, Adjoint]):
     """What one sweep holds."""
 
     schedule: Schedule
-    layout: Layout
+    layout: StateLayout
     slots: Slots
     origin: Kept
     live: Any
@@ -139,7 +136,7 @@ class _Run(Generic[State, Adjoint]):
     tokens: dict[int, _Transfer] = field(default_factory=dict)
     next_token: int = 0
     stored: list[StepSet] = field(default_factory=list)
-    axes: dict[tuple[int, int], list[tuple[int, ...] | None]] = field(default_factory=dict)
+    packings: dict[tuple[int, int], Any] = field(default_factory=dict)
     used: float = 0.0
 
 
@@ -160,6 +157,8 @@ class Executor(Generic[State, Adjoint]):
         Seconds; `time.perf_counter` and whatever the stores stamp with.
     progress : callable, optional
         `progress(forward_steps, reverse_steps)`, called now and then.
+    states : States, optional
+        What states are made of, if not of NumPy arrays.
 
     Notes
     -----
@@ -188,7 +187,9 @@ class Executor(Generic[State, Adjoint]):
         rules: Callable[[], Rules] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         progress: Callable[[int, int], None] | None = None,
+        states: States | None = None,
     ) -> None:
+        self._states: States = ArrayStates(chain.in_place) if states is None else states
         self._chain = chain
         self._stores = tuple(stores)
         self._tape_slots = tape_slots
@@ -198,7 +199,7 @@ class Executor(Generic[State, Adjoint]):
         self._progress = progress
         self._run: _Run[State, Adjoint] | None = None
         self._slots: Slots | None = None
-        self._layout: Layout | None = None
+        self._layout: StateLayout | None = None
         self._begin = 0.0
         self.timeline = Timeline()
         self.counts = Counts()
@@ -217,10 +218,10 @@ class Executor(Generic[State, Adjoint]):
             If the schedule cannot be followed.
         """
         self.abort()
-        layout = Layout.of(state)
+        layout = self._states.layout(state)
         if self._layout is None or self._slots is None or not layout.same_as(self._layout):
             self._layout = layout
-            self._slots = Copies(layout) if self._chain.in_place else References(layout)
+            self._slots = self._states.slots(layout)
         if not hasattr(schedule, "send"):
             schedule = (action for action in schedule)
         self._run = _Run(
@@ -548,12 +549,7 @@ class Executor(Generic[State, Adjoint]):
             if step != run.at:
                 raise _illegal(action, f"state {step} is neither held nor live")
             kept = staged = run.slots.keep(run.live, step)
-        packed = [dense(array) for array in kept.arrays]
-        # Stores know shapes in C order only: same bytes, reshaped.
-        flat = [
-            array if axes is None else array.reshape(leaf.shape)
-            for (array, axes), leaf in zip(packed, run.layout.leaves, strict=True)
-        ]
+        flat, packing = run.layout.pack(kept.arrays)
         is_put = isinstance(action, Put)
         before = self._clock()
         accepted = store.put(step, flat, block=is_put)
@@ -573,8 +569,8 @@ class Executor(Generic[State, Adjoint]):
             )
         counts.writes += 1
         run.stored[tier].add(step)
-        if any(axes is not None for _, axes in packed):
-            run.axes[step, tier] = [axes for _, axes in packed]
+        if packing is not None:
+            run.packings[step, tier] = packing
         if staged is not None:
             run.used += 1
             counts.peak_slots = max(counts.peak_slots, run.used)
@@ -607,7 +603,7 @@ class Executor(Generic[State, Adjoint]):
         run.held[step] = run.slots.adopt(arrays)
         return True
 
-    def _read(self, step: int, tier: int) -> list[Array] | None:
+    def _read(self, step: int, tier: int) -> list[Any] | None:
         """Return the arrays of a checkpoint, or None if it is lost."""
         run = self._run
         assert run is not None
@@ -616,15 +612,7 @@ class Executor(Generic[State, Adjoint]):
         except CheckpointLost as error:
             self._lose(step, tier, str(error))
             return None
-        axes = run.axes.get((step, tier))
-        if axes is None:
-            return arrays
-        return [
-            array
-            if order is None
-            else array.reshape([array.shape[k] for k in np.argsort(order)]).transpose(order)
-            for array, order in zip(arrays, axes, strict=True)
-        ]
+        return run.layout.unpack(arrays, run.packings.get((step, tier)))
 
     def _find(self, step: int, live: Any) -> Kept:
         """Return state `step`, which no slot holds: state 0, or a lost checkpoint made again.
@@ -671,7 +659,7 @@ class Executor(Generic[State, Adjoint]):
         if step in run.stored[tier]:
             run.stored[tier].discard(step)
             self._stores[tier].drop(step)
-        run.axes.pop((step, tier), None)
+        run.packings.pop((step, tier), None)
 
     def _stalled(self, since: float) -> None:
         now = self._clock()

@@ -12,6 +12,8 @@ import optree
 from .errors import StateError
 
 Array = np.ndarray[Any, np.dtype[Any]]
+# For each array the axes that restore its order, None for plain C order.
+Packing = Sequence[tuple[int, ...] | None]
 _ALIGN = 64
 
 
@@ -134,6 +136,28 @@ class Layout:
         return [
             record[leaf.offset : leaf.offset + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
             for leaf in self.leaves
+        ]
+
+    def pack(self, arrays: Sequence[Array]) -> tuple[list[Array], Packing | None]:
+        """Return what a store takes, C-contiguous arrays, and what `unpack` needs besides."""
+        packed = [dense(array) for array in arrays]
+        # Stores know shapes in C order only: same bytes, reshaped.
+        flat = [
+            array if axes is None else array.reshape(leaf.shape)
+            for (array, axes), leaf in zip(packed, self.leaves, strict=True)
+        ]
+        packing = [axes for _, axes in packed]
+        return flat, packing if any(axes is not None for axes in packing) else None
+
+    def unpack(self, arrays: Sequence[Array], packing: Packing | None) -> list[Array]:
+        """Return the arrays that `pack` was given, from the store's copies."""
+        if packing is None:
+            return list(arrays)
+        return [
+            array
+            if order is None
+            else array.reshape([array.shape[k] for k in np.argsort(order)]).transpose(order)
+            for array, order in zip(arrays, packing, strict=True)
         ]
 
     def same_as(self, other: Layout) -> bool:

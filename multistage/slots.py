@@ -28,6 +28,60 @@ class Kept(NamedTuple):
     arrays: Sequence[Array]
 
 
+class StateLayout(Protocol):
+    """What an executor asks of a layout; `multistage.layout.Layout` is that of NumPy states."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def arrays(self, state: Any, where: int | str = ...) -> list[Any]:
+        """Return the arrays of a state.  Raises StateError if it is of another layout."""
+        ...
+
+    def pack(self, arrays: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Return what a store takes, and None or what `unpack` needs besides."""
+        ...
+
+    def unpack(self, arrays: Sequence[Any], packing: Any) -> list[Any]:
+        """Return the arrays that `pack` was given, from the store's copies."""
+        ...
+
+    def same_as(self, other: Any) -> bool:
+        """Whether both describe the same states."""
+        ...
+
+
+class States(Protocol):
+    """What states are made of: how an executor describes and keeps them."""
+
+    def layout(self, state: Any) -> StateLayout:
+        """Return the layout of a state.  Raises StateError."""
+        ...
+
+    def slots(self, layout: Any) -> Slots:
+        """Return fast slots for states of that layout."""
+        ...
+
+
+class ArrayStates:
+    """Pytrees of NumPy arrays.
+
+    Parameters
+    ----------
+    in_place : bool
+        Whether steps overwrite the arrays of their state.
+    """
+
+    def __init__(self, in_place: bool) -> None:
+        self._in_place = in_place
+
+    def layout(self, state: Any) -> Layout:
+        return Layout.of(state)
+
+    def slots(self, layout: Layout) -> Slots:
+        return Copies(layout) if self._in_place else References(layout)
+
+
 class Slots(Protocol):
     """Keeps states of one layout."""
 
