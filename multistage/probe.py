@@ -119,7 +119,7 @@ def measure(
     )
     if store is None:
         return costs
-    return _with_driver(costs, layout)
+    return with_driver(costs, layout)
 
 
 def action_seconds() -> float:
@@ -262,8 +262,8 @@ def _read(store: Store, written: int) -> tuple[float, float]:
     return (time.perf_counter() - began) / written, calls / written
 
 
-def _with_driver(costs: Costs, layout: Layout) -> Costs:
-    """Add to a tier's overheads what the driver does around the store's calls.
+def with_driver(costs: Costs, layout: Layout) -> Costs:
+    """Return costs whose tier's overheads count what the driver does around the store's calls.
 
     Measured on steps that do nothing and tiny states of the same tree, kept in
     a store's buffers: differences of long computations would drown a few

@@ -25,7 +25,7 @@ class Kept(NamedTuple):
     """One kept state; give it back with `release`."""
 
     state: Any
-    arrays: Sequence[Array]
+    arrays: Sequence[Any]
 
 
 class StateLayout(Protocol):

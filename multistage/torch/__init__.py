@@ -1,10 +1,13 @@
 """PyTorch: chains and sequences that train within a memory limit.
 
 `Sequential` trains a chain of stages, `profile` measures one, `to_chain` finds
-the stages of a model that was not written as a chain.
+the stages of a model that was not written as a chain.  `unroll` runs a cell
+over a sequence of any length.
 """
 
 from .chain import Stages as Stages
 from .chain import to_chain as to_chain
 from .profiling import profile as profile
 from .sequential import Sequential as Sequential
+from .unroll import Unrolled as Unrolled
+from .unroll import unroll as unroll

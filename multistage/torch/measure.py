@@ -192,7 +192,7 @@ def _buffers(stage: Call) -> Iterator[tuple[nn.Module, str, Tensor]]:
                     yield module, key, buffer
 
 
-def _attributes(stage: Call) -> dict[tuple[str, str], object]:
+def attributes_of(stage: Call) -> dict[tuple[str, str], object]:
     """Return the plain attributes of a stage's modules, and the identity of its tensors."""
     if not isinstance(stage, nn.Module):
         return {}
@@ -223,6 +223,7 @@ def _explore(
     starts = list(range(len(stages)))  # the first stage of the group that stage i is in
     changed: list[list[tuple[nn.Module, str]]] = []
     draws: list[bool] = []
+    graded: list[bool] = []
     changes_first = False
     for i, stage in enumerate(stages):
         inputs = tensors_of(state)
@@ -230,10 +231,11 @@ def _explore(
         versions = [tensor._version for tensor in inputs]
         # By value: batch norm's kernels change statistics behind the versions' back.
         buffers = [(m, k, b, b._version, b.detach().clone()) for m, k, b in _buffers(stage)]
-        attributes = _attributes(stage)
+        attributes = attributes_of(stage)
+        given = state
         with torch.no_grad():
             state = stage(state)
-        _check_attributes(names[i], attributes, _attributes(stage))
+        check_attributes(f"stage {names[i]}", attributes, attributes_of(stage))
         draws.append(not random.same_as(RandomState.capture(random_devices(inputs))))
         changed.append(
             [
@@ -255,7 +257,48 @@ def _explore(
             for k in range(max(j, 0), i + 1):
                 starts[k] = starts[max(j, 0)]
         storages.append(_storages(state))
-    return _groups(starts, names, changed, draws, changes_first)
+        graded.append(not written and _differs_with_grad(stage, given, state, random, buffers))
+    return _groups(starts, names, changed, draws, graded, changes_first)
+
+
+def _differs_with_grad(
+    stage: Call,
+    given: Any,
+    result: Any,
+    random: RandomState,
+    buffers: Sequence[tuple[nn.Module, str, Tensor, int, Tensor]],
+) -> bool:
+    """Whether a stage returns other bits with a graph than it returned without.
+
+    Some kernels do, such as oneDNN's LSTM.
+    """
+    now = RandomState.capture([device for device, _ in random.devices])
+    owned = [(m, k, m._buffers[k]) for m, k, *_ in buffers]
+    try:
+        random.restore()
+        for module, key, _, _, value in buffers:
+            module._buffers[key] = value.clone()
+        with torch.enable_grad():
+            again = stage(_wanting(given))
+    finally:
+        now.restore()
+        for module, key, buffer in owned:
+            module._buffers[key] = buffer
+    return any(
+        a.device.type != "meta" and not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+        for a, b in zip(tensors_of(result), tensors_of(again), strict=True)
+    )
+
+
+def _wanting(state: Any) -> Any:
+    """Return a state whose tensors want gradients where they can, without copying them."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
+
+    return pytree.tree_map(leaf, state)
 
 
 def _storages(state: Any) -> dict[int, StorageWeakRef]:
@@ -268,6 +311,7 @@ def _groups(
     names: Sequence[str],
     changed: list[list[tuple[nn.Module, str]]],
     draws: list[bool],
+    graded: list[bool],
     changes_first: bool,
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Traits, ...]]:
     groups: list[list[int]] = []
@@ -284,19 +328,21 @@ def _groups(
                 name="+".join(names[i] for i in group),
                 buffers=tuple(buffers.values()),
                 draws=any(draws[i] for i in group),
+                graded=any(graded[i] for i in group),
                 changes_input=changes_first and number == 0,
             )
         )
     return tuple(tuple(group) for group in groups), tuple(traits)
 
 
-def _check_attributes(name: str, before: dict[Any, object], after: dict[Any, object]) -> None:
+def check_attributes(name: str, before: dict[Any, object], after: dict[Any, object]) -> None:
+    """Raise StateError if a stage's attributes are others after it ran; see `attributes_of`."""
     for key in before.keys() | after.keys():
         if before.get(key) != after.get(key):
             path, attribute = key
             what = f"{path}.{attribute}" if path else attribute
             raise StateError(
-                f"stage {name} changes its attribute {what!r} when it runs; running it again would "
+                f"{name} changes its attribute {what!r} when it runs; running it again would "
                 "change it once more: keep such state in a buffer, or outside the chain"
             )
 

@@ -49,6 +49,8 @@ class Traits:
         Buffers it changes.
     draws : bool
         Whether it draws random numbers.
+    graded : bool
+        Whether it must be run with a graph to give the same bits.
     changes_input : bool
         Whether it writes to its input; true of a first stage only, others are
         joined to the stage before.
@@ -57,6 +59,7 @@ class Traits:
     name: str
     buffers: tuple[tuple[nn.Module, str], ...] = ()
     draws: bool = False
+    graded: bool = False
     changes_input: bool = False
 
 
@@ -212,7 +215,7 @@ class Run:
         state = self._live
         assert state is not None
         self._live = None
-        with torch.no_grad(), self._around[i].again():
+        with torch.set_grad_enabled(self._traits[i].graded), self._around[i].again():
             self._live = _State.of(
                 self._stages[i](state.fresh(self._wants[i], self._traits[i].changes_input))
             )

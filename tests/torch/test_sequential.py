@@ -449,3 +449,22 @@ def test_a_parameter_changed_between_forward_and_backward() -> None:
         (StateError, RuntimeError), match=r"changed in place|modified by an inplace"
     ):
         loss.backward()
+
+
+class Recurrent(nn.Module):
+    """An LSTM, whose kernel is another one where no gradient is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x.view(16, -1, WIDTH))[0].view(-1, WIDTH)
+
+
+def test_kernels_that_depend_on_the_gradient() -> None:
+    x = torch.randn(128, WIDTH)
+    torch.manual_seed(0)
+    layers = [Recurrent() if k % 2 else nn.Dropout(0.1) for k in range(8)]
+    plain, ours = both(nn.Sequential(*layers), x, 0.7)
+    assert_trains_alike(plain, ours, x)

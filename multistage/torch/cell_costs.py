@@ -1,0 +1,308 @@
+"""What chunks of a cell cost, and the plan for a sequence of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from ..backends.base import Store
+from ..costs import Budget, Costs, Tier, format_bytes, format_seconds
+from ..errors import ArgumentError, BudgetError
+from ..plan import Plan, plan
+from ..probe import action_seconds, probe_store, with_driver
+from .cell import Cell, Facts
+from .measure import untouched
+from .meter import Meter
+from .tensors import TensorLayout
+from .through_time import Collector, Inputs, ThroughTime
+
+Strategy = Literal["auto", "keep", "recompute", "stream"]
+STRATEGIES: tuple[Strategy, ...] = ("auto", "keep", "recompute", "stream")
+_PROBE_S = 1.0
+_LONGEST_S = 0.05  # a chunk of this length hides every overhead
+_AS_GOOD = 1.02  # plans within this factor tie; the one that takes less memory wins
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one chunk was seen to cost.
+
+    Attributes
+    ----------
+    chunk : int
+        Time steps.
+    forward_s : float
+        Seconds forward, keeping nothing.
+    turn_s : float
+        Seconds forward with a graph and back.
+    peak_bytes : int
+        Allocated at most during that, beyond the state before.
+    """
+
+    chunk: int
+    forward_s: float
+    turn_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnrollPlan:
+    """How a sequence is run, and why.
+
+    Attributes
+    ----------
+    strategy : {"keep", "recompute", "stream"}
+        Keep every tape (plain autograd); keep some states and run again from
+        them; or stream states to a slow tier besides.
+    steps, chunk : int
+        Time steps, and how many make one step of the schedule.
+    memory_bytes : int
+        The limit.
+    peak_bytes : int
+        Predicted: states, one chunk's graph, buffers of the tier.
+    seconds : float
+        Predicted, forward and backward.
+    keep_bytes : int
+        What plain autograd is predicted to take.
+    plan : Plan or None
+        The schedule of chunks.
+    alternatives : tuple of (strategy, chunk, seconds, peak_bytes)
+        All that fit, the fastest first.
+    """
+
+    strategy: str
+    steps: int
+    chunk: int
+    memory_bytes: int
+    peak_bytes: int
+    seconds: float
+    keep_bytes: int
+    plan: Plan | None
+    alternatives: tuple[tuple[str, int, float, int], ...]
+
+    def summary(self) -> str:
+        """Return the plan in one line."""
+        what = f"{self.strategy}, chunks of {self.chunk}" if self.plan else "keep"
+        return (
+            f"plan {what}: {self.steps} steps within {format_bytes(self.memory_bytes)}: "
+            f"{format_seconds(self.seconds)}, peak {format_bytes(self.peak_bytes)} "
+            f"(plain autograd: {format_bytes(self.keep_bytes)})"
+        )
+
+    def __str__(self) -> str:
+        rows = [
+            {
+                "": ">" if (name, chunk) == (self.strategy, self.chunk) else "",
+                "strategy": name,
+                "chunk": chunk,
+                "predicted": format_seconds(seconds),
+                "peak": format_bytes(peak),
+            }
+            for name, chunk, seconds, peak in self.alternatives
+        ]
+        lines = [self.summary(), "", tabulate(rows, headers="keys", stralign="right")]
+        if self.keep_bytes > self.memory_bytes:
+            lines += ["", "Not kept: plain autograd does not fit the limit."]
+        if self.plan is not None:
+            lines += ["", str(self.plan)]
+        return "\n".join(lines)
+
+
+def sample_chunks(
+    cell: Cell,
+    facts: Facts,
+    state: Sequence[Tensor],
+    inputs: Inputs,
+    devices: Sequence[torch.device],
+    *,
+    chunk: int | None,
+    most_bytes: int,
+) -> list[Sample]:
+    """Measure chunks of 1, 2, 4, ... steps until they are long enough, or large.
+
+    Parameters
+    ----------
+    chunk : int, optional
+        The only size wanted; 1 is measured besides.
+    most_bytes : int
+        Larger chunks are of no use.
+    """
+    found: list[Sample] = []
+    began = time.perf_counter()
+    modules = [] if cell.module is None else [cell.module]
+    sizes = [1, chunk] if chunk is not None else [1 << k for k in range(20)]
+    with untouched(modules, list(state)):
+        for size in sizes:
+            if size > inputs.steps or (found and size == found[-1].chunk):
+                break
+            found.append(_sample(cell, facts, state, inputs, devices, size))
+            enough = found[-1].forward_s > _LONGEST_S or (
+                # Two at least: what grows with the length is a difference.
+                len(found) > 2 and 2 * found[-1].peak_bytes > most_bytes
+            )
+            if chunk is None and (enough or time.perf_counter() - began > _PROBE_S):
+                break
+    return found
+
+
+def _sample(
+    cell: Cell,
+    facts: Facts,
+    state: Sequence[Tensor],
+    inputs: Inputs,
+    devices: Sequence[torch.device],
+    chunk: int,
+) -> Sample:
+    few = Inputs(inputs.given, chunk)
+    collector = Collector(facts, chunk, "stack", cell.fused)
+    chain = ThroughTime(cell, facts, few, collector, chunk, False, devices)
+    chain.sums = [None] * len(facts.parameters)
+    first = chain.first(state)
+    device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+    forwards, turns, peak = [], [], 0
+    with chain.settled(keep=False):
+        for number in range(4):
+            chain.front = 0
+            collector.clear()
+            forwards.append(_timed(lambda: chain.advance(first, 0, 1), device))
+            adjoint, chain.output_gradients = _ones(facts, state, collector)
+            if number == 0:
+                with Meter(device) as meter:
+                    meter.ignore([*first.tensors, *facts.parameters])
+                    if isinstance(inputs.given, Tensor):
+                        meter.ignore([inputs.given])
+                    chain.reverse(first, adjoint, 0)
+                    peak = meter.peak_bytes
+            else:
+                chain.sums = [None] * len(facts.parameters)
+                turns.append(_timed(lambda: chain.reverse(first, adjoint, 0), device))  # noqa: B023
+            chain.of_inputs.clear()
+    return Sample(chunk, max(min(forwards[1:]), 1e-9), max(min(turns), 1e-9), peak)
+
+
+def _ones(
+    facts: Facts, state: Sequence[Tensor], collector: Collector
+) -> tuple[tuple[Tensor | None, ...], list[Tensor | None]]:
+    """Return gradients of a chunk's results, to try with."""
+    adjoint = tuple(
+        torch.ones_like(t) if wanted else None
+        for t, wanted in zip(state, facts.wants[-1], strict=True)
+    )
+    outputs = [None if value is None else torch.ones_like(value) for value in collector.values()]
+    return adjoint, outputs
+
+
+def _timed(work: Any, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def keep_bytes(samples: Sequence[Sample], steps: int) -> int:
+    """Return the bytes plain autograd takes for a sequence."""
+    first, last = samples[0], samples[-1]
+    if last.chunk == first.chunk:
+        return steps * last.peak_bytes // last.chunk
+    slope = (last.peak_bytes - first.peak_bytes) / (last.chunk - first.chunk)
+    return int(first.peak_bytes + slope * (steps - first.chunk))
+
+
+def tier_of(store: Store, layout: TensorLayout) -> Tier:
+    """Measure a slow tier for states of a layout; the store is opened and closed."""
+    tier = probe_store(store, layout.record, seconds=0.3)
+    costs = Costs(1.0, 1.0, state_bytes=layout.nbytes, tiers=(tier,), action_s=action_seconds())
+    return with_driver(costs, layout.record).tiers[0]
+
+
+def choose(
+    samples: Sequence[Sample],
+    steps: int,
+    memory: int,
+    state_bytes: int,
+    *,
+    tier: Tier | None,
+    buffer_bytes: int,
+    strategy: Strategy,
+    chunk: int | None,
+) -> UnrollPlan:
+    """Return the fastest plan that fits, of all chunk sizes and strategies.
+
+    Raises
+    ------
+    BudgetError
+        If none fits; the message names the smallest limit that works.
+    """
+    keep = keep_bytes(samples, steps)
+    action_s = action_seconds()
+    longest = samples[-1]
+    found: list[tuple[float, int, str, int, Plan | None]] = []
+    if strategy in ("auto", "keep") and (keep <= memory or strategy == "keep"):
+        if keep > memory:
+            raise BudgetError(
+                f"plain autograd takes {keep} bytes ({format_bytes(keep)}) for {steps} steps, more "
+                f"than the limit of {memory}; use strategy='auto'"
+            )
+        found.append((longest.turn_s * steps / longest.chunk, keep, "keep", 1, None))
+    least: list[int] = []
+    for sample in samples:
+        if (chunk is not None and sample.chunk != min(chunk, steps)) or strategy == "keep":
+            continue
+        for name, tiers in (("recompute", ()), ("stream", () if tier is None else (tier,))):
+            if strategy not in ("auto", name) or (name == "stream" and tier is None):
+                continue
+            # The live state and its adjoint, beside one chunk's graph.
+            fixed = sample.peak_bytes + 2 * state_bytes + (buffer_bytes if tiers else 0)
+            slots = (memory - fixed) // state_bytes
+            least.append(fixed + state_bytes)
+            if slots < 1:
+                continue
+            costs = Costs(
+                forward_step_s=sample.forward_s,
+                reverse_step_s=sample.turn_s,
+                state_bytes=state_bytes,
+                tiers=tiers,
+                action_s=action_s,
+            )
+            chosen = plan(costs, Budget(slots=slots), -(-steps // sample.chunk))
+            used = "stream" if chosen.writes else "recompute"
+            if used != name:
+                continue
+            peak = fixed + int(chosen.peak_slots * state_bytes)
+            found.append((chosen.makespan_s, peak, name, sample.chunk, chosen))
+    if not found:
+        if not least:
+            raise ArgumentError(
+                f"strategy {strategy!r} needs a tier, as in tiers=['file:///scratch']"
+            )
+        if memory >= min(least):
+            raise BudgetError(f"no schedule of strategy {strategy!r} pays here; use 'auto'")
+        raise BudgetError(
+            f"memory={memory} bytes < {min(least)} bytes ({format_bytes(min(least))}), the "
+            "smallest limit that works here; raise the limit, or give a smaller chunk"
+        )
+    found.sort(key=lambda entry: entry[0])
+    fastest = found[0][0]
+    seconds, peak, name, size, chosen_plan = min(
+        (entry for entry in found if entry[0] <= _AS_GOOD * fastest), key=lambda entry: entry[1]
+    )
+    return UnrollPlan(
+        strategy=name,
+        steps=steps,
+        chunk=size,
+        memory_bytes=memory,
+        peak_bytes=peak,
+        seconds=seconds,
+        keep_bytes=keep,
+        plan=chosen_plan,
+        alternatives=tuple((e[2], e[3], e[0], e[1]) for e in found),
+    )

@@ -1,0 +1,412 @@
+"""`unroll`: backpropagation through time beyond device memory."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from ..backends.base import Store
+from ..backends.urls import open_store
+from ..costs import Tier, parse_bytes
+from ..errors import ArgumentError
+from ..execute import Executor
+from ..limits import default_budget_bytes
+from .cell import Cell, Facts, explore
+from .cell_costs import (
+    STRATEGIES,
+    Strategy,
+    UnrollPlan,
+    choose,
+    keep_bytes,
+    sample_chunks,
+    tier_of,
+)
+from .measure import tensors_of
+from .tensors import TensorLayout, TensorState, TensorStates
+from .through_time import Collector, Inputs, ThroughTime
+
+_OUTPUTS = ("stack", "sum", "last")
+_DEVICE_SHARE = 0.9  # of the free memory of a CUDA device, where no limit is given
+_REMEMBERED = 64
+_FEW = 8  # steps of a fused cell to look at
+
+
+@dataclass(frozen=True, slots=True)
+class Unrolled:
+    """What `unroll` returns.
+
+    Attributes
+    ----------
+    state : pytree of Tensor
+        The state after the last step.
+    loss : Tensor or None
+        Sum of the losses of all steps, if the cell returns any.
+    outputs : pytree of Tensor or None
+        y of all steps, reduced as asked for.
+    plan : UnrollPlan or None
+        How it was run; None where no gradient is wanted.
+    """
+
+    state: Any
+    loss: Tensor | None
+    outputs: Any
+    plan: UnrollPlan | None
+
+
+def unroll(
+    cell: Callable[..., Any],
+    state: Any,
+    inputs: Any,
+    *,
+    steps: int | None = None,
+    memory: int | str | float | None = None,
+    tiers: str | Store | Sequence[str | Store] = (),
+    chunk: int | None = None,
+    fused: bool = False,
+    outputs: Any = "stack",
+    parameters: Sequence[Tensor] | None = None,
+    strategy: Strategy = "auto",
+    random: bool | None = None,
+) -> Unrolled:
+    """Run a cell over a sequence, so that its gradient fits the memory, whatever the length.
+
+    The numbers are those of plain autograd.  The result takes part in autograd
+    like any other: gradients reach the initial state, inputs that want them,
+    and the parameters, each added up once per backward.
+
+    Parameters
+    ----------
+    cell : callable
+        `cell(state, x_t)` returns the next state, or `(state, y_t)`; an
+        `nn.LSTM`, `nn.GRU`, `nn.LSTMCell` or the like is called its own way.
+        It must do the same when it is run again, and not write to its state.
+    state : pytree of Tensor
+        State 0; every state has its structure, shapes, dtypes and devices.
+    inputs : Tensor, sequence, callable or None
+        x_t: a tensor with time first, a sequence, or a function of t (called
+        again when steps are run again), so that inputs need not fit in memory.
+    steps : int, optional
+        Time steps; needed for a function.
+    memory : int, str, float or None
+        Limit for states and graphs on the device: bytes, `"2 GiB"`, a fraction
+        (a float up to 1) of what plain autograd takes, or None for what is
+        free.  Inputs, outputs that are stacked, parameters and their gradients
+        are not part of it.
+    tiers : str or Store, or a sequence of them
+        Slow tiers for states, such as `"file:///scratch"` or `"memory:"`.
+    chunk : int, optional
+        Time steps that make one step of the schedule; chosen from measurements
+        if not given.
+    fused : bool
+        Whether the cell takes several steps at once: `x` with time first, and
+        `y` too.  `nn.LSTM` and the like always do.
+    outputs : {"stack", "sum", "last"}, callable or None
+        What becomes of y: stacked with time first, added up, that of the last
+        step, handed to `outputs(t, y_t)` once and in order (without gradient),
+        or nothing.  A y of one number, or any leaf that is, is a loss and is
+        always added up.
+    parameters : sequence of Tensor, optional
+        That gradients are wanted of; default: those of the module, and leaves
+        found in the graph of a step.
+    strategy : {"auto", "keep", "recompute", "stream"}
+        The fastest by measurement; plain autograd; states kept and run again
+        from; states streamed to the tiers.
+    random : bool, optional
+        Whether the cell draws random numbers; found out in its first step if
+        not given.
+
+    Returns
+    -------
+    Unrolled
+
+    Raises
+    ------
+    ArgumentError, BudgetError, StoreError
+        Before the sequence is run: rule, values, remedy.
+    StateError
+        If the cell returns another kind of state than it gets, or writes to it.
+
+    Examples
+    --------
+    >>> import torch, multistage.torch as mst
+    >>> cell = torch.nn.LSTMCell(8, 16)
+    >>> x, h, c = torch.randn(200, 4, 8), torch.zeros(4, 16), torch.zeros(4, 16)
+    >>> out = mst.unroll(cell, (h, c), x, memory="64 KiB", outputs="last")
+    >>> out.outputs.sum().backward()
+    >>> out.plan.strategy, cell.weight_hh.grad.shape
+    ('recompute', torch.Size([64, 16]))
+
+    Notes
+    -----
+    Sequences of unequal length: pad them, and let the cell keep the state
+    where the mask says so, `torch.where(mask_t, new, old)`.
+
+    A fused cell is called chunk by chunk, and its kernels may round otherwise
+    than in one call over the whole sequence.  The chunk is chosen by the clock:
+    give `chunk` for the same bits in every run.
+
+    Under autocast each chunk's contribution to a parameter's gradient is added
+    in the parameter's own precision; plain autograd adds all of them in the
+    lower one.  A tensor that the cell takes from elsewhere and that wants a
+    gradient only at later steps must be given in `parameters`.
+    """
+    if strategy not in STRATEGIES:
+        raise ArgumentError(f"strategy {strategy!r} is not known; choose one of {STRATEGIES}")
+    if not (outputs is None or callable(outputs) or outputs in _OUTPUTS):
+        raise ArgumentError(f"outputs={outputs!r} is not known; choose one of {_OUTPUTS}, None, f")
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ArgumentError(f"chunk={chunk!r} must be an int, at least 1")
+    known = Cell(cell, fused)
+    sequence = Inputs(inputs, steps)
+    settings = _Settings(memory, _as_tiers(tiers), chunk, strategy)
+    stores = [open_store(tier) for tier in settings.tiers]
+    leaves, spec = pytree.tree_flatten(state)
+    x = sequence.many(0, min(_FEW, sequence.steps)) if known.fused else sequence.at(0)
+    facts = explore(known, state, x, parameters, random)
+    wanted = [*leaves, *sequence.tensors(), *facts.parameters]
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
+        return _plain(known, facts, state, sequence, outputs, chunk, graph=False)
+    devices = _devices([*leaves, *tensors_of(x), *facts.parameters])
+    collector = Collector(facts, sequence.steps, outputs, known.fused)
+    chain = ThroughTime(known, facts, sequence, collector, 1, True, devices)
+    names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
+    first = chain.first(leaves)
+    layout = TensorLayout(first.tensors, names)
+    store = stores[0] if stores else None
+    chosen = _planned(chain, leaves, devices, layout, store, settings)
+    if chosen.plan is None:
+        result = _plain(known, facts, state, sequence, outputs, chunk, graph=True)
+        return Unrolled(result.state, result.loss, result.outputs, chosen)
+    chain.chunk = chosen.chunk
+    run = _Run(chain, first, chosen, store if chosen.plan.writes else None, layout, names)
+    found = _ThroughAutograd.apply(run, *wanted)
+    loss, reduced = _results(facts, found[len(leaves) :])
+    last = pytree.tree_unflatten(list(found[: len(leaves)]), spec)
+    return Unrolled(last, loss, reduced, chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    memory: int | str | float | None
+    tiers: tuple[str | Store, ...]
+    chunk: int | None
+    strategy: Strategy
+
+
+def _as_tiers(tiers: Any) -> tuple[str | Store, ...]:
+    found = (tiers,) if isinstance(tiers, str) or hasattr(tiers, "put") else tuple(tiers)
+    if len(found) > 1:
+        raise ArgumentError(f"{len(found)} tiers were given; one is supported")
+    return found
+
+
+def _devices(tensors: Sequence[Tensor]) -> list[torch.device]:
+    return sorted({t.device for t in tensors if t.device.type not in ("cpu", "meta")}, key=str)
+
+
+def _results(facts: Facts, values: Sequence[Tensor | None]) -> tuple[Tensor | None, Any]:
+    """Return the loss and the outputs from the reduced leaves of y."""
+    if facts.y_spec is None:
+        return None, None
+    whole = pytree.tree_unflatten(list(values), facts.y_spec)
+    if facts.y_spec.is_leaf():
+        return (whole, None) if facts.summed[0] else (None, whole)
+    loss = whole.get("loss") if isinstance(whole, dict) else None
+    return (loss if isinstance(loss, Tensor) and loss.dim() == 0 else None), whole
+
+
+# ---------------------------------------------------------------------- running
+
+
+def _plain(
+    cell: Cell,
+    facts: Facts,
+    state: Any,
+    inputs: Inputs,
+    mode: Any,
+    chunk: int | None,
+    *,
+    graph: bool,
+) -> Unrolled:
+    """Run the steps as they are written, with or without a graph."""
+    collector = Collector(facts, inputs.steps, mode, cell.fused, graph=graph)
+    chain = ThroughTime(cell, facts, inputs, collector, inputs.steps, False, [])
+    x = inputs.many if cell.fused else inputs.at
+    size = inputs.steps if chunk is None else chunk
+    last = state
+    for start in range(0, inputs.steps, size):
+        last = chain.run(last, start, min(start + size, inputs.steps), collector.add, x)
+    loss, outputs = _results(facts, collector.values())
+    return Unrolled(last, loss, outputs, None)
+
+
+class _Run:
+    """One sequence, forward and backward; lives as long as the graph it is part of."""
+
+    def __init__(
+        self,
+        chain: ThroughTime,
+        first: TensorState,
+        plan: UnrollPlan,
+        store: Store | None,
+        layout: TensorLayout,
+        names: Sequence[str],
+    ) -> None:
+        self.chain = chain
+        self._first = first
+        self._plan = plan
+        self._ready = False
+        stores: tuple[Store, ...] = ()
+        if store is not None:
+            store.open(layout.record)
+            stores = (store,)
+        self._executor: Executor[TensorState, Any] = Executor(
+            chain, stores, states=TensorStates(names)
+        )
+        self._end = weakref.finalize(self, _end, self._executor, store)
+
+    def forward(self) -> TensorState:
+        """Run all steps; return the last state."""
+        assert self._plan.plan is not None
+        with self.chain.settled(keep=True):
+            last = self._executor.forward(self._plan.plan.schedule(), self._first)
+        self._ready = True
+        return last
+
+    def backward(
+        self, adjoint: tuple[Tensor | None, ...], outputs: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of state 0; those of inputs and parameters lie in the chain."""
+        chain = self.chain
+        chain.output_gradients = outputs
+        chain.sums = [None] * len(chain.facts.parameters)
+        chain.of_inputs = {}
+        with chain.replaying():
+            if not self._ready:  # a second backward: stand where the forward sweep ended
+                assert self._plan.plan is not None
+                self._executor.forward(self._plan.plan.schedule(), self._first)
+            self._ready = False
+            return self._executor.reverse(adjoint)  # type: ignore[no-any-return]
+
+
+def _end(executor: Executor[TensorState, Any], store: Store | None) -> None:
+    executor.abort()
+    if store is not None:
+        store.close()
+
+
+class _ThroughAutograd(torch.autograd.Function):
+    """The sequence as one operation of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, *wanted: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        chain = run.chain
+        facts = chain.facts
+        last = run.forward().tensors[: facts.spec.num_leaves]
+        reduced = chain.collector.values()
+        results = [*(t.view_as(t) for t in last), *reduced]
+        flags = [*facts.wants[-1], *facts.differentiable]
+        ctx.mark_non_differentiable(
+            *(t for t, flag in zip(results, flags, strict=True) if t is not None and not flag)
+        )
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        chain = ctx.run.chain
+        count = chain.facts.spec.num_leaves
+        of_state = ctx.run.backward(gradients[:count], gradients[count:])
+        of_inputs = chain.inputs.gradients(chain.of_inputs)
+        sums, chain.sums, chain.of_inputs = chain.sums, [], {}
+        return (None, *of_state, *of_inputs, *sums)
+
+
+# --------------------------------------------------------------------- planning
+
+_lock = threading.Lock()
+_plans: OrderedDict[object, UnrollPlan] = OrderedDict()
+_measured_tiers: OrderedDict[object, Tier] = OrderedDict()
+
+
+def _planned(
+    chain: ThroughTime,
+    leaves: Sequence[Tensor],
+    devices: Sequence[torch.device],
+    layout: TensorLayout,
+    store: Store | None,
+    settings: _Settings,
+) -> UnrollPlan:
+    """Return the plan for such a sequence, measured once."""
+    cell, facts, inputs = chain.cell, chain.facts, chain.inputs
+    key = (_identity(cell), _kinds(leaves), inputs.steps, settings, facts.wants, cell.fused)
+    with _lock:
+        known = _plans.get(key)
+    if known is not None:
+        return known
+    limit = settings.memory
+    if limit is None:
+        limit = _free(devices)
+    most = parse_bytes(limit) if not isinstance(limit, float) else 1 << 62
+    samples = sample_chunks(
+        cell, facts, leaves, inputs, devices, chunk=settings.chunk, most_bytes=most
+    )
+    if isinstance(limit, float):
+        if not 0 < limit <= 1:
+            raise ArgumentError(f"memory={limit!r} as a fraction must lie in (0, 1]")
+        limit = int(limit * keep_bytes(samples, inputs.steps))
+    tier = None
+    if store is not None:
+        tier_key = (settings.tiers, layout.nbytes)
+        tier = _measured_tiers.get(tier_key)
+        if tier is None:
+            tier = _measured_tiers[tier_key] = tier_of(store, layout)
+    plan = choose(
+        samples,
+        inputs.steps,
+        parse_bytes(limit),
+        layout.nbytes,
+        tier=tier,
+        buffer_bytes=0 if store is None else store.buffer_bytes(layout.record),
+        strategy=settings.strategy,
+        chunk=settings.chunk,
+    )
+    with _lock:
+        _plans[key] = plan
+        while len(_plans) > _REMEMBERED:
+            _plans.popitem(last=False)
+    return plan
+
+
+def _identity(cell: Cell) -> object:
+    """Return what tells cells of one kind from others; plans of a kind are shared."""
+    if cell.module is not None:
+        shapes = tuple(
+            (p.shape, p.dtype, p.device, p.requires_grad) for p in cell.module.parameters()
+        )
+        return type(cell.module), cell.name, shapes, cell.module.training
+    return getattr(cell.given, "__code__", cell.given)
+
+
+def _kinds(leaves: Sequence[Tensor]) -> object:
+    return tuple((t.shape, t.dtype, t.device) for t in leaves)
+
+
+def _free(devices: Sequence[torch.device]) -> int:
+    for device in devices:
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            return int(_DEVICE_SHARE * (free + idle))
+    return default_budget_bytes()
