@@ -465,6 +465,7 @@ class Recurrent(nn.Module):
 def test_kernels_that_depend_on_the_gradient() -> None:
     x = torch.randn(128, WIDTH)
     torch.manual_seed(0)
-    layers = [Recurrent() if k % 2 else nn.Dropout(0.1) for k in range(8)]
-    plain, ours = both(nn.Sequential(*layers), x, 0.7)
+    layers = [Recurrent() for _ in range(12)]
+    plain, ours = both(nn.Sequential(*layers), x, 0.35)
+    assert ours.plan is not None and max(ours.plan.runs()) > 2
     assert_trains_alike(plain, ours, x)
