@@ -186,7 +186,7 @@ def _point(task: dict[str, Any]) -> dict[str, Any]:
         assert torch.equal(ours, theirs), f"{task['how']}: another gradient than plain training"
     del gradients
     with Meter(device) as meter:
-        meter.ignore(parameters)
+        meter.ignore([x, *parameters])
         meter.ignore(p.grad for p in parameters if p.grad is not None)
         meter.ignore(plain.buffers())
         step(run)

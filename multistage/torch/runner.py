@@ -89,16 +89,15 @@ class Run:
         self._versions: dict[int, list[int]] = {}  # of tensors, when they were saved
         self._inputs: dict[int, _State] = {}  # of the tapes that were made again
         self._live: _State | None = None
-        self._left: Iterator[Action] = iter(())
+        self._next = 0  # place in the actions
         self._at = len(stages)  # the lowest stage whose adjoint has begun
         self._lock = threading.RLock()
 
     def forward(self, state: Any) -> Any:
         """Run all stages; return the last state."""
-        actions = iter(self._actions)
         first = _State.of(state)
         self._saved[0] = first.cloned() if self._traits[0].changes_input else first
-        for action in actions:
+        for action in self._actions_left():
             match action:
                 case Save(step):
                     self._saved[step] = _State.of(state)
@@ -112,8 +111,14 @@ class Run:
                     break
                 case _:
                     raise AssertionError(f"{action} in the forward sweep")
-        self._left = actions
         return state
+
+    def _actions_left(self) -> Iterator[Action]:
+        """Yield the actions from where the last one left off."""
+        while self._next < len(self._actions):
+            action = self._actions[self._next]
+            self._next += 1
+            yield action
 
     def _run_first(self, i: int, state: Any, hooks: AbstractContextManager[Any]) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
@@ -168,7 +173,7 @@ class Run:
             tensor = reference() if reference is not None else None
             if tensor is None:
                 self._live = self._inputs[i]
-                self._tape(i)
+                self._tape(i, alone=True)
                 self._live = None
                 return self._take(i, number)
         if tensor._version != self._versions[i][number]:
@@ -184,7 +189,7 @@ class Run:
     def _drive(self, i: int) -> None:
         """Perform the plan's actions until the adjoint of stage i may begin."""
         self._at = -1  # should an action fail, the next request starts over
-        for action in self._left:
+        for action in self._actions_left():
             match action:
                 case Reverse(step):
                     self._live = None
@@ -203,7 +208,7 @@ class Run:
                     for j in range(start, stop):
                         self._advance(j)
                 case Tape(step):
-                    self._tape(step)
+                    self._tape(step, alone=self._actions[self._next] == Reverse(step))
                 case _:
                     raise AssertionError(f"{action} in the reverse sweep")
         raise AssertionError(f"the plan ended without stage {i}")
@@ -220,18 +225,24 @@ class Run:
                 self._stages[i](state.fresh(self._wants[i], self._traits[i].changes_input))
             )
 
-    def _tape(self, i: int) -> None:
-        """Run stage i again, catching what it saves."""
+    def _tape(self, i: int, *, alone: bool) -> None:
+        """Run stage i again, catching what it saves; if `alone`, its output is not wanted."""
         state = self._live
         assert state is not None
         tape: list[Tensor | None] = []
         versions: list[int] = []
 
+        expected = len(self._kinds[i])
+
         def catch(tensor: Tensor) -> None:
             tape.append(tensor.detach())
             versions.append(tensor._version)
+            if alone and len(tape) == expected:
+                raise _Complete
 
+        output = None
         with (
+            contextlib.suppress(_Complete),
             torch.enable_grad(),
             self._around[i].again(),
             torch.autograd.graph.saved_tensors_hooks(catch, _never),
@@ -248,7 +259,7 @@ class Run:
         self._tapes[i], self._given[i] = tape, [None] * len(tape)
         self._versions[i] = versions
         self._inputs[i] = state
-        self._live = _State.of(output)
+        self._live = None if alone else _State.of(output)
 
     def _start_over(self) -> None:
         """Stand where the forward sweep ended, by running forward again."""
@@ -259,8 +270,8 @@ class Run:
         self._saved = {0: self._saved[0]}
         self._at = len(self._stages)
         self._live = self._saved[0]
-        actions = iter(self._actions)
-        for action in actions:
+        self._next = 0
+        for action in self._actions_left():
             match action:
                 case Save(step):
                     self._saved[step] = self._live
@@ -275,7 +286,10 @@ class Run:
                 case _:
                     raise AssertionError(f"{action} in the forward sweep")
         self._live = None
-        self._left = actions
+
+
+class _Complete(Exception):
+    """All that a stage saves is caught: the rest of it need not run."""
 
 
 def _never(_packed: object) -> Tensor:
