@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, StateError
 from .measure import attributes_of, check_attributes, tensors_of, untouched
-from .replay import RandomState, random_devices
+from .replay import Autocast, RandomState, autocast, random_devices
 
 Buffers: TypeAlias = tuple[tuple[nn.Module, str], ...]
 
@@ -79,6 +79,8 @@ class Facts:
     wants : tuple of tuple of bool
         Which leaves of state 0, 1, ... take part in the gradient; the last
         holds for all later ones.
+    same : tuple of (int, int)
+        Leaves of y that are leaves of the state, the same tensors.
     draws : bool
         Whether it draws random numbers.
     graded : bool
@@ -96,6 +98,7 @@ class Facts:
     summed: tuple[bool, ...]
     differentiable: tuple[bool, ...]
     wants: tuple[tuple[bool, ...], ...]
+    same: tuple[tuple[int, int], ...]
     draws: bool
     graded: bool
     buffers: Buffers
@@ -130,17 +133,28 @@ def explore(
             raise ArgumentError(
                 f"the state holds {type(leaf).__name__}; it must be a pytree of tensors"
             )
-    modules = [] if cell.module is None else [cell.module]
-    known = list(
-        parameters
-        if parameters is not None
-        else (p for m in modules for p in m.parameters() if p.requires_grad)
-    )
+    own = () if cell.module is None else cell.module.parameters()
+    known = list(parameters if parameters is not None else (p for p in own if p.requires_grad))
     if any(hasattr(p, "full_tensor") for p in known):
         raise ArgumentError(
             f"the parameters of {cell.name} are sharded; shard the module that calls unroll "
             "(fully_shard on it gathers them around the whole sequence), not the cell"
         )
+    kinds = sorted({"cpu", *(t.device.type for t in leaves)} - {"meta"})
+    with autocast(Autocast.capture(kinds)):
+        return _explored(cell, leaves, spec, x, known, draws)
+
+
+def _explored(
+    cell: Cell,
+    leaves: Sequence[Tensor],
+    spec: pytree.TreeSpec,
+    x: Any,
+    known: list[Tensor],
+    draws: bool | None,
+) -> Facts:
+    modules = [] if cell.module is None else [cell.module]
+    state = list(leaves)
     wants = [tuple(leaf.requires_grad for leaf in leaves)]
     with untouched(modules, [state, x, *known]), torch.enable_grad():
         looked = _look(cell, leaves, spec, x, wants[0], known)
@@ -161,6 +175,7 @@ def explore(
         summed=tuple(y.dim() == 0 and y.is_floating_point() for y in looked.ys),
         differentiable=tuple(y.requires_grad for y in looked.ys),
         wants=tuple(wants),
+        same=looked.same,
         draws=looked.draws if draws is None else draws,
         graded=graded,
         buffers=looked.buffers,
@@ -174,6 +189,7 @@ class _Look:
     y_spec: pytree.TreeSpec | None
     ys: list[Tensor]
     wants: tuple[bool, ...]
+    same: tuple[tuple[int, int], ...]
     draws: bool
     buffers: Buffers
     found: list[Tensor]
@@ -243,6 +259,7 @@ def _look(
         y_spec,
         ys,
         tuple(t.requires_grad for t in new_leaves),
+        tuple((j, k) for j, y in enumerate(ys) for k, t in enumerate(new_leaves) if y is t),
         not random.same_as(RandomState.capture(devices)),
         changed,
         found,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ def sample_chunks(
     found: list[Sample] = []
     began = time.perf_counter()
     modules = [] if cell.module is None else [cell.module]
-    sizes = [1, chunk] if chunk is not None else [1 << k for k in range(20)]
+    sizes = [1 << k for k in range(20)] if chunk is None else [1, min(chunk, inputs.steps)]
     with untouched(modules, list(state)):
         for size in sizes:
             if size > inputs.steps or (found and size == found[-1].chunk):
@@ -224,6 +225,19 @@ def tier_of(store: Store, layout: TensorLayout) -> Tier:
     return with_driver(costs, layout.record).tiers[0]
 
 
+def _scheduled(costs: Costs, slots: int, n: int, strategy: Strategy) -> Plan:
+    """Return the best schedule; with strategy "stream" one that writes, if any can."""
+    budget = Budget(slots=slots)
+    best = plan(costs, budget, n)
+    if strategy == "stream" and not best.writes:
+        for planner in ("streaming", "interval"):
+            with contextlib.suppress(BudgetError):
+                other = plan(costs, budget, n, planner)
+                if other.writes:
+                    return other
+    return best
+
+
 def choose(
     samples: Sequence[Sample],
     steps: int,
@@ -273,9 +287,8 @@ def choose(
                 tiers=tiers,
                 action_s=action_s,
             )
-            chosen = plan(costs, Budget(slots=slots), -(-steps // sample.chunk))
-            used = "stream" if chosen.writes else "recompute"
-            if used != name:
+            chosen = _scheduled(costs, slots, -(-steps // sample.chunk), strategy)
+            if name == "stream" and not chosen.writes:
                 continue
             peak = fixed + int(chosen.peak_slots * state_bytes)
             found.append((chosen.makespan_s, peak, name, sample.chunk, chosen))

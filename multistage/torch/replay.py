@@ -77,6 +77,15 @@ class Autocast:
         )
 
 
+@contextlib.contextmanager
+def autocast(settings: Sequence[Autocast]) -> Iterator[None]:
+    """Return a context with the settings of several device types."""
+    with contextlib.ExitStack() as stack:
+        for each in settings:
+            stack.enter_context(each.context())
+        yield
+
+
 @dataclass(slots=True)
 class Surroundings:
     """What one run of a stage depends on besides its input.

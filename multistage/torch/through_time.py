@@ -4,7 +4,8 @@ Accumulation order.  Plain autograd adds the contributions to a parameter's
 gradient one after the other, last step first.  Here each chunk has a graph of
 its own; the sum so far enters it as the gradient of one more root, made last
 and therefore served first, so that the additions happen in the same order and
-the result has the same bits.
+the result has the same bits.  The same holds of a state that is an output too:
+the output's gradient comes before those from the steps after.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, StateError
 from .cell import Cell, Facts, leaves_below
-from .replay import Autocast, RandomState
+from .replay import Autocast, RandomState, autocast
 from .tensors import TensorState
 
 Gradients = tuple[Tensor | None, ...]
@@ -135,6 +136,7 @@ class Collector:
         self._callback = mode if callable(mode) else None
         kept = "none" if mode is None or callable(mode) else mode
         self.kinds = ["sum" if summed else kept for summed in facts.summed]
+        self._losses = facts.summed
         self.clear()
 
     def clear(self) -> None:
@@ -146,8 +148,8 @@ class Collector:
         """Return the reduced leaves of y."""
         join = torch.cat if self._fused else torch.stack
         return [
-            join(parts) if parts else value
-            for value, parts in zip(self._values, self._lists, strict=True)
+            value if not parts else sum(parts[1:], parts[0]) if kind == "sum" else join(parts)
+            for kind, value, parts in zip(self.kinds, self._values, self._lists, strict=True)
         ]
 
     def add(self, t: int, y: Any) -> None:
@@ -163,14 +165,14 @@ class Collector:
             )
         for j, (kind, leaf) in enumerate(zip(self.kinds, leaves, strict=True)):
             before = self._values[j]
-            if kind == "sum":
+            if self._graph and (kind == "stack" or (kind == "sum" and not self._losses[j])):
+                self._lists[j].append(leaf)
+            elif kind == "sum":
                 first = leaf if self._graph else leaf.clone()
                 self._values[j] = first if before is None else before + leaf
             elif kind == "last":
                 last = leaf[-1] if self._fused else leaf
                 self._values[j] = last if self._graph else last.clone()
-            elif kind == "stack" and self._graph:
-                self._lists[j].append(leaf)
             elif kind == "stack":
                 if before is None:
                     size = leaf.shape[1:] if self._fused else leaf.shape
@@ -301,20 +303,21 @@ class ThroughTime:
                 if module.training != training:
                     stack.callback(setattr, module, "training", module.training)
                     module.training = training
-            for settings in self._autocast:
-                stack.enter_context(settings.context())
             yield
 
     @contextlib.contextmanager
     def settled(self, *, keep: bool) -> Iterator[None]:
         """Keep the module's own buffers, as objects; with `keep`, with the values at the end.
 
-        Generators are put back as they were unless `keep`.
+        Generators are put back as they were unless `keep`.  Autocast is as it
+        was when the sequence began, without its cache of weights, which would
+        belong to the graph of some other step.
         """
         buffers = [(m, k, m._buffers[k]) for m, k in self.facts.buffers]
         random = RandomState.capture(self._devices) if self.facts.draws and not keep else None
         try:
-            yield
+            with autocast(self._autocast):
+                yield
         finally:
             if random is not None:
                 random.restore()
@@ -433,8 +436,11 @@ class ThroughTime:
             if gradient is not None and leaf.requires_grad:
                 roots.append(leaf)
                 gradients.append(gradient)
+        same = dict(self._same)
         for t, leaves in ys:
             for j, leaf in enumerate(leaves):
+                if t + 1 == last < self.inputs.steps and j in same:
+                    continue  # went into the chunk above, where it comes first
                 given_y = self.collector.gradient(j, t, leaf, self.output_gradients[j])
                 if given_y is not None and leaf.requires_grad:
                     roots.append(leaf)
@@ -451,22 +457,55 @@ class ThroughTime:
         if not roots:
             return (None,) * count
         self._watch = self._watch and self.cell.module is None
-        for parameter, so_far in zip(facts.parameters, self.sums, strict=True):
+        before_these = list(zip(facts.parameters, self.sums, strict=True))
+        before_these += self._outputs_before(given, first)
+        for tensor, so_far in before_these:
             if so_far is not None:
-                roots.append(parameter.view_as(parameter))
+                roots.append(tensor.view_as(tensor))
                 gradients.append(so_far)
-        found = torch.autograd.grad(
-            roots,
-            [*wanted, *(x for _, x in xs), *facts.parameters],
-            gradients,
-            allow_unused=True,
-        )
+        with _without_hooks(facts.parameters):
+            found = torch.autograd.grad(
+                roots,
+                [*wanted, *(x for _, x in xs), *facts.parameters],
+                gradients,
+                allow_unused=True,
+            )
         for (t, _), gradient in zip(xs, found[len(wanted) :], strict=False):
             if gradient is not None:
                 self.of_inputs[t] = gradient if self.cell.fused else gradient[None]
         self.sums = list(found[len(wanted) + len(xs) :])
         of_state = iter(found[: len(wanted)])
         return tuple(next(of_state) if t.requires_grad else None for t in given)
+
+    @property
+    def _same(self) -> tuple[tuple[int, int], ...]:
+        """Leaves of y that are leaves of the state, where steps are single."""
+        return () if self.cell.fused else self.facts.same
+
+    def _outputs_before(
+        self, given: Sequence[Tensor], first: int
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Return states that were outputs of the step before, with those outputs' gradients."""
+        if first == 0:
+            return []
+        return [
+            (leaf, self.collector.gradient(j, first - 1, leaf, self.output_gradients[j]))
+            for j, k in self._same
+            if (leaf := given[k]).requires_grad
+        ]
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Keep the users' hooks from seeing the gradient of a part: they see the whole, once."""
+    aside = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    for hooks, _ in aside:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in aside:
+            hooks.update(kept)
 
 
 def _ignore(t: int, y: Any) -> None:

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from ..backends.base import Store
 from ..backends.urls import open_store
 from ..costs import Tier, parse_bytes
-from ..errors import ArgumentError
+from ..errors import ArgumentError, MultistageError
 from ..execute import Executor
 from ..limits import default_budget_bytes
 from .cell import Cell, Facts, explore
@@ -315,6 +314,7 @@ class _ThroughAutograd(torch.autograd.Function):
         facts = chain.facts
         last = run.forward().tensors[: facts.spec.num_leaves]
         reduced = chain.collector.values()
+        chain.collector.clear()  # a result that leads to its graph must not be part of it
         results = [*(t.view_as(t) for t in last), *reduced]
         flags = [*facts.wants[-1], *facts.differentiable]
         ctx.mark_non_differentiable(
@@ -323,8 +323,12 @@ class _ThroughAutograd(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise MultistageError(
+                "double backward (create_graph=True) through unroll is not supported; give it "
+                "memory enough to keep every tape, or strategy='keep'"
+            )
         chain = ctx.run.chain
         count = chain.facts.spec.num_leaves
         of_state = ctx.run.backward(gradients[:count], gradients[count:])
