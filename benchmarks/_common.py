@@ -97,3 +97,14 @@ def child(module: str, task: dict[str, Any], environment: dict[str, str] | None 
         check=True,
     )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def held_kib(field: str) -> int:
+    """Return a line of this process's status: `VmRSS`, memory held, or `VmHWM`, its peak."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(f"{field}:")[1].split()[0])
+
+
+def reset_peak() -> None:
+    """Begin `VmHWM` anew, at what is held now."""
+    Path("/proc/self/clear_refs").write_text("5")

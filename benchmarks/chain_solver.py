@@ -22,7 +22,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import child, finish, options
+from benchmarks._common import child, finish, held_kib, options
 from multistage.actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
 from multistage.plan.chain_memory import use_of
 from multistage.plan.chain_table import Sizes, Table, default_threads
@@ -151,21 +151,16 @@ def _actions(sequence: list[Any], loss: int) -> list[Action]:
     return actions
 
 
-def _peak_kib() -> int:
-    text = Path("/proc/self/status").read_text()
-    return int(text.split("VmHWM:")[1].split()[0])
-
-
 def _run_child(task: dict[str, Any]) -> dict[str, Any]:
     costs = a_chain(task["length"], task["seed"])
-    before = _peak_kib()
+    before = held_kib("VmHWM")
     if task["what"] == "rockmate":
         result = with_rockmate(costs, task["limit"])
     elif task["what"] == "plan":
         result = planned(costs, task["limit"])
     else:
         result = ours(costs, task["limit"], task["what"], task["threads"])
-    return {**result, "peak_gb": (_peak_kib() - before) * 1024 / 1e9}
+    return {**result, "peak_gb": (held_kib("VmHWM") - before) * 1024 / 1e9}
 
 
 def main() -> None:

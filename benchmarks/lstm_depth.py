@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import child, finish, options
+from benchmarks._common import child, finish, held_kib, options, reset_peak
 
 SLOTS = 32
 METHODS = ("store-all", "revolve", "pyrevolve-memory", "pyrevolve-disk", "interval", "streaming")
@@ -30,11 +30,6 @@ QUICK_DEPTHS = {"small": (500, 1_000, 2_000), "large": (250, 500)}
 # at once, steps would spend more time on page faults than on numbers, and peaks
 # differ by 2 % at most.
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-
-
-def _held_kib(field: str) -> int:
-    text = Path("/proc/self/status").read_text()
-    return int(text.split(f"{field}:")[1].split()[0])
 
 
 def _run_child(task: dict[str, Any]) -> dict[str, Any]:
@@ -81,13 +76,13 @@ def _ours(model: Any, steps: int, method: str, folder: str) -> dict[str, Any]:
         costs=costs,
     ) as run:
         run.prepare(model.start())
-        _reset_peak()
-        before = _held_kib("VmRSS")
+        reset_peak()
+        before = held_kib("VmRSS")
         began = time.perf_counter()
         run.forward(model.start())
         run.reverse(model.start())
         seconds = time.perf_counter() - began
-        peak = _held_kib("VmHWM")
+        peak = held_kib("VmHWM")
         report = run.report()
     return {
         "seconds": seconds,
@@ -146,18 +141,14 @@ def _pyrevolve(model: Any, steps: int, method: str, folder: str) -> dict[str, An
         revolver = kind(State(), forward, Backward(), SLOTS, steps)
     # Its constructor, which runs through the whole schedule once, is not timed,
     # as our planning is not.
-    _reset_peak()
-    before = _held_kib("VmRSS")
+    reset_peak()
+    before = held_kib("VmRSS")
     began = time.perf_counter()
     revolver.apply_forward()
     revolver.apply_reverse()
     seconds = time.perf_counter() - began
     assert np.isfinite(model.loss)
-    return {"seconds": seconds, "peak_kib": _held_kib("VmHWM"), "before_kib": before}
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+    return {"seconds": seconds, "peak_kib": held_kib("VmHWM"), "before_kib": before}
 
 
 def _points(quick: bool) -> list[tuple[str, int, str]]:

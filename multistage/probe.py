@@ -136,17 +136,33 @@ def action_seconds() -> float:
     return float(best) / (4.5 * n)
 
 
-def probe_store(store: Store, layout: Layout, *, seconds: float = 0.5, most: int = 100_000) -> Tier:
+def probe_store(
+    store: Store,
+    layout: Layout,
+    *,
+    seconds: float = 0.5,
+    most: int = 100_000,
+    arrays: Sequence[Any] | None = None,
+) -> Tier:
     """Measure one store for states of `layout`, by itself; it is opened and closed.
+
+    Parameters
+    ----------
+    seconds : float
+        About how long.
+    most : int
+        States written at most.
+    arrays : sequence, optional
+        What to write; by default noise in host memory.
 
     Returns
     -------
     Tier
         Seconds per state; the overheads are the seconds spent inside the calls.
     """
-    rng = np.random.default_rng(0)
-    record = rng.integers(0, 256, layout.nbytes, np.uint8)
-    arrays = [dense(view)[0] for view in layout.views(record)]
+    if arrays is None:
+        record = np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8)
+        arrays = [dense(view)[0] for view in layout.views(record)]
     store.open(layout)
     try:
         count = max(1, min(most, 4096, int(256e6 / layout.nbytes) + 1))

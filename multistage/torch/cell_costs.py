@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -218,11 +218,25 @@ def keep_bytes(samples: Sequence[Sample], steps: int) -> int:
     return int(first.peak_bytes + slope * (steps - first.chunk))
 
 
-def tier_of(store: Store, layout: TensorLayout) -> Tier:
-    """Measure a slow tier for states of a layout; the store is opened and closed."""
-    tier = probe_store(store, layout.record, seconds=0.3)
+def tier_of(store: Store, layout: TensorLayout, state: Sequence[Tensor]) -> Tier:
+    """Measure a slow tier for states like one; the store is opened and closed."""
+    lines, _ = layout.pack(state)
+    tier = probe_store(store, layout.record, seconds=0.3, arrays=lines)
+    on_device = [line for line in lines if isinstance(line, Tensor)]
+    if on_device:  # `get` returns before the bytes are there
+        tier = replace(tier, read_s=max(tier.read_s, _read_seconds(on_device)))
     costs = Costs(1.0, 1.0, state_bytes=layout.nbytes, tiers=(tier,), action_s=action_seconds())
     return with_driver(costs, layout.record).tiers[0]
+
+
+def _read_seconds(lines: Sequence[Tensor]) -> float:
+    """Return the seconds it takes to copy some tensors to their device from pinned memory."""
+    pinned = [line.cpu().pin_memory() for line in lines]
+    device = lines[0].device
+    seconds = [
+        _timed(lambda: [p.to(device, non_blocking=True) for p in pinned], device) for _ in range(5)
+    ]
+    return min(seconds)
 
 
 def _scheduled(costs: Costs, slots: int, n: int, strategy: Strategy) -> Plan:

@@ -33,9 +33,10 @@ class RandomState:
 
     def restore(self) -> None:
         """Give the generators these states."""
-        torch.set_rng_state(self.cpu)
+        # A copy of a slice: torch reads from the start of the storage, and crashes (2.13).
+        torch.set_rng_state(self.cpu.clone() if self.cpu.storage_offset() else self.cpu)
         for device, state in self.devices:
-            _module(device).set_rng_state(state, device)
+            _module(device).set_rng_state(state.clone(), device)
 
     def same_as(self, other: RandomState) -> bool:
         """Whether nothing was drawn between the two."""

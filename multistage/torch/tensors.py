@@ -57,6 +57,7 @@ class _Shape:
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
 
 
 class TensorLayout:
@@ -74,6 +75,8 @@ class TensorLayout:
         self._kinds: list[_Kind] = [(t.shape, t.dtype, t.device) for t in tensors]
         self._names = list(names)
         sizes = [t.numel() * t.element_size() for t in tensors]
+        cuda = [t.device for t in tensors if t.device.type == "cuda"]
+        self._through = cuda[0] if cuda else None  # where a store takes states from
         self.record = Layout.of(tuple(np.broadcast_to(np.uint8(0), (n,)) for n in sizes))
         self.nbytes = self.record.nbytes
 
@@ -98,8 +101,10 @@ class TensorLayout:
             tensor = tensor.detach().resolve_conj().resolve_neg()
             if not _is_dense(tensor):
                 tensor = tensor.contiguous()
-            shapes.append(_Shape(tensor.shape, tensor.stride(), tensor.dtype))
-            line = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+            shapes.append(_Shape(tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
+            line = _line(tensor)
+            if self._through is not None:  # such as states of generators, which lie in host memory
+                line = line.to(self._through)
             flat.append(line.numpy() if line.device.type == "cpu" else line)
         return flat, shapes
 
@@ -108,6 +113,8 @@ class TensorLayout:
         tensors = []
         for array, shape in zip(arrays, packing, strict=True):
             line = array if isinstance(array, Tensor) else _from_numpy(array)
+            if line.device != shape.device:
+                line = line.to(shape.device)
             tensors.append(line.view(shape.dtype).as_strided(shape.size, shape.stride))
         return tensors
 
@@ -133,6 +140,11 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _line(tensor: Tensor) -> Tensor:
+    """Return the bytes of a dense tensor as one row."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
 def _from_numpy(array: Any) -> Tensor:

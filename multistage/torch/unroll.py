@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..backends.base import Store
-from ..backends.urls import open_store
 from ..costs import Tier, parse_bytes
 from ..errors import ArgumentError, MultistageError
 from ..execute import Executor
@@ -32,6 +31,7 @@ from .cell_costs import (
 from .measure import tensors_of
 from .tensors import TensorLayout, TensorState, TensorStates
 from .through_time import Collector, Inputs, ThroughTime
+from .tiers import open_tiers
 
 _OUTPUTS = ("stack", "sum", "last")
 _DEVICE_SHARE = 0.9  # of the free memory of a CUDA device, where no limit is given
@@ -101,7 +101,10 @@ def unroll(
         free.  Inputs, outputs that are stacked, parameters and their gradients
         are not part of it.
     tiers : str or Store, or a sequence of them
-        Slow tiers for states, such as `"file:///scratch"` or `"memory:"`.
+        Slow tiers for states, such as `"file:///scratch"`; or
+        `["pinned:8GiB", "file:///scratch"]`, where what overflows the first
+        goes on to the second, the oldest states first.  On a machine without a
+        CUDA device `"pinned:"` is host memory.
     chunk : int, optional
         Time steps that make one step of the schedule; chosen from measurements
         if not given.
@@ -167,7 +170,6 @@ def unroll(
     known = Cell(cell, fused)
     sequence = Inputs(inputs, steps)
     settings = _Settings(memory, _as_tiers(tiers), chunk, strategy)
-    stores = [open_store(tier) for tier in settings.tiers]
     leaves, spec = pytree.tree_flatten(state)
     x = sequence.many(0, min(_FEW, sequence.steps)) if known.fused else sequence.at(0)
     facts = explore(known, state, x, parameters, random)
@@ -175,12 +177,13 @@ def unroll(
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
         return _plain(known, facts, state, sequence, outputs, chunk, graph=False)
     devices = _devices([*leaves, *tensors_of(x), *facts.parameters])
+    device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+    store = open_tiers(settings.tiers, device)
     collector = Collector(facts, sequence.steps, outputs, known.fused)
     chain = ThroughTime(known, facts, sequence, collector, 1, True, devices)
     names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
     first = chain.first(leaves)
     layout = TensorLayout(first.tensors, names)
-    store = stores[0] if stores else None
     chosen = _planned(chain, leaves, devices, layout, store, settings)
     if chosen.plan is None:
         result = _plain(known, facts, state, sequence, outputs, chunk, graph=True)
@@ -202,10 +205,7 @@ class _Settings:
 
 
 def _as_tiers(tiers: Any) -> tuple[str | Store, ...]:
-    found = (tiers,) if isinstance(tiers, str) or hasattr(tiers, "put") else tuple(tiers)
-    if len(found) > 1:
-        raise ArgumentError(f"{len(found)} tiers were given; one is supported")
-    return found
+    return (tiers,) if isinstance(tiers, str) or hasattr(tiers, "put") else tuple(tiers)
 
 
 def _devices(tensors: Sequence[Tensor]) -> list[torch.device]:
@@ -375,7 +375,7 @@ def _planned(
         tier_key = (settings.tiers, layout.nbytes)
         tier = _measured_tiers.get(tier_key)
         if tier is None:
-            tier = _measured_tiers[tier_key] = tier_of(store, layout)
+            tier = _measured_tiers[tier_key] = tier_of(store, layout, chain.first(leaves).tensors)
     plan = choose(
         samples,
         inputs.steps,

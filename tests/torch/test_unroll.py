@@ -178,6 +178,16 @@ def test_through_a_slow_tier(name: str, tier: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", CELLS)
+def test_through_pinned_memory_to_a_file(name: str, tmp_path: Path) -> None:
+    tiers = ["pinned:128KiB", f"file:{tmp_path}?{SMALL}"]
+    out = compare(name, 60, memory="180 KiB", tiers=tiers, strategy="stream", chunk=1)
+    assert out.plan is not None and out.plan.plan is not None and out.plan.plan.writes > 5
+    del out
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     name=st.sampled_from(sorted(CELLS)),
@@ -518,7 +528,7 @@ def test_bad_arguments() -> None:
         ({"steps": 9}, "steps=9, but inputs has 6"),
         ({"memory": 1.5}, "fraction"),
         ({"memory": "much"}, "much"),
-        ({"tiers": ["memory:", "file:/tmp"]}, "2 tiers"),
+        ({"tiers": ["memory:", "file:/tmp"]}, "do not go together"),
         ({"tiers": "tape:"}, "'tape:' is not known"),
         ({"strategy": "stream"}, "needs a tier"),
     ]

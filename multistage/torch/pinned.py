@@ -1,0 +1,459 @@
+"""`PinnedStore`: states in pinned host memory, copied by streams of their own.
+
+On a machine without a CUDA device the same code runs on threads and plain
+memory.  With a tier below, the oldest states, which are wanted last, move on
+to it when the pinned memory fills, and come back in reverse order.
+
+Why each reuse of memory is safe.  A *slot* is a piece of pinned memory; `out`
+copies into it, `in` copies out of it.
+
+* The source of an `out` copy: written on the compute stream before `put`, so
+  `out` waits for an event recorded there first.  It is not written again
+  before `wait_written`, which waits for the copy's event: the caller's promise.
+* A slot that is filled again: the event of whatever used it last, the `in`
+  copy that read it, is kept with it, and `out` waits for that: the stream that
+  computes now need not be the one that waited for that copy.  A slot the tier
+  below reads is free only when that tier has written it.
+* The target of an `in` copy: allocated on the compute stream, whose earlier
+  work may still be using that memory; `in` waits for an event recorded there
+  after the allocation.  Its reader, the compute stream, waits for the copy's
+  event in `get`.  If nobody gets it, `drop` lets the compute stream wait, since
+  on that stream the memory is handed on.
+* An `in` copy of a slot whose `out` copy is under way waits for its event.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..backends.base import CheckpointLost, Store, StoreStats, TransferRecord
+from ..errors import ArgumentError, BudgetError
+from ..layout import Layout
+from .streams import Event, Streams, streams_for
+
+_BLOCK_BYTES = 64 << 20  # most pinned memory that is taken at once
+_FIRST_SLOTS = 64
+_SPARE = 3  # slots kept free for the next states, where a tier below takes the oldest
+
+
+@dataclass(slots=True)
+class _Slot:
+    memory: Tensor
+    lines: list[Tensor]
+    used: Event | None = None  # of the last copy that touched it
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Where one state is."""
+
+    key: int
+    slot: _Slot | None
+    written: Event | None = None  # of its `out` copy
+    put_s: float = 0.0
+    below: bool = False  # the tier below has it
+    moving: bool = False  # the mover is at it
+    lost: str = ""
+    gone: bool = False  # dropped
+    landing: list[Tensor] = field(default_factory=list)
+    landed: Event | None = None
+    wanted: bool = False
+    read: bool = False  # since it was last wanted
+
+
+class PinnedStore:
+    """States in pinned host memory, and beyond it in another tier.
+
+    Parameters
+    ----------
+    capacity_bytes : int or None
+        Most pinned memory it takes; None if unbounded.
+    device : torch.device
+        Where the states come from.
+    below : Store, optional
+        Takes the oldest states when the memory is used.
+    streams : Streams, optional
+        In place of the device's.
+
+    Notes
+    -----
+    A `Store` whose arrays are one-dimensional uint8 tensors on `device`, or
+    NumPy arrays if that is the CPU.  `get` returns tensors.
+    """
+
+    queue_depth = 2
+
+    def __init__(
+        self,
+        capacity_bytes: int | None,
+        device: torch.device,
+        below: Store | None = None,
+        streams: Streams | None = None,
+    ) -> None:
+        if capacity_bytes is not None and capacity_bytes < 0:
+            raise ArgumentError(f"capacity_bytes={capacity_bytes} must not be negative")
+        self.name = "pinned" if below is None else f"pinned+{below.name}"
+        self.capacity_bytes = capacity_bytes
+        self.stats = StoreStats()
+        self.transfers: deque[TransferRecord] = deque(maxlen=100_000)
+        self._device = device
+        self._below = below
+        self._given = streams
+        self._streams: Streams | None = None
+        self._changed = threading.Condition()
+        self._entries: dict[int, _Entry] = {}
+
+    # -------------------------------------------------------------------- life
+
+    def buffer_bytes(self, layout: Layout) -> int:
+        """Return 0: what it takes is a memory of its own."""
+        return 0
+
+    def _slots(self, layout: Layout) -> int | None:
+        return None if self.capacity_bytes is None else self.capacity_bytes // layout.nbytes
+
+    def capacity_states(self, layout: Layout) -> int | None:
+        """Return how many states fit, the tier below counted."""
+        slots = self._slots(layout)
+        if slots is None or self._below is None:
+            return slots
+        below = self._below.capacity_states(layout)
+        return None if below is None else slots + below
+
+    def open(self, layout: Layout) -> None:
+        """Make streams, take the first memory.  Raises BudgetError for less than one state."""
+        self.close()
+        slots = self._slots(layout)
+        least = 1 if self._below is None else _SPARE + 1
+        if slots is not None and slots < least:
+            raise BudgetError(
+                f"tier {self.name!r}: its capacity of {self.capacity_bytes} bytes < "
+                f"{least * layout.nbytes} bytes needed for {least} states; raise it"
+            )
+        self._layout = layout
+        self._most = slots
+        self._streams = streams_for(self._device) if self._given is None else self._given
+        self.stats = StoreStats()
+        self.transfers.clear()
+        self._blocks = 0
+        self._free: deque[_Slot] = deque()
+        self._order: deque[_Entry] = deque()  # in pinned memory, the oldest first
+        self._down_there: list[_Entry] = []  # in the tier below, the oldest first
+        self._entries = {}
+        self._urgent: deque[tuple[str, _Entry]] = deque()  # somebody waits
+        self._tasks: deque[tuple[str, _Entry]] = deque()
+        self._downs = 0  # states on their way down
+        self._ups = 0  # on their way up though nobody waits yet
+        self._below_full = False
+        self._closing = False
+        self._mover: threading.Thread | None = None
+        self._grow()
+        if self._below is not None:
+            self._below.open(layout)
+            self._mover = threading.Thread(target=self._move, name="multistage-mover", daemon=True)
+            self._mover.start()
+
+    def close(self) -> None:
+        """Stop everything, give memory back.  May be called twice."""
+        streams, self._streams = self._streams, None
+        if streams is None:
+            return
+        if self._mover is not None:
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            self._mover.join()
+            assert self._below is not None
+            self._below.close()
+        streams.close()
+        self._free.clear()
+        self._order.clear()
+        self._entries = {}
+
+    def _grow(self) -> bool:
+        """Take another block of memory; return whether there was any to take."""
+        assert self._streams is not None
+        size = self._layout.nbytes
+        # Twice as many each time: few allocations, and none for nothing.
+        count = max(1, min(_BLOCK_BYTES // size, max(_FIRST_SLOTS, self._blocks)))
+        if self._most is not None:
+            count = min(count, self._most - self._blocks)
+        if count < 1:
+            return False
+        memory = self._streams.host(count * size)
+        for k in range(count):
+            piece = memory[k * size : (k + 1) * size]
+            lines = [piece[leaf.offset : leaf.offset + leaf.nbytes] for leaf in self._layout.leaves]
+            self._free.append(_Slot(piece, lines))
+        self._blocks += count
+        return True
+
+    # ------------------------------------------------------------------ writes
+
+    def put(self, key: int, arrays: Sequence[Any], *, block: bool = False) -> bool:
+        """Queue the copy of one state; see `Store.put`."""
+        streams = self._streams
+        assert streams is not None
+        slot = self._take(block)
+        if slot is None:
+            self.stats.refused += 1
+            return False
+        streams.wait("out", streams.record("compute"))
+        if slot.used is not None:
+            streams.wait("out", slot.used)
+        for line, array in zip(slot.lines, arrays, strict=True):
+            if line.numel():
+                source = array if isinstance(array, Tensor) else torch.from_numpy(array)
+                streams.copy("out", line, source)
+        written = slot.used = streams.record("out")
+        entry = _Entry(key, slot, written, time.perf_counter())
+        stats, nbytes = self.stats, self._layout.nbytes
+        with self._changed:
+            self._entries[key] = entry
+            self._order.append(entry)
+            stats.stored_bytes += nbytes
+        stats.writes += 1
+        stats.bytes_written += nbytes
+        stats.peak_stored_bytes = max(stats.peak_stored_bytes, stats.stored_bytes)
+        self._make_room()
+        return True
+
+    def _take(self, block: bool) -> _Slot | None:
+        with self._changed:
+            if self._free or self._grow():
+                return self._free.popleft()
+            if block:
+                self._changed.wait_for(lambda: self._free or not self._downs)
+            return self._free.popleft() if self._free else None
+
+    def _make_room(self) -> None:
+        """Have the mover take the oldest states down, so that some slots stay free."""
+        if self._below is None or self._most is None:
+            return
+        with self._changed:
+            left = len(self._free) + self._most - self._blocks + self._downs
+            while left < _SPARE and self._order and not self._below_full:
+                entry = self._order.popleft()
+                if entry.slot is None or entry.gone or entry.moving:
+                    continue
+                entry.moving = True
+                self._tasks.append(("down", entry))
+                self._downs += 1
+                left += 1
+            self._changed.notify_all()
+
+    def wait_written(self, key: int) -> bool:
+        """Block until the copy of `key` has left its source; False if it is lost."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return False
+        assert self._streams is not None and entry.written is not None
+        done = self._streams.synchronize(entry.written)
+        self.transfers.append(TransferRecord("write", key, entry.put_s, done, self._layout.nbytes))
+        return not entry.lost
+
+    # ------------------------------------------------------------------- reads
+
+    def prefetch(self, key: int) -> None:
+        """Queue the copy of `key` to the device, when it is in pinned memory."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        with self._changed:
+            entry.read = False
+            if entry.slot is None or entry.moving:
+                entry.wanted = True
+                self._fetch(entry)
+                return
+        self._land(entry)
+
+    def _fetch(self, entry: _Entry) -> None:
+        """Have the mover bring a state up.  Holds the lock."""
+        if entry.below and entry.slot is None and not entry.moving:
+            entry.moving = True
+            self._urgent.append(("up", entry))  # first come, first served: no later one
+            self._changed.notify_all()  # may take the last free slot
+
+    def _land(self, entry: _Entry) -> None:
+        """Queue the copy to the device of a state that is in pinned memory."""
+        streams = self._streams
+        assert streams is not None and entry.slot is not None
+        if entry.landed is not None:
+            return
+        target = streams.empty(self._layout.nbytes)
+        leaves = self._layout.leaves
+        entry.landing = [target[leaf.offset : leaf.offset + leaf.nbytes] for leaf in leaves]
+        streams.wait("in", streams.record("compute"))
+        if entry.slot.used is not None:
+            streams.wait("in", entry.slot.used)
+        for line, piece in zip(entry.slot.lines, entry.landing, strict=True):
+            if line.numel():
+                streams.copy("in", piece, line)
+        entry.landed = entry.slot.used = streams.record("in")
+        entry.put_s = time.perf_counter()
+
+    def get(self, key: int) -> list[Any]:
+        """Return the state's tensors, for the compute stream.  Raises CheckpointLost."""
+        entry = self._entries.get(key)
+        if entry is None:
+            raise CheckpointLost(f"tier {self.name!r} has no checkpoint {key}")
+        streams = self._streams
+        assert streams is not None
+        self.prefetch(key)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: entry.lost or (entry.slot is not None and not entry.moving)
+            )
+        if entry.lost:
+            self._forget(entry)
+            raise CheckpointLost(entry.lost)
+        self._land(entry)
+        assert entry.landed is not None
+        streams.wait("compute", entry.landed)
+        self.stats.reads += 1
+        self.stats.bytes_read += self._layout.nbytes
+        self.transfers.append(
+            TransferRecord("read", key, entry.put_s, time.perf_counter(), self._layout.nbytes)
+        )
+        found, entry.landing, entry.landed = entry.landing, [], None
+        with self._changed:
+            entry.wanted, entry.read = False, True
+            self._changed.notify_all()
+        return found
+
+    def drop(self, key: int) -> None:
+        """Free the copy of `key`."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._forget(entry)
+
+    def _forget(self, entry: _Entry) -> None:
+        streams = self._streams
+        assert streams is not None
+        if entry.landed is not None:  # fetched for nothing: its memory goes to the compute stream
+            streams.wait("compute", entry.landed)
+            entry.landing, entry.landed = [], None
+        with self._changed:
+            entry.gone = True
+            self._entries.pop(entry.key, None)
+            self.stats.stored_bytes -= self._layout.nbytes
+            if not entry.moving:
+                self._release(entry)
+            self._bring_back()
+
+    def _release(self, entry: _Entry) -> None:
+        """Give back what a dropped state holds.  Holds the lock."""
+        if entry.slot is not None:
+            self._free.append(entry.slot)
+            entry.slot = None
+        while self._order and self._order[-1].gone:
+            self._order.pop()
+        if entry.below:
+            self._tasks.append(("drop", entry))
+            entry.below = False
+        self._changed.notify_all()
+
+    def _bring_back(self) -> None:
+        """Have the mover bring the latest of the states below up, while slots are free."""
+        there = self._down_there
+        while there and (there[-1].gone or there[-1].slot is not None):
+            there.pop()
+        if there and not there[-1].moving and not self._ups and len(self._free) > _SPARE:
+            entry = there.pop()
+            entry.moving = True
+            self._ups += 1
+            self._tasks.append(("ahead", entry))
+            self._changed.notify_all()
+
+    # --------------------------------------------------------------- the mover
+
+    def _move(self) -> None:
+        """Move states between pinned memory and the tier below; the only one to call that."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._urgent or self._tasks or self._closing)
+                if self._closing:
+                    return
+                task, entry = (self._urgent or self._tasks).popleft()
+            try:
+                if task == "down":
+                    self._down(entry)
+                elif task == "drop":
+                    assert self._below is not None
+                    self._below.drop(entry.key)
+                else:
+                    self._up(entry)
+            except Exception as error:  # whatever a tier raises: the state is lost, not the run
+                with self._changed:
+                    entry.lost = (
+                        f"tier {self.name!r} could not move checkpoint {entry.key}: {error}"
+                    )
+                    entry.moving = False
+            with self._changed:
+                self._downs -= task == "down"
+                self._ups -= task == "ahead"
+                self._changed.notify_all()
+
+    def _down(self, entry: _Entry) -> None:
+        below, streams, slot = self._below, self._streams, entry.slot
+        assert below is not None and streams is not None and slot is not None
+        kept = False
+        if not entry.gone:
+            assert entry.written is not None
+            streams.synchronize(entry.written)
+            lines = [line.numpy() for line in slot.lines]
+            kept = below.put(entry.key, lines, block=True) and below.wait_written(entry.key)
+        with self._changed:
+            entry.moving, entry.below = False, kept
+            if entry.gone:
+                self._release(entry)
+            elif not kept:
+                self._below_full = True  # this one stays, and all after it
+            elif not entry.wanted:
+                entry.slot = None
+                self._free.append(slot)
+                self._down_there.append(entry)
+
+    def _found_slot(self) -> bool:
+        """Whether a slot is free; if none is, take one whose state was read and is below too."""
+        if not self._free:
+            for other in self._entries.values():
+                if other.below and other.slot is not None and other.read and not other.moving:
+                    self._free.append(other.slot)
+                    other.slot = None
+                    break
+        return bool(self._free)
+
+    def _up(self, entry: _Entry) -> None:
+        below, streams = self._below, self._streams
+        assert below is not None and streams is not None
+        with self._changed:
+            self._changed.wait_for(lambda: self._found_slot() or entry.gone or self._closing)
+            if entry.gone or self._closing:
+                entry.moving = False
+                self._release(entry)
+                return
+            slot = self._free.popleft()
+        try:
+            if slot.used is not None:
+                streams.synchronize(slot.used)
+            for line, array in zip(slot.lines, below.get(entry.key), strict=True):
+                np.copyto(line.numpy(), array)
+        except BaseException:
+            with self._changed:
+                self._free.append(slot)
+            raise
+        slot.used = None
+        with self._changed:
+            entry.slot, entry.moving = slot, False
+            if entry.gone:
+                self._release(entry)

@@ -1,0 +1,178 @@
+"""Streams and events: CUDA's, and threads in their place where there is no device.
+
+What runs on one stream runs in order.  An event marks a place in a stream;
+another stream that waits for it runs what comes later only when everything
+before that place is done.  The calling thread itself waits in `synchronize`
+alone.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+Lane: TypeAlias = Literal["compute", "out", "in"]
+Event: TypeAlias = Any
+
+
+class Streams(Protocol):
+    """A compute stream, and one for copies in each direction.
+
+    The compute stream is whichever is current when a method is called.
+    """
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Return device memory that the compute stream may use at once, and others after it."""
+        ...
+
+    def host(self, nbytes: int) -> Tensor:
+        """Return host memory fit for asynchronous copies."""
+        ...
+
+    def record(self, lane: Lane) -> Event:
+        """Return an event after everything queued on a lane so far."""
+        ...
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        """Let what is queued on a lane from now on run after an event."""
+        ...
+
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        """Queue a copy on a lane."""
+        ...
+
+    def synchronize(self, event: Event) -> float:
+        """Block until an event has happened; return when, by `time.perf_counter`."""
+        ...
+
+    def close(self) -> None:
+        """Wait for everything queued; stop threads."""
+        ...
+
+
+class CudaStreams:
+    """Streams of a CUDA device.
+
+    Parameters
+    ----------
+    device : torch.device
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copy = {
+            "out": torch.cuda.Stream(device),
+            "in": torch.cuda.Stream(device),
+        }
+
+    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+        # Asked for at each call, and never inside a copy stream's context.
+        return torch.cuda.current_stream(self._device) if lane == "compute" else self._copy[lane]
+
+    def empty(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def host(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def record(self, lane: Lane) -> Event:
+        event = torch.cuda.Event()
+        event.record(self._stream(lane))
+        return event
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        self._stream(lane).wait_event(event)
+
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream(lane)):
+            target.copy_(source, non_blocking=True)
+
+    def synchronize(self, event: Event) -> float:
+        event.synchronize()
+        return time.perf_counter()
+
+    def close(self) -> None:
+        for stream in self._copy.values():
+            stream.synchronize()
+
+
+class HostStreams:
+    """Two threads that copy within host memory; the compute stream is the caller itself."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {
+            lane: queue.SimpleQueue() for lane in ("out", "in")
+        }
+        self._threads = [
+            threading.Thread(target=_work, args=(q,), name=f"multistage-copy-{lane}", daemon=True)
+            for lane, q in self._queues.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def empty(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def host(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def record(self, lane: Lane) -> Event:
+        event = _HostEvent()
+        if lane == "compute":
+            event.set()
+        else:
+            self._queues[lane].put(event.set)
+        return event
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        if lane == "compute":
+            event.wait()
+        else:
+            self._queues[lane].put(event.wait)
+
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        if lane == "compute":
+            target.copy_(source)
+        else:
+            # NumPy, which lets the interpreter go meanwhile, as torch does for large tensors only.
+            to, what = target.numpy(), source.numpy()
+            self._queues[lane].put(lambda: to.__setitem__(slice(None), what))
+
+    def synchronize(self, event: Event) -> float:
+        event.wait()
+        return float(event.at)
+
+    def close(self) -> None:
+        for q in self._queues.values():
+            q.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+class _HostEvent:
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.at = 0.0
+
+    def set(self) -> None:
+        self.at = time.perf_counter()
+        self._event.set()
+
+    def wait(self) -> None:
+        self._event.wait()
+
+
+def _work(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+
+
+def streams_for(device: torch.device) -> Streams:
+    """Return the streams of a device."""
+    return CudaStreams(device) if device.type == "cuda" else HostStreams()

@@ -1,0 +1,57 @@
+"""Slow tiers for tensors, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..backends.base import Store
+from ..backends.urls import open_store
+from ..costs import parse_bytes
+from ..errors import ArgumentError
+from .pinned import PinnedStore
+
+# Pinned memory between a CUDA device and a tier that knows host memory only.
+_BETWEEN_BYTES = 256 << 20
+
+
+def open_tiers(tiers: Sequence[str | Store], device: torch.device) -> Store | None:
+    """Return the store that some tiers make for states on a device, None for no tier.
+
+    Parameters
+    ----------
+    tiers : sequence of str or Store
+        `"pinned:8GiB"` (or `"pinned:"`, unbounded), what
+        `multistage.backends.urls.open_store` takes, or the first and one of the
+        second, the fastest first.
+
+    Raises
+    ------
+    ArgumentError
+        For an unknown tier, or tiers that do not go together.
+
+    Examples
+    --------
+    >>> open_tiers(["pinned:1GiB", "memory:"], torch.device("cpu")).name
+    'pinned+memory'
+    """
+    found = list(tiers)
+    if not found:
+        return None
+    capacity: int | None = None
+    first = found[0]
+    pinned = isinstance(first, str) and first.partition(":")[0] == "pinned"
+    if pinned:
+        size = str(found.pop(0)).partition(":")[2].strip("/")
+        capacity = parse_bytes(size) if size else None
+    if len(found) > 1:
+        raise ArgumentError(
+            f"tiers {tuple(tiers)!r} do not go together; give one, or pinned: and one below it"
+        )
+    below = open_store(found[0]) if found else None
+    if pinned:
+        return PinnedStore(capacity, device, below)
+    if device.type == "cuda":
+        return PinnedStore(_BETWEEN_BYTES, device, below)
+    return below

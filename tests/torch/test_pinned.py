@@ -1,0 +1,324 @@
+"""Pinned memory: the stores' contract, a tier below, and every order that events allow."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from multistage.backends import FileStore, MemoryStore, Store
+from multistage.backends.base import CheckpointLost
+from multistage.backends.testing import FaultyStore, check_store
+from multistage.errors import ArgumentError, BudgetError
+from multistage.layout import Layout
+from multistage.torch.pinned import PinnedStore
+
+CPU = torch.device("cpu")
+
+
+class AsArrays:
+    """A `PinnedStore` for NumPy states, as the contract's tests have them."""
+
+    def __init__(self, store: PinnedStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def open(self, layout: Layout) -> None:
+        self._layout = layout
+        self._store.open(layout)
+
+    def put(self, key: int, arrays: Sequence[Any], *, block: bool = False) -> bool:
+        lines = [a.reshape(-1).view(np.uint8) for a in arrays]
+        return self._store.put(key, lines, block=block)
+
+    def get(self, key: int) -> list[Any]:
+        found = []
+        for leaf, line in zip(self._layout.leaves, self._store.get(key), strict=True):
+            array = line.numpy().view(leaf.dtype).reshape(leaf.shape)
+            array.flags.writeable = False
+            found.append(array)
+        return found
+
+
+STORES: dict[str, Callable[[Path], PinnedStore]] = {
+    "alone": lambda folder: PinnedStore(None, CPU),
+    "bounded": lambda folder: PinnedStore(32 << 20, CPU),
+    "above memory": lambda folder: PinnedStore(21 << 20, CPU, MemoryStore()),
+    "above a file": lambda folder: PinnedStore(21 << 20, CPU, FileStore(folder)),
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_contract(name: str, tmp_path: Path) -> None:
+    check_store(lambda: AsArrays(STORES[name](tmp_path)))  # type: ignore[arg-type]
+    assert not [t for t in threading.enumerate() if t.name.startswith("multistage")]
+    assert list(tmp_path.iterdir()) == []
+
+
+def _line(key: int, size: int) -> Any:
+    return np.random.default_rng(key).integers(0, 256, size, np.uint8)
+
+
+@pytest.mark.parametrize("size", [1 << 12, 300_000])
+@pytest.mark.parametrize("slots", [4, 9])
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_what_overflows_goes_below_and_comes_back(
+    where: str, slots: int, size: int, tmp_path: Path
+) -> None:
+    below: Store = MemoryStore() if where == "memory" else FileStore(tmp_path)
+    layout = Layout.of((_line(0, size),))
+    store = PinnedStore(slots * layout.nbytes, CPU, below)
+    draw = random.Random(slots)
+    for _ in range(2):
+        store.open(layout)
+        try:
+            count = 60
+            for key in range(count):
+                assert store.put(key, [_line(key, size)], block=True)
+            assert below.stats.writes >= count - slots  # all but the latest
+            for key in reversed(range(count)):
+                for ahead in range(key, max(-1, key - draw.randint(1, 3)), -1):
+                    store.prefetch(ahead)
+                again = draw.random() < 0.2
+                for _ in range(1 + again):
+                    (found,) = store.get(key)
+                    assert found.numpy().tobytes() == _line(key, size).tobytes()
+                if draw.random() < 0.9:
+                    store.drop(key)
+            assert store.stats.peak_stored_bytes == count * layout.nbytes
+        finally:
+            store.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("multistage")]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
+def test_faults_below_lose_states_and_nothing_else() -> None:
+    size = 1 << 12
+    layout = Layout.of((_line(0, size),))
+    faulty = FaultyStore(
+        MemoryStore(), lose_read=lambda n: n % 3 == 1, lose_write=lambda n: n % 5 == 2
+    )
+    store = PinnedStore(6 * size, CPU, faulty)
+    store.open(layout)
+    try:
+        kept = [key for key in range(40) if store.put(key, [_line(key, size)])]
+        lost = 0
+        for key in reversed(kept):
+            store.prefetch(key)
+            try:
+                (found,) = store.get(key)
+            except CheckpointLost:
+                lost += 1
+            else:
+                assert found.numpy().tobytes() == _line(key, size).tobytes()
+            store.drop(key)
+        assert 0 < lost < len(kept)
+    finally:
+        store.close()
+
+
+def test_capacity_is_kept() -> None:
+    size = 1 << 12
+    layout = Layout.of((_line(0, size),))
+    store = PinnedStore(5 * size, CPU)
+    assert store.capacity_states(layout) == 5
+    assert PinnedStore(5 * size, CPU, MemoryStore(1 << 20)).capacity_states(layout) > 5  # type: ignore[operator]
+    store.open(layout)
+    try:
+        assert [store.put(key, [_line(key, size)]) for key in range(7)] == [True] * 5 + [False] * 2
+        store.drop(2)
+        assert store.put(9, [_line(9, size)])
+        with pytest.raises(CheckpointLost, match="no checkpoint 2"):
+            store.get(2)
+    finally:
+        store.close()
+    with pytest.raises(BudgetError, match="for 4 states"):
+        PinnedStore(3 * size, CPU, MemoryStore()).open(layout)
+    with pytest.raises(ArgumentError, match="negative"):
+        PinnedStore(-1, CPU)
+
+
+# ------------------------------------------------- every order that events allow
+
+
+class FakeEvent:
+    def __init__(self, lane: str) -> None:
+        self.lane = lane
+        self.done = False
+
+
+class FakeStreams:
+    """Streams that run nothing until they must, then in a random order that events allow.
+
+    Parameters
+    ----------
+    seed : int
+    ignore : (lane, lane), optional
+        Waits of the first lane for the second are left out: a mistake.
+    """
+
+    def __init__(self, seed: int, ignore: tuple[str, str] | None = None) -> None:
+        self._draw = random.Random(seed)
+        self._ignore = ignore
+        self._lanes: dict[str, list[Any]] = {"compute": [], "other": [], "out": [], "in": []}
+        self.current = "compute"  # of two compute streams
+        self._blocks: list[Tensor] = []
+
+    # What a caching allocator does: memory of the compute stream is handed on at once.
+    def empty(self, nbytes: int) -> Tensor:
+        for k, block in enumerate(self._blocks):
+            if block.numel() == nbytes:
+                return self._blocks.pop(k)
+        return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+
+    def free(self, block: Tensor) -> None:
+        self._blocks.append(block)
+        self.compute(lambda: block.fill_(0xEE))  # by whoever gets it next
+
+    def host(self, nbytes: int) -> Tensor:
+        return torch.full((nbytes,), 0xDD, dtype=torch.uint8)
+
+    def compute(self, work: Callable[[], object]) -> None:
+        self._lanes[self.current].append(work)
+
+    def _lane(self, name: str) -> list[Any]:
+        return self._lanes[self.current if name == "compute" else name]
+
+    def record(self, lane: str) -> FakeEvent:
+        event = FakeEvent(lane)
+        self._lane(lane).append(event)
+        return event
+
+    def wait(self, lane: str, event: FakeEvent) -> None:
+        if (lane, event.lane) != self._ignore:
+            self._lane(lane).append((event,))
+
+    def copy(self, lane: str, target: Tensor, source: Tensor) -> None:
+        self._lane(lane).append(lambda: target.copy_(source))
+
+    def synchronize(self, event: FakeEvent) -> float:
+        while not event.done:
+            self.step()
+        return 0.0
+
+    def step(self) -> bool:
+        """Run one thing that may run; return whether there was any."""
+        ready = [
+            lane
+            for lane in self._lanes.values()
+            if lane and not (isinstance(lane[0], tuple) and not lane[0][0].done)
+        ]
+        if not ready:
+            assert not any(self._lanes.values()), "the streams wait for each other"
+            return False
+        # One lane much slower than the others finds more than an even choice.
+        weights = [self._draw.random() ** 3 for _ in ready]
+        task = self._draw.choices(ready, weights)[0].pop(0)
+        if isinstance(task, FakeEvent):
+            task.done = True
+        elif not isinstance(task, tuple):
+            task()
+        return True
+
+    def close(self) -> None:
+        while self.step():
+            pass
+
+
+def _sweep(seed: int, ignore: tuple[str, str] | None = None) -> int:
+    """Run forward and backward over a store; return how many states came back wrong."""
+    draw = random.Random(seed)
+    streams = FakeStreams(seed, ignore)
+    size, count, wrong = 64, 14, []
+    store = PinnedStore(6 * size, CPU, streams=streams)  # type: ignore[arg-type]
+    layout = Layout.of((np.zeros(size, np.uint8),))
+    store.open(layout)
+    stored: list[int] = []
+    sources: dict[int, Tensor] = {}
+
+    def settle(key: int) -> None:
+        assert store.wait_written(key)
+        streams.free(sources.pop(key))
+
+    def check(key: int, found: Tensor) -> None:
+        if not bool((found == key).all()):
+            wrong.append(key)
+
+    for key in range(count):
+        block = streams.empty(size)
+        streams.compute(lambda block=block, key=key: block.fill_(key))
+        if len(stored) > 4 and draw.random() < 0.5:  # a plan that thins its checkpoints
+            dropped = stored.pop(0)
+            if dropped in sources:
+                settle(dropped)
+            store.drop(dropped)
+        if store.put(key, [block]):
+            stored.append(key)
+            sources[key] = block
+        else:
+            streams.free(block)
+        while len(sources) > 2:
+            settle(next(iter(sources)))
+    for key in list(sources):
+        settle(key)
+    later = count
+    while stored:
+        for ahead in reversed(stored[-draw.randint(1, 3) :]):
+            store.prefetch(ahead)
+        key = stored.pop()
+        if draw.random() < 0.2:
+            store.drop(key)  # fetched for nothing
+        else:
+            (found,) = store.get(key)
+            streams.compute(lambda key=key, found=found: check(key, found))
+            streams.free(found)
+            store.drop(key)
+        if draw.random() < 0.6:  # slots that were just read are filled again
+            later += 1
+            if draw.random() < 0.5:  # from a stream that never waited for those reads
+                streams.current = "other"
+                aside = torch.full((size,), later, dtype=torch.uint8)
+                if store.put(later, [aside]):
+                    streams.current = "compute"
+                    assert store.wait_written(later)
+                    store.drop(later)
+                streams.current = "compute"
+                continue
+            block = streams.empty(size)
+            streams.compute(lambda block=block, key=later: block.fill_(key))
+            if store.put(later, [block]):
+                if draw.random() < 0.5:
+                    store.prefetch(later)  # while it is still on its way out
+                    (found,) = store.get(later)
+                    streams.compute(lambda key=later, found=found: check(key, found))
+                    streams.free(found)
+                sources[later] = block
+                settle(later)
+                store.drop(later)
+            else:
+                streams.free(block)
+    store.close()
+    return len(wrong)
+
+
+def test_every_order_that_the_events_allow() -> None:
+    assert sum(_sweep(seed) for seed in range(300)) == 0
+
+
+@pytest.mark.parametrize(
+    "ignore",
+    [("out", "compute"), ("out", "in"), ("in", "compute"), ("in", "out"), ("compute", "in")],
+    ids=" for ".join,
+)
+def test_a_missing_wait_is_found(ignore: tuple[str, str]) -> None:
+    assert any(_sweep(seed, ignore) for seed in range(300))
