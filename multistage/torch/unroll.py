@@ -29,6 +29,7 @@ from .cell_costs import (
     tier_of,
 )
 from .measure import tensors_of
+from .replay import RandomState
 from .tensors import TensorLayout, TensorState, TensorStates
 from .through_time import Collector, Inputs, ThroughTime
 from .tiers import open_tiers
@@ -171,7 +172,13 @@ def unroll(
     sequence = Inputs(inputs, steps)
     settings = _Settings(memory, _as_tiers(tiers), chunk, strategy)
     leaves, spec = pytree.tree_flatten(state)
+    random_before = RandomState.capture([])
     x = sequence.many(0, min(_FEW, sequence.steps)) if known.fused else sequence.at(0)
+    if not random_before.same_as(RandomState.capture([])):
+        raise ArgumentError(
+            "inputs draws random numbers; it is called again when steps are run again and must "
+            "return the same x_t each time: draw from a generator seeded with t"
+        )
     facts = explore(known, state, x, parameters, random)
     wanted = [*leaves, *sequence.tensors(), *facts.parameters]
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
