@@ -17,6 +17,8 @@ here                     there
 `tape_overhead_bytes`    o_f: beyond input and output while the stage runs and
                          keeps nothing, or keeps its tape
 `backward_overhead_bytes`  o_b: beyond input, tape and both gradients
+`spared_s`               not there: the part of `forward_s` after the last tensor
+                         it saves, not run where its tape alone is wanted
 =======================  =====================================================
 """
 
@@ -65,11 +67,12 @@ class Stage:
     forward_overhead_bytes: int = 0
     tape_overhead_bytes: int = 0
     backward_overhead_bytes: int = 0
+    spared_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.gradient_bytes == -1:
             object.__setattr__(self, "gradient_bytes", self.output_bytes)
-        for name in ("forward_s", "backward_s"):
+        for name in ("forward_s", "backward_s", "spared_s"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                 raise ArgumentError(
@@ -79,6 +82,11 @@ class Stage:
             if field.name.endswith("_bytes"):
                 value = _size(getattr(self, field.name), f"stage {self.name!r}: {field.name}")
                 object.__setattr__(self, field.name, value)
+        if self.spared_s > self.forward_s:
+            raise ArgumentError(
+                f"stage {self.name!r}: spared_s={self.spared_s} is a part of "
+                f"forward_s={self.forward_s} and cannot be more"
+            )
         if self.tape_bytes < self.output_bytes:
             raise ArgumentError(
                 f"stage {self.name!r}: tape_bytes={self.tape_bytes} < "

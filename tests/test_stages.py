@@ -29,6 +29,7 @@ def a_stage(**changes: object) -> Stage:
         ({"backward_s": math.nan}, "backward_s=nan"),
         ({"forward_s": "fast"}, "forward_s='fast'"),
         ({"output_bytes": -2}, "output_bytes=-2"),
+        ({"spared_s": 1.5}, "cannot be more"),
         ({"tape_bytes": (1 << 60) + 1}, "2\\^60"),
         ({"tape_bytes": 1.5}, "tape_bytes=1.5"),
         ({"tape_bytes": 99}, "the tape includes the output"),

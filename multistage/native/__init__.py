@@ -46,14 +46,14 @@ def _load() -> ctypes.CDLL | None:
     library.ms_chain_trace.restype = _INT64
     library.ms_chain_trace.argtypes = [chain, _BYTES, _BYTES, _INT64, _BYTES, _BYTES]
     library.ms_chain_curve.restype = None
-    library.ms_chain_curve.argtypes = [chain, chain, *[_BYTES] * 4, _INT64, *[_BYTES] * 4]
+    library.ms_chain_curve.argtypes = [chain, chain, *[_BYTES] * 5, _INT64, *[_BYTES] * 4]
     library.ms_chain_smallest.restype = None
     library.ms_chain_smallest.argtypes = [chain, _INT64, _INT64, _BYTES, _BYTES]
     return library
 
 
 class Chain(ctypes.Structure):
-    """`chain_t` of chain.c: pointers to int64 arrays, and to the float32 prefix sums."""
+    """`chain_t` of chain.c: pointers to int64 arrays, and to the float32 prefix sums and leaves."""
 
     _fields_ = (
         ("n", _INT64),
@@ -64,6 +64,7 @@ class Chain(ctypes.Structure):
         ("taping", _BYTES),
         ("reverse", _BYTES),
         ("prefix", _BYTES),
+        ("leaf", _BYTES),
         ("tapes", _INT64),
     )
     owner: object = None

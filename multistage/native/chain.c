@@ -4,7 +4,7 @@
  * the forward work done again, as a share of the chain's forward work, when
  * stages s..t are processed within m slots, the input of stage s not counted:
  *
- *   E(s, s, m) = 0                                      if m >= all(s, s)
+ *   E(s, s, m) = leaf[s]                                if m >= all(s, s)
  *   E(s, t, m) = min of  E(s+1, t, m - tape[s])         if m >= all(s, t)
  *                and     P[k] - P[s] + E(k, t, m - state[k]) + E(s, k-1, m)
  *                        over s < k <= t                if m >= none(s, t)
@@ -45,6 +45,7 @@ typedef struct {
     const int64_t *state, *grad;              /* of state i, in slots */
     const int64_t *tape, *advance, *taping, *reverse; /* tape and overheads of stage i */
     const float *prefix;                      /* P, n+1 entries, P[n] = 1 */
+    const float *leaf; /* what taping stage i alone costs beyond running it: at most 0 */
     int64_t tapes; /* 0: a tape is made right before its adjoint only (Revolve) */
 } chain_t;
 
@@ -223,7 +224,7 @@ static void tile(const solve_t *x, int64_t I, int64_t J, float *sums, float *rig
                 float *out = cell(x, x->plane, s, s);
                 const int64_t all = need_all(c, s, s);
                 for (int q = 0; q < PLANE; q++)
-                    out[q] = m + q >= all ? 0.0f : INFINITY;
+                    out[q] = m + q >= all ? c->leaf[s] : INFINITY;
                 continue;
             }
             if (I == J) {
@@ -392,7 +393,7 @@ EXPORT int64_t ms_chain_trace(const chain_t *chain, const int32_t *none, float *
  * cut off at INT64_MAX.  `stack` has room for 2 n entries.
  */
 EXPORT void ms_chain_judge(const chain_t *bytes, const double *forward_s, const double *reverse_s,
-                           const int64_t *trace, int64_t made, int64_t *stack_room,
+                           const double *spared_s, const int64_t *trace, int64_t made, int64_t *stack_room,
                            double *seconds, int64_t *peak_bytes)
 {
     const chain_t *c = bytes;
@@ -412,10 +413,12 @@ EXPORT void ms_chain_judge(const chain_t *bytes, const double *forward_s, const 
                    (unsigned __int128)c->grad[s] + (unsigned __int128)c->reverse[s];
             peak = need > peak ? need : peak;
             total += forward_s[s] + reverse_s[s];
-            if (s == t)
+            if (s == t) {
+                total -= spared_s[s];
                 held = depth ? stack[--depth] : 0;
-            else
+            } else {
                 held += tape;
+            }
             continue;
         }
         for (int64_t j = s; j < k; j++) {
@@ -438,9 +441,9 @@ EXPORT void ms_chain_judge(const chain_t *bytes, const double *forward_s, const 
  * `stack` for 8 n (and is aligned to 16 bytes).
  */
 EXPORT void ms_chain_curve(const chain_t *chain, const chain_t *bytes, const double *forward_s,
-                           const double *reverse_s, const int32_t *none, float *table,
-                           int64_t slots, int64_t *trace, int64_t *stack, double *seconds,
-                           int64_t *peak_bytes)
+                           const double *reverse_s, const double *spared_s, const int32_t *none,
+                           float *table, int64_t slots, int64_t *trace, int64_t *stack,
+                           double *seconds, int64_t *peak_bytes)
 {
     for (int64_t m = 0; m <= slots; m++) {
         const int64_t made = ms_chain_trace(chain, none, table, m, trace, stack);
@@ -448,7 +451,7 @@ EXPORT void ms_chain_curve(const chain_t *chain, const chain_t *bytes, const dou
             seconds[m] = INFINITY;
             peak_bytes[m] = INT64_MAX;
         } else {
-            ms_chain_judge(bytes, forward_s, reverse_s, trace, made, stack, seconds + m,
+            ms_chain_judge(bytes, forward_s, reverse_s, spared_s, trace, made, stack, seconds + m,
                            peak_bytes + m);
         }
     }

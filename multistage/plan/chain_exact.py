@@ -125,4 +125,6 @@ class _Search:
         need = now + int(sizes.tape[live]) + int(sizes.taping[live])
         if not tapes >> live & 1 and need <= self.limit:
             kept = saved if self.pinned else saved | 1 << live
+            if adjoint == live + 1:
+                seconds -= float(sizes.spared_s[live])
             yield seconds, (live + 1, kept, tapes | 1 << live, adjoint)

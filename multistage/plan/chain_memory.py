@@ -111,6 +111,8 @@ class _Machine:
                 self._at_peak(int(sizes.tape[step]) + int(sizes.taping[step]))
                 self.tapes.add(step)
                 self.seconds += float(sizes.forward_s[step])
+                if self.adjoint == step + 1:
+                    self.seconds -= float(sizes.spared_s[step])
                 self.forward_steps += step < self.n - 1
                 self.live = step + 1
             case Reverse(step):

@@ -49,6 +49,7 @@ class Sizes:
     reverse: Array
     forward_s: Array
     reverse_s: Array
+    spared_s: Array  # of the forward, where a tape is made for its adjoint alone
 
     @classmethod
     def of(cls, costs: StageCosts) -> Sizes:
@@ -69,6 +70,7 @@ class Sizes:
             reverse=sizes(*(stage.backward_overhead_bytes for stage in stages), 0),
             forward_s=np.array([*(stage.forward_s for stage in stages), 0.0]),
             reverse_s=np.array([*(stage.backward_s for stage in stages), 0.0]),
+            spared_s=np.array([*(stage.spared_s for stage in stages), 0.0]),
         )
 
     def __len__(self) -> int:
@@ -90,6 +92,7 @@ class Sizes:
             slots(self.reverse),
             self.forward_s,
             self.reverse_s,
+            self.spared_s,
         )
 
 
@@ -130,12 +133,15 @@ class Table:
         total = float(forward_s.sum())
         share = forward_s / total if total > 0 else np.zeros_like(forward_s)
         self._prefix = np.concatenate(([0.0], np.cumsum(share))).astype(np.float32)
+        self._leaf = leaf = np.zeros(len(sizes), np.float32)
+        if total > 0:
+            leaf -= (sizes.spared_s / total).astype(np.float32)
         use_native = native.LIBRARY is not None if native_kernel is None else native_kernel
         self._native = use_native
         if use_native:
             self._solve(threads, instructions)
         else:
-            self._values = _twin(sizes, slots, tapes, self._prefix)
+            self._values = _twin(sizes, slots, tapes, self._prefix, leaf)
 
     # ------------------------------------------------------------- C kernel
 
@@ -147,7 +153,7 @@ class Table:
         known = {"baseline": 1, "avx2": 2, "avx512": 3}
         best = library.ms_chain_isa()
         isa = min(best, known.get(instructions, best))
-        self._chain = _chain(self.sizes, self._prefix, self.tapes)
+        self._chain = _chain(self.sizes, self._prefix, self.tapes, self._leaf)
         self._none = np.empty(cells, np.int32)
         self._table = np.empty((planes, cells, _PLANE), np.float32)
         library.ms_chain_none(ctypes.byref(self._chain), self._none.ctypes.data, _MAX_SLOTS)
@@ -236,12 +242,13 @@ class Table:
         n = len(self.sizes)
         trace_room = np.empty(6 * n + 6, np.int64)
         stack = np.empty(4 * n + 8, np.complex128)  # of 16 bytes, and aligned to them
-        chain = _chain(true, self._prefix, self.tapes)
+        chain = _chain(true, self._prefix, self.tapes, self._leaf)
         native.library().ms_chain_curve(
             ctypes.byref(self._chain),
             ctypes.byref(chain),
             true.forward_s.ctypes.data,
             true.reverse_s.ctypes.data,
+            true.spared_s.ctypes.data,
             self._none.ctypes.data,
             self._table.ctypes.data,
             self.slots,
@@ -309,7 +316,9 @@ def need_to_pass(sizes: Sizes, s: int, t: int) -> int:
     )
 
 
-def _twin(sizes: Sizes, slots: int, tapes: bool, prefix: Array) -> dict[tuple[int, int], Array]:
+def _twin(
+    sizes: Sizes, slots: int, tapes: bool, prefix: Array, leaf: Array
+) -> dict[tuple[int, int], Array]:
     n, memories = len(sizes), np.arange(slots + 1)
     excess: dict[tuple[int, int], Array] = {}
 
@@ -323,7 +332,7 @@ def _twin(sizes: Sizes, slots: int, tapes: bool, prefix: Array) -> dict[tuple[in
         for t in range(s, n):
             fits = memories >= need_to_tape(sizes, s, t)
             if s == t:
-                excess[s, t] = np.where(fits, np.float32(0), np.float32(np.inf))
+                excess[s, t] = np.where(fits, leaf[s], np.float32(np.inf))
                 continue
             best = np.full(slots + 1, np.inf, np.float32)
             for k in range(s + 1, t + 1):
@@ -353,6 +362,7 @@ def judge(true: Sizes, trace: Trace) -> tuple[float, int]:
             peak = max(peak, held + need_to_tape(true, s, t))
             seconds += float(true.forward_s[s]) + float(true.reverse_s[s])
             if s == t:
+                seconds -= float(true.spared_s[s])
                 held = waiting.pop() if waiting else 0
             else:
                 held += int(true.tape[s])
@@ -383,7 +393,7 @@ def smallest(
         cells = n * (n + 1) // 2
         peaks, choices = np.empty(cells, np.int64), np.empty(cells, np.int32)
         prefix = np.zeros(n + 1, np.float32)
-        chain = _chain(true, prefix, tapes)
+        chain = _chain(true, prefix, tapes, np.zeros(n, np.float32))
         rows = max(1, int(3e8 / max(1, n * n)))
         for last in range(n - 1, -1, -rows):
             native.library().ms_chain_smallest(
@@ -441,7 +451,7 @@ def _smallest_twin(true: Sizes, tapes: bool) -> dict[tuple[int, int], tuple[int,
     return found
 
 
-def _chain(sizes: Sizes, prefix: Array, tapes: bool) -> native.Chain:
+def _chain(sizes: Sizes, prefix: Array, tapes: bool, leaf: Array) -> native.Chain:
     chain = native.Chain(
         len(sizes),
         sizes.state.ctypes.data,
@@ -451,9 +461,10 @@ def _chain(sizes: Sizes, prefix: Array, tapes: bool) -> native.Chain:
         sizes.taping.ctypes.data,
         sizes.reverse.ctypes.data,
         prefix.ctypes.data,
+        leaf.ctypes.data,
         int(tapes),
     )
-    chain.owner = sizes, prefix  # the arrays live as long as the pointers to them
+    chain.owner = sizes, prefix, leaf  # the arrays live as long as the pointers to them
     return chain
 
 

@@ -410,7 +410,9 @@ def _measure_stage(
     collective = sharded(parameters)
     stand_ins, run = ([], call) if collective else _with_stand_ins(call)
     # First, so that what libraries allocate once, their workspaces, is not counted.
-    forward_s, backward_s = _time(call, run, stand_ins, fresh, device, seconds, collective)
+    forward_s, spared_s, backward_s = _time(
+        call, run, stand_ins, fresh, device, seconds, collective
+    )
 
     inputs = fresh()
     with torch.no_grad(), Meter(device) as meter:
@@ -461,6 +463,7 @@ def _measure_stage(
         forward_overhead_bytes=advance_bytes,
         tape_overhead_bytes=taping_bytes,
         backward_overhead_bytes=reverse_bytes,
+        spared_s=min(spared_s, forward_s),
     )
     return stage, next_state
 
@@ -520,8 +523,10 @@ def _time(
     device: torch.device,
     seconds: float,
     collective: bool,
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
+    """Return seconds forward, those of them after the last tensor it saves, and backward."""
     forwards: list[float] = []
+    spared: list[float] = []
     backwards: list[float] = []
     began = time.perf_counter()
     # Runs of sharded stages are collective: every rank must do as many.
@@ -533,8 +538,16 @@ def _time(
         with torch.no_grad():
             forwards.append(_seconds(partial(call, inputs), device))
         inputs = fresh()
-        with torch.enable_grad():
+        clock = _Clock(device)
+        last: list[Any] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            last[:] = [clock.now()]  # noqa: B023
+            return tensor
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _same):
             output = run(inputs)
+        spared.append(clock.between(last[0], clock.now()) if last else 0.0)
         result = [t for t in tensors_of(output) if t.requires_grad]
         if not result:
             backwards.append(0.0)
@@ -546,7 +559,33 @@ def _time(
         backwards.append(_seconds(backward, device))
         for parameter in stand_ins:
             parameter.grad = None
-    return min(forwards[1:]), min(backwards[1:])
+    return min(forwards[1:]), min(spared[1:]), min(backwards[1:])
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _Clock:
+    """Moments of a computation, on its device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Any:
+        """Return this moment."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, start: Any, stop: Any) -> float:
+        """Return the seconds between two moments."""
+        if self._device.type != "cuda":
+            return float(stop - start)
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:

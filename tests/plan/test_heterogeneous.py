@@ -31,10 +31,12 @@ def random_chain(seed: int, length: int, largest: int = 6) -> StageCosts:
     stages = []
     for k in range(length):
         output = draw.randint(0, largest)
+        forward_s = float(draw.randint(0, 5))
         stages.append(
             Stage(
                 f"s{k}",
-                forward_s=float(draw.randint(0, 5)),
+                forward_s=forward_s,
+                spared_s=draw.choice([0.0, forward_s / 2]),
                 backward_s=float(draw.randint(0, 3)),
                 output_bytes=output,
                 tape_bytes=output + draw.randint(0, largest),
@@ -52,10 +54,12 @@ def big_chain(seed: int, length: int) -> StageCosts:
     stages = []
     for k in range(length):
         output = int(draw.lognormvariate(15, 0.7))
+        forward_s = draw.lognormvariate(-6, 0.7)
         stages.append(
             Stage(
                 f"s{k}",
-                forward_s=draw.lognormvariate(-6, 0.7),
+                forward_s=forward_s,
+                spared_s=forward_s * max(0.0, draw.uniform(-0.3, 0.3)),
                 backward_s=draw.lognormvariate(-5.5, 0.7),
                 output_bytes=output,
                 tape_bytes=int(output * draw.uniform(1, 4)),
@@ -328,7 +332,12 @@ def test_optimal_where_costs_span_twelve_orders_of_magnitude(seed: int) -> None:
     draw = random.Random(seed)
     whole = random_chain(seed + 900, length=2 + seed % 4, largest=5)
     stages = [
-        replace(s, forward_s=10.0 ** draw.uniform(-9, 3), backward_s=10.0 ** draw.uniform(-9, 3))
+        replace(
+            s,
+            forward_s=10.0 ** draw.uniform(-9, 3),
+            backward_s=10.0 ** draw.uniform(-9, 3),
+            spared_s=0.0,
+        )
         for s in whole.stages
     ]
     costs = replace(whole, stages=tuple(stages))
