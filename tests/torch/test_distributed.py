@@ -81,6 +81,53 @@ def _sharded_worker(rank: int, port: int, out: str, whole: bool) -> None:
         torch.distributed.destroy_process_group()
 
 
+class _OverTime(nn.Module):
+    """A cell over a sequence; by hand, or by `unroll`."""
+
+    def __init__(self, unrolled: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.LSTMCell(16, 16)
+        self.unrolled = unrolled
+        self.seen: str | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x.new_zeros(4, 16), x.new_zeros(4, 16)
+        if self.unrolled:
+            out = mst.unroll(self.cell, state, x, memory="40 KiB", chunk=4)
+            self.seen = out.plan.strategy  # type: ignore[union-attr]
+            return out.outputs
+        ys = []
+        for x_t in x:
+            state = self.cell(x_t, state)
+            ys.append(state[0])
+        return torch.stack(ys)
+
+
+def _sequence_worker(rank: int, port: int, out: str, kind: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        x = torch.randn(40, 4, 16, generator=torch.Generator().manual_seed(rank))
+        results = []
+        for unrolled in (False, True):
+            model = _OverTime(unrolled)
+            if kind == "ddp":
+                wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
+            else:
+                mesh = init_device_mesh("cpu", (2,))
+                wrapped = fully_shard(model, mesh=mesh, reshard_after_forward=True)
+            for _ in range(2):
+                wrapped(x).square().sum().backward()
+            grads = [p.grad for p in model.parameters()]
+            results.append([g.full_tensor() if kind == "fsdp" else g for g in grads])  # type: ignore[union-attr]
+        assert model.seen == "recompute"
+        torch.save((results, []), f"{out}/{rank}.pt")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def _spawned(worker: Callable[..., None], folder: Path, *more: Any) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -106,3 +153,10 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
     for a, b in zip(found[0][0][1], found[1][0][1], strict=True):
         assert a.shape != (16, 16) or torch.equal(a, b)  # gradients are those of both ranks
     assert found[0][1] == found[1][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_sequences(tmp_path: Path, kind: str) -> None:
+    for (plain, ours), _ in _spawned(_sequence_worker, tmp_path, kind):
+        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))

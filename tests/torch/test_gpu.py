@@ -107,3 +107,67 @@ def test_no_limit_means_the_device() -> None:
     ours = mst.Sequential(_chain(), x)
     assert ours.plan is not None and ours.plan.keeps_all
     assert ours.plan.memory_bytes <= torch.cuda.get_device_properties(0).total_memory  # type: ignore[operator]
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.outer = nn.Linear(64, 64)
+
+    def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = nn.functional.dropout(torch.tanh(self.inner(h) + self.outer(x)), 0.1)
+        return h, (h * x).mean()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory": 0.3},
+        {"memory": "8 MiB", "tiers": ["pinned:64MiB"], "strategy": "stream", "chunk": 2},
+        {"memory": "8 MiB", "tiers": ["pinned:2MiB", "file:{}"], "strategy": "stream", "chunk": 1},
+        {"memory": "16 MiB", "tiers": ["file:{}"], "strategy": "stream", "chunk": 1},
+    ],
+    ids=["memory", "pinned", "pinned and file", "file"],
+)
+def test_sequences(options: dict[str, Any], tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    tiers = [tier.format(tmp_path) for tier in options.get("tiers", ())]
+    cell = Cell().to(DEVICE)
+    x = torch.randn(300, 256, 64, device=DEVICE, requires_grad=True)
+    h = torch.randn(256, 64, device=DEVICE, requires_grad=True)
+    results = []
+    for by in ("hand", "unroll"):
+        model, state, xs = copy.deepcopy((cell, h, x))
+        torch.manual_seed(1)
+        if by == "hand":
+            last, loss = model(state, xs[0])
+            for x_t in xs[1:]:
+                last, one = model(last, x_t)
+                loss = loss + one
+        else:
+            out = mst.unroll(model, state, xs, **{**options, "tiers": tiers})
+            assert out.plan is not None and out.plan.strategy in ("recompute", "stream")
+            last, loss = out.state, out.loss
+        (loss + last.square().mean()).backward()
+        results.append([loss, last, state.grad, xs.grad, *(p.grad for p in model.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_memory_of_a_sequence_is_flat() -> None:
+    cell, h = Cell().to(DEVICE), torch.zeros(256, 64, device=DEVICE)
+    peaks = []
+    for steps in (1000, 4000):
+        for _ in range(2):
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            x = torch.ones(256, 64, device=DEVICE)
+            out = mst.unroll(cell, h, lambda t, x=x: x, steps=steps, memory="8 MiB")
+            assert out.loss is not None
+            out.loss.backward()
+            del out
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= 1.1 * peaks[0]
+    assert peaks[1] <= 9 << 20

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -455,6 +457,57 @@ def test_memory_is_flat_and_within_the_limit() -> None:
     gradients = sum(p.nbytes for p in cell.parameters())  # on their way, no part of the limit
     assert max(peaks) <= (60 << 10) + gradients
     assert peaks[-1] <= 1.1 * peaks[0]
+
+
+UNDER_A_LIMIT = """
+import resource, sys
+from pathlib import Path
+import torch
+import multistage.torch as mst
+
+torch.set_num_threads(1)
+cell = torch.nn.LSTMCell(128, 128)
+state = torch.zeros(16, 128), torch.zeros(16, 128)
+x = torch.randn(64, 16, 128)
+
+def plain(steps):
+    s, total = state, 0.0
+    for t in range(steps):
+        s = cell(x[t % 64], s)
+        total = total + s[0].square().mean()
+    return total
+
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = cell
+    def forward(self, s, x):
+        s = self.cell(x, s)
+        return s, s[0].square().mean()
+
+def ours(steps):
+    return mst.unroll(Loss(), state, lambda t: x[t % 64], steps=steps, memory="16 MiB").loss
+
+run = {"plain": plain, "ours": ours}[sys.argv[1]]
+run(50).backward()
+held = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) << 10
+resource.setrlimit(resource.RLIMIT_DATA, (held + (96 << 20),) * 2)
+run(6000).backward()
+print("done")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_under_a_hard_limit_that_plain_autograd_does_not_fit() -> None:
+    ends = {}
+    for how in ("plain", "ours"):
+        done = subprocess.run(
+            [sys.executable, "-c", UNDER_A_LIMIT, how], capture_output=True, text=True, check=False
+        )
+        ends[how] = done.returncode == 0 and "done" in done.stdout, done.stderr[-400:]
+    assert ends["ours"][0], ends["ours"][1]
+    assert not ends["plain"][0] and "memory" in ends["plain"][1]
 
 
 def test_nothing_is_left_after_a_forward_without_backward(tmp_path: Path) -> None:
