@@ -24,7 +24,7 @@ def test_blocks_run(block: str, tmp_path: Path, monkeypatch, capsys) -> None:
     names: dict[str, object] = {}
     exec(compile(block, str(README), "exec"), names)
     printed = capsys.readouterr().out
-    assert "plan " in printed or "predicted" in printed
+    assert re.search("plan |predicted|Stats", printed)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,11 +2,12 @@
 
 `Sequential` trains a chain of stages, `profile` measures one, `to_chain` finds
 the stages of a model that was not written as a chain.  `unroll` runs a cell
-over a sequence of any length.
+over a sequence of any length; `offload` moves what autograd saves to slow tiers.
 """
 
 from .chain import Stages as Stages
 from .chain import to_chain as to_chain
+from .offload import offload as offload
 from .profiling import profile as profile
 from .sequential import Sequential as Sequential
 from .unroll import Unrolled as Unrolled

@@ -1,0 +1,156 @@
+"""`offload`: saved tensors travel, and the gradient is the same."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multistage.torch as mst
+from multistage.backends import MemoryStore
+from multistage.backends.testing import FaultyStore
+from multistage.errors import ArgumentError, MultistageError
+from multistage.torch.meter import Meter
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(torch.relu_(self.norm(self.conv(x))))
+        return x + y.transpose(2, 3).transpose(2, 3) * torch.sigmoid(x)
+
+
+def a_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(6)))
+
+
+def trained(model: nn.Module, x: Tensor, context: Any) -> list[Any]:
+    torch.manual_seed(1)
+    with context:
+        y = model(x)
+    y.square().mean().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        "memory:",
+        "memory:?capacity=4MiB",
+        "pinned:",
+        ["pinned:6MiB", "memory:"],
+        ["pinned:8MiB", "file:{}"],
+        "file:{}",
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
+def test_gradients_are_the_same_bits(tiers: Any, tmp_path: Path) -> None:
+    one = [tiers] if isinstance(tiers, str) else tiers
+    names = [tier.format(tmp_path) for tier in one]
+    x = torch.randn(8, 8, 40, 40, requires_grad=True)
+    model = a_model()
+    found = []
+    for offloaded in (False, True):
+        net, given = copy.deepcopy((model, x))
+        context = mst.offload(names, min_bytes=2000) if offloaded else torch.enable_grad()
+        found.append(trained(net, given, context))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    del net, context, found
+    gc.collect()
+    assert not [t for t in threading.enumerate() if t.name.startswith("multistage")]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_moves_and_what_stays() -> None:
+    weight = torch.randn(600, 600, requires_grad=True)
+    x = torch.randn(600, 600, requires_grad=True)
+    with mst.offload("memory:", min_bytes="1 MiB") as stats:
+        y = torch.exp(x @ weight.t())  # x; exp saves its result
+        z = torch.sin(y) + torch.cos(y)  # y again, twice
+        loss = z[:, :2].tanh().sum() + (y.mean(0, keepdim=True).expand(600, 600) * y).sum()
+    assert (stats.moved, stats.shared) == (
+        1,
+        3,
+    )  # y; parameters and inputs that want gradients stay
+    assert stats.moved_bytes == 600 * 600 * 4
+    loss.backward()
+    assert x.grad is not None and weight.grad is not None
+
+
+def test_memory_is_given_back() -> None:
+    x = torch.randn(1 << 18, requires_grad=True)  # 1 MiB
+    peaks = {}
+    for offloaded in (False, True):
+        with Meter(torch.device("cpu")) as meter:
+            meter.ignore([x])
+            y = x
+            if offloaded:
+                with mst.offload("file:/dev/shm") as stats:
+                    for _ in range(40):
+                        y = torch.sin(y)
+                assert stats.moved == 39  # x itself stays
+            else:
+                for _ in range(40):
+                    y = torch.sin(y)
+            y.sum().backward()
+        peaks[offloaded] = meter.peak_bytes
+        del y
+    assert peaks[False] >= 39 << 20
+    assert peaks[True] <= 16 << 20
+
+
+def test_a_second_backward_and_nothing_left() -> None:
+    x = torch.randn(1 << 16, requires_grad=True)
+    with mst.offload("memory:", min_bytes=1000):
+        loss = torch.sin(torch.sin(torch.sin(x))).sum()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first, second)
+    with mst.offload("memory:", min_bytes=1000):
+        loss = torch.sin(torch.sin(x)).sum()
+    del loss
+    gc.collect()
+    assert not [t for t in threading.enumerate() if t.name.startswith("multistage")]
+
+
+@pytest.mark.parametrize("size", [1 << 18, 100])
+def test_saved_tensors_that_are_written_to(size: int) -> None:
+    x = torch.randn(size, requires_grad=True)
+    with mst.offload("memory:"):
+        y = torch.exp(x)
+        z = torch.sin(y)
+        y.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+def test_a_lost_tensor_is_an_error() -> None:
+    x = torch.randn(1 << 18, requires_grad=True)
+    store = FaultyStore(MemoryStore(), lose_read=lambda number: number == 1)
+    with mst.offload(store):
+        y = torch.sin(torch.sin(torch.sin(x)))
+    with pytest.raises(MultistageError, match="lost, and nothing can compute it again"):
+        y.sum().backward()
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ArgumentError, match="needs a tier"), mst.offload([]):
+        pass
+    with pytest.raises(ArgumentError, match="ahead=-1"), mst.offload("memory:", ahead=-1):
+        pass
+    with pytest.raises(ArgumentError, match="'much'"), mst.offload("memory:", min_bytes="much"):
+        pass
