@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 
 import numpy as np
 
+from .. import native
 from ..layout import Array
 
 PAGE = 4096
@@ -32,6 +34,16 @@ def pages(nbytes: int, *, touch: bool = True) -> Array:
     array = np.frombuffer(area, np.uint8)
     if touch:
         array[::PAGE] = 0
+    return array
+
+
+def pages_of_node(nbytes: int, node: int) -> Array:
+    """Return memory like that of `pages`, bound to a NUMA node.  Raises OSError."""
+    array = pages(nbytes, touch=False)
+    failed = native.library().ms_bind(array.ctypes.data, array.nbytes, node)
+    if failed:
+        raise OSError(failed, f"memory cannot be bound to node {node}: {os.strerror(failed)}")
+    array[::PAGE] = 0
     return array
 
 

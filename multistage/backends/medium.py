@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -31,17 +32,25 @@ class Medium(Protocol):
 
 
 class Ram:
-    """Host memory; extents are allocated at first use and reused."""
+    """Host memory; extents are allocated at first use and reused.
 
-    def __init__(self, extent_bytes: int) -> None:
+    Parameters
+    ----------
+    extent_bytes : int
+    allocate : callable
+        `allocate(nbytes)` returns page-aligned memory, or raises OSError.
+    """
+
+    def __init__(self, extent_bytes: int, allocate: Callable[[int], Array] = pages) -> None:
         self._extent_bytes = extent_bytes
+        self._allocate = allocate
         self._extents: dict[int, Array] = {}
 
     def write(self, slot: int, offset: int, data: Array) -> None:
         extent = self._extents.get(slot)
         if extent is None:
             try:
-                extent = pages(self._extent_bytes)
+                extent = self._allocate(self._extent_bytes)
             except OSError as error:
                 raise OSError(error.errno, f"no memory for another checkpoint: {error}") from error
             self._extents[slot] = extent

@@ -9,8 +9,12 @@ from ..errors import ArgumentError
 from .base import Store
 from .files import FileStore
 from .memory import MemoryStore
+from .numa import NumaStore
 
-_KNOWN = "file:///folder?engine=auto&capacity=10GiB&buffers=8MiB or memory:?capacity=1GiB"
+_KNOWN = (
+    "file:///folder?engine=auto&capacity=10GiB&buffers=8MiB, memory:?capacity=1GiB or "
+    "numa:1?capacity=1GiB"
+)
 
 
 def open_store(tier: str | Store) -> Store:
@@ -21,7 +25,8 @@ def open_store(tier: str | Store) -> Store:
     tier : str or Store
         `file:///scratch` or `file:relative/folder`, with options `engine`
         (auto, direct, aiofiles), `capacity` and `buffers` (sizes) and
-        `queue`; `memory:` or `memory:1GiB`, with the same sizes.
+        `queue`; `memory:` or `memory:1GiB`, with the same sizes; `numa:1`, the
+        memory of that node, with the same options.
 
     Raises
     ------
@@ -69,6 +74,12 @@ def open_store(tier: str | Store) -> Store:
                 raise ArgumentError(f"tier {tier!r} gives its capacity twice; keep one")
             capacity_bytes = parse_bytes(parts.path.strip("/"))
         store = MemoryStore(capacity_bytes, buffer_bytes=buffer_bytes, queue_depth=int(queue))
+    elif parts.scheme == "numa":
+        if not parts.path.isdecimal():
+            raise ArgumentError(f"tier {tier!r} must name a node, as in numa:1")
+        store = NumaStore(
+            int(parts.path), capacity_bytes, buffer_bytes=buffer_bytes, queue_depth=int(queue)
+        )
     else:
         raise ArgumentError(f"tier {tier!r} is not known; write {_KNOWN}")
     if options:

@@ -49,6 +49,8 @@ def _load() -> ctypes.CDLL | None:
     library.ms_chain_curve.argtypes = [chain, chain, *[_BYTES] * 5, _INT64, *[_BYTES] * 4]
     library.ms_chain_smallest.restype = None
     library.ms_chain_smallest.argtypes = [chain, _INT64, _INT64, _BYTES, _BYTES]
+    library.ms_bind.restype = _INT64
+    library.ms_bind.argtypes = [_BYTES, _INT64, _INT64]
     return library
 
 
