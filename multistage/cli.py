@@ -123,10 +123,22 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example:\n  multistage demo lstm --steps 20000 --width 128 --batch 16 "
         "--budget '1 MiB' --tier memory:",
     )
-    from .demos.lstm import add_arguments, run
+    from .demos import lstm as numpy_demo
+    from .demos import torch_lstm as torch_demo
 
-    add_arguments(lstm)
-    lstm.set_defaults(run=run)
+    numpy_demo.add_arguments(lstm)
+    lstm.set_defaults(run=numpy_demo.run)
+    torch_lstm = demos.add_parser(
+        "torch-lstm",
+        help="the same with PyTorch, larger, on a GPU where there is one",
+        description="Train a character LSTM (PyTorch) on the Python standard library's source "
+        "over sequences whose tapes do not fit the limit; needs torch.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n  multistage demo torch-lstm --steps 8000 --memory 32MiB "
+        "--tier pinned:1GiB",
+    )
+    torch_demo.add_arguments(torch_lstm)
+    torch_lstm.set_defaults(run=torch_demo.run)
     return parser
 
 
