@@ -148,7 +148,7 @@ def _check(args: argparse.Namespace, model: Any, start: Any, text: Any, say: Any
     for t in range(1, steps):
         state, loss = model(state, (text[t], text[t + 1]))
         known = known + loss
-    known.backward()
+    torch.autograd.backward([known])
     wanted = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     out = mst.unroll(

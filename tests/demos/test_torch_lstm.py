@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 from multistage.cli import main
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # more gain nothing for small tensors
+    yield
+    torch.set_num_threads(before)
 
 
 def test_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
