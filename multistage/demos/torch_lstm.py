@@ -155,7 +155,7 @@ def _check(args: argparse.Namespace, model: Any, start: Any, text: Any, say: Any
         model, start, lambda t: (text[t], text[t + 1]), steps=steps, memory=0.2, tiers=args.tier
     )
     assert out.loss is not None
-    out.loss.backward()
+    out.loss.backward()  # type: ignore[no-untyped-call]
     equal = torch.equal(out.loss, known) and all(
         torch.equal(a, p.grad) for a, p in zip(wanted, model.parameters(), strict=True)
     )
