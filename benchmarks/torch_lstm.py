@@ -270,7 +270,7 @@ def _ratios(samples: dict[int, dict[str, list[dict[str, Any]]]]) -> dict[str, fl
 def _plot(samples: dict[int, dict[str, list[dict[str, Any]]]], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for method in METHODS:
         lengths = [n for n in sorted(samples) if method in samples[n]]
@@ -285,7 +285,7 @@ def _plot(samples: dict[int, dict[str, list[dict[str, Any]]]], path: Path) -> No
         axes.set_xscale("log")
         axes.set_xlabel("steps")
         axes.grid(alpha=0.3)
-    left.legend(fontsize=8)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right", fontsize=8)
     figure.suptitle(f"LSTM of width {WIDTH}, batch {BATCH}; unroll within {MEMORY}")
     figure.savefig(path, dpi=130)
 

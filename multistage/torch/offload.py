@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +29,7 @@ from ..costs import parse_bytes
 from ..errors import ArgumentError, MultistageError
 from ..layout import Layout
 from .tensors import TensorLayout
-from .tiers import open_tiers
+from .tiers import open_tiers, take
 
 _PAGE_BYTES = 1 << 20
 _IN_FLIGHT = 4  # tensors whose writes may be under way
@@ -111,9 +111,15 @@ def offload(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device)
-    store = open_tiers(names, place)  # type: ignore[arg-type]
-    assert store is not None
-    shelf = _Shelf(store, place, parse_bytes(min_bytes), ahead)
+    least = parse_bytes(min_bytes)
+    give_back = take(names)  # type: ignore[arg-type]
+    try:
+        store = open_tiers(names, place)  # type: ignore[arg-type]
+        assert store is not None
+        shelf = _Shelf(store, place, least, ahead, give_back)
+    except BaseException:
+        give_back()
+        raise
     with torch.autograd.graph.saved_tensors_hooks(shelf.pack, shelf.unpack):
         yield shelf.stats
     shelf.settle()
@@ -150,12 +156,19 @@ class _Kept:
 
 
 class _Shelf:
-    def __init__(self, store: Store, device: torch.device, least: int, ahead: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        device: torch.device,
+        least: int,
+        ahead: int,
+        give_back: Callable[[], None],
+    ) -> None:
         self._store, self._device, self._least, self._ahead = store, device, least, ahead
         self.stats = OffloadStats()
         page = Layout.of((np.broadcast_to(np.uint8(0), (_PAGE_BYTES,)),))
         store.open(page)
-        self._end = weakref.finalize(self, store.close)
+        weakref.finalize(self, _end, store, give_back)
         self._next_key = self._next_number = 0
         self.gone: deque[tuple[range, Any]] = deque()  # of tensors nobody wants any more
         self._packed: weakref.WeakValueDictionary[int, _Packed] = weakref.WeakValueDictionary()
@@ -303,6 +316,11 @@ class _Shelf:
                 if versions is not None:
                     self._store.wait_written(key)
                 self._store.drop(key)
+
+
+def _end(store: Store, give_back: Callable[[], None]) -> None:
+    store.close()
+    give_back()
 
 
 _WRITTEN = (

@@ -80,6 +80,14 @@ class Inputs:
         steps = self.given[: self.steps]
         return [x for x in steps if isinstance(x, Tensor) and x.requires_grad]
 
+    def version(self) -> int:
+        """Return a number that changes when a tensor that was given is written to."""
+        if isinstance(self.given, Tensor):
+            return self.given._version
+        if isinstance(self.given, (list, tuple)):
+            return sum(x._version for x in self.given if isinstance(x, Tensor))
+        return 0
+
     def at(self, t: int) -> Any:
         """Return x_t."""
         given = self.given
@@ -247,6 +255,7 @@ class ThroughTime:
         modules = [] if cell.module is None else list(cell.module.modules())
         self._training = [(m, m.training) for m in modules]
         self._versions = [(p, p._version) for p in facts.parameters]
+        self._inputs_version = inputs.version()
 
     # ------------------------------------------------------------------ states
 
@@ -289,8 +298,10 @@ class ThroughTime:
         Raises
         ------
         StateError
-            If a parameter was changed since.
+            If a parameter or an input was changed since.
         """
+        if self.inputs.version() != self._inputs_version:
+            raise StateError("inputs was changed in place between forward and backward")
         for parameter, version in self._versions:
             if parameter._version != version:
                 raise StateError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,6 +14,36 @@ from .pinned import PinnedStore
 
 # Pinned memory between a CUDA device and a tier that knows host memory only.
 _BETWEEN_BYTES = 256 << 20
+
+
+# Stores given as objects, while somebody's states are in them.
+_taken: dict[int, Store] = {}
+
+
+def take(tiers: Sequence[str | Store]) -> Callable[[], None]:
+    """Take stores for oneself; return what gives them back.
+
+    Two computations in one store would overwrite each other's states.
+
+    Raises
+    ------
+    ArgumentError
+        If one is taken.
+    """
+    stores = [tier for tier in tiers if not isinstance(tier, str)]
+    for store in stores:
+        if id(store) in _taken:
+            raise ArgumentError(
+                f"the store {store.name!r} holds states of another sequence whose backward is "
+                "still to come; name the tier by a string, or give another store"
+            )
+    _taken.update((id(store), store) for store in stores)
+
+    def give_back() -> None:
+        for store in stores:
+            _taken.pop(id(store), None)
+
+    return give_back
 
 
 def open_tiers(tiers: Sequence[str | Store], device: torch.device) -> Store | None:

@@ -32,7 +32,7 @@ from .measure import tensors_of
 from .replay import RandomState
 from .tensors import TensorLayout, TensorState, TensorStates
 from .through_time import Collector, Inputs, ThroughTime
-from .tiers import open_tiers
+from .tiers import open_tiers, take
 
 _OUTPUTS = ("stack", "sum", "last")
 _DEVICE_SHARE = 0.9  # of the free memory of a CUDA device, where no limit is given
@@ -171,7 +171,7 @@ def unroll(
     known = Cell(cell, fused)
     sequence = Inputs(inputs, steps)
     settings = _Settings(memory, _as_tiers(tiers), chunk, strategy)
-    leaves, spec = pytree.tree_flatten(state)
+    leaves = pytree.tree_leaves(state)
     random_before = RandomState.capture([])
     x = sequence.many(0, min(_FEW, sequence.steps)) if known.fused else sequence.at(0)
     if not random_before.same_as(RandomState.capture([])):
@@ -185,7 +185,29 @@ def unroll(
         return _plain(known, facts, state, sequence, outputs, chunk, graph=False)
     devices = _devices([*leaves, *tensors_of(x), *facts.parameters])
     device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
-    store = open_tiers(settings.tiers, device)
+    give_back = take(settings.tiers)
+    try:
+        store = open_tiers(settings.tiers, device)
+        return _run(known, facts, sequence, state, store, settings, outputs, devices, give_back)
+    except BaseException:
+        give_back()
+        raise
+
+
+def _run(
+    known: Cell,
+    facts: Facts,
+    sequence: Inputs,
+    state: Any,
+    store: Store | None,
+    settings: _Settings,
+    outputs: Any,
+    devices: Sequence[torch.device],
+    give_back: Callable[[], None],
+) -> Unrolled:
+    """Plan and run a sequence that wants gradients."""
+    leaves, spec = pytree.tree_flatten(state)
+    wanted = [*leaves, *sequence.tensors(), *facts.parameters]
     collector = Collector(facts, sequence.steps, outputs, known.fused)
     chain = ThroughTime(known, facts, sequence, collector, 1, True, devices)
     names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
@@ -193,10 +215,14 @@ def unroll(
     layout = TensorLayout(first.tensors, names)
     chosen = _planned(chain, leaves, devices, layout, store, settings)
     if chosen.plan is None:
-        result = _plain(known, facts, state, sequence, outputs, chunk, graph=True)
+        give_back()
+        result = _plain(known, facts, state, sequence, outputs, settings.chunk, graph=True)
         return Unrolled(result.state, result.loss, result.outputs, chosen)
     chain.chunk = chosen.chunk
-    run = _Run(chain, first, chosen, store if chosen.plan.writes else None, layout, names)
+    if not chosen.plan.writes:
+        give_back()
+        store = None
+    run = _Run(chain, first, chosen, store, layout, names, give_back)
     found = _ThroughAutograd.apply(run, *wanted)
     loss, reduced = _results(facts, found[len(leaves) :])
     last = pytree.tree_unflatten(list(found[: len(leaves)]), spec)
@@ -266,6 +292,7 @@ class _Run:
         store: Store | None,
         layout: TensorLayout,
         names: Sequence[str],
+        give_back: Callable[[], None],
     ) -> None:
         self.chain = chain
         self._first = first
@@ -278,7 +305,7 @@ class _Run:
         self._executor: Executor[TensorState, Any] = Executor(
             chain, stores, states=TensorStates(names)
         )
-        self._end = weakref.finalize(self, _end, self._executor, store)
+        self._end = weakref.finalize(self, _end, self._executor, store, give_back)
 
     def forward(self) -> TensorState:
         """Run all steps; return the last state."""
@@ -304,10 +331,13 @@ class _Run:
             return self._executor.reverse(adjoint)  # type: ignore[no-any-return]
 
 
-def _end(executor: Executor[TensorState, Any], store: Store | None) -> None:
+def _end(
+    executor: Executor[TensorState, Any], store: Store | None, give_back: Callable[[], None]
+) -> None:
     executor.abort()
     if store is not None:
         store.close()
+    give_back()
 
 
 class _ThroughAutograd(torch.autograd.Function):
@@ -361,7 +391,15 @@ def _planned(
 ) -> UnrollPlan:
     """Return the plan for such a sequence, measured once."""
     cell, facts, inputs = chain.cell, chain.facts, chain.inputs
-    key = (_identity(cell), _kinds(leaves), inputs.steps, settings, facts.wants, cell.fused)
+    key = (
+        _identity(cell),
+        _kinds(leaves),
+        inputs.steps,
+        settings,
+        facts.wants,
+        cell.fused,
+        layout.nbytes,
+    )
     with _lock:
         known = _plans.get(key)
     if known is not None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import multistage.torch as mst
+from multistage.backends import MemoryStore
 from multistage.errors import ArgumentError, BudgetError, MultistageError, StateError
 from multistage.torch.meter import Meter
 
@@ -618,6 +619,36 @@ def test_what_changes_between_forward_and_backward_is_refused() -> None:
     assert out.loss is not None
     with pytest.raises(StateError, match="inplace"):
         out.loss.backward()
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_inputs_that_change_are_refused(as_list: bool) -> None:
+    cell, x = Plain(), torch.randn(40, BATCH, WIDTH)
+    given = list(x.unbind()) if as_list else x
+    out = mst.unroll(cell, torch.zeros(BATCH, WIDTH), given, memory="40 KiB")
+    assert out.loss is not None
+    given[7].add_(1.0)
+    with pytest.raises(StateError, match="inputs was changed in place"):
+        out.loss.backward()
+
+
+def test_a_store_serves_one_sequence_at_a_time() -> None:
+    cell, x = Plain(), torch.randn(60, BATCH, WIDTH)
+    h, store = torch.zeros(BATCH, WIDTH), MemoryStore(buffer_bytes=24 << 10)
+
+    def run() -> mst.Unrolled:
+        return mst.unroll(cell, h, x, memory="100 KiB", tiers=[store], strategy="stream", chunk=1)
+
+    out = run()
+    with pytest.raises(ArgumentError, match="holds states of another sequence"):
+        run()
+    with pytest.raises(ArgumentError, match="holds states"), mst.offload(store):
+        pass
+    assert out.loss is not None
+    out.loss.backward()
+    del out
+    gc.collect()
+    run()
 
 
 def test_double_backward_is_refused() -> None:
