@@ -20,11 +20,11 @@ from ..probe import action_seconds, probe_store, with_driver
 from .cell import Cell, Facts
 from .measure import untouched
 from .meter import Meter
-from .tensors import TensorLayout
+from .tensors import TensorLayout, TensorState
 from .through_time import Collector, Inputs, ThroughTime
 
-Strategy = Literal["auto", "keep", "recompute", "stream"]
-STRATEGIES: tuple[Strategy, ...] = ("auto", "keep", "recompute", "stream")
+Strategy = Literal["auto", "keep", "recompute", "stream", "offload"]
+STRATEGIES: tuple[Strategy, ...] = ("auto", "keep", "recompute", "stream", "offload")
 _PROBE_S = 1.0
 _LONGEST_S = 0.05  # a chunk of this length hides every overhead
 _AS_GOOD = 1.02  # plans within this factor tie; the one that takes less memory wins
@@ -44,12 +44,15 @@ class Sample:
         Seconds forward with a graph and back.
     peak_bytes : int
         Allocated at most during that, beyond the state before.
+    saved : tuple of int
+        Sizes of the storages its graph saves, parameters and the state not counted.
     """
 
     chunk: int
     forward_s: float
     turn_s: float
     peak_bytes: int
+    saved: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +61,10 @@ class UnrollPlan:
 
     Attributes
     ----------
-    strategy : {"keep", "recompute", "stream"}
+    strategy : {"keep", "recompute", "stream", "offload"}
         Keep every tape (plain autograd); keep some states and run again from
-        them; or stream states to a slow tier besides.
+        them; stream states to a slow tier besides; or stream tapes there, and
+        run nothing again.
     steps, chunk : int
         Time steps, and how many make one step of the schedule.
     memory_bytes : int
@@ -89,7 +93,7 @@ class UnrollPlan:
 
     def summary(self) -> str:
         """Return the plan in one line."""
-        what = f"{self.strategy}, chunks of {self.chunk}" if self.plan else "keep"
+        what = f"{self.strategy}, chunks of {self.chunk}" if self.plan else self.strategy
         return (
             f"plan {what}: {self.steps} steps within {format_bytes(self.memory_bytes)}: "
             f"{format_seconds(self.seconds)}, peak {format_bytes(self.peak_bytes)} "
@@ -167,6 +171,7 @@ def _sample(
     first = chain.first(state)
     device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
     forwards, turns, peak = [], [], 0
+    saved: tuple[int, ...] = ()
     with chain.settled(keep=False):
         for number in range(4):
             chain.front = 0
@@ -180,11 +185,32 @@ def _sample(
                         meter.ignore([inputs.given])
                     chain.reverse(first, adjoint, 0)
                     peak = meter.peak_bytes
+            elif number == 1:
+                saved = _saved(chain, first, adjoint, facts)
             else:
                 chain.sums = [None] * len(facts.parameters)
                 turns.append(_timed(lambda: chain.reverse(first, adjoint, 0), device))  # noqa: B023
             chain.of_inputs.clear()
-    return Sample(chunk, max(min(forwards[1:]), 1e-9), max(min(turns), 1e-9), peak)
+    return Sample(chunk, max(min(forwards[1:]), 1e-9), max(min(turns), 1e-9), peak, saved)
+
+
+def _saved(
+    chain: ThroughTime, first: TensorState, adjoint: tuple[Tensor | None, ...], facts: Facts
+) -> tuple[int, ...]:
+    """Return the sizes of the storages that a chunk's graph saves."""
+    held = [*first.tensors, *facts.parameters, chain.inputs.given]
+    known = {t.untyped_storage()._cdata for t in held if isinstance(t, Tensor)}
+    sizes: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            sizes[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        chain.reverse(first, adjoint, 0)
+    return tuple(sizes.values())
 
 
 def _ones(
@@ -239,6 +265,33 @@ def _read_seconds(lines: Sequence[Tensor]) -> float:
     return min(seconds)
 
 
+def offloaded(
+    sample: Sample, steps: int, least: int, page: Tier, page_bytes: int
+) -> tuple[float, int]:
+    """Return predicted seconds and peak bytes of a sequence whose tapes travel.
+
+    Parameters
+    ----------
+    sample : Sample
+    steps : int
+    least : int
+        Smaller tensors stay.
+    page : Tier
+        Seconds to write and read one page.
+    page_bytes : int
+    """
+    chunks = steps / sample.chunk
+    staying = sum(n for n in sample.saved if n < least)
+    moving = [n for n in sample.saved if n >= least]
+    pages = sum(-(-n // page_bytes) for n in moving)
+    # A third of a turn is forward, and hides the writes; the rest hides the reads.
+    forward_s, backward_s = sample.turn_s / 3, 2 * sample.turn_s / 3
+    seconds = max(forward_s, pages * page.write_s) + max(backward_s, pages * page.read_s)
+    seconds += pages * (page.write_overhead_s + page.read_overhead_s)
+    on_the_way = 9 * max(moving, default=0)  # written, or fetched ahead
+    return seconds * chunks, int(staying * chunks) + on_the_way + sample.peak_bytes // sample.chunk
+
+
 def _scheduled(costs: Costs, slots: int, n: int, strategy: Strategy) -> Plan:
     """Return the best schedule; with strategy "stream" one that writes, if any can."""
     budget = Budget(slots=slots)
@@ -262,6 +315,7 @@ def choose(
     buffer_bytes: int,
     strategy: Strategy,
     chunk: int | None,
+    offload: tuple[float, int] | None = None,
 ) -> UnrollPlan:
     """Return the fastest plan that fits, of all chunk sizes and strategies.
 
@@ -282,8 +336,15 @@ def choose(
             )
         found.append((longest.turn_s * steps / longest.chunk, keep, "keep", 1, None))
     least: list[int] = []
+    if offload is not None and strategy in ("auto", "offload"):
+        least.append(offload[1])
+        if offload[1] <= memory:
+            found.append((*offload, "offload", 1, None))
     for sample in samples:
-        if (chunk is not None and sample.chunk != min(chunk, steps)) or strategy == "keep":
+        if (chunk is not None and sample.chunk != min(chunk, steps)) or strategy in (
+            "keep",
+            "offload",
+        ):
             continue
         for name, tiers in (("recompute", ()), ("stream", () if tier is None else (tier,))):
             if strategy not in ("auto", name) or (name == "stream" and tier is None):

@@ -31,7 +31,7 @@ from ..layout import Layout
 from .tensors import TensorLayout
 from .tiers import open_tiers, take
 
-_PAGE_BYTES = 1 << 20
+PAGE_BYTES = 1 << 20
 _IN_FLIGHT = 4  # tensors whose writes may be under way
 
 
@@ -62,6 +62,7 @@ def offload(
     *,
     min_bytes: int | str = "1 MiB",
     ahead: int = 4,
+    stays: Sequence[Tensor] = (),
     device: torch.device | str | None = None,
 ) -> Iterator[OffloadStats]:
     """Move what autograd saves in this context to slow tiers, until the backward asks for it.
@@ -76,6 +77,8 @@ def offload(
         Smaller tensors stay.
     ahead : int
         Tensors to fetch ahead of the one asked for.
+    stays : sequence of Tensor
+        Not moved, nor views of them, such as inputs that are held anyway.
     device : torch.device or str, optional
         Of the tensors to move; default: CUDA where there is such a device.
 
@@ -116,7 +119,7 @@ def offload(
     try:
         store = open_tiers(names, place)  # type: ignore[arg-type]
         assert store is not None
-        shelf = _Shelf(store, place, least, ahead, give_back)
+        shelf = _Shelf(store, place, least, ahead, stays, give_back)
     except BaseException:
         give_back()
         raise
@@ -162,11 +165,13 @@ class _Shelf:
         device: torch.device,
         least: int,
         ahead: int,
+        stays: Sequence[Tensor],
         give_back: Callable[[], None],
     ) -> None:
         self._store, self._device, self._least, self._ahead = store, device, least, ahead
         self.stats = OffloadStats()
-        page = Layout.of((np.broadcast_to(np.uint8(0), (_PAGE_BYTES,)),))
+        self._stays = {t.untyped_storage()._cdata: t for t in stays}
+        page = Layout.of((np.broadcast_to(np.uint8(0), (PAGE_BYTES,)),))
         store.open(page)
         weakref.finalize(self, _end, store, give_back)
         self._next_key = self._next_number = 0
@@ -184,7 +189,8 @@ class _Shelf:
         is_parameter = base.is_leaf and base.requires_grad
         nbytes = tensor.numel() * tensor.element_size()
         strange = tensor.layout is not torch.strided or tensor.device.type != self._device.type
-        if is_parameter or strange:
+        held = tensor.untyped_storage()._cdata in self._stays
+        if is_parameter or strange or held:
             return _Kept(tensor)
         # A view of little, expanded, holds little.
         small = min(nbytes, tensor.untyped_storage().nbytes()) < self._least
@@ -222,11 +228,11 @@ class _Shelf:
             self._settle_oldest()
         layout = TensorLayout([tensor], ["a saved tensor"])
         (line,), packing = layout.pack([tensor])
-        pages = -(-nbytes // _PAGE_BYTES)
+        pages = -(-nbytes // PAGE_BYTES)
         keys = range(self._next_key, self._next_key + pages)
         self._next_key += pages
         for page, key in enumerate(keys):
-            piece = line[page * _PAGE_BYTES : (page + 1) * _PAGE_BYTES]
+            piece = line[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
             if not self._store.put(key, [_filled(piece)], block=True):
                 for other in keys[:page]:
                     self._store.wait_written(other)
@@ -298,7 +304,7 @@ class _Shelf:
                 part = piece if isinstance(piece, Tensor) else torch.from_numpy(np.array(piece))
                 if line is None:
                     line = torch.empty(packed.nbytes, dtype=torch.uint8, device=part.device)
-                here = line[page * _PAGE_BYTES : (page + 1) * _PAGE_BYTES]
+                here = line[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
                 here.copy_(part[: len(here)])
         except CheckpointLost as error:
             raise MultistageError(
@@ -330,8 +336,8 @@ _WRITTEN = (
 
 def _filled(piece: Any) -> Any:
     """Return a page of full length."""
-    if len(piece) == _PAGE_BYTES:
+    if len(piece) == PAGE_BYTES:
         return piece
     if isinstance(piece, Tensor):
-        return torch.nn.functional.pad(piece, (0, _PAGE_BYTES - len(piece)))
-    return np.concatenate([piece, np.zeros(_PAGE_BYTES - len(piece), np.uint8)])
+        return torch.nn.functional.pad(piece, (0, PAGE_BYTES - len(piece)))
+    return np.concatenate([piece, np.zeros(PAGE_BYTES - len(piece), np.uint8)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import OrderedDict
@@ -25,10 +26,12 @@ from .cell_costs import (
     UnrollPlan,
     choose,
     keep_bytes,
+    offloaded,
     sample_chunks,
     tier_of,
 )
 from .measure import tensors_of
+from .offload import PAGE_BYTES, offload
 from .replay import RandomState
 from .tensors import TensorLayout, TensorState, TensorStates
 from .through_time import Collector, Inputs, ThroughTime
@@ -37,6 +40,7 @@ from .tiers import open_tiers, take
 _OUTPUTS = ("stack", "sum", "last")
 _DEVICE_SHARE = 0.9  # of the free memory of a CUDA device, where no limit is given
 _REMEMBERED = 64
+_OFFLOADED = 256 << 10  # tapes' tensors of at least this travel
 _FEW = 8  # steps of a fused cell to look at
 
 
@@ -120,9 +124,10 @@ def unroll(
     parameters : sequence of Tensor, optional
         That gradients are wanted of; default: those of the module, and leaves
         found in the graph of a step.
-    strategy : {"auto", "keep", "recompute", "stream"}
+    strategy : {"auto", "keep", "recompute", "stream", "offload"}
         The fastest by measurement; plain autograd; states kept and run again
-        from; states streamed to the tiers.
+        from; states streamed to the tiers; tapes streamed there, and nothing
+        run again.
     random : bool, optional
         Whether the cell draws random numbers; found out in its first step if
         not given.
@@ -184,7 +189,7 @@ def unroll(
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
         return _plain(known, facts, state, sequence, outputs, chunk, graph=False)
     devices = _devices([*leaves, *tensors_of(x), *facts.parameters])
-    device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+    device = _cuda_or_cpu(devices)
     give_back = take(settings.tiers)
     try:
         store = open_tiers(settings.tiers, device)
@@ -207,6 +212,7 @@ def _run(
 ) -> Unrolled:
     """Plan and run a sequence that wants gradients."""
     leaves, spec = pytree.tree_flatten(state)
+    device = _cuda_or_cpu(devices)
     wanted = [*leaves, *sequence.tensors(), *facts.parameters]
     collector = Collector(facts, sequence.steps, outputs, known.fused)
     chain = ThroughTime(known, facts, sequence, collector, 1, True, devices)
@@ -216,7 +222,12 @@ def _run(
     chosen = _planned(chain, leaves, devices, layout, store, settings)
     if chosen.plan is None:
         give_back()
-        result = _plain(known, facts, state, sequence, outputs, settings.chunk, graph=True)
+        tapes: Any = contextlib.nullcontext()
+        if chosen.strategy == "offload":
+            held = [t for t in [*leaves, sequence.given] if isinstance(t, Tensor)]
+            tapes = offload(settings.tiers, min_bytes=_OFFLOADED, stays=held, device=device)
+        with tapes:
+            result = _plain(known, facts, state, sequence, outputs, settings.chunk, graph=True)
         return Unrolled(result.state, result.loss, result.outputs, chosen)
     chain.chunk = chosen.chunk
     if not chosen.plan.writes:
@@ -243,6 +254,10 @@ def _as_tiers(tiers: Any) -> tuple[str | Store, ...]:
 
 def _devices(tensors: Sequence[Tensor]) -> list[torch.device]:
     return sorted({t.device for t in tensors if t.device.type not in ("cpu", "meta")}, key=str)
+
+
+def _cuda_or_cpu(devices: Sequence[torch.device]) -> torch.device:
+    return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
 
 
 def _results(facts: Facts, values: Sequence[Tensor | None]) -> tuple[Tensor | None, Any]:
@@ -421,6 +436,15 @@ def _planned(
         tier = _measured_tiers.get(tier_key)
         if tier is None:
             tier = _measured_tiers[tier_key] = tier_of(store, layout, chain.first(leaves).tensors)
+    travelling = None
+    if store is not None and settings.strategy in ("auto", "offload"):
+        page_key = (settings.tiers, "page")
+        page = _measured_tiers.get(page_key)
+        if page is None:
+            blank = torch.empty(PAGE_BYTES, dtype=torch.uint8, device=_cuda_or_cpu(devices))
+            page_layout = TensorLayout([blank], ["a page"])
+            page = _measured_tiers[page_key] = tier_of(store, page_layout, [blank])
+        travelling = offloaded(samples[-1], inputs.steps, _OFFLOADED, page, PAGE_BYTES)
     plan = choose(
         samples,
         inputs.steps,
@@ -430,6 +454,7 @@ def _planned(
         buffer_bytes=0 if store is None else store.buffer_bytes(layout.record),
         strategy=settings.strategy,
         chunk=settings.chunk,
+        offload=travelling,
     )
     with _lock:
         _plans[key] = plan

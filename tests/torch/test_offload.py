@@ -91,6 +91,14 @@ def test_what_moves_and_what_stays() -> None:
     assert x.grad is not None and weight.grad is not None
 
 
+def test_what_is_held_anyway_stays() -> None:
+    x = torch.randn(600, 600)
+    weight = torch.randn(600, 600, requires_grad=True)
+    with mst.offload("memory:", min_bytes=1000, stays=[x]) as stats:
+        (x.t() @ weight).sum()
+    assert stats.moved == 0
+
+
 def test_memory_is_given_back() -> None:
     x = torch.randn(1 << 18, requires_grad=True)  # 1 MiB
     peaks = {}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,15 @@ from multistage.layout import Layout
 from multistage.torch.pinned import PinnedStore
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    gc.collect()
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    assert set(threading.enumerate()) <= before
 
 
 class AsArrays:
@@ -60,7 +70,6 @@ STORES: dict[str, Callable[[Path], PinnedStore]] = {
 @pytest.mark.parametrize("name", STORES)
 def test_contract(name: str, tmp_path: Path) -> None:
     check_store(lambda: AsArrays(STORES[name](tmp_path)))  # type: ignore[arg-type]
-    assert not [t for t in threading.enumerate() if t.name.startswith("multistage")]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -97,7 +106,6 @@ def test_what_overflows_goes_below_and_comes_back(
             assert store.stats.peak_stored_bytes == count * layout.nbytes
         finally:
             store.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("multistage")]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -191,6 +191,30 @@ def test_through_pinned_memory_to_a_file(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_tapes_travel_where_that_is_asked_for(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    cell, h = Plain(), torch.randn(8000, WIDTH, requires_grad=True)  # 375 KiB a tensor
+    x = torch.randn(30, 8000, WIDTH)
+    found = []
+    for tiers in (None, f"file:{tmp_path}"):
+        model, s = copy.deepcopy((cell, h))
+        torch.manual_seed(1)
+        if tiers is None:
+            last, y = by_hand(model, s, x)
+        else:
+            out = mst.unroll(model, s, x, memory="24 MiB", tiers=tiers, strategy="offload")
+            assert out.plan is not None and out.plan.strategy == "offload"
+            assert out.plan.peak_bytes < out.plan.keep_bytes / 2
+            last, y = out.state, out.loss
+        total(last, y).backward()
+        found.append(results(model, s, x, y, last))
+    assert_alike(*found)
+    with pytest.raises(ArgumentError, match="needs a tier"):
+        mst.unroll(cell, h, x, strategy="offload")
+    with pytest.raises(BudgetError, match="the smallest limit"):  # small tensors stay
+        mst.unroll(cell, h[:8], x[:, :8], memory=99, tiers="memory:", strategy="offload")
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     name=st.sampled_from(sorted(CELLS)),
