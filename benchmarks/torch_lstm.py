@@ -35,8 +35,9 @@ LENGTHS = (2_000, 8_000, 32_000, 128_000)
 QUICK_LENGTHS = (500, 2_000)
 # Longest sequences that keep every tape: they take memory in proportion.
 MOST = {"plain": 32_000, "save_on_cpu": 8_000, "checkpoint": 32_000, "nested": 32_000}
-OURS = ("unroll memory", "unroll RAM tier", "unroll file tier")
-FLAT = ("unroll memory", "unroll file tier")  # the RAM tier's states are in the process too
+OURS = ("unroll memory", "unroll pinned", "unroll pinned, file", "unroll file")
+# Without a device, states in unbounded pinned memory are in the process too.
+FLAT = ("unroll memory", "unroll pinned, file", "unroll file")
 METHODS = ("plain", "save_on_cpu", "checkpoint", "checkpoint reentrant", "nested", *OURS)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
@@ -135,8 +136,9 @@ def _run_child(given: dict[str, Any]) -> dict[str, Any]:
     task, method = Task(given["seed"]), given["method"]
     tiers: dict[str, tuple[str, ...]] = {
         "unroll memory": (),
-        "unroll RAM tier": ("memory:?buffers=1MiB",),
-        "unroll file tier": (f"file:{given['scratch']}?buffers=1MiB",),
+        "unroll pinned": ("pinned:",),
+        "unroll pinned, file": ("pinned:2MiB", f"file:{given['scratch']}?buffers=1MiB"),
+        "unroll file": (f"file:{given['scratch']}?buffers=1MiB",),
     }
     ways: dict[str, Callable[[int], Tensor]] = {
         "plain": lambda n: task.steps(0, n, *task.state)[2],
