@@ -27,7 +27,7 @@ Strategy = Literal["auto", "keep", "recompute", "stream", "offload"]
 STRATEGIES: tuple[Strategy, ...] = ("auto", "keep", "recompute", "stream", "offload")
 _PROBE_S = 1.0
 _LONGEST_S = 0.05  # a chunk of this length hides every overhead
-_AS_GOOD = 1.02  # plans within this factor tie; the one that takes less memory wins
+_AS_GOOD = 1.02  # plans within this factor tie
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,10 +379,9 @@ def choose(
             "smallest limit that works here; raise the limit, or give a smaller chunk"
         )
     found.sort(key=lambda entry: entry[0])
-    fastest = found[0][0]
-    seconds, peak, name, size, chosen_plan = min(
-        (entry for entry in found if entry[0] <= _AS_GOOD * fastest), key=lambda entry: entry[1]
-    )
+    # Of those as good: plain autograd, else the one that takes the least memory.
+    as_good = [entry for entry in found if entry[0] <= _AS_GOOD * found[0][0]]
+    seconds, peak, name, size, chosen_plan = min(as_good, key=lambda e: (e[2] != "keep", e[1]))
     return UnrollPlan(
         strategy=name,
         steps=steps,

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 import multistage.torch as mst
 from multistage.backends import MemoryStore
 from multistage.errors import ArgumentError, BudgetError, MultistageError, StateError
+from multistage.torch.cell_costs import Sample, choose
 from multistage.torch.meter import Meter
 
 WIDTH, BATCH = 12, 16
@@ -595,6 +596,21 @@ def test_cells_that_break_their_word_later() -> None:
     with pytest.raises((StateError, RuntimeError), match="inplace"):
         out = mst.unroll(writes, (h, torch.zeros(())), x, memory="30 KiB", chunk=1)
         out.state[0].sum().backward()
+
+
+def test_plain_autograd_wins_where_it_fits() -> None:
+    samples = [Sample(1, 0.1, 0.3, 1 << 20, (1 << 20,)), Sample(2, 0.2, 0.6, 2 << 20, (2 << 20,))]
+    options: dict[str, Any] = {"tier": None, "buffer_bytes": 0, "chunk": None}
+    for strategy, memory, expected in (
+        ("auto", 1 << 30, "keep"),
+        ("auto", 50 << 20, "offload"),
+        ("recompute", 50 << 20, "recompute"),
+    ):
+        plan = choose(
+            samples, 100, memory, 1 << 10, strategy=strategy, offload=(30.1, 20 << 20), **options
+        )
+        assert plan.strategy == expected
+        assert plan.seconds <= 1.02 * plan.alternatives[0][2]
 
 
 def test_bad_arguments() -> None:
