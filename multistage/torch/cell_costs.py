@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from tabulate import tabulate
@@ -18,7 +18,7 @@ from ..errors import ArgumentError, BudgetError
 from ..plan import Plan, plan
 from ..probe import action_seconds, probe_store, with_driver
 from .cell import Cell, Facts
-from .measure import untouched
+from .measure import seconds_of, untouched
 from .meter import Meter
 from .tensors import TensorLayout, TensorState
 from .through_time import Collector, Inputs, ThroughTime
@@ -176,7 +176,7 @@ def _sample(
         for number in range(4):
             chain.front = 0
             collector.clear()
-            forwards.append(_timed(lambda: chain.advance(first, 0, 1), device))
+            forwards.append(seconds_of(lambda: chain.advance(first, 0, 1), device))
             adjoint, chain.output_gradients = _ones(facts, state, collector)
             if number == 0:
                 with Meter(device) as meter:
@@ -189,7 +189,7 @@ def _sample(
                 saved = _saved(chain, first, adjoint, facts)
             else:
                 chain.sums = [None] * len(facts.parameters)
-                turns.append(_timed(lambda: chain.reverse(first, adjoint, 0), device))  # noqa: B023
+                turns.append(seconds_of(lambda: chain.reverse(first, adjoint, 0), device))  # noqa: B023
             chain.of_inputs.clear()
     return Sample(chunk, max(min(forwards[1:]), 1e-9), max(min(turns), 1e-9), peak, saved)
 
@@ -225,16 +225,6 @@ def _ones(
     return adjoint, outputs
 
 
-def _timed(work: Any, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
-
-
 def keep_bytes(samples: Sequence[Sample], steps: int) -> int:
     """Return the bytes plain autograd takes for a sequence."""
     first, last = samples[0], samples[-1]
@@ -260,7 +250,8 @@ def _read_seconds(lines: Sequence[Tensor]) -> float:
     pinned = [line.cpu().pin_memory() for line in lines]
     device = lines[0].device
     seconds = [
-        _timed(lambda: [p.to(device, non_blocking=True) for p in pinned], device) for _ in range(5)
+        seconds_of(lambda: [p.to(device, non_blocking=True) for p in pinned], device)
+        for _ in range(5)
     ]
     return min(seconds)
 

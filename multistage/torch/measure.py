@@ -536,7 +536,7 @@ def _time(
     ):
         inputs = fresh()
         with torch.no_grad():
-            forwards.append(_seconds(partial(call, inputs), device))
+            forwards.append(seconds_of(partial(call, inputs), device))
         inputs = fresh()
         clock = _Clock(device)
         last: list[Any] = []
@@ -556,7 +556,7 @@ def _time(
         wanted = [t for t in tensors_of(inputs) if t.requires_grad]
         leaves = None if collective else [*wanted, *stand_ins] or None
         backward = partial(torch.autograd.backward, result, gradients, inputs=leaves)
-        backwards.append(_seconds(backward, device))
+        backwards.append(seconds_of(backward, device))
         for parameter in stand_ins:
             parameter.grad = None
     return min(forwards[1:]), min(spared[1:]), min(backwards[1:])
@@ -588,7 +588,8 @@ class _Clock:
         return float(start.elapsed_time(stop)) / 1e3
 
 
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds some work takes, on its device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()

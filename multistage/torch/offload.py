@@ -139,6 +139,7 @@ class _Packed:
     packing: Any
     nbytes: int
     versions: tuple[Tensor, int] | None  # the tensor and its version, while it is written
+    kept: _Kept | None = None  # where a write failed
     fetched: bool = False
     spoiled: bool = False
     back: weakref.ref[Tensor] | None = None
@@ -154,8 +155,9 @@ class _Kept:
 
     __slots__ = ("tensor", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor, tensor._version
+    def __init__(self, tensor: Tensor, version: int | None = None) -> None:
+        self.tensor = tensor
+        self.version = tensor._version if version is None else version
 
 
 class _Shelf:
@@ -255,8 +257,9 @@ class _Shelf:
         if packed.versions is None:
             return
         tensor, version = packed.versions
-        for key in packed.keys:
-            self._store.wait_written(key)
+        written = [self._store.wait_written(key) for key in packed.keys]  # for every one
+        if not all(written):
+            packed.kept = _Kept(tensor, version)
         packed.spoiled = tensor._version != version
         packed.versions = None
 
@@ -277,6 +280,8 @@ class _Shelf:
         packed: _Packed = saved
         self._tidy()
         self._written(packed)
+        if packed.kept is not None:
+            return self.unpack(packed.kept)
         if packed.spoiled:
             raise RuntimeError(_WRITTEN)
         there = None if packed.back is None else packed.back()

@@ -251,7 +251,7 @@ class ThroughTime:
         self.output_gradients: Sequence[Tensor | None] = ()
         self._watch = watch
         self._devices = list(devices)
-        self._autocast = Autocast.capture(sorted({"cpu", *(d.type for d in devices)}))
+        self.autocast = Autocast.capture(sorted({"cpu", *(d.type for d in devices)}))
         modules = [] if cell.module is None else list(cell.module.modules())
         self._training = [(m, m.training) for m in modules]
         self._versions = [(p, p._version) for p in facts.parameters]
@@ -327,7 +327,7 @@ class ThroughTime:
         buffers = [(m, k, m._buffers[k]) for m, k in self.facts.buffers]
         random = RandomState.capture(self._devices) if self.facts.draws and not keep else None
         try:
-            with autocast(self._autocast):
+            with autocast(self.autocast):
                 yield
         finally:
             if random is not None:

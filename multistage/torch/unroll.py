@@ -234,7 +234,11 @@ def _run(
         give_back()
         store = None
     run = _Run(chain, first, chosen, store, layout, names, give_back)
-    found = _ThroughAutograd.apply(run, *wanted)
+    try:
+        found = _ThroughAutograd.apply(run, *wanted)
+    except BaseException:
+        run.close()  # now: a traceback may keep it for long
+        raise
     loss, reduced = _results(facts, found[len(leaves) :])
     last = pytree.tree_unflatten(list(found[: len(leaves)]), spec)
     return Unrolled(last, loss, reduced, chosen)
@@ -321,6 +325,10 @@ class _Run:
             chain, stores, states=TensorStates(names)
         )
         self._end = weakref.finalize(self, _end, self._executor, store, give_back)
+
+    def close(self) -> None:
+        """Forget the sweep; close the tier and give it back."""
+        self._end()
 
     def forward(self) -> TensorState:
         """Run all steps; return the last state."""
@@ -414,6 +422,9 @@ def _planned(
         facts.wants,
         cell.fused,
         layout.nbytes,
+        _kinds(facts.parameters),
+        _kinds(tensors_of(inputs.many(0, 1) if cell.fused else inputs.at(0))),
+        chain.autocast,
     )
     with _lock:
         known = _plans.get(key)
@@ -458,8 +469,9 @@ def _planned(
     )
     with _lock:
         _plans[key] = plan
-        while len(_plans) > _REMEMBERED:
-            _plans.popitem(last=False)
+        for remembered in (_plans, _measured_tiers):
+            while len(remembered) > _REMEMBERED:
+                remembered.popitem(last=False)
     return plan
 
 

@@ -155,6 +155,17 @@ def test_a_lost_tensor_is_an_error() -> None:
         y.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
+def test_a_write_that_fails_keeps_the_tensor() -> None:
+    x = torch.randn(1 << 18, requires_grad=True)
+    store = FaultyStore(MemoryStore(), lose_write=lambda number: number % 2 == 0)
+    with mst.offload(store):
+        y = torch.sin(torch.sin(torch.sin(torch.sin(x))))
+    (found,) = torch.autograd.grad(y.sum(), x)
+    (known,) = torch.autograd.grad(torch.sin(torch.sin(torch.sin(torch.sin(x)))).sum(), x)
+    assert torch.equal(found, known)
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ArgumentError, match="needs a tier"), mst.offload([]):
         pass
