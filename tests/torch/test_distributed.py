@@ -44,6 +44,7 @@ def _worker(rank: int, port: int, out: str) -> None:
                 wrapped(x).square().sum().backward()
             results.append([p.grad for p in model.parameters()] + list(model.buffers()))
         torch.save((results, plans), f"{out}/{rank}.pt")
+        torch.distributed.barrier()  # gloo aborts when one leaves while others talk
     finally:
         torch.distributed.destroy_process_group()
 
@@ -77,6 +78,7 @@ def _sharded_worker(rank: int, port: int, out: str, whole: bool) -> None:
         assert not model.plan.keeps_all  # type: ignore[union-attr]
         plans.append(repr(model.plan.actions))  # type: ignore[union-attr]
         torch.save((results, plans), f"{out}/{rank}.pt")
+        torch.distributed.barrier()  # gloo aborts when one leaves while others talk
     finally:
         torch.distributed.destroy_process_group()
 
@@ -124,6 +126,7 @@ def _sequence_worker(rank: int, port: int, out: str, kind: str) -> None:
             results.append([g.full_tensor() if kind == "fsdp" else g for g in grads])  # type: ignore[union-attr]
         assert model.seen == "recompute"
         torch.save((results, []), f"{out}/{rank}.pt")
+        torch.distributed.barrier()  # gloo aborts when one leaves while others talk
     finally:
         torch.distributed.destroy_process_group()
 
