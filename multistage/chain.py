@@ -34,6 +34,11 @@ class Chain(Protocol[State, Adjoint]):
     state_is_tape : bool
         Whether the tape of a step is its input state; `tape` is then never
         called and `reverse` gets the state itself.
+
+    Notes
+    -----
+    A chain that sets `one_tape` to true has but one tape, the latest, such as
+    operators that leave it in arrays of their own; plans then keep states only.
     """
 
     @property

@@ -16,6 +16,9 @@ from typing import Any
 
 from .errors import ArgumentError, BudgetError
 
+# As `tape_bytes`: more than any budget holds, so that no planner keeps a second tape.
+NOT_KEPT = 1 << 62
+
 _UNITS = {
     "": 1,
     "b": 1,
@@ -160,7 +163,8 @@ class Costs:
         taping then costs a plain forward step, and nothing when the live
         state need not move on.
     state_bytes, tape_bytes : int
-        Size of one state and of one tape; `tape_bytes` 0 means `state_bytes`.
+        Size of one state and of one tape; `tape_bytes` 0 means `state_bytes`,
+        `NOT_KEPT` that only the latest tape exists, in working memory.
     tiers : tuple of Tier
         The slow tiers, fastest first.
     action_s : float

@@ -228,7 +228,7 @@ class Executor(Generic[State, Adjoint]):
             schedule=schedule,  # type: ignore[arg-type]
             layout=self._layout,
             slots=self._slots,
-            origin=self._slots.keep(state, "state 0"),
+            origin=self._slots.keep(state, 0),
             live=state,
             stored=[StepSet() for _ in self._stores],
         )
@@ -600,7 +600,7 @@ class Executor(Generic[State, Adjoint]):
             run.lost.add(step)
             run.used -= 1
             return False
-        run.held[step] = run.slots.adopt(arrays)
+        run.held[step] = run.slots.adopt(arrays, step)
         return True
 
     def _read(self, step: int, tier: int) -> list[Any] | None:
@@ -637,7 +637,7 @@ class Executor(Generic[State, Adjoint]):
                     continue
                 arrays = self._read(start, tier)
                 if arrays is not None:
-                    best, kept = start, run.slots.adopt(arrays)
+                    best, kept = start, run.slots.adopt(arrays, start)
                     break
         if best < step:
             live = chain.advance(run.slots.load(kept, live), best, step)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,11 +29,12 @@ from .backends.base import CheckpointLost, Store
 from .backends.files import ENGINES, FileStore
 from .backends.memory import MemoryStore
 from .chain import Chain, FunctionChain
-from .costs import Costs, Tier
+from .costs import NOT_KEPT, Costs, Tier
 from .execute import Executor
 from .layout import Array, Layout, dense
 from .plan.revolve import revolve_schedule
 from .plan.sweep import Sweep
+from .slots import ArrayStates, Slots, States
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -49,12 +50,13 @@ def measure(
     chain: Chain[State, Adjoint],
     state: State,
     n_steps: int,
-    store: Store | None = None,
+    store: Store | Sequence[Store] | None = None,
     *,
     adjoint: Adjoint | None = None,
     seconds: float = 1.0,
+    states: States | None = None,
 ) -> Costs:
-    """Measure the costs of a chain and a store.
+    """Measure the costs of a chain and its stores.
 
     Parameters
     ----------
@@ -64,13 +66,15 @@ def measure(
         State 0; left unchanged.
     n_steps : int
         At most so many steps and transfers are tried.
-    store : Store, optional
+    store : Store or sequence of Store, optional
         Closed; opened and closed again.
     adjoint : pytree of arrays, optional
         If given, adjoint steps are run on copies of it.  Without it an
         adjoint step is taken to cost twice a forward step.
     seconds : float
         Rough limit of the time spent.
+    states : States, optional
+        How states are described and kept, if they are no pytrees of arrays.
 
     Raises
     ------
@@ -85,41 +89,56 @@ def measure(
     >>> costs.state_bytes, costs.forward_step_s > 0
     (8000, True)
     """
-    layout = Layout.of(state)
-    share = seconds / (3 if store is not None else 2)
+    states = ArrayStates(chain.in_place) if states is None else states
+    stores = () if store is None else tuple(store) if isinstance(store, Sequence) else (store,)
+    layout: Any = states.layout(state)
+    share = seconds / (2 + len(stores))
+    with _starting(chain, state, states.slots(layout)) as start:
 
-    def steps(count: int) -> None:
-        chain.advance(_copied(chain, state), 0, count)
+        def steps(count: int) -> None:
+            chain.advance(start(), 0, count)
 
-    forward_s, _ = _per_item(steps, n_steps, share)
-    tape_s: float | None = None
-    if not chain.state_is_tape:
+        forward_s, _ = _per_item(steps, n_steps, share)
+        tape_s: float | None = None
+        if not chain.state_is_tape:
 
-        def tapes(count: int) -> None:
-            at = _copied(chain, state)
-            for i in range(count):
-                at, _ = chain.tape(at, i)
+            def tapes(count: int) -> None:
+                at = start()
+                for i in range(count):
+                    at, _ = chain.tape(at, i)
 
-        tape_s, _ = _per_item(tapes, n_steps, share / 2)
-    if adjoint is None:
-        reverse_s = _GUESSED_RATIO * forward_s
-    else:
-        forward_s, reverse_s = _short_run(chain, state, adjoint, n_steps, share)
-        reverse_s = max(0.0, reverse_s - (tape_s or 0.0))
-    tiers: tuple[Tier, ...] = ()
-    if store is not None:
-        tiers = (probe_store(store, layout, seconds=share, most=n_steps),)
+            tape_s, _ = _per_item(tapes, n_steps, share / 2)
+        if adjoint is None:
+            reverse_s = _GUESSED_RATIO * forward_s
+        else:
+            executor: Executor[State, Adjoint] = Executor(chain, (), states=states)
+            forward_s, reverse_s = _short_run(executor, start, adjoint, n_steps, share)
+            reverse_s = max(0.0, reverse_s - (tape_s or 0.0))
     costs = Costs(
         forward_step_s=forward_s,
         reverse_step_s=reverse_s,
         tape_step_s=tape_s,
         state_bytes=layout.nbytes,
-        tiers=tiers,
+        tape_bytes=NOT_KEPT if getattr(chain, "one_tape", False) else 0,
+        tiers=tuple(probe_store(each, layout, seconds=share, most=n_steps) for each in stores),
         action_s=action_seconds(),
     )
-    if store is None:
-        return costs
-    return with_driver(costs, layout)
+    return with_driver(costs, layout) if stores else costs
+
+
+@contextlib.contextmanager
+def _starting(
+    chain: Chain[State, Adjoint], state: State, slots: Slots
+) -> Iterator[Callable[[], State]]:
+    """Give a function that returns state 0 again and again; leave `state` as it was."""
+    if not chain.in_place:
+        yield lambda: state
+        return
+    kept = slots.keep(state, 0)
+    try:
+        yield lambda: slots.load(kept, state)
+    finally:
+        slots.load(kept, state)
 
 
 def action_seconds() -> float:
@@ -185,16 +204,19 @@ def probe_store(
 
 
 def _short_run(
-    chain: Chain[State, Adjoint], state: State, adjoint: Adjoint, most: int, seconds: float
+    executor: Executor[State, Adjoint],
+    start: Callable[[], State],
+    adjoint: Adjoint,
+    most: int,
+    seconds: float,
 ) -> tuple[float, float]:
     """Return seconds per forward and per adjoint step, in short reversals as they will be run."""
-    executor = Executor(chain, ())
     forward: list[float] = []
     turns: list[float] = []
     count, spent = min(most, 16), 0.0
     while spent < seconds and len(turns) < 15:
-        start, carried = _copied(chain, state), copy.deepcopy(adjoint)
-        executor.forward(revolve_schedule(max(4, count // 4), count), start)
+        first, carried = start(), copy.deepcopy(adjoint)
+        executor.forward(revolve_schedule(max(4, count // 4), count), first)
         executor.reverse(carried)
         counts = executor.counts
         spent += counts.elapsed_s
@@ -212,10 +234,6 @@ def _short_run(
 def _settled(samples: Sequence[float]) -> float:
     """Return the median of the later samples: memory touched for the first time is slow."""
     return float(np.median(samples[len(samples) // 3 :]))
-
-
-def _copied(chain: Chain[State, Adjoint], state: State) -> State:
-    return copy.deepcopy(state) if chain.in_place else state
 
 
 def _per_item(run: Callable[[int], None], most: int, seconds: float) -> tuple[float, int]:
@@ -308,13 +326,16 @@ def with_driver(costs: Costs, layout: Layout) -> Costs:
             reads.append((ended - turned - actions_s) / counts.reads)
     finally:
         store.close()
-    tier = costs.tiers[0]
-    tier = replace(
-        tier,
-        write_overhead_s=tier.write_overhead_s + max(0.0, _settled(writes)),
-        read_overhead_s=tier.read_overhead_s + max(0.0, _settled(reads)),
+    write_s, read_s = max(0.0, _settled(writes)), max(0.0, _settled(reads))
+    tiers = tuple(
+        replace(
+            tier,
+            write_overhead_s=tier.write_overhead_s + write_s,
+            read_overhead_s=tier.read_overhead_s + read_s,
+        )
+        for tier in costs.tiers
     )
-    return replace(costs, tiers=(tier,))
+    return replace(costs, tiers=tiers)
 
 
 class _Counted:

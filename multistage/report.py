@@ -191,9 +191,12 @@ def seen_costs(plan: Plan, timeline: Timeline, counts: Counts) -> Costs:
     forward_s = counts.forward_s / counts.forward_steps if counts.forward_steps else 0.0
     turn_s = counts.reverse_s / counts.reverse_steps if counts.reverse_steps else 0.0
     # Where tapes are real, a turn tapes first; taping was not timed by itself.
-    reverse_s = max(0.0, turn_s - (costs.tape_step_s or 0.0))
+    tape_s = costs.tape_step_s
+    if tape_s is not None and forward_s:
+        tape_s *= forward_s / costs.forward_step_s
+    reverse_s = max(0.0, turn_s - (tape_s or 0.0))
     tiers = costs.tiers
-    if tiers:
+    if len(tiers) == 1:  # the timeline does not tell tiers apart
 
         def per_state(kind: Literal["write", "read"], assumed: float) -> float:
             moved = timeline.bytes[kind]
@@ -201,10 +204,11 @@ def seen_costs(plan: Plan, timeline: Timeline, counts: Counts) -> Costs:
 
         write_s = per_state("write", tiers[0].write_s)
         read_s = per_state("read", tiers[0].read_s)
-        tiers = (replace(tiers[0], write_s=write_s, read_s=read_s), *tiers[1:])
+        tiers = (replace(tiers[0], write_s=write_s, read_s=read_s),)
     return replace(
         costs,
         forward_step_s=forward_s or costs.forward_step_s,
         reverse_step_s=reverse_s,
+        tape_step_s=tape_s,
         tiers=tiers,
     )

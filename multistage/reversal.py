@@ -8,7 +8,7 @@ adjoint to forward step, has drifted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -20,15 +20,15 @@ from .backends.files import FileStore
 from .backends.urls import open_store
 from .chain import Chain, FunctionChain
 from .costs import Budget, Costs
-from .errors import ArgumentError
+from .errors import ArgumentError, BudgetError
 from .execute import Executor
-from .layout import Layout
 from .limits import default_budget_bytes
-from .plan import PLANNERS, Plan, online_schedule, plan
+from .plan import PLANNERS, Plan, Planner, online_schedule, plan
 from .plan.base import require_steps
 from .probe import measure
 from .progress import Bars
 from .report import Report
+from .slots import ArrayStates, States
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -55,11 +55,13 @@ class Reversal(Generic[State, Adjoint]):
     budget : Budget, int or str, optional
         Fast memory for checkpoints: bytes, `"512 MiB"` or `"32 slots"`.
         Default: a quarter of the memory that is free.
-    tier : str or Store, optional
-        Slow tier: `"file:///scratch"`, `"memory:"` or a store.  Without one,
-        the best schedule for the budget alone.
-    planner : str
-        A key of `PLANNERS`, or `"auto"` for the fastest prediction.
+    tier : str, Store or a sequence of them, optional
+        Slow tiers, fastest first: `"file:///scratch"`, `"memory:"` or a store.
+        Without one, the best schedule for the budget alone.  All planners but
+        the hierarchical ones use the first tier only.
+    planner : str, Plan or callable
+        A key of `PLANNERS`, or `"auto"` for the fastest prediction; a plan made
+        before; or a planner of your own, `(costs, slots, n_steps) -> Plan`.
     costs : Costs, optional
         Assumed costs; measured with a few steps at the first `forward` if not
         given (`step` is then called some extra times, `adjoint_step` never).
@@ -67,6 +69,8 @@ class Reversal(Generic[State, Adjoint]):
         Judge every action of the schedule before it is performed.
     progress : bool
         Show progress bars on a terminal.
+    states : States, optional
+        How states are described and kept, if they are no pytrees of arrays.
 
     Attributes
     ----------
@@ -103,11 +107,12 @@ class Reversal(Generic[State, Adjoint]):
         *,
         tape_step: Callable[[State, int], tuple[State, object]] | None = None,
         budget: Budget | int | str | None = None,
-        tier: str | Store | None = None,
-        planner: str = "auto",
+        tier: str | Store | Sequence[str | Store] | None = None,
+        planner: str | Plan | Planner = "auto",
         costs: Costs | None = None,
         checked: bool = False,
         progress: bool = False,
+        states: States | None = None,
     ) -> None:
         if callable(chain):
             if adjoint_step is None:
@@ -115,32 +120,34 @@ class Reversal(Generic[State, Adjoint]):
             chain = FunctionChain(chain, adjoint_step, tape_step)
         elif adjoint_step is not None or tape_step is not None:
             raise ArgumentError("adjoint_step and tape_step go with a plain step, not with a Chain")
+        if isinstance(planner, Plan):
+            n_steps = planner.n_steps if n_steps is None else n_steps
+            budget = Budget(slots=planner.slots) if budget is None else budget
+            costs = planner.costs if costs is None else costs
         if n_steps is not None:
-            n_steps = require_steps(n_steps, planner)
-        if planner != "auto" and planner not in PLANNERS:
-            raise ArgumentError(
-                f"planner {planner!r} is not known; choose 'auto' or one of {', '.join(PLANNERS)}"
-            )
+            n_steps = require_steps(n_steps, planner if isinstance(planner, str) else "given")
+        self._planner = _planner(planner, n_steps)
         self._chain: Chain[State, Adjoint] = chain
+        self._states: States = ArrayStates(chain.in_place) if states is None else states
         self._n_steps = n_steps
         self._budget = Budget.parse(default_budget_bytes() if budget is None else budget)
         if self._budget.slots is not None:
             self._budget.slots_for(1)
-        self._store = None if tier is None else open_store(tier)
-        if isinstance(self._store, FileStore):
-            self._store.check()
-        self._planner = planner
+        self._stores = _stores(tier)
+        for store in self._stores:
+            if isinstance(store, FileStore):
+                store.check()
         self._given = costs is not None
         self._checked = checked
         self._bars = Bars(progress)
-        self._layout: Layout | None = None
+        self._layout: Any = None
         self._executor: Executor[State, Adjoint] | None = None
         self._open = False
         self._ready = False
         self._stale = False  # the plan rests on costs that were seen to be others
         self._slots = 0
         self._report: Report | None = None
-        if costs is not None and self._store is None:
+        if costs is not None and not self._stores:
             costs = costs.without_tiers()  # measured with a tier that is not here now
         self.costs = costs
         self.plan: Plan | None = None
@@ -164,9 +171,13 @@ class Reversal(Generic[State, Adjoint]):
         self._bars.close()
         if self._executor is not None:
             self._executor.abort()
-        if self._open and self._store is not None:
+        self._close_stores()
+
+    def _close_stores(self) -> None:
+        if self._open:
             self._open = False
-            self._store.close()
+            for store in self._stores:
+                store.close()
 
     # ------------------------------------------------------------------ sweeps
 
@@ -273,27 +284,28 @@ class Reversal(Generic[State, Adjoint]):
 
     def _prepare(self, state: State) -> int:
         """See that layout, slots and costs are those of `state`; return the slots."""
-        layout = Layout.of(state)
-        buffers = 0 if self._store is None else self._store.buffer_bytes(layout)
+        layout: Any = self._states.layout(state)
+        buffers = sum(store.buffer_bytes(layout) for store in self._stores)
         self._slots = slots = self._budget.slots_for(layout.nbytes, buffers)
         if self._layout is None or not layout.same_as(self._layout):
             if self._executor is not None:
                 self._executor.abort()  # a sweep under way still holds the caller's arrays
             self._layout, self.plan, self._executor = layout, None, None
-            if self._open and self._store is not None:
-                self._open = False
-                self._store.close()
+            self._close_stores()
             if not self._given:
                 self.costs = None
         if self.costs is None:
             most = self._n_steps or 10_000
-            self.costs = measure(self._chain, state, most, self._store)
+            self.costs = measure(self._chain, state, most, self._stores, states=self._states)
         return slots
 
     def _plan(self, slots: int) -> Plan:
         assert self.costs is not None
         n, self._stale = self._n_steps or 1, False
-        self.plan = plan(self.costs, Budget(slots=slots), n, self._planner)
+        if isinstance(self._planner, str):
+            self.plan = plan(self.costs, Budget(slots=slots), n, self._planner)
+        else:
+            self.plan = self._planner(self.costs, slots, n)
         return self.plan
 
     def _schedule(self, until: Callable[[State, int], bool] | None) -> Schedule:
@@ -310,17 +322,19 @@ class Reversal(Generic[State, Adjoint]):
 
     def _ready_executor(self, slots: int) -> Executor[State, Adjoint]:
         assert self.costs is not None and self._layout is not None
-        if self._store is not None and not self._open:
-            self._store.open(self._layout)
-            self._open = True
+        if self._stores and not self._open:
+            self._open = True  # whatever of them opens is closed again after an error
+            for store in self._stores:
+                store.open(self._layout)
         if self._executor is None:
             rules = partial(Rules, self._n_steps, slots, self.costs.tape_slots)
             self._executor = Executor(
                 self._chain,
-                () if self._store is None else (self._store,),
+                self._stores,
                 tape_slots=self.costs.tape_slots,
                 rules=rules if self._checked else None,
                 progress=self._bars.update if self._bars.shown else None,
+                states=self._states,
             )
         return self._executor
 
@@ -331,6 +345,41 @@ class Reversal(Generic[State, Adjoint]):
             return
         if drifted(self.costs, seen):
             self.costs, self._stale = seen, True
+
+
+def _stores(tier: str | Store | Sequence[str | Store] | None) -> tuple[Store, ...]:
+    if tier is None:
+        return ()
+    if isinstance(tier, Sequence) and not isinstance(tier, str):
+        return tuple(open_store(each) for each in tier)
+    return (open_store(tier),)
+
+
+def _planner(planner: str | Plan | Planner, n_steps: int | None) -> str | Planner:
+    """Return the name of a planner, or the planner itself."""
+    if isinstance(planner, str):
+        if planner != "auto" and planner not in PLANNERS:
+            raise ArgumentError(
+                f"planner {planner!r} is not known; choose 'auto' or one of {', '.join(PLANNERS)}"
+            )
+        return planner
+    if not isinstance(planner, Plan):
+        if not callable(planner):
+            raise ArgumentError(f"planner={planner!r} must be a name, a Plan or a callable")
+        return planner
+    made = planner
+    if made.n_steps != n_steps:
+        raise ArgumentError(f"the plan is for {made.n_steps} steps, not n_steps={n_steps}")
+
+    def given(costs: Costs, slots: int, n: int | None) -> Plan:
+        if made.slots > slots:
+            raise BudgetError(
+                f"the plan takes {made.slots} fast slots, the budget holds {slots}; "
+                "raise the budget or plan again"
+            )
+        return made
+
+    return given
 
 
 def drifted(assumed: Costs, seen: Costs) -> bool:
@@ -356,8 +405,8 @@ def reverse(
     *,
     tape_step: Callable[[State, int], tuple[State, object]] | None = None,
     budget: Budget | int | str | None = None,
-    tier: str | Store | None = None,
-    planner: str = "auto",
+    tier: str | Store | Sequence[str | Store] | None = None,
+    planner: str | Plan | Planner = "auto",
     costs: Costs | None = None,
     progress: bool = False,
 ) -> Result[State, Adjoint]:

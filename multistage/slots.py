@@ -89,8 +89,8 @@ class Slots(Protocol):
         """Keep a state.  Raises StateError if it is not of the layout."""
         ...
 
-    def adopt(self, arrays: list[Array]) -> Kept:
-        """Wrap arrays that nobody else writes to, such as those read from a store."""
+    def adopt(self, arrays: list[Array], step: int) -> Kept:
+        """Wrap arrays of state `step` that nobody else writes to, as those read from a store."""
         ...
 
     def load(self, kept: Kept, live: Any) -> Any:
@@ -145,7 +145,7 @@ class References:
                 frozen[id(array)] = [array, 1]
         return Kept(self._layout.state(arrays) if copied else state, arrays)
 
-    def adopt(self, arrays: list[Array]) -> Kept:
+    def adopt(self, arrays: list[Array], step: int) -> Kept:
         return Kept(self._layout.state(arrays), arrays)
 
     def load(self, kept: Kept, live: Any) -> Any:
@@ -168,34 +168,60 @@ class References:
 
 
 class Copies:
-    """Slots of an in-place chain; freed arrays are reused by later checkpoints."""
+    """Slots of an in-place chain; freed arrays are reused by later checkpoints.
+
+    State 0 is kept once for however many hold it: the caller's copy of it and
+    the checkpoint that most schedules begin with are the same.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._pool: list[Sequence[Array]] = []
-        self._own: dict[int, Kept] = {}
+        self._own: dict[int, list[Any]] = {}  # id -> [kept, holders]
+        self._first: Kept | None = None
 
     def keep(self, state: Any, where: int | str) -> Kept:
-        arrays = self._layout.arrays(state, where)
+        if where == 0 and self._first is not None:
+            self._own[id(self._first)][1] += 1
+            return self._first
+        arrays = self._live(state, where)
         copies = self._pool.pop() if self._pool else [np.empty_like(array) for array in arrays]
         for copy, array in zip(copies, arrays, strict=True):
             np.copyto(copy, array)
-        kept = Kept(None, copies)
-        self._own[id(kept)] = kept
+        kept = Kept(where, copies)
+        self._own[id(kept)] = [kept, 1]
+        if where == 0:
+            self._first = kept
         return kept
 
-    def adopt(self, arrays: list[Array]) -> Kept:
-        return Kept(None, arrays)
+    def adopt(self, arrays: list[Array], step: int) -> Kept:
+        return Kept(step, arrays)
 
     def load(self, kept: Kept, live: Any) -> Any:
-        for target, array in zip(self._layout.arrays(live), kept.arrays, strict=True):
+        for target, array in zip(self._places(live, kept.state), kept.arrays, strict=True):
             np.copyto(target, array)
         return live
 
     def release(self, kept: Kept) -> None:
-        if self._own.pop(id(kept), None) is not None:
+        entry = self._own.get(id(kept))
+        if entry is None:
+            return  # adopted: a store's
+        entry[1] -= 1
+        if not entry[1]:
+            del self._own[id(kept)]
             self._pool.append(kept.arrays)
+            if kept is self._first:
+                self._first = None
 
     def release_all(self) -> None:
-        self._pool.extend(kept.arrays for kept in self._own.values())
+        self._pool.extend(kept.arrays for kept, _ in self._own.values())
         self._own.clear()
+        self._first = None
+
+    def _live(self, state: Any, where: int | str) -> list[Array]:
+        """Return the arrays to copy from."""
+        return self._layout.arrays(state, where)
+
+    def _places(self, live: Any, where: int | str) -> list[Array]:
+        """Return the arrays to copy back into."""
+        return self._layout.arrays(live, where)

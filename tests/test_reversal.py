@@ -26,7 +26,7 @@ from multistage.errors import (
     ScheduleError,
     StateError,
 )
-from multistage.plan import PLANNERS
+from multistage.plan import PLANNERS, Plan
 from multistage.reversal import Reversal, drifted, reverse
 
 N = 33
@@ -402,3 +402,53 @@ def test_no_descriptor_leaks(tmp_path: Path) -> None:
             with sines(tier=f"file:{tmp_path}?engine={engine}") as run:
                 sweep(run)
     assert len(list(listing.iterdir())) == before
+
+
+def test_a_plan_a_planner_and_several_tiers() -> None:
+    n, start, end = 40, np.linspace(0, 1, 50), np.ones(50)
+
+    def step(x: Any, i: int) -> Any:
+        return np.sin(x) + 0.01 * i
+
+    def adjoint_step(x: Any, a: Any, i: int) -> Any:
+        return np.cos(x) * a
+
+    with Reversal(step, adjoint_step, n, budget="40 slots", costs=Costs(1.0, 1.0)) as run:
+        run.forward(start)
+        wanted = run.reverse(end)
+    costs = Costs(1.0, 1.0, state_bytes=400, tiers=(Tier("a", 2.0, 2.0), Tier("b", 5.0, 5.0)))
+    made = PLANNERS["streaming"](costs, 6, n)
+    called = []
+
+    def planner(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+        called.append((slots, n_steps))
+        return made
+
+    for chosen in (made, planner):
+        with Reversal(
+            step,
+            adjoint_step,
+            n,
+            budget="6 slots",
+            tier=["memory:", MemoryStore()],
+            planner=chosen,
+            costs=costs,
+            checked=True,
+        ) as run:
+            assert run.prepare(start) is made
+            run.forward(start)
+            assert np.array_equal(run.reverse(end), wanted)
+            assert run.report().counts.writes > 0
+    assert called == [(6, n)]
+    measured = Reversal(step, adjoint_step, n, tier=["memory:", "memory:"], budget="6 slots")
+    with measured:
+        assert len(measured.prepare(start).costs.tiers) == 2
+    with pytest.raises(ArgumentError, match="40 steps, not n_steps=41"):
+        Reversal(step, adjoint_step, 41, planner=made)
+    with pytest.raises(ArgumentError, match="a name, a Plan or a callable"):
+        Reversal(step, adjoint_step, n, planner=3)  # type: ignore[arg-type]
+    with (
+        Reversal(step, adjoint_step, n, planner=made, budget="5 slots") as run,
+        pytest.raises(BudgetError, match="takes 6 fast slots, the budget holds 5"),
+    ):
+        run.forward(start)

@@ -170,7 +170,7 @@ class TensorSlots:
             state = TensorState(tensors)
         return Kept(state, tensors)
 
-    def adopt(self, arrays: list[Any]) -> Kept:
+    def adopt(self, arrays: list[Any], step: int) -> Kept:
         return Kept(TensorState(arrays), arrays)
 
     def load(self, kept: Kept, live: Any) -> Any:
