@@ -49,6 +49,16 @@ def _load() -> ctypes.CDLL | None:
     library.ms_chain_curve.argtypes = [chain, chain, *[_BYTES] * 5, _INT64, *[_BYTES] * 4]
     library.ms_chain_smallest.restype = None
     library.ms_chain_smallest.argtypes = [chain, _INT64, _INT64, _BYTES, _BYTES]
+    library.ms_hierarchy_blocks.restype = _INT64
+    library.ms_hierarchy_blocks.argtypes = [_INT64]
+    library.ms_hierarchy_row.restype = None
+    library.ms_hierarchy_row.argtypes = [
+        *[_INT64] * 3,
+        _BYTES,
+        ctypes.c_double,
+        *[_BYTES] * 8,
+        _INT64,
+    ]
     library.ms_bind.restype = _INT64
     library.ms_bind.argtypes = [_BYTES, _INT64, _INT64]
     return library

@@ -19,8 +19,11 @@ from functools import lru_cache
 from itertools import chain
 from math import comb
 
+import numpy as np
+
 from .. import native
 from ..actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Schedule, Tape
+from ..layout import Array
 
 # Patterns of segments up to this length are cached: the streaming planner
 # reverses thousands of short intervals of few different lengths.
@@ -65,6 +68,28 @@ def nu(length: int, slots: int) -> int:
         return 0
     r = repetitions(length, slots)
     return r * length - beta(slots + 1, r - 1)
+
+
+def nu_up_to(n_steps: int, slots: int) -> Array:
+    """Return nu(length, slots) for the lengths 0..n_steps as doubles.
+
+    Examples
+    --------
+    >>> nu_up_to(5, 2).tolist()
+    [0.0, 0.0, 1.0, 2.0, 4.0, 6.0]
+    """
+    lengths = np.arange(n_steps + 1, dtype=float)
+    if slots == 1:
+        return lengths * np.maximum(lengths - 1, 0) / 2
+    # Piecewise linear: with r repetitions from beta(s, r-1) on up to beta(s, r).
+    counts = np.zeros(n_steps + 1)
+    r, begin, stop = 0, 1, 1
+    while stop < n_steps:
+        r, begin = r + 1, stop
+        stop = stop * (slots + r) // r
+        part = slice(begin + 1, min(stop, n_steps) + 1)
+        counts[part] = r * lengths[part] - beta(slots + 1, r - 1)
+    return counts
 
 
 def first_advance(length: int, slots: int) -> int:
