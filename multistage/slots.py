@@ -184,11 +184,7 @@ class Copies:
         if where == 0 and self._first is not None:
             self._own[id(self._first)][1] += 1
             return self._first
-        arrays = self._live(state, where)
-        copies = self._pool.pop() if self._pool else [np.empty_like(array) for array in arrays]
-        for copy, array in zip(copies, arrays, strict=True):
-            np.copyto(copy, array)
-        kept = Kept(where, copies)
+        kept = Kept(where, self._copied(self._live(state, where)))
         self._own[id(kept)] = [kept, 1]
         if where == 0:
             self._first = kept
@@ -198,8 +194,7 @@ class Copies:
         return Kept(step, arrays)
 
     def load(self, kept: Kept, live: Any) -> Any:
-        for target, array in zip(self._places(live, kept.state), kept.arrays, strict=True):
-            np.copyto(target, array)
+        self._copy_back(self._places(live, kept.state), kept)
         return live
 
     def release(self, kept: Kept) -> None:
@@ -209,14 +204,28 @@ class Copies:
         entry[1] -= 1
         if not entry[1]:
             del self._own[id(kept)]
-            self._pool.append(kept.arrays)
+            self._recycle(kept)
             if kept is self._first:
                 self._first = None
 
     def release_all(self) -> None:
-        self._pool.extend(kept.arrays for kept, _ in self._own.values())
+        for kept, _ in self._own.values():
+            self._recycle(kept)
         self._own.clear()
         self._first = None
+
+    def _copied(self, arrays: list[Array]) -> Sequence[Any]:
+        copies = self._pool.pop() if self._pool else [np.empty_like(array) for array in arrays]
+        for copy, array in zip(copies, arrays, strict=True):
+            np.copyto(copy, array)
+        return copies
+
+    def _copy_back(self, targets: list[Array], kept: Kept) -> None:
+        for target, array in zip(targets, kept.arrays, strict=True):
+            np.copyto(target, array)
+
+    def _recycle(self, kept: Kept) -> None:
+        self._pool.append(kept.arrays)
 
     def _live(self, state: Any, where: int | str) -> list[Array]:
         """Return the arrays to copy from."""

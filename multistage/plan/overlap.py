@@ -49,7 +49,7 @@ def on_tier(schedule: Schedule | Iterable[Action], tier: int = 0) -> Schedule:
     >>> check(on_tier(revolve_schedule(3, 20)), n_steps=20, slots=1).tier_peak
     {0: 3}
     """
-    for action, _ in drive(schedule):
+    for action, send in drive(schedule):
         match action:
             case Save(step):
                 yield Await((yield Put(step, tier)))  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def on_tier(schedule: Schedule | Iterable[Action], tier: int = 0) -> Schedule:
             case Free(step):
                 yield Drop(step, tier)
             case _:
-                yield action
+                send((yield action))
 
 
 def overlap(

@@ -1,0 +1,1 @@
+"""Other people's interfaces: pyrevolve, checkpoint_schedules, MPI, Dask."""

@@ -1,0 +1,162 @@
+"""Compression of checkpoints in memory, by pyrevolve's names: blosc, zfp or your own.
+
+`blosc` is lossless (blosc2); `zfp` is lossy within the tolerance given, and
+then the gradient is no longer exact.  Both are extras:
+`pip install 'multistage-checkpointing[compress]'`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...errors import ArgumentError
+from ...layout import Array
+
+Params = Mapping[str, Any]
+
+_PACKAGES = {"blosc": "blosc2", "zfp": "zfpy"}
+# blosc2 takes up to 2 GiB at once.
+_DEFAULTS: dict[str | None, dict[str, Any]] = {
+    None: {},
+    "blosc": {"chunk_size": 1 << 30},
+    "zfp": {"tolerance": 1e-7},
+}
+
+
+class CompressedObject:
+    """Compressed bytes, and the shape and dtype they are of.
+
+    Attributes
+    ----------
+    data : bytes-like
+    metadata : dict
+        At least `shape` and `dtype`.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        shape: tuple[int, ...] | None = None,
+        dtype: Any = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        if metadata is None:
+            metadata = {"shape": shape, "dtype": dtype}
+        elif shape is not None or dtype is not None:
+            raise ArgumentError("give shape and dtype, or metadata that holds them, not both")
+        self.data = data
+        self.metadata = metadata
+        self.shape = metadata["shape"]
+        self.dtype = metadata["dtype"]
+
+
+def _plain(params: Params, array: Array) -> CompressedObject:
+    return CompressedObject(memoryview(array.tobytes()), array.shape, array.dtype)
+
+
+def _from_plain(params: Params, compressed: CompressedObject) -> Array:
+    return np.frombuffer(compressed.data, compressed.dtype).reshape(compressed.shape)
+
+
+def _blosc(params: Params, array: Array) -> CompressedObject:
+    import blosc2
+
+    raw, size = np.ascontiguousarray(array).reshape(-1).view(np.uint8), int(params["chunk_size"])
+    typesize = array.dtype.itemsize
+    size = max(typesize, size - size % typesize)
+    chunks = [
+        blosc2.compress2(raw[at : at + size], typesize=typesize) for at in range(0, len(raw), size)
+    ]
+    metadata = {"shape": array.shape, "dtype": array.dtype, "chunks": [len(c) for c in chunks]}
+    return CompressedObject(b"".join(chunks), metadata=metadata)
+
+
+def _from_blosc(params: Params, compressed: CompressedObject) -> Array:
+    import blosc2
+
+    at, parts = 0, []
+    for size in compressed.metadata["chunks"]:
+        parts.append(blosc2.decompress2(bytes(compressed.data[at : at + size])))
+        at += size
+    return np.frombuffer(b"".join(parts), compressed.dtype).reshape(compressed.shape)
+
+
+def _zfp(params: Params, array: Array) -> CompressedObject:
+    import zfpy
+
+    known = {name: params[name] for name in ("tolerance", "rate", "precision") if name in params}
+    if len(known) > 1:
+        known.pop("tolerance")
+    data = zfpy.compress_numpy(np.ascontiguousarray(array), write_header=True, **known)
+    return CompressedObject(data, array.shape, array.dtype)
+
+
+def _from_zfp(params: Params, compressed: CompressedObject) -> Array:
+    import zfpy
+
+    array: Array = zfpy.decompress_numpy(bytes(compressed.data))
+    return array
+
+
+compressors: dict[str | None, Callable[[Params, Array], CompressedObject]] = {
+    None: _plain,
+    "blosc": _blosc,
+    "zfp": _zfp,
+}
+decompressors: dict[str | None, Callable[[Params, CompressedObject], Array]] = {
+    None: _from_plain,
+    "blosc": _from_blosc,
+    "zfp": _from_zfp,
+}
+compressors_known = dict(_PACKAGES)
+compressors_available: list[str | None] = [
+    None,
+    *(name for name, package in _PACKAGES.items() if importlib.util.find_spec(package)),
+]
+
+
+def init_compression(
+    params: Params,
+) -> tuple[Callable[[Array], CompressedObject], Callable[[CompressedObject], Array]]:
+    """Return the functions that compress an array and bring it back.
+
+    Parameters
+    ----------
+    params : mapping
+        `scheme`: None, `"blosc"`, `"zfp"`, or `"custom"` with `compressor`
+        and `decompressor`, which are called with the other parameters first.
+
+    Raises
+    ------
+    ArgumentError
+        For a scheme that is unknown or not installed.
+
+    Examples
+    --------
+    >>> compress, decompress = init_compression({"scheme": None})
+    >>> decompress(compress(np.arange(3)))
+    array([0, 1, 2])
+    """
+    rest = dict(params)
+    scheme = rest.pop("scheme", None)
+    if scheme == "custom":
+        compressor, decompressor = rest.pop("compressor", None), rest.pop("decompressor", None)
+        if not callable(compressor) or not callable(decompressor):
+            raise ArgumentError("scheme 'custom' needs a compressor and a decompressor")
+        return partial(compressor, rest), partial(decompressor, rest)
+    if scheme not in compressors:
+        raise ArgumentError(
+            f"compression scheme {scheme!r} is not known; choose None, 'blosc', 'zfp' or 'custom'"
+        )
+    if scheme not in compressors_available:
+        raise ArgumentError(
+            f"compression scheme {scheme!r} needs {_PACKAGES[scheme]}; "
+            "pip install 'multistage-checkpointing[compress]'"
+        )
+    rest = {**_DEFAULTS[scheme], **rest}
+    return partial(compressors[scheme], rest), partial(decompressors[scheme], rest)

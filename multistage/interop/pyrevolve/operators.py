@@ -1,0 +1,245 @@
+"""Operators and the arrays they work on, as pyrevolve's users write them, for our executor.
+
+The operators own their arrays and overwrite them; which arrays hold the state
+of time step t, `get_data(t)` and `get_data_location(t)` tell, since buffers of
+several time levels rotate.  A checkpoint is a copy of those arrays.  The
+adjoint operator works on the arrays as the forward operator left them after
+its step, so that there is one tape, the latest, and it cannot be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from ...errors import StateError
+from ...layout import Array, Layout
+from ...slots import Copies, Kept
+from .compression import CompressedObject
+from .profiling import Profiler
+
+Compression = tuple[Callable[[Array], CompressedObject], Callable[[CompressedObject], Array]]
+
+
+class Operator:
+    """A forward or adjoint operator; `apply` runs it over time steps.
+
+    The forward operator turns the state of step `t_start` into that of step
+    `t_end`.  The adjoint operator is called for one step at a time, right
+    after the forward operator ran over that step.
+    """
+
+    def apply(self, **kwargs: Any) -> object:
+        """Run over the time steps `t_start`, ..., `t_end - 1`."""
+        raise NotImplementedError(f"{type(self).__name__} must define apply(t_start, t_end)")
+
+
+class Checkpoint:
+    """Says which arrays make up the state of a time step."""
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of all arrays."""
+        raise NotImplementedError(f"{type(self).__name__} must define dtype")
+
+    @property
+    def size(self) -> int:
+        """The numbers in one checkpoint."""
+        raise NotImplementedError(f"{type(self).__name__} must define size")
+
+    def get_data(self, timestep: int) -> Sequence[Array]:
+        """Return the arrays that hold the state of `timestep`, to be copied from."""
+        raise NotImplementedError(f"{type(self).__name__} must define get_data(timestep)")
+
+    def get_data_location(self, timestep: int) -> Sequence[Array]:
+        """Return the arrays that must hold the state of `timestep`, to be copied into."""
+        raise NotImplementedError(f"{type(self).__name__} must define get_data_location(timestep)")
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one checkpoint."""
+        return int(self.size) * int(np.dtype(self.dtype).itemsize)
+
+
+class OperatorChain:
+    """The pair of operators as a chain; its state is the checkpoint object, its arrays beside it.
+
+    Attributes
+    ----------
+    section : str
+        What the profiler files the forward operator's time under.
+    """
+
+    in_place = True
+    state_is_tape = False
+    one_tape = True
+
+    def __init__(self, forward: Any, backward: Any, profiler: Profiler) -> None:
+        self._forward = forward.apply
+        self._backward = backward.apply
+        self._profiler = profiler
+        self.section = "forward"
+
+    def advance(self, state: Any, start: int, stop: int) -> Any:
+        began = perf_counter()
+        self._forward(t_start=start, t_end=stop)
+        self._profiler.increment(self.section, "advance", (perf_counter() - began) * 1e3)
+        return state
+
+    def tape(self, state: Any, step: int) -> tuple[Any, object]:
+        what = "lastfw" if self.section == "forward" else "reverse"
+        began = perf_counter()
+        self._forward(t_start=step, t_end=step + 1)
+        self._profiler.increment(self.section, what, (perf_counter() - began) * 1e3)
+        return state, None
+
+    def reverse(self, tape: object, adjoint: None, step: int) -> None:
+        began = perf_counter()
+        self._backward(t_start=step, t_end=step + 1)
+        self._profiler.increment("reverse", "reverse", (perf_counter() - began) * 1e3)
+
+
+class _Arrays(Layout):
+    """The layout of a list of arrays; the live ones are looked at when they are copied."""
+
+    def arrays(self, state: object, where: int | str = "the state") -> list[Array]:
+        return super().arrays(state, where) if isinstance(state, list) else []
+
+
+class OperatorStates:
+    """The states of a pair of operators, for an executor.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    profiler : Profiler
+    compression : (compress, decompress), optional
+        What fast slots hold their arrays by.
+    restored : bool
+        Whether any state is ever restored; if not, none is looked at.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Any,
+        profiler: Profiler,
+        compression: Compression | None = None,
+        *,
+        restored: bool = True,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.profiler = profiler
+        self._compression = compression
+        self._restored = restored
+        self._first: list[Array] | None = None
+
+    def forget(self) -> None:
+        """Look at the arrays anew: another sweep begins."""
+        self._first = None
+
+    def layout(self, state: Any) -> Layout:
+        if self._first is None:
+            values = self.checkpoint.get_data(0) if self._restored else ()
+            self._first = self._checked(values, "get_data(0)")
+        return _Arrays.of(self._first)
+
+    def slots(self, layout: Layout) -> Copies:
+        if self._compression is None:
+            return _Snapshots(layout, self)
+        return _Compressed(layout, self, self._compression)
+
+    def source(self, step: int) -> list[Array]:
+        """Return the arrays to copy state `step` from."""
+        if step == 0 and self._first is not None:
+            first, self._first = self._first, None
+            return first
+        return self._checked(self.checkpoint.get_data(step), f"get_data({step})")
+
+    def target(self, step: int) -> list[Array]:
+        """Return the arrays to copy state `step` into."""
+        said = f"get_data_location({step})"
+        arrays = self._checked(self.checkpoint.get_data_location(step), said)
+        for k, array in enumerate(arrays):
+            if not array.flags.writeable:
+                raise StateError(f"array {k} of {said} is read-only; a state is copied into it")
+        return arrays
+
+    def _checked(self, values: Iterable[Any], said: str) -> list[Array]:
+        dtype = np.dtype(self.checkpoint.dtype)
+        arrays = []
+        for k, value in enumerate(values):
+            if not isinstance(value, np.ndarray):
+                raise StateError(
+                    f"array {k} of {said} is {type(value).__name__}; it must be a numpy.ndarray"
+                )
+            if value.dtype != dtype:
+                raise StateError(
+                    f"array {k} of {said} is {value.dtype}, the checkpoint's dtype is {dtype}; "
+                    "make them the same, a checkpoint in another precision would be rounded"
+                )
+            arrays.append(value.view(np.ndarray))
+        return arrays or [_NOTHING.copy()]  # a state without arrays is legal, and takes nothing
+
+
+_NOTHING = np.zeros(1, np.uint8)
+
+
+class _Snapshots(Copies):
+    """Fast slots that copy from and into the operators' arrays."""
+
+    def __init__(self, layout: Layout, states: OperatorStates) -> None:
+        super().__init__(layout)
+        self._states = states
+
+    def keep(self, state: Any, where: int | str) -> Kept:
+        began = perf_counter()
+        kept = super().keep(state, where)
+        self._states.profiler.increment("storage", "copy_save", (perf_counter() - began) * 1e3)
+        return kept
+
+    def load(self, kept: Kept, live: Any) -> Any:
+        began = perf_counter()
+        live = super().load(kept, live)
+        self._states.profiler.increment("storage", "copy_load", (perf_counter() - began) * 1e3)
+        return live
+
+    def _live(self, state: Any, where: int | str) -> list[Array]:
+        assert isinstance(where, int)
+        return self._like_first(self._states.source(where), f"get_data({where})")
+
+    def _places(self, live: Any, where: int | str) -> list[Array]:
+        assert isinstance(where, int)
+        return self._like_first(self._states.target(where), f"get_data_location({where})")
+
+    def _like_first(self, arrays: list[Array], said: str) -> list[Array]:
+        leaves = self._layout.leaves
+        shapes = [array.shape for array in arrays]
+        if shapes != [leaf.shape for leaf in leaves]:
+            wanted = ", ".join(str(leaf.shape) for leaf in leaves)
+            found = ", ".join(map(str, shapes))
+            raise StateError(
+                f"{said} returned arrays of shapes {found}, get_data(0) of {wanted}; "
+                "every state must have the arrays of the first"
+            )
+        return arrays
+
+
+class _Compressed(_Snapshots):
+    """Fast slots that hold compressed arrays."""
+
+    def __init__(self, layout: Layout, states: OperatorStates, compression: Compression) -> None:
+        super().__init__(layout, states)
+        self._compress, self._decompress = compression
+
+    def _copied(self, arrays: list[Array]) -> list[Any]:
+        return [self._compress(array) for array in arrays]
+
+    def _copy_back(self, targets: list[Array], kept: Kept) -> None:
+        for target, compressed in zip(targets, kept.arrays, strict=True):
+            np.copyto(target, np.asarray(self._decompress(compressed)).reshape(target.shape))
+
+    def _recycle(self, kept: Kept) -> None:
+        """Nothing: what a state was compressed to is not reused."""

@@ -1,0 +1,575 @@
+"""pyrevolve's interface: programs written for it run unchanged, exactly, and beyond memory."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multistage.backends import FileStore, MemoryStore
+from multistage.backends.testing import FaultyStore
+from multistage.costs import Costs, Tier
+from multistage.errors import (
+    ArgumentError,
+    BudgetError,
+    CheckpointWarning,
+    StateError,
+    StoreError,
+)
+from multistage.interop import pyrevolve as ours
+from multistage.interop.pyrevolve import compression, storage
+from multistage.plan.binomial import nu
+
+NT = 60
+
+
+class Problem:
+    """x_{t+1} = sin(x_t) + 0.1 x_{t-1}: two time levels in a buffer that rotates.
+
+    The state of step t are rows t mod 3 and (t - 1) mod 3.  The adjoint needs
+    the rows as the forward operator leaves them.
+    """
+
+    def __init__(self, width: int = 40, dtype: Any = np.float64) -> None:
+        self.u = np.zeros((3, width), dtype)
+        self.v = np.zeros((2, width), dtype)
+        self.start = np.linspace(0.1, 1.0, width).astype(dtype)
+        self.dtype = np.dtype(dtype)
+        self.size = 2 * width
+        self.forward_steps = self.reverse_steps = 0
+        self.saves: list[int] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.u[:] = np.nan
+        self.u[0], self.u[2] = self.start, 0.5 * self.start
+        self.v[0], self.v[1] = 1.0, 0.0
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def get_data(self, t: int) -> list[Any]:
+        self.saves.append(t)
+        return [self.u[t % 3], self.u[(t - 1) % 3]]
+
+    def get_data_location(self, t: int) -> list[Any]:
+        return [self.u[t % 3], self.u[(t - 1) % 3]]
+
+    def forward(self, t_start: int, t_end: int) -> None:
+        for t in range(t_start, t_end):
+            self.u[(t + 1) % 3] = np.sin(self.u[t % 3]) + 0.1 * self.u[(t - 1) % 3]
+            self.forward_steps += 1
+
+    def backward(self, t_start: int, t_end: int) -> None:
+        assert t_end == t_start + 1
+        # Would be nan if the forward step before it had not run.
+        assert not np.isnan(self.u[(t_start + 1) % 3]).any()
+        later, earlier = self.v[0].copy(), self.v[1].copy()
+        self.v[0] = np.cos(self.u[t_start % 3]) * later + earlier
+        self.v[1] = 0.1 * later
+        self.reverse_steps += 1
+
+    def operators(self) -> tuple[Any, Any, Any]:
+        def made(function: Callable[..., None]) -> Any:
+            return type("Made", (ours.Operator,), {"apply": staticmethod(function)})()
+
+        return self, made(self.forward), made(self.backward)
+
+    def gradient(self, revolver: Any) -> Any:
+        revolver.apply_forward()
+        revolver.apply_reverse()
+        return self.v.copy()
+
+
+def store_all(nt: int = NT, **options: Any) -> tuple[Any, Any]:
+    """The last state and the adjoint, without any checkpointing package."""
+    problem = Problem(**options)
+    rows = []
+    for t in range(nt):
+        rows.append(problem.u.copy())
+        problem.forward(t, t + 1)
+    last = problem.u.copy()
+    for t in reversed(range(nt)):
+        problem.u[:] = rows[t]
+        problem.forward(t, t + 1)
+        problem.backward(t, t + 1)
+    return last, problem.v.copy()
+
+
+LAST, EXACT = store_all()
+
+
+def levels(problem: Problem, folder: Path) -> list[Any]:
+    size, dtype = problem.size, problem.dtype
+    return [
+        storage.NumpyStorage(size, 3, dtype),
+        storage.NumpyStorage(size, 5, dtype, wd=0.5, rd=0.5),
+        storage.DiskStorage(size, 20, dtype, filedir=str(folder), wd=2, rd=2),
+    ]
+
+
+MAKERS: dict[str, Callable[[Problem, Path], Any]] = {
+    "memory": lambda p, f: ours.Revolver(*p.operators(), 5, NT),
+    "adjusted": lambda p, f: ours.Revolver(*p.operators(), None, NT),
+    "more than enough": lambda p, f: ours.MemoryRevolver(*p.operators(), NT + 9, NT),
+    "one checkpoint": lambda p, f: ours.Revolver(*p.operators(), 1, NT),
+    "disk": lambda p, f: ours.DiskRevolver(*p.operators(), 5, NT, filedir=str(f)),
+    "disk flag": lambda p, f: ours.SingleLevelRevolver(
+        *p.operators(), 5, NT, diskstorage=True, filedir=str(f), singlefile=False
+    ),
+    "levels": lambda p, f: ours.MultiLevelRevolver(*p.operators(), NT, levels(p, f)),
+    "disk first": lambda p, f: ours.MultiLevelRevolver(
+        *p.operators(), NT, [storage.DiskStorage(p.size, 6, p.dtype, filedir=str(f), wd=1, rd=1)]
+    ),
+    "numpy with costs": lambda p, f: ours.MultiLevelRevolver(
+        *p.operators(), NT, [storage.NumpyStorage(p.size, 6, p.dtype, wd=1, rd=1)], uf=2, ub=3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_exact_and_again(name: str, tmp_path: Path) -> None:
+    problem = Problem()
+    with MAKERS[name](problem, tmp_path) as revolver:
+        for _ in range(2):
+            problem.reset()
+            problem.forward_steps = problem.reverse_steps = 0
+            revolver.apply_forward()
+            assert problem.forward_steps == NT
+            assert problem.reverse_steps == 0
+            assert np.array_equal(problem.u, LAST)
+            revolver.apply_reverse()
+            assert problem.reverse_steps == NT
+            assert np.array_equal(problem.v, EXACT)
+        report = revolver.report()
+        assert report.counts.reverse_steps == NT
+        assert report.plan.makespan_s > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_as_many_forward_steps_as_revolve() -> None:
+    problem = Problem()
+    revolver = ours.Revolver(*problem.operators(), 5, NT)
+    problem.gradient(revolver)
+    # One more right before each adjoint step.
+    assert problem.forward_steps == nu(NT, 5) + NT
+    assert revolver.ratio == nu(NT, 5) / NT
+    assert len(revolver.storage_ckps()) == len(problem.saves)
+    assert sorted(set(revolver.storage_ckps())) == sorted(set(problem.saves))
+
+
+@pytest.mark.parametrize("tiers", ["memory:", "file"])
+def test_memory_and_tiers(tiers: str, tmp_path: Path) -> None:
+    problem = Problem()
+    where = f"file://{tmp_path}" if tiers == "file" else tiers
+    costs = Costs(
+        1.0, 1.0, tape_step_s=1.0, state_bytes=problem.nbytes, tiers=(Tier("t", 2.0, 2.0),)
+    )
+    with ours.Revolver(
+        *problem.operators(), None, NT, memory="6 slots", tiers=where, costs=costs
+    ) as revolver:
+        assert np.array_equal(problem.gradient(revolver), EXACT)
+        assert problem.forward_steps < 3 * NT
+        problem.reset()
+        assert np.array_equal(problem.gradient(revolver), EXACT)
+
+
+def test_measured_costs_put_the_arrays_back(tmp_path: Path) -> None:
+    problem = Problem()
+    with ours.Revolver(
+        *problem.operators(), None, NT, memory="9 MiB", tiers=f"file://{tmp_path}"
+    ) as revolver:
+        with pytest.raises(ArgumentError, match="first apply_forward"):
+            revolver.plan  # noqa: B018
+        assert np.array_equal(problem.gradient(revolver), EXACT)
+        assert revolver.plan.n_steps == NT
+        assert revolver.makespan > 0
+        # Only one tape exists: no plan may keep two.
+        assert revolver.plan.costs.tape_slots > 1e6
+
+
+def test_the_planner_is_chosen() -> None:
+    problem = Problem()
+    with ours.Revolver(
+        *problem.operators(), 4, NT, planner="revolve", costs=Costs(1.0, 1.0, tape_step_s=1.0)
+    ) as revolver:
+        assert np.array_equal(problem.gradient(revolver), EXACT)
+        assert revolver.plan.planner == "revolve"
+
+
+def test_levels_follow_their_costs(tmp_path: Path) -> None:
+    problem = Problem()
+    with ours.MultiLevelRevolver(*problem.operators(), NT, levels(problem, tmp_path)) as revolver:
+        assert problem.gradient(revolver) is not None
+        written = [revolver.storage_ckps(k) for k in range(3)]
+        assert all(written[:2])
+        small = revolver.makespan
+        # A cheaper disk is used, and the whole costs less.
+        revolver.storage_list[2].wd = revolver.storage_list[2].rd = 0.6
+        revolver.reload_scheduler()
+        assert revolver.makespan < small
+        problem.reset()
+        assert np.array_equal(problem.gradient(revolver), EXACT)
+
+
+def test_uf_and_ub_are_heeded(tmp_path: Path) -> None:
+    def made(**costs: float) -> Any:
+        problem = Problem()
+        return ours.MultiLevelRevolver(*problem.operators(), NT, levels(problem, tmp_path), **costs)
+
+    with made() as plain, made(ub=5.0) as slow, made(uf=10.0) as long:
+        assert slow.makespan == plain.makespan + 4 * NT
+        # Where a step costs ten transfers more states are kept.
+        assert long.ratio < plain.ratio
+
+
+class Own(storage.Storage):
+    """A storage of the user's own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.kept: dict[int, list[Any]] = {}
+        self.saved = self.loaded = 0
+
+    def save(self, key: int, data_pointers: Any) -> None:
+        assert 0 <= key < self.n_ckp
+        self.kept[key] = [array.copy() for array in data_pointers]
+        self.saved += 1
+
+    def load(self, key: int, locations: Any) -> None:
+        for target, array in zip(locations, self.kept[key], strict=True):
+            target[:] = array
+        self.loaded += 1
+
+
+def test_a_storage_of_the_users_own() -> None:
+    problem = Problem()
+    own = Own(problem.size, 7, problem.dtype, wd=1, rd=1)
+    fast = storage.NumpyStorage(problem.size, 2, problem.dtype)
+    with ours.MultiLevelRevolver(*problem.operators(), NT, [fast, own]) as revolver:
+        assert np.array_equal(problem.gradient(revolver), EXACT)
+    assert own.saved > 0
+    assert own.loaded > 0
+
+
+@pytest.mark.parametrize("scheme", compression.compressors_available)
+def test_compression(scheme: str | None) -> None:
+    problem = Problem()
+    revolver = ours.Revolver(*problem.operators(), 5, NT, compression_params={"scheme": scheme})
+    found = problem.gradient(revolver)
+    if scheme == "zfp":
+        assert np.allclose(found, EXACT, rtol=1e-3)
+    else:
+        assert np.array_equal(found, EXACT)
+
+
+def test_custom_compression_gets_its_parameters() -> None:
+    seen = []
+
+    def compress(params: Any, array: Any) -> Any:
+        seen.append(params["level"])
+        return compression.compressors[None](params, array)
+
+    problem = Problem()
+    params = {
+        "scheme": "custom",
+        "compressor": compress,
+        "decompressor": compression.decompressors[None],
+        "level": 7,
+    }
+    revolver = ours.Revolver(*problem.operators(), 5, NT, compression_params=params)
+    assert np.array_equal(problem.gradient(revolver), EXACT)
+    assert set(seen) == {7}
+
+
+@pytest.mark.parametrize("scheme", ["blosc", "zfp"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_compressed_arrays_come_back(scheme: str, dtype: Any) -> None:
+    if scheme not in compression.compressors_available:
+        pytest.skip(f"{scheme} is not installed")
+    compress, decompress = compression.init_compression({"scheme": scheme})
+    field = np.sin(np.linspace(0, 9, 60000)).reshape(200, 300).astype(dtype)[:, ::2]
+    packed = compress(field)
+    assert len(packed.data) < field.nbytes
+    back = decompress(packed)
+    assert back.dtype == field.dtype
+    if scheme == "blosc":
+        assert np.array_equal(back, field)
+        small, restore = compression.init_compression({"scheme": scheme, "chunk_size": 1001})
+        assert np.array_equal(restore(small(field)), field)
+    else:
+        assert np.allclose(back, field, atol=1e-6)
+
+
+def test_storages_by_themselves(tmp_path: Path) -> None:
+    plain = compression.init_compression({"scheme": None})
+    stores = [
+        storage.NumpyStorage(7, 3, np.float64),
+        storage.DiskStorage(7, 3, np.float64, filedir=str(tmp_path / "new")),
+        storage.BytesStorage(56, 3, np.float64, plain),
+    ]
+    for store in stores:
+        first, second = np.zeros(3), np.zeros((2, 2))
+        for k in range(3):
+            store.push([np.arange(3.0) + k, np.full((2, 2), float(k))])
+        assert store.isFull()
+        with pytest.raises(StoreError, match="full"):
+            store.push([first, second])
+        for k in reversed(range(3)):
+            store.peek([first, second])
+            assert first[0] == k
+            assert (second == k).all()
+            store.pop()
+        assert store.isEmpty()
+        with pytest.raises(StoreError, match="empty"):
+            store.peek([first, second])
+        with pytest.raises(StateError, match="array 0"):
+            store.load(1, [np.zeros(4), second])
+        with pytest.raises(ArgumentError, match="key 3"):
+            store.save(3, [first, second])
+    with pytest.raises(StoreError, match="nothing under key 2"):
+        storage.NumpyStorage(7, 3, np.float64).load(2, [np.zeros(3)])
+    stores[1].close()  # type: ignore[attr-defined]
+    assert not list((tmp_path / "new").iterdir())
+
+
+# ------------------------------------------------------------------- controller
+
+
+def test_controller_numbers() -> None:
+    assert [ours.maxrange(3, r) for r in range(4)] == [1, 4, 10, 20]
+    assert ours.numforw(10, 3) == 15
+    assert ours.expense(10, 3) == 1.5
+    assert [ours.adjust(n) for n in (1, 2, 3, 6, 7, 20, 21, 70, 71)] == [1, 1, 2, 2, 3, 3, 4, 4, 5]
+    for call in (lambda: ours.maxrange(-1, 2), lambda: ours.numforw(0, 2), lambda: ours.adjust(0)):
+        with pytest.raises(ArgumentError):
+            call()
+
+
+@pytest.mark.parametrize(("snapshots", "steps"), [(1, 1), (1, 9), (3, 10), (5, 70), (80, 70)])
+def test_controller_reverses(snapshots: int, steps: int) -> None:
+    controller = ours.CRevolve(snapshots, steps)
+    held: dict[int, int] = {}
+    live, left, advances, turned = 0, steps, 0, False
+    while (action := controller.revolve()) is not ours.Action.terminate:
+        match action:
+            case ours.Action.advance:
+                assert controller.oldcapo == live < controller.capo < left
+                advances += controller.capo - live
+                live = controller.capo
+            case ours.Action.takeshot:
+                assert 0 <= controller.check < snapshots
+                assert controller.capo == live
+                held[controller.check] = live
+            case ours.Action.restore:
+                live = held[controller.check]
+                assert controller.capo == live
+            case ours.Action.firstrun | ours.Action.youturn:
+                assert (action is ours.Action.youturn) == turned
+                turned = True
+                assert live == left - 1 == controller.capo == controller.fine
+                left -= 1
+    assert left == 0
+    assert advances == controller.advances == nu(steps, snapshots)
+    assert controller.revolve() is ours.Action.terminate
+
+
+def test_controller_agrees_with_pyrevolve() -> None:
+    peer = pytest.importorskip("pyrevolve.crevolve")
+    for n in [*range(2, 200), 1000, 5000]:
+        assert ours.adjust(n) == peer.adjust(n)
+        for s in (1, 2, 5, 30):
+            assert ours.numforw(n, s) == peer.numforw(n, s)
+    for s in range(1, 6):
+        for r in range(1, 6):
+            assert ours.maxrange(s, r) == peer.maxrange(s, r)
+
+
+# ------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize("where", ["write", "read"])
+def test_lost_checkpoints_cost_time_only(where: str) -> None:
+    problem = Problem()
+    faults: dict[str, Any] = {f"lose_{where}": lambda number: number % 3 == 0}
+    costs = Costs(1.0, 1.0, tape_step_s=1.0, tiers=(Tier("t", 2.0, 2.0),))
+    with (
+        ours.Revolver(
+            *problem.operators(),
+            None,
+            NT,
+            memory="4 slots",
+            tiers=FaultyStore(MemoryStore(), **faults),
+            costs=costs,
+        ) as revolver,
+        pytest.warns(CheckpointWarning),
+    ):
+        assert np.array_equal(problem.gradient(revolver), EXACT)
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    problem = Problem(width=100_000)
+    _, exact = store_all(20, width=100_000)
+    tier = FileStore(tmp_path, capacity_bytes=4 << 20)
+    costs = Costs(1.0, 1.0, tape_step_s=1.0, tiers=(Tier("t", 1.0, 1.0),))
+    with (
+        ours.Revolver(
+            *problem.operators(), None, 20, memory="3 slots", tiers=tier, costs=costs
+        ) as revolver,
+        pytest.warns(CheckpointWarning, match="capacity of 4194304 bytes is used"),
+    ):
+        assert np.array_equal(problem.gradient(revolver), exact)
+        assert revolver.report().counts.refused > 0
+
+
+def test_an_operator_that_raises_can_be_run_again(tmp_path: Path) -> None:
+    problem = Problem()
+    checkpoint, forward, backward = problem.operators()
+    calls = 0
+
+    def failing(t_start: int, t_end: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 7:
+            raise RuntimeError("blown up")
+        problem.backward(t_start, t_end)
+
+    backward = type("Made", (ours.Operator,), {"apply": staticmethod(failing)})()
+    with ours.DiskRevolver(checkpoint, forward, backward, 5, NT, filedir=str(tmp_path)) as revolver:
+        revolver.apply_forward()
+        with pytest.raises(RuntimeError, match="blown up"):
+            revolver.apply_reverse()
+        assert not list(tmp_path.iterdir())
+        with pytest.raises(ArgumentError, match="needs a forward"):
+            revolver.apply_reverse()
+        problem.reset()
+        assert np.array_equal(problem.gradient(revolver), EXACT)
+
+
+def test_nothing_is_left_of_a_forgotten_revolver(tmp_path: Path) -> None:
+    before = threading.active_count()
+    problem = Problem()
+    revolver = ours.DiskRevolver(*problem.operators(), 5, NT, filedir=str(tmp_path))
+    revolver.apply_forward()
+    assert threading.active_count() > before
+    del revolver
+    gc.collect()
+    assert threading.active_count() == before
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------- bad input
+
+
+def test_bad_arguments() -> None:
+    problem = Problem()
+    three = problem.operators()
+    for wrong in (0, -1, None, 2.5):
+        with pytest.raises(ArgumentError):
+            ours.Revolver(*three, 5, wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="n_checkpoints=0"):
+        ours.Revolver(*three, 0, NT)
+    with pytest.raises(ArgumentError, match=r"rev_operator=.* apply"):
+        ours.Revolver(three[0], three[1], None, 5, NT)
+    with pytest.raises(ArgumentError, match="planner 'best'"):
+        ours.Revolver(*three, 5, NT, planner="best")
+    with pytest.raises(ArgumentError, match="memory alone"):
+        ours.SingleLevelRevolver(
+            *three, 5, NT, compression_params={"scheme": "blosc"}, diskstorage=True
+        )
+    with pytest.raises(ArgumentError, match="'snappy' is not known"):
+        ours.Revolver(*three, 5, NT, compression_params={"scheme": "snappy"})
+    with pytest.raises(ArgumentError, match="storage_list"):
+        ours.MultiLevelRevolver(*three, NT, None)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="uf=0"):
+        ours.MultiLevelRevolver(*three, NT, [storage.NumpyStorage(1, 2, "f8")], uf=0)
+    with pytest.raises(ArgumentError, match="add one and call reload_scheduler"):
+        ours.MultiLevelRevolver(*three, NT, []).apply_forward()
+    with pytest.raises(ArgumentError, match="keepfiles"):
+        storage.DiskStorage(1, 2, "f8", keepfiles=True)
+    with pytest.raises(ArgumentError, match="until"):
+        ours.CRevolve(3)
+    with pytest.raises(ArgumentError, match="MultiLevelRevolver"):
+        ours.CRevolve(3, 10, 2)
+    with pytest.raises(BudgetError):
+        ours.Revolver(*three, None, NT, memory=8).apply_forward()
+    assert problem.forward_steps == 0
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="file"):
+        ours.DiskRevolver(*Problem().operators(), 5, NT, filedir=str(tmp_path / "file"))
+
+
+def test_arrays_of_another_precision_are_not_rounded() -> None:
+    problem = Problem()
+    problem.dtype = np.dtype(np.float32)
+    with pytest.raises(StateError, match=r"get_data\(0\) is float64.*float32"):
+        ours.Revolver(*problem.operators(), 5, NT).apply_forward()
+    assert problem.forward_steps == 0
+
+
+def test_arrays_that_change_are_named() -> None:
+    problem = Problem()
+    problem.get_data = lambda t: [problem.u[0]] * (1 + (t > 20))  # type: ignore[method-assign]
+    with pytest.raises(StateError, match=r"get_data\(\d+\) returned arrays of shapes"):
+        ours.Revolver(*problem.operators(), 5, NT).apply_forward()
+
+    problem = Problem()
+    read_only = problem.u.copy()
+    read_only.flags.writeable = False
+    problem.get_data_location = lambda t: [read_only[0], read_only[1]]  # type: ignore[method-assign]
+    revolver = ours.Revolver(*problem.operators(), 5, NT)
+    revolver.apply_forward()
+    with pytest.raises(StateError, match="read-only"):
+        revolver.apply_reverse()
+
+    problem = Problem()
+    problem.get_data = lambda t: [[0.0]]  # type: ignore[method-assign]
+    with pytest.raises(StateError, match="array 0 of get_data\\(0\\) is list"):
+        ours.Revolver(*problem.operators(), 5, NT).apply_forward()
+
+
+# ------------------------------------------------------------------- install
+
+
+def test_install_serves_later_imports(tmp_path: Path) -> None:
+    program = f"""
+import sys
+from multistage.interop.pyrevolve import install, uninstall
+install(memory="3 slots", tiers="file://{tmp_path}", planner="streaming")
+from pyrevolve import Checkpoint, Operator, Revolver
+from pyrevolve.storage import DiskStorage
+from pyrevolve.compression import init_compression
+import pyrevolve
+assert pyrevolve.__name__ == "multistage.interop.pyrevolve"
+sys.path[:0] = {[str(Path(__file__).parent)]!r}
+import test_pyrevolve as t
+problem = t.Problem()
+revolver = Revolver(*problem.operators(), None, t.NT)
+assert t.np.array_equal(problem.gradient(revolver), t.EXACT)
+assert revolver.plan.planner == "streaming"
+given = Revolver(*problem.operators(), 4, t.NT)
+assert given.plan.planner == "revolve"
+uninstall()
+assert "pyrevolve" not in sys.modules
+assert Revolver(*problem.operators(), None, t.NT).plan.planner == "revolve"
+sys.modules["devito"] = sys
+try:
+    install()
+except ValueError as error:
+    assert "devito was imported before" in str(error)
+else:
+    raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
