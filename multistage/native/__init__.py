@@ -30,6 +30,8 @@ def _load() -> ctypes.CDLL | None:
     library.ms_revolve_init.argtypes = [_ARRAY, _ARRAY, _INT64, _INT64, _INT64, _INT64]
     library.ms_revolve_fill.restype = _INT64
     library.ms_revolve_fill.argtypes = [_ARRAY, _ARRAY, _ARRAY, _INT64]
+    library.ms_revolve_accesses.restype = None
+    library.ms_revolve_accesses.argtypes = [*[_INT64] * 3, *[_BYTES] * 3]
     library.ms_exact.restype = _INT64
     library.ms_exact.argtypes = [*[_INT64] * 6, _BYTES, _BYTES, _INT64, _BYTES, _INT64]
     library.ms_priced_work_len.restype = _INT64

@@ -67,13 +67,24 @@ static int64_t repetitions(int64_t l, int64_t s)
 static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static int64_t first_advance(int64_t l, int64_t s, int64_t r)
+/* Which of the optimal advances; PUBLISHED is that of the paper's p. 34. */
+enum { LOW, MIDDLE, HIGH, PUBLISHED };
+
+static int64_t first_advance(int64_t l, int64_t s, int64_t r, int64_t trajectory)
 {
     if (s <= 1)
         return l - 1;
     int64_t low = max64(1, max64((int64_t)beta(s, r - 2), l - (int64_t)beta(s - 1, r)));
     int64_t high = min64(l - 1, min64((int64_t)beta(s, r - 1), l - (int64_t)beta(s - 1, r - 1)));
-    return high <= low ? low : low + (high - low) / 2;
+    if (high <= low || trajectory == LOW)
+        return low;
+    if (trajectory == HIGH)
+        return high;
+    if (trajectory == PUBLISHED) {
+        int64_t upper = (int64_t)(beta(s - 1, r - 1) + beta(s - 2, r - 1));
+        return max64(low, min64(max64((int64_t)beta(s, r - 2), l - upper), high));
+    }
+    return low + (high - low) / 2;
 }
 
 /* Bytes are for the caller to allocate: int64 fields of `state` and of `stack`. */
@@ -134,7 +145,7 @@ EXPORT int64_t ms_revolve_fill(int64_t *state, int64_t *stack, int64_t *out, int
                 if (top[POS] == live && s > 1) {
                     while (top[REPS] > 0 && beta(s, top[REPS] - 1) >= (uint64_t)l)
                         top[REPS]--;
-                    m = first_advance(l, s, top[REPS]);
+                    m = first_advance(l, s, top[REPS], MIDDLE);
                 }
                 EMIT(ADVANCE, live, live + m);
                 live += m;
@@ -164,4 +175,37 @@ EXPORT int64_t ms_revolve_fill(int64_t *state, int64_t *stack, int64_t *out, int
     state[DEPTH] = depth;
     state[PHASE] = phase;
     return made;
+}
+
+/* Count how often each of the `slots` slots, from the bottom of the stack, is
+ * written and read when n steps are reversed; `stack` as for ms_revolve_init. */
+EXPORT void ms_revolve_accesses(int64_t n, int64_t slots, int64_t trajectory, int64_t *writes,
+                                int64_t *reads, int64_t *stack)
+{
+    int64_t live = 0, end = n, depth = 0;
+    for (;;) {
+        while (end - live > 1) {
+            int64_t *top = stack + RECORD * (depth - 1);
+            if ((depth == 0 || top[POS] != live) && depth < slots) {
+                top += RECORD;
+                top[POS] = live;
+                top[REPS] = repetitions(end - live, slots - depth);
+                writes[depth++]++;
+            }
+            int64_t l = end - live, s = slots - depth + 1, m = l - 1;
+            if (top[POS] == live && s > 1) {
+                while (top[REPS] > 0 && beta(s, top[REPS] - 1) >= (uint64_t)l)
+                    top[REPS]--;
+                m = first_advance(l, s, top[REPS], trajectory);
+            }
+            live += m;
+        }
+        end = live;
+        if (end == 0)
+            return;
+        live = stack[RECORD * (depth - 1) + POS];
+        reads[depth - 1]++;
+        if (live == end - 1)
+            depth--;
+    }
 }

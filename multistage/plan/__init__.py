@@ -13,13 +13,17 @@ from ..costs import Budget, Costs, format_seconds
 from ..errors import ArgumentError, BudgetError
 from .base import Plan as Plan
 from .base import require_steps
+from .hierarchy import disk_revolve, h_revolve
 from .interval import interval
+from .mixed import mixed, worth_trying
 from .online import online
 from .online import online_schedule as online_schedule
 from .periodic import periodic, recursive
+from .periodic_disk import periodic_disk
 from .revolve import pyrevolve, revolve
 from .store_all import store_all
 from .streaming import streaming
+from .stumm_walther import stumm_walther
 
 Planner = Callable[[Costs, int, int | None], Plan]
 
@@ -32,6 +36,11 @@ PLANNERS: dict[str, Planner] = {
     "periodic": periodic,
     "recursive": recursive,
     "online": online,
+    "h-revolve": h_revolve,
+    "disk-revolve": disk_revolve,
+    "periodic-disk": periodic_disk,
+    "stumm-walther": stumm_walther,
+    "mixed": mixed,
 }
 
 # Ranked by "auto".  Of equals the first wins.  pyrevolve is Revolve again,

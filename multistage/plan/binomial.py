@@ -18,12 +18,16 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import chain
 from math import comb
+from typing import Literal, assert_never
 
 import numpy as np
 
 from .. import native
 from ..actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Schedule, Tape
 from ..layout import Array
+
+Trajectory = Literal["low", "middle", "high", "published"]
+TRAJECTORIES: tuple[Trajectory, ...] = ("low", "middle", "high", "published")
 
 # Patterns of segments up to this length are cached: the streaming planner
 # reverses thousands of short intervals of few different lengths.
@@ -92,14 +96,61 @@ def nu_up_to(n_steps: int, slots: int) -> Array:
     return counts
 
 
-def first_advance(length: int, slots: int) -> int:
-    """Return how far an optimal reversal advances before its next save."""
+def first_advance(length: int, slots: int, trajectory: Trajectory = "middle") -> int:
+    """Return how far an optimal reversal advances before its next save.
+
+    All optimal advances lie between a lowest and a highest; "published" is the
+    one of the paper's p. 34.  They differ in how often each slot is used.
+    """
     if slots <= 1:
         return length - 1
     r = repetitions(length, slots)
     low = max(1, beta(slots, r - 2), length - beta(slots - 1, r))
     high = min(length - 1, beta(slots, r - 1), length - beta(slots - 1, r - 1))
-    return max(low, (low + high) // 2)
+    match trajectory:
+        case "middle":
+            advance = (low + high) // 2
+        case "low":
+            advance = low
+        case "high":
+            advance = high
+        case "published":
+            upper = beta(slots - 1, r - 1) + beta(slots - 2, r - 1)
+            advance = min(max(beta(slots, r - 2), length - upper), beta(slots, r - 1), high)
+        case _:
+            assert_never(trajectory)
+    return max(low, advance)
+
+
+def accesses(n_steps: int, slots: int, trajectory: Trajectory) -> tuple[Array, Array]:
+    """Return how often each slot, from the bottom of the stack, is written and read.
+
+    `slots` lies in 1..max(1, n_steps - 1); O(1) work per action of the schedule.
+    """
+    writes, reads = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+    if native.LIBRARY is not None:
+        stack = np.empty(int(native.LIBRARY.ms_revolve_stack_len(slots)), np.int64)
+        at = TRAJECTORIES.index(trajectory)
+        arrays = (array.ctypes.data for array in (writes, reads, stack))
+        native.LIBRARY.ms_revolve_accesses(n_steps, slots, at, *arrays)
+        return writes, reads
+    held: list[int] = []
+    live, end = 0, n_steps
+    while True:
+        while end - live > 1:
+            if (not held or held[-1] != live) and len(held) < slots:
+                writes[len(held)] += 1
+                held.append(live)
+            free = slots - len(held) + 1
+            known = held[-1] == live
+            live += first_advance(end - live, free, trajectory) if known else end - live - 1
+        end = live
+        if end == 0:
+            return writes, reads
+        live = held[-1]
+        reads[len(held) - 1] += 1
+        if live == end - 1:
+            held.pop()
 
 
 def reverse_codes(

@@ -33,7 +33,7 @@ again while walking, O(l) each.  O(n) memory without bound, else O(c_k n).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,6 +47,7 @@ from .binomial import nu_up_to
 _NATIVE_PER_S, _PLAIN_PER_S = 5e9, 4e8
 _MOST_S = 60.0
 _MOST_BYTES = 4 << 30
+_INSTEAD = "planner 'periodic-disk', whose cost does not grow so"
 # Sums per call of the kernel: a fraction of a second, so that Ctrl-C is heard.
 _PER_CALL = 5e8
 
@@ -329,7 +330,6 @@ def solve(
     step_s: float,
     *,
     native_kernel: bool | None = None,
-    progress: Callable[[int], None] | None = None,
 ) -> Hierarchy:
     """Return the hierarchy solved for up to `n_steps` steps.
 
@@ -343,8 +343,6 @@ def solve(
         Seconds of one forward step, above 0.
     native_kernel : bool, optional
         Whether to use the C kernel; where it was built, if None.
-    progress : callable, optional
-        Called with the number of the level before it is solved.
 
     Raises
     ------
@@ -370,29 +368,24 @@ def solve(
     tables: list[Table | None] = []
     below = np.full(n_steps + 1, math.inf)
     below[:2] = 0.0
-    per_s = _PLAIN_PER_S if native_kernel is False or native.LIBRARY is None else _NATIVE_PER_S
     for k, level in enumerate(levels):
-        if progress is not None:
-            progress(k)
         if k == 0 and fast.write_s == fast.read_s == 0:
             slots = n_steps if fast.capacity is None else fast.capacity
             below = nu_up_to(n_steps, min(slots, n_steps)) * step_s
             tables.append(None)
             continue
         ahead = np.arange(n_steps + 1) * step_s + level.read_s
-        table, below = _solve_level(Rows(ahead, below, level.write_s), level, per_s, native_kernel)
+        table, below = _solve_level(Rows(ahead, below, level.write_s), level, native_kernel)
         tables.append(table)
     return Hierarchy(n_steps, levels, tables, float(below[n_steps]))
 
 
-def _solve_level(
-    basis: Rows, level: Level, per_s: float, native_kernel: bool | None
-) -> tuple[Table, Array]:
+def _solve_level(basis: Rows, level: Level, native_kernel: bool | None) -> tuple[Table, Array]:
     """Return the level's table and its O with all slots."""
     n, capacity = basis.n, level.capacity
     if capacity == 0 or n == 1:
         return Table(basis, 0), basis.below
-    _affordable(n, capacity, n * n / 2 / per_s, 5 * 8 * n)
+    affordable(n, capacity, n * n / 2, 5 * 8 * n, native_kernel, _INSTEAD)
     row, over = basis.blank(), basis.blank()
     depth, over_depth = np.zeros(n + 1, np.int32), np.zeros(n + 1, np.int32)
     depth[1] = 1
@@ -402,7 +395,7 @@ def _solve_level(
         return Table(basis, most, [row], (depth, over_depth)), _reversed(over)
     firsts = [int((depth > m).argmax()) for m in range(1, capacity + 1)]
     sums = sum((n * n - first * first) / 2 for first in firsts)
-    _affordable(n, capacity, sums / per_s, 8 * n * capacity)
+    affordable(n, capacity, sums, 8 * n * capacity, native_kernel, _INSTEAD)
     table = Table(basis, capacity)
     right = _reversed(basis.below)
     free = over
@@ -420,12 +413,24 @@ def _reversed(values: Array) -> Array:
     return np.ascontiguousarray(values[::-1])
 
 
-def _affordable(n_steps: int, capacity: int | None, seconds: float, size: float) -> None:
+def affordable(
+    n_steps: int,
+    slots: int | None,
+    sums: float,
+    size: float,
+    native_kernel: bool | None,
+    otherwise: str,
+) -> None:
+    """Raise `ArgumentError` where so many sums and bytes are too much.
+
+    `otherwise` ends the message: what to use instead.
+    """
+    plainly = native_kernel is False or native.LIBRARY is None
+    seconds = sums / (_PLAIN_PER_S if plainly else _NATIVE_PER_S)
     if seconds > _MOST_S or size > _MOST_BYTES:
-        what = "without bound" if capacity is None else f"of {capacity} states"
+        what = "a level without bound" if slots is None else f"{slots} slots"
         raise ArgumentError(
-            f"n_steps={n_steps} with a level {what} would take about {seconds:.0f} s and "
+            f"n_steps={n_steps} with {what} would take about {seconds:.0f} s and "
             f"{size / 2**30:.1f} GiB to solve, more than {_MOST_S:.0f} s or "
-            f"{_MOST_BYTES >> 30} GiB; plan fewer steps or a smaller level, or use planner "
-            "'periodic-disk', whose cost does not grow so"
+            f"{_MOST_BYTES >> 30} GiB; plan for fewer steps or slots, or use {otherwise}"
         )

@@ -17,13 +17,13 @@ from .binomial import forward_and_reverse, nu, reverse_actions
 from .bound import lower_bound
 
 # An advance, a load and a reverse per step, and a save and a free for most.
-_ACTIONS_PER_STEP = 4.5
+ACTIONS_PER_STEP = 4.5
 
 
 def revolve_seconds(costs: Costs, slots: int, n_steps: int) -> float:
     """Return Revolve's makespan: the first taped step belongs to the forward sweep."""
     forward_s = nu(n_steps, slots) * costs.forward_step_s
-    driver_s = _ACTIONS_PER_STEP * n_steps * costs.action_s
+    driver_s = ACTIONS_PER_STEP * n_steps * costs.action_s
     turns_s = costs.reverse_step_s + (n_steps - 1) * costs.turn_s
     return forward_s + costs.taping_s + turns_s + driver_s
 
