@@ -28,8 +28,14 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-enum { BLOCK = 256 }; /* candidates whose least is noted, to find a choice again quickly */
+/* Candidates that are looked at, or passed over, together. */
+enum { BLOCK = 64, FAR = 8 * BLOCK };
 enum { BASELINE = 1, AVX2 = 2, AVX512 = 3 };
+
+static inline int64_t min64(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
 
 #define NAME(x) x##_baseline
 #define TARGET
@@ -62,18 +68,13 @@ static inline two_t min_two(two_t a, two_t b)
 #include "hierarchy_kernel.h"
 #endif
 
-static double least(const double *left, const double *right, int64_t count, double *blocks,
-                    int64_t isa)
-{
 #if defined(__x86_64__)
-    if (isa == AVX512)
-        return least_avx512(left, right, count, blocks);
-    if (isa == AVX2)
-        return least_avx2(left, right, count, blocks);
+#define DISPATCH(isa, call, ...)                                                                  \
+    ((isa) == AVX512 ? call##_avx512(__VA_ARGS__)                                                 \
+                     : (isa) == AVX2 ? call##_avx2(__VA_ARGS__) : call##_baseline(__VA_ARGS__))
+#else
+#define DISPATCH(isa, call, ...) call##_baseline(__VA_ARGS__)
 #endif
-    (void)isa;
-    return least_baseline(left, right, count, blocks);
-}
 
 /* Doubles of scratch that ms_hierarchy_row needs for n steps. */
 EXPORT int64_t ms_hierarchy_blocks(int64_t n) { return n / BLOCK + 1; }
@@ -92,9 +93,12 @@ EXPORT void ms_hierarchy_row(int64_t n, int64_t first, int64_t last, const doubl
                              double *row, double *over, int32_t *depth, int32_t *over_depth,
                              double *blocks, int64_t isa)
 {
+    int64_t hint = 0;
+    (void)isa;
     for (int64_t l = first; l <= last; l++) {
         const double *a = left + 1, *b = right + n - l + 1;
-        const double split = least(a, b, l - 1, blocks, isa);
+        const double split = depth ? DISPATCH(isa, least, a, b, l - 1, blocks)
+                                   : DISPATCH(isa, search, a, b, l - 1, &hint);
         const double value = below[l] < split ? below[l] : split;
         const double written = write + value;
         row[l] = value;

@@ -44,7 +44,8 @@ PLANNERS: dict[str, Planner] = {
 }
 
 # Ranked by "auto".  Of equals the first wins.  pyrevolve is Revolve again,
-# online pays for what it does not know.
+# online pays for what it does not know, and those that wait for every transfer
+# gain nothing over streaming.  Mixed joins where it is cheap to solve.
 RANKED = ("store-all", "revolve", "streaming", "interval", "periodic", "recursive")
 
 
@@ -101,7 +102,7 @@ def plan(
         return PLANNERS[planner](costs, slots, n)
     plans: list[Plan] = []
     refused: list[str] = []
-    for name in RANKED:
+    for name in (*RANKED, *(("mixed",) if worth_trying(costs, slots, n) else ())):
         try:
             plans.append(PLANNERS[name](costs, slots, n))
         except BudgetError as error:

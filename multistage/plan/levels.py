@@ -43,13 +43,14 @@ from ..errors import ArgumentError
 from ..layout import Array
 from .binomial import nu_up_to
 
-# Sums per second: measured on one AVX-512 core, and of the plain twin.
-_NATIVE_PER_S, _PLAIN_PER_S = 5e9, 4e8
+# Sums per second on one core: of a row without bound, of one that passes most
+# of them over, and of the plain twin.
+_WHOLE_PER_S, _PRUNED_PER_S, _PLAIN_PER_S = 5e9, 1.5e10, 4e8
 _MOST_S = 60.0
 _MOST_BYTES = 4 << 30
 _INSTEAD = "planner 'periodic-disk', whose cost does not grow so"
 # Sums per call of the kernel: a fraction of a second, so that Ctrl-C is heard.
-_PER_CALL = 5e8
+_PER_CALL = 1e9
 
 WRITE, READ, DROP, ADVANCE, REVERSE, ORIGIN = range(6)
 # (WRITE | READ | DROP, level, step), (ADVANCE | REVERSE, start, stop) or (ORIGIN, 0, 0)
@@ -385,7 +386,8 @@ def _solve_level(basis: Rows, level: Level, native_kernel: bool | None) -> tuple
     n, capacity = basis.n, level.capacity
     if capacity == 0 or n == 1:
         return Table(basis, 0), basis.below
-    affordable(n, capacity, n * n / 2, 5 * 8 * n, native_kernel, _INSTEAD)
+    whole = n * n / 2 * (_PRUNED_PER_S / _WHOLE_PER_S)
+    affordable(n, capacity, whole, 5 * 8 * n, native_kernel, _INSTEAD)
     row, over = basis.blank(), basis.blank()
     depth, over_depth = np.zeros(n + 1, np.int32), np.zeros(n + 1, np.int32)
     depth[1] = 1
@@ -426,7 +428,7 @@ def affordable(
     `otherwise` ends the message: what to use instead.
     """
     plainly = native_kernel is False or native.LIBRARY is None
-    seconds = sums / (_PLAIN_PER_S if plainly else _NATIVE_PER_S)
+    seconds = sums / (_PLAIN_PER_S if plainly else _PRUNED_PER_S)
     if seconds > _MOST_S or size > _MOST_BYTES:
         what = "a level without bound" if slots is None else f"{slots} slots"
         raise ArgumentError(

@@ -37,8 +37,8 @@ from .binomial import nu
 from .levels import Rows, affordable
 from .synchronous import Counts, synchronous_plan, without_tier
 
-# Sums that "auto" spends on it, some tens of milliseconds.
-_CHEAP = 2.5e8
+# What "auto" spends on it: some tens of milliseconds for the table, and for the walk.
+_CHEAP_SUMS, _CHEAP_STEPS = 1e9, 10_000
 
 
 @dataclass(slots=True)
@@ -173,7 +173,7 @@ def worth_trying(costs: Costs, slots: int, n_steps: int) -> bool:
     tape = _rounded_up(costs.tape_slots)
     if costs.state_is_tape or slots < tape or nu(n_steps, slots) == 0:
         return False
-    return slots * n_steps**2 / 2 <= _CHEAP
+    return n_steps <= _CHEAP_STEPS and slots * n_steps**2 / 2 <= _CHEAP_SUMS
 
 
 def mixed(costs: Costs, slots: int, n_steps: int | None) -> Plan:
