@@ -15,6 +15,7 @@ from .backends import FileStore as FileStore
 from .backends import MemoryStore as MemoryStore
 from .backends import Store as Store
 from .backends import open_store as open_store
+from .blocks import Blocks as Blocks
 from .chain import Chain as Chain
 from .chain import FunctionChain as FunctionChain
 from .chain import InPlaceChain as InPlaceChain

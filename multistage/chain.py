@@ -9,13 +9,17 @@ that promise hold, arrays under a checkpoint are marked read-only while they
 are kept, and arrays that are views of something else are copied: a step that
 overwrites its input then raises instead of spoiling a gradient.  One hole is
 left: writing to an array through a view of it that was made earlier.  An in-place
-chain overwrites the arrays of its live state, so checkpoints are copies.
+chain overwrites the arrays of its live state, so checkpoints are copies, and
+what a tape shares with that state is copied too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import numpy as np
+import optree
 
 from .errors import ArgumentError
 
@@ -129,9 +133,16 @@ class InPlaceChain(Generic[State, Adjoint]):
         `forward(state, start, stop)`: run steps start..stop-1, overwriting
         the arrays in `state`; its return value is ignored.
     reverse : callable
-        `reverse(state, adjoint, i) -> adjoint`: adjoint of step i from the
-        state before it; it may overwrite `adjoint` and return it, and must
-        leave `state` alone.
+        `reverse(tape, adjoint, i) -> adjoint`: adjoint of step i; it may
+        overwrite `adjoint` and return it.  The tape is the state before step
+        i, to be left alone, unless `tape` is given.
+    tape : callable, optional
+        `tape(state, i) -> tape`: run step i, overwriting the arrays in
+        `state`, and return what `reverse` needs: copies of some fields only,
+        or something else altogether.  Restart data and adjoint data then
+        differ (mixed checkpointing).  Arrays of the tape that share memory
+        with the state are copied; buffers of the operator's own must not be
+        written to again, since several tapes are held at once.
 
     Examples
     --------
@@ -142,28 +153,70 @@ class InPlaceChain(Generic[State, Adjoint]):
     >>> chain = InPlaceChain(forward, lambda x, a, i: 2 * x * a)
     >>> chain.advance(np.array([3.0]), 0, 2)
     array([81.])
+
+    The adjoint of u <- u + sin(v), v <- v / 2 needs the field v alone:
+
+    >>> def forward(state, start, stop):
+    ...     for _ in range(start, stop):
+    ...         state["u"] += np.sin(state["v"])
+    ...         state["v"] /= 2
+    >>> def tape(state, i):
+    ...     kept = state["v"].copy()
+    ...     forward(state, i, i + 1)
+    ...     return kept
+    >>> def reverse(v, adjoint, i):
+    ...     return {"u": adjoint["u"], "v": adjoint["v"] / 2 + np.cos(v) * adjoint["u"]}
+    >>> chain = InPlaceChain(forward, reverse, tape)
+    >>> chain.tape({"u": np.ones(1), "v": np.zeros(1)}, 0)
+    ({'u': array([1.]), 'v': array([0.])}, array([0.]))
     """
 
     in_place = True
-    state_is_tape = True
 
     def __init__(
         self,
         forward: Callable[[State, int, int], object],
-        reverse: Callable[[State, Adjoint, int], Adjoint],
+        reverse: Callable[..., Adjoint],
+        tape: Callable[[State, int], object] | None = None,
     ) -> None:
         for name, function in (("forward", forward), ("reverse", reverse)):
             if not callable(function):
                 raise ArgumentError(f"{name}={function!r} must be callable")
+        if tape is not None and not callable(tape):
+            raise ArgumentError(f"tape={tape!r} must be callable or None")
         self._forward = forward
         self._reverse = reverse
+        self._tape = tape
+
+    @property
+    def state_is_tape(self) -> bool:
+        return self._tape is None
 
     def advance(self, state: State, start: int, stop: int) -> State:
         self._forward(state, start, stop)
         return state
 
     def tape(self, state: State, step: int) -> tuple[State, object]:
-        raise AssertionError("an in-place chain tapes by copying its state")
+        if self._tape is None:
+            raise AssertionError("an in-place chain tapes by copying its state")
+        return state, _apart(self._tape(state, step), state)
 
-    def reverse(self, tape: object, adjoint: Adjoint, step: int) -> Adjoint:
-        return self._reverse(tape, adjoint, step)  # type: ignore[arg-type]
+    @property
+    def reverse(self) -> Callable[[object, Adjoint, int], Adjoint]:
+        return self._reverse
+
+
+def _apart(tape: object, state: object) -> object:
+    """Return the tape with every array copied that shares memory with the state.
+
+    The next step overwrites the state: a tape that referred to it would change
+    before it is used, and the gradient with it.
+    """
+    held = [a for a in optree.tree_leaves(cast(Any, state)) if isinstance(a, np.ndarray)]
+
+    def copied(leaf: object) -> object:
+        if isinstance(leaf, np.ndarray) and any(np.may_share_memory(leaf, a) for a in held):
+            return leaf.copy(order="K")
+        return leaf
+
+    return optree.tree_map(copied, cast(Any, tape), none_is_leaf=True)

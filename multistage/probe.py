@@ -4,6 +4,7 @@ What is measured, each as the median of repeats, since a plan should predict
 what usually happens:
 
 * T_A: some steps of the chain, from a copy of its state;
+* where tapes are real, a step that keeps its tape, and the bytes of one;
 * T_B, and T_A again: short reversals as they will be run, only if an adjoint
   is given, because an adjoint operator may add to gradients of its own, and a
   probe must not;
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import optree
 
 from .actions import Answer, Schedule
 from .backends.base import CheckpointLost, Store
@@ -95,19 +97,23 @@ def measure(
     share = seconds / (2 + len(stores))
     with _starting(chain, state, states.slots(layout)) as start:
 
-        def steps(count: int) -> None:
-            chain.advance(start(), 0, count)
+        def steps(at: State, count: int) -> None:
+            chain.advance(at, 0, count)
 
-        forward_s, _ = _per_item(steps, n_steps, share)
+        forward_s, _ = _per_item(start, steps, n_steps, share)
         tape_s: float | None = None
+        tape_bytes = 0
         if not chain.state_is_tape:
 
-            def tapes(count: int) -> None:
-                at = start()
+            def tapes(at: State, count: int) -> None:
                 for i in range(count):
                     at, _ = chain.tape(at, i)
 
-            tape_s, _ = _per_item(tapes, n_steps, share / 2)
+            tape_s, _ = _per_item(start, tapes, n_steps, share / 2)
+            if getattr(chain, "one_tape", False):
+                tape_bytes = NOT_KEPT
+            else:
+                tape_bytes = _tape_bytes(chain, start(), n_steps)
         if adjoint is None:
             reverse_s = _GUESSED_RATIO * forward_s
         else:
@@ -119,7 +125,7 @@ def measure(
         reverse_step_s=reverse_s,
         tape_step_s=tape_s,
         state_bytes=layout.nbytes,
-        tape_bytes=NOT_KEPT if getattr(chain, "one_tape", False) else 0,
+        tape_bytes=tape_bytes,
         tiers=tuple(probe_store(each, layout, seconds=share, most=n_steps) for each in stores),
         action_s=action_seconds(),
     )
@@ -236,21 +242,53 @@ def _settled(samples: Sequence[float]) -> float:
     return float(np.median(samples[len(samples) // 3 :]))
 
 
-def _per_item(run: Callable[[int], None], most: int, seconds: float) -> tuple[float, int]:
-    """Return the typical seconds per item of `run(count)`, and the count it took."""
+def _per_item(
+    start: Callable[[], State],
+    run: Callable[[State, int], None],
+    most: int,
+    seconds: float,
+) -> tuple[float, int]:
+    """Return the typical seconds per item of `run(start(), count)`, and the count it took.
+
+    `start` is not timed: copying a large state takes longer than a step.
+    """
     count, spent = 1, 0.0
     samples: list[float] = []
     while True:
+        copying = time.perf_counter()
+        at = start()
         began = time.perf_counter()
-        run(count)
-        took = time.perf_counter() - began
-        spent += took
+        run(at, count)
+        ended = time.perf_counter()
+        took = ended - began
+        spent += ended - copying
         if took < min(_LEAST_S, seconds / 8) and count < most:
             count = min(most, 2 * count)
             continue
         samples.append(took / count)
         if spent > seconds or len(samples) >= 25:
             return max(_settled(samples), 1e-9), count
+
+
+def _tape_bytes(chain: Chain[State, Adjoint], state: State, n_steps: int) -> int:
+    """Return the bytes that one more tape holds; 0 if no array is found in it.
+
+    What two tapes share, such as a table both refer to, is held anyway.  A
+    view counts as the whole array behind it, which it keeps alive.
+    """
+    held: dict[int, int] = {}
+    tape: Any = None
+    for i in range(min(2, n_steps)):
+        before, last = held, tape  # the tape stays, or its memory would be used again
+        state, tape = chain.tape(state, i)
+        held = {}
+        for leaf in optree.tree_leaves(tape):
+            if isinstance(leaf, np.ndarray):
+                while isinstance(leaf.base, np.ndarray):
+                    leaf = leaf.base
+                held[id(leaf)] = leaf.nbytes
+    del last
+    return sum(nbytes for key, nbytes in held.items() if key not in before)
 
 
 def _write(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import optree
 
+from multistage.blocks import Blocks
 from multistage.chain import Chain, FunctionChain, InPlaceChain
 
 
@@ -78,6 +79,13 @@ def _in_place_start() -> Any:
     return {"x": np.ones(4, np.float32), "y": np.asfortranarray(np.ones((8, 4)) * 1j)[:, 0].copy()}
 
 
+def _in_place_tape(state: Any, i: int) -> Any:
+    """Return part of the state before the step, and part of that after it: a view."""
+    before = state["y"][2:5].copy()
+    _in_place(state, i, i + 1)
+    return before, state["x"][:2]
+
+
 def _workspace() -> Chain[Any, int]:
     """Return a chain that overwrites its own two buffers in turn and returns views of them."""
     work = np.zeros((2, 9))
@@ -93,10 +101,18 @@ def _functional(step: Callable[[Any, int], Any]) -> Chain[Any, int]:
     return FunctionChain(step, digest)
 
 
+# Those whose tapes are not their states.
+TAPED = ("tape", "in-place-tape", "blocks-tape")
+
 CHAINS: dict[str, tuple[Callable[[], Chain[Any, int]], Callable[[], Any]]] = {
     "nested": (lambda: _functional(_nested), _nested_start),
     "tape": (lambda: FunctionChain(_nested, digest, _taped), _nested_start),
     "in-place": (lambda: InPlaceChain(_in_place, digest), _in_place_start),
+    "in-place-tape": (lambda: InPlaceChain(_in_place, digest, _in_place_tape), _in_place_start),
+    "blocks": (lambda: Blocks(_functional(_nested), 3), _nested_start),
+    "blocks-tape": (lambda: Blocks(FunctionChain(_nested, digest, _taped), 2), _nested_start),
+    "blocks-in-place": (lambda: Blocks(InPlaceChain(_in_place, digest), 4), _in_place_start),
+    "blocks-workspace": (lambda: Blocks(_workspace(), 2), lambda: np.linspace(0, 1, 9)),
     "nan": (lambda: _functional(_nan), lambda: np.full(9, np.nan)),
     "fortran": (
         lambda: _functional(_fortran),
@@ -114,15 +130,16 @@ def store_all(name: str, n: int, adjoint: int = 1) -> tuple[bytes, int]:
     chain, state = make(), start()
     tapes = []
     for i in range(n):
-        if chain.in_place:
+        if chain.state_is_tape:
             tapes.append(optree.tree_map(np.copy, state))
             state = chain.advance(state, i, i + 1)
         else:
             state, tape = chain.tape(state, i)
             tapes.append(optree.tree_map(np.copy, tape))
+    last = raw(state)
     for i in reversed(range(n)):
         adjoint = chain.reverse(tapes[i], adjoint, i)
-    return raw(state), adjoint
+    return last, adjoint
 
 
 def raw(state: Any) -> bytes:

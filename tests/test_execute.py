@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chains import CHAINS, raw, store_all
+from chains import CHAINS, TAPED, raw, store_all
 
 from multistage.actions import (
     Action,
@@ -65,8 +65,8 @@ def planned(
     costs = Costs(
         1.0,
         2.0,
-        tape_step_s=1.2 if chain == "tape" else None,
-        tape_bytes=20 if chain == "tape" else 0,
+        tape_step_s=1.2 if chain in TAPED else None,
+        tape_bytes={"tape": 20, "in-place-tape": 5}.get(chain, 0),
         state_bytes=10,
         tiers=(Tier("file", 2.5, 2.0),) if tier else (),
     )
@@ -141,19 +141,21 @@ def test_states_do_travel() -> None:
 # ----------------------------------------------------------------- stores that fail
 
 
-def _faulty_sweep(plan: Plan, **faults: Any) -> FaultyStore:
+def _faulty_sweep(plan: Plan, chain: str = "nested", **faults: Any) -> FaultyStore:
     """Run two sweeps on a store that fails; everything must be exact and judged legal."""
-    with opened(FaultyStore(MemoryStore(buffer_bytes=0, queue_depth=8), **faults)) as store:
-        executor = Executor(CHAINS["nested"][0](), (store,), rules=judged(plan))
+    with opened(FaultyStore(MemoryStore(buffer_bytes=0, queue_depth=8), **faults), chain) as store:
+        executor = Executor(
+            CHAINS[chain][0](), (store,), tape_slots=plan.costs.tape_slots, rules=judged(plan)
+        )
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always", CheckpointWarning)
-            run_once(executor, plan, "nested")
+            run_once(executor, plan, chain)
         lost = executor.counts.lost
         assert len(seen) >= lost
         assert all(issubclass(warning.category, CheckpointWarning) for warning in seen)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)
-            run_once(executor, plan, "nested")
+            run_once(executor, plan, chain)
         assert isinstance(store, FaultyStore)
         return store
 
@@ -172,19 +174,21 @@ def test_a_fault_at_every_call(planner: str, fault: str) -> None:
         _faulty_sweep(plan, **{fault: lambda k, number=number: k >= number})
 
 
+@pytest.mark.parametrize("chain", ["nested", "in-place-tape", "blocks-in-place"])
 @pytest.mark.parametrize("planner", ["streaming", "interval", "online"])
-def test_everything_fails(planner: str) -> None:
-    plan = planned(planner, slots=4)
+def test_everything_fails(planner: str, chain: str) -> None:
+    plan = planned(planner, chain, slots=4)
     for third in (2, 3, 5):
         _faulty_sweep(
             plan,
+            chain,
             refuse=lambda k, third=third: k % third == 0,
             lose_write=lambda k, third=third: k % third == 1,
             lose_read=lambda k: k % 2 == 1,
         )
-    assert _faulty_sweep(plan, refuse=lambda k: True).writes == 0
-    _faulty_sweep(plan, lose_write=lambda k: True)
-    _faulty_sweep(plan, lose_read=lambda k: True)
+    assert _faulty_sweep(plan, chain, refuse=lambda k: True).writes == 0
+    _faulty_sweep(plan, chain, lose_write=lambda k: True)
+    _faulty_sweep(plan, chain, lose_read=lambda k: True)
 
 
 def test_a_lost_checkpoint_is_warned_of_and_counted() -> None:
@@ -225,7 +229,7 @@ def test_a_static_schedule_survives_the_loss_of_all() -> None:
                     assert (raw(last), executor.reverse(1)) == answer("nested", 4)
 
 
-@pytest.mark.parametrize("chain", ["nested", "in-place"])
+@pytest.mark.parametrize("chain", ["nested", "in-place", "in-place-tape", "blocks-in-place"])
 @pytest.mark.parametrize("fault", ["lose_write", "lose_read", "refuse"])
 def test_a_lost_slot_can_be_freed(fault: str, chain: str) -> None:
     """A Free of what a Get read in vain: of state 0, which needs no slot, and of one not loaded."""
@@ -245,7 +249,7 @@ def test_a_lost_slot_can_be_freed(fault: str, chain: str) -> None:
             executor.forward([Free(0)], CHAINS[chain][1]())
 
 
-@pytest.mark.parametrize("chain", ["nested", "in-place", "fortran"])
+@pytest.mark.parametrize("chain", ["nested", "in-place", "in-place-tape", "blocks", "fortran"])
 @pytest.mark.parametrize("nearest", ["held", "stored", "none"])
 def test_a_lost_state_is_made_from_the_nearest(nearest: str, chain: str) -> None:
     made: list[Action] = [Advance(0, 2)]
@@ -473,7 +477,9 @@ def test_illegal_schedules_are_judged(name: str) -> None:
         _perform((ILLEGAL | ILLEGAL_TOO)[name], partial(Rules, 3, 2))
 
 
-@pytest.mark.parametrize("chain", ["nested", "tape", "in-place"])
+@pytest.mark.parametrize(
+    "chain", ["nested", "tape", "in-place", "in-place-tape", "blocks-tape", "blocks-in-place"]
+)
 def test_a_tape_leaves_the_live_state_alone(chain: str) -> None:
     """Only a Reverse without a tape uses the live state up."""
     made = [Advance(0, 1), Tape(1), EndForward(), Load(0), Reverse(1), Reverse(0)]

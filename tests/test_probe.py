@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from chains import CHAINS, raw
 
 from multistage.backends import FileStore, MemoryStore
 from multistage.backends.testing import FaultyStore
-from multistage.chain import FunctionChain
+from multistage.blocks import Blocks
+from multistage.chain import FunctionChain, InPlaceChain
 from multistage.costs import Costs
 from multistage.errors import StateError, StoreError
 from multistage.layout import Layout
@@ -72,6 +74,52 @@ def test_the_adjoint_is_left_alone_unless_given() -> None:
     measure(chain, np.ones(10), 7, adjoint=adjoint, seconds=0.01)
     assert calls
     assert adjoint.tolist() == [1.0] * 10
+
+
+def test_the_bytes_of_a_tape_are_what_one_more_of_them_holds() -> None:
+    table = np.zeros(1000)
+
+    def in_place(tape: Any) -> InPlaceChain[Any, Any]:
+        return InPlaceChain(lambda x, i, j: x.__iadd__(1), lambda x, a, i: a, tape)
+
+    def functional(tape: Any) -> FunctionChain[Any, Any]:
+        return FunctionChain(lambda x, i: x + 1, lambda x, a, i: a, tape)
+
+    for chain, expected in (
+        (in_place(lambda x, i: {"some": x[:3].copy(), "all": x}), 24 + 80),
+        (in_place(lambda x, i: (x.astype(np.float32), i, "note", table)), 40),
+        (in_place(lambda x, i: table[i:]), 0),
+        (functional(lambda x, i: (x + 1, x.sum(keepdims=True))), 8),
+        (functional(lambda x, i: (x + 1, (x * 2)[:1])), 80),  # the view keeps all of it
+        (functional(lambda x, i: (x + 1, [x, x, x[1:]])), 80),
+        (Blocks(in_place(lambda x, i: x[:2].copy()), 5), 5 * 16),
+        (Blocks(functional(None), 5), 0),
+    ):
+        for n_steps in (1, 20):
+            costs = measure(chain, np.zeros(10), n_steps, seconds=0.01)
+            assert costs.state_is_tape == chain.state_is_tape
+            if n_steps > 1:
+                assert costs.tape_bytes == expected
+                assert costs.tape_slots == (expected or costs.state_bytes) / costs.state_bytes
+            else:
+                assert costs.tape_bytes >= expected
+
+
+def test_the_copy_of_a_large_state_is_not_part_of_its_step(monkeypatch: Any) -> None:
+    copies: list[Any] = []
+
+    def slowly(state: Any) -> Any:
+        copies.append(state.copy())
+        until = time.perf_counter() + 0.02
+        while time.perf_counter() < until:
+            pass
+        return copies[-1]
+
+    monkeypatch.setattr("multistage.probe.copy.deepcopy", slowly)
+    chain: InPlaceChain[Any, Any] = InPlaceChain(lambda x, i, j: None, lambda x, a, i: a)
+    costs = measure(chain, np.zeros(4), 1, seconds=0.1)
+    assert copies
+    assert costs.forward_step_s < 0.01
 
 
 def test_one_step_only() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chains import CHAINS, digest, raw, store_all
+from chains import TAPED as TAPED_CHAINS
 
 from multistage import limits
 from multistage.backends import FileStore, MemoryStore, Store
@@ -79,7 +80,7 @@ def test_gradients_are_those_of_store_all(
         budget=f"{slots} slots",
         tier=TIERS[tier](tmp_path),
         planner=planner,
-        costs=TAPED if chain == "tape" else COSTS,
+        costs=TAPED if chain in TAPED_CHAINS else COSTS,
         checked=True,
     ) as run:
         for _ in range(2):
@@ -90,7 +91,7 @@ def test_gradients_are_those_of_store_all(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("chain", ["nested", "tape", "in-place"])
+@pytest.mark.parametrize("chain", ["nested", "tape", "in-place", "in-place-tape", "blocks-tape"])
 def test_measured_costs(chain: str, tmp_path: Path) -> None:
     with Reversal(
         CHAINS[chain][0](), n_steps=N, budget="64 KiB", tier=FileStore(tmp_path, buffer_bytes=0)
