@@ -125,9 +125,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     from .demos import lstm as numpy_demo
     from .demos import torch_lstm as torch_demo
+    from .demos import wave_demo
 
     numpy_demo.add_arguments(lstm)
     lstm.set_defaults(run=numpy_demo.run)
+    wave = demos.add_parser(
+        "wave",
+        help="differentiate a 2-D acoustic wave simulation, as seismic inversion does",
+        description="Compute the gradient of a shot's misfit by the velocity at every point of a "
+        "2-D acoustic model (NumPy), within a budget that its wavefield exceeds; test it, "
+        "draw it.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n  multistage demo wave --rows 300 --columns 500 --steps 3000 "
+        "--budget '64 MiB' \\\n      --tier file:///scratch",
+    )
+    wave_demo.add_arguments(wave)
+    wave.set_defaults(run=wave_demo.run)
     torch_lstm = demos.add_parser(
         "torch-lstm",
         help="the same with PyTorch, larger, on a GPU where there is one",

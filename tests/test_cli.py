@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -93,6 +94,27 @@ def test_demo_trains_and_compares(capsys, tmp_path: Path) -> None:
         assert part in text
 
 
+@pytest.mark.parametrize("options", [[], ["--tapes", "--planner=revolve", "--tier=memory:"]])
+def test_demo_differentiates_and_tests(capsys, tmp_path: Path, options: list[str]) -> None:
+    small = ["--rows=75", "--columns=80", "--steps=90", "--budget=10 slots", *options]
+    small += [f"--output={tmp_path}"]
+    assert main(["demo", "wave", *small, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["gradients_equal"] is True
+    assert set(result["others"]) == {"store-all", "revolve", "revolve, tapes of one field"}
+    assert result["report"]["n_steps"] == 90
+    remainders = [row["remainder"] for row in result["taylor"]]
+    assert all(3.5 < a / b < 4.5 for a, b in itertools.pairwise(remainders))
+    pictures = {"gradient.png", "timeline.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"trace.json", *pictures}
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+    assert main(["demo", "wave", *small]) == 0
+    text = capsys.readouterr().out
+    for part in ("whole wavefield", "T_A", "T_W", "lower bound", "predicted", "order", "last bit"):
+        assert part in text
+    assert all(len(line) < 80 for line in text.splitlines() if str(tmp_path) not in line)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -110,6 +132,12 @@ def test_demo_trains_and_compares(capsys, tmp_path: Path) -> None:
         (["demo", "lstm", "--steps=0"], "steps=0"),
         (["demo", "lstm", "--sweeps=0"], "sweeps=0"),
         (["demo", "lstm", "--steps=10", "--tier=ftp://x"], "'ftp://x' is not known"),
+        (["demo", "wave", "--steps=0"], "steps=0"),
+        (["demo", "wave", "--rows=0"], "rows=0"),
+        (["demo", "wave", "--columns=20"], "has no room for a sponge"),
+        (["demo", "wave", "--steps=9", "--budget=1 KiB"], "bytes needed for one state"),
+        (["demo", "wave", "--steps=9", "--budget=lots"], "'lots' is no byte count"),
+        (["demo", "wave", "--steps=9", "--tier=file:/nonexistent/x"], "it does not exist"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, message) -> None:

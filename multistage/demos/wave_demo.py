@@ -1,0 +1,365 @@
+"""The command `multistage demo wave`: the gradient of a shot, beyond the memory for its wavefield.
+
+One gradient of full waveform inversion: a Ricker source in a smooth velocity
+model, data made with a layered one, and the derivative of their misfit by the
+velocity at every point, by the discrete adjoint of `wave.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tabulate import tabulate
+
+from ..backends.urls import open_store
+from ..costs import Budget, Costs, format_bytes, format_seconds
+from ..errors import ArgumentError
+from ..layout import Array, Layout
+from ..limits import free_bytes
+from ..plan import PLANNERS, Plan
+from ..probe import measure
+from ..report import Report
+from ..reversal import Reversal
+from .wave import Acoustic2D, build, layered, taylor_test
+
+_COLUMNS = 79
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the demo's options to a command-line parser."""
+    parser.add_argument("--rows", type=int, default=220, help="grid points in depth (220)")
+    parser.add_argument("--columns", type=int, default=320, help="grid points across (320)")
+    parser.add_argument("--steps", type=int, default=1_600, help="time steps (1600)")
+    parser.add_argument(
+        "--budget",
+        default="32 MiB",
+        help="fast memory for checkpoints: bytes, '32 MiB' or '32 slots' (32 MiB)",
+    )
+    parser.add_argument(
+        "--tier",
+        default=None,
+        help="slow tier: file:///scratch or memory: (a folder under --output)",
+    )
+    parser.add_argument(
+        "--planner", default="auto", choices=["auto", *PLANNERS], help="planner (auto)"
+    )
+    parser.add_argument(
+        "--tapes",
+        action="store_true",
+        help="adjoint steps start from tapes of one field, not from states of two",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo-output"), help="folder for pictures and trace"
+    )
+    parser.add_argument("--json", action="store_true", help="print only JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo: measure, plan, differentiate, test, report, compare."""
+
+    def say(text: str = "") -> None:
+        if not args.json:
+            print(_wrapped(text), flush=True)
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    model = build(args.rows, args.columns, args.steps)
+    layout = Layout.of(model.start())
+    say(_problem(args, model, layout.nbytes))
+    with tempfile.TemporaryDirectory(prefix="tier-", dir=args.output) as scratch:
+        tier = args.tier or f"file:{Path(scratch).resolve()}"
+        store = open_store(tier)
+        slots = Budget.parse(args.budget).slots_for(layout.nbytes, store.buffer_bytes(layout))
+        results = _differentiate(args, model, tier, slots, say)
+    if args.json:
+        json.dump(results, sys.stdout, indent=2)
+        print()
+    return 0
+
+
+def _problem(args: argparse.Namespace, model: Acoustic2D, state_bytes: int) -> str:
+    rows, columns = model.shape
+    seconds = model.n_steps * model.step_s
+    return (
+        f"Wave: 2-D acoustic, {rows} x {columns} points of {model.spacing_m:g} m, "
+        f"{model.n_steps} steps of {model.step_s * 1e3:.2f} ms = {seconds:.2f} s, Ricker source "
+        f"of {model.frequency_hz:.0f} Hz, {model.recorded.shape[1]} receivers.\n"
+        f"One state (two time levels) is {format_bytes(state_bytes)}, the whole wavefield "
+        f"{format_bytes(model.n_steps * state_bytes)}; memory for checkpoints: {args.budget}."
+    )
+
+
+def _measured(model: Acoustic2D, taped: bool, tier: str) -> Costs:
+    return measure(
+        model.chain(taped),
+        model.start(),
+        model.n_steps,
+        open_store(tier),
+        adjoint=model.start_adjoint(),
+        seconds=2.0,
+    )
+
+
+def _differentiate(
+    args: argparse.Namespace, model: Acoustic2D, tier: str, slots: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    say("\n== Measure")
+    costs = _measured(model, args.tapes, tier)
+    assert costs.tier is not None
+    measured = [
+        ("forward step      T_A", costs.forward_step_s),
+        ("adjoint step      T_B", costs.turn_s),
+        ("write of a state  T_W", costs.tier.write_s),
+        ("read of a state   T_R", costs.tier.read_s),
+    ]
+    if costs.tape_step_s is not None:
+        measured.insert(1, (f"keeping a tape of {format_bytes(costs.tape_bytes)}", costs.taping_s))
+    for what, seconds in measured:
+        say(f"{what:<32}{format_seconds(seconds):>10}")
+
+    say("\n== Plan")
+    before = _begin_peak()
+    with Reversal(
+        model.chain(args.tapes),
+        n_steps=model.n_steps,
+        planner=args.planner,
+        budget=f"{slots} slots",
+        tier=tier,
+        costs=costs,
+        progress=not args.json,
+    ) as reversal:
+        say(_plan_table(reversal.prepare(model.start())))
+        reversal.forward(model.start())
+        misfit = model.misfit()
+        adjoint = reversal.reverse(model.start_adjoint())
+        report = reversal.report()
+    peak = _peak_bytes()
+    gradient = model.gradient(adjoint)
+
+    say("\n== Predicted and measured")
+    say(f"misfit {misfit:.6g}; {gradient.size:,} derivatives; slow tier {args.tier or 'file'}\n")
+    say(str(report))
+    if before is not None and peak is not None:
+        whole = format_bytes(model.n_steps * costs.state_bytes)
+        say(
+            f"\nThe process took {format_bytes(max(0, peak - before))} more at its peak, buffers "
+            f"and all; the whole wavefield would have taken {whole}."
+        )
+
+    say("\n== Taylor test: c the model, J its misfit, d towards the layered model")
+    true, _ = layered(model.shape)
+    rows = taylor_test(model, gradient, (true - model.velocity) / 32, misfit)
+    say(_taylor_table(rows))
+    written = _write(args.output, model, gradient, true, report, say)
+    say(f"\nWritten: {', '.join(written)}")
+
+    say("\n== The same gradient by other means")
+    others, equal = _others(args, model, gradient, report, say)
+    say("\nThe gradients are equal to the last bit." if equal else "\nTHE GRADIENTS DIFFER.")
+    if not equal:
+        raise ArgumentError("gradients differ between planners: please report this")
+    return {
+        "misfit": misfit,
+        "taylor": [{"eps": e, "difference": d, "remainder": r} for e, d, r in rows],
+        "report": report.to_dict(),
+        "others": others,
+        "gradients_equal": equal,
+    }
+
+
+def _plan_table(plan: Plan) -> str:
+    """Return a plan as text of 80 columns: the candidates and the choice."""
+    shown = ("planner", "makespan", "above bound", "recompute", "writes", "peak bytes")
+    candidates = sorted(plan.candidates or (plan,), key=lambda other: other.makespan_s)
+    table = tabulate(
+        [[other.row()[name] for name in shown] for other in candidates],
+        headers=shown,
+        disable_numparse=True,
+        stralign="right",
+    )
+    bound = f"\n\nlower bound {format_seconds(plan.lower_bound_s)}; {plan.slots} fast slots"
+    return "\n".join(text for text in (table + bound, plan.note, plan.why) if text)
+
+
+def _taylor_table(rows: list[tuple[float, float, float]]) -> str:
+    table = []
+    for k, (eps, difference, remainder) in enumerate(rows):
+        orders = ("", "")
+        if k:
+            _, last, left = rows[k - 1]
+            orders = (f"{np.log2(last / difference):.2f}", f"{np.log2(left / remainder):.2f}")
+        table.append((f"{eps:g}", f"{difference:.3e}", orders[0], f"{remainder:.3e}", orders[1]))
+    return tabulate(
+        table,
+        headers=("eps", "|J(c+eps d) - J(c)|", "order", "... - eps <g, d>|", "order"),
+        disable_numparse=True,
+        stralign="right",
+    )
+
+
+def _others(
+    args: argparse.Namespace,
+    model: Acoustic2D,
+    gradient: Array,
+    report: Report,
+    say: Callable[[str], None],
+) -> tuple[dict[str, Any], bool]:
+    """Run the sweep under other planners and with the other kind of tape; return their reports."""
+    costs = report.plan.costs
+    state_is_tape = costs.without_tiers() if costs.state_is_tape else None
+    slots = report.plan.slots
+    ways: list[tuple[str, str, int, bool, Costs | None]] = [
+        ("revolve", "revolve", slots, False, state_is_tape),
+        ("revolve, tapes of one field", "revolve", slots, True, None),
+    ]
+    if 2 * model.n_steps * costs.state_bytes < free_bytes():
+        ways.insert(0, ("store-all", "store-all", model.n_steps, False, state_is_tape))
+    rows = [_row(f"{report.plan.planner} (above)", report, True)]
+    results: dict[str, Any] = {}
+    equal = True
+    for name, planner, room, taped, known in ways:
+        with Reversal(
+            model.chain(taped),
+            n_steps=model.n_steps,
+            planner=planner,
+            budget=f"{room} slots",
+            costs=known,
+        ) as reversal:
+            reversal.forward(model.start())
+            other = model.gradient(reversal.reverse(model.start_adjoint()))
+            seen = reversal.report()
+        same = bool(np.array_equal(other, gradient))
+        equal &= same
+        rows.append(_row(name, seen, same))
+        results[name] = seen.to_dict()
+    say(
+        tabulate(
+            rows,
+            headers=("way", "seconds", "recompute", "fast memory", "gradient"),
+            disable_numparse=True,
+            colalign=("left", *["right"] * 4),
+        )
+    )
+    return results, equal
+
+
+def _row(way: str, report: Report, same: bool) -> tuple[str, ...]:
+    return (
+        way,
+        f"{report.makespan_s:.2f}",
+        f"{report.recompute_factor:.2f}",
+        format_bytes(report.peak_fast_bytes),
+        "equal" if same else "DIFFERS",
+    )
+
+
+def _write(
+    folder: Path,
+    model: Acoustic2D,
+    gradient: Array,
+    true: Array,
+    report: Report,
+    say: Callable[[str], None],
+) -> list[str]:
+    """Write pictures and trace; return what was written."""
+    trace = folder / "trace.json"
+    report.trace(trace)
+    written = [f"{trace} (open it at ui.perfetto.dev)"]
+    try:
+        draw_gradient(model, gradient, true, folder / "gradient.png")
+        report.picture(folder / "timeline.png")
+        written[:0] = [str(folder / "gradient.png"), str(folder / "timeline.png")]
+    except ArgumentError as error:
+        say(f"no pictures: {error}")
+    return written
+
+
+def draw_gradient(model: Acoustic2D, gradient: Array, true: Array, path: Path) -> None:
+    """Draw the true velocity, the model it was computed in, the data and the gradient to a file.
+
+    Raises
+    ------
+    ArgumentError
+        If matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ArgumentError(
+            "pictures need matplotlib; pip install 'multistage-checkpointing[report]'"
+        ) from error
+    km, edge = model.spacing_m / 1e3, model.columns.start
+    inside = (slice(edge, -edge), slice(edge, -edge))  # without the sponge
+    left, right = 0.0, (model.shape[1] - 2 * edge) * km
+    place = (left, right, (model.shape[0] - 2 * edge) * km, 0.0)
+    figure = Figure(figsize=(11, 6.8), layout="constrained")
+    grid = figure.subplots(2, 2)
+    for axes, field, title in (
+        (grid[0, 0], true, "velocity that made the data"),
+        (grid[0, 1], model.velocity, "velocity where the gradient is taken"),
+    ):
+        image = axes.imshow(
+            field[inside], extent=place, vmin=true.min(), vmax=true.max(), cmap="viridis"
+        )
+        axes.set_title(title, loc="left", fontsize=10, pad=9)
+        across, down = model.source[1] - edge + 0.5, model.source[0] - edge + 0.5
+        star = axes.plot(across * km, down * km, "*", color="red", ms=11, clip_on=False)
+        star[0].set_in_layout(False)
+    figure.colorbar(image, ax=grid[0, :], label="m/s", pad=0.01)
+    residual = model.recorded - model.observed
+    most = float(np.quantile(np.abs(residual), 0.99)) or 1.0
+    grid[1, 0].imshow(
+        residual,
+        extent=(left, right, model.n_steps * model.step_s, 0.0),
+        vmin=-most,
+        vmax=most,
+        cmap="gray",
+        aspect="auto",
+    )
+    grid[1, 0].set_title("residual at the receivers (top row)", loc="left", fontsize=10)
+    grid[1, 0].set(xlabel="km", ylabel="s")
+    # Along the surface it dwarfs everything below, which is what one looks for.
+    below = gradient[inside][gradient.shape[0] // 8 :]
+    most = float(np.quantile(np.abs(below), 0.99)) or 1.0
+    image = grid[1, 1].imshow(gradient[inside], extent=place, vmin=-most, vmax=most, cmap="RdBu_r")
+    grid[1, 1].set_title("gradient of the misfit by the velocity", loc="left", fontsize=10)
+    figure.colorbar(image, ax=grid[1, 1], label="misfit per m/s", pad=0.01)
+    for axes in (grid[0, 0], grid[0, 1], grid[1, 1]):
+        axes.set(xlabel="km", ylabel="km")
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+
+
+def _begin_peak() -> int | None:
+    """Begin the peak of the process's memory anew; return the bytes held, None if unknown."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return _status_bytes("VmRSS")
+
+
+def _peak_bytes() -> int | None:
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(field: str) -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(field)), None)
+
+
+def _wrapped(text: str) -> str:
+    """Return text whose lines of prose fit a screen of 80 columns."""
+    return "\n".join(
+        line if len(line) <= _COLUMNS else textwrap.fill(line, _COLUMNS)
+        for line in text.split("\n")
+    )
