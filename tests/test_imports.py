@@ -23,7 +23,7 @@ LAYERS = [
     {"plan", "simulate", "probe", "execute"},
     {"progress", "report", "picture", "trace"},
     {"reversal"},
-    {"torch"},
+    {"torch", "interop"},
     {"demos", "cli", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -65,7 +65,8 @@ def test_planners_import_no_store_and_no_executor() -> None:
 def test_import_is_light() -> None:
     code = (
         "import sys, multistage; "
-        "heavy = {'torch', 'pyrevolve', 'matplotlib', 'aiofiles', 'asyncio'} & set(sys.modules); "
+        "heavy = {'torch', 'pyrevolve', 'matplotlib', 'aiofiles', 'asyncio', 'mpi4py', 'dask', "
+        "'checkpoint_schedules'} & set(sys.modules); "
         "sys.exit(str(heavy) if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

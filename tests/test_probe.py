@@ -19,6 +19,7 @@ from multistage.costs import Costs
 from multistage.errors import StateError, StoreError
 from multistage.layout import Layout
 from multistage.probe import measure, probe_path, probe_store
+from multistage.slots import Copies
 
 
 def _check(costs: Costs, state: Any) -> None:
@@ -107,15 +108,16 @@ def test_the_bytes_of_a_tape_are_what_one_more_of_them_holds() -> None:
 
 def test_the_copy_of_a_large_state_is_not_part_of_its_step(monkeypatch: Any) -> None:
     copies: list[Any] = []
+    load = Copies.load
 
-    def slowly(state: Any) -> Any:
-        copies.append(state.copy())
+    def slowly(slots: Copies, kept: Any, live: Any) -> Any:
+        copies.append(kept)
         until = time.perf_counter() + 0.02
         while time.perf_counter() < until:
             pass
-        return copies[-1]
+        return load(slots, kept, live)
 
-    monkeypatch.setattr("multistage.probe.copy.deepcopy", slowly)
+    monkeypatch.setattr(Copies, "load", slowly)
     chain: InPlaceChain[Any, Any] = InPlaceChain(lambda x, i, j: None, lambda x, a, i: a)
     costs = measure(chain, np.zeros(4), 1, seconds=0.1)
     assert copies
