@@ -1,0 +1,356 @@
+"""Schedules of checkpoint_schedules on our executor, and our plans as schedules of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from chains import CHAINS, raw, store_all
+
+from multistage.actions import check
+from multistage.backends import MemoryStore
+from multistage.backends.testing import FaultyStore
+from multistage.costs import Costs, Tier
+from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, ScheduleError
+from multistage.interop.checkpoint_schedules import actions_of, as_planner, as_schedule
+from multistage.plan import PLANNERS, plan
+from multistage.reversal import Reversal
+from multistage.simulate import simulate
+
+their = pytest.importorskip("checkpoint_schedules")
+Storage = their.StorageType
+
+pytestmark = pytest.mark.filterwarnings("ignore:Numba not available")  # theirs is slow without it
+
+# Slots for the snapshots, one more for transfers where there is a disk.
+THEIRS: dict[str, tuple[Callable[[int], Any], int]] = {
+    "Revolve": (lambda n: their.Revolve(n, 3), 3),
+    "Multistage in RAM": (lambda n: their.MultistageCheckpointSchedule(n, 4, 0), 4),
+    "Multistage": (lambda n: their.MultistageCheckpointSchedule(n, 2, 3), 3),
+    "Multistage on disk": (
+        lambda n: their.MultistageCheckpointSchedule(n, 0, 3, trajectory="revolve"),
+        1,
+    ),
+    "HRevolve": (lambda n: their.HRevolve(n, 2, 5, wd=1, rd=1), 3),
+    "DiskRevolve": (lambda n: their.DiskRevolve(n, 2, wd=1, rd=1), 3),
+    "PeriodicDiskRevolve": (lambda n: their.PeriodicDiskRevolve(n, 2, wd=1, rd=1), 3),
+    "Mixed in RAM": (lambda n: their.MixedCheckpointSchedule(n, 4, storage=Storage.RAM), 5),
+    "Mixed on disk": (lambda n: their.MixedCheckpointSchedule(n, 4, storage=Storage.DISK), 1),
+    "TwoLevel": (lambda n: their.TwoLevelCheckpointSchedule(5, 2), 1),
+    "TwoLevel in RAM": (
+        lambda n: their.TwoLevelCheckpointSchedule(4, 2, binomial_storage=Storage.RAM),
+        4,
+    ),
+    "SingleMemory": (lambda n: their.SingleMemoryStorageSchedule(), 40),
+    "SingleDisk": (lambda n: their.SingleDiskStorageSchedule(), 1),
+    "SingleDisk moved": (lambda n: their.SingleDiskStorageSchedule(move_data=True), 1),
+}
+# Those of them that can be made for a single step.
+ONE_STEP = {
+    "Revolve",
+    "Multistage in RAM",
+    "DiskRevolve",
+    "PeriodicDiskRevolve",
+    *(name for name in THEIRS if name.startswith(("Single", "TwoLevel"))),
+}
+MORE = 2  # slots, to prefetch with
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("n", [1, 2, 7, 33])
+def test_theirs_are_legal(name: str, n: int) -> None:
+    make, slots = THEIRS[name]
+    if n == 1 and name not in ONE_STEP:
+        return
+    used = check(actions_of(make(n), n), n, slots)
+    assert used.forward_steps >= n
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("kind", CHAINS)
+@pytest.mark.parametrize("more", [0, MORE])
+def test_theirs_run_exactly(name: str, kind: str, more: int) -> None:
+    make, slots = THEIRS[name]
+    make_chain, start = CHAINS[kind]
+    chain, n = make_chain(), 33
+    costs = Costs(
+        1.0,
+        2.0,
+        tape_step_s=None if chain.state_is_tape else 1.0,
+        tiers=(Tier("disk", 1.0, 1.0),),
+    )
+    last, adjoint = store_all(kind, n)
+    with Reversal(
+        chain,
+        n_steps=n,
+        budget=f"{slots + more} slots",
+        tier="memory:",
+        planner=as_planner(lambda: make(n)),
+        costs=costs,
+        checked=True,
+    ) as run:
+        for _ in range(2):
+            assert raw(run.forward(start())) == last
+            assert run.reverse(1) == adjoint
+
+
+def test_prefetching_hides_their_reads() -> None:
+    n, costs = 60, Costs(1.0, 2.0, tiers=(Tier("disk", 3.0, 3.0),))
+    planner = as_planner(lambda: their.HRevolve(n, 2, 10, wd=3, rd=3))
+    waiting = simulate(actions_of(their.HRevolve(n, 2, 10, wd=3, rd=3), n), n, costs, 3)
+    assert waiting.stall_s > 0
+    for slots in (3, 6):
+        made = planner(costs, slots, n)
+        assert made.makespan_s < waiting.makespan_s
+        assert made.stall_s < 0.5 * waiting.stall_s
+
+
+def test_lost_checkpoints_of_theirs_are_computed_again() -> None:
+    (make_chain, start), n = CHAINS["nested"], 33
+    costs = Costs(1.0, 2.0, tiers=(Tier("disk", 1.0, 1.0),))
+    for fault in ("lose_write", "lose_read", "refuse"):
+        store = FaultyStore(MemoryStore(), **{fault: lambda number: number % 2 == 0})
+        with (
+            Reversal(
+                make_chain(),
+                n_steps=n,
+                budget="5 slots",
+                tier=store,
+                planner=as_planner(lambda: their.DiskRevolve(n, 2, wd=0.1, rd=0.1)),
+                costs=costs,
+            ) as run,
+            pytest.warns(CheckpointWarning),
+        ):
+            run.forward(start())
+            assert run.reverse(1) == store_all("nested", n)[1]
+
+
+class Broken(their.CheckpointSchedule):  # type: ignore[misc, name-defined]
+    """Any list of actions as a schedule."""
+
+    def __init__(self, n: int, actions: list[Any]) -> None:
+        super().__init__(n)
+        self._actions = actions
+
+    def _iterator(self) -> Iterator[Any]:
+        yield from self._actions
+
+    def uses_storage_type(self, storage_type: Any) -> bool:
+        return True
+
+
+BEGIN = [
+    their.Forward(0, 2, True, False, Storage.RAM),
+    their.Forward(2, 3, False, True, Storage.WORK),
+    their.EndForward(),
+    their.Reverse(3, 2, True),
+]
+BROKEN: dict[str, tuple[list[Any], str]] = {
+    "gap": ([their.Forward(1, 3, True, False, Storage.RAM)], r"Forward\(1, 3.*live state is 0"),
+    "no state": ([*BEGIN, their.Reverse(2, 1, True)], r"Reverse\(2, 1, True\)"),
+    "not stored": (
+        [*BEGIN, their.Copy(1, Storage.RAM, Storage.WORK)],
+        r"Copy\(1, StorageType.RAM.*no fast slot holds",
+    ),
+    "not on disk": (
+        [*BEGIN, their.Copy(0, Storage.DISK, Storage.WORK)],
+        r"Copy\(0, StorageType.DISK.*has no checkpoint 0",
+    ),
+    "from nowhere": ([*BEGIN, their.Copy(0, Storage.WORK, Storage.RAM)], "neither RAM nor disk"),
+    "stops": (BEGIN, "before an EndReverse"),
+    "ends early": ([*BEGIN, their.EndReverse()], r"EndReverse\(\).*adjoint at 2"),
+    "unknown": ([*BEGIN, "sleep"], "'sleep' is no action"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_illegal_schedule_is_rejected_before_a_step_runs(name: str) -> None:
+    actions, message = BROKEN[name]
+    ran = []
+
+    def step(x: Any, i: int) -> Any:
+        ran.append(i)
+        return x
+
+    with (
+        Reversal(
+            step,
+            lambda x, a, i: a,
+            3,
+            budget="9 slots",
+            tier="memory:",
+            planner=as_planner(lambda: Broken(3, actions)),
+            costs=Costs(1.0, 1.0, tiers=(Tier(),)),
+        ) as run,
+        pytest.raises(ScheduleError, match=message),
+    ):
+        run.forward(np.zeros(3))
+    assert not ran
+
+
+def test_bad_input() -> None:
+    costs = Costs(1.0, 1.0)
+    with pytest.raises(ArgumentError, match="function that makes a schedule"):
+        as_planner(their.Revolve(5, 2))
+    with pytest.raises(ScheduleError, match="for 5 steps, not 6"):
+        as_planner(lambda: their.Revolve(5, 2))(costs, 9, 6)
+    with pytest.raises(ArgumentError, match="list is no CheckpointSchedule"):
+        as_planner(list)(costs, 9, 6)
+    with pytest.raises(ScheduleError, match="no tier; give tier="):
+        as_planner(lambda: their.DiskRevolve(30, 2, wd=0.1, rd=0.1))(costs, 9, 30)
+    with pytest.raises(ScheduleError, match=r"Revolve at Forward.*raise the budget"):
+        as_planner(lambda: their.Revolve(30, 5))(costs, 4, 30)
+    tight = Costs(1.0, 1.0, tiers=(Tier(capacity_states=1),))
+    with pytest.raises(ScheduleError, match="full: 1 of 1"):
+        as_planner(lambda: their.MultistageCheckpointSchedule(30, 0, 4))(tight, 9, 30)
+    with pytest.raises(ScheduleError, match="before an EndReverse"):
+        as_planner(lambda: their.NoneCheckpointSchedule())(costs, 9, 6)
+
+
+# ------------------------------------------------------------------ ours to theirs
+
+
+class Driver:
+    """Runs a schedule of theirs to the letter, on x <- sin(x) + 0.1 i; knows nothing of ours."""
+
+    def __init__(self, schedule: Any, n: int) -> None:
+        self.schedule, self.n = schedule, n
+        self.store: dict[Any, dict[int, dict[str, Any]]] = {Storage.RAM: {}, Storage.DISK: {}}
+        self.work: dict[int, Any] = {}
+        self.steps = 0
+
+    def run(self) -> float:
+        x, at, adjoint, back, ended = 0.3, 0, 1.0, self.n, False
+        for action in self.schedule:
+            kind = type(action)
+            if kind is their.Forward:
+                assert action.n0 == at
+                assert action.n1 <= self.n
+                data = {}
+                if action.write_ics:
+                    data["state"] = x
+                for i in action:
+                    if action.write_adj_deps:
+                        if action.storage == Storage.WORK:
+                            self.work[i] = x
+                        else:
+                            assert len(action) == 1
+                            data["tape"] = x
+                    x = float(np.sin(x) + 0.1 * i)
+                    self.steps += 1
+                at = action.n1
+                if data:
+                    assert action.n0 not in self.store[action.storage]
+                    self.store[action.storage][action.n0] = data
+            elif kind is their.EndForward:
+                assert at == self.n
+                assert not ended
+                ended = True
+            elif kind is their.Reverse:
+                for i in action:
+                    assert ended
+                    assert i == back - 1
+                    adjoint *= float(np.cos(self.work.pop(i)))
+                    back = i
+            elif kind in (their.Copy, their.Move):
+                assert action.to_storage == Storage.WORK
+                data = self.store[action.from_storage][action.n]
+                if kind is their.Move:
+                    del self.store[action.from_storage][action.n]
+                if "tape" in data:
+                    self.work[action.n] = data["tape"]
+                if "state" in data:
+                    x, at = data["state"], action.n
+            else:
+                assert kind is their.EndReverse
+                assert self.schedule.is_exhausted
+                break
+        assert back == 0
+        assert not self.work
+        assert not self.store[Storage.RAM]
+        assert not self.store[Storage.DISK]
+        return adjoint
+
+
+def exact(n: int) -> float:
+    x, states = 0.3, []
+    for i in range(n):
+        states.append(x)
+        x = float(np.sin(x) + 0.1 * i)
+    adjoint = 1.0
+    for x in reversed(states):
+        adjoint *= float(np.cos(x))
+    return adjoint
+
+
+COSTS = {
+    "alone": Costs(1.0, 2.0),
+    "taped": Costs(1.0, 2.0, tape_step_s=1.1),
+    "tier": Costs(1.0, 2.0, tiers=(Tier("slow", 3.0, 3.0),)),
+    "slow tier": Costs(1.0, 2.0, tiers=(Tier("slow", 40.0, 30.0),)),
+    "small tier": Costs(1.0, 2.0, tiers=(Tier("slow", 2.0, 2.0, capacity_states=3),)),
+    "taped tier": Costs(1.0, 2.0, tape_step_s=1.1, tiers=(Tier("slow", 3.0, 3.0),)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(PLANNERS) - {"pyrevolve"}))
+@pytest.mark.parametrize("kind", COSTS)
+@pytest.mark.parametrize(("n", "slots"), [(1, 1), (2, 2), (17, 17), (60, 3), (60, 8), (150, 6)])
+def test_ours_run_by_the_letter(name: str, kind: str, n: int, slots: int) -> None:
+    try:
+        made = PLANNERS[name](COSTS[kind], slots, n)
+    except BudgetError:
+        assert name in ("periodic", "recursive", "store-all")
+        return
+    schedule = as_schedule(made)
+    assert schedule.max_n == n
+    driver = Driver(schedule, n)
+    assert driver.run() == exact(n)
+    uses = [schedule.uses_storage_type(kind) for kind in (Storage.RAM, Storage.DISK, Storage.WORK)]
+    assert uses[1] in (False, bool(made.writes))
+    assert not uses[2]
+    # Their turn runs the step before its adjoint; ours counts it in the turn.
+    assert driver.steps <= made.forward_steps + n
+
+
+@pytest.mark.parametrize("name", ["Revolve", "HRevolve", "Multistage", "Mixed in RAM", "TwoLevel"])
+def test_there_and_back(name: str) -> None:
+    make, slots = THEIRS[name]
+    n = 33
+    costs = Costs(1.0, 2.0, tape_step_s=1.0, tiers=(Tier("disk", 1.0, 1.0),))
+    made = as_planner(lambda: make(n))(costs, slots + MORE, n)
+    assert Driver(as_schedule(made), n).run() == exact(n)
+
+
+def test_a_plan_serves_any_number_of_schedules() -> None:
+    made = plan(COSTS["tier"], "5 slots", n_steps=40)
+    assert [str(a) for a in as_schedule(made)] == [str(a) for a in as_schedule(made)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["alone", "taped"])
+@pytest.mark.parametrize("slots", [2, 5, 30])
+def test_pyadjoint_takes_them(kind: str, slots: int) -> None:
+    pyadjoint = pytest.importorskip("pyadjoint")
+    n = 20
+
+    def gradient(schedule: Any) -> tuple[float, float]:
+        # A second derivative after a new evaluation is left out: with AdjFloat
+        # pyadjoint gets it wrong under its own Revolve too.
+        pyadjoint.set_working_tape(pyadjoint.Tape())
+        pyadjoint.continue_annotation()
+        tape = pyadjoint.get_working_tape()
+        if schedule is not None:
+            tape.enable_checkpointing(schedule)
+        start = pyadjoint.AdjFloat(0.4)
+        x = start
+        for _ in tape.timestepper(iter(range(n))):
+            x = x * x + 0.3 * x
+        functional = pyadjoint.ReducedFunctional(x, pyadjoint.Control(start))
+        pyadjoint.pause_annotation()
+        return float(functional.derivative()), float(functional(pyadjoint.AdjFloat(0.41)))
+
+    made = plan(COSTS[kind], f"{slots} slots", n_steps=n)
+    assert gradient(as_schedule(made)) == gradient(None)
