@@ -49,7 +49,9 @@ from multistage.plan import PLANNERS, Plan
 from multistage.simulate import simulate
 
 N = 31
-TIERED = ("streaming", "interval", "periodic", "recursive", "online")
+SYNCHRONOUS = ("h-revolve", "disk-revolve", "periodic-disk", "stumm-walther")
+STREAMED = ("streaming", "interval", "online", *SYNCHRONOUS)
+TIERED = (*STREAMED, "periodic", "recursive", "mixed")
 STORES: dict[str, Callable[[Path], Store]] = {
     "memory": lambda folder: MemoryStore(),
     "direct": lambda folder: FileStore(folder, "direct"),
@@ -62,13 +64,14 @@ def planned(
     planner: str, chain: str = "nested", *, tier: bool = True, n: int = N, slots: int = 6
 ) -> Plan:
     """Return a plan in few slots, or in as many as it takes."""
+    transfers = (0.5, 0.5) if planner in SYNCHRONOUS else (2.5, 2.0)  # so that states travel
     costs = Costs(
         1.0,
         2.0,
         tape_step_s=1.2 if chain in TAPED else None,
         tape_bytes={"tape": 20, "in-place-tape": 5}.get(chain, 0),
         state_bytes=10,
-        tiers=(Tier("file", 2.5, 2.0),) if tier else (),
+        tiers=(Tier("file", *transfers),) if tier else (),
     )
     for enough in (slots, 15, 3 * n):
         try:
@@ -135,7 +138,7 @@ def test_states_do_travel() -> None:
         with opened(MemoryStore()) as tier:
             executor = Executor(CHAINS["nested"][0](), (tier,))
             run_once(executor, planned(planner), "nested")
-            assert (executor.counts.writes > 0) == (planner in ("streaming", "interval", "online"))
+            assert (executor.counts.writes > 0) == (planner in STREAMED)
 
 
 # ----------------------------------------------------------------- stores that fail
@@ -161,7 +164,7 @@ def _faulty_sweep(plan: Plan, chain: str = "nested", **faults: Any) -> FaultySto
 
 
 @pytest.mark.parametrize("fault", ["refuse", "lose_write", "lose_read"])
-@pytest.mark.parametrize("planner", ["streaming", "interval", "online"])
+@pytest.mark.parametrize("planner", STREAMED)
 def test_a_fault_at_every_call(planner: str, fault: str) -> None:
     plan = planned(planner, slots=4)
     with opened(FaultyStore(MemoryStore(buffer_bytes=0, queue_depth=8))) as counted:
@@ -175,7 +178,7 @@ def test_a_fault_at_every_call(planner: str, fault: str) -> None:
 
 
 @pytest.mark.parametrize("chain", ["nested", "in-place-tape", "blocks-in-place"])
-@pytest.mark.parametrize("planner", ["streaming", "interval", "online"])
+@pytest.mark.parametrize("planner", STREAMED)
 def test_everything_fails(planner: str, chain: str) -> None:
     plan = planned(planner, chain, slots=4)
     for third in (2, 3, 5):

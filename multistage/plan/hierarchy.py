@@ -132,7 +132,7 @@ def h_revolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     >>> tiers = (Tier("host", 2.0, 2.0, capacity_states=4), Tier("file", 9.0, 9.0))
     >>> plan = h_revolve(Costs(1.0, 2.0, tiers=tiers), slots=3, n_steps=200)
     >>> plan.makespan_s, dict(plan.parameters)
-    (968.0, {'writes to host': 28, 'writes to file': 4})
+    (1101.0, {'writes to host': 22, 'writes to file': 3})
     """
     n = require_steps(n_steps, "h-revolve")
     if not costs.tiers:
@@ -156,7 +156,7 @@ def disk_revolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     --------
     >>> costs = Costs(1.0, 2.0, tiers=(Tier("file", 5.0, 5.0),))
     >>> disk_revolve(costs, slots=3, n_steps=100).makespan_s
-    487.0
+    526.0
     """
     n = require_steps(n_steps, "disk-revolve")
     if costs.tier is None:

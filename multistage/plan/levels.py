@@ -355,9 +355,9 @@ def solve(
     --------
     >>> disk = Level(None, write_s=5.0, read_s=5.0)
     >>> solve((Level(3), disk), 100, step_s=1.0).seconds
-    286.0
+    325.0
     >>> solve((Level(3),), 100, step_s=1.0).seconds
-    374.0
+    490.0
     """
     if not levels or levels[0].capacity == 0:
         raise ArgumentError("a hierarchy needs a first level that holds at least one state")

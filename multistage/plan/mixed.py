@@ -92,8 +92,8 @@ def solve_mixed(
 
     Examples
     --------
-    >>> int(solve_mixed(20, 4).rows[4][20])  # Revolve runs 28 besides the taped ones
-    24
+    >>> int(solve_mixed(20, 4).rows[4][20])  # Revolve runs 39 besides the taped ones
+    26
     """
     slots = min(slots, max(1, (n_steps - 1) * tape))
     sums = _sums(n_steps, slots, tape)
@@ -189,7 +189,7 @@ def mixed(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     >>> costs = Costs(1.0, 2.0, tape_step_s=1.5)
     >>> plan = mixed(costs, slots=4, n_steps=20)
     >>> plan.makespan_s, plan.lower_bound_s
-    (94.0, 85.0)
+    (96.0, 85.0)
     """
     n = require_steps(n_steps, "mixed")
     if costs.state_is_tape:

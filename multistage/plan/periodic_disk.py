@@ -141,7 +141,7 @@ def periodic_disk(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     >>> costs = Costs(1.0, 2.0, tiers=(Tier("file", 5.0, 5.0),))
     >>> plan = periodic_disk(costs, slots=3, n_steps=100)
     >>> plan.parameters["period"], plan.makespan_s
-    (10, 530.0)
+    (10, 526.0)
     """
     n = require_steps(n_steps, "periodic-disk")
     tier = costs.tier

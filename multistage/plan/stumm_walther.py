@@ -184,7 +184,7 @@ def stumm_walther(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     >>> costs = Costs(1.0, 2.0, tiers=(Tier("file", 5.0, 5.0, capacity_states=6),))
     >>> plan = stumm_walther(costs, slots=3, n_steps=100)
     >>> plan.parameters["slow slots"], plan.makespan_s
-    (4, 547.0)
+    (2, 587.0)
     """
     n = require_steps(n_steps, "stumm-walther")
     tier = costs.tier
