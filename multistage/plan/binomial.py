@@ -82,11 +82,12 @@ def nu_up_to(n_steps: int, slots: int) -> Array:
     >>> nu_up_to(5, 2).tolist()
     [0.0, 0.0, 1.0, 2.0, 4.0, 6.0]
     """
-    lengths = np.arange(n_steps + 1, dtype=float)
+    lengths: Array = np.arange(n_steps + 1, dtype=float)
     if slots == 1:
-        return lengths * np.maximum(lengths - 1, 0) / 2
+        counts: Array = lengths * np.maximum(lengths - 1, 0) / 2
+        return counts
     # Piecewise linear: with r repetitions from beta(s, r-1) on up to beta(s, r).
-    counts = np.zeros(n_steps + 1)
+    counts = np.zeros_like(lengths)
     r, begin, stop = 0, 1, 1
     while stop < n_steps:
         r, begin = r + 1, stop

@@ -24,14 +24,7 @@ from ..costs import Costs, Tier
 from .base import Plan, require_steps
 from .binomial import nu, reverse_actions
 from .levels import ADVANCE, DROP, ORIGIN, READ, REVERSE, WRITE, Hierarchy, Level, solve
-from .synchronous import (
-    Counts,
-    reversed_piece,
-    synchronous_plan,
-    tier_slots,
-    transfer_s,
-    without_tier,
-)
+from .synchronous import Counts, reversed_piece, synchronous_plan, transfer_s, without_tier
 
 
 def hierarchy_schedule(hierarchy: Hierarchy, slots: int) -> Schedule:
@@ -82,7 +75,8 @@ def hierarchy_schedule(hierarchy: Hierarchy, slots: int) -> Schedule:
 
 def count_operations(hierarchy: Hierarchy, slots: int) -> Counts:
     """Count what the schedule does when nothing is lost, piece by piece."""
-    counts = Counts(writes=tier_slots(hierarchy.levels[1:]), reads=tier_slots(hierarchy.levels[1:]))
+    tiers = len(hierarchy.levels) - 1
+    counts = Counts(writes=[0] * tiers, reads=[0] * tiers)
     for code, a, b in hierarchy.operations():
         if code == REVERSE:
             counts.forward_steps += nu(b - a, slots)

@@ -209,8 +209,8 @@ class Table:
 
     def over(self, slots: int, stop: int) -> Array:
         """Return O with that many slots for the lengths below `stop`."""
-        below = self.basis.below[:stop]
-        if slots == 0:
+        below: Array = self.basis.below[:stop]
+        if slots < 1 and self.depths is None:
             return below
         over: Array = np.minimum(below, self.basis.write_s + self.row(slots)[:stop])
         over[:2] = 0.0
@@ -218,6 +218,8 @@ class Table:
 
     def pays(self, length: int, slots: int) -> bool:
         """Whether to write the first state of `length` steps to this level."""
+        if not self.rows or (slots < 1 and self.depths is None):
+            return False
         written_s = self.basis.write_s + self.row(slots)[length]
         return bool(written_s < self.basis.below[length])
 
@@ -317,10 +319,8 @@ class Hierarchy:
         """Return the level to write the first of `length` steps to; -1 for none."""
         while level >= 0 and length > 1:
             table = self.tables[level]
-            bounded = table is not None and table.depths is None
-            if table is not None and level not in failed and (slots > 0 or not bounded):
-                if table.rows and table.pays(length, slots):
-                    return level, slots
+            if table is not None and level not in failed and table.pays(length, slots):
+                return level, slots
             level, slots = self._top(level - 1)
         return -1, 0
 

@@ -8,7 +8,7 @@ price of a schedule is a sum.  Simulated, it comes out the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..actions import Action, Schedule
@@ -140,8 +140,3 @@ def without_tier(planner: str, costs: Costs, slots: int, n_steps: int, why: str)
     """Return Revolve's plan under the name of a planner that finds nothing to add to it."""
     plain = revolve(costs, slots, n_steps)
     return replace(plain, planner=planner, note=f"{why}: plain Revolve from the fast slots.")
-
-
-def tier_slots(tiers: Sequence[Tier]) -> list[int]:
-    """Return a zero per tier, to count with."""
-    return [0] * len(tiers)
