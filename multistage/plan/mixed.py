@@ -34,7 +34,7 @@ from ..costs import Costs
 from ..layout import Array
 from .base import Plan, require_steps
 from .binomial import nu
-from .levels import Rows, affordable
+from .rows import Rows, affordable
 from .synchronous import Counts, synchronous_plan, without_tier
 
 # What "auto" spends on it: some tens of milliseconds for the table, and for the walk.

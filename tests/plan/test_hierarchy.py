@@ -31,11 +31,11 @@ from multistage.plan.levels import (
     WRITE,
     Hierarchy,
     Level,
-    Rows,
     solve,
 )
 from multistage.plan.mixed import mixed_schedule, solve_mixed, worth_trying
 from multistage.plan.periodic_disk import asymptotic_period, best_period
+from multistage.plan.rows import Rows
 from multistage.plan.stumm_walther import stumm_walther_schedule
 from multistage.simulate import simulate
 
