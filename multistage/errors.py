@@ -39,5 +39,22 @@ class StoreError(MultistageError):
     """A slow tier cannot be used at all (a folder that cannot be written, say)."""
 
 
+class ShotError(MultistageError):
+    """One of many shots failed; the cause is attached.
+
+    Attributes
+    ----------
+    shot : int
+        Its position among the shots, from 0.
+    """
+
+    def __init__(self, shot: int, reason: str) -> None:
+        super().__init__(shot, reason)  # both: a worker's error travels as its arguments
+        self.shot = shot
+
+    def __str__(self) -> str:
+        return f"shot {self.shot} failed: {self.args[1]}"
+
+
 class CheckpointWarning(UserWarning):
     """A checkpoint was refused or lost; the run goes on and recomputes it."""
