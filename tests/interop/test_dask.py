@@ -188,10 +188,16 @@ def test_a_shot_that_kills_every_worker_ends(
 ) -> None:
     monkeypatch.setattr(cluster.scheduler, "allowed_failures", 0)
     with pytest.raises(ShotError, match="shot 1 failed: the workers it ran on died") as caught:
-        map_shots(client, deadly, [0, 1, 2], deaths=1, scratch=tmp_path)
+        map_shots(client, deadly, [0, 1, 2], deaths=0, scratch=tmp_path)
     assert caught.value.shot == 1
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []  # the other worker has seen to it
     client.wait_for_workers(2, timeout=30)
+    with pytest.raises(ShotError, match="shot 1 failed"):
+        map_shots(client, deadly, [0, 1, 2], deaths=1, scratch=tmp_path)
+    # Both died, and nobody was there to clear up: the next use of the folder does.
+    client.wait_for_workers(2, timeout=30)
+    assert map_shots(client, deadly, [0, 2], scratch=tmp_path) == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def raising(item: int, budget: Any, tier: str) -> int:
