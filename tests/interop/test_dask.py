@@ -279,6 +279,24 @@ def test_no_worker_at_all_is_an_error_not_a_hang() -> None:
         map_shots(client, wave, SOURCES, patience_s=0.2)
 
 
+def test_workers_that_all_go_are_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multistage.interop.dask._POLL_S", 0.2)
+    with (
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=1, processes=True, dashboard_address=":0"
+        ) as short,
+        distributed.Client(short) as client,
+    ):
+
+        def leave(index: int, result: Any) -> None:
+            short.scale(0)
+            while client.nthreads():
+                pass
+
+        with pytest.raises(MultistageError, match=r"has had no worker for 0\.3 s"):
+            map_shots(client, told, range(9), ahead=2, arrived=leave, patience_s=0.3)
+
+
 def test_an_asynchronous_client_is_refused() -> None:
     class Asynchronous:
         asynchronous = True
