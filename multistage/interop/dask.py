@@ -56,6 +56,8 @@ Memory = int | str
 _log = logging.getLogger(__name__)
 # How often to look whether any worker is left while no shot ends.
 _POLL_S = 5.0
+# "lost": the worker that held the result died; Dask computes it again.
+_UNDER_WAY = ("pending", "lost")
 
 
 def map_shots(
@@ -225,6 +227,8 @@ class _Sender:
         for future in ended:
             job = self.pending[future]
             status = future.status
+            if status in _UNDER_WAY:
+                continue  # its result went with a worker since it was looked at
             if status == "finished":
                 try:
                     result = future.result(timeout=_POLL_S)
@@ -254,7 +258,7 @@ class _Sender:
     def _ended(self) -> list[Any]:
         with suppress(TimeoutError, self._dask.CancelledError):  # each is looked at by itself
             self._dask.wait(list(self.pending), timeout=_POLL_S, return_when="FIRST_COMPLETED")
-        return [future for future in self.pending if future.status != "pending"]
+        return [future for future in self.pending if future.status not in _UNDER_WAY]
 
     def cancel(self) -> None:
         if self.pending:
