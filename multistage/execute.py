@@ -27,7 +27,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -282,14 +281,14 @@ class Executor(Generic[State, Adjoint]):
                 run.slots.release_all()
 
     def _settle(self, run: _Run[State, Adjoint]) -> None:
-        """Wait for the transfers under way: only then may their arrays be given back."""
+        """Wait for the writes under way: only then may their arrays be given back.
+
+        Reads are left to the stores, whose memory they go to.  `get` may need
+        other processes, and after an error those are elsewhere.
+        """
         for transfer in run.tokens.values():
-            store = self._stores[transfer.tier]
-            if not transfer.is_write:
-                with suppress(CheckpointLost):
-                    store.get(transfer.step)
-            elif not transfer.failed:
-                store.wait_written(transfer.step)
+            if transfer.is_write and not transfer.failed:
+                self._stores[transfer.tier].wait_written(transfer.step)
         for tier, steps in enumerate(run.stored):
             for step in steps:
                 self._stores[tier].drop(step)

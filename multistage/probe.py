@@ -57,6 +57,7 @@ def measure(
     adjoint: Adjoint | None = None,
     seconds: float = 1.0,
     states: States | None = None,
+    agree: Callable[[float], float] | None = None,
 ) -> Costs:
     """Measure the costs of a chain and its stores.
 
@@ -77,6 +78,9 @@ def measure(
         Rough limit of the time spent.
     states : States, optional
         How states are described and kept, if they are no pytrees of arrays.
+    agree : callable, optional
+        Turns a time measured here into that of all processes whose steps
+        communicate; how many steps are run is decided by it alone.
 
     Raises
     ------
@@ -100,7 +104,7 @@ def measure(
         def steps(at: State, count: int) -> None:
             chain.advance(at, 0, count)
 
-        forward_s, _ = _per_item(start, steps, n_steps, share)
+        forward_s, _ = _per_item(start, steps, n_steps, share, agree)
         tape_s: float | None = None
         tape_bytes = 0
         if not chain.state_is_tape:
@@ -109,7 +113,7 @@ def measure(
                 for i in range(count):
                     at, _ = chain.tape(at, i)
 
-            tape_s, _ = _per_item(start, tapes, n_steps, share / 2)
+            tape_s, _ = _per_item(start, tapes, n_steps, share / 2, agree)
             if getattr(chain, "one_tape", False):
                 tape_bytes = NOT_KEPT
             else:
@@ -118,7 +122,7 @@ def measure(
             reverse_s = _GUESSED_RATIO * forward_s
         else:
             executor: Executor[State, Adjoint] = Executor(chain, (), states=states)
-            forward_s, reverse_s = _short_run(executor, start, adjoint, n_steps, share)
+            forward_s, reverse_s = _short_run(executor, start, adjoint, n_steps, share, agree)
             reverse_s = max(0.0, reverse_s - (tape_s or 0.0))
     costs = Costs(
         forward_step_s=forward_s,
@@ -215,6 +219,7 @@ def _short_run(
     adjoint: Adjoint,
     most: int,
     seconds: float,
+    agree: Callable[[float], float] | None,
 ) -> tuple[float, float]:
     """Return seconds per forward and per adjoint step, in short reversals as they will be run."""
     forward: list[float] = []
@@ -225,8 +230,9 @@ def _short_run(
         executor.forward(revolve_schedule(max(4, count // 4), count), first)
         executor.reverse(carried)
         counts = executor.counts
-        spent += counts.elapsed_s
-        if counts.elapsed_s < min(20 * _LEAST_S, seconds / 4) and count < most:
+        elapsed_s = counts.elapsed_s if agree is None else agree(counts.elapsed_s)
+        spent += elapsed_s
+        if elapsed_s < min(20 * _LEAST_S, seconds / 4) and count < most:
             count = min(most, 2 * count)
             continue
         forward.append(counts.forward_s / counts.forward_steps)
@@ -247,6 +253,7 @@ def _per_item(
     run: Callable[[State, int], None],
     most: int,
     seconds: float,
+    agree: Callable[[float], float] | None = None,
 ) -> tuple[float, int]:
     """Return the typical seconds per item of `run(start(), count)`, and the count it took.
 
@@ -260,8 +267,10 @@ def _per_item(
         began = time.perf_counter()
         run(at, count)
         ended = time.perf_counter()
-        took = ended - began
-        spent += ended - copying
+        took, passed = ended - began, ended - copying
+        if agree is not None:
+            took, passed = agree(took), agree(passed)
+        spent += passed
         if took < min(_LEAST_S, seconds / 8) and count < most:
             count = min(most, 2 * count)
             continue

@@ -172,3 +172,38 @@ def test_what_cannot_be_measured(tmp_path: Path) -> None:
         measure(chain, np.zeros(3), 5, FileStore(tmp_path / "missing"), seconds=0.01)
     with pytest.raises(StoreError, match="create it"):
         probe_path(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("taped", [False, True])
+def test_agreed_times_alone_decide_what_is_run(taped: bool) -> None:
+    """Of ranks whose steps communicate each sees another time; all must run the same steps."""
+    ran = []
+    for work in (1, 3000):
+        calls: list[str] = []
+
+        def step(x: Any, i: int, work: int = work, calls: list[str] = calls) -> Any:
+            calls.append("step")
+            return np.sin(np.resize(x, work))[:1]
+
+        def adjoint_step(x: Any, a: Any, i: int, calls: list[str] = calls) -> Any:
+            calls.append("adjoint")
+            return a
+
+        def tape_step(x: Any, i: int, calls: list[str] = calls) -> Any:
+            calls.append("tape")
+            return x, x
+
+        agreed = iter([1e-5, 2e-3, 8e-3] * 1000)
+        chain: FunctionChain[Any, Any] = FunctionChain(
+            step, adjoint_step, tape_step if taped else None
+        )
+        measure(
+            chain,
+            np.zeros(1),
+            1000,
+            adjoint=np.zeros(1),
+            seconds=0.1,
+            agree=lambda seconds, agreed=agreed: next(agreed),  # type: ignore[misc]
+        )
+        ran.append(calls)
+    assert ran[0] == ran[1]

@@ -129,7 +129,10 @@ class Store(Protocol):
         ...
 
     def drop(self, key: int) -> None:
-        """Free the tier's copy of `key`; unknown keys are ignored.  Never blocks."""
+        """Free the tier's copy of `key`, being read or not; unknown keys are ignored.
+
+        Never blocks.
+        """
         ...
 
     def close(self) -> None:

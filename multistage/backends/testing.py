@@ -203,6 +203,21 @@ def _assert_lost(store: Store, key: int, why: str) -> None:
     raise AssertionError(f"get({key}) of a key {why} did not raise CheckpointLost")
 
 
+def _check_read_in_vain(store: Store, layout: Layout) -> None:
+    """What is being read may be dropped, and put again: an aborted run does that."""
+    count, room = _count(store, layout, 4 << 20, 12), store.capacity_states(layout)
+    if room is not None:
+        count = min(count, room // 2)  # what is being read gives its room back only then
+    for turn in range(2):
+        _fill(store, layout, count)
+        for key in reversed(range(count)):
+            store.prefetch(key)
+        for key in range(count):
+            store.drop(key)
+        for key in range(count):
+            assert not store.wait_written(key), f"turn {turn}: {key}, dropped while read, is there"
+
+
 def _check_memory(store: Store, layout: Layout) -> None:
     """Arrays from `get` are read-only, and stay as they are while anybody refers to them."""
     count = _count(store, layout)
@@ -239,6 +254,7 @@ _PARTS: tuple[Callable[[Store, Layout], None], ...] = (
     _check_capacity,
     _check_refusal,
     _check_unknown,
+    _check_read_in_vain,
     _check_memory,
 )
 

@@ -1,0 +1,411 @@
+"""A `Reversal` on every rank of an MPI program, all in step.
+
+`MPIReversal` adds to a `Reversal` what several ranks have to agree on: once
+before the first step (arguments, slots, costs, the plan), once per sweep (the
+costs as they were seen), and, through `AgreedStore`, the fate of transfers.
+`interop.agreed` says how that is agreed and why nothing waits for ever.
+
+======================================  ======================================
+what happens on one rank                what every rank sees
+======================================  ======================================
+other arguments than on rank 0          ArgumentError, both values named
+a tier that cannot be used              StoreError with that rank's message
+a budget that is too small              BudgetError with that rank's message
+a slower tier or slower steps           the plan of the slowest rank
+a tier that slows down, is full         fewer states are stored, on all
+a checkpoint lost                       it is lost on all, and run again
+an operator raises, Ctrl-C              the message, and the end of the program
+======================================  ======================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Generic, Literal, Self, TypeVar
+
+from ..backends.base import Store
+from ..backends.urls import open_store
+from ..chain import Chain, FunctionChain
+from ..costs import Budget, Costs, Tier
+from ..errors import ArgumentError
+from ..layout import Layout
+from ..limits import default_budget_bytes
+from ..plan import Plan
+from ..probe import measure, probe_store, with_driver
+from ..report import Report
+from ..reversal import Reversal, drifted
+from .agreed import AgreedStore as AgreedStore
+from .ranks import Communicator as Communicator
+from .ranks import Ranks as Ranks
+from .ranks import slowest as slowest
+
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
+
+_PROBE_S = 1.0
+
+
+class MPIReversal(Generic[State, Adjoint]):
+    """A domain-decomposed computation and its adjoint, each rank within a memory budget.
+
+    Every rank makes one, with its part of the state, and calls the same
+    methods in the same order.  The operators may communicate as they like.
+
+    Parameters
+    ----------
+    chain, adjoint_step, n_steps, tape_step, planner, checked
+        As for `Reversal`, and alike on every rank.
+    comm : mpi4py.MPI.Comm, optional
+        The ranks that share the computation; `MPI.COMM_WORLD` by default.
+    budget : Budget, int or str, optional
+        Fast memory for this rank's checkpoints; the rank with room for the
+        fewest states decides.  Default: a quarter of the memory that is free,
+        divided by the ranks that share it.
+    tier : str or Store, optional
+        This rank's slow tier, best on a disk of its own node; all ranks have
+        one, or none has.
+    costs : Costs, optional
+        Given on all ranks or on none; the slowest count.
+    progress : bool
+        Show progress bars, on rank 0 only.
+    on_error : {"abort", "raise"}
+        What an exception on one rank leads to, from an operator or from
+        anything else inside the `with` block: its traceback on standard error
+        and the end of all ranks (`comm.Abort`), since the others may be
+        waiting in a communication that will never be answered; or just the
+        exception, for programs that see to the other ranks themselves.
+        Errors that this class raises on every rank never abort.
+
+    Attributes
+    ----------
+    plan : Plan or None
+        The plan of the last sweep, the same on every rank.
+    costs : Costs or None
+        What the next sweep is planned with: the slowest rank's times, this
+        rank's bytes.
+
+    Raises
+    ------
+    ArgumentError, BudgetError, StoreError
+        On every rank, before any step runs.
+
+    Notes
+    -----
+    All methods but `report` are collective, `close` included.  MPI is called
+    from the calling thread only; `MPI_THREAD_FUNNELED` suffices.
+
+    `until` must answer alike on every rank: take a global norm, not a local one.
+
+    Examples
+    --------
+    Run by `mpiexec -n 4 python program.py`, with `halo` an exchange of one's own::
+
+        with MPIReversal(step, adjoint_step, n, budget="1 GiB", tier="file:///scratch") as run:
+            last = run.forward(my_part)
+            gradient = run.reverse(misfit_gradient(last))
+    """
+
+    def __init__(
+        self,
+        chain: Chain[State, Adjoint] | Callable[[State, int], State],
+        adjoint_step: Callable[..., Adjoint] | None = None,
+        n_steps: int | None = None,
+        *,
+        comm: Communicator | None = None,
+        tape_step: Callable[[State, int], tuple[State, object]] | None = None,
+        budget: Budget | int | str | None = None,
+        tier: str | Store | None = None,
+        planner: str = "auto",
+        costs: Costs | None = None,
+        checked: bool = False,
+        progress: bool = False,
+        on_error: Literal["abort", "raise"] = "abort",
+    ) -> None:
+        self._ranks = ranks = Ranks(comm)
+        sharing = ranks.on_node()  # by all, whether they need it or not
+        if budget is None:
+            budget = default_budget_bytes() // sharing
+
+        def facts() -> dict[str, object]:
+            if on_error not in ("abort", "raise"):
+                raise ArgumentError(f"on_error={on_error!r} must be 'abort' or 'raise'")
+            # Never run: it checks the arguments and the tier as a Reversal does.
+            Reversal(
+                chain,
+                adjoint_step,
+                n_steps,
+                tape_step=tape_step,
+                budget=budget,
+                tier=tier,
+                planner=planner,
+                costs=costs,
+            )
+            return {
+                "n_steps": n_steps,
+                "planner": planner,
+                "on_error": on_error,
+                "having a tier": tier is not None,
+                "having costs": costs is not None,
+                "having a tape": tape_step is not None
+                or not (callable(chain) or chain.state_is_tape),
+            }
+
+        self._on_error = on_error
+        try:
+            ranks.same(ranks.gather(facts), "give every rank the same")
+        except BaseException as error:
+            if error is ranks.shared:
+                ranks.free()
+            else:
+                self._fail(error)
+            raise
+        if callable(chain):
+            assert adjoint_step is not None
+            chain = FunctionChain(chain, adjoint_step, tape_step)
+        self._chain: Chain[State, Adjoint] = chain
+        self._n_steps = n_steps
+        self._budget = Budget.parse(budget)
+        self._own_store = None if tier is None else open_store(tier)
+        self._store = None if self._own_store is None else AgreedStore(self._own_store, ranks)
+        self._planner = planner
+        self._given = costs
+        self._checked = checked
+        self._progress = progress and ranks.rank == 0
+        self._layout: Layout | None = None
+        self._run: Reversal[State, Adjoint] | None = None
+        self._ready = False
+        self._report: Report | None = None
+        self.costs: Costs | None = None
+        self.plan: Plan | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self._ranks.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._ranks.size
+
+    # -------------------------------------------------------------------- life
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or error is self._ranks.shared:
+            self.close()
+            return
+        self._stop()
+        if not isinstance(error, SystemExit) or error.code:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Forget a sweep under way, stop threads, remove files.
+
+        Collective; may be called twice.
+        """
+        if self._store is not None and self._run is not None:
+            self._store.settle()
+        self._stop()
+        self._ranks.free()
+
+    def _stop(self) -> None:
+        """Close what is this rank's own; the others may be anywhere."""
+        self._ready = False
+        if self._run is not None:
+            self._run.close()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._stop()
+            if error is not self._ranks.shared:
+                self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        if self._on_error != "raise":
+            self._ranks.abort(error)
+
+    # ------------------------------------------------------------------ sweeps
+
+    def forward(self, state: State, until: Callable[[State, int], bool] | None = None) -> State:
+        """Run the forward sweep from this rank's part of state 0; return that of the last state.
+
+        Parameters
+        ----------
+        state, until
+            As for `Reversal.forward`; `until` answers alike on every rank.
+
+        Raises
+        ------
+        ArgumentError, BudgetError, StateError, StoreError
+            On every rank, before the first step of a sweep.
+        """
+        self._ready = False
+        with self._guarded():
+            run = self._prepared(state, until is not None)
+            last = run.forward(state, until)
+        self._ready = True
+        return last
+
+    def prepare(self, state: State) -> Plan:
+        """Agree, measure, plan and open the tiers, as the first `forward` would.
+
+        Raises
+        ------
+        ArgumentError, BudgetError, StateError, StoreError
+            As `forward` does.
+        """
+        with self._guarded():
+            run = self._prepared(state, self._n_steps is None)
+            return run.prepare(state) if self.plan is None else self.plan
+
+    def reverse(self, adjoint: Adjoint) -> Adjoint:
+        """Run the reverse sweep from this rank's part of the adjoint of the last state.
+
+        Returns
+        -------
+        Adjoint
+            This rank's part of the adjoint of state 0.
+
+        Raises
+        ------
+        ArgumentError
+            If no forward sweep stands ready: each serves one reverse sweep.
+        """
+        if not self._ready or self._run is None:
+            raise self._ranks.everywhere(
+                ArgumentError("reverse() needs a forward() before it, one for each reverse()")
+            )
+        self._ready = False
+        with self._guarded():
+            result = self._run.reverse(adjoint)
+            self.plan, self._report = self._run.plan, self._run.report()
+            if self._store is not None:
+                self._store.settle()
+            self._learn(self._report.seen)
+        return result
+
+    def report(self) -> Report:
+        """Return what this rank did in the last complete sweep beside what was predicted.
+
+        Raises
+        ------
+        ArgumentError
+            Before the first `reverse` has returned.
+        """
+        if self._report is None:
+            raise ArgumentError("report() needs a complete sweep: forward(), then reverse()")
+        return self._report
+
+    # --------------------------------------------------------------- agreement
+
+    def _prepared(self, state: State, online: bool) -> Reversal[State, Adjoint]:
+        """Return the reversal to run, a new one if states or costs are others than before."""
+        ranks = self._ranks
+
+        def facts() -> tuple[dict[str, object], bool]:
+            if online != (self._n_steps is None):
+                raise ArgumentError(
+                    "give either n_steps to the MPIReversal or until= to forward(), not "
+                    + ("both" if online else "neither")
+                )
+            layout, last = Layout.of(state), self._layout
+            if last is None or not layout.same_as(last):
+                self._forget()
+                self._layout, self.costs = layout, None
+            return {"the number of arrays in a state": len(layout.leaves)}, self._run is None
+
+        found = ranks.gather(facts)
+        ranks.same([one for one, _ in found], "states have the same tree on every rank")
+        if any(changed for _, changed in found):
+            self._forget()
+            self._run = self._planned(state)
+        assert self._run is not None
+        return self._run
+
+    def _forget(self) -> None:
+        """Drop the plan, and all that was made for it."""
+        self._stop()
+        self._run = self.plan = None
+
+    def _planned(self, state: State) -> Reversal[State, Adjoint]:
+        """Measure what is not known and agree on slots, costs and the plan."""
+        ranks, store, layout = self._ranks, self._store, self._layout
+        assert layout is not None
+        buffers = 0 if store is None else store.buffer_bytes(layout)
+        slots = min(ranks.gather(lambda: self._budget.slots_for(layout.nbytes, buffers)))
+        # Where one rank's states are new, all measure again.
+        if not all(ranks.gather(lambda: self.costs is not None)):
+            self.costs = self._slowest(self._given or self._measured(state, layout))
+        run: Reversal[State, Adjoint] = Reversal(
+            self._chain,
+            n_steps=self._n_steps,
+            budget=Budget(slots=slots),
+            tier=store,
+            planner=self._planner,
+            costs=self.costs,
+            checked=self._checked,
+            progress=self._progress,
+        )
+        if self._n_steps is not None:
+
+            def drawn_up() -> dict[str, object]:
+                plan = run.prepare(state)
+                figures = (plan.planner, plan.forward_steps, plan.makespan_s, plan.parameters)
+                return {"the plan": str(figures)}
+
+            # Equal costs make equal plans, unless the ranks' arithmetic differs.
+            found = ranks.gather(drawn_up)
+            ranks.same(found, "run the same version of everything on every rank")
+            self.plan = run.plan
+        return run
+
+    def _measured(self, state: State, layout: Layout) -> Costs:
+        """Return this rank's costs: steps in step with the others, its tier by itself."""
+        ranks, store = self._ranks, self._own_store
+        most = self._n_steps or 10_000
+        share = _PROBE_S if store is None else 2 / 3 * _PROBE_S
+        costs = measure(self._chain, state, most, seconds=share, agree=ranks.most)
+        if store is None:
+            return costs
+
+        def probed() -> Tier:
+            return probe_store(store, layout, seconds=_PROBE_S - share, most=most)
+
+        tier = ranks.gather(probed)[ranks.rank]
+        return with_driver(replace(costs, tiers=(tier,)), layout)
+
+    def _slowest(self, mine: Costs) -> Costs:
+        if self._store is None:
+            mine = mine.without_tiers()
+        found = self._ranks.gather(lambda: mine)
+        facts: list[dict[str, object]] = [
+            {"the tiers in costs": len(costs.tiers), "tape_step_s in costs": costs.state_is_tape}
+            for costs in found
+        ]
+        self._ranks.same(facts, "give every rank costs of the same kind")
+        return slowest(found, self._ranks.rank)
+
+    def _learn(self, seen: Costs) -> None:
+        """Correct the costs by what the ranks have seen; plan anew if they are others."""
+        if self._given is not None:
+            return
+        assert self.costs is not None and self._run is not None
+        seen = self._slowest(seen)
+        if drifted(self.costs, seen):
+            self._run.close()
+            self.costs, self._run = seen, None

@@ -1,0 +1,157 @@
+"""What one rank does in `test_mpi.py`: `mpiexec -n 4 python mpi_worker.py CASE FOLDER`."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mpi_wave import Wave
+
+from multistage.backends import FileStore, Store
+from multistage.backends.medium import Medium
+from multistage.backends.testing import FaultyStore
+from multistage.costs import Costs, Tier
+from multistage.errors import CheckpointWarning, MultistageError
+from multistage.execute import Executor
+from multistage.interop.mpi import MPIReversal
+
+N = 60
+COSTS = Costs(1e-4, 2e-4, state_bytes=10, tiers=(Tier("file", 2.5e-4, 2.5e-4),))
+
+
+class Jittery(FileStore):
+    """A disk on which one write in three is slow, each rank's at other times."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(folder, buffer_bytes=0)
+        self._rank = rank
+
+    def _make_medium(self, extent_bytes: int) -> Medium:
+        medium, rank = super()._make_medium(extent_bytes), self._rank
+        write, chance, never = medium.write, random.Random(rank), threading.Event()
+
+        def slow(slot: int, offset: int, data: Any) -> None:
+            if chance.random() < 1 / 3:
+                never.wait(0.002 * (1 + rank))
+            write(slot, offset, data)
+
+        medium.write = slow  # type: ignore[method-assign]
+        return medium
+
+
+def stores(rank: int, size: int, folder: Path) -> dict[str, str | Store | None]:
+    """Return the tiers to try; faults are those of the last rank alone."""
+
+    def faulty(**faults: Any) -> Store:
+        return FaultyStore(
+            FileStore(folder, buffer_bytes=0), **(faults if rank == size - 1 else {})
+        )
+
+    return {
+        "no tier": None,
+        "file": f"file:{folder}",
+        "measured": f"file:{folder}?buffers=0",
+        "jittery": Jittery(folder, rank),
+        "lost writes": faulty(lose_write={0, 3, 4}),
+        "lost reads": faulty(lose_read={0, 2, 3}),
+        "refused": faulty(refuse=range(7, 999)),
+        "all lost": faulty(lose_read=range(999)),
+    }
+
+
+def gradients(comm: Any, folder: Path) -> dict[str, Any]:
+    log: list[str] = []
+    forward = Executor.forward
+
+    def recorded(self: Any, schedule: Any, state: Any) -> Any:
+        def passed() -> Any:
+            answer = None
+            try:
+                while True:
+                    action = schedule.send(answer)
+                    answer = yield action
+                    log.append(f"{action} {answer}")
+            except StopIteration:
+                return
+
+        return forward(self, passed(), state)
+
+    Executor.forward = recorded  # type: ignore[method-assign]
+    warnings.simplefilter("ignore", CheckpointWarning)
+    found = {}
+    for name, tier in stores(comm.Get_rank(), comm.Get_size(), folder).items():
+        log.clear()
+        wave = Wave(comm)
+        costs = None if name == "measured" else COSTS
+        with MPIReversal(
+            wave.step, wave.adjoint_step, N, budget="6 slots", tier=tier, costs=costs
+        ) as run:
+            adjoints, figures = [], [0, 0, 0, 0]
+            for _ in range(2):
+                run.forward(wave.start)
+                adjoints.append(run.reverse(wave.seed))
+                counts = run.report().counts
+                for k, what in enumerate(("writes", "reads", "lost", "recovered_steps")):
+                    figures[k] += getattr(counts, what)
+        found[name] = adjoints, list(log), wave.steps, tuple(figures)
+        assert not any(folder.iterdir()), f"{name} leaves files"
+    return found
+
+
+def disagree(comm: Any, folder: Path) -> str:
+    wave = Wave(comm)
+    return error_of(lambda: MPIReversal(wave.step, wave.adjoint_step, N + comm.Get_rank()))
+
+
+def scratch(comm: Any, folder: Path) -> str:
+    wave, where = Wave(comm), folder / "missing" if comm.Get_rank() == 1 else folder
+    return error_of(lambda: MPIReversal(wave.step, wave.adjoint_step, N, tier=f"file:{where}"))
+
+
+def error_of(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except MultistageError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def fails(comm: Any, folder: Path) -> str:
+    wave, rank = Wave(comm), comm.Get_rank()
+
+    def adjoint_step(state: Any, adjoint: Any, i: int) -> Any:
+        if rank == 1 and i == N // 2:
+            raise FloatingPointError(f"rank {rank} went wrong in step {i}")
+        return wave.adjoint_step(state, adjoint, i)
+
+    with MPIReversal(
+        wave.step, adjoint_step, N, budget="6 slots", tier=f"file:{folder}", costs=COSTS
+    ) as run:
+        run.forward(wave.start)
+        run.reverse(wave.seed)
+    return "nothing was raised"
+
+
+def main(case: str, parent: str) -> None:
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    folder = Path(parent) / str(comm.Get_rank())
+    folder.mkdir()
+    cases: dict[str, Callable[[Any, Path], object]] = {
+        "gradients": gradients,
+        "disagree": disagree,
+        "scratch": scratch,
+        "fails": fails,
+    }
+    (folder / "result").write_bytes(pickle.dumps(cases[case](comm, folder)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

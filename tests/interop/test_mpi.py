@@ -1,0 +1,106 @@
+"""Real ranks, started by mpiexec: gradients of any number of ranks have the same bits."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi_wave import store_all, whole
+
+import multistage
+
+HERE = Path(__file__).parent
+ROOT = Path(multistage.__file__).parent.parent
+BESIDE = Path(sys.executable).parent / "mpiexec"
+MPIEXEC = str(BESIDE) if BESIDE.exists() else shutil.which("mpiexec")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        MPIEXEC is None or importlib.util.find_spec("mpi4py") is None,
+        reason="needs mpi4py and mpiexec",
+    ),
+]
+N = 60
+# More ranks than cores, as root in a container: MPICH must not spin (15 times slower),
+# Open MPI must be told; neither minds what is meant for the other.
+LENIENT = {
+    "MPIR_CVAR_CH4_PROGRESS_THROTTLE": "true",
+    "MPIR_CVAR_CH4_PROGRESS_THROTTLE_NO_PROGRESS_COUNT": "20",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def launch(ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    assert MPIEXEC is not None
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [MPIEXEC, "-n", str(ranks), sys.executable, *map(str, arguments)],
+        env=os.environ | LENIENT | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+
+def results(ranks: int, case: str, folder: Path) -> list[Any]:
+    done = launch(ranks, HERE / "mpi_worker.py", case, folder)
+    assert done.returncode == 0, done.stderr
+    return [pickle.loads((folder / f"{rank}/result").read_bytes()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_and_actions(ranks: int, tmp_path: Path) -> None:
+    found = results(ranks, "gradients", tmp_path)
+    expected = store_all(N).tobytes()
+    for name in found[0]:
+        adjoints, logs, steps, figures = zip(*(one[name] for one in found), strict=True)
+        for sweep in range(2):
+            gradient = whole([one[sweep] for one in adjoints])
+            assert gradient.tobytes() == expected, f"{name}, sweep {sweep}"
+        assert all(log == logs[0] for log in logs), f"{name}: other actions"
+        assert len(set(steps)) == len(set(figures)) == 1, name
+        writes, reads, lost, recovered = figures[0]
+        if name == "no tier":
+            assert writes == reads == lost == 0
+        elif name != "measured":
+            assert writes > 0 and reads > 0
+        if "lost" in name or name == "refused":
+            assert lost > 0, name
+        if name == "all lost":
+            assert lost == reads or recovered > 0
+
+
+def test_ranks_that_disagree(tmp_path: Path) -> None:
+    said = "ArgumentError: ranks disagree on n_steps: 60 on rank 0, 61 on rank 1; give every"
+    assert all(error.startswith(said) for error in results(3, "disagree", tmp_path))
+
+
+def test_a_rank_without_scratch(tmp_path: Path) -> None:
+    said = f"StoreError: rank 1: folder '{tmp_path}/1/missing' cannot hold checkpoints"
+    assert all(error.startswith(said) for error in results(3, "scratch", tmp_path))
+
+
+def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
+    done = launch(3, HERE / "mpi_worker.py", "fails", tmp_path)
+    assert done.returncode != 0
+    said = "multistage: rank 1 of 3 raised FloatingPointError: rank 1 went wrong in step 30; all"
+    assert said in done.stderr
+    assert "Traceback (most recent call last)" in done.stderr
+    assert not list(tmp_path.glob("*/result"))
+
+
+def test_example() -> None:
+    done = launch(4, ROOT / "examples/wave_mpi.py", "--quick")
+    assert done.returncode == 0, done.stderr
+    assert "equals that of one rank: True" in done.stdout

@@ -1,0 +1,442 @@
+"""`MPIReversal` with ranks as threads: agreement, errors, life."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_mpi import MPI, Aborted, Comm, World, run_ranks, succeed
+from mpi_wave import Wave, store_all, whole
+
+from multistage import limits, probe
+from multistage.backends import MemoryStore
+from multistage.backends.testing import FaultyStore
+from multistage.chain import FunctionChain
+from multistage.costs import Costs, Tier
+from multistage.errors import ArgumentError, BudgetError, StateError, StoreError
+from multistage.interop import mpi
+from multistage.interop.mpi import MPIReversal, slowest
+
+pytestmark = pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
+N = 40
+COSTS = Costs(1.0, 2.0, state_bytes=10, tiers=(Tier("memory", 2.5, 2.5),))
+
+
+@pytest.fixture(autouse=True)
+def fake_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", MPI)
+    interval, threads = sys.getswitchinterval(), set(threading.enumerate())
+    yield
+    sys.setswitchinterval(interval)  # executors in threads restore each other's
+    assert set(threading.enumerate()) == threads
+
+
+def waves(comm: Comm, n: int | None = N, **options: Any) -> tuple[Wave, MPIReversal[Any, Any]]:
+    options.setdefault("budget", "5 slots")
+    options.setdefault("costs", COSTS)
+    wave = Wave(comm)
+    return wave, MPIReversal(wave.step, wave.adjoint_step, n, comm=comm, **options)
+
+
+def errors(size: int, work: Callable[[Comm], Any]) -> list[Any]:
+    world = World(size)
+    found = run_ranks(size, work, world)
+    assert not world.aborted
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("tier", [None, "memory:", "file:{}"])
+def test_gradient_is_that_of_one_rank(size: int, tier: str | None, tmp_path: Path) -> None:
+    tier = tier and tier.format(tmp_path)
+
+    def work(comm: Comm) -> Any:
+        wave, reversal = waves(comm, tier=tier, checked=True)
+        with reversal as run:
+            found = []
+            for _ in range(2):
+                run.forward(wave.start)
+                found.append(run.reverse(wave.seed))
+            assert run.plan is not None
+            assert run.report().counts.writes == run.plan.writes
+            assert (run.rank, run.size) == (comm.rank, size)
+        return found, str(run.plan.parameters)
+
+    found = succeed(run_ranks(size, work))
+    assert len({plan for _, plan in found}) == 1
+    for sweep in range(2):
+        assert whole([one[sweep] for one, _ in found]).tobytes() == store_all(N).tobytes()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_measured_ranks_run_the_same_probe_steps_and_plan_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each rank's clock says something else; steps that communicate would not match."""
+    own = threading.local()
+
+    def perf_counter() -> float:
+        return time.perf_counter() * own.speed
+
+    def work(comm: Comm) -> Any:
+        own.speed = 10.0**comm.rank
+        wave, reversal = waves(comm, costs=None, tier="memory:")
+        with reversal as run:
+            plan = run.prepare(wave.start)
+            probed = wave.steps
+            run.forward(wave.start)
+            adjoint = run.reverse(wave.seed)
+            assert run.costs is not None
+        return probed, str(plan.parameters), run.costs.forward_step_s, adjoint
+
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=perf_counter))
+    found = succeed(run_ranks(3, work))
+    assert found[0][0] > 0
+    assert len({one[:3] for one in found}) == 1
+    assert whole([adjoint for *_, adjoint in found]).tobytes() == store_all(N).tobytes()
+
+
+def test_tapes_are_probed_in_step() -> None:
+    def work(comm: Comm) -> Any:
+        wave = Wave(comm)
+
+        def tape_step(state: Any, i: int) -> Any:
+            return wave.step(state, i), state
+
+        with MPIReversal(
+            wave.step, wave.adjoint_step, N, tape_step=tape_step, comm=comm, budget="9 slots"
+        ) as run:
+            run.forward(wave.start)
+            adjoint = run.reverse(wave.seed)
+            assert run.costs is not None and run.costs.tape_step_s is not None
+        return adjoint
+
+    found = succeed(run_ranks(3, work))
+    assert whole(found).tobytes() == store_all(N).tobytes()
+
+
+def test_costs_that_drifted_on_one_rank_are_learned_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    assumed = Costs(1e-9, 1e-9, state_bytes=10)
+
+    def work(comm: Comm) -> Any:
+        wave, reversal = waves(comm, costs=None, budget="3 slots")
+        with reversal as run:
+            found = []
+            for _ in range(2):
+                run.forward(wave.start)
+                found.append(run.reverse(wave.seed))
+                assert run.plan is not None and run.costs is not None
+                found.append((run.plan.costs.forward_step_s, run.costs.forward_step_s))
+        return found
+
+    monkeypatch.setattr(mpi, "measure", lambda *args, **options: assumed)
+    monkeypatch.setattr(mpi, "drifted", lambda old, new: old.forward_step_s == 1e-9)
+    found = succeed(run_ranks(3, work))
+    (first, learned), (second, _) = found[0][1], found[0][3]
+    assert first == 1e-9
+    assert second == learned > 1e-9
+    assert all(one[1] == found[0][1] and one[3][0] == second for one in found)
+    assert whole([one[2] for one in found]).tobytes() == store_all(N).tobytes()
+
+
+def test_online() -> None:
+    def work(comm: Comm) -> Any:
+        wave, reversal = waves(comm, None, tier="memory:")
+        with reversal as run:
+            run.forward(wave.start, until=lambda state, i: i == N)
+            return run.reverse(wave.seed)
+
+    assert whole(succeed(run_ranks(3, work))).tobytes() == store_all(N).tobytes()
+
+
+def test_states_that_change_on_one_rank_are_planned_anew_by_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def work(comm: Comm) -> Any:
+        def grown(size: int) -> Any:
+            return np.full(size, comm.rank + 1.0)
+
+        def step(x: Any, i: int) -> Any:
+            return x + 0.1 * sum(comm.allgather(float(x[0])))
+
+        with MPIReversal(step, lambda x, a, i: a, 9, comm=comm, budget="1 KiB") as run:
+            plans = []
+            for size in (10, 10 + comm.rank):
+                run.forward(grown(size))
+                run.reverse(grown(size))
+                assert run.plan is not None
+                plans.append(run.plan.slots)
+        return plans
+
+    monkeypatch.setattr(mpi, "drifted", lambda old, new: False)
+    # 80 and 88 bytes take 128 with padding on every rank but the first.
+    assert succeed(run_ranks(2, work)) == [[8, 8], [8, 8]]
+
+
+def test_the_tightest_budget_holds() -> None:
+    def work(comm: Comm) -> Any:
+        wave, reversal = waves(comm, budget=f"{9 - comm.rank} slots")
+        with reversal as run:
+            return run.prepare(wave.start).slots
+
+    assert succeed(run_ranks(3, work)) == [7, 7, 7]
+
+
+def test_memory_is_shared_by_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "free_bytes", lambda: 4 * 3 * 4096)
+
+    def work(comm: Comm) -> Any:
+        with MPIReversal(lambda x, i: x, lambda x, a, i: a, 9, comm=comm, costs=COSTS) as run:
+            return run.prepare(np.zeros(64)).slots
+
+    assert succeed(run_ranks(3, work)) == [8, 8, 8]
+
+
+# ----------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (lambda rank: {"n": 40 + rank}, "n_steps: 40 on rank 0, 41 on rank 1"),
+        (lambda rank: {"planner": "auto" if rank else "revolve"}, "planner: 'revolve' on rank 0"),
+        (lambda rank: {"tier": "memory:" if rank else None}, "having a tier"),
+        (lambda rank: {"costs": COSTS if rank else None}, "having costs"),
+    ],
+)
+def test_ranks_that_disagree(options: Callable[[int], Any], said: str) -> None:
+    for error in errors(3, lambda comm: waves(comm, **options(comm.rank))):
+        assert type(error) is ArgumentError
+        assert said in str(error)
+
+
+def test_states_of_other_trees() -> None:
+    def work(comm: Comm) -> None:
+        wave, reversal = waves(comm)
+        with reversal as run:
+            run.forward(wave.start[comm.rank :])
+
+    for error in errors(2, work):
+        assert type(error) is ArgumentError
+        assert "the number of arrays in a state: 2 on rank 0, 1 on rank 1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"n": 0}, ArgumentError, "rank 1: n_steps=0"),
+        ({"planner": "best"}, ArgumentError, "rank 1: planner 'best' is not known"),
+        ({"budget": "0 slots"}, BudgetError, "rank 1: 0 slots"),
+        ({"tier": "file:/nowhere/at/all"}, StoreError, "rank 1: folder '/nowhere/at/all'"),
+        ({"on_error": "ignore"}, ArgumentError, "rank 1: on_error='ignore'"),
+    ],
+)
+def test_bad_arguments_of_one_rank(options: Any, kind: type[Exception], said: str) -> None:
+    def work(comm: Comm) -> None:
+        waves(comm, **(options if comm.rank == 1 else {"tier": "memory:"}))
+
+    for error in errors(3, work):
+        assert type(error) is kind
+        assert str(error).startswith(said)
+
+
+def test_a_tier_that_fails_to_open_on_one_rank() -> None:
+    class NoDisk(MemoryStore):
+        def open(self, layout: Any) -> None:
+            raise StoreError("no disk")
+
+    def work(comm: Comm) -> None:
+        wave, reversal = waves(comm, tier=NoDisk() if comm.rank == 1 else MemoryStore())
+        with reversal as run:
+            run.forward(wave.start)
+
+    for error in errors(3, work):
+        assert type(error) is StoreError
+        assert str(error).endswith("rank 1: no disk")
+
+
+def test_a_budget_too_small_for_one_ranks_part() -> None:
+    def work(comm: Comm) -> None:
+        with waves(comm, budget=1000 if comm.rank else 10)[1] as run:
+            run.forward(Wave(comm).start)
+
+    for error in errors(3, work):
+        assert type(error) is BudgetError
+        assert str(error).startswith("rank 0: budget of 10 bytes")
+
+
+def test_a_state_that_is_no_array() -> None:
+    def work(comm: Comm) -> None:
+        with waves(comm)[1] as run:
+            run.forward(Wave(comm).start if comm.rank else "text")
+
+    for error in errors(2, work):
+        assert type(error) is StateError
+        assert str(error).startswith("rank 0: ")
+
+
+def test_reverse_needs_forward_and_serves_once() -> None:
+    def work(comm: Comm) -> None:
+        wave, reversal = waves(comm)
+        with reversal as run:
+            with pytest.raises(ArgumentError, match="needs a complete sweep"):
+                run.report()
+            with pytest.raises(ArgumentError, match="either n_steps"):
+                run.forward(wave.start, until=lambda state, i: True)
+            run.forward(wave.start)
+            run.reverse(wave.seed)
+            run.reverse(wave.seed)
+
+    for error in errors(2, work):
+        assert type(error) is ArgumentError
+        assert "needs a forward()" in str(error)
+
+
+def test_plans_that_differ_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(comm: Comm) -> None:
+        wave, reversal = waves(comm)
+        with reversal as run:
+            run.forward(wave.start)
+
+    monkeypatch.setattr(mpi, "slowest", lambda costs, rank: Costs(1.0 + rank, 1.0))
+    for error in errors(2, work):
+        assert type(error) is ArgumentError
+        assert "ranks disagree on the plan" in str(error)
+
+
+# ------------------------------------------------------- exceptions on one rank
+
+
+def failing(comm: Comm, where: str, **options: Any) -> None:
+    wave = Wave(comm)
+
+    def fail(name: str, i: int) -> None:
+        if where == name and comm.rank == 1 and i == 20:
+            raise ZeroDivisionError(f"in {name}")
+
+    def step(state: Any, i: int) -> Any:
+        fail("step", i)
+        return wave.step(state, i)
+
+    def adjoint_step(state: Any, adjoint: Any, i: int) -> Any:
+        fail("adjoint_step", i)
+        return wave.adjoint_step(state, adjoint, i)
+
+    with MPIReversal(
+        step, adjoint_step, N, comm=comm, budget="5 slots", costs=COSTS, tier="memory:", **options
+    ) as run:
+        run.forward(wave.start)
+        fail("between", 20)
+        run.reverse(wave.seed)
+
+
+@pytest.mark.parametrize("where", ["step", "adjoint_step", "between"])
+def test_an_exception_on_one_rank_ends_all(where: str, capsys: Any) -> None:
+    world = World(3)
+    found = run_ranks(3, lambda comm: failing(comm, where), world)
+    assert world.aborted
+    assert type(found[1]) is ZeroDivisionError
+    assert type(found[0]) is type(found[2]) is Aborted
+    said = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in said
+    assert f"multistage: rank 1 of 3 raised ZeroDivisionError: in {where}; all" in said
+
+
+def test_an_exception_is_left_to_the_program_on_demand(capsys: Any) -> None:
+    world = World(3)
+    found = run_ranks(3, lambda comm: failing(comm, "step", on_error="raise"), world)
+    assert not world.aborted
+    assert type(found[1]) is ZeroDivisionError
+    assert capsys.readouterr().err == ""
+
+
+def test_a_failure_while_arguments_are_checked_ends_all(capsys: Any) -> None:
+    class Odd(str):
+        __hash__ = str.__hash__
+
+        def __ne__(self, other: object) -> bool:
+            raise RuntimeError("no error of ours")
+
+    def work(comm: Comm) -> None:
+        waves(comm, planner=Odd("auto") if comm.rank == 0 else "auto")
+
+    world = World(2)
+    run_ranks(2, work, world)
+    assert world.aborted
+    assert "rank 0 of 2 raised RuntimeError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_leaving_the_block_by_exit(code: int) -> None:
+    def work(comm: Comm) -> None:
+        with waves(comm)[1]:
+            sys.exit(code)
+
+    world = World(2)
+    run_ranks(2, work, world)
+    assert world.aborted == (code != 0)
+
+
+def test_what_was_closed_ends_nobody() -> None:
+    def work(comm: Comm) -> None:
+        wave, reversal = waves(comm, tier="memory:")
+        with reversal as run:
+            run.forward(wave.start)
+            run.close()
+            run.close()
+            with pytest.raises(ArgumentError, match="closed"):
+                run.forward(wave.start)
+            with pytest.raises(ArgumentError, match="needs a forward"):
+                run.reverse(wave.seed)
+            raise KeyError(comm.rank)
+
+    assert [type(error) for error in errors(2, work)] == [KeyError, KeyError]
+
+
+# ------------------------------------------------------------------------ costs
+
+
+def test_slowest_takes_each_figure_from_the_rank_it_is_worst_on() -> None:
+    tiers = (
+        Tier("file", 1.0, 9.0, 0.1, 0.4, capacity_states=None, queue_depth=2),
+        Tier("memory", 2.0, 8.0, 0.2, 0.3, capacity_states=7, queue_depth=3),
+    )
+    costs = [
+        Costs(1.0, 5.0, 2.0, state_bytes=10, tiers=tiers[:1], action_s=1e-6),
+        Costs(3.0, 4.0, 1.0, state_bytes=30, tiers=tiers[1:], action_s=2e-6),
+    ]
+    found = [slowest(costs, rank) for rank in range(2)]
+    for rank, one in enumerate(found):
+        tier = Tier(tiers[rank].name, 2.0, 9.0, 0.2, 0.4, capacity_states=7, queue_depth=3)
+        bytes_ = 10 if rank == 0 else 30
+        assert one == Costs(3.0, 5.0, 2.0, state_bytes=bytes_, tiers=(tier,), action_s=2e-6)
+
+
+def test_slowest_agrees_on_what_a_tape_takes() -> None:
+    costs = [
+        Costs(1.0, 1.0, 1.0, state_bytes=10, tape_bytes=20),
+        Costs(1.0, 1.0, 1.0, state_bytes=10, tape_bytes=25),
+    ]
+    assert {slowest(costs, rank).tape_slots for rank in range(2)} == {2.5}
+
+
+def test_a_chain_object_and_faults_of_one_rank() -> None:
+    def work(comm: Comm) -> Any:
+        wave = Wave(comm)
+        chain: FunctionChain[Any, Any] = FunctionChain(wave.step, wave.adjoint_step)
+        store = FaultyStore(MemoryStore(), lose_read=range(99) if comm.rank == 1 else ())
+        with MPIReversal(chain, None, N, comm=comm, budget="5 slots", costs=COSTS, tier=store) as r:
+            r.forward(wave.start)
+            return r.reverse(wave.seed), r.report().counts.recovered_steps, r.report().counts.lost
+
+    found = succeed(run_ranks(3, work))
+    assert whole([one[0] for one in found]).tobytes() == store_all(N).tobytes()
+    assert len({one[1:] for one in found}) == 1
+    assert found[0][2] > 0
