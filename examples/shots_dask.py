@@ -8,7 +8,6 @@ a worker within --memory, its checkpoints streaming to that worker's scratch
 folder; the sum of the gradients is compared with that of a plain loop.
 """
 
-
 from __future__ import annotations
 
 import argparse
