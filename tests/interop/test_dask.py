@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multistage import Reversal, open_store
+from multistage import Costs, Reversal, Tier, open_store
 from multistage.demos.wave import build
 from multistage.errors import ArgumentError, MultistageError, ShotError, StoreError
 from multistage.layout import Layout
 
 distributed = pytest.importorskip("distributed")
+
+import dask  # noqa: E402
 
 from multistage.interop.dask import map_shots  # noqa: E402
 
@@ -27,14 +29,19 @@ SOURCES = list(range(30, 60, 5))
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with distributed.LocalCluster(
-        n_workers=2,
-        threads_per_worker=1,
-        processes=True,
-        dashboard_address=":0",
-        memory_limit="1GiB",
-        local_directory=str(tmp_path_factory.mktemp("workers")),
-    ) as made:
+    with (
+        # A LocalCluster gives a worker up for good that is away at the moment
+        # 15 s after a death, though it be another one that it starts again from.
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour"}),
+        distributed.LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            processes=True,
+            dashboard_address=":0",
+            memory_limit="1GiB",
+            local_directory=str(tmp_path_factory.mktemp("workers")),
+        ) as made,
+    ):
         yield made
 
 
@@ -143,7 +150,8 @@ def killed_once(item: tuple[int, str, str], budget: Any, tier: str) -> Any:
             return self._executor.counts.writes
 
     killing = type(chain)(model.forward, reverse)
-    with Counted(killing, n_steps=STEPS, budget="8 slots", tier=tier, planner="streaming") as run:
+    costs = Costs(1e-4, 2e-4, tiers=(Tier("file", 2.5e-4, 2.5e-4),))
+    with Counted(killing, n_steps=STEPS, budget="8 slots", tier=tier, costs=costs) as run:
         run.forward(model.start())
         adjoint = run.reverse(model.start_adjoint())
     return model.misfit(), model.gradient(adjoint)
