@@ -8,15 +8,17 @@ The dynamic programme is in `levels`; here its operations become actions.
 A state on its way to or from a tier takes a fast slot.  At every transfer of
 these schedules all fast slots are free, so that none need be kept for it.
 
-Optimal among the schedules that wait for each transfer.  With tiers that do
-overlap, `streaming` is faster.  About n^2 / 2 sums per tier without bound and
-at most c n^2 / 2 with c states; a choice costs O(n) again in the schedule.
-Known gaps: `action_s` does not enter the choice, and tapes are made right
-before their adjoint only.
+Optimal among the schedules that wait for each transfer where some order of the
+tiers is that of both their write and their read costs; else the best of a few
+orders.  With tiers that do overlap, `streaming` is faster.  About n^2 / 2 sums
+per tier without bound and at most c n^2 / 2 with c states; a choice costs O(n)
+again in the schedule.  Known gaps: `action_s` does not enter the choice, and
+tapes are made right before their adjoint only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from ..actions import Advance, Await, Drop, Free, Get, Load, Put, Schedule
@@ -27,8 +29,8 @@ from .levels import ADVANCE, DROP, ORIGIN, READ, REVERSE, WRITE, Hierarchy, Leve
 from .synchronous import Counts, reversed_piece, synchronous_plan, transfer_s, without_tier
 
 
-def hierarchy_schedule(hierarchy: Hierarchy, slots: int) -> Schedule:
-    """Yield the actions of a solved hierarchy: level 0 the fast slots, level k tier k-1.
+def hierarchy_schedule(hierarchy: Hierarchy, slots: int, tiers: tuple[int, ...]) -> Schedule:
+    """Yield the actions of a solved hierarchy: level 0 the fast slots, level k tier `tiers[k-1]`.
 
     O(slots + stored states) memory.  A checkpoint that is lost lets its
     interval merge with the one before; where all are lost, state 0 serves.
@@ -57,15 +59,15 @@ def hierarchy_schedule(hierarchy: Hierarchy, slots: int) -> Schedule:
         elif code == ADVANCE:
             yield Advance(a, b)
         elif code == DROP:
-            yield Drop(b, a - 1)
+            yield Drop(b, tiers[a - 1])
         elif code == ORIGIN:
             yield Load(0)
         elif code == WRITE:
-            token = yield Put(b, a - 1)
+            token = yield Put(b, tiers[a - 1])
             assert token is not None
             answer = (yield Await(int(token))) is not False
         else:
-            token = yield Get(b, a - 1)
+            token = yield Get(b, tiers[a - 1])
             assert token is not None
             answer = (yield Await(int(token))) is not False
             if answer:
@@ -73,10 +75,9 @@ def hierarchy_schedule(hierarchy: Hierarchy, slots: int) -> Schedule:
                 landed = b
 
 
-def count_operations(hierarchy: Hierarchy, slots: int) -> Counts:
+def count_operations(hierarchy: Hierarchy, slots: int, tiers: tuple[int, ...]) -> Counts:
     """Count what the schedule does when nothing is lost, piece by piece."""
-    tiers = len(hierarchy.levels) - 1
-    counts = Counts(writes=[0] * tiers, reads=[0] * tiers)
+    counts = Counts(writes=[0] * len(tiers), reads=[0] * len(tiers))
     for code, a, b in hierarchy.operations():
         if code == REVERSE:
             counts.forward_steps += nu(b - a, slots)
@@ -84,20 +85,36 @@ def count_operations(hierarchy: Hierarchy, slots: int) -> Counts:
         elif code == ADVANCE:
             counts.forward_steps += b - a
         elif code in (WRITE, READ):
-            (counts.writes if code == WRITE else counts.reads)[a - 1] += 1
+            (counts.writes if code == WRITE else counts.reads)[tiers[a - 1]] += 1
             counts.peak_slots = max(counts.peak_slots, 1)
     return counts
+
+
+def _orders(tiers: tuple[Tier, ...]) -> list[tuple[int, ...]]:
+    """Return the orders of tiers worth solving: as given, and by what transfers cost."""
+    keys: list[Callable[[int], float]] = [
+        lambda k: k,
+        lambda k: sum(transfer_s(tiers[k])),
+        lambda k: transfer_s(tiers[k])[0],
+        lambda k: transfer_s(tiers[k])[1],
+    ]
+    return list(dict.fromkeys(tuple(sorted(range(len(tiers)), key=key)) for key in keys))
+
+
+def _levels(tiers: tuple[Tier, ...], order: tuple[int, ...], slots: int) -> tuple[Level, ...]:
+    slow = (Level(tiers[k].capacity_states, *transfer_s(tiers[k])) for k in order)
+    return (Level(slots), *slow)
 
 
 def _over_tiers(
     planner: str, costs: Costs, tiers: tuple[Tier, ...], slots: int, n_steps: int, note: str
 ) -> Plan:
-    levels = (
-        Level(slots),
-        *(Level(tier.capacity_states, *transfer_s(tier)) for tier in tiers),
-    )
-    hierarchy = solve(levels, n_steps, costs.forward_step_s)
-    counts = count_operations(hierarchy, slots)
+    solved = [
+        (solve(_levels(tiers, order, slots), n_steps, costs.forward_step_s), order)
+        for order in _orders(tiers)
+    ]
+    hierarchy, order = min(solved, key=lambda pair: pair[0].seconds)
+    counts = count_operations(hierarchy, slots, order)
     used = {
         f"writes to {tier.name}": count for tier, count in zip(tiers, counts.writes, strict=True)
     }
@@ -106,7 +123,7 @@ def _over_tiers(
         costs,
         slots,
         n_steps,
-        partial(hierarchy_schedule, hierarchy, slots),
+        partial(hierarchy_schedule, hierarchy, slots, order),
         counts,
         note=note,
         parameters=used,

@@ -25,9 +25,12 @@ For every other level
    m has the same value; where d <= c_k throughout, no other row is needed;
 3. row m is filled from the first l with d(l) > m on.
 
-Optimal where levels get slower with their number: as cheap as the best of all
-synchronous schedules at every size that a search manages.  Choices are found
-again while walking, O(l) each.  O(n) memory without bound, else O(c_k n).
+Where no level is cheaper to write or to read than the one before it, as cheap
+as the best of all synchronous schedules on every instance that a search
+manages.  Not so in other orders: a checkpoint at level k lies before those at
+the levels below, and with a costly level 0 over a free level 1 that is wrong.
+Choices are found again while walking, O(l) each.  O(n) memory without bound,
+else O(c_k n).
 """
 
 from __future__ import annotations

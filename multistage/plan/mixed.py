@@ -16,9 +16,10 @@ costs.  With t = 1 this is the paper's programme; larger tapes are an
 extension.
 
 Optimal for uniform steps and one memory level, tapes rounded up to whole
-slots.  About s n^2 / 2 sums and s n numbers.  Known gaps: tapes smaller than a
-state take a whole slot, and where a state is its own tape there is nothing to
-mix.
+slots and the working tape left to the turn (our legality would let one tape
+beside the slots stay).  About s n^2 / 2 sums and s n numbers.  Known gaps:
+tapes smaller than a state take a whole slot, and where a state is its own tape
+there is nothing to mix.
 """
 
 from __future__ import annotations

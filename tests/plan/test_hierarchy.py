@@ -98,14 +98,20 @@ def best_of_all(n: int, step_s: float, levels: tuple[Level, ...]) -> float:
 
 
 def some_levels(least: int, most: int, *, free: bool) -> st.SearchStrategy[tuple[Level, ...]]:
-    costs = st.integers(0, 6).map(float)
-    slow = st.builds(Level, st.sampled_from([0, 1, 2, 3, None]), costs, costs)
-    fast = st.builds(Level, st.integers(1, 3))
-    if not free:
-        fast = st.builds(Level, st.integers(1, 2), costs, costs)
-    return st.tuples(fast, st.lists(slow, min_size=least - 1, max_size=most - 1)).map(
-        lambda pair: (pair[0], *pair[1])
-    )
+    """Levels, each as slow as the one before it or slower."""
+    more = st.tuples(st.integers(0, 3), st.integers(0, 3))
+    slow = st.tuples(st.sampled_from([0, 1, 2, 3, None]), more)
+    fast = st.tuples(st.integers(1, 3), st.just((0, 0)) if free else more)
+
+    def levels(drawn: tuple[Any, list[Any]]) -> tuple[Level, ...]:
+        first, others = drawn
+        found = [Level(first[0], *map(float, first[1]))]
+        for capacity, (write, read) in others:
+            below = found[-1]
+            found.append(Level(capacity, below.write_s + write, below.read_s + read))
+        return tuple(found)
+
+    return st.tuples(fast, st.lists(slow, min_size=least - 1, max_size=most - 1)).map(levels)
 
 
 @pytest.mark.parametrize(("count", "most"), [(1, 7), (2, 7), (3, 6)])
@@ -127,6 +133,24 @@ def test_the_plans_reach_that_optimum() -> None:
             for name, used in (("h-revolve", levels), ("disk-revolve", levels[:2])):
                 optimum = turns_s(costs, n) + best_of_all(n, 1.0, tuple(used))
                 assert PLANNERS[name](costs, slots, n).makespan_s == pytest.approx(optimum)
+
+
+def test_the_order_of_levels_matters_to_the_programme_alone() -> None:
+    """A costly level below a free one: not optimal, and said so; tiers are put in order."""
+    levels = (Level(1, 0.0, 1.0), Level(1, 0.0, 0.0))
+    assert solve(levels, 5, 1.0).seconds == 8.0
+    assert best_of_all(5, 1.0, levels) == 7.0
+    near, far = tier(0.5, 0.5, 1, "near"), tier(4.0, 3.0, 2, "far")
+    for n in (4, 7, 30, 200):
+        plans = [
+            PLANNERS["h-revolve"](Costs(1.0, 2.0, tiers=tiers), 1, n)
+            for tiers in ((near, far), (far, near))
+        ]
+        assert plans[0].makespan_s == plans[1].makespan_s
+        assert plans[0].parameters == plans[1].parameters
+        for made in plans:
+            run = simulate(made.schedule(), n, made.costs, 1)
+            assert run.makespan_s == pytest.approx(made.makespan_s)
 
 
 def cheapest_mix(n: int, slots: int, tape: int) -> int:
