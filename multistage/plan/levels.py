@@ -251,6 +251,8 @@ def solve(
         if not all(0 <= seconds < math.inf for seconds in costs) or (level.capacity or 0) < 0:
             raise ArgumentError(f"level {k}: {level} must have finite costs >= 0 and a capacity")
     fast = levels[0]
+    whole = n_steps**2 / 2 * (PRUNED_PER_S / WHOLE_PER_S)
+    affordable(n_steps, None, whole, 5 * 8 * n_steps, native_kernel, _INSTEAD)
     tables: list[Table | None] = []
     below = np.full(n_steps + 1, math.inf)
     below[:2] = 0.0
@@ -271,8 +273,6 @@ def _solve_level(basis: Rows, level: Level, native_kernel: bool | None) -> tuple
     n, capacity = basis.n, level.capacity
     if capacity == 0 or n == 1:
         return Table(basis, 0), basis.below
-    whole = n * n / 2 * (PRUNED_PER_S / WHOLE_PER_S)
-    affordable(n, capacity, whole, 5 * 8 * n, native_kernel, _INSTEAD)
     row, over = basis.blank(), basis.blank()
     depth, over_depth = np.zeros(n + 1, np.int32), np.zeros(n + 1, np.int32)
     depth[1] = 1

@@ -97,7 +97,8 @@ def solve_mixed(
     26
     """
     slots = min(slots, max(1, (n_steps - 1) * tape))
-    sums = _sums(n_steps, slots, tape)
+    # Lengths up to s / t cost nothing with s slots.
+    sums = slots * n_steps**2 / 2 - slots**3 / (6 * tape**2)
     affordable(n_steps, slots, sums, 8 * slots * n_steps, native_kernel, "planner 'revolve'")
     none = np.full(n_steps + 1, math.inf)
     none[:2] = 0.0
@@ -116,12 +117,6 @@ def solve_mixed(
         rows.append(row)
         right = over
     return MixedTable(rows, tape)
-
-
-def _sums(n_steps: int, slots: int, tape: int) -> float:
-    """Return the number of sums the programme takes."""
-    firsts = np.minimum(np.arange(slots + 1) // tape + 2, n_steps).astype(float)
-    return float((n_steps**2 - firsts**2).sum() / 2)
 
 
 def mixed_schedule(table: MixedTable, slots: int, n_steps: int) -> Schedule:

@@ -489,6 +489,29 @@ def test_passing_candidates_over_changes_nothing() -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_of_rough_costs_are_those_of_the_twin(seed: int) -> None:
+    """Operands that ascend in leaps: the choice jumps from block to block, both ways."""
+    draw, n = np.random.default_rng(seed), 1500
+
+    def rough(scale: float) -> Any:
+        leaps = np.floor(draw.exponential(scale, n + 1) * (draw.random(n + 1) < 0.1))
+        return np.concatenate(([0.0, 0.0], np.cumsum(leaps)[2:]))
+
+    rows = Rows(np.cumsum(rough(2.0)) / n + 1, rough(400.0), 5.0)
+    rows.ahead[...] = np.floor(rows.ahead)
+    right = np.ascontiguousarray(rough(30.0)[::-1])
+    found = []
+    for use in (True, False):
+        row, over = rows.blank(), rows.blank()
+        rows.fill(2, right, row, over, native_kernel=use)
+        found.append((row, over))
+    assert all(map(np.array_equal, *found))
+    assert (np.diff(found[0][0]) >= 0).all()
+    assert (found[0][0] < rows.below).any()
+
+
+@needs_native
 def test_mixed_kernel_is_its_twin() -> None:
     for tape, slots in product((1, 2, 3), (1, 2, 5, 40)):
         ours, plain = (solve_mixed(150, slots, tape, native_kernel=use) for use in (True, False))
@@ -732,10 +755,15 @@ def test_the_solver_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_would_take_too_long_is_refused() -> None:
     disk = tier(5.0, 5.0)
-    with pytest.raises(ArgumentError, match=r"n_steps=5000000 .*without bound.*'periodic-disk'"):
-        PLANNERS["disk-revolve"](Costs(1.0, 2.0, tiers=(disk,)), 10, 5_000_000)
-    with pytest.raises(ArgumentError, match=r"n_steps=100000 .*50000 slots.*'revolve'"):
-        PLANNERS["mixed"](Costs(1.0, 2.0, 1.5), 50_000, 100_000)
+    for n in (5_000_000, 10**12):
+        with pytest.raises(ArgumentError, match=rf"n_steps={n} .*without bound.*'periodic-disk'"):
+            PLANNERS["disk-revolve"](Costs(1.0, 2.0, tiers=(disk,)), 10, n)
+    few = tier(5.0, 5.0, 400)
+    with pytest.raises(ArgumentError, match=r"n_steps=150000 .*400 slots.*'periodic-disk'"):
+        PLANNERS["h-revolve"](Costs(1.0, 2.0, tiers=(few,)), 2, 150_000)
+    for n in (100_000, 10**12):
+        with pytest.raises(ArgumentError, match=rf"n_steps={n} .*50000 slots.*'revolve'"):
+            PLANNERS["mixed"](Costs(1.0, 2.0, 1.5), 50_000, n)
     with pytest.raises(ArgumentError, match=r"n_steps=1000000000 .*'periodic-disk'"):
         PLANNERS["stumm-walther"](Costs(1.0, 2.0, tiers=(disk,)), 10, 10**9)
     made = PLANNERS["periodic-disk"](Costs(1.0, 2.0, tiers=(disk,)), 10, 10**9)
