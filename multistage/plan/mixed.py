@@ -30,16 +30,18 @@ from functools import partial
 
 import numpy as np
 
+from .. import native
 from ..actions import Advance, EndForward, Free, Load, Reverse, Save, Schedule, Tape
 from ..costs import Costs
 from ..layout import Array
 from .base import Plan, require_steps
 from .binomial import nu
-from .rows import Rows, affordable
+from .rows import PLAIN_PER_S, PRUNED_PER_S, Rows, affordable
 from .synchronous import Counts, synchronous_plan, without_tier
 
-# What "auto" spends on it: some tens of milliseconds for the table, and for the walk.
-_CHEAP_SUMS, _CHEAP_STEPS = 1e9, 10_000
+# What "auto" spends on it, some tens of milliseconds each: seconds for the
+# table, steps for the walk.
+_CHEAP_S, _CHEAP_STEPS = 1 / 15, 10_000
 
 
 @dataclass(slots=True)
@@ -169,7 +171,8 @@ def worth_trying(costs: Costs, slots: int, n_steps: int) -> bool:
     tape = _rounded_up(costs.tape_slots)
     if costs.state_is_tape or slots < tape or nu(n_steps, slots) == 0:
         return False
-    return n_steps <= _CHEAP_STEPS and slots * n_steps**2 / 2 <= _CHEAP_SUMS
+    per_s = PLAIN_PER_S if native.LIBRARY is None else PRUNED_PER_S
+    return n_steps <= _CHEAP_STEPS and slots * n_steps**2 / 2 <= _CHEAP_S * per_s
 
 
 def mixed(costs: Costs, slots: int, n_steps: int | None) -> Plan:

@@ -759,7 +759,7 @@ def test_what_would_take_too_long_is_refused() -> None:
         with pytest.raises(ArgumentError, match=rf"n_steps={n} .*without bound.*'periodic-disk'"):
             PLANNERS["disk-revolve"](Costs(1.0, 2.0, tiers=(disk,)), 10, n)
     few = tier(5.0, 5.0, 400)
-    with pytest.raises(ArgumentError, match=r"n_steps=150000 .*400 slots.*'periodic-disk'"):
+    with pytest.raises(ArgumentError, match=r"n_steps=150000 .*'periodic-disk'"):
         PLANNERS["h-revolve"](Costs(1.0, 2.0, tiers=(few,)), 2, 150_000)
     for n in (100_000, 10**12):
         with pytest.raises(ArgumentError, match=rf"n_steps={n} .*50000 slots.*'revolve'"):
