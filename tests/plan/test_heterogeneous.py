@@ -232,7 +232,8 @@ def test_more_memory_is_never_slower(seed: int, length: int) -> None:
     for limit, plan in zip(limits, plans, strict=True):
         assert plan.peak_bytes <= limit
     seconds = [plan.makespan_s for plan in plans]
-    assert seconds == sorted(seconds, reverse=True)
+    for before, after in itertools.pairwise(seconds):
+        assert after <= before * (1 + 1e-12)  # equal choices are summed in another order
     assert seconds[-1] == plans[-1].plain_s
 
 
