@@ -63,8 +63,8 @@ _UNANSWERED = frozenset({Advance, Tape, Reverse, Save, Load, Free, EndForward})
 _STALL_S = 20e-6
 # The interpreter's switch interval while stores work beside the chain.
 _SWITCH_S = 5e-4
-# Compute spans are recorded at most this often.
-_WINDOW_S = 200e-6
+# Compute spans are recorded at most this often: a record takes 4 microseconds.
+_WINDOW_S = 1e-3
 
 
 @dataclass(slots=True)

@@ -9,6 +9,8 @@ its step, so that there is one tape, the latest, and it cannot be kept.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
@@ -120,6 +122,14 @@ class OperatorStates:
         What fast slots hold their arrays by.
     restored : bool
         Whether any state is ever restored; if not, none is looked at.
+
+    Attributes
+    ----------
+    period : int
+        The arrays of two steps so far apart are known to be the same; 0 if
+        nothing is known of them.
+    rotating : dict
+        Step modulo period -> arrays, in this sweep.
     """
 
     def __init__(
@@ -135,10 +145,14 @@ class OperatorStates:
         self._compression = compression
         self._restored = restored
         self._first: list[Array] | None = None
+        self.period = 0
+        self.rotating: dict[int, list[Array]] = {}
 
     def forget(self) -> None:
         """Look at the arrays anew: another sweep begins."""
         self._first = None
+        self.period = _period(self.checkpoint)
+        self.rotating.clear()
 
     def layout(self, state: Any) -> Layout:
         if self._first is None:
@@ -187,6 +201,24 @@ class OperatorStates:
 _NOTHING = np.zeros(1, np.uint8)
 
 
+def _period(checkpoint: Any) -> int:
+    """Return after how many steps Devito's own checkpoint object returns the same arrays, or 0.
+
+    They are views of a few time levels that rotate, in buffers that the
+    operators hold pointers to.  Making them takes Devito longer than a small
+    time step.
+    """
+    module = sys.modules.get("devito.checkpointing.checkpoint")
+    known: Any = getattr(module, "DevitoCheckpoint", None)
+    if known is None or not isinstance(checkpoint, known):
+        return 0
+    for name in ("get_data", "get_data_location"):
+        if getattr(type(checkpoint), name) is not getattr(known, name):
+            return 0
+    # A field with all its time levels returns after all of them: never.
+    return math.lcm(*(field.time_size for field in checkpoint.objects))
+
+
 class _Snapshots(Copies):
     """Fast slots that copy from and into the operators' arrays."""
 
@@ -208,22 +240,30 @@ class _Snapshots(Copies):
 
     def _live(self, state: Any, where: int | str) -> list[Array]:
         assert isinstance(where, int)
-        return self._like_first(self._states.source(where), f"get_data({where})")
+        states = self._states
+        if states.period and where % states.period in states.rotating:
+            return states.rotating[where % states.period]
+        return self._like_first(where, states.source(where), "get_data")
 
     def _places(self, live: Any, where: int | str) -> list[Array]:
         assert isinstance(where, int)
-        return self._like_first(self._states.target(where), f"get_data_location({where})")
+        states = self._states
+        if states.period and where % states.period in states.rotating:
+            return states.rotating[where % states.period]
+        return self._like_first(where, states.target(where), "get_data_location")
 
-    def _like_first(self, arrays: list[Array], said: str) -> list[Array]:
+    def _like_first(self, step: int, arrays: list[Array], said: str) -> list[Array]:
         leaves = self._layout.leaves
         shapes = [array.shape for array in arrays]
         if shapes != [leaf.shape for leaf in leaves]:
             wanted = ", ".join(str(leaf.shape) for leaf in leaves)
             found = ", ".join(map(str, shapes))
             raise StateError(
-                f"{said} returned arrays of shapes {found}, get_data(0) of {wanted}; "
+                f"{said}({step}) returned arrays of shapes {found}, get_data(0) of {wanted}; "
                 "every state must have the arrays of the first"
             )
+        if self._states.period:
+            self._states.rotating[step % self._states.period] = arrays
         return arrays
 
 

@@ -68,10 +68,12 @@ class Profiler:
 
     def increment(self, section: str, action: str, elapsed: float) -> None:
         """Add one call that took `elapsed` milliseconds."""
-        timings = self.timings.setdefault(section, {})
-        timings[action] = timings.get(action, 0.0) + elapsed
-        counts = self.counts.setdefault(section, {})
-        counts[action] = counts.get(action, 0) + 1
+        try:  # once per operator call and copy: this is a microsecond faster than setdefault
+            self.timings[section][action] += elapsed
+            self.counts[section][action] += 1
+        except KeyError:
+            self.timings.setdefault(section, {})[action] = elapsed
+            self.counts.setdefault(section, {})[action] = 1
 
     def summary(self) -> str:
         """Return a text of all sums, in milliseconds, and counts."""
