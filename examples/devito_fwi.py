@@ -1,0 +1,146 @@
+"""One gradient of full-waveform inversion in Devito, within a memory budget.
+
+    python examples/devito_fwi.py --quick
+    python examples/devito_fwi.py --shape 201 201 --memory "4 MiB" --scratch /scratch
+
+Devito's acoustic solver computes the gradient of a data misfit by the velocity.
+The forward wavefield is larger than --memory; its states stream to a file in
+--scratch while the operators run.  Done twice, by Devito's own
+`jacobian_adjoint(checkpointing=True)`, unchanged, and with a `Revolver` written
+out, and compared with the gradient of the whole wavefield in memory: both must
+be equal to the last bit.
+"""
+
+# ruff: noqa: T201
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from multistage.costs import format_bytes, format_seconds, parse_bytes
+from multistage.interop.pyrevolve import Revolver, install
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="A checkpointed gradient of Devito.")
+    parser.add_argument("--shape", type=int, nargs=2, default=(400, 400), help="grid (400 400)")
+    parser.add_argument("--tn", type=float, default=1500.0, help="milliseconds modelled (1500)")
+    parser.add_argument("--space-order", type=int, default=8, help="order in space (8)")
+    parser.add_argument("--memory", default="32 MiB", help="budget for checkpoints (32 MiB)")
+    parser.add_argument("--scratch", default=".", help="folder on a fast disk (here)")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--quick", action="store_true", help="a small grid, a few seconds")
+    args = parser.parse_args()
+    if args.quick:
+        args.shape, args.tn, args.memory = (120, 120), 600.0, "6 MiB"
+    return args
+
+
+class Timed:
+    """An operator whose time is summed."""
+
+    def __init__(self, operator: Any) -> None:
+        self._apply = operator.apply
+        self.seconds = 0.0
+
+    def apply(self, t_start: int, t_end: int) -> None:
+        began = time.perf_counter()
+        self._apply(t_start, t_end)
+        self.seconds += time.perf_counter() - began
+
+
+def main() -> None:
+    args = arguments()
+    if importlib.util.find_spec("devito") is None:
+        raise SystemExit("this example needs Devito: pip install devito")
+    os.environ.setdefault("DEVITO_LOGGING", "WARNING")
+    tier = f"file://{Path(args.scratch).resolve()}"
+    install(memory=args.memory, tiers=tier)  # before anything of Devito is imported
+
+    from devito import CheckpointOperator, DevitoCheckpoint, Function, TimeFunction, smooth
+    from examples.seismic import Receiver  # of Devito
+    from examples.seismic.acoustic import acoustic_setup
+
+    order, dtype = args.space_order, np.dtype(args.dtype).type
+    wave = acoustic_setup(
+        shape=tuple(args.shape),
+        spacing=(10.0, 10.0),
+        nbl=40,
+        tn=args.tn,
+        space_order=order,
+        dtype=dtype,
+    )
+    model, geometry = wave.model, wave.geometry
+    start = Function(name="start", grid=model.grid, space_order=order)
+    smooth(start, model.vp)
+
+    def field(name: str, **options: Any) -> Any:
+        return TimeFunction(name=name, grid=model.grid, time_order=2, space_order=order, **options)
+
+    observed = wave.forward()[0]
+    predicted, whole = wave.forward(vp=start, save=True)[:2]
+    residual = Receiver(
+        name="rec",
+        grid=model.grid,
+        data=predicted.data - observed.data,
+        time_range=geometry.time_axis,
+        coordinates=geometry.rec_positions,
+        dtype=dtype,
+    )
+    history = whole.size_allocated * np.dtype(dtype).itemsize
+    budget = parse_bytes(args.memory)
+    steps = geometry.nt - 2
+    print(
+        f"{' x '.join(map(str, model.grid.shape))} points, {steps} steps; the wavefield takes {format_bytes(history)}, "
+        f"the budget is {format_bytes(budget)}: {history / budget:.1f} times less"
+    )
+
+    began = time.perf_counter()
+    full = wave.jacobian_adjoint(residual, whole, vp=start)[0]
+    print(f"adjoint with the whole wavefield: {format_seconds(time.perf_counter() - began)}")
+    full = np.array(full.data)
+    del whole
+
+    began = time.perf_counter()
+    ours = wave.jacobian_adjoint(residual, None, vp=start, checkpointing=True)[0]
+    print(f"jacobian_adjoint(checkpointing=True): {format_seconds(time.perf_counter() - began)}")
+
+    # The same, written out: what one writes for operators of one's own.
+    u, v = field("u"), field("v")
+    grad = Function(name="grad", grid=model.grid)
+    options = {"u": u, "dt": wave.dt, **model.physical_params(vp=start)}
+    wrap_fw = Timed(CheckpointOperator(wave.op_fwd(save=False), src=geometry.src, **options))
+    wrap_rev = Timed(
+        CheckpointOperator(wave.op_grad(save=False), v=v, rec=residual, grad=grad, **options)
+    )
+    cp = DevitoCheckpoint([u])
+    with Revolver(cp, wrap_fw, wrap_rev, None, steps, memory=args.memory, tiers=tier) as revolver:
+        for sweep in ("first sweep, measuring costs", "second sweep"):
+            for each in (u, v, grad):
+                each.data_with_halo[:] = 0
+            wrap_fw.seconds = wrap_rev.seconds = 0.0
+            began = time.perf_counter()
+            revolver.apply_forward()
+            revolver.apply_reverse()
+            seconds = time.perf_counter() - began
+            outside = 1 - (wrap_fw.seconds + wrap_rev.seconds) / seconds
+            print(f"{sweep}: {format_seconds(seconds)}, outside the operators {outside:.1%}")
+            if not np.array_equal(grad.data, full):
+                raise SystemExit("the gradients differ")
+        print(revolver.plan)
+        print(revolver.report())
+
+    if not np.array_equal(ours.data, full):
+        raise SystemExit("the gradients differ")
+    print("The gradients are equal to the last bit.")
+
+
+if __name__ == "__main__":
+    main()
