@@ -97,8 +97,9 @@ def main() -> None:
     history = whole.size_allocated * np.dtype(dtype).itemsize
     budget = parse_bytes(args.memory)
     steps = geometry.nt - 2
+    rows, columns = model.grid.shape
     print(
-        f"{' x '.join(map(str, model.grid.shape))} points, {steps} steps; the wavefield takes {format_bytes(history)}, "
+        f"{rows} x {columns} points, {steps} steps; the wavefield takes {format_bytes(history)}, "
         f"the budget is {format_bytes(budget)}: {history / budget:.1f} times less"
     )
 
