@@ -16,7 +16,6 @@ ratios:
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._common import finish, interleaved, options
+from benchmarks.devito_share import devito_share
 from multistage.demos.wave import Acoustic2D, build
 from multistage.interop import pyrevolve as ours
 
@@ -237,14 +237,11 @@ def main() -> None:
     if disk:
         ratios["pyrevolve_disk_over_ours"] = min(disk)
     left_out = [what for result in results for what in result["left_out"]]
-    with contextlib.suppress(ImportError):
-        from benchmarks.devito_share import devito_share
-
-        shares = devito_share()
-        if shares is None:
-            left_out.append("Devito is not installed")
-        else:
-            ratios.update(shares)
+    shares, _ = devito_share(args.quick)
+    if shares is None:
+        left_out.append("Devito is not installed")
+    else:
+        ratios.update(shares)
     finish(args, "pde_adjoint", results, ratios, left_out)
 
 

@@ -11,8 +11,6 @@ out, and compared with the gradient of the whole wavefield in memory: both must
 be equal to the last bit.
 """
 
-# ruff: noqa: T201
-
 from __future__ import annotations
 
 import argparse

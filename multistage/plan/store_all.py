@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..actions import EndForward, Reverse, Schedule, Tape
-from ..costs import Costs
+from ..costs import NOT_KEPT, Costs
 from ..errors import BudgetError
 from .base import Plan, require_steps
 from .bound import lower_bound
@@ -35,6 +35,8 @@ def store_all(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """
     n = require_steps(n_steps, "store-all")
     peak = (n - 1) * costs.tape_slots
+    if peak > slots and costs.tape_bytes >= NOT_KEPT:
+        raise BudgetError("store-all keeps all tapes, and of these operators only one exists")
     if peak > slots:
         raise BudgetError(f"store-all needs {peak:g} fast slots, the budget has {slots}")
     return Plan(

@@ -194,6 +194,7 @@ def test_measured_costs_put_the_arrays_back(tmp_path: Path) -> None:
         assert revolver.makespan > 0
         # Only one tape exists: no plan may keep two.
         assert revolver.plan.costs.tape_slots > 1e6
+        assert "of these operators only one exists" in str(revolver.plan)
 
 
 def test_the_planner_is_chosen() -> None:
