@@ -419,13 +419,19 @@ def test_lost_checkpoints_cost_time_only(where: str) -> None:
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     problem = Problem(width=100_000)
     _, exact = store_all(20, width=100_000)
-    tier = FileStore(tmp_path, capacity_bytes=4 << 20)
-    costs = Costs(1.0, 1.0, tape_step_s=1.0, tiers=(Tier("t", 1.0, 1.0),))
+    tier = FileStore(tmp_path, capacity_bytes=4 << 20)  # two states
+    costs = Costs(1.0, 1.0, tape_step_s=1.0, tiers=(Tier("t", 0.1, 0.1),))
     with (
         ours.Revolver(
-            *problem.operators(), None, 20, memory="3 slots", tiers=tier, costs=costs
+            *problem.operators(),
+            None,
+            20,
+            memory="3 slots",
+            tiers=tier,
+            planner="disk-revolve",
+            costs=costs,
         ) as revolver,
-        pytest.warns(CheckpointWarning, match="capacity of 4194304 bytes is used"),
+        pytest.warns(CheckpointWarning, match="capacity of 4194304 bytes is used|no room"),
     ):
         assert np.array_equal(problem.gradient(revolver), exact)
         assert revolver.report().counts.refused > 0
@@ -574,3 +580,17 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_profiler_counts_operators_and_copies(tmp_path: Path) -> None:
+    problem, profiler = Problem(), ours.Profiler()
+    revolver = ours.Revolver(*problem.operators(), 5, NT, profiler=profiler)
+    problem.gradient(revolver)
+    counts = profiler.counts
+    assert counts["forward"]["lastfw"] == 1
+    # An adjoint step and the forward step before it are one entry each.
+    assert counts["reverse"]["reverse"] == NT + NT - 1
+    assert counts["storage"]["copy_save"] >= len(problem.saves)
+    assert all(ms > 0 for section in profiler.timings.values() for ms in section.values())
+    assert "Action reverse" in profiler.summary()
+    assert profiler.get_dict()["reverse_reverse_counts"] == NT + NT - 1

@@ -21,7 +21,7 @@ from ...errors import StateError
 from ...layout import Array, Layout
 from ...slots import Copies, Kept
 from .compression import CompressedObject
-from .profiling import Profiler
+from .profiling import Meter
 
 Compression = tuple[Callable[[Array], CompressedObject], Callable[[CompressedObject], Array]]
 
@@ -71,37 +71,41 @@ class OperatorChain:
 
     Attributes
     ----------
-    section : str
-        What the profiler files the forward operator's time under.
+    advanced, taped, reversed : Meter
+        What the operators took since these were flushed.
     """
 
     in_place = True
     state_is_tape = False
     one_tape = True
 
-    def __init__(self, forward: Any, backward: Any, profiler: Profiler) -> None:
+    def __init__(self, forward: Any, backward: Any) -> None:
         self._forward = forward.apply
         self._backward = backward.apply
-        self._profiler = profiler
-        self.section = "forward"
+        self.advanced, self.taped, self.reversed = Meter(), Meter(), Meter()
 
     def advance(self, state: Any, start: int, stop: int) -> Any:
         began = perf_counter()
         self._forward(t_start=start, t_end=stop)
-        self._profiler.increment(self.section, "advance", (perf_counter() - began) * 1e3)
+        meter = self.advanced
+        meter.seconds += perf_counter() - began
+        meter.calls += 1
         return state
 
     def tape(self, state: Any, step: int) -> tuple[Any, object]:
-        what = "lastfw" if self.section == "forward" else "reverse"
         began = perf_counter()
         self._forward(t_start=step, t_end=step + 1)
-        self._profiler.increment(self.section, what, (perf_counter() - began) * 1e3)
+        meter = self.taped
+        meter.seconds += perf_counter() - began
+        meter.calls += 1
         return state, None
 
     def reverse(self, tape: object, adjoint: None, step: int) -> None:
         began = perf_counter()
         self._backward(t_start=step, t_end=step + 1)
-        self._profiler.increment("reverse", "reverse", (perf_counter() - began) * 1e3)
+        meter = self.reversed
+        meter.seconds += perf_counter() - began
+        meter.calls += 1
 
 
 class _Arrays(Layout):
@@ -117,7 +121,6 @@ class OperatorStates:
     Parameters
     ----------
     checkpoint : Checkpoint
-    profiler : Profiler
     compression : (compress, decompress), optional
         What fast slots hold their arrays by.
     restored : bool
@@ -130,18 +133,19 @@ class OperatorStates:
         nothing is known of them.
     rotating : dict
         Step modulo period -> arrays, in this sweep.
+    saved, loaded : Meter
+        What copies took since these were flushed.
     """
 
     def __init__(
         self,
         checkpoint: Any,
-        profiler: Profiler,
         compression: Compression | None = None,
         *,
         restored: bool = True,
     ) -> None:
         self.checkpoint = checkpoint
-        self.profiler = profiler
+        self.saved, self.loaded = Meter(), Meter()
         self._compression = compression
         self._restored = restored
         self._first: list[Array] | None = None
@@ -229,13 +233,17 @@ class _Snapshots(Copies):
     def keep(self, state: Any, where: int | str) -> Kept:
         began = perf_counter()
         kept = super().keep(state, where)
-        self._states.profiler.increment("storage", "copy_save", (perf_counter() - began) * 1e3)
+        meter = self._states.saved
+        meter.seconds += perf_counter() - began
+        meter.calls += 1
         return kept
 
     def load(self, kept: Kept, live: Any) -> Any:
         began = perf_counter()
         live = super().load(kept, live)
-        self._states.profiler.increment("storage", "copy_load", (perf_counter() - began) * 1e3)
+        meter = self._states.loaded
+        meter.seconds += perf_counter() - began
+        meter.calls += 1
         return live
 
     def _live(self, state: Any, where: int | str) -> list[Array]:

@@ -98,7 +98,7 @@ class BaseRevolver:
         for name, operator in (("fwd_operator", fwd_operator), ("rev_operator", rev_operator)):
             if not callable(getattr(operator, "apply", None)):
                 raise ArgumentError(f"{name}={operator!r} must have apply(t_start, t_end)")
-        self._chain = OperatorChain(fwd_operator, rev_operator, self.profiler)
+        self._chain = OperatorChain(fwd_operator, rev_operator)
         self._states: OperatorStates | None = None
         self._reversal: Reversal[Any, Any] | None = None
         self._assumed: Planner | None = None  # plans on costs that nobody measured
@@ -136,9 +136,7 @@ class BaseRevolver:
                 tiers=() if tier is None else (Tier("disk"),),
             )
         restored = self.n_timesteps > 1 or assumed is None  # measuring puts state 0 back
-        self._states = OperatorStates(
-            self.checkpoint, self.profiler, compression, restored=restored
-        )
+        self._states = OperatorStates(self.checkpoint, compression, restored=restored)
         self._reversal = Reversal(
             self._chain,
             n_steps=self.n_timesteps,
@@ -186,9 +184,10 @@ class BaseRevolver:
         reversal = self._ready()
         assert self._states is not None
         self._states.forget()
-        self._chain.section = "forward"
-        reversal.forward(self.checkpoint)
-        self._chain.section = "reverse"
+        try:
+            reversal.forward(self.checkpoint)
+        finally:
+            self._flush("forward", taped="lastfw")
 
     def apply_reverse(self) -> None:
         """Run the adjoint operator over all time steps, from the last to the first.
@@ -198,7 +197,20 @@ class BaseRevolver:
         ArgumentError
             Without an `apply_forward` before it: each serves one.
         """
-        self._ready().reverse(None)
+        try:
+            self._ready().reverse(None)
+        finally:
+            self._flush("reverse", taped="reverse")
+
+    def _flush(self, section: str, *, taped: str) -> None:
+        """Hand what a sweep's operators and copies took to the profiler."""
+        chain, states, profiler = self._chain, self._states, self.profiler
+        chain.advanced.flush(profiler, section, "advance")
+        chain.taped.flush(profiler, section, taped)
+        chain.reversed.flush(profiler, section, "reverse")
+        if states is not None:
+            states.saved.flush(profiler, "storage", "copy_save")
+            states.loaded.flush(profiler, "storage", "copy_load")
 
     def _ready(self) -> Reversal[Any, Any]:
         if self._reversal is None:
