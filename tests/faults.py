@@ -1,0 +1,482 @@
+"""Every fault at every call: what fails, where it is put in, and what must come of it.
+
+A *case* is one run of a whole adjoint in which one thing fails, once or from
+some call on: its first, its second, ..., its last.  A run is small enough for
+all of them to be tried.  Each must end with the adjoint of store-all, to the
+last bit, or with an error that says what to do; and it must end.
+
+    python tests/faults.py
+
+counts the cases and prints the table of docs/faults.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from chains import CHAINS, digest, raw, store_all
+
+from multistage import native
+from multistage.backends import FileStore, MemoryStore, NumaStore, Store
+from multistage.backends.arena import pages, pages_of_node
+from multistage.backends.files import ENGINES
+from multistage.backends.medium import Medium
+from multistage.backends.streamed import StreamedStore
+from multistage.backends.testing import FaultyStore
+from multistage.chain import Chain, FunctionChain
+from multistage.costs import Costs, Tier
+from multistage.errors import CheckpointWarning, MultistageError
+from multistage.layout import Array, Layout
+from multistage.plan import PLANNERS, Plan
+from multistage.plan.overlap import on_tier, overlap
+from multistage.plan.revolve import revolve_schedule
+from multistage.reversal import Reversal
+
+N = 10
+N_COALESCED = 24  # so that some extents are no longer in a buffer when they are wanted
+SLOTS = 3
+CHAIN = "nested"
+LAYOUT = Layout.of(CHAINS[CHAIN][1]())
+_COALESCED = 6 * 4 * LAYOUT.nbytes  # buffers for extents of four states
+_ROOM = 1 << 20  # bounds what the direct engine takes ahead
+
+answer = cache(store_all)
+
+
+# ------------------------------------------------------------------ the schedules
+
+
+def _planned(planner: str, transfer_s: float, n: int) -> Plan:
+    costs = Costs(
+        1.0, 2.0, state_bytes=LAYOUT.nbytes, tiers=(Tier("slow", transfer_s, transfer_s),)
+    )
+    return PLANNERS[planner](costs, SLOTS, n)
+
+
+def _overlapped(n: int) -> Plan:
+    """Revolve with most checkpoints in the tier, its transfers beside the steps."""
+    plan = _planned("h-revolve", 0.5, n)
+    return replace(plan, make=lambda: overlap(on_tier(revolve_schedule(n - 4, n)), SLOTS))
+
+
+SCHEDULES: dict[str, Callable[[int], Plan]] = {
+    "streaming": cache(lambda n: _planned("streaming", 1.5, n)),
+    "interval": cache(lambda n: _planned("interval", 2.0, n)),
+    "h-revolve": cache(lambda n: _planned("h-revolve", 0.2, n)),
+    "overlapped": cache(_overlapped),
+}
+
+
+# --------------------------------------------------------------------- the stores
+
+
+def _node() -> bool:
+    try:
+        pages_of_node(1, 0)
+    except (OSError, AssertionError):
+        return False
+    return native.LIBRARY is not None
+
+
+def _file(engine: str, buffer_bytes: int) -> Callable[[Path], StreamedStore]:
+    return lambda folder: FileStore(
+        folder,
+        engine,  # type: ignore[arg-type]
+        capacity_bytes=_ROOM,
+        buffer_bytes=buffer_bytes,
+        queue_depth=8,
+    )
+
+
+FILE_ENGINES = tuple(engine for engine in ENGINES if engine != "auto")
+STORES: dict[str, Callable[[Path], StreamedStore]] = {
+    "memory": lambda folder: MemoryStore(buffer_bytes=0, queue_depth=8),
+    "memory, coalesced": lambda folder: MemoryStore(buffer_bytes=_COALESCED),
+}
+for _engine in FILE_ENGINES:
+    STORES[_engine] = _file(_engine, 0)
+    STORES[f"{_engine}, coalesced"] = _file(_engine, _COALESCED)
+if _node():
+    STORES["numa"] = lambda folder: NumaStore(0, buffer_bytes=0, queue_depth=8)
+
+
+# --------------------------------------------------------------------- the faults
+
+
+class Trigger:
+    """Tells at which calls a fault strikes: one of them, or that and all later ones.
+
+    Called by one thread at a time.
+    """
+
+    def __init__(self, first: int, lasting: bool = False) -> None:
+        self.first, self.lasting = first, lasting
+        self.calls = 0
+
+    def __call__(self, _: object = None) -> bool:
+        number, self.calls = self.calls, self.calls + 1
+        return number >= self.first if self.lasting else number == self.first
+
+    @property
+    def struck(self) -> bool:
+        return self.calls > self.first
+
+
+class FaultyMedium:
+    """A medium whose every write or read goes through a function that may spoil it.
+
+    Parameters
+    ----------
+    inner : Medium
+    write : callable, optional
+        `write(inner, slot, offset, data)` in place of the inner one's.
+    read : callable, optional
+        `read(inner, slot, data)`.
+    """
+
+    def __init__(
+        self,
+        inner: Medium,
+        write: Callable[[Medium, int, int, Array], None] | None = None,
+        read: Callable[[Medium, int, Array], None] | None = None,
+    ) -> None:
+        self._inner, self._write, self._read = inner, write, read
+
+    def write(self, slot: int, offset: int, data: Array) -> None:
+        if self._write is None:
+            self._inner.write(slot, offset, data)
+        else:
+            self._write(self._inner, slot, offset, data)
+
+    def read(self, slot: int, data: Array) -> None:
+        if self._read is None:
+            self._inner.read(slot, data)
+        else:
+            self._read(self._inner, slot, data)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def spoil(store: StreamedStore, **spoilers: Any) -> StreamedStore:
+    """Have the store work on a `FaultyMedium`."""
+    make = store._open_medium
+    store._open_medium = lambda extent_bytes: FaultyMedium(make(extent_bytes), **spoilers)  # type: ignore[arg-type]
+    return store
+
+
+def _error(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def _system(code: int) -> Callable[..., None]:
+    return _error(OSError(code, os.strerror(code)))
+
+
+def _torn(inner: Medium, slot: int, offset: int, data: Array) -> None:
+    half = pages(len(data))
+    half[: LAYOUT.nbytes // 2] = data[: LAYOUT.nbytes // 2]
+    inner.write(slot, offset, half)
+
+
+def _astray(inner: Medium, slot: int, offset: int, data: Array) -> None:
+    inner.write(slot + 1 if slot < 3 else slot - 1, offset, data)
+
+
+def _flipped(inner: Medium, slot: int, data: Array) -> None:
+    inner.read(slot, data)
+    data[(5 * slot + 3) % LAYOUT.nbytes] ^= 1 << slot % 8
+
+
+def _halved(inner: Medium, slot: int, data: Array) -> None:
+    inner.read(slot, data)
+    data[LAYOUT.nbytes // 2 :] = 0
+
+
+def _other(inner: Medium, slot: int, data: Array) -> None:
+    inner.read(slot - 1 if slot else slot + 1, data)
+
+
+WRITE_FAULTS: dict[str, Callable[..., None]] = {
+    "write error (EIO)": _system(errno.EIO),
+    "disk full (ENOSPC)": _system(errno.ENOSPC),
+    "quota used (EDQUOT)": _system(errno.EDQUOT),
+    "file too large (EFBIG)": _system(errno.EFBIG),
+    "no memory while writing": _error(MemoryError()),
+    "a bug while writing": _error(RuntimeError("not an OSError")),
+    "torn write": _torn,
+    "write lost in silence": lambda inner, slot, offset, data: None,
+    "write to the wrong place": _astray,
+}
+READ_FAULTS: dict[str, Callable[..., None]] = {
+    "read error (EIO)": _system(errno.EIO),
+    "no memory while reading": _error(MemoryError()),
+    "a bug while reading": _error(RuntimeError("not an OSError")),
+    "bit flipped": _flipped,
+    "half of it zeros": _halved,
+    "bytes of another checkpoint": _other,
+}
+STORE_FAULTS: dict[str, str] = {
+    "put refused": "refuse",
+    "write answered as failed": "lose_write",
+    "read answered as lost": "lose_read",
+}
+SLOW_S = 2e-3  # a transfer here takes some 20 us
+
+
+def _struck(trigger: Trigger, fault: Callable[..., None], kind: str) -> Callable[..., None]:
+    def transfer(inner: Medium, *arguments: Any) -> None:
+        if trigger():
+            fault(inner, *arguments)
+        elif kind == "write":
+            inner.write(*arguments)
+        else:
+            inner.read(*arguments)
+
+    return transfer
+
+
+def _slowed(kind: str) -> Callable[..., None]:
+    def transfer(inner: Medium, *arguments: Any) -> None:
+        time.sleep(SLOW_S)
+        getattr(inner, kind)(*arguments)
+
+    return transfer
+
+
+# Tried not only once in a run, but from each call on.
+LASTING = {*STORE_FAULTS, "write error (EIO)", "disk full (ENOSPC)", "read error (EIO)"}
+
+Kind = Literal["store", "write", "read", "slow"]
+FAULTS: dict[str, Kind] = {
+    **dict.fromkeys(STORE_FAULTS, "store"),
+    **dict.fromkeys(WRITE_FAULTS, "write"),
+    **dict.fromkeys(READ_FAULTS, "read"),
+    "a hundred times slower": "slow",
+}  # type: ignore[assignment]
+
+
+def faulty(make: Callable[[], Any], fault: str, trigger: Trigger, below: Any = None) -> Store:
+    """Return a store in which a fault strikes when the trigger says so.
+
+    `below(store)` names the streamed store whose medium is spoilt, by default
+    the store itself.
+    """
+    store: Any = make()
+    medium = store if below is None else below(store)
+    match FAULTS[fault]:
+        case "store":
+            return FaultyStore(store, **{STORE_FAULTS[fault]: trigger})
+        case "write":
+            spoil(medium, write=_struck(trigger, WRITE_FAULTS[fault], "write"))
+        case "read":
+            spoil(medium, read=_struck(trigger, READ_FAULTS[fault], "read"))
+        case "slow":
+            spoil(medium, write=_slowed("write"), read=_slowed("read"))
+    return store  # type: ignore[no-any-return]
+
+
+# ------------------------------------------------------------------------ a case
+
+
+@dataclass
+class Outcome:
+    """What came of some cases."""
+
+    cases: int = 0
+    exact: int = 0
+    errors: int = 0
+    noticed: int = 0  # cases in which a checkpoint was lost or refused
+
+    def __iadd__(self, other: Outcome) -> Outcome:
+        self.cases += other.cases
+        self.exact += other.exact
+        self.errors += other.errors
+        self.noticed += other.noticed
+        return self
+
+
+def _held() -> tuple[int, int]:
+    return threading.active_count(), sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def run_case(store: Store, plan: Plan, checked: bool, sweeps: int = 1) -> Outcome:
+    """Run an adjoint on a store that fails; return what came of it.
+
+    Raises
+    ------
+    AssertionError
+        If it ended with another adjoint, or left a thread or descriptor.
+    """
+    held = _held()
+    made, start = CHAINS[CHAIN]
+    noticed = errors = 0
+    run: Reversal[Any, int] = Reversal(made(), planner=plan, tier=store, checked=checked)
+    with warnings.catch_warnings(), run:
+        warnings.simplefilter("ignore", CheckpointWarning)
+        for _ in range(sweeps):
+            try:
+                last = raw(run.forward(start()))
+                adjoint = run.reverse(1)
+            except MultistageError as error:
+                assert len(str(error)) > 20, error
+                errors = 1
+                break
+            assert (last, adjoint) == answer(CHAIN, plan.n_steps), (
+                "another adjoint than store-all's"
+            )
+            counts = run._executor.counts if run._executor is not None else None
+            assert counts is not None
+            noticed |= bool(counts.lost or counts.refused)
+    assert _held() == held, "a thread or a descriptor is left"
+    return Outcome(1, 1 - errors, errors, noticed)
+
+
+def at_every_call(
+    make: Callable[[], Any], fault: str, schedule: str, n: int = N, below: Any = None
+) -> Iterator[Outcome]:
+    """Run the cases of one fault: at its first call, ..., its last; once, and from there on."""
+    plan = SCHEDULES[schedule](n)
+    # A schedule that asks for no answers breaks the rules when checkpoints are
+    # lost, and the executor makes up for it: there is nothing to judge.
+    checked = schedule != "overlapped"
+    if FAULTS[fault] == "slow":
+        yield run_case(faulty(make, fault, Trigger(0), below), plan, checked)
+        return
+    for lasting in (False, True) if fault in LASTING else (False,):
+        for number in range(1000):
+            trigger = Trigger(number, lasting)
+            store = faulty(make, fault, trigger, below)
+            # The second sweep is on a store that has seen the fault.
+            outcome = run_case(store, plan, checked, sweeps=1 + (FAULTS[fault] == "write"))
+            if not trigger.struck:
+                break
+            yield outcome
+
+
+# ------------------------------------------------------------------- the operators
+
+
+class Boom(Exception):
+    """Raised by an operator."""
+
+
+def raising_chain(at: int, error: type[BaseException], calls: Counter[str]) -> Chain[Any, int]:
+    """Return the chain of the cases, one of whose operators raises at its `at`-th call."""
+    inner: Any = CHAINS[CHAIN][0]()
+
+    def tick() -> None:
+        calls["all"] += 1
+        if calls["all"] == at:
+            raise error("bang")
+
+    def step(state: Any, i: int) -> Any:
+        tick()
+        return inner.advance(state, i, i + 1)
+
+    def adjoint_step(state: Any, adjoint: int, i: int) -> int:
+        tick()
+        return digest(state, adjoint, i)
+
+    return FunctionChain(step, adjoint_step)
+
+
+def raising_cases(
+    make: Callable[[], Any], schedule: str, error: type[BaseException], n: int = N
+) -> Iterator[Outcome]:
+    """Run the cases in which an operator raises: at its first call, ..., its last.
+
+    The error reaches the caller, and the same `Reversal` then works.
+    """
+    plan = SCHEDULES[schedule](n)
+    held = _held()
+    for at in range(1, 1000):
+        calls: Counter[str] = Counter()
+        chain = raising_chain(at, error, calls)
+        raised = False
+        with Reversal(chain, planner=plan, tier=make(), checked=True) as run:
+            for _ in range(2):
+                try:
+                    last = raw(run.forward(CHAINS[CHAIN][1]()))
+                    found = (last, run.reverse(1))
+                except error:
+                    raised = True
+                    assert _held() == held, "a thread or a descriptor is left"
+            assert found == answer(CHAIN, plan.n_steps)
+        if not raised:
+            return
+        yield Outcome(1, 0, 1)
+
+
+OPERATOR_FAULTS: dict[str, type[BaseException]] = {
+    "an operator raises": Boom,
+    "Ctrl-C in an operator": KeyboardInterrupt,
+}
+
+
+CASES = [
+    (name, fault)
+    for name in STORES
+    for fault in (*FAULTS, *OPERATOR_FAULTS)
+    if fault in FAULTS or not name.endswith("coalesced")
+]
+
+
+def cases_of(name: str, fault: str, folder: Path) -> Iterator[Outcome]:
+    """Run all cases of one fault on one store, its files in `folder`."""
+    n, schedules = N, list(SCHEDULES)
+    if name.endswith("coalesced"):
+        n, schedules = N_COALESCED, ["streaming", "overlapped"]
+
+    def make() -> StreamedStore:
+        return STORES[name](folder)
+
+    if fault in FAULTS:
+        for schedule in schedules:
+            yield from at_every_call(make, fault, schedule, n)
+    else:
+        for schedule in ("streaming", "overlapped"):
+            yield from raising_cases(make, schedule, OPERATOR_FAULTS[fault])
+
+
+def quick_folder() -> str | None:
+    """Return a folder in memory where there is one: faults put in by us need no disk."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
+
+
+def row(fault: str, outcomes: Iterable[Outcome]) -> str:
+    """Return a row of the table."""
+    total = Outcome()
+    for outcome in outcomes:
+        total += outcome
+    return f"| {fault} | {total.cases} | {total.exact} | {total.errors} |"
+
+
+def main() -> None:
+    """Print the table."""
+    out = sys.stdout.write
+    out("| fault | cases | exact adjoint | clear error |\n|---|---|---|---|\n")
+    with tempfile.TemporaryDirectory(dir=quick_folder()) as folder:
+        for fault in (*FAULTS, *OPERATOR_FAULTS):
+            names = [name for name, other in CASES if other == fault]
+            outcomes = (o for name in names for o in cases_of(name, fault, Path(folder)))
+            out(row(fault, outcomes) + "\n")
+
+
+if __name__ == "__main__":
+    main()
