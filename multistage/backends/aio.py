@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,20 +17,31 @@ from ..layout import Array
 
 if TYPE_CHECKING:
     import asyncio
+    from concurrent.futures import ThreadPoolExecutor
 
 
 class AioFiles:
-    """Extents as files named by their number, in a private folder."""
+    """Extents as files named by their number, in a private folder.
 
-    def __init__(self, folder: Path, extent_bytes: int) -> None:
+    Parameters
+    ----------
+    folder : Path
+    extent_bytes : int
+    dir_fd : int or None
+        `folder` itself, if it is open: its name is not looked up again then.
+    """
+
+    def __init__(self, folder: Path, extent_bytes: int, *, dir_fd: int | None = None) -> None:
         import asyncio
+        from concurrent.futures import ThreadPoolExecutor
 
         import aiofiles
 
-        self._new_loop = asyncio.new_event_loop
+        self._new_loop, self._new_threads = asyncio.new_event_loop, ThreadPoolExecutor
         self._open = aiofiles.open
-        self._folder = folder
-        self._loops: dict[int, asyncio.AbstractEventLoop] = {}
+        self._folder = folder if dir_fd is None else Path()
+        self._opener = partial(_private, dir_fd=dir_fd)
+        self._loops: dict[int, tuple[asyncio.AbstractEventLoop, ThreadPoolExecutor]] = {}
 
     def write(self, slot: int, offset: int, data: Array) -> None:
         self._run(self._write(self._folder / f"{slot}", offset, data))
@@ -39,20 +51,21 @@ class AioFiles:
 
     def _run(self, work: object) -> None:
         thread = threading.get_ident()
-        loop = self._loops.get(thread)
-        if loop is None:
-            loop = self._loops[thread] = self._new_loop()
-        loop.run_until_complete(work)  # type: ignore[arg-type]
+        if thread not in self._loops:
+            loop, threads = self._new_loop(), self._new_threads(1)
+            loop.set_default_executor(threads)
+            self._loops[thread] = loop, threads
+        self._loops[thread][0].run_until_complete(work)  # type: ignore[arg-type]
 
     async def _write(self, path: Path, offset: int, data: Array) -> None:
-        async with self._open(path, "r+b" if offset else "wb", opener=_private) as file:
+        async with self._open(path, "r+b" if offset else "wb", opener=self._opener) as file:
             await file.seek(offset)
             view = memoryview(data)  # type: ignore[arg-type]
             while view:
                 view = view[await file.write(view) :]
 
     async def _read(self, path: Path, data: Array) -> None:
-        async with self._open(path, "rb", buffering=0) as file:
+        async with self._open(path, "rb", buffering=0, opener=self._opener) as file:
             view = memoryview(data)  # type: ignore[arg-type]
             while view:
                 done = await file.readinto(view)
@@ -61,18 +74,15 @@ class AioFiles:
                 view = view[done:]
 
     def close(self) -> None:
-        # In a notebook the caller runs inside an event loop, and a thread with
-        # a running loop may run no other: a thread without one finishes ours.
-        closer = threading.Thread(target=self._close_loops, name="multistage-closer")
-        closer.start()
-        closer.join()
-
-    def _close_loops(self) -> None:
-        for loop in self._loops.values():
-            loop.run_until_complete(loop.shutdown_default_executor())
+        # By hand: asyncio's own way takes another thread, of which there may be
+        # none, and may not be gone where a loop runs, as in a notebook.
+        for loop, threads in self._loops.values():
+            threads.shutdown()
             loop.close()
         self._loops.clear()
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+def _private(path: str, flags: int, dir_fd: int | None) -> int:
+    # What is there in place of our file is not followed if it is a link, and
+    # not waited for if it is a pipe.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=dir_fd)
