@@ -7,6 +7,7 @@ before checkpoints are lost to it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -27,6 +28,8 @@ class DirectFile:
     extent_bytes : int
     most_bytes : int or None
         Space that may be taken ahead of use; None for no limit.
+    dir_fd : int or None
+        `folder` itself, if it is open: the name is not looked up again then.
 
     Attributes
     ----------
@@ -34,23 +37,31 @@ class DirectFile:
         Whether the page cache is bypassed (O_DIRECT).
     """
 
-    def __init__(self, folder: Path, extent_bytes: int, most_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        extent_bytes: int,
+        most_bytes: int | None = None,
+        *,
+        dir_fd: int | None = None,
+    ) -> None:
         self._extent_bytes = extent_bytes
         self._most_bytes = most_bytes
         self._allocated = 0
-        path = folder / "extents"
+        path = folder / "extents" if dir_fd is None else Path("extents")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
         self.direct = hasattr(os, "O_DIRECT")
         try:
-            self._fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+            self._fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600, dir_fd=dir_fd)
         except OSError as error:
             if error.errno != errno.EINVAL or not self.direct:
                 raise
             # The filesystem takes no O_DIRECT; some leave the new file behind.
             self.direct = False
-            path.unlink(missing_ok=True)
-            self._fd = os.open(path, flags, 0o600)
-        path.unlink()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path, dir_fd=dir_fd)
+            self._fd = os.open(path, flags, 0o600, dir_fd=dir_fd)
+        os.unlink(path, dir_fd=dir_fd)
 
     def write(self, slot: int, offset: int, data: Array) -> None:
         end = (slot + 1) * self._extent_bytes

@@ -1,0 +1,192 @@
+"""A folder of our own in a place that others may share, gone when we are.
+
+Whom the files are safe from: every other user but root.  Who may rename
+entries of a folder can put another in the place of ours, so a place is used
+only where that takes its owner or root, and its owner is this user or root:
+others may not write to it, or it has the sticky bit as /tmp and /dev/shm have.
+What is opened in it is opened relative to the folder once looked at, and never
+through a symbolic link, so that nothing said about a path can change between
+the look and the use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import grp
+import os
+import pwd
+import secrets
+import stat
+import weakref
+from pathlib import Path
+
+from ..errors import StoreError
+
+PREFIX = ".multistage-"
+_LOCK = "lock"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class PrivateFolder:
+    """A folder of our own, locked for as long as we live.
+
+    A lock, not a process number, tells the living from the dead: numbers are
+    used again, and mean nothing to another container on the same disk.  The
+    race: a folder exists for an instant before its lock is taken, and a
+    neighbour that cleans up just then could take it for a leftover.  So a
+    folder without a lock file is never touched, and whoever takes a lock
+    checks that the folder it belongs to is still there.
+
+    Parameters
+    ----------
+    parent : Path
+        Where to make it.
+
+    Attributes
+    ----------
+    path : Path
+        For people to read.
+    fd : int
+        The folder itself, for whoever opens files in it.
+    remove : callable
+        Removes it; may be called twice, and is called when the interpreter ends.
+
+    Raises
+    ------
+    StoreError
+        If the place cannot be used, or is not safe from others.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        try:
+            place = os.open(parent, _FOLDER)
+        except FileNotFoundError:
+            raise _refused(parent, "it does not exist; create it") from None
+        except NotADirectoryError:
+            raise _refused(parent, "it is no folder; name one") from None
+        except OSError as error:
+            raise _refused(parent, f"{error}; choose another") from error
+        try:
+            reason = _unsafe(os.fstat(place), parent)
+            if reason is not None:
+                raise _refused(parent, reason)
+            if not os.access(parent, os.W_OK | os.X_OK):
+                raise _refused(
+                    parent, "it cannot be written; choose another or change its permissions"
+                )
+            _clear_leftovers(place)
+            try:
+                name, self.fd, lock = _make(place)
+            except OSError as error:
+                raise _refused(parent, f"{error}; choose another") from error
+        except BaseException:
+            os.close(place)
+            raise
+        self.path = parent / name
+        self.remove = weakref.finalize(self, _remove, name, (lock, self.fd, place), os.getpid())
+
+
+def _refused(parent: Path, reason: str) -> StoreError:
+    return StoreError(f"folder {str(parent)!r} cannot hold checkpoints: {reason}")
+
+
+def _unsafe(found: os.stat_result, parent: Path) -> str | None:
+    """Return why others could exchange what lies in a folder, None if they cannot."""
+    remedy = f"make one of your own, as with 'mkdir -m 700 {parent / 'own'}', and name that"
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"it is owned by user {found.st_uid}, not by you or root; {remedy}"
+    if found.st_mode & stat.S_ISVTX:
+        return None
+    mode = f"mode {stat.S_IMODE(found.st_mode):o}, no sticky bit"
+    if found.st_mode & stat.S_IWOTH:
+        return f"others may write to it ({mode}); {remedy}"
+    if found.st_mode & stat.S_IWGRP and not _is_alone(found.st_gid):
+        return f"group {found.st_gid} may write to it ({mode}); {remedy}"
+    return None
+
+
+def _is_alone(gid: int) -> bool:
+    """Whether a group is this user's private one, which umask 002 lets write to everything."""
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return (
+        group.gr_name == user.pw_name and gid == user.pw_gid and set(group.gr_mem) <= {user.pw_name}
+    )
+
+
+def _make(place: int) -> tuple[str, int, int]:
+    """Make a folder and lock it; return its name, the folder and the lock.  Raises OSError."""
+    while True:
+        name = PREFIX + secrets.token_hex(8)
+        os.mkdir(name, 0o700, dir_fd=place)
+        with contextlib.ExitStack() as undo:
+            undo.callback(_discard, name, place)
+            folder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=place)
+            undo.callback(os.close, folder)
+            undo.callback(_empty, folder)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            lock = os.open(_LOCK, flags, 0o600, dir_fd=folder)
+            undo.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if _is_there(name, place, folder):
+                undo.pop_all()
+                return name, folder, lock
+
+
+def _is_there(name: str, place: int, folder: int) -> bool:
+    try:
+        found = os.stat(name, dir_fd=place, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(folder))
+
+
+def _remove(name: str, descriptors: tuple[int, int, int], owner: int) -> None:
+    if os.getpid() != owner:
+        # A forked child inherits the duty to clean up at exit, but the folder
+        # is still its parent's.
+        return
+    lock, folder, place = descriptors
+    # First of all: to list a folder takes a descriptor, and there may be no
+    # other.  A neighbour may help to clear up from here on.
+    os.close(lock)
+    _empty(folder)
+    os.close(folder)
+    _discard(name, place)
+    os.close(place)
+
+
+def _empty(folder: int) -> None:
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+
+
+def _discard(name: str, place: int) -> None:
+    with contextlib.suppress(OSError):
+        os.rmdir(name, dir_fd=place)
+
+
+def _clear_leftovers(place: int) -> None:
+    """Remove what killed processes of this user left in a folder."""
+    try:
+        names = [name for name in os.listdir(place) if name.startswith(PREFIX)]
+    except OSError:
+        return  # it may be written but not read: nothing to be seen, nothing to clear
+    for name in names:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+            folder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=place)
+            opened.callback(os.close, folder)
+            if os.fstat(folder).st_uid != os.geteuid():
+                continue
+            # Not blocking: somebody may have put a pipe there.
+            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            lock = os.open(_LOCK, flags, dir_fd=folder)
+            opened.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _empty(folder)
+            _discard(name, place)
