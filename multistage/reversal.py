@@ -9,6 +9,7 @@ adjoint to forward step, has drifted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -175,9 +176,10 @@ class Reversal(Generic[State, Adjoint]):
 
     def _close_stores(self) -> None:
         if self._open:
+            with ExitStack() as every:  # though one of them fails
+                for store in self._stores:
+                    every.callback(store.close)
             self._open = False
-            for store in self._stores:
-                store.close()
 
     # ------------------------------------------------------------------ sweeps
 

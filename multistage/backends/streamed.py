@@ -20,6 +20,7 @@ not touched by anyone else.  So a `put` takes no lock.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import queue
 import threading
@@ -43,6 +44,8 @@ from .medium import Medium
 _SMALL = 4  # states per extent from which on they are coalesced
 _EXTENT_BYTES = 2 << 20
 _CHUNK_BYTES = 4 << 20
+# The disk, the share of it, or the longest file there may be (RLIMIT_FSIZE).
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STAGING = 3  # extent buffers being filled or written; as many again are read into
 
 
@@ -176,11 +179,11 @@ class StreamedStore:
         extent_bytes = round_up(count * layout.nbytes)
         try:
             medium = self._open_medium(extent_bytes)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise StoreError(
                 f"tier {self.name!r} cannot be used: {error}; choose a folder that can be written"
             ) from error
-        self._medium = medium
+        self._medium = medium  # from here on `close` gives everything back
         self._layout = layout
         self._count = count
         self._extent_bytes = extent_bytes
@@ -197,25 +200,37 @@ class StreamedStore:
         self._landed: _Extent | None = None  # the one read last
         self._waiting: deque[_Extent] = deque()  # large writes not known to be done
         self._full_warned = self._no_space = False
-        if count > 1:
-            self._staging = [pages(extent_bytes) for _ in range(_STAGING)]
-            self._places: list[list[list[Array] | None]] = [[None] * count for _ in range(_STAGING)]
-        else:
-            self._staging = [pages(min(_CHUNK_BYTES, extent_bytes))]
+        self._staging: list[Array] = []
+        self._places: list[list[list[Array] | None]] = []
         self._holders: list[_Extent | None] = [None] * _STAGING
         self._pool = LandingPool(extent_bytes, _STAGING if count > 1 else 8)
         self._writes: queue.SimpleQueue[_Extent | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[_Extent | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=target, args=(medium,), name=f"multistage-{what}", daemon=True)
-            for what, target in (("writer", self._writer), ("reader", self._reader))
-        ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            if count > 1:
+                self._staging = [pages(extent_bytes) for _ in range(_STAGING)]
+                self._places = [[None] * count for _ in range(_STAGING)]
+            else:
+                self._staging = [pages(min(_CHUNK_BYTES, extent_bytes))]
+            for what, target in (("writer", self._writer), ("reader", self._reader)):
+                thread = threading.Thread(
+                    target=target, args=(medium,), name=f"multistage-{what}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+        except (OSError, MemoryError, RuntimeError) as error:  # no memory, no thread
+            StreamedStore.close(self)
+            raise StoreError(
+                f"tier {self.name!r} cannot be used: {error or 'no memory'}; it needs "
+                f"{self.buffer_bytes(layout)} bytes of buffers and two threads"
+            ) from error
 
     def close(self) -> None:
-        """Stop the threads, give back memory and files.  May be called twice."""
-        medium, self._medium = self._medium, None
+        """Stop the threads, give back memory and files.  May be called twice.
+
+        Interrupted, it can be called again and does the rest.
+        """
+        medium = self._medium
         if medium is None:
             return
         self._writes.put(None)
@@ -223,7 +238,9 @@ class StreamedStore:
         for thread in self._threads:
             thread.join()
         self._threads = []
-        medium.close()
+        self._medium = None
+        with contextlib.suppress(OSError):  # what was in it is wanted no more
+            medium.close()
         self._index.clear()
         self._extents.clear()
         self._holders.clear()
@@ -498,7 +515,7 @@ class StreamedStore:
                     extent.checksum = self._write_large(medium, extent)
             except Exception as error:  # whatever it is, the computing thread must be told
                 state = _State.FAILED
-                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                if isinstance(error, OSError) and error.errno in _FULL:
                     self._no_space = True
                 extent.error = f"write failed: {error}"
             ended = time.perf_counter()
