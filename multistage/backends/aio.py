@@ -11,7 +11,7 @@ import os
 import threading
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ..layout import Array
 
@@ -58,11 +58,16 @@ class AioFiles:
         self._loops[thread][0].run_until_complete(work)  # type: ignore[arg-type]
 
     async def _write(self, path: Path, offset: int, data: Array) -> None:
-        async with self._open(path, "r+b" if offset else "wb", opener=self._opener) as file:
+        mode: Literal["r+b", "wb"] = "r+b" if offset else "wb"
+        # Unbuffered: Python's buffers try again without end where nothing is taken.
+        async with self._open(path, mode, buffering=0, opener=self._opener) as file:
             await file.seek(offset)
             view = memoryview(data)  # type: ignore[arg-type]
             while view:
-                view = view[await file.write(view) :]
+                done = await file.write(view)
+                if not done:
+                    raise OSError(errno.EIO, "the file took no more bytes")
+                view = view[done:]
 
     async def _read(self, path: Path, data: Array) -> None:
         async with self._open(path, "rb", buffering=0, opener=self._opener) as file:
