@@ -161,6 +161,7 @@ def _remove(name: str, descriptors: tuple[int, int, int], owner: int) -> None:
 
 def _empty(folder: int) -> None:
     with contextlib.suppress(OSError):
+        os.fchmod(folder, 0o700)  # whoever took our permissions: the folder is ours
         for name in os.listdir(folder):
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=folder)
