@@ -12,20 +12,22 @@ counts the cases and prints the table of docs/faults.md.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
 import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from chains import CHAINS, digest, raw, store_all
 
 from multistage import native
@@ -315,8 +317,17 @@ def _held() -> tuple[int, int]:
     return threading.active_count(), sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def run_case(store: Store, plan: Plan, checked: bool, sweeps: int = 1) -> Outcome:
+def run_case(
+    store: Store,
+    plan: Plan,
+    checked: bool,
+    sweeps: int = 1,
+    name: str = CHAIN,
+    chain: Chain[Any, int] | None = None,
+) -> Outcome:
     """Run an adjoint on a store that fails; return what came of it.
+
+    `name` is that of the chain whose answer is wanted, `chain` runs in its place.
 
     Raises
     ------
@@ -324,9 +335,10 @@ def run_case(store: Store, plan: Plan, checked: bool, sweeps: int = 1) -> Outcom
         If it ended with another adjoint, or left a thread or descriptor.
     """
     held = _held()
-    made, start = CHAINS[CHAIN]
+    made, start = CHAINS[name]
     noticed = errors = 0
-    run: Reversal[Any, int] = Reversal(made(), planner=plan, tier=store, checked=checked)
+    chain = made() if chain is None else chain
+    run: Reversal[Any, int] = Reversal(chain, planner=plan, tier=store, checked=checked)
     with warnings.catch_warnings(), run:
         warnings.simplefilter("ignore", CheckpointWarning)
         for _ in range(sweeps):
@@ -337,9 +349,7 @@ def run_case(store: Store, plan: Plan, checked: bool, sweeps: int = 1) -> Outcom
                 assert len(str(error)) > 20, error
                 errors = 1
                 break
-            assert (last, adjoint) == answer(CHAIN, plan.n_steps), (
-                "another adjoint than store-all's"
-            )
+            assert (last, adjoint) == answer(name, plan.n_steps), "another adjoint than store-all's"
             counts = run._executor.counts if run._executor is not None else None
             assert counts is not None
             noticed |= bool(counts.lost or counts.refused)
@@ -369,21 +379,16 @@ def at_every_call(
             yield outcome
 
 
-# ------------------------------------------------------------------- the operators
+# ------------------------------------------------------- the operators, and files
 
 
 class Boom(Exception):
     """Raised by an operator."""
 
 
-def raising_chain(at: int, error: type[BaseException], calls: Counter[str]) -> Chain[Any, int]:
-    """Return the chain of the cases, one of whose operators raises at its `at`-th call."""
-    inner: Any = CHAINS[CHAIN][0]()
-
-    def tick() -> None:
-        calls["all"] += 1
-        if calls["all"] == at:
-            raise error("bang")
+def watched_chain(tick: Callable[[], None], name: str = CHAIN) -> Chain[Any, int]:
+    """Return a chain that calls `tick` at every call of an operator."""
+    inner: Any = CHAINS[name][0]()
 
     def step(state: Any, i: int) -> Any:
         tick()
@@ -405,11 +410,15 @@ def raising_cases(
     """
     plan = SCHEDULES[schedule](n)
     held = _held()
-    for at in range(1, 1000):
-        calls: Counter[str] = Counter()
-        chain = raising_chain(at, error, calls)
+    for at in range(1000):
+        trigger = Trigger(at)
+
+        def tick(trigger: Trigger = trigger) -> None:
+            if trigger():
+                raise error("bang")
+
         raised = False
-        with Reversal(chain, planner=plan, tier=make(), checked=True) as run:
+        with Reversal(watched_chain(tick), planner=plan, tier=make()) as run:
             for _ in range(2):
                 try:
                     last = raw(run.forward(CHAINS[CHAIN][1]()))
@@ -417,10 +426,81 @@ def raising_cases(
                 except error:
                     raised = True
                     assert _held() == held, "a thread or a descriptor is left"
-            assert found == answer(CHAIN, plan.n_steps)
+            assert found == answer(CHAIN, n)
         if not raised:
             return
         yield Outcome(1, 0, 1)
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the open files of a store in `folder`, those without a name too."""
+    found = [
+        link
+        for link in Path("/proc/self/fd").iterdir()
+        if link.is_symlink()  # not that of this listing
+        and str(folder) in (target := str(link.readlink()))
+        and target.endswith("(deleted)")
+        and link.is_file()
+    ]
+    return found + [path for path in folder.glob(".multistage-*/*") if path.name != "lock"]
+
+
+def _rewritten(change: Callable[[bytearray], None]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        with path.open("r+b", buffering=0) as file:
+            data = bytearray(file.read())
+            change(data)
+            file.seek(0)
+            file.write(data)
+
+    return damage
+
+
+def _flip(data: bytearray) -> None:
+    for at in range(LAYOUT.nbytes // 2, len(data), 4096):
+        data[at] ^= 16
+
+
+def _noise(data: bytearray) -> None:
+    data[:] = np.random.default_rng(0).bytes(len(data))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "file truncated": lambda path: os.truncate(path, min(4096, path.stat().st_size // 2)),
+    "file emptied": lambda path: os.truncate(path, 0),
+    "file overwritten": _rewritten(_noise),
+    "bit flipped in the file": _rewritten(_flip),
+    "file deleted": lambda path: path.parent.name == "fd" or path.unlink(),
+    "file chmod 000": lambda path: path.chmod(0),
+}
+FOLDER_DAMAGE: dict[str, Callable[[Path], object]] = {
+    "folder deleted": lambda path: shutil.rmtree(path, ignore_errors=True),
+    "folder chmod 000": lambda path: path.chmod(0),
+}
+
+
+def damage_cases(name: str, damage: str, folder: Path) -> Iterator[Outcome]:
+    """Run the cases in which files are damaged: at the first call of an operator, ..., the last."""
+    n = N_COALESCED if name.endswith("coalesced") else N
+    for at in range(0, 1000, 1 if n == N else 3):
+        trigger = Trigger(at)
+
+        def tick(trigger: Trigger = trigger) -> None:
+            if not trigger():
+                return
+            if damage in DAMAGE:
+                for path in files_of(folder):
+                    with contextlib.suppress(FileNotFoundError):
+                        DAMAGE[damage](path)
+            else:
+                for path in folder.glob(".multistage-*"):
+                    FOLDER_DAMAGE[damage](path)
+
+        plan = SCHEDULES["overlapped"](n)
+        outcome = run_case(STORES[name](folder), plan, False, chain=watched_chain(tick))
+        if not trigger.struck:
+            return
+        yield outcome
 
 
 OPERATOR_FAULTS: dict[str, type[BaseException]] = {
