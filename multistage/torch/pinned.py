@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import CheckpointLost, Store, StoreStats, TransferRecord
-from ..errors import ArgumentError, BudgetError
+from ..errors import ArgumentError, BudgetError, StoreError
 from ..layout import Layout
 from .streams import Event, Streams, streams_for
 
@@ -60,6 +60,7 @@ class _Entry:
     slot: _Slot | None
     written: Event | None = None  # of its `out` copy
     put_s: float = 0.0
+    asked_s: float = 0.0  # when its `in` copy was queued, perhaps before `wait_written`
     below: bool = False  # the tier below has it
     moving: bool = False  # the mover is at it
     lost: str = ""
@@ -130,7 +131,15 @@ class PinnedStore:
         return None if below is None else slots + below
 
     def open(self, layout: Layout) -> None:
-        """Make streams, take the first memory.  Raises BudgetError for less than one state."""
+        """Make streams, take the first memory.
+
+        Raises
+        ------
+        BudgetError
+            For less than one state.
+        StoreError
+            If there is no memory, no thread, or the tier below cannot be opened.
+        """
         self.close()
         slots = self._slots(layout)
         least = 1 if self._below is None else _SPARE + 1
@@ -141,7 +150,6 @@ class PinnedStore:
             )
         self._layout = layout
         self._most = slots
-        self._streams = streams_for(self._device) if self._given is None else self._given
         self.stats = StoreStats()
         self.transfers.clear()
         self._blocks = 0
@@ -156,11 +164,22 @@ class PinnedStore:
         self._below_full = False
         self._closing = False
         self._mover: threading.Thread | None = None
-        self._grow()
-        if self._below is not None:
-            self._below.open(layout)
-            self._mover = threading.Thread(target=self._move, name="multistage-mover", daemon=True)
-            self._mover.start()
+        below = self._below
+        try:
+            self._streams = streams_for(self._device) if self._given is None else self._given
+            self._grow()
+            if below is not None:
+                below.open(layout)
+                mover = threading.Thread(target=self._move, name="multistage-mover", daemon=True)
+                mover.start()
+                self._mover = mover
+        except BaseException as error:
+            self.close()
+            if below is not None:
+                below.close()
+            if isinstance(error, (RuntimeError, MemoryError)):  # no thread, no memory
+                raise StoreError(f"tier {self.name!r} cannot be used: {error}") from error
+            raise
 
     def close(self) -> None:
         """Stop everything, give memory back.  May be called twice."""
@@ -299,7 +318,7 @@ class PinnedStore:
             if line.numel():
                 streams.copy("in", piece, line)
         entry.landed = entry.slot.used = streams.record("in")
-        entry.put_s = time.perf_counter()
+        entry.asked_s = time.perf_counter()
 
     def get(self, key: int) -> list[Any]:
         """Return the state's tensors, for the compute stream.  Raises CheckpointLost."""
@@ -322,7 +341,7 @@ class PinnedStore:
         self.stats.reads += 1
         self.stats.bytes_read += self._layout.nbytes
         self.transfers.append(
-            TransferRecord("read", key, entry.put_s, time.perf_counter(), self._layout.nbytes)
+            TransferRecord("read", key, entry.asked_s, time.perf_counter(), self._layout.nbytes)
         )
         found, entry.landing, entry.landed = entry.landing, [], None
         with self._changed:
