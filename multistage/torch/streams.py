@@ -109,12 +109,17 @@ class HostStreams:
         self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {
             lane: queue.SimpleQueue() for lane in ("out", "in")
         }
-        self._threads = [
-            threading.Thread(target=_work, args=(q,), name=f"multistage-copy-{lane}", daemon=True)
-            for lane, q in self._queues.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for lane, q in self._queues.items():
+            thread = threading.Thread(
+                target=_work, args=(q,), name=f"multistage-copy-{lane}", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # there is no other thread: nor is there need of the first
+                self.close()
+                raise
+            self._threads.append(thread)
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
