@@ -1,0 +1,129 @@
+"""The cascade of pinned memory and a file: every fault at every call of the tier below."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import faults
+import numpy as np
+import pytest
+import torch
+from test_pinned import AsArrays
+
+from multistage.backends import FileStore, MemoryStore
+from multistage.errors import StoreError
+from multistage.layout import Layout
+from multistage.torch.pinned import PinnedStore
+
+CPU = torch.device("cpu")
+ROOM = 4 * faults.LAYOUT.nbytes  # pinned; three of the four are kept free
+N = 16
+
+
+class AsBytes(AsArrays):
+    """What the tier below is given are bytes, as it is for tensors."""
+
+    def open(self, layout: Layout) -> None:
+        self._layout = layout
+        leaves = [np.zeros(leaf.nbytes, np.uint8) for leaf in layout.leaves]
+        self._store.open(Layout.of(leaves))
+
+    def put(self, key: int, arrays: Sequence[Any], *, block: bool = False) -> bool:
+        # Copies, since torch warns of arrays that may not be written to.
+        return super().put(key, [np.array(array) for array in arrays], block=block)
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=faults.quick_folder() or tmp_path) as folder:
+        yield Path(folder)
+        assert list(Path(folder).iterdir()) == []
+
+
+def cascade(name: str, folder: Path) -> Any:
+    if name == "pinned":
+        return AsBytes(PinnedStore(None, CPU))
+    return AsBytes(PinnedStore(ROOM, CPU, faults.STORES[name](folder)))
+
+
+def below(store: Any) -> Any:
+    return store._store._below
+
+
+ABOVE = ("memory", *faults.FILE_ENGINES)
+CASES = [(name, fault) for name in ABOVE for fault in faults.FAULTS]
+CASES += [("pinned", fault) for fault in faults.STORE_FAULTS]
+
+
+@pytest.mark.parametrize(("name", "fault"), CASES)
+def test_a_fault_at_every_call(name: str, fault: str, quick: Path) -> None:
+    total = faults.Outcome()
+    for outcome in faults.at_every_call(
+        lambda: cascade(name, quick), fault, "overlapped", N, below
+    ):
+        total += outcome
+        assert list(quick.iterdir()) == []
+    assert total.exact == total.cases
+    assert total.cases >= (1 if fault == "a hundred times slower" else 2)
+
+
+@pytest.mark.parametrize("fault", faults.OPERATOR_FAULTS)
+@pytest.mark.parametrize("name", ["pinned", *ABOVE])
+def test_an_operator_raises_at_every_call(name: str, fault: str, quick: Path) -> None:
+    outcomes = list(
+        faults.raising_cases(
+            lambda: cascade(name, quick), "overlapped", faults.OPERATOR_FAULTS[fault], N
+        )
+    )
+    assert len(outcomes) >= 18
+
+
+@pytest.mark.parametrize("scarce", ["thread", "memory"])
+def test_what_cannot_open_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scarce: str
+) -> None:
+    layout = Layout.of(np.zeros(100))
+    held = faults._held()
+    real, refused = threading.Thread.start, 0
+    for at in range(20):
+        store = PinnedStore(8 << 20, CPU, FileStore(tmp_path))
+        trigger = faults.Trigger(at)
+
+        def start(self: threading.Thread, trigger: faults.Trigger = trigger) -> None:
+            if trigger():
+                raise RuntimeError("can't start new thread")
+            real(self)
+
+        def host(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("out of memory")
+
+        with monkeypatch.context() as patched:
+            if scarce == "thread":
+                patched.setattr(threading.Thread, "start", start)
+            else:
+                patched.setattr(torch, "empty", host)
+            try:
+                store.open(layout)
+            except StoreError as error:
+                refused += 1
+                assert "cannot be used" in str(error)
+            else:
+                store.close()
+        assert faults._held() == held
+        assert list(tmp_path.iterdir()) == []
+        if scarce == "memory" or not trigger.struck:
+            break
+    assert refused >= 1
+
+
+def test_stores_above_memory_too() -> None:
+    """The cascade moves states at all: else nothing above was tried."""
+    store = cascade("memory", Path())
+    inner = below(store)
+    assert isinstance(inner, MemoryStore)
+    assert faults.run_case(store, faults.SCHEDULES["overlapped"](N), False).exact
+    assert inner.stats.writes >= 2
