@@ -27,7 +27,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,7 @@ from .streams import Event, Streams, streams_for
 
 _BLOCK_BYTES = 64 << 20  # most pinned memory that is taken at once
 _FIRST_SLOTS = 64
+_RETRY_S = 1e-3
 _SPARE = 3  # slots kept free for the next states, where a tier below takes the oldest
 
 
@@ -162,6 +164,8 @@ class PinnedStore:
         self._downs = 0  # states on their way down
         self._ups = 0  # on their way up though nobody waits yet
         self._below_full = False
+        self._blocked = False  # the computing thread waits
+        self._awaited: _Entry | None = None  # for this state, if it is for one
         self._closing = False
         self._mover: threading.Thread | None = None
         below = self._below
@@ -251,8 +255,19 @@ class PinnedStore:
             if self._free or self._grow():
                 return self._free.popleft()
             if block:
-                self._changed.wait_for(lambda: self._free or not self._downs)
+                with self._waiting(None):
+                    self._changed.wait_for(lambda: self._free or not self._downs)
             return self._free.popleft() if self._free else None
+
+    @contextmanager
+    def _waiting(self, entry: _Entry | None) -> Iterator[None]:
+        """Tell the mover that the computing thread waits, and for what.  Holds the lock."""
+        self._blocked, self._awaited = True, entry
+        self._changed.notify_all()
+        try:
+            yield
+        finally:
+            self._blocked, self._awaited = False, None
 
     def _make_room(self) -> None:
         """Have the mover take the oldest states down, so that some slots stay free."""
@@ -328,7 +343,7 @@ class PinnedStore:
         streams = self._streams
         assert streams is not None
         self.prefetch(key)
-        with self._changed:
+        with self._changed, self._waiting(entry):
             self._changed.wait_for(
                 lambda: entry.lost or (entry.slot is not None and not entry.moving)
             )
@@ -409,8 +424,12 @@ class PinnedStore:
                 elif task == "drop":
                     assert self._below is not None
                     self._below.drop(entry.key)
-                else:
-                    self._up(entry)
+                elif not self._up(entry):
+                    with self._changed:
+                        if not self._urgent and not self._tasks:
+                            self._changed.wait(_RETRY_S)
+                        self._tasks.append((task, entry))
+                    continue
             except Exception as error:  # whatever a tier raises: the state is lost, not the run
                 with self._changed:
                     entry.lost = (
@@ -442,25 +461,51 @@ class PinnedStore:
                 self._free.append(slot)
                 self._down_there.append(entry)
 
-    def _found_slot(self) -> bool:
-        """Whether a slot is free; if none is, take one whose state was read and is below too."""
+    def _found_slot(self, *, unread: bool) -> bool:
+        """Whether a slot is free; if none is, take one whose state is below too and was read.
+
+        Or was not read, which costs its way up once more.
+        """
         if not self._free:
             for other in self._entries.values():
-                if other.below and other.slot is not None and other.read and not other.moving:
+                if (
+                    other.below
+                    and other.slot is not None
+                    and not other.moving
+                    and (other.read or unread)
+                ):
                     self._free.append(other.slot)
                     other.slot = None
                     break
         return bool(self._free)
 
-    def _up(self, entry: _Entry) -> None:
+    def _up(self, entry: _Entry) -> bool:
+        """Bring a state up; return False if something else must come first.
+
+        A slot for it is given back by the computing thread, in time.  Unless
+        that waits itself: for another state, as when one was lost and an older
+        one is wanted instead; for a slot, that a state on its way down will
+        leave; or for this very state.  Then to wait for it would be for ever.
+        """
         below, streams = self._below, self._streams
         assert below is not None and streams is not None
         with self._changed:
-            self._changed.wait_for(lambda: self._found_slot() or entry.gone or self._closing)
+            self._changed.wait_for(
+                lambda: (
+                    self._found_slot(unread=self._awaited is entry)
+                    or entry.gone
+                    or self._closing
+                    or self._blocked
+                )
+            )
             if entry.gone or self._closing:
                 entry.moving = False
                 self._release(entry)
-                return
+                return True
+            if not self._free:
+                if self._awaited is not entry or self._downs:
+                    return False
+                raise OSError("no slot is free, and the states in them are nowhere else")
             slot = self._free.popleft()
         try:
             if slot.used is not None:
@@ -476,3 +521,4 @@ class PinnedStore:
             entry.slot, entry.moving = slot, False
             if entry.gone:
                 self._release(entry)
+        return True

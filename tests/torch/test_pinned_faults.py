@@ -127,3 +127,23 @@ def test_stores_above_memory_too() -> None:
     assert isinstance(inner, MemoryStore)
     assert faults.run_case(store, faults.SCHEDULES["overlapped"](N), False).exact
     assert inner.stats.writes >= 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("first", range(8))
+def test_what_is_wanted_out_of_turn_is_not_waited_for_in_vain(first: int) -> None:
+    """As when a checkpoint was lost: all slots are kept for others that were asked for before."""
+    layout = Layout.of(np.zeros(100, np.uint8))
+    store = PinnedStore(4 * layout.nbytes, CPU, MemoryStore())
+    store.open(layout)
+    states = [np.full(100, key, np.uint8) for key in range(12)]
+    for key, state in enumerate(states):
+        assert store.put(key, [state], block=True)
+        assert store.wait_written(key)
+    for key in reversed(range(12)):
+        store.prefetch(key)
+    for key in (first, *reversed(range(12))):
+        assert bytes(store.get(key)[0].numpy()) == bytes(states[key])
+    for key in range(12):
+        store.drop(key)
+    store.close()
