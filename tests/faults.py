@@ -556,6 +556,10 @@ def main() -> None:
             names = [name for name, other in CASES if other == fault]
             outcomes = (o for name in names for o in cases_of(name, fault, Path(folder)))
             out(row(fault, outcomes) + "\n")
+        for damage in (*DAMAGE, *FOLDER_DAMAGE):
+            names = [name for name in STORES if name.startswith(FILE_ENGINES)]
+            outcomes = (o for name in names for o in damage_cases(name, damage, Path(folder)))
+            out(row(damage, outcomes) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,3 +37,15 @@ def test_a_fault_at_every_call(name: str, fault: str, quick: Path) -> None:
     assert total.cases >= 2, "the fault was hardly put in"
     # A write that tears a checkpoint never read is noticed by nobody.
     assert total.noticed >= 1, "nobody noticed that anything failed"
+
+
+def test_the_page_tells_of_all_of_them() -> None:
+    rows = {}
+    for line in DOCS.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and cells[2].isdecimal():
+            rows[cells[0]] = [int(cell) for cell in cells[2:]]
+    every = {*faults.FAULTS, *faults.OPERATOR_FAULTS, *faults.DAMAGE, *faults.FOLDER_DAMAGE}
+    assert set(rows) == every
+    for cases, exact, errors in rows.values():
+        assert cases == exact + errors > 0
