@@ -12,10 +12,12 @@ counts the cases and prints the table of docs/faults.md.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -432,6 +434,55 @@ def raising_cases(
         yield Outcome(1, 0, 1)
 
 
+def interrupt_cases(make: Callable[[], Any], schedule: str, n: int = N) -> Iterator[Outcome]:
+    """Run the cases in which Ctrl-C comes during a transfer: the first, ..., the last.
+
+    Wherever it meets the computing thread, what is left is a `close` away.
+    """
+    plan, held = SCHEDULES[schedule](n), _held()
+    armed = False
+
+    def handler(*_: object) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        for at in range(1000):
+            trigger = Trigger(at)
+
+            def strike(inner: Medium, kind: str, *rest: Any, trigger: Trigger = trigger) -> None:
+                if trigger():
+                    _thread.interrupt_main()
+                getattr(inner, kind)(*rest)
+
+            store = make()
+            spoil(
+                store,
+                write=lambda inner, *rest, strike=strike: strike(inner, "write", *rest),
+                read=lambda inner, *rest, strike=strike: strike(inner, "read", *rest),
+            )
+            run = Reversal(CHAINS[CHAIN][0](), planner=plan, tier=store)
+            armed, outcome = True, Outcome(1, 1, 0)
+            try:
+                with run:
+                    last = raw(run.forward(CHAINS[CHAIN][1]()))
+                    assert (last, run.reverse(1)) == answer(CHAIN, n)
+            except KeyboardInterrupt:
+                outcome = Outcome(1, 0, 1)
+            armed = False
+            run.close()
+            store.close()
+            assert _held() == held, "a thread or a descriptor is left"
+            if not trigger.struck:
+                return
+            yield outcome
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def files_of(folder: Path) -> list[Path]:
     """Return the open files of a store in `folder`, those without a name too."""
     found = [
@@ -503,6 +554,7 @@ def damage_cases(name: str, damage: str, folder: Path) -> Iterator[Outcome]:
         yield outcome
 
 
+INTERRUPT = "Ctrl-C during a transfer"
 OPERATOR_FAULTS: dict[str, type[BaseException]] = {
     "an operator raises": Boom,
     "Ctrl-C in an operator": KeyboardInterrupt,
@@ -512,8 +564,8 @@ OPERATOR_FAULTS: dict[str, type[BaseException]] = {
 CASES = [
     (name, fault)
     for name in STORES
-    for fault in (*FAULTS, *OPERATOR_FAULTS)
-    if fault in FAULTS or not name.endswith("coalesced")
+    for fault in (*FAULTS, INTERRUPT, *OPERATOR_FAULTS)
+    if fault not in OPERATOR_FAULTS or not name.endswith("coalesced")
 ]
 
 
@@ -529,6 +581,9 @@ def cases_of(name: str, fault: str, folder: Path) -> Iterator[Outcome]:
     if fault in FAULTS:
         for schedule in schedules:
             yield from at_every_call(make, fault, schedule, n)
+    elif fault == INTERRUPT:
+        for schedule in ("streaming", "overlapped"):
+            yield from interrupt_cases(make, schedule, n)
     else:
         for schedule in ("streaming", "overlapped"):
             yield from raising_cases(make, schedule, OPERATOR_FAULTS[fault])
@@ -552,7 +607,7 @@ def main() -> None:
     out = sys.stdout.write
     out("| fault | cases | exact adjoint | clear error |\n|---|---|---|---|\n")
     with tempfile.TemporaryDirectory(dir=quick_folder()) as folder:
-        for fault in (*FAULTS, *OPERATOR_FAULTS):
+        for fault in (*FAULTS, INTERRUPT, *OPERATOR_FAULTS):
             names = [name for name, other in CASES if other == fault]
             outcomes = (o for name in names for o in cases_of(name, fault, Path(folder)))
             out(row(fault, outcomes) + "\n")

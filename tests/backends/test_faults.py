@@ -30,6 +30,10 @@ def test_a_fault_at_every_call(name: str, fault: str, quick: Path) -> None:
         assert total.errors == total.cases
         assert total.cases >= 60
         return
+    if fault == faults.INTERRUPT:
+        assert total.cases == total.exact + total.errors
+        assert total.errors >= 5, "no interrupt reached the caller"
+        return
     assert total.errors == 0  # every state can be computed again: nothing is a reason to stop
     assert total.exact == total.cases
     if fault == "a hundred times slower":
@@ -45,7 +49,13 @@ def test_the_page_tells_of_all_of_them() -> None:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 5 and cells[2].isdecimal():
             rows[cells[0]] = [int(cell) for cell in cells[2:]]
-    every = {*faults.FAULTS, *faults.OPERATOR_FAULTS, *faults.DAMAGE, *faults.FOLDER_DAMAGE}
+    every = {
+        *faults.FAULTS,
+        faults.INTERRUPT,
+        *faults.OPERATOR_FAULTS,
+        *faults.DAMAGE,
+        *faults.FOLDER_DAMAGE,
+    }
     assert set(rows) == every
     for cases, exact, errors in rows.values():
         assert cases == exact + errors > 0
