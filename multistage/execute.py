@@ -139,6 +139,33 @@ class _Run(Generic[State, Adjoint]):
     used: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What an earlier process left of the same computation.
+
+    Attributes
+    ----------
+    stored : tuple of int
+        Checkpoints in the first tier.
+    last : list of arrays or None
+        The last state; None if the forward sweep is not over.
+    end : int or None
+        With `last`: where the adjoint stands; the schedule begins with `EndForward`.
+    """
+
+    stored: tuple[int, ...]
+    last: list[Any] | None = None
+    end: int | None = None
+
+    def tell(self, rules: Rules) -> None:
+        """Let the rules begin where the run does."""
+        for step in self.stored:
+            rules.stored[step, 0] = None
+        rules.tier_used[0] = rules.tier_peak[0] = len(self.stored)
+        if self.end is not None:
+            rules.n_steps = rules.live = self.end
+
+
 class Executor(Generic[State, Adjoint]):
     """Runs schedules, one sweep after the other.
 
@@ -205,8 +232,21 @@ class Executor(Generic[State, Adjoint]):
 
     # ------------------------------------------------------------------ sweeps
 
-    def forward(self, schedule: Schedule | Iterable[Action], state: State) -> State:
+    def forward(
+        self,
+        schedule: Schedule | Iterable[Action],
+        state: State,
+        resumed: Resumed | None = None,
+    ) -> State:
         """Run the schedule up to its `EndForward`; return the last state.
+
+        Parameters
+        ----------
+        schedule : generator or iterable of actions
+        state : pytree of arrays
+            State 0.
+        resumed : Resumed, optional
+            What is there already.
 
         Raises
         ------
@@ -231,9 +271,13 @@ class Executor(Generic[State, Adjoint]):
             live=state,
             stored=[StepSet() for _ in self._stores],
         )
+        if resumed is not None:
+            self._take_up(self._run, resumed, state)
         self._rules = None
         if self._make_rules is not None:
             self._rules = self._make_rules()
+            if resumed is not None:
+                resumed.tell(self._rules)
             self._run.schedule = _judged(self._run.schedule, self._rules)
         self.timeline, self.counts = Timeline(), Counts()
         self._begin = self._clock()
@@ -241,6 +285,16 @@ class Executor(Generic[State, Adjoint]):
         run = self._run
         assert run is not None
         return run.live  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _take_up(run: _Run[State, Adjoint], resumed: Resumed, state: State) -> None:
+        for step in resumed.stored:
+            run.stored[0].add(step)
+        if resumed.last is not None and resumed.end is not None:
+            # The live state is the last one, whatever the adjoint has come to:
+            # the caller wants to see it, the schedule has no use for it.
+            run.live = run.slots.load(run.slots.adopt(resumed.last, -1), state)
+            run.at = resumed.end
 
     def reverse(self, adjoint: Adjoint) -> Adjoint:
         """Run the rest of the schedule; return the adjoint of state 0.

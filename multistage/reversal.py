@@ -8,6 +8,7 @@ adjoint to forward step, has drifted.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,11 +22,13 @@ from .backends.files import FileStore
 from .backends.urls import open_store
 from .chain import Chain, FunctionChain
 from .costs import Budget, Costs
+from .durable.run import DurableRun, OrderedStates
 from .errors import ArgumentError, BudgetError
-from .execute import Executor
+from .execute import Executor, Resumed
 from .limits import default_budget_bytes
 from .plan import PLANNERS, Plan, Planner, online_schedule, plan
 from .plan.base import require_steps
+from .plan.resumed import durable_plan, resumed_schedule
 from .probe import measure
 from .progress import Bars
 from .report import Report
@@ -72,6 +75,15 @@ class Reversal(Generic[State, Adjoint]):
         Show progress bars on a terminal.
     states : States, optional
         How states are described and kept, if they are no pytrees of arrays.
+    durable : str or Path, optional
+        A folder that keeps states and the progress of the reverse sweep, in
+        place of a tier: after a kill the same call goes on where it was.  See
+        `docs/durable.md`.
+    durable_every_s : float
+        Seconds between two adjoints written to it, at least.
+    durable_label : str
+        Tells runs apart that begin with the same state: a run is resumed only
+        under its own label.
 
     Attributes
     ----------
@@ -114,6 +126,9 @@ class Reversal(Generic[State, Adjoint]):
         checked: bool = False,
         progress: bool = False,
         states: States | None = None,
+        durable: str | os.PathLike[str] | None = None,
+        durable_every_s: float = 60.0,
+        durable_label: str = "",
     ) -> None:
         if callable(chain):
             if adjoint_step is None:
@@ -127,6 +142,13 @@ class Reversal(Generic[State, Adjoint]):
             costs = planner.costs if costs is None else costs
         if n_steps is not None:
             n_steps = require_steps(n_steps, planner if isinstance(planner, str) else "given")
+        self._durable: DurableRun | None = None
+        if durable is not None:
+            _durable_alone(tier, states, n_steps)
+            self._durable = DurableRun(durable, durable_every_s, durable_label)
+            chain, states = self._durable.chain(chain), OrderedStates(chain.in_place)
+            tier = self._durable.store
+        self._resumed: Resumed | None = None
         self._planner = _planner(planner, n_steps)
         self._chain: Chain[State, Adjoint] = chain
         self._states: States = ArrayStates(chain.in_place) if states is None else states
@@ -164,15 +186,24 @@ class Reversal(Generic[State, Adjoint]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        # The gradient of a durable run may not have been saved yet.
+        self._end(keep=kind is not None)
 
     def close(self) -> None:
-        """Forget a sweep under way, stop threads, remove files.  May be called twice."""
+        """Forget a sweep under way, stop threads, remove files.  May be called twice.
+
+        The folder of a durable run is removed if the run is complete.
+        """
+        self._end(keep=False)
+
+    def _end(self, *, keep: bool) -> None:
         self._ready = False
         self._bars.close()
         if self._executor is not None:
             self._executor.abort()
         self._close_stores()
+        if self._durable is not None:
+            self._durable.close(remove=self._durable.complete and not keep)
 
     def _close_stores(self) -> None:
         if self._open:
@@ -214,11 +245,16 @@ class Reversal(Generic[State, Adjoint]):
             if until is None and (self.plan is None or self._stale):
                 self._plan(slots)
             executor = self._ready_executor(slots)
+            if self._durable is not None:
+                assert self.costs is not None
+                self._resumed = self._durable.begin(self.costs)
             schedule = self._schedule(until)
             self._bars.start(self._n_steps)
-            last = executor.forward(schedule, state)
+            last = executor.forward(schedule, state, self._resumed)
+            if self._durable is not None:
+                self._durable.ended(last)
         except BaseException:
-            self.close()
+            self._end(keep=True)
             raise
         self._ready = True
         self._bars.turn(executor.counts.forward_steps)
@@ -239,7 +275,7 @@ class Reversal(Generic[State, Adjoint]):
                 return self._plan(slots)
             return self.plan
         except BaseException:
-            self.close()
+            self._end(keep=True)
             raise
 
     def reverse(self, adjoint: Adjoint) -> Adjoint:
@@ -252,12 +288,16 @@ class Reversal(Generic[State, Adjoint]):
         """
         if not self._ready or self._executor is None:
             raise ArgumentError("reverse() needs a forward() before it, one for each reverse()")
+        if self._durable is not None:
+            adjoint = self._durable.start(adjoint)
         self._ready = False
         executor = self._executor
         try:
             result = executor.reverse(adjoint)
+            if self._durable is not None:
+                self._durable.finish(result)
         except BaseException:
-            self.close()
+            self._end(keep=True)
             raise
         self._bars.close()
         assert self.costs is not None and self._layout is not None
@@ -296,21 +336,42 @@ class Reversal(Generic[State, Adjoint]):
             self._close_stores()
             if not self._given:
                 self.costs = None
+        probed = self._stores
+        if self._durable is not None:
+            probed = (self._attach(self._durable, layout, state),)
         if self.costs is None:
             most = self._n_steps or 10_000
-            self.costs = measure(self._chain, state, most, self._stores, states=self._states)
+            self.costs = measure(self._chain, state, most, probed, states=self._states)
         return slots
+
+    def _attach(self, durable: DurableRun, layout: Any, state: State) -> Store:
+        """Open the durable folder, take its costs; return the store to measure with."""
+        assert self._n_steps is not None
+        if durable.taken:
+            self._close_stores()
+        durable.attach(layout, self._n_steps, state)
+        if durable.costs is not None and not self._given:
+            self.costs, durable.costs = durable.costs, None
+            self.plan = None
+        return durable.probe
 
     def _plan(self, slots: int) -> Plan:
         assert self.costs is not None
         n, self._stale = self._n_steps or 1, False
         if isinstance(self._planner, str):
-            self.plan = plan(self.costs, Budget(slots=slots), n, self._planner)
+            if self._durable is not None and self._planner == "auto":
+                self.plan = durable_plan(self.costs, slots, n)
+            else:
+                self.plan = plan(self.costs, Budget(slots=slots), n, self._planner)
         else:
             self.plan = self._planner(self.costs, slots, n)
         return self.plan
 
     def _schedule(self, until: Callable[[State, int], bool] | None) -> Schedule:
+        if self._resumed is not None:
+            assert self.costs is not None and self._n_steps is not None
+            stored, end = self._resumed.stored, self._resumed.end
+            return resumed_schedule(self.costs, self._slots, self._n_steps, stored, end)
         if until is None:
             assert self.plan is not None
             return self.plan.schedule()
@@ -347,6 +408,16 @@ class Reversal(Generic[State, Adjoint]):
             return
         if drifted(self.costs, seen):
             self.costs, self._stale = seen, True
+
+
+def _durable_alone(tier: object, states: object, n_steps: int | None) -> None:
+    """Raise ArgumentError for what does not go with `durable`."""
+    if tier is not None:
+        raise ArgumentError("durable= is the tier itself; leave tier= out")
+    if states is not None:
+        raise ArgumentError("durable= takes states that are pytrees of NumPy arrays, not states=")
+    if n_steps is None:
+        raise ArgumentError("durable= needs n_steps; a run whose end is found cannot be resumed")
 
 
 def _stores(tier: str | Store | Sequence[str | Store] | None) -> tuple[Store, ...]:
@@ -411,6 +482,9 @@ def reverse(
     planner: str | Plan | Planner = "auto",
     costs: Costs | None = None,
     progress: bool = False,
+    durable: str | os.PathLike[str] | None = None,
+    durable_every_s: float = 60.0,
+    durable_label: str = "",
 ) -> Result[State, Adjoint]:
     """Run `n_steps` steps from `state` and their adjoint, in one call.
 
@@ -419,6 +493,7 @@ def reverse(
     adjoint : pytree of arrays, or callable
         Adjoint of the last state, or a function of the last state that returns it.
     step, adjoint_step, state, n_steps, tape_step, budget, tier, planner, costs, progress
+    durable, durable_every_s, durable_label
         As for `Reversal`.
 
     Returns
@@ -451,6 +526,9 @@ def reverse(
         planner=planner,
         costs=costs,
         progress=progress,
+        durable=durable,
+        durable_every_s=durable_every_s,
+        durable_label=durable_label,
     ) as run:
         last = run.forward(state)
         start: Any = adjoint(last) if callable(adjoint) else adjoint

@@ -21,6 +21,7 @@ LAYERS = [
     {"stages"},
     {"backends"},
     {"plan", "simulate", "probe", "execute"},
+    {"durable"},
     {"progress", "report", "picture", "trace"},
     {"reversal"},
     {"torch", "interop"},

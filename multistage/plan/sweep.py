@@ -106,16 +106,17 @@ class Sweep:
         With `n_steps` None (ring only), `is_last(i)` is asked when state i is
         live whether it is the last.
         """
-        return _Run(self, n_steps, is_last).schedule()
+        return SweepRun(self, n_steps, is_last).schedule()
 
 
-class _Run:
+class SweepRun:
     """One schedule being made: what is held where."""
 
     def __init__(self, sweep: Sweep, n_steps: int | None, is_last: Callable[[int], bool] | None):
         self.sweep = sweep
         self.n = n_steps
         self.is_last = is_last
+        self.start, self.first = 0, 0.0  # where the forward sweep starts, and the offers
         self.end = 0  # where the reverse sweep starts
         self.used = 0
         self.staged = 0  # of the used slots, those that only feed a write
@@ -140,6 +141,9 @@ class _Run:
         else:
             yield from self._tail_forward(self.sweep.tail_start)
             self.end = self.sweep.tail_start
+        yield from self._reverse_all()
+
+    def _reverse_all(self) -> Schedule:
         yield from self._reverse_sweep()
         while self.leftover:
             yield from self._clear_leftover()
@@ -244,7 +248,8 @@ class _Run:
         """
         sweep = self.sweep
         extras = sorted(sweep.extra)
-        live, at, position = 0, 0.0, 0
+        live, at = self.start, self.first
+        position = max(live, int(at))
         while position < stop:
             if position > live:
                 yield Advance(live, position)
@@ -259,7 +264,7 @@ class _Run:
             position = max(position + 1, min(int(at), extras[0] if extras else int(at)))
         if stop > live:
             yield Advance(live, stop)
-        return max(stop, 0), at
+        return max(stop, live), at
 
     def _tail(self, start: int) -> Schedule:
         """Reverse the tail by Revolve; its first descent is the end of the forward sweep."""

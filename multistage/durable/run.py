@@ -1,0 +1,513 @@
+"""A durable run: what is on the disk, what to go on with, when to write an adjoint.
+
+The folder is the journal.  Each of its files is complete or absent, so what
+it holds is what was reached:
+
+=====================  ========================================================
+`run`                  the run began: steps, structure, digest of state 0, costs
+`states-K`             these states were computed
+`last`                 the forward sweep is over; this is its last state
+`adjoint-K`            steps n-1..K are reversed; the newest two are kept
+`adjoint-0`            the run is complete
+=====================  ========================================================
+
+An adjoint is copied by the computing thread and written by the store's writer.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import xxhash
+
+from ..backends.arena import pages
+from ..chain import Chain
+from ..costs import Costs
+from ..errors import ArgumentError, CheckpointWarning, StateError, StoreError
+from ..execute import Resumed
+from ..layout import Array
+from ..slots import ArrayStates
+from .folder import LAST, LEFTOVERS, RUN, Folder
+from .records import (
+    BadFile,
+    Kind,
+    OrderedLayout,
+    RunFacts,
+    adjoint_table,
+    checksum_of,
+    encode,
+    parse_adjoint,
+    parse_run,
+    parse_states,
+    run_table,
+    states_table,
+)
+from .store import DurableStore
+
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
+
+_CHUNK = 4 << 20
+
+
+class OrderedStates(ArrayStates):
+    """Pytrees of NumPy arrays whose packed form tells the order of their axes."""
+
+    def layout(self, state: Any) -> OrderedLayout:
+        return OrderedLayout.of(state)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """An adjoint on the disk.
+
+    Attributes
+    ----------
+    name : str
+        Of its file.
+    step : int
+        Steps from here on are reversed.
+    given : bytes
+        Digest of the adjoint the sweep began with.
+    checksum : int
+        Of its record.
+    offset, file_bytes : int
+        Where the record begins, where the file ends.
+    """
+
+    name: str
+    step: int
+    given: bytes
+    checksum: int
+    offset: int
+    file_bytes: int
+
+
+class DurableRun:
+    """The durable side of a `Reversal`.
+
+    Parameters
+    ----------
+    path : str or Path
+        The folder; made if it does not exist.
+    every_s : float
+        Seconds between two adjoints, at least.
+    label : str
+        Must be the same when the run is resumed.
+    clock : callable
+        Seconds.
+
+    Raises
+    ------
+    ArgumentError
+        If a value breaks its rule.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        every_s: float = 60.0,
+        label: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not (every_s >= 0 and every_s < 1e9):
+            raise ArgumentError(f"durable_every_s={every_s!r} must be a number of seconds >= 0")
+        if not isinstance(label, str):
+            raise ArgumentError(f"durable_label={label!r} must be a str")
+        self.path = Path(path)
+        self.costs: Costs | None = None
+        self.store = DurableStore(self._opened)
+        self._probe = DurableStore(self._opened, "probe", lasting=False)
+        self._every_s, self._label, self._clock = every_s, label, clock
+        self._folder: Folder | None = None
+        self._facts: RunFacts | None = None
+        self._begun = False  # `run` is on the disk
+        self._taken = False  # and a sweep of this process goes on with it
+        self._checked = False  # whether the adjoint's layout was seen to stay
+        self._stored: list[int] = []
+        self._last: list[Array] | None = None
+        self._newest: Snapshot | None = None
+        self._adjoint_layout: OrderedLayout | None = None
+        self._given = b""
+        self._due_s = 0.0
+        self._busy = threading.Event()
+        self._failure = ""
+        self._buffer: Array | None = None
+        self._snapshots: list[str] = []
+        self.complete = False
+
+    def _opened(self) -> Folder:
+        assert self._folder is not None
+        return self._folder
+
+    # ---------------------------------------------------------------- beginning
+
+    def attach(self, layout: OrderedLayout, n_steps: int, state: Any) -> None:
+        """Open the folder and see what it holds for this run.
+
+        Raises
+        ------
+        StoreError
+            If the folder cannot be used, is in use, or holds another run.
+        """
+        self._layout, self._n_steps = layout, n_steps
+        packed, _ = layout.pack(layout.arrays(state))
+        structure, leaves = layout.describe()
+        before, self._facts = (
+            self._facts,
+            RunFacts(
+                n_steps=n_steps,
+                structure=structure,
+                leaves=leaves,
+                record_bytes=layout.record_bytes,
+                start=layout.digest(packed).hex(),
+                label=self._label,
+                package=_package(),
+            ),
+        )
+        if self._folder is None:
+            folder = Folder(self.path, create=True)
+            try:
+                folder.lock()
+                self._look(folder)
+            except BaseException:
+                folder.close()
+                raise
+            self._folder = folder
+        elif self._taken:
+            self._restart()
+        elif self._begun and before is not None and (what := before.difference(self._facts)):
+            raise self._another(self._folder, what)
+
+    @property
+    def taken(self) -> bool:
+        """Whether a sweep of this process has gone on with the run: the next begins anew.
+
+        Then the store must be closed before `attach`.
+        """
+        return self._taken
+
+    def _restart(self) -> None:
+        """Forget what the folder holds: the next sweep begins with state 0.
+
+        The process itself began that sweep.  It may have changed what its steps
+        compute since, which no file tells.
+        """
+        self.store.forget()
+        self.store.run = os.urandom(16)
+        self._begun = self._taken = self.complete = False
+        self._stored, self._last, self._newest, self._snapshots = [], None, None, []
+        self._opened().clear()
+
+    def _another(self, folder: Folder, difference: str) -> StoreError:
+        return folder.refused(
+            f"it holds another run: {difference}; finish that one, name another folder, "
+            f"or remove it with `multistage clean --force {self.path}`"
+        )
+
+    def _look(self, folder: Folder) -> None:
+        """Take up what is in the folder.  Raises StoreError if it is another run."""
+        if strangers := folder.strangers():
+            raise folder.refused(
+                f"it holds files that no durable run wrote, such as {strangers[0]!r}; "
+                "name a folder for this run alone"
+            )
+        self._begun = self.complete = False
+        try:
+            header, table = folder.header(RUN)
+            facts, costs = parse_run(header, table)
+        except FileNotFoundError:
+            folder.clear()  # killed before it began
+            self.store.forget()
+            self.store.run = os.urandom(16)
+            self.costs, self._last, self._newest = None, None, None
+            self._stored, self._snapshots = [], []
+            return
+        except (OSError, BadFile) as error:
+            raise folder.refused(
+                f"its file {RUN!r} cannot be used: {error}; remove what is left of that run with "
+                f"`multistage clean {self.path}`"
+            ) from error
+        assert self._facts is not None
+        if difference := facts.difference(self._facts):
+            raise self._another(folder, difference)
+        folder.clear(keep=[name for name in folder.names() if not name.startswith(LEFTOVERS)])
+        self.store.run = header.run
+        self._begun, self.costs = True, costs
+        if costs is not None and costs.state_bytes != self._layout.nbytes:
+            self.costs = None
+        self._last = self._read_last(folder)
+        self._newest, self._snapshots = None, []
+        if self._last is not None:
+            found = snapshots(folder, header.run, self._n_steps)
+            self._snapshots = [each.name for each in reversed(found)]
+            self._newest = next((each for each in found if intact(folder, each)), None)
+        below = self._n_steps if self._newest is None else self._newest.step
+        self._stored = self.store.adopt(self._layout, folder, below)
+        self.complete = self._newest is not None and self._newest.step == 0
+
+    def _read_last(self, folder: Folder) -> list[Array] | None:
+        """Return the arrays of the last state, None if it is not there."""
+        try:
+            header, table = folder.header(LAST)
+            steps, checksums = parse_states(header, table, self._layout.record_bytes)
+            if header.run != self.store.run or list(steps) != [self._n_steps]:
+                return None
+            record = pages(self._layout.record_bytes, touch=False)[: self._layout.record_bytes]
+            offset = len(header.prelude) + len(table)
+            folder.read(LAST, offset + header.payload_bytes, offset, record)
+        except (OSError, BadFile):
+            return None
+        arrays = self._layout.split(record)
+        if arrays is None or checksum_of([record]) != checksums[0]:
+            return None
+        return self._layout.unpack(arrays, None)
+
+    def begin(self, costs: Costs) -> Resumed | None:
+        """Return where to go on; or write that the run begins, and return None.
+
+        Raises
+        ------
+        StoreError
+            If that cannot be written.
+        """
+        self._taken = True
+        if self._begun:
+            end = None
+            if self._last is not None:
+                end = self._n_steps if self._newest is None else self._newest.step
+                self.store.release(end)
+            return Resumed(tuple(self._stored), self._last, end)
+        folder = self._opened()
+        assert self._facts is not None
+        try:
+            table = run_table(self._facts, costs)
+            folder.publish(RUN, [encode(Kind.RUN, self.store.run, table, 0)])
+        except OSError as error:
+            raise folder.refused(f"nothing can be written to it: {error}") from error
+        self._begun = True
+        return None
+
+    @property
+    def probe(self) -> DurableStore:
+        """A store in the same folder, to measure with."""
+        return self._probe
+
+    # --------------------------------------------------------------- the sweeps
+
+    def ended(self, last: Any) -> None:
+        """Write the last state; return when it is on the disk."""
+        if self._last is not None:
+            self._last = None  # the caller has it
+            return
+        layout = self._layout
+        pieces = layout.parts(layout.pack(layout.arrays(last, "the last state"))[0])
+        table = states_table([self._n_steps], [checksum_of(pieces)])
+        header = encode(Kind.STATES, self.store.run, table, layout.record_bytes)
+        try:
+            self._opened().publish(LAST, [header, *pieces])
+        except OSError as error:
+            self._warn(f"the last state cannot be written: {error}")
+
+    def start(self, adjoint: Adjoint) -> Adjoint:
+        """Return the adjoint to go on with: `adjoint`, or the newest on the disk that came from it.
+
+        Raises
+        ------
+        ArgumentError
+            If it is no pytree of arrays, or another than the run began with.
+        StoreError
+            If the one on the disk has become unreadable.
+        """
+        try:
+            layout: Any = OrderedLayout.of(adjoint)
+        except StateError as error:
+            raise ArgumentError(
+                f"a durable run writes the adjoint, which must be a pytree of arrays: {error}"
+            ) from error
+        packed, _ = layout.pack(layout.arrays(adjoint, "the adjoint"))
+        given = layout.digest(packed)
+        newest = self._newest
+        if newest is not None:
+            if newest.given != given:
+                raise ArgumentError(
+                    f"the adjoint differs from the one this run was reversed with down to step "
+                    f"{newest.step}; give that one, or remove the run with "
+                    f"`multistage clean --force {self.path}`"
+                )
+            adjoint = self._restored(layout, newest)
+            self._newest = None
+        self._adjoint_layout, self._given = layout, given
+        size = layout.record_bytes
+        self._buffer = pages(size)[:size]
+        self._busy.clear()
+        self._due_s, self._checked = -np.inf, False
+        return adjoint
+
+    def _restored(self, layout: OrderedLayout, found: Snapshot) -> Any:
+        try:
+            if found.file_bytes != found.offset + layout.record_bytes:
+                raise BadFile("it is not of this layout")
+            record = pages(layout.record_bytes, touch=False)[: layout.record_bytes]
+            self._opened().read(found.name, found.file_bytes, found.offset, record)
+            arrays = layout.split(record)
+            if arrays is None or checksum_of([record]) != found.checksum:
+                raise BadFile("it was changed")
+        except (OSError, BadFile) as error:
+            raise StoreError(
+                f"the adjoint at step {found.step} in {str(self.path)!r} cannot be used: {error}; "
+                "begin again with forward()"
+            ) from error
+        return layout.state(layout.unpack(arrays, None))
+
+    def chain(self, chain: Chain[State, Adjoint]) -> Chain[State, Adjoint]:
+        """Return the chain that also writes its adjoints."""
+        return _Recorded(chain, self)
+
+    @property
+    def due_s(self) -> float:
+        """When the next adjoint is to be written."""
+        return self._due_s
+
+    def snapshot(self, adjoint: Any, step: int) -> None:
+        """Copy the adjoint at `step` for the writer, unless that is still at the one before."""
+        if not self._checked:  # at the first step, not after hours
+            assert self._adjoint_layout is not None
+            self._adjoint_layout.arrays(adjoint, f"the adjoint of step {step}")
+            self._checked = True
+            self._due_s = self._clock() + self._every_s
+            if self._every_s:
+                return
+        if self._failure:
+            failure, self._failure = self._failure, ""
+            self._warn(failure)
+        if self._busy.is_set() or not step:
+            return
+        self._due_s = self._clock() + self._every_s
+        self._copy(adjoint, step)
+
+    def _copy(self, adjoint: Any, step: int) -> None:
+        layout, buffer = self._adjoint_layout, self._buffer
+        assert layout is not None and buffer is not None
+        layout.fill(buffer, layout.pack(layout.arrays(adjoint, f"the adjoint of step {step}"))[0])
+        self._busy.set()
+        self.store.submit(partial(self._publish, buffer, step))
+
+    def _publish(self, record: Array, step: int) -> None:
+        """Write an adjoint; on the writer."""
+        name = f"adjoint-{step}"
+        try:
+            table = adjoint_table(step, checksum_of([record]), self._given)
+            header = encode(Kind.ADJOINT, self.store.run, table, len(record))
+            folder = self._opened()
+            folder.publish(name, [header, record])
+            self.store.release(step)
+            self._snapshots.append(name)
+            while len(self._snapshots) > 2:
+                folder.unlink(self._snapshots.pop(0))
+        except Exception as error:  # the computing thread tells the caller
+            self._failure = f"the adjoint at step {step} cannot be written: {error}"
+        self._busy.clear()
+
+    def finish(self, adjoint: Any) -> None:
+        """Write the adjoint of state 0, which ends the run; return when it is on the disk."""
+        if not self.complete:
+            self.store.flush()
+            self._copy(adjoint, 0)
+            self.store.flush()
+            if self._failure:
+                failure, self._failure = self._failure, ""
+                self._warn(failure)
+        self.complete = True
+        self._buffer = None
+
+    def close(self, *, remove: bool) -> None:
+        """Give the folder back; remove it and its files if wanted.  May be called twice.
+
+        The store is closed by whoever opened it, before.
+        """
+        folder, self._folder = self._folder, None
+        self._buffer = self._last = None
+        if folder is None:
+            return
+        if remove:
+            folder.remove()
+        folder.close()
+        self._begun = self._taken = False
+
+    @staticmethod
+    def _warn(what: str) -> None:
+        warnings.warn(
+            f"{what}; the run goes on, resumed it would compute more again",
+            CheckpointWarning,
+            stacklevel=3,
+        )
+
+
+class _Recorded(Generic[State, Adjoint]):
+    """A chain that hands its adjoints to a durable run when one is due."""
+
+    def __init__(self, chain: Chain[State, Adjoint], run: DurableRun) -> None:
+        self.in_place = chain.in_place
+        self.state_is_tape = chain.state_is_tape
+        self.one_tape = getattr(chain, "one_tape", False)
+        self.advance = chain.advance
+        self.tape = chain.tape
+        step_back, clock, snapshot = chain.reverse, run._clock, run.snapshot
+
+        def reverse(tape: object, adjoint: Adjoint, step: int) -> Adjoint:
+            adjoint = step_back(tape, adjoint, step)
+            if clock() >= run._due_s:
+                snapshot(adjoint, step)
+            return adjoint
+
+        self.reverse = reverse
+
+
+def _package() -> str:
+    from .. import __version__  # not before the package is imported
+
+    return __version__
+
+
+def snapshots(folder: Folder, run: bytes, n_steps: int) -> list[Snapshot]:
+    """Return the adjoints in a folder whose headers are good, the furthest first."""
+    found = []
+    for name in folder.names():
+        if not name.startswith("adjoint-"):
+            continue
+        try:
+            header, table = folder.header(name)
+            step, checksum, given = parse_adjoint(header, table)
+        except (OSError, BadFile):
+            continue
+        if header.run == run and 0 <= step <= n_steps:
+            offset = len(header.prelude) + len(table)
+            size = offset + header.payload_bytes
+            found.append(Snapshot(name, step, given, checksum, offset, size))
+    return sorted(found, key=lambda each: each.step)
+
+
+def intact(folder: Folder, found: Snapshot) -> bool:
+    """Whether an adjoint's record passes its checksum; read piece by piece."""
+    seen = xxhash.xxh3_64()
+    piece = np.empty(_CHUNK, np.uint8)
+    at = found.offset
+    try:
+        while at < found.file_bytes:
+            part = piece[: min(_CHUNK, found.file_bytes - at)]
+            folder.read(found.name, found.file_bytes, at, part)
+            seen.update(part.data)
+            at += len(part)
+    except (OSError, BadFile):
+        return False
+    return int(seen.intdigest()) == found.checksum
