@@ -1,4 +1,4 @@
-"""The command line: probe | plan | simulate | demo."""
+"""The command line: probe | plan | simulate | demo | status | clean."""
 
 from __future__ import annotations
 
@@ -111,6 +111,29 @@ def _parser() -> argparse.ArgumentParser:
     simulating.add_argument("--jitter", help="lognormal:SIGMA or spikes:PROBABILITY,FACTOR")
     simulating.add_argument("--seed", type=int, default=0, help="seed of the jitter (0)")
     simulating.set_defaults(run=_simulate)
+
+    status = commands.add_parser(
+        "status",
+        help="show what the folder of a durable run holds",
+        description="Show what the folder of a durable run holds, how far the run is and whether "
+        "it can be resumed. Nothing is changed.",
+        epilog="example:\n  multistage status /scratch/run42",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    status.add_argument("folder", type=Path, help="what was given as durable=")
+    status.add_argument("--json", action="store_true", help="print only JSON")
+    status.set_defaults(run=_status)
+    cleaning = commands.add_parser(
+        "clean",
+        help="remove what a durable run left in its folder",
+        description="Remove what a durable run left in its folder, and the folder if it is empty "
+        "then. Files of others stay.",
+        epilog="example:\n  multistage clean --force /scratch/run42",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    cleaning.add_argument("folder", type=Path, help="what was given as durable=")
+    cleaning.add_argument("--force", action="store_true", help="even a run that can be resumed")
+    cleaning.set_defaults(run=_clean)
 
     demo = commands.add_parser("demo", help="run a demonstration on real data")
     demos = demo.add_subparsers(dest="demo", required=True, metavar="NAME")
@@ -362,6 +385,21 @@ def _probe(args: argparse.Namespace) -> int:
         "aiofiles reads may come from the page cache; direct reads come from the disk\n"
         "where the filesystem takes O_DIRECT."
     )
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    from .durable.status import inspect
+
+    found = inspect(args.folder)
+    print(json.dumps(asdict(found), indent=2) if args.json else found)
+    return 0
+
+
+def _clean(args: argparse.Namespace) -> int:
+    from .durable.status import clean
+
+    print(f"removed: {format_bytes(clean(args.folder, force=args.force))}")
     return 0
 
 

@@ -1,0 +1,284 @@
+"""What a durable folder holds, for people: `multistage status` and `multistage clean`."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tabulate import tabulate
+
+from ..costs import format_bytes, format_seconds
+from .folder import LAST, LEFTOVERS, RUN, Folder
+from .records import BadFile, Header, OtherVersion, RunFacts, parse_run, parse_states
+from .run import intact, snapshots
+
+# Of a label or the name of a leaf so much is shown.
+_SHOWN = 44
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a folder holds.
+
+    Attributes
+    ----------
+    path : str
+    resumable : bool
+        Whether the call that began the run goes on with it.
+    reason : str
+        Why, or why not, and what happens then.
+    in_use : str
+        Who has it now; empty if nobody.
+    n_steps : int or None
+        Steps of the run; None if its header cannot be used.
+    label, package : str
+    leaves : tuple of (path, shape, dtype), as text
+    forward_step : int
+        The newest state on the disk; n_steps when the forward sweep is over.
+    adjoint_step : int or None
+        Steps from here on are reversed; None before the first adjoint is there.
+    states, states_bytes : int
+        Checkpoints, and what their files take.
+    adjoints : int
+        Adjoints that pass their checksum.
+    leftovers, strangers : int
+        Files of no use, and files of others.
+    nbytes : int
+        Bytes of all files.
+    changed_s : float
+        Seconds since a file last changed.
+    """
+
+    path: str
+    resumable: bool
+    reason: str
+    in_use: str = ""
+    n_steps: int | None = None
+    label: str = ""
+    package: str = ""
+    leaves: tuple[tuple[str, str, str], ...] = ()
+    record_bytes: int = 0
+    forward_step: int = 0
+    adjoint_step: int | None = None
+    states: int = 0
+    states_bytes: int = 0
+    adjoints: int = 0
+    leftovers: int = 0
+    strangers: int = 0
+    nbytes: int = 0
+    changed_s: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Whether the gradient is there."""
+        return self.adjoint_step == 0
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the table's rows: what, value."""
+        n = self.n_steps
+        rows = []
+        if n is not None:
+            label = _plain(self.label) or "-"
+            forward = f"state {self.forward_step} of {n} ({_share(self.forward_step, n)})"
+            reverse = "-"
+            if self.adjoint_step is not None:
+                done = n - self.adjoint_step
+                reverse = f"adjoint at step {self.adjoint_step} ({_share(done, n)})"
+            rows += [
+                ("label", label),
+                ("written by", f"multistage {_plain(self.package)}"),
+                ("state", f"{_plain(_leaves(self.leaves))}, {format_bytes(self.record_bytes)}"),
+                ("forward", forward),
+                ("reverse", reverse),
+                ("checkpoints", f"{self.states} in {format_bytes(self.states_bytes)}"),
+                ("adjoints", f"{self.adjoints}"),
+            ]
+        rows.append(("all files", format_bytes(self.nbytes)))
+        if self.leftovers:
+            rows.append(("leftovers", f"{self.leftovers} files"))
+        if self.strangers:
+            rows.append(("files of others", f"{self.strangers}"))
+        rows += [
+            ("last change", f"{format_seconds(self.changed_s)} ago"),
+            ("in use by", self.in_use or "nobody"),
+            ("resumable", f"{'yes' if self.resumable else 'no'}: {self.reason}"),
+        ]
+        return rows
+
+    def __str__(self) -> str:
+        table = tabulate(self.rows(), tablefmt="plain", disable_numparse=True)
+        return f"{_plain(self.path, 200)}\n{table}"
+
+
+def inspect(path: str | os.PathLike[str]) -> Status:
+    """Return what a durable folder holds; nothing in it is changed.
+
+    Headers are verified, and the records of adjoints; those of states are
+    when they are read.
+
+    Raises
+    ------
+    StoreError
+        If there is no such folder, or it is refused: not yours, or writable
+        by others.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     print(inspect(folder).reason)
+    it holds no run
+    """
+    folder = Folder(Path(path))
+    try:
+        return _inspect(folder)
+    finally:
+        folder.close()
+
+
+def _inspect(folder: Folder) -> Status:
+    names = folder.names()
+    strangers = folder.strangers()
+    nbytes, newest = 0, os.fstat(folder.fd).st_mtime
+    for name in names:
+        try:
+            found = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
+        except OSError:
+            continue  # it went while we looked
+        nbytes += found.st_size
+        newest = max(newest, found.st_mtime)
+    in_use = folder.holder() if folder.in_use() else ""
+    base = Status(
+        path=str(folder.path),
+        resumable=False,
+        reason="it holds no run",
+        in_use=in_use,
+        strangers=len(strangers),
+        leftovers=sum(name.startswith(LEFTOVERS) for name in names),
+        nbytes=nbytes,
+        changed_s=max(0.0, time.time() - newest),
+    )
+    try:
+        header, table = folder.header(RUN)
+        facts, _ = parse_run(header, table)
+    except FileNotFoundError:
+        return base
+    except OtherVersion as error:
+        return _with(base, reason=f"another version of the package wrote it: {error}")
+    except (OSError, BadFile) as error:
+        return _with(base, reason=f"its file {RUN!r} cannot be used: {error}")
+    return _progress(folder, base, header, facts)
+
+
+def _progress(folder: Folder, base: Status, header: Header, facts: RunFacts) -> Status:
+    n, states, states_bytes, forward = facts.n_steps, 0, 0, 0
+    for name in folder.names():
+        if not name.startswith("states-"):
+            continue
+        try:
+            found, table = folder.header(name)
+            if found.run != header.run:
+                continue
+            steps, _ = parse_states(found, table, facts.record_bytes)
+        except (OSError, BadFile):
+            continue
+        states += len(steps)
+        states_bytes += found.payload_bytes
+        forward = max(forward, *(step for step in steps if step < n), 0)
+    ended = False
+    try:
+        last, table = folder.header(LAST)
+        ended = last.run == header.run and n in parse_states(last, table, facts.record_bytes)[0]
+    except (OSError, BadFile):
+        pass
+    good = [each for each in snapshots(folder, header.run, n) if intact(folder, each)]
+    adjoint = good[0].step if good and ended else None
+    if base.strangers:
+        reason, resumable = "it holds files of others beside the run", False
+    elif base.in_use:
+        reason, resumable = "it is running", False
+    elif adjoint == 0:
+        reason, resumable = "the same call returns the gradient at once", True
+    elif adjoint is not None:
+        reason, resumable = f"the same call goes on with adjoint step {adjoint - 1}", True
+    elif ended:
+        reason, resumable = "the same call goes on with the reverse sweep", True
+    else:
+        reason, resumable = f"the same call goes on from state {forward}", True
+    return _with(
+        base,
+        reason=reason,
+        resumable=resumable,
+        n_steps=n,
+        label=facts.label,
+        package=facts.package,
+        leaves=facts.leaves,
+        record_bytes=facts.record_bytes,
+        forward_step=n if ended else forward,
+        adjoint_step=adjoint,
+        states=states,
+        states_bytes=states_bytes,
+        adjoints=len(good),
+    )
+
+
+def clean(path: str | os.PathLike[str], *, force: bool = False) -> int:
+    """Remove what a run left in its folder, and the folder if it is empty then.
+
+    Parameters
+    ----------
+    force : bool
+        Remove even a run that can be resumed, or whose gradient nobody fetched.
+
+    Returns
+    -------
+    int
+        Bytes freed.
+
+    Raises
+    ------
+    StoreError
+        If the folder is refused, is in use, or holds what only `force` removes.
+    """
+    folder = Folder(Path(path))
+    try:
+        folder.lock()
+        # Not through `_inspect`'s eyes alone: the lock is ours now.
+        found = _with(_inspect(folder), in_use="")
+        if found.n_steps is not None and not force:
+            what = "a complete run" if found.complete else "a run that can be resumed"
+            raise folder.refused(
+                f"it holds {what} ({', '.join(_progress_of(found))}); add --force to remove it"
+            )
+        folder.remove()
+        return found.nbytes
+    finally:
+        folder.close()
+
+
+def _progress_of(found: Status) -> list[str]:
+    rows = dict(found.rows())
+    return [f"{what}: {rows[what]}" for what in ("forward", "reverse") if rows[what] != "-"]
+
+
+def _with(status: Status, **changes: object) -> Status:
+    return replace(status, **changes)  # type: ignore[arg-type]
+
+
+def _share(done: int, n: int) -> str:
+    return f"{100 * done / n:.1f} %"
+
+
+def _leaves(leaves: tuple[tuple[str, str, str], ...]) -> str:
+    if len(leaves) != 1:
+        return f"{len(leaves)} arrays"
+    path, shape, dtype = leaves[0]
+    return f"{path or 'array'} {shape} {dtype}"
+
+
+def _plain(text: str, most: int = _SHOWN) -> str:
+    """Return text of a file for a terminal: no control characters, not too long."""
+    shown = "".join(c if c.isprintable() else "?" for c in text[: most + 1])
+    return shown if len(shown) <= most else shown[: most - 3] + "..."

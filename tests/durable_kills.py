@@ -1,0 +1,207 @@
+"""kill -9 at random moments of durable runs, each resumed to the exact gradient.
+
+    python tests/durable_kills.py --kills 200 --seed 0
+
+A child begins a run, is killed after a random share of the time a run takes,
+and is resumed, killed again or not, until a child ends by itself: its last
+state and its gradient must be those of a run without checkpoints, to the last
+bit.  Children are forked before this process has any thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import zlib
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from multistage import Costs, FunctionChain, InPlaceChain, Reversal, Tier
+from multistage.durable.status import inspect
+
+# A step that takes some work, so that a run lasts long enough to be killed in.
+REPEATS = 16
+# Measuring would take most of the time.  About what it says on one machine.
+COSTS = Costs(2e-4, 1e-4, tiers=(Tier("durable", 1e-3, 1e-3),))
+
+
+def _advance(x: Any, i: int) -> Any:
+    y = x
+    for _ in range(REPEATS):
+        y = np.cos(y) + i / 7
+    return y
+
+
+def _forward(state: Any, start: int, stop: int) -> None:
+    for i in range(start, stop):
+        state[...] = _advance(state, i)
+
+
+def _reverse(state: Any, adjoint: Any, i: int) -> Any:
+    """Digest every bit of the state, the step and the adjoint after it; and add to a sum."""
+    seen = zlib.crc32(np.ascontiguousarray(state).tobytes(), int(adjoint["digest"]) ^ i)
+    return {
+        "digest": np.array(seen),
+        "sum": adjoint["sum"] * 0.999 + np.sin(state.ravel()[:50]),
+    }
+
+
+def _start(leaves: int) -> Any:
+    return np.asfortranarray(np.linspace(0, 1, leaves).reshape(2, -1))
+
+
+def _given() -> Any:
+    return {"digest": np.array(1), "sum": np.zeros(50)}
+
+
+# Name -> chain, array elements of a state, steps, slots.
+CASES: dict[str, tuple[Any, int, int, int]] = {
+    "small": (lambda: FunctionChain(_advance, _reverse), 400, 3000, 12),
+    "large": (lambda: FunctionChain(_advance, _reverse), 60_000, 60, 6),
+    "in-place": (lambda: InPlaceChain(_forward, _reverse), 3000, 600, 8),
+    "roomy": (lambda: FunctionChain(_advance, _reverse), 2000, 600, 10_000),
+}
+
+
+def answer(name: str) -> list[str]:
+    """Return the bits of the last state and of the gradient, every state kept."""
+    _, size, n, _ = CASES[name]
+    states = [_start(size)]
+    for i in range(n):
+        states.append(_advance(states[-1], i))
+    adjoint = _given()
+    for i in reversed(range(n)):
+        adjoint = _reverse(states[i], adjoint, i)
+    return _facts(states[-1], adjoint)
+
+
+def _facts(last: Any, adjoint: Any) -> list[str]:
+    """Return the bits of both, few enough to fit a pipe that nobody reads."""
+    seen = hashlib.sha256(last.tobytes()).hexdigest()
+    return [seen, adjoint["digest"].tobytes().hex() + adjoint["sum"].tobytes().hex()]
+
+
+def run(name: str, folder: Path, report: int, measured: bool) -> None:
+    """Run or resume one case; write what came of it to a descriptor."""
+    make, size, n, slots = CASES[name]
+    with Reversal(
+        make(),
+        n_steps=n,
+        budget=f"{slots} slots",
+        durable=folder,
+        durable_every_s=0.01,
+        durable_label=name,
+        costs=None if measured else replace(COSTS, state_bytes=8 * size),
+    ) as reversal:
+        last = reversal.forward(_start(size)).copy()
+        adjoint = reversal.reverse(_given())
+        counts = reversal.report().counts
+        text = json.dumps([*_facts(last, adjoint), counts.forward_steps, counts.reverse_steps])
+        with os.fdopen(report, "w") as pipe:
+            pipe.write(text)
+
+
+def child(
+    name: str, folder: Path, kill_s: float | None, measured: bool = False
+) -> list[Any] | None:
+    """Fork a child; kill it after a time, if one is given; return its report."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(reader)
+        code = 1
+        try:
+            run(name, folder, writer, measured)
+            code = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(writer)
+    if kill_s is not None:
+        time.sleep(kill_s)
+        os.kill(pid, signal.SIGKILL)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if status and not os.WIFSIGNALED(status):
+        raise SystemExit(f"{name}: a child failed; its folder is {folder}")
+    return json.loads(text) if text and not status else None
+
+
+def main() -> int | str:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", choices=list(CASES), help="one case alone")
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    names = [args.case] if args.case else list(CASES)
+    answers = {name: answer(name) for name in names}
+    lasts: dict[str, float] = {}
+    seen: Counter[str] = Counter()
+    kills = runs = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in names:
+            began = time.perf_counter()
+            assert child(name, Path(scratch, "run"), None) is not None
+            lasts[name] = time.perf_counter() - began
+        while kills < args.kills:
+            name = names[runs % len(names)]
+            folder = Path(scratch, "run")
+            runs += 1
+            result = None
+            measured = rng.random() < 0.1
+            for _ in range(rng.choice((1, 1, 2, 4))):
+                if kills == args.kills:
+                    break
+                result = child(name, folder, rng.uniform(0, 1.1) * lasts[name], measured)
+                kills += result is None
+                if result is not None:
+                    break
+                seen[_phase(folder)] += 1
+            if result is None:
+                result = child(name, folder, None)
+            assert result is not None
+            n = CASES[name][2]
+            seen["runs that computed less than all"] += result[3] < n
+            if result[:2] != answers[name]:
+                return f"{name}, run {runs}, seed {args.seed}: another gradient"
+            if folder.exists():
+                return f"{name}, run {runs}, seed {args.seed}: its folder is left"
+    told = ", ".join(f"{count} {what}" for what, count in sorted(seen.items()))
+    sys.stdout.write(f"{kills} kills in {runs} runs, every gradient exact: {told}\n")
+    return 0
+
+
+def _phase(folder: Path) -> str:
+    """Say what the killed child had reached."""
+    if not folder.exists():
+        return "before or after the folder"
+    found = inspect(folder)
+    if found.n_steps is None:
+        return "before the run began"
+    if found.adjoint_step is not None:
+        return "complete" if found.complete else "in the reverse sweep"
+    return (
+        "after the forward sweep"
+        if found.forward_step == found.n_steps
+        else ("in the forward sweep, with states" if found.states else "in the forward sweep")
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
