@@ -313,6 +313,11 @@ class OrderedLayout(Layout):
     ([1, 0], 66)
     """
 
+    @classmethod
+    def like(cls, layout: Layout) -> OrderedLayout:
+        """Return the same layout, ordered."""
+        return cls(layout._spec, layout.leaves, layout.nbytes)
+
     @property
     def record_bytes(self) -> int:
         """Bytes of one record: arrays, then the order of their axes."""

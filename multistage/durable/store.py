@@ -32,7 +32,7 @@ from functools import partial
 
 from ..backends.arena import LandingPool, pages
 from ..backends.base import CheckpointLost, StoreStats, TransferRecord
-from ..errors import CheckpointWarning, StoreError
+from ..errors import CheckpointWarning
 from ..layout import Array, Layout
 from ..steps import StepMap, StepSet
 from .folder import Folder
@@ -66,7 +66,6 @@ class _Batch:
         "name",
         "number",
         "offset",
-        "reads",
         "state",
         "steps",
     )
@@ -82,7 +81,6 @@ class _Batch:
         self.buffer: Array | None = None
         self.arrays: Sequence[Array] | None = None
         self.offset = self.file_bytes = 0
-        self.reads = 0  # queued and not fetched
         self.error = ""
 
 
@@ -110,7 +108,8 @@ class DurableStore:
     prefix : str
         Its files are named `{prefix}-{number}`.
     lasting : bool
-        Whether files stay when the store closes.
+        Whether files stay when the store closes.  Then a dropped state that is
+        put again is taken to be what it was: states of one run are.
 
     Notes
     -----
@@ -151,6 +150,7 @@ class DurableStore:
     def open(self, layout: Layout) -> None:
         """Start the threads.  Raises StoreError."""
         self.close()
+        self._plain = not isinstance(layout, OrderedLayout)
         self._layout = ordered = _ordered(layout)
         self._folder = self._folder_of()
         self._count = _per_batch(ordered)
@@ -267,9 +267,7 @@ class DurableStore:
         if self._no_space:
             self.stats.refused += 1
             return False
-        packed = arrays
-        if len(packed) == len(self._layout.leaves):  # from who knows no order of axes
-            packed = [*packed, self._layout.order(None)]
+        packed = [*arrays, self._layout.order(None)] if self._plain else arrays
         taken = (self._put_large if self._count == 1 else self._put_small)(key, packed, block)
         if taken:
             self.stats.writes += 1
@@ -282,9 +280,10 @@ class DurableStore:
         if key not in self._dropped:
             return False
         batch, _ = self._place(key)
-        if batch.state is _State.FAILED:
-            return False
         self._dropped.discard(key)
+        if batch.state is _State.FAILED or not self._lasting:
+            self._index.pop(key)
+            return False
         batch.live += 1
         if batch in self._dead:
             self._dead.remove(batch)
@@ -393,6 +392,7 @@ class DurableStore:
             return
         batch, _ = self._place(key)
         self._dropped.add(key)
+        self._reading.pop(key, None)  # nobody will ask for it
         batch.live -= 1
         if not batch.live:
             self._dead.append(batch)
@@ -409,11 +409,7 @@ class DurableStore:
         """Remove the files of dropped states that nobody needs and no thread is at."""
         left = []
         for batch in self._dead:
-            if (
-                batch.least < self._needed_below
-                or batch.reads
-                or batch.state not in (_State.DONE, _State.FAILED)
-            ):
+            if batch.least < self._needed_below or batch.state not in (_State.DONE, _State.FAILED):
                 left.append(batch)
                 continue
             for step in batch.steps:
@@ -445,7 +441,6 @@ class DurableStore:
         if not self._known(key) or key in self._reading:
             return
         batch, place = self._place(key)
-        batch.reads += 1
         read = self._reading[key] = _Read(batch, place, key)
         self._reads.put(read)
 
@@ -457,7 +452,6 @@ class DurableStore:
         read = self._reading.pop(key)
         with self._changed:
             self._changed.wait_for(lambda: read.done)
-        read.batch.reads -= 1
         if read.record is None:
             self._warn_if_full()
             self._lose(key)
@@ -469,7 +463,7 @@ class DurableStore:
         if arrays is None:
             self._lose(key)
             raise CheckpointLost("read failed: the order of its axes is none")
-        return arrays
+        return arrays[:-1] if self._plain else arrays
 
     # ----------------------------------------------------------------- threads
 
@@ -549,9 +543,7 @@ class DurableStore:
 
 
 def _ordered(layout: Layout) -> OrderedLayout:
-    if not isinstance(layout, OrderedLayout):
-        raise StoreError("a durable store keeps arrays with the order of their axes: OrderedLayout")
-    return layout
+    return layout if isinstance(layout, OrderedLayout) else OrderedLayout.like(layout)
 
 
 def _per_batch(layout: OrderedLayout) -> int:

@@ -1,0 +1,271 @@
+"""Files are believed only as far as they can be verified, whoever wrote them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multistage.costs import Costs, Tier
+from multistage.durable.folder import Folder
+from multistage.durable.records import (
+    PRELUDE,
+    TABLE_LIMIT,
+    VERSION,
+    BadFile,
+    Kind,
+    OrderedLayout,
+    OtherVersion,
+    RunFacts,
+    adjoint_table,
+    checksum_of,
+    encode,
+    parse_adjoint,
+    parse_prelude,
+    parse_run,
+    parse_states,
+    run_table,
+    states_table,
+)
+from multistage.durable.run import intact, snapshots
+from multistage.durable.status import inspect
+from multistage.durable.store import DurableStore
+from multistage.layout import Array
+
+LAYOUT = OrderedLayout.of({"a": np.zeros((2, 3)), "b": np.zeros(5, np.int8)})
+SIZE = LAYOUT.record_bytes
+RUN = b"r" * 16
+COSTS = Costs(1e-3, 2e-3, state_bytes=LAYOUT.nbytes, tiers=(Tier("durable", 1e-3, 1e-3),))
+FACTS = RunFacts(10, *LAYOUT.describe(), SIZE, "00", "label", "0.1.0")
+
+
+def record(key: int) -> Array:
+    """Return a record as a run writes it."""
+    made = np.full(SIZE, key, np.uint8)
+    made[LAYOUT.nbytes :] = LAYOUT.order(None)
+    return made
+
+
+def states(steps: tuple[int, ...] = (3, 4)) -> bytes:
+    records = [record(step % 256) for step in steps]
+    table = states_table(steps, [checksum_of([each]) for each in records])
+    return encode(Kind.STATES, RUN, table, SIZE * len(steps)) + b"".join(map(bytes, records))
+
+
+def adjoint(step: int = 4) -> bytes:
+    table = adjoint_table(step, checksum_of([record(7)]), b"g" * 16)
+    return encode(Kind.ADJOINT, RUN, table, SIZE) + bytes(record(7))
+
+
+def run() -> bytes:
+    return encode(Kind.RUN, RUN, run_table(FACTS, COSTS), 0)
+
+
+def read(data: bytes) -> Any:
+    """Parse a file by its kind, as it would be read; return what it says."""
+    header = parse_prelude(data[: PRELUDE.size], len(data))
+    table = data[PRELUDE.size :][: header.table_bytes]
+    match header.kind:
+        case Kind.RUN:
+            return parse_run(header, table)
+        case Kind.STATES:
+            return parse_states(header, table, SIZE)
+        case Kind.ADJOINT:
+            return parse_adjoint(header, table)
+
+
+def test_what_is_written_is_read() -> None:
+    assert read(run()) == (FACTS, COSTS)
+    steps, checksums = read(states())
+    assert list(steps) == [3, 4]
+    assert checksums[0] == checksum_of([record(3)])
+    assert read(adjoint()) == (4, checksum_of([record(7)]), b"g" * 16)
+
+
+@pytest.mark.parametrize("make", [run, states, adjoint])
+def test_every_bit_of_a_header_counts(make: Callable[[], bytes]) -> None:
+    data = make()
+    table_bytes = int.from_bytes(data[32:40], "little")
+    for at in range(PRELUDE.size + table_bytes):
+        for bit in (0, 7):
+            harmed = bytearray(data)
+            harmed[at] ^= 1 << bit
+            with pytest.raises(BadFile):
+                read(bytes(harmed))
+    for length in range(len(data)):
+        with pytest.raises(BadFile):
+            read(data[:length])
+
+
+def test_another_version_is_told_apart() -> None:
+    data = bytearray(run())
+    data[8] = VERSION + 1
+    with pytest.raises(OtherVersion, match=f"version {VERSION + 1}, this package writes {VERSION}"):
+        read(bytes(data))
+
+
+def forged(kind: int, table: bytes, payload: bytes, sizes: tuple[int, int] | None) -> bytes:
+    """Return a file with good checksums and whatever else one likes."""
+    data = encode(kind, RUN, table, len(payload)) + payload  # type: ignore[arg-type]
+    if sizes is None:
+        return data
+    import xxhash
+
+    head = data[:32] + b"".join(n.to_bytes(8, "little") for n in sizes) + data[48:56]
+    return head + xxhash.xxh3_64_intdigest(head + table).to_bytes(8, "little") + data[64:]
+
+
+SIZES = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, SIZE, TABLE_LIMIT, 2**31, 2**63])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=6,
+)
+NAMES = [*RunFacts.__slots__, "costs"]
+COSTLY = st.builds(
+    lambda **fields: json.dumps({**json.loads(COSTS.to_json()), **fields}),
+    forward_step_s=JSON,
+    tiers=JSON | st.lists(st.fixed_dictionaries({"name": JSON})),
+)
+DESCRIPTIONS = st.builds(
+    lambda fields: {**json.loads(run_table(FACTS, COSTS)), **fields},
+    st.dictionaries(st.sampled_from(NAMES), JSON | COSTLY, max_size=3),
+)
+TABLES = (
+    st.binary(max_size=80)
+    | JSON.map(lambda made: json.dumps(made).encode())
+    | DESCRIPTIONS.map(lambda made: json.dumps(made).encode())
+    | st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**64 - 1))).map(
+        lambda made: b"".join(
+            a.to_bytes(8, "little", signed=True) + b.to_bytes(8, "little") for a, b in made
+        )
+    )
+)
+FORGED = st.builds(
+    forged,
+    st.integers(0, 5),
+    TABLES,
+    st.binary(max_size=3 * SIZE),
+    st.none() | st.tuples(SIZES, SIZES),
+)
+
+
+@given(FORGED | st.binary(max_size=200))
+@settings(max_examples=400, deadline=None)
+def test_whatever_a_file_holds_it_is_read_or_refused(data: bytes) -> None:
+    try:
+        found = read(data)
+    except BadFile:
+        return
+    if isinstance(found[0], RunFacts):
+        facts, costs = found
+        assert type(facts.n_steps) is int
+        assert isinstance(facts.label, str)
+        assert facts.difference(FACTS) is None or isinstance(facts.difference(FACTS), str)
+        assert costs is None or costs.tiers[0].write_s <= 1e7
+
+
+NAMED = st.sampled_from(["run", "last", "states-0", "states-1", "adjoint-5", "tmp-run", "lock"])
+
+
+@given(st.dictionaries(NAMED, FORGED | st.sampled_from([run(), states(), adjoint()])))
+@settings(max_examples=150, deadline=None)
+def test_whatever_a_folder_holds_it_is_shown_and_adopted_or_refused(
+    files: dict[str, bytes],
+) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "run")
+        path.mkdir(0o700)
+        for name, data in files.items():
+            path.joinpath(name).write_bytes(data)
+        assert str(inspect(path))
+        folder = Folder(path)
+        found = snapshots(folder, RUN, 10)
+        assert all(0 <= each.step <= 10 and intact(folder, each) in (True, False) for each in found)
+        store = DurableStore(lambda: folder)
+        store.run = RUN
+        steps = store.adopt(LAYOUT, folder, 10)
+        assert all(0 <= step < 10 for step in steps)
+        store.open(LAYOUT)
+        try:
+            for step in steps:
+                try:
+                    arrays = store.get(step)
+                except Exception as error:
+                    assert type(error).__name__ == "CheckpointLost"
+                else:
+                    assert [a.nbytes for a in arrays[:-1]] == [48, 5]
+                    LAYOUT.unpack(arrays, None)
+        finally:
+            store.close()
+            folder.close()
+
+
+def test_a_long_table_is_not_read() -> None:
+    with pytest.raises(BadFile, match="longer than"):
+        parse_prelude(run()[:32] + (TABLE_LIMIT + 1).to_bytes(8, "little") + bytes(24), 10**12)
+
+
+def test_a_deep_description_is_refused() -> None:
+    table = b"[" * 100_000 + b"]" * 100_000
+    with pytest.raises(BadFile, match="cannot be read"):
+        read(encode(Kind.RUN, RUN, table, 0))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"forward_step_s": 1e-300},
+        {"forward_step_s": 1e300},
+        {"reverse_step_s": 1e300},
+        {"tiers": []},
+        {"tiers": [{"name": "x", "write_s": 1e300, "read_s": 1.0}]},
+        {"tiers": [{"name": "x", "write_s": 1.0, "read_s": 1.0, "queue_depth": 2**40}]},
+        {"tiers": [{"name": 3, "write_s": 1.0, "read_s": 1.0}]},
+        {"state_bytes": 1.5},
+    ],
+)
+def test_costs_nobody_measured_are_measured_again(changes: dict[str, Any]) -> None:
+    costs = json.dumps({**json.loads(COSTS.to_json()), **changes})
+    data = json.loads(run_table(FACTS, COSTS)) | {"costs": costs}
+    assert read(encode(Kind.RUN, RUN, json.dumps(data).encode(), 0)) == (FACTS, None)
+
+
+@given(st.binary(min_size=2, max_size=2))
+def test_an_order_of_axes_is_a_permutation_or_none(order: bytes) -> None:
+    made = record(0)
+    made[LAYOUT.nbytes : LAYOUT.nbytes + 2] = list(order)
+    good = sorted(order) == [0, 1]
+    assert (LAYOUT.split(made) is not None) == good
+
+
+def test_nothing_is_unpickled() -> None:
+    import multistage.durable as package
+
+    for path in Path(package.__file__).parent.glob("*.py"):
+        text = path.read_text()
+        for word in ("import pickle", "marshal", "eval(", "exec(", "np.load", "allow_pickle"):
+            assert word not in text, (path.name, word)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    try:
+        folder.publish("states-0", [states()])
+        size = len(states())
+        folder.read("states-0", size, size - SIZE, np.empty(SIZE, np.uint8))
+        with pytest.raises(OSError, match="ends before"):
+            folder.read("states-0", size, size - SIZE + 1, np.empty(SIZE, np.uint8))
+        os.truncate(tmp_path / "states-0", size - 1)
+        with pytest.raises(BadFile, match="it was changed"):
+            folder.read("states-0", size, 0, np.empty(4, np.uint8))
+    finally:
+        folder.close()

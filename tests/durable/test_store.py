@@ -1,0 +1,223 @@
+"""The store of durable runs: the contract, and what it keeps on the disk for whom."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from multistage.backends import CheckpointLost
+from multistage.backends.testing import check_store
+from multistage.durable.folder import Folder
+from multistage.durable.records import OrderedLayout
+from multistage.durable.store import DurableStore
+from multistage.errors import CheckpointWarning
+from multistage.layout import Array
+
+SMALL = OrderedLayout.of(np.zeros(100))
+LARGE = OrderedLayout.of(np.zeros((300, 400)))
+LAYOUTS = [SMALL, LARGE]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    made = Folder(tmp_path / "run", create=True)
+    yield made
+    made.close()
+
+
+def opened(folder: Folder, layout: OrderedLayout, below: int | None = None) -> DurableStore:
+    store = DurableStore(lambda: folder)
+    if below is not None:
+        store.adopt(layout, folder, below)
+    store.open(layout)
+    return store
+
+
+def packed(layout: OrderedLayout, key: int) -> list[Array]:
+    (leaf,) = layout.leaves
+    return list(layout.pack([np.full(leaf.shape, key / 3)])[0])
+
+
+def files(folder: Folder) -> list[str]:
+    return [name for name in folder.names() if name.startswith("states-")]
+
+
+def value(store: DurableStore, key: int) -> float:
+    return float(store.get(key)[0].ravel()[-1])
+
+
+def test_contract(folder: Folder) -> None:
+    check_store(lambda: DurableStore(lambda: folder, "probe", lasting=False))
+    assert folder.names() == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_process_finds_what_was_written(folder: Folder, layout: OrderedLayout) -> None:
+    store = opened(folder, layout)
+    for key in range(7):
+        assert store.put(key, packed(layout, key), block=True)
+    store.close()
+    heir = DurableStore(lambda: folder)
+    assert heir.adopt(layout, folder, 6) == [0, 1, 2, 3, 4, 5]
+    heir.open(layout)
+    assert [value(heir, key) for key in (5, 0, 3)] == [5 / 3, 0, 1]
+    with pytest.raises(CheckpointLost):
+        heir.get(6)  # not below 6
+    assert heir.put(8, packed(layout, 8), block=True)  # under a new name
+    assert value(heir, 8) == 8 / 3
+    heir.close()
+    assert set(DurableStore(lambda: folder).adopt(layout, folder, 9)) >= {*range(6), 8}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_order_of_axes_comes_back(folder: Folder, layout: OrderedLayout) -> None:
+    layout = OrderedLayout.of({"a": np.zeros((5, 4, 3)), "b": np.zeros(())})
+    before = [np.arange(60.0).reshape(3, 5, 4).transpose(1, 2, 0), np.array(2.5)]
+    store = opened(folder, layout)
+    assert store.put(3, layout.pack(before)[0])
+    store.close()
+    heir = opened(folder, layout, 4)
+    after = layout.unpack(heir.get(3), None)
+    heir.close()
+    assert [a.strides for a in after] == [a.strides for a in before]
+    assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_dropped_stays_until_an_adjoint_makes_it_unneeded(
+    folder: Folder, layout: OrderedLayout
+) -> None:
+    store = opened(folder, layout)
+    for key in range(4):
+        assert store.put(key, packed(layout, key), block=True)
+        store.flush()  # a file each
+    assert len(files(folder)) == 4
+    store.release(4)
+    for key in (3, 2):
+        store.drop(key)
+        with pytest.raises(CheckpointLost):
+            store.get(key)
+    store.flush()
+    assert len(files(folder)) == 4
+    store.release(3)  # an adjoint at step 3: state 2 is wanted next
+    store.drop(1)
+    store.flush()
+    assert len(files(folder)) == 3
+    store.close()
+    heir = DurableStore(lambda: folder)
+    assert heir.adopt(layout, folder, 3) == [0, 1, 2]
+
+
+def test_a_dropped_state_that_is_put_again_is_not_written_again(folder: Folder) -> None:
+    store = opened(folder, LARGE)
+    assert store.put(5, packed(LARGE, 5), block=True)
+    store.drop(5)
+    assert store.put(5, packed(LARGE, 5), block=True)
+    store.flush()
+    assert value(store, 5) == 5 / 3
+    assert len(files(folder)) == 1
+    store.close()
+
+
+def test_a_free_writer_takes_what_there_is_and_a_busy_one_lets_it_fill(folder: Folder) -> None:
+    store, gate = opened(folder, SMALL), threading.Event()
+    assert store.put(0, packed(SMALL, 0))
+    store.flush()
+    assert len(files(folder)) == 1
+    store.submit(lambda: bool(gate.wait()) and None)
+    for key in range(1, 50):
+        assert store.put(key, packed(SMALL, key))
+    gate.set()
+    store.flush()
+    assert len(files(folder)) == 2
+    store.close()
+
+
+def test_full_buffers_refuse(folder: Folder) -> None:
+    layout = OrderedLayout.of(np.zeros(30_000))  # four to a batch
+    store, gate = opened(folder, layout), threading.Event()
+    store.submit(lambda: bool(gate.wait()) and None)
+    taken = [store.put(key, packed(layout, key)) for key in range(14)]
+    assert taken == [True] * 12 + [False] * 2
+    assert store.stats.refused == 2
+    gate.set()
+    assert store.put(20, packed(layout, 20), block=True)
+    store.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_full_disk_refuses_and_says_so_once(
+    folder: Folder, layout: OrderedLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(folder, layout)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folder, "publish", full)
+    assert store.put(1, packed(layout, 1), block=True)
+    store.flush()
+    with pytest.warns(CheckpointWarning, match="no space is left"):
+        assert not store.wait_written(1)
+    assert not store.put(2, packed(layout, 2), block=True)
+    assert store.stats.refused == 1
+    with pytest.raises(CheckpointLost):
+        store.get(1)
+    store.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("harm", ["flip", "cut", "longer", "gone", "link", "swap"])
+def test_a_file_that_was_harmed_is_a_lost_checkpoint(
+    folder: Folder, layout: OrderedLayout, harm: str
+) -> None:
+    store = opened(folder, layout)
+    for key in (1, 2):
+        assert store.put(key, packed(layout, key), block=True)
+        store.flush()
+    path, other = (folder.path / name for name in files(folder))
+    data = path.read_bytes()
+    if harm == "flip":
+        path.write_bytes(data[:-40] + bytes([data[-40] ^ 1]) + data[-39:])
+    elif harm == "cut":
+        os.truncate(path, len(data) - 1)
+    elif harm == "longer":
+        path.write_bytes(data + b"\0")
+    elif harm == "swap":
+        path.write_bytes(other.read_bytes())
+    else:
+        path.unlink()
+        if harm == "link":
+            path.symlink_to(other)
+    with pytest.raises(CheckpointLost):
+        store.get(1)
+    assert value(store, 2) == 2 / 3
+    store.close()
+    # Whoever comes next either finds it bad at once or when it is read.
+    heir = DurableStore(lambda: folder)
+    found = heir.adopt(layout, folder, 9)
+    heir.open(layout)
+    if 1 in found:
+        with pytest.raises(CheckpointLost):
+            heir.get(1)
+    assert value(heir, 2) == 2 / 3
+    heir.close()
+
+
+def test_what_is_not_ours_is_not_adopted(folder: Folder) -> None:
+    store = opened(folder, SMALL)
+    store.run = b"1" * 16
+    assert store.put(1, packed(SMALL, 1))
+    store.close()
+    other = DurableStore(lambda: folder)
+    other.run = b"2" * 16
+    assert other.adopt(SMALL, folder, 9) == []
+    assert files(folder) == []  # of a run that is over
+    (folder.path / "states-5").mkdir()
+    assert other.adopt(SMALL, folder, 9) == []
+    (folder.path / "states-5").rmdir()
