@@ -50,7 +50,8 @@ def _forward(state: Any, start: int, stop: int) -> None:
 
 def _reverse(state: Any, adjoint: Any, i: int) -> Any:
     """Digest every bit of the state, the step and the adjoint after it; and add to a sum."""
-    seen = zlib.crc32(np.ascontiguousarray(state).tobytes(), int(adjoint["digest"]) ^ i)
+    for _ in range(REPEATS // 2):
+        seen = zlib.crc32(np.ascontiguousarray(state).tobytes(), int(adjoint["digest"]) ^ i)
     return {
         "digest": np.array(seen),
         "sum": adjoint["sum"] * 0.999 + np.sin(state.ravel()[:50]),
@@ -68,7 +69,7 @@ def _given() -> Any:
 # Name -> chain, array elements of a state, steps, slots.
 CASES: dict[str, tuple[Any, int, int, int]] = {
     "small": (lambda: FunctionChain(_advance, _reverse), 400, 3000, 12),
-    "large": (lambda: FunctionChain(_advance, _reverse), 60_000, 60, 6),
+    "large": (lambda: FunctionChain(_advance, _reverse), 60_000, 40, 6),
     "in-place": (lambda: InPlaceChain(_forward, _reverse), 3000, 600, 8),
     "roomy": (lambda: FunctionChain(_advance, _reverse), 2000, 600, 10_000),
 }
@@ -107,13 +108,18 @@ def run(name: str, folder: Path, report: int, measured: bool) -> None:
         last = reversal.forward(_start(size)).copy()
         adjoint = reversal.reverse(_given())
         counts = reversal.report().counts
-        text = json.dumps([*_facts(last, adjoint), counts.forward_steps, counts.reverse_steps])
+        done = [counts.forward_steps, counts.reverse_steps, counts.elapsed_s]
+        text = json.dumps([*_facts(last, adjoint), *done])
         with os.fdopen(report, "w") as pipe:
             pipe.write(text)
 
 
 def child(
-    name: str, folder: Path, kill_s: float | None, measured: bool = False
+    name: str,
+    folder: Path,
+    kill_s: float | None,
+    measured: bool = False,
+    begun: bool = True,
 ) -> list[Any] | None:
     """Fork a child; kill it after a time, if one is given; return its report."""
     reader, writer = os.pipe()
@@ -132,6 +138,9 @@ def child(
             os._exit(code)
     os.close(writer)
     if kill_s is not None:
+        # Measuring and planning come first and are soon killed enough.
+        while begun and not (folder / "run").exists() and not _ended(pid):
+            time.sleep(1e-4)
         time.sleep(kill_s)
         os.kill(pid, signal.SIGKILL)
     with os.fdopen(reader) as pipe:
@@ -140,6 +149,10 @@ def child(
     if status and not os.WIFSIGNALED(status):
         raise SystemExit(f"{name}: a child failed; its folder is {folder}")
     return json.loads(text) if text and not status else None
+
+
+def _ended(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
 
 
 def main() -> int | str:
@@ -156,19 +169,20 @@ def main() -> int | str:
     kills = runs = 0
     with tempfile.TemporaryDirectory() as scratch:
         for name in names:
-            began = time.perf_counter()
-            assert child(name, Path(scratch, "run"), None) is not None
-            lasts[name] = time.perf_counter() - began
+            whole = child(name, Path(scratch, "run"), None)
+            assert whole is not None
+            lasts[name] = whole[4]
         while kills < args.kills:
             name = names[runs % len(names)]
             folder = Path(scratch, "run")
             runs += 1
             result = None
-            measured = rng.random() < 0.1
+            measured, begun = rng.random() < 0.1, rng.random() < 0.9
             for _ in range(rng.choice((1, 1, 2, 4))):
                 if kills == args.kills:
                     break
-                result = child(name, folder, rng.uniform(0, 1.1) * lasts[name], measured)
+                wait_s = rng.uniform(0, 1.1) * lasts[name]
+                result = child(name, folder, wait_s, measured, begun)
                 kills += result is None
                 if result is not None:
                     break

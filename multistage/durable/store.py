@@ -267,7 +267,9 @@ class DurableStore:
         if self._no_space:
             self.stats.refused += 1
             return False
-        packed = [*arrays, self._layout.order(None)] if self._plain else arrays
+        packed = arrays
+        if len(packed) == len(self._layout.leaves):  # from one who knows plain layouts only
+            packed = [*packed, self._layout.order(None)]
         taken = (self._put_large if self._count == 1 else self._put_small)(key, packed, block)
         if taken:
             self.stats.writes += 1
@@ -477,6 +479,9 @@ class DurableStore:
             batch.state = _State.QUEUED
             if self._filling is batch:
                 self._filling = None  # from here on it grows no more
+            if not batch.steps:  # the put that began it raised
+                self._give_back(batch, _State.FAILED)
+                return
         began = time.perf_counter()
         state, layout, count = _State.DONE, self._layout, len(batch.steps)
         size = layout.record_bytes
@@ -506,11 +511,14 @@ class DurableStore:
         first = batch.steps[0]
         self.transfers.append(TransferRecord("write", first, began, ended, count * size))
         with self._changed:
-            if batch.buffer is not None:
-                self._buffers.append(batch.buffer)
-            batch.buffer = batch.arrays = None
-            batch.state = state
-            self._changed.notify_all()
+            self._give_back(batch, state)
+
+    def _give_back(self, batch: _Batch, state: _State) -> None:
+        if batch.buffer is not None:
+            self._buffers.append(batch.buffer)
+        batch.buffer = batch.arrays = None
+        batch.state = state
+        self._changed.notify_all()
 
     def _reader(self) -> None:
         size = self._layout.record_bytes

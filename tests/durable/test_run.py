@@ -1,0 +1,559 @@
+"""A run that is broken off and called again ends with the same gradient, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chains import CHAINS, raw, store_all
+
+from multistage import Costs, FunctionChain, Reversal, Tier, reverse
+from multistage.durable.folder import Folder
+from multistage.durable.status import inspect
+from multistage.errors import ArgumentError, CheckpointWarning, StateError, StoreError
+
+FAST = Costs(1.0, 1.0, tiers=(Tier("durable", 1.0, 1.0),))  # every state is worth a write
+SLOW = Costs(1.0, 1.0, tiers=(Tier("durable", 4.5, 4.5),))
+
+
+class BrokenOff(Exception):
+    """What ends a process, in these tests."""
+
+
+class Breaking:
+    """A chain that can be broken off, and whose adjoint is an array."""
+
+    def __init__(self, chain: Any, forward: int | None = None, back: int | None = None) -> None:
+        self.in_place, self.state_is_tape = chain.in_place, chain.state_is_tape
+        self.chain, self.forward, self.back = chain, forward, back
+        self.steps = self.reversed = 0
+
+    def advance(self, state: Any, start: int, stop: int) -> Any:
+        for i in range(start, stop):
+            if i == self.forward:
+                raise BrokenOff
+            state = self.chain.advance(state, i, i + 1)
+            self.steps += 1
+        return state
+
+    def tape(self, state: Any, step: int) -> Any:
+        if step == self.forward:
+            raise BrokenOff
+        return self.chain.tape(state, step)
+
+    def reverse(self, tape: Any, adjoint: Any, step: int) -> Any:
+        if step == self.back:
+            raise BrokenOff
+        self.reversed += 1
+        return [np.array(self.chain.reverse(tape, int(adjoint[0]), step))]
+
+
+def sweep(
+    name: str,
+    n: int,
+    folder: Path,
+    costs: Costs = FAST,
+    slots: int = 4,
+    forward: int | None = None,
+    back: int | None = None,
+    **options: Any,
+) -> tuple[bytes, int, Breaking]:
+    """Run a sweep, or begin one that breaks off; return last state, adjoint and the chain."""
+    make, start = CHAINS[name]
+    chain = Breaking(make(), forward, back)
+    settings: dict[str, Any] = {"durable_every_s": 0, "checked": True, "costs": costs} | options
+    with Reversal(chain, n_steps=n, budget=f"{slots} slots", durable=folder, **settings) as run:
+        last = raw(run.forward(start()))
+        adjoint = run.reverse([np.array(1)])
+    return last, int(adjoint[0]), chain
+
+
+def broken_off(name: str, n: int, folder: Path, **options: Any) -> None:
+    with pytest.raises(BrokenOff):
+        sweep(name, n, folder, **options)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("costs", [FAST, SLOW], ids=["fast", "slow"])
+@pytest.mark.parametrize(("n", "slots"), [(1, 1), (2, 2), (23, 1), (23, 4), (23, 30)])
+def test_broken_off_thrice_and_exact(
+    name: str, costs: Costs, n: int, slots: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    if not CHAINS[name][0]().state_is_tape:
+        costs = Costs(1.0, 1.0, 1.0, tiers=costs.tiers)
+    options: dict[str, Any] = {"costs": costs, "slots": slots}
+    for broken in ({"forward": n // 2}, {"back": n - 1}, {"back": n // 2}, {"back": 0}):
+        broken_off(name, n, folder, **options, **broken)
+    last, adjoint, chain = sweep(name, n, folder, **options)
+    assert (last, adjoint) == store_all(name, n)
+    assert chain.reversed == min(n, 1 if n < 23 else chain.reversed)
+    assert not folder.exists()
+
+
+def test_a_resumed_forward_sweep_goes_on_from_the_newest_state(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    broken_off("nested", 60, folder, forward=40)
+    found = inspect(folder)
+    assert (found.forward_step, found.states) == (40, 41)
+    last, adjoint, chain = sweep("nested", 60, folder)
+    assert (last, adjoint) == store_all("nested", 60)
+    assert 20 <= chain.steps < 40  # 20 of the forward sweep, few of them again
+
+
+def test_a_resumed_reverse_sweep_runs_no_step_before_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    broken_off("nested", 60, folder, back=25)
+    assert inspect(folder).adjoint_step is not None
+    chain = Breaking(CHAINS["nested"][0]())
+    with Reversal(
+        chain, n_steps=60, budget="4 slots", durable=folder, durable_every_s=0, costs=FAST
+    ) as run:
+        last = run.forward(CHAINS["nested"][1]())
+        assert chain.steps == 0
+        assert raw(last) == store_all("nested", 60)[0]
+        run.reverse([np.array(1)])
+        assert chain.steps == 0  # every state is on the disk
+        assert chain.reversed < 60
+        assert run.report().n_steps == chain.reversed
+
+
+def test_without_costs_they_are_measured_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    broken_off("nested", 40, folder, costs=None, back=20)
+    chain = Breaking(CHAINS["nested"][0]())
+    with Reversal(chain, n_steps=40, budget="4 slots", durable=folder) as run:
+        run.forward(CHAINS["nested"][1]())
+        assert chain.steps == 0
+        (adjoint,) = run.reverse([np.array(1)])
+    assert int(adjoint) == store_all("nested", 40)[1]
+
+
+@pytest.mark.parametrize("planner", ["store-all", "revolve", "interval", "online", "h-revolve"])
+def test_any_planner_can_be_resumed(planner: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options: dict[str, Any] = {"planner": planner, "costs": SLOW, "slots": 25, "checked": False}
+    for broken in ({"forward": 15}, {"back": 18}, {"back": 3}):
+        broken_off("nested", 23, folder, **options, **broken)
+    assert sweep("nested", 23, folder, **options)[:2] == store_all("nested", 23)
+
+
+def test_prepare_does_not_begin_a_run_nor_end_one(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    broken_off("nested", 30, folder, back=10)
+    chain = Breaking(CHAINS["nested"][0]())
+    with Reversal(
+        chain, n_steps=30, budget="4 slots", durable=folder, durable_every_s=0, costs=FAST
+    ) as run:
+        run.prepare(CHAINS["nested"][1]())
+        run.forward(CHAINS["nested"][1]())
+        assert chain.steps == 0
+        (adjoint,) = run.reverse([np.array(1)])
+    assert int(adjoint) == store_all("nested", 30)[1]
+
+
+# ------------------------------------------------------------ what is not resumed
+
+
+def simple(folder: Path, n: int = 20, **options: Any) -> Reversal[Any, Any]:
+    settings: dict[str, Any] = {
+        "durable_every_s": 0,
+        "costs": FAST,
+        "budget": "4 slots",
+    } | options
+    return Reversal(
+        lambda x, i: x * 1.01 + i, lambda x, a, i: a * x + i, n, durable=folder, **settings
+    )
+
+
+def left(folder: Path, n: int = 20, **options: Any) -> None:
+    """Leave a run behind whose forward sweep is over."""
+    run = simple(folder, n, **options)
+    run.forward(np.ones(3))
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("n", "state", "options", "reason"),
+    [
+        (21, np.ones(3), {}, "n_steps=20, this run 21"),
+        (20, np.zeros(3), {}, "another state 0"),
+        (20, np.ones(4), {}, r"leaf array \(3,\) float64, this run's array \(4,\) float64"),
+        (20, np.ones(3, np.float32), {}, "float64, this run's array .* float32"),
+        (20, [np.ones(3)], {}, "its states have leaf array"),
+        (20, (np.ones(3), np.ones(3)), {}, "its states have leaf array"),
+        (20, np.ones(3), {"durable_label": "b"}, "its label is 'a', this run's 'b'"),
+    ],
+)
+def test_another_run_is_refused(
+    n: int, state: Any, options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    left(folder, durable_label="a")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(StoreError, match=reason) as caught:
+        simple(folder, n, **{"durable_label": "a"} | options).forward(state)
+    assert "multistage clean --force" in str(caught.value)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} | {"lock": b""} == (
+        before | {"lock": b""}
+    )
+    assert inspect(folder).resumable
+
+
+def test_lists_are_no_tuples(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    chain = FunctionChain(lambda x, i: x, lambda x, a, i: a)
+    run: Any = Reversal(chain, n_steps=5, budget="3 slots", durable=folder, costs=FAST)
+    run.forward([np.ones(1)])
+    run.close()
+    with pytest.raises(StoreError, match=r"its states are .*this run's"):
+        run.forward((np.ones(1),))
+
+
+def test_another_format_version_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    left(folder)
+    data = bytearray((folder / "run").read_bytes())
+    data[8] += 1
+    (folder / "run").write_bytes(data)
+    with pytest.raises(StoreError, match="format version 2, this package writes 1"):
+        simple(folder).forward(np.ones(3))
+    assert not inspect(folder).resumable
+
+
+def test_a_folder_of_other_things_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("...")
+    with pytest.raises(StoreError, match=r"no durable run wrote, such as 'thesis.tex'"):
+        simple(tmp_path).forward(np.ones(3))
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_run_has_its_folder_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with simple(folder) as first:
+        first.forward(np.ones(3))
+        with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
+            simple(folder).forward(np.ones(3))
+        first.reverse(np.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tier": "memory:"}, "leave tier= out"),
+        ({"states": object()}, "not states="),
+        ({"n": None}, "needs n_steps"),
+        ({"durable_every_s": -1}, "durable_every_s=-1"),
+        ({"durable_every_s": float("nan")}, "durable_every_s=nan"),
+        ({"durable_label": 3}, "durable_label=3"),
+    ],
+)
+def test_arguments_are_checked(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=reason):
+        simple(tmp_path / "run", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------- adjoints
+
+
+def test_the_adjoint_must_be_the_one_it_was(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (gradient,) = plain(20)
+    broken(folder, 20, 7)
+    with simple(folder) as run:
+        run.forward(np.ones(3))
+        with pytest.raises(ArgumentError, match="differs from the one"):
+            run.reverse(np.full(3, 2.0))
+        with pytest.raises(ArgumentError, match="differs from the one"):
+            run.reverse(np.ones(3, np.float32))
+        assert np.array_equal(run.reverse(np.ones(3)), gradient)
+
+
+def plain(n: int) -> tuple[Any]:
+    """Return the gradient of `simple`, every state kept."""
+    states = [np.ones(3)]
+    for i in range(n):
+        states.append(states[-1] * 1.01 + i)
+    adjoint = np.ones(3)
+    for i in reversed(range(n)):
+        adjoint = adjoint * states[i] + i
+    return (adjoint,)
+
+
+def broken(folder: Path, n: int, back: int, **options: Any) -> None:
+    """Leave a run of `simple` behind that was broken off at adjoint step `back`."""
+
+    def adjoint_step(x: Any, a: Any, i: int) -> Any:
+        if i == back:
+            raise BrokenOff
+        return a * x + i
+
+    with (
+        pytest.raises(BrokenOff),
+        Reversal(
+            lambda x, i: x * 1.01 + i,
+            adjoint_step,
+            n,
+            durable=folder,
+            **{"durable_every_s": 0, "costs": FAST, "budget": "4 slots"} | options,
+        ) as run,
+    ):
+        run.forward(np.ones(3))
+        run.reverse(np.ones(3))
+
+
+def test_an_adjoint_of_other_things_is_refused_before_its_steps(tmp_path: Path) -> None:
+    with simple(tmp_path / "run") as run:
+        run.forward(np.ones(3))
+        with pytest.raises(ArgumentError, match="must be a pytree of arrays"):
+            run.reverse(1.0)
+        assert np.array_equal(run.reverse(np.ones(3)), plain(20)[0])
+
+
+def test_an_adjoint_keeps_its_layout(tmp_path: Path) -> None:
+    run: Any = Reversal(
+        lambda x, i: x, lambda x, a, i: a.astype(np.float64), 9, durable=tmp_path / "run"
+    )
+    run.forward(np.ones(3))
+    with pytest.raises(StateError, match="the adjoint of step 8 changed leaf array"):
+        run.reverse(np.ones(3, np.float32))
+    run.close()
+
+
+def test_what_an_adjoint_step_overwrites_is_what_it_was(tmp_path: Path) -> None:
+    """The copy is made before the next step may change the adjoint in place."""
+    folder, back = tmp_path / "run", 10
+
+    def adjoint_step(x: Any, a: Any, i: int) -> Any:
+        if i == back:
+            raise BrokenOff
+        a["sum"] += x
+        a["now"] *= 0.5
+        return a
+
+    def run() -> Any:
+        with Reversal(
+            lambda x, i: x + 1, adjoint_step, 30, durable=folder, durable_every_s=0, costs=FAST
+        ) as reversal:
+            reversal.forward(np.zeros(2))
+            return reversal.reverse({"sum": np.zeros(2), "now": np.ones(4)})
+
+    with pytest.raises(BrokenOff):
+        run()
+    back = -1
+    gradient = run()
+    assert gradient["sum"].tolist() == [435, 435]
+    assert gradient["now"].tolist() == [0.5**30] * 4
+
+
+def test_adjoints_are_written_at_their_interval(tmp_path: Path) -> None:
+    from multistage.durable.run import DurableRun
+
+    now, folder = 0.0, tmp_path / "run"
+    seen: list[tuple[int, int | None]] = []
+    chain = FunctionChain(lambda x, i: x + 1, lambda x, a, i: a + x)
+    run: Any = Reversal(chain, n_steps=20, budget="3 slots", durable=folder, costs=FAST)
+    # The same run, on a clock of our own.
+    run._durable = DurableRun(folder, 6.0, clock=lambda: now)
+
+    def tick(x: Any, a: Any, i: int) -> Any:
+        nonlocal now
+        now += 1.0
+        run._durable.store.flush()
+        seen.append((i, inspect(folder).adjoint_step))
+        return a + x
+
+    run._stores = (run._durable.store,)
+    run._chain = run._durable.chain(FunctionChain(lambda x, i: x + 1, tick))
+    run.forward(np.zeros(2))
+    run.reverse(np.zeros(2))
+    assert next(step for _, step in seen if step is not None) == 13
+    assert dict(seen)[12] == 13
+    assert dict(seen)[6] == 7
+    run.close()
+
+
+# ------------------------------------------------------------ sweeps and endings
+
+
+def test_the_next_sweep_of_a_process_begins_anew(tmp_path: Path) -> None:
+    """What its steps compute may have changed, as a network's weights do."""
+    folder, factor = tmp_path / "run", 1.0
+    with Reversal(
+        lambda x, i: x + factor, lambda x, a, i: a + x, 10, durable=folder, costs=FAST
+    ) as run:
+        for factor in (1.0, 2.0):
+            assert run.forward(np.zeros(1)).tolist() == [10 * factor]
+        for factor in (3.0, 4.0):
+            assert run.forward(np.zeros(1)).tolist() == [10 * factor]
+            assert run.reverse(np.zeros(1)).tolist() == [45 * factor]
+    assert not folder.exists()
+
+
+def test_a_gradient_that_was_not_saved_is_there_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(BrokenOff), simple(folder) as run:
+        run.forward(np.ones(3))
+        gradient = run.reverse(np.ones(3))
+        raise BrokenOff
+    assert inspect(folder).complete
+    chain = Breaking(FunctionChain(lambda x, i: x, lambda x, a, i: a))
+    with Reversal(chain, n_steps=20, budget="4 slots", durable=folder, costs=FAST) as again:
+        again.forward(np.ones(3))
+        assert np.array_equal(again.reverse(np.ones(3)), gradient)
+        assert (chain.steps, chain.reversed) == (0, 0)
+        assert again.report().n_steps == 0
+    assert not folder.exists()
+
+
+def test_ctrl_c_leaves_a_run_to_resume(tmp_path: Path) -> None:
+    folder, hit = tmp_path / "run", True
+
+    def adjoint_step(x: Any, a: Any, i: int) -> Any:
+        if i == 9 and hit:
+            raise KeyboardInterrupt
+        return a * x + i
+
+    run: Any = Reversal(
+        lambda x, i: x * 1.01 + i, adjoint_step, 20, durable=folder, durable_every_s=0, costs=FAST
+    )
+    run.forward(np.ones(3))
+    with pytest.raises(KeyboardInterrupt):
+        run.reverse(np.ones(3))
+    assert inspect(folder).adjoint_step is not None
+    hit = False
+    run.forward(np.ones(3))  # the same object will do
+    assert np.array_equal(run.reverse(np.ones(3)), plain(20)[0])
+    run.close()
+    assert not folder.exists()
+
+
+def test_in_one_call(tmp_path: Path) -> None:
+    result = reverse(
+        lambda x, i: x * 1.01 + i,
+        lambda x, a, i: a * x + i,
+        np.ones(3),
+        np.ones(3),
+        20,
+        costs=FAST,
+        budget="3 slots",
+        durable=tmp_path / "run",
+    )
+    assert np.array_equal(result.adjoint, plain(20)[0])
+    assert list(tmp_path.iterdir()) == []
+
+
+# ----------------------------------------------------------------------- faults
+
+HARMS: dict[str, Callable[[Path], object]] = {
+    "flipped": lambda path: path.write_bytes(
+        path.read_bytes()[:-30] + b"\xff\xfe\xfd\xfc\xfb\xfa" + path.read_bytes()[-24:]
+    ),
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "gone": lambda path: path.unlink(),
+    "link": lambda path: (path.unlink(), path.symlink_to("/etc/passwd")),
+    "folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("what", ["states", "last", "adjoint", "all", "one"])
+def test_harmed_files_cost_steps_never_bits(what: str, harm: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    broken_off("nested", 40, folder, back=20)
+    names = sorted(path.name for path in folder.iterdir())
+    newest = min((int(name[8:]) for name in names if name.startswith("adjoint")), default=0)
+    for name in names:
+        chosen = {
+            "states": name.startswith("states"),
+            "last": name == "last",
+            "adjoint": name.startswith("adjoint"),
+            "all": name not in ("run", "lock"),
+            "one": name == f"adjoint-{newest}",
+        }[what]
+        if chosen:
+            HARMS[harm](folder / name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        last, adjoint, _ = sweep("nested", 40, folder)
+    assert (last, adjoint) == store_all("nested", 40)
+    if harm == "folder" and folder.exists():  # no file of ours: it stays
+        assert all(path.is_dir() for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("harm", [harm for harm in HARMS if harm not in ("gone",)])
+def test_a_harmed_header_is_refused(harm: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    left(folder)
+    HARMS[harm](folder / "run")
+    with pytest.raises(StoreError, match="its file 'run' cannot be used"):
+        simple(folder).forward(np.ones(3))
+    assert not inspect(folder).resumable
+
+
+def test_a_disk_that_is_full_from_some_file_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = Folder.publish
+    for room in range(1, 40, 3):
+        folder, written = tmp_path / f"run{room}", 0
+
+        def limited(self: Folder, name: str, pieces: Any, room: int = room) -> None:
+            nonlocal written
+            written += 1
+            if written > room:
+                raise OSError(28, "No space left on device")
+            publish(self, name, pieces)
+
+        monkeypatch.setattr(Folder, "publish", limited)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            last, adjoint, _ = sweep("nested", 30, folder)
+        assert (last, adjoint) == store_all("nested", 30)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = Folder.publish
+
+    def limited(self: Folder, name: str, pieces: Any) -> None:
+        if name.startswith(("last", "adjoint")):
+            raise OSError(5, "Input/output error")
+        publish(self, name, pieces)
+
+    monkeypatch.setattr(Folder, "publish", limited)
+    run = simple(tmp_path / "run")
+    with pytest.warns(CheckpointWarning, match="the last state cannot be written"):
+        run.forward(np.ones(3))
+    with pytest.warns(CheckpointWarning, match="the adjoint at step .* cannot be written"):
+        gradient = run.reverse(np.ones(3))
+    assert np.array_equal(gradient, plain(20)[0])
+    run.close()
+
+
+def test_a_folder_nothing_can_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Folder, "publish", full)
+    with pytest.raises(StoreError, match="nothing can be written to it"):
+        simple(tmp_path / "run").forward(np.ones(3))
+
+
+def test_nothing_refers_to_a_state_after_a_broken_run(tmp_path: Path) -> None:
+    start = np.ones(3)
+    run = simple(tmp_path / "run")
+    run.forward(start)
+    run.close()
+    gc.collect()
+    start += 1  # writable again
