@@ -1,11 +1,14 @@
 """kill -9 at random moments of durable runs, each resumed to the exact gradient.
 
     python tests/durable_kills.py --kills 200 --seed 0
+    python tests/durable_kills.py --calls 1
 
 A child begins a run, is killed after a random share of the time a run takes,
 and is resumed, killed again or not, until a child ends by itself: its last
 state and its gradient must be those of a run without checkpoints, to the last
-bit.  Children are forked before this process has any thread.
+bit.  With --calls they are killed at every call that touches the disk instead
+(or at every third, say), in the middle of it where it writes.  Children are
+forked before this process has any thread.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from multistage import Costs, FunctionChain, InPlaceChain, Reversal, Tier
+from multistage.durable import folder as durable_folder
 from multistage.durable.status import inspect
 
 # A step that takes some work, so that a run lasts long enough to be killed in.
@@ -71,6 +75,7 @@ CASES: dict[str, tuple[Any, int, int, int]] = {
     "small": (lambda: FunctionChain(_advance, _reverse), 400, 3000, 12),
     "large": (lambda: FunctionChain(_advance, _reverse), 60_000, 40, 6),
     "in-place": (lambda: InPlaceChain(_forward, _reverse), 3000, 600, 8),
+    "short": (lambda: FunctionChain(_advance, _reverse), 60, 12, 3),
     "roomy": (lambda: FunctionChain(_advance, _reverse), 2000, 600, 10_000),
 }
 
@@ -93,6 +98,30 @@ def _facts(last: Any, adjoint: Any) -> list[str]:
     return [seen, adjoint["digest"].tobytes().hex() + adjoint["sum"].tobytes().hex()]
 
 
+class Deadly:
+    """The module `os`, whose call number `last` that touches the disk is the last."""
+
+    TOUCHING = ("open", "write", "fdatasync", "rename", "fsync", "unlink", "ftruncate", "pwrite")
+
+    def __init__(self, last: int) -> None:
+        self._left = last
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in self.TOUCHING:
+            return real
+
+        def call(*args: Any, **options: Any) -> Any:
+            self._left -= 1
+            if self._left < 0:
+                if name == "write":
+                    real(args[0], args[1][: len(args[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **options)
+
+        return call
+
+
 def run(name: str, folder: Path, report: int, measured: bool) -> None:
     """Run or resume one case; write what came of it to a descriptor."""
     make, size, n, slots = CASES[name]
@@ -101,7 +130,7 @@ def run(name: str, folder: Path, report: int, measured: bool) -> None:
         n_steps=n,
         budget=f"{slots} slots",
         durable=folder,
-        durable_every_s=0.01,
+        durable_every_s=0 if name == "short" else 0.01,
         durable_label=name,
         costs=None if measured else replace(COSTS, state_bytes=8 * size),
     ) as reversal:
@@ -120,6 +149,7 @@ def child(
     kill_s: float | None,
     measured: bool = False,
     begun: bool = True,
+    last_call: int | None = None,
 ) -> list[Any] | None:
     """Fork a child; kill it after a time, if one is given; return its report."""
     reader, writer = os.pipe()
@@ -128,6 +158,8 @@ def child(
         os.close(reader)
         code = 1
         try:
+            if last_call is not None:
+                durable_folder.os = Deadly(last_call)  # type: ignore[attr-defined]
             run(name, folder, writer, measured)
             code = 0
         except BaseException:
@@ -151,6 +183,24 @@ def child(
     return json.loads(text) if text and not status else None
 
 
+def at_every_call(stride: int) -> int | str:
+    """Kill a short run at each call of its to the disk, and resume it."""
+    expected, kills = answer("short"), 0
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "run")
+        for last_call in range(0, 10**6, stride):
+            result = child("short", folder, None, last_call=last_call)
+            if result is not None:
+                break
+            kills += 1
+            result = child("short", folder, None)
+            assert result is not None
+            if result[:2] != expected or folder.exists():
+                return f"killed at call {last_call}: another gradient, or its folder is left"
+    sys.stdout.write(f"{kills} kills, each at another call to the disk, every gradient exact\n")
+    return 0
+
+
 def _ended(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
 
@@ -160,9 +210,12 @@ def main() -> int | str:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", choices=list(CASES), help="one case alone")
+    parser.add_argument("--calls", type=int, help="kill at every so many calls to the disk")
     args = parser.parse_args()
+    if args.calls is not None:
+        return at_every_call(args.calls)
     rng = random.Random(args.seed)
-    names = [args.case] if args.case else list(CASES)
+    names = [args.case] if args.case else [name for name in CASES if name != "short"]
     answers = {name: answer(name) for name in names}
     lasts: dict[str, float] = {}
     seen: Counter[str] = Counter()

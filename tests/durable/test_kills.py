@@ -1,0 +1,21 @@
+"""kill -9 at random moments, and at calls to the disk; see `durable_kills.py` for more of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LOOP = Path(__file__).parent.parent / "durable_kills.py"
+
+
+@pytest.mark.parametrize(
+    ("options", "least"), [(("--kills", "10", "--seed", "5"), 10), (("--calls", "1"), 30)]
+)
+def test_every_gradient_is_exact(options: tuple[str, ...], least: int) -> None:
+    done = subprocess.run([sys.executable, LOOP, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) >= least
+    assert "every gradient exact" in done.stdout
