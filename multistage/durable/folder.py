@@ -58,7 +58,7 @@ class Folder:
                     path.mkdir(0o700)
             self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE)
         except OSError as error:
-            raise self.refused(_reason(path, error)) from error
+            raise self.refused(_reason(path, error, create)) from error
         found = os.fstat(self.fd)
         reason = None
         if found.st_uid != os.geteuid():
@@ -245,11 +245,11 @@ def _write(fd: int, view: memoryview) -> None:
         view = view[done:]
 
 
-def _reason(path: Path, error: OSError) -> str:
+def _reason(path: Path, error: OSError, create: bool) -> str:
     if path.is_symlink():
         return "it is a symbolic link; name the folder itself"
     if error.errno == errno.ENOTDIR:
         return "it is no folder; name one"
     if error.errno == errno.ENOENT:
-        return "the folder it should lie in does not exist; create that"
+        return f"{path.parent} does not exist; create it" if create else "it does not exist"
     return f"{error.strerror}; choose another"

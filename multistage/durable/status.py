@@ -10,7 +10,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from ..costs import format_bytes, format_seconds
-from .folder import LAST, LEFTOVERS, RUN, Folder
+from .folder import LAST, LEFTOVERS, LOCK, RUN, Folder
 from .records import BadFile, Header, OtherVersion, RunFacts, parse_run, parse_states
 from .run import intact, snapshots
 
@@ -35,6 +35,8 @@ class Status:
         Steps of the run; None if its header cannot be used.
     label, package : str
     leaves : tuple of (path, shape, dtype), as text
+    record_bytes : int
+        Bytes of one state on the disk.
     forward_step : int
         The newest state on the disk; n_steps when the forward sweep is over.
     adjoint_step : int or None
@@ -46,7 +48,7 @@ class Status:
     leftovers, strangers : int
         Files of no use, and files of others.
     nbytes : int
-        Bytes of all files.
+        Bytes of all files but the lock.
     changed_s : float
         Seconds since a file last changed.
     """
@@ -147,7 +149,7 @@ def _inspect(folder: Folder) -> Status:
             found = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
         except OSError:
             continue  # it went while we looked
-        nbytes += found.st_size
+        nbytes += found.st_size if name != LOCK else 0
         newest = max(newest, found.st_mtime)
     in_use = folder.holder() if folder.in_use() else ""
     base = Status(

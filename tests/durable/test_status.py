@@ -1,0 +1,153 @@
+"""What `multistage status` and `multistage clean` say and do."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multistage import Costs, Reversal, Tier
+from multistage.cli import main
+from multistage.durable.status import clean, inspect
+from multistage.errors import StoreError
+
+COSTS = Costs(1.0, 1.0, tiers=(Tier("durable", 1.0, 1.0),))
+N = 40
+
+
+class BrokenOff(Exception):
+    pass
+
+
+def begun(folder: Path, forward: int = -1, back: int = -1, **options: Any) -> Reversal[Any, Any]:
+    """Return a run that is under way, or was broken off at a step."""
+
+    def step(x: Any, i: int) -> Any:
+        if i == forward:
+            raise BrokenOff
+        return x + i
+
+    def adjoint_step(x: Any, a: Any, i: int) -> Any:
+        if i == back:
+            raise BrokenOff
+        return a + x
+
+    run: Any = Reversal(
+        step,
+        adjoint_step,
+        N,
+        budget="4 slots",
+        durable=folder,
+        durable_every_s=0,
+        costs=COSTS,
+        **options,
+    )
+    try:
+        run.forward(np.ones(100))
+        if back >= 0:
+            run.reverse(np.ones(100))
+    except BrokenOff:
+        pass
+    return run
+
+
+def test_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    begun(folder, forward=20, durable_label="epoch 3")
+    found = inspect(folder)
+    assert found.n_steps == N
+    assert (found.forward_step, found.states, found.adjoint_step) == (20, 21, None)
+    assert found.resumable
+    assert found.reason == "the same call goes on from state 20"
+    assert main(["status", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    for text in ("epoch 3", "array (100,) float64", "state 20 of 40 (50.0 %)", "nobody"):
+        assert text in shown
+    assert max(map(len, shown.splitlines()[1:])) <= 80
+    run = begun(folder, durable_label="epoch 3")
+    assert inspect(folder).in_use == f"process {os.getpid()} on {os.uname().nodename}"
+    assert inspect(folder).reason == "it is running"
+    with pytest.raises(StoreError, match="in use by process"):
+        clean(folder, force=True)
+    run.close()
+    assert inspect(folder).reason == "the same call goes on with the reverse sweep"
+    begun(folder, back=11, durable_label="epoch 3")
+    found = inspect(folder)
+    assert found.adjoint_step is not None
+    assert 11 < found.adjoint_step < N
+    assert found.adjoints in (1, 2)
+    assert found.reason == f"the same call goes on with adjoint step {found.adjoint_step - 1}"
+    assert main(["status", "--json", str(folder)]) == 0
+    assert json.loads(capsys.readouterr().out)["adjoint_step"] == found.adjoint_step
+
+
+def test_looking_changes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    begun(folder, back=11)
+    before = {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()}
+    inspect(folder)
+    assert {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()} == before
+
+
+def test_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    begun(folder, back=11)
+    held = inspect(folder).nbytes
+    assert main(["clean", str(folder)]) == 2
+    assert "a run that can be resumed (forward: state 40 of 40" in capsys.readouterr().err
+    assert inspect(folder).resumable
+    assert clean(folder, force=True) == held
+    assert not folder.exists()
+    assert main(["clean", str(folder)]) == 2
+    assert "it does not exist" in capsys.readouterr().err
+
+
+def test_leftovers_go_without_force(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    begun(folder, back=11)
+    (folder / "run").unlink()
+    (folder / "tmp-last").write_bytes(b"abc")
+    assert inspect(folder).leftovers == 1
+    assert not inspect(folder).resumable
+    clean(folder)
+    assert not folder.exists()
+
+
+def test_a_harmed_run_goes_without_force(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    begun(folder, back=11)
+    os.truncate(folder / "run", 100)
+    assert "cannot be used" in inspect(folder).reason
+    clean(folder)
+    assert not folder.exists()
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    begun(tmp_path, back=11)
+    (tmp_path / "thesis.tex").write_text("...")
+    assert inspect(tmp_path).strangers == 1
+    assert not inspect(tmp_path).resumable
+    clean(tmp_path, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_label_cannot_command_a_terminal(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    begun(folder, back=11, durable_label="\x1b[2J\n" + 100 * "x")
+    shown = str(inspect(folder))
+    assert "\x1b" not in shown
+    assert "?[2J?xxx" in shown
+    assert max(map(len, shown.splitlines()[1:])) <= 80
+
+
+def test_a_link_to_a_folder_is_not_cleaned(tmp_path: Path) -> None:
+    folder, link = tmp_path / "run", tmp_path / "link"
+    begun(folder, back=11)
+    link.symlink_to(folder)
+    with pytest.raises(StoreError, match="symbolic link"):
+        clean(link, force=True)
+    assert inspect(folder).resumable
