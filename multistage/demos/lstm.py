@@ -22,6 +22,7 @@ from tabulate import tabulate
 
 from ..chain import FunctionChain
 from ..costs import Budget, Costs, format_bytes, format_seconds
+from ..durable.status import inspect
 from ..errors import ArgumentError
 from ..layout import Array, Layout
 from ..plan import PLANNERS
@@ -31,6 +32,7 @@ from ..reversal import Reversal
 from .text import encode, standard_library
 
 State = tuple[Array, Array]
+Adjoint = dict[str, Array]
 
 # Rows of the matrix products that add up parameter gradients.
 _BLOCK_ROWS = 64
@@ -190,6 +192,46 @@ class LSTM:
         """Return the computation of a sweep."""
         return FunctionChain(self.step, self.adjoint_step)
 
+    def durable_chain(self) -> FunctionChain[State, Adjoint]:
+        """Return the same computation, its sums part of the adjoint; see `durable_adjoint`.
+
+        A durable run writes the adjoint and nothing else: sums kept beside it
+        would begin at zero when the run is resumed.
+        """
+
+        def adjoint_step(state: State, adjoint: Adjoint, i: int) -> Adjoint:
+            self.take(adjoint)
+            before = self.adjoint_step(state, (adjoint["h"], adjoint["c"]), i)
+            return self._with_sums(before)
+
+        return FunctionChain(self.step, adjoint_step)
+
+    def durable_adjoint(self) -> Adjoint:
+        """Return the adjoint of the last state, and sums that are zero; call `clear` before."""
+        for rows in self._noted_rows().values():
+            rows[...] = 0
+        return self._with_sums(self.start())
+
+    def _noted_rows(self) -> dict[str, Array]:
+        return {
+            "noted_before": self._hidden_before,
+            "noted_after": self._hidden_after,
+            "noted_gates": self._gate_adjoints,
+            "noted_logits": self._logit_adjoints,
+        }
+
+    def _with_sums(self, state: State) -> Adjoint:
+        counts = np.array([self.loss, self._noted], np.float64)
+        sums = {"h": state[0], "c": state[1], "counts": counts}
+        return sums | self.gradients | self._noted_rows()
+
+    def take(self, adjoint: Adjoint) -> None:
+        """Go on with the sums in an adjoint, which may be one that was read from a disk."""
+        for name, mine in (self.gradients | self._noted_rows()).items():
+            if adjoint[name] is not mine:
+                mine[...] = adjoint[name]
+        self.loss, self._noted = float(adjoint["counts"][0]), int(adjoint["counts"][1])
+
     def update(self, characters: int, rate: float) -> None:
         """Take one step of Adam (Kingma & Ba 2015) on the mean loss per character."""
         self._updates += 1
@@ -256,7 +298,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--planner", default="auto", choices=["auto", *PLANNERS], help="planner (auto)"
     )
-    parser.add_argument("--sweeps", type=int, default=4, help="training sweeps (4)")
+    parser.add_argument("--sweeps", type=int, help="training sweeps (4; 1 with --durable)")
+    parser.add_argument(
+        "--durable",
+        type=Path,
+        help="folder that keeps the sweep: after a kill the same command goes on where it was",
+    )
     parser.add_argument("--rate", type=float, default=0.004, help="learning rate of Adam (0.004)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (0)")
     parser.add_argument(
@@ -272,8 +319,14 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(text, flush=True)
 
+    if args.sweeps is None:
+        args.sweeps = 4 if args.durable is None else 1
     if args.sweeps < 1:
         raise ArgumentError(f"sweeps={args.sweeps} must be at least 1")
+    if args.durable is not None and (args.sweeps > 1 or args.tier is not None):
+        raise ArgumentError(
+            "--durable keeps one sweep and is its tier: leave --sweeps and --tier out"
+        )
     args.output.mkdir(parents=True, exist_ok=True)
     model = build(args.steps, args.width, args.batch, np.float32, args.seed)
     layout = Layout.of(model.start())
@@ -303,9 +356,7 @@ def _measured(model: LSTM, steps: int, tier: str) -> Costs:
     return costs
 
 
-def _train(args: argparse.Namespace, model: LSTM, tier: str, say: Any) -> dict[str, Any]:
-    say("\n== Measure")
-    costs = _measured(model, args.steps, tier)
+def _say_costs(costs: Costs, say: Any) -> None:
     assert costs.tier is not None
     for what, seconds in (
         ("forward step      T_A", costs.forward_step_s),
@@ -317,28 +368,55 @@ def _train(args: argparse.Namespace, model: LSTM, tier: str, say: Any) -> dict[s
     ):
         say(f"{what:<40}{format_seconds(seconds):>10}")
 
-    say("\n== Plan and train")
+
+def _reversal(args: argparse.Namespace, model: LSTM, tier: str, say: Any) -> Reversal[State, Any]:
+    """Return the sweeps to train by, their costs measured."""
+    say("\n== Measure")
+    options = {
+        "n_steps": args.steps,
+        "budget": args.budget,
+        "planner": args.planner,
+        "progress": not args.json,
+    }
+    if args.durable is None:
+        costs = _measured(model, args.steps, tier)
+        _say_costs(costs, say)
+        return Reversal(model.chain(), tier=tier, costs=costs, **options)
+    label = f"lstm of width {args.width}, batch {args.batch}, seed {args.seed}"
+    if args.durable.exists():
+        say(f"{args.durable}: {inspect(args.durable).reason}.")
+    reversal: Reversal[State, Any] = Reversal(
+        model.durable_chain(),
+        durable=args.durable,
+        durable_label=label,
+        durable_every_s=1.0,
+        **options,
+    )
+    _say_costs(reversal.prepare(model.start()).costs, say)
+    return reversal
+
+
+def _train(args: argparse.Namespace, model: LSTM, tier: str, say: Any) -> dict[str, Any]:
     characters = args.steps * args.batch
     losses: list[float] = []
     first: dict[str, Array] = {}
-    options = {"budget": args.budget, "tier": tier, "costs": costs}
-    with Reversal(
-        model.chain(),
-        n_steps=args.steps,
-        planner=args.planner,
-        progress=not args.json,
-        **options,
-    ) as reversal:
+    with _reversal(args, model, tier, say) as reversal:
+        say("\n== Plan and train")
+        costs = reversal.costs
         for sweep in range(args.sweeps):
             model.clear()
             reversal.forward(model.start())
             if not sweep:
                 say(f"{reversal.plan}\n")
-            zero = model.start()
-            reversal.reverse(zero)
+            if args.durable is None:
+                reversal.reverse(model.start())
+            else:
+                model.take(reversal.reverse(model.durable_adjoint()))
             losses.append(model.loss / characters)
             report = reversal.report()
             rate = characters / report.makespan_s
+            if report.n_steps < args.steps:
+                say(f"resumed: {report.n_steps} adjoint steps were left")
             say(
                 f"sweep {sweep + 1}: loss {losses[-1]:.4f} per character, "
                 f"{format_seconds(report.makespan_s)}, {rate:,.0f} characters/s"
