@@ -23,7 +23,7 @@ from .backends.urls import open_store
 from .chain import Chain, FunctionChain
 from .costs import Budget, Costs
 from .durable.run import DurableRun, OrderedStates
-from .errors import ArgumentError, BudgetError
+from .errors import ArgumentError, BudgetError, StoreError
 from .execute import Executor, Resumed
 from .limits import default_budget_bytes
 from .plan import PLANNERS, Plan, Planner, online_schedule, plan
@@ -289,7 +289,11 @@ class Reversal(Generic[State, Adjoint]):
         if not self._ready or self._executor is None:
             raise ArgumentError("reverse() needs a forward() before it, one for each reverse()")
         if self._durable is not None:
-            adjoint = self._durable.start(adjoint)
+            try:
+                adjoint = self._durable.start(adjoint)
+            except StoreError:  # the next forward() looks again what there is
+                self._end(keep=True)
+                raise
         self._ready = False
         executor = self._executor
         try:
@@ -307,7 +311,8 @@ class Reversal(Generic[State, Adjoint]):
             self.plan = PLANNERS["online"](self.costs, self._slots, n)
         assert self.plan is not None
         self._report = Report.of(self.plan, executor.timeline, executor.counts)
-        self._learn(self._report.seen)
+        if self._resumed is None:
+            self._learn(self._report.seen)
         return result
 
     def report(self) -> Report:

@@ -17,6 +17,7 @@ import os
 import re
 import socket
 import stat
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,6 +32,19 @@ _OURS = re.compile(r"run|last|lock|(tmp-)?(run|last|(states|probe|adjoint)-[0-9]
 _CHUNK = 4 << 20
 # Flags that platforms may lack.  Without NONBLOCK a FIFO in place of a file would hang us.
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+# A forked child shares our lock, and might outlive us: it must let go of it, or
+# nobody could resume what we leave.
+_LOCKED: weakref.WeakSet[Folder] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    for folder in _LOCKED:
+        folder.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 class Folder:
@@ -105,6 +119,7 @@ class Folder:
                 raise self.refused("its lock is no plain file")
             if found.st_nlink:
                 self._lock = fd
+                _LOCKED.add(self)
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
                 return
@@ -204,7 +219,7 @@ class Folder:
             try:
                 for piece in pieces:
                     _write(fd, memoryview(piece))  # type: ignore[arg-type]
-                os.fdatasync(fd)
+                (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(fd)
             finally:
                 os.close(fd)
             os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)

@@ -51,7 +51,7 @@ from .records import (
     run_table,
     states_table,
 )
-from .store import DurableStore
+from .store import LINGER_S, DurableStore
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -125,7 +125,7 @@ class DurableRun:
             raise ArgumentError(f"durable_label={label!r} must be a str")
         self.path = Path(path)
         self.costs: Costs | None = None
-        self.store = DurableStore(self._opened)
+        self.store = DurableStore(self._opened, linger_s=min(LINGER_S, every_s))
         self._probe = DurableStore(self._opened, "probe", lasting=False)
         self._every_s, self._label, self._clock = every_s, label, clock
         self._folder: Folder | None = None

@@ -1,10 +1,10 @@
 """The store of a durable run: states in files that are complete or absent.
 
 Small states (at least four fit in a batch) are copied into the batch that is
-filling; the writer takes it as soon as it is free, whether full or not, and
-writes it as one file.  So while one batch is on its way to the disk the next
-one fills: a state is as safe as soon as the disk allows, and a slow disk gets
-fewer, larger files.  Large states have a file each and are taken by reference.
+filling; the writer, when it is free, lets it fill for a moment (`linger_s`) and
+writes it as one file.  So a state is safe soon, quick steps do not make a file
+each, and while one batch is on its way to the disk the next one fills.  Large
+states have a file each and are taken by reference.
 
 A checkpoint that is dropped stays on the disk until an adjoint is there that
 makes it unneeded (`release`): whoever resumes from the last adjoint on the
@@ -42,6 +42,9 @@ _SMALL = 4
 _BATCH_BYTES = 1 << 20
 _BUFFERS = 3
 _PLACE_BITS = 20
+# A kill costs the steps of this time again, and a day of steps makes half a
+# million files at most.
+LINGER_S = 0.2
 NEVER = 2**62
 
 
@@ -68,6 +71,7 @@ class _Batch:
         "offset",
         "state",
         "steps",
+        "wanted",
     )
 
     def __init__(self, number: int, name: str) -> None:
@@ -82,6 +86,7 @@ class _Batch:
         self.arrays: Sequence[Array] | None = None
         self.offset = self.file_bytes = 0
         self.error = ""
+        self.wanted = False  # now: by a reader, or because it is full
 
 
 class _Read:
@@ -107,6 +112,8 @@ class DurableStore:
         Returns the open folder when the store opens.
     prefix : str
         Its files are named `{prefix}-{number}`.
+    linger_s : float
+        A batch that is not full waits so long for more, unless it is wanted.
     lasting : bool
         Whether files stay when the store closes.  Then a dropped state that is
         put again is taken to be what it was: states of one run are.
@@ -121,10 +128,16 @@ class DurableStore:
     queue_depth = 2
 
     def __init__(
-        self, folder: Callable[[], Folder], prefix: str = "states", *, lasting: bool = True
+        self,
+        folder: Callable[[], Folder],
+        prefix: str = "states",
+        *,
+        linger_s: float = LINGER_S,
+        lasting: bool = True,
     ) -> None:
         self._folder_of = folder
         self._prefix = prefix
+        self._linger_s = linger_s
         self._lasting = lasting
         self.run = bytes(16)
         self.stats = StoreStats()
@@ -241,7 +254,9 @@ class DurableStore:
         if not self._open:
             return
         self._open = False
-        self._jobs.put(None)
+        with self._changed:
+            self._jobs.put(None)
+            self._changed.notify_all()
         self._reads.put(None)
         for thread in self._threads:
             thread.join()
@@ -301,13 +316,15 @@ class DurableStore:
                     self._changed.wait()
                 batch = self._filling = self._new_batch()
                 batch.buffer = self._buffers.pop()
-                self._jobs.put(partial(self._write, batch))
+                self.submit(partial(self._write, batch))
             place, size = len(batch.steps), self._layout.record_bytes
             assert batch.buffer is not None
             self._layout.fill(batch.buffer[place * size : (place + 1) * size], packed)
             self._add(batch, key)
             if place + 1 == self._count:
                 self._filling = None
+                batch.wanted = True
+                self._changed.notify_all()
         return True
 
     def _put_large(self, key: int, packed: Sequence[Array], block: bool) -> bool:
@@ -323,7 +340,7 @@ class DurableStore:
         batch.arrays = tuple(packed)
         self._add(batch, key)
         waiting.append(batch)
-        self._jobs.put(partial(self._write, batch))
+        self.submit(partial(self._write, batch))
         return True
 
     def _new_batch(self) -> _Batch:
@@ -364,6 +381,9 @@ class DurableStore:
 
     def _wait(self, batch: _Batch) -> None:
         with self._changed:
+            if batch.state is _State.FILLING:
+                batch.wanted = True
+                self._changed.notify_all()
             self._changed.wait_for(lambda: batch.state in (_State.DONE, _State.FAILED))
 
     def _warn_if_full(self) -> None:
@@ -378,12 +398,14 @@ class DurableStore:
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job` on the writer, after all that was queued before; it must not raise."""
-        self._jobs.put(job)
+        with self._changed:
+            self._jobs.put(job)
+            self._changed.notify_all()  # the writer may be waiting for a batch to fill
 
     def flush(self) -> None:
         """Block until all that was queued is done."""
         done = threading.Event()
-        self._jobs.put(done.set)
+        self.submit(done.set)
         done.wait()
 
     # ------------------------------------------------------------------- drops
@@ -421,7 +443,7 @@ class DurableStore:
                     self._dropped.discard(step)
             del self._batches[batch.number]
             self.stats.stored_bytes -= len(batch.steps) * self._layout.record_bytes
-            self._jobs.put(partial(self._unlink, batch.name))
+            self.submit(partial(self._unlink, batch.name))
         self._dead = left
 
     def _unlink(self, name: str) -> None:
@@ -476,6 +498,10 @@ class DurableStore:
     def _write(self, batch: _Batch) -> None:
         """Write one batch; whatever happens, its state tells."""
         with self._changed:
+            if batch.state is _State.FILLING:
+                self._changed.wait_for(
+                    lambda: batch.wanted or self._jobs.qsize() > 0, self._linger_s
+                )
             batch.state = _State.QUEUED
             if self._filling is batch:
                 self._filling = None  # from here on it grows no more

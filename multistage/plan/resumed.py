@@ -16,10 +16,11 @@ the plan the run began with.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from ..actions import Advance, Await, Drop, EndForward, Free, Load, Reverse, Schedule, Tape
-from ..costs import Costs
+from ..costs import Costs, Tier
 from .base import Plan
 from .bound import lower_bound
 from .predict import predict
@@ -41,8 +42,9 @@ def durable_plan(costs: Costs, slots: int, n_steps: int) -> Plan:
     >>> streaming(costs, 100, 50).writes, durable_plan(costs, 100, 50).writes
     (0, 13)
     """
+    costs = _with_tier(costs)
     plan = streaming(costs, slots, n_steps)
-    if plan.writes or costs.tier is None:
+    if plan.writes:
         return plan
     sweep = _sweep(costs, slots, n_steps)
     make = partial(_ring, costs, slots)
@@ -63,6 +65,13 @@ def durable_plan(costs: Costs, slots: int, n_steps: int) -> Plan:
         parameters={"spacing": sweep.spacing, "tail": -1},
         note=f"Fast slots would do; a state is written every {sweep.spacing:.4g} steps to resume.",
     )
+
+
+def _with_tier(costs: Costs) -> Costs:
+    """Return costs with a tier; one nobody measured writes and reads a state in a step."""
+    if costs.tier is not None:
+        return costs
+    return replace(costs, tiers=(Tier("durable", costs.forward_step_s, costs.forward_step_s),))
 
 
 def _sweep(costs: Costs, slots: int, n_steps: int) -> Sweep:
@@ -103,7 +112,7 @@ def resumed_schedule(
     >>> [str(action) for action in actions[:5]]
     ['EndForward()', 'Get(step=4, tier=0)', 'Await(token=0)', 'Load(step=4)', 'Get(step=0, tier=0)']
     """
-    run = _Resumed(_sweep(costs, slots, n_steps), n_steps, stored)
+    run = _Resumed(_sweep(_with_tier(costs), slots, n_steps), n_steps, stored)
     return run.forward() if end is None else run.reverse(end)
 
 

@@ -129,6 +129,25 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     folder.close()
 
 
+def test_a_child_that_lives_on_holds_no_lock(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from multistage.durable.folder import Folder\n"
+        "folder = Folder(Path(sys.argv[1])); folder.lock()\n"
+        "if os.fork(): print('locked', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
+        folder = Folder(tmp_path)
+        assert folder.in_use()
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        folder.lock()  # though the child waits for its input still
+        folder.close()
+
+
 def test_a_lock_that_was_removed_meanwhile_is_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

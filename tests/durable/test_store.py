@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Iterator[Folder]:
 
 
 def opened(folder: Folder, layout: OrderedLayout, below: int | None = None) -> DurableStore:
-    store = DurableStore(lambda: folder)
+    store = DurableStore(lambda: folder, linger_s=0)
     if below is not None:
         store.adopt(layout, folder, below)
     store.open(layout)
@@ -136,6 +136,20 @@ def test_a_free_writer_takes_what_there_is_and_a_busy_one_lets_it_fill(folder: F
     store.flush()
     assert len(files(folder)) == 2
     store.close()
+
+
+def test_a_batch_that_fills_is_written_as_one(folder: Folder) -> None:
+    store = DurableStore(lambda: folder, linger_s=3600)
+    store.open(SMALL)
+    for key in range(30):
+        assert store.put(key, packed(SMALL, key))
+    assert files(folder) == []
+    assert value(store, 7) == 7 / 3  # wanted: it goes to the disk now
+    assert len(files(folder)) == 1
+    for key in range(30, 60):
+        assert store.put(key, packed(SMALL, key))
+    store.close()
+    assert len(files(folder)) == 2
 
 
 def test_full_buffers_refuse(folder: Folder) -> None:
