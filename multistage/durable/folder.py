@@ -17,6 +17,7 @@ import os
 import re
 import socket
 import stat
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ _TEMPORARY = "tmp-"
 LEFTOVERS = (_TEMPORARY, "probe-")  # of no use to a resumed run
 _OURS = re.compile(r"run|last|lock|(tmp-)?(run|last|(states|probe|adjoint)-[0-9]{1,12})")
 _CHUNK = 4 << 20
+_PATIENCE_S = 0.5
 # Flags that platforms may lack.  Without NONBLOCK a FIFO in place of a file would hang us.
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -98,7 +100,12 @@ class Folder:
     # -------------------------------------------------------------------- lock
 
     def lock(self) -> None:
-        """Take the folder for this process.  Raises StoreError if another has it."""
+        """Take the folder for this process.  Raises StoreError if another has it.
+
+        Asks again for a moment: who looks at the folder holds the lock for an
+        instant, and a process that was killed may not be gone yet.
+        """
+        until = time.monotonic() + _PATIENCE_S
         while True:
             try:
                 fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | _SAFE, 0o600, dir_fd=self.fd)
@@ -110,6 +117,9 @@ class Folder:
                 os.close(fd)
                 if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
                     raise self.refused(f"it cannot be locked: {error.strerror}") from error
+                if time.monotonic() < until:
+                    time.sleep(_PATIENCE_S / 20)
+                    continue
                 raise self.refused(f"it is in use by {self.holder()}") from error
             # Its last user may have removed the file between our opening and
             # locking it: then the lock is nobody's, and we ask again.
@@ -246,6 +256,8 @@ class Folder:
 
     def remove(self) -> None:
         """Remove our files, and the folder if it is empty then; held locked until it is gone."""
+        if self.fd < 0:
+            return  # let go of, after a fork
         self.clear()
         with contextlib.suppress(OSError):
             self.unlink(LOCK)

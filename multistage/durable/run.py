@@ -119,7 +119,7 @@ class DurableRun:
         label: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not (every_s >= 0 and every_s < 1e9):
+        if not isinstance(every_s, (int, float)) or not 0 <= every_s < 1e9:
             raise ArgumentError(f"durable_every_s={every_s!r} must be a number of seconds >= 0")
         if not isinstance(label, str):
             raise ArgumentError(f"durable_label={label!r} must be a str")
@@ -162,21 +162,20 @@ class DurableRun:
         self._layout, self._n_steps = layout, n_steps
         packed, _ = layout.pack(layout.arrays(state))
         structure, leaves = layout.describe()
-        before, self._facts = (
-            self._facts,
-            RunFacts(
-                n_steps=n_steps,
-                structure=structure,
-                leaves=leaves,
-                record_bytes=layout.record_bytes,
-                start=layout.digest(packed).hex(),
-                label=self._label,
-                package=_package(),
-            ),
+        before = self._facts
+        self._facts = RunFacts(
+            n_steps=n_steps,
+            structure=structure,
+            leaves=leaves,
+            record_bytes=layout.record_bytes,
+            start=layout.digest(packed).hex(),
+            label=self._label,
+            package=_package(),
         )
         if self._folder is None:
             folder = Folder(self.path, create=True)
             try:
+                _ours_alone(folder)  # before a lock is left among the files of others
                 folder.lock()
                 self._look(folder)
             except BaseException:
@@ -216,11 +215,6 @@ class DurableRun:
 
     def _look(self, folder: Folder) -> None:
         """Take up what is in the folder.  Raises StoreError if it is another run."""
-        if strangers := folder.strangers():
-            raise folder.refused(
-                f"it holds files that no durable run wrote, such as {strangers[0]!r}; "
-                "name a folder for this run alone"
-            )
         self._begun = self.complete = False
         try:
             header, table = folder.header(RUN)
@@ -439,7 +433,7 @@ class DurableRun:
         self._buffer = self._last = None
         if folder is None:
             return
-        if remove:
+        if remove or not self._begun:  # or there is nothing to resume
             folder.remove()
         folder.close()
         self._begun = self._taken = False
@@ -471,6 +465,14 @@ class _Recorded(Generic[State, Adjoint]):
             return adjoint
 
         self.reverse = reverse
+
+
+def _ours_alone(folder: Folder) -> None:
+    if strangers := folder.strangers():
+        raise folder.refused(
+            f"it holds files that no durable run wrote, such as {strangers[0]!r}; "
+            "name a folder for this run alone"
+        )
 
 
 def _package() -> str:

@@ -129,6 +129,23 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     folder.close()
 
 
+def test_who_looks_does_not_keep_a_run_from_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+    import time
+
+    folder = Folder(tmp_path)
+    folder.lock()
+    folder.close()
+    looking = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(time, "sleep", lambda _: os.close(looking))  # seen enough
+    folder = Folder(tmp_path)
+    folder.lock()
+    folder.close()
+
+
 def test_a_child_that_lives_on_holds_no_lock(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from multistage.durable.folder import Folder\n"

@@ -258,7 +258,20 @@ def test_a_folder_of_other_things_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("...")
     with pytest.raises(StoreError, match=r"no durable run wrote, such as 'thesis.tex'"):
         simple(tmp_path).forward(np.ones(3))
-    assert (tmp_path / "thesis.tex").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_run_that_did_not_begin_leaves_nothing(tmp_path: Path) -> None:
+    def step(x: Any, i: int) -> Any:
+        raise BrokenOff
+
+    run: Any = Reversal(step, lambda x, a, i: a, 5, durable=tmp_path / "run")
+    with pytest.raises(BrokenOff):  # while it is measured
+        run.forward(np.ones(3))
+    run = simple(tmp_path / "run")
+    run.prepare(np.ones(3))
+    run.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_has_its_folder_alone(tmp_path: Path) -> None:
@@ -277,6 +290,7 @@ def test_a_run_has_its_folder_alone(tmp_path: Path) -> None:
         ({"states": object()}, "not states="),
         ({"n": None}, "needs n_steps"),
         ({"durable_every_s": -1}, "durable_every_s=-1"),
+        ({"durable_every_s": "1"}, "durable_every_s='1'"),
         ({"durable_every_s": float("nan")}, "durable_every_s=nan"),
         ({"durable_label": 3}, "durable_label=3"),
     ],
@@ -422,6 +436,33 @@ def test_the_next_sweep_of_a_process_begins_anew(tmp_path: Path) -> None:
             assert run.forward(np.zeros(1)).tolist() == [10 * factor]
             assert run.reverse(np.zeros(1)).tolist() == [45 * factor]
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("reversed_before", [False, True])
+def test_no_state_of_an_earlier_sweep_is_taken_up(reversed_before: bool, tmp_path: Path) -> None:
+    folder, factor, breaks_at = tmp_path / "run", 1.0, -1
+
+    def step(x: Any, i: int) -> Any:
+        if i == breaks_at:
+            raise BrokenOff
+        return x + factor
+
+    def begin() -> Any:
+        return Reversal(
+            step, lambda x, a, i: a + x, 10, durable=folder, durable_every_s=0, costs=FAST
+        )
+
+    run = begin()
+    run.forward(np.zeros(1))
+    if reversed_before:
+        run.reverse(np.zeros(1))
+    factor, breaks_at = 2.0, 4
+    with pytest.raises(BrokenOff):
+        run.forward(np.zeros(1))
+    breaks_at = -1
+    with begin() as run:
+        assert run.forward(np.zeros(1)).tolist() == [20]
+        assert run.reverse(np.zeros(1)).tolist() == [90]
 
 
 def test_a_gradient_that_was_not_saved_is_there_again(tmp_path: Path) -> None:
