@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multistage.actions import (
@@ -58,6 +58,7 @@ def steps_run(schedule: object) -> list[Action]:
     write_s=st.sampled_from([0.0, 0.3, 1.0, 4.0]),
     read_s=st.sampled_from([0.0, 0.3, 1.0, 4.0]),
 )
+@settings(deadline=None)
 def test_legal_same_steps_and_never_slower(
     n: int, stored: int, slots: int, write_s: float, read_s: float
 ) -> None:
