@@ -28,6 +28,7 @@ import numpy as np
 
 from benchmarks._common import child, finish, options
 from multistage.backends import FileStore
+from multistage.backends.files import available_engines
 from multistage.layout import Layout
 
 STATE_BYTES = 8 << 20
@@ -86,7 +87,7 @@ def assert_same(store: FileStore, states: list[list[Any]]) -> None:
         assert np.array_equal(store.get(key)[0], states[key][0]), f"state {key} came back changed"
 
 
-def overlaps(folder: str, count: int, repeats: int) -> dict[str, list[float]]:
+def overlaps(folder: str, count: int, repeats: int, engine: Any = "auto") -> dict[str, list[float]]:
     """Return samples of compute, io, wall and overlap, forward and reverse."""
     samples: dict[str, list[float]] = {}
     base = np.random.default_rng(0).random(STATE_BYTES // 8)
@@ -97,14 +98,14 @@ def overlaps(folder: str, count: int, repeats: int) -> dict[str, list[float]]:
         return
 
     for _ in range(repeats + 1):
-        store = FileStore(folder, "direct")
+        store = FileStore(folder, engine)
         store.open(layout)
         io = {"forward": put_all(store, states, nothing)}
         assert_same(store, states)
         io["reverse"] = get_all(store, states, nothing)
         store.close()
         for phase, transfer in (("forward", put_all), ("reverse", get_all)):
-            store = FileStore(folder, "direct")
+            store = FileStore(folder, engine)
             store.open(layout)
             if phase == "reverse":
                 put_all(store, states, nothing)
@@ -191,7 +192,7 @@ def main() -> None:
                 task = {"count": count, "repeats": max(1, repeats // 3)}
                 for name, values in child("benchmarks.overlap", task, environment).items():
                     samples.setdefault(name + suffix, []).extend(values)
-        for engine in ("direct", "aiofiles"):
+        for engine in available_engines():
             for name, values in slowdowns(folder, engine, repeats).items():
                 samples[f"{engine} {name}"] = values
 
@@ -203,10 +204,11 @@ def main() -> None:
         "reverse": middle("reverse overlap"),
         "forward_all_cores": middle("forward overlap all cores"),
         "reverse_all_cores": middle("reverse overlap all cores"),
-        "slowdown_direct": middle("direct blas"),
-        "slowdown_aiofiles": middle("aiofiles blas"),
-        "slowdown_direct_python": middle("direct python"),
-        "slowdown_aiofiles_python": middle("aiofiles python"),
+        **{f"slowdown_{engine}": middle(f"{engine} blas") for engine in available_engines()},
+        **{
+            f"slowdown_{engine}_python": middle(f"{engine} python")
+            for engine in available_engines()
+        },
     }
     finish(args, "overlap", samples, ratios)
     if args.plot:
@@ -226,9 +228,9 @@ def _plot(samples: dict[str, Any], path: Path) -> None:
     left.set_ylim(0, 1.1)
     left.set_ylabel("overlap")
     left.set_title("Compute and transfers of equal length")
-    names = ["direct blas", "direct python", "aiofiles blas", "aiofiles python"]
+    names = [f"{engine} {loop}" for engine in available_engines() for loop in ("blas", "python")]
     right.boxplot([[100 * v for v in samples[n]] for n in names], tick_labels=names)
-    right.tick_params(axis="x", labelrotation=20)
+    right.tick_params(axis="x", labelrotation=30)
     right.set_ylabel("slowdown (%)")
     right.set_title("Compute beside a store at full speed")
     figure.savefig(path, dpi=130)

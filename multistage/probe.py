@@ -28,7 +28,7 @@ import optree
 
 from .actions import Answer, Schedule
 from .backends.base import CheckpointLost, Store
-from .backends.files import ENGINES, FileStore
+from .backends.files import FileStore, available_engines
 from .backends.memory import MemoryStore
 from .chain import Chain, FunctionChain
 from .costs import NOT_KEPT, Costs, Tier
@@ -440,7 +440,7 @@ def probe_path(
         If the folder cannot be used.
     """
     rows = []
-    for engine in ENGINES[1:]:
+    for engine in available_engines():
         for size in sizes:
             store, layout = FileStore(path, engine), Layout.of(np.zeros(size, np.uint8))
             tier = probe_store(store, layout, seconds=seconds)

@@ -104,7 +104,9 @@ def _file(engine: str, buffer_bytes: int) -> Callable[[Path], StreamedStore]:
     )
 
 
-FILE_ENGINES = tuple(engine for engine in ENGINES if engine != "auto")
+# Faults strike in a store's medium; the native engine has none, and hooks of
+# its own in the C core, which `backends/test_native.py` lets fail.
+FILE_ENGINES = tuple(engine for engine in ENGINES if engine not in ("auto", "native"))
 STORES: dict[str, Callable[[Path], StreamedStore]] = {
     "memory": lambda folder: MemoryStore(buffer_bytes=0, queue_depth=8),
     "memory, coalesced": lambda folder: MemoryStore(buffer_bytes=_COALESCED),

@@ -54,6 +54,7 @@ STREAMED = ("streaming", "interval", "online", *SYNCHRONOUS)
 TIERED = (*STREAMED, "periodic", "recursive", "mixed")
 STORES: dict[str, Callable[[Path], Store]] = {
     "memory": lambda folder: MemoryStore(),
+    "file": lambda folder: FileStore(folder),
     "direct": lambda folder: FileStore(folder, "direct"),
     "aiofiles": lambda folder: FileStore(folder, "aiofiles", buffer_bytes=0),
 }

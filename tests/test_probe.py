@@ -12,6 +12,7 @@ import pytest
 from chains import CHAINS, raw
 
 from multistage.backends import FileStore, MemoryStore
+from multistage.backends.files import available_engines
 from multistage.backends.testing import FaultyStore
 from multistage.blocks import Blocks
 from multistage.chain import FunctionChain, InPlaceChain
@@ -135,8 +136,7 @@ def test_one_step_only() -> None:
 
 def test_stores_are_closed_again(tmp_path: Path) -> None:
     for store in (
-        FileStore(tmp_path, "direct"),
-        FileStore(tmp_path, "aiofiles"),
+        *(FileStore(tmp_path, engine) for engine in available_engines()),
         MemoryStore(1 << 20),
     ):
         tier = probe_store(store, Layout.of(np.zeros(1000)), seconds=0.02)
@@ -156,7 +156,7 @@ def test_a_store_that_fails_can_be_measured() -> None:
 def test_paths(tmp_path: Path) -> None:
     rows = probe_path(tmp_path, (1000, 100_000), seconds=0.02)
     assert [(row.engine, row.state_bytes) for row in rows] == [
-        (engine, size) for engine in ("direct", "aiofiles") for size in (1000, 100_000)
+        (engine, size) for engine in available_engines() for size in (1000, 100_000)
     ]
     for row in rows:
         assert min(row.write_bytes_per_s, row.read_bytes_per_s, row.latency_s) > 0

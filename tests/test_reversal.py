@@ -38,6 +38,7 @@ TAPED = Costs(
 TIERS: dict[str, Callable[[Path], str | Store | None]] = {
     "none": lambda folder: None,
     "memory": lambda folder: "memory:64MiB",
+    "file": lambda folder: FileStore(folder),
     "direct": lambda folder: FileStore(folder, "direct"),
     "aiofiles": lambda folder: f"file:{folder}?engine=aiofiles&buffers=0",
 }

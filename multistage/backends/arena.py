@@ -20,21 +20,29 @@ def round_up(nbytes: int, unit: int = PAGE) -> int:
     return -(-nbytes // unit) * unit
 
 
+def whole_huge(nbytes: int) -> int:
+    """Return `nbytes` rounded up so that huge pages cover all of it, where they cover most."""
+    return round_up(nbytes, _HUGE) if nbytes >= _HUGE // 2 else nbytes
+
+
 def pages(nbytes: int, *, touch: bool = True) -> Array:
     """Return a page-aligned uint8 array of zeros, of at least `nbytes`.
 
     Private memory, so that it counts against RLIMIT_DATA like any other; all
     touched, unless it is about to be filled by the kernel anyway.
     """
-    size = max(PAGE, round_up(nbytes))
+    array = np.frombuffer(_area(max(PAGE, round_up(nbytes))), np.uint8)
+    if touch:
+        array[::PAGE] = 0
+    return array
+
+
+def _area(size: int) -> mmap.mmap:
     flags = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
     area = mmap.mmap(-1, size, flags=flags) if flags else mmap.mmap(-1, size)
     if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(area, np.uint8)
-    if touch:
-        array[::PAGE] = 0
-    return array
+    return area
 
 
 def pages_of_node(nbytes: int, node: int) -> Array:
@@ -58,6 +66,11 @@ class LandingPool:
     buffer whose reference count is back at that of an untouched one is free.
     If none is, a new one is made; those beyond `size` are not kept.
 
+    Buffers smaller than a huge page share one area: a disk reads a megabyte
+    into huge pages in a third of the time it takes into small ones.  Each is
+    an array of its own over that area, no view of another, which would hide
+    references to it.
+
     `take` is for one thread alone.  That others drop their views meanwhile is
     harmless: a count can only fall then, and nobody but the pool can make it
     rise from that of an idle buffer.
@@ -80,6 +93,12 @@ class LandingPool:
         for buffer in self._buffers:
             if _references(buffer) <= self._idle:
                 return buffer
+        if self._size and not self._buffers and self._nbytes < _HUGE:
+            nbytes = max(PAGE, round_up(self._nbytes))
+            area = _area(whole_huge(self._size * nbytes))
+            for at in range(self._size):
+                self._buffers.append(np.frombuffer(area, np.uint8, nbytes, at * nbytes))
+            return self.take()
         fresh = pages(self._nbytes, touch=False)
         if len(self._buffers) < self._size:
             self._buffers.append(fresh)

@@ -48,20 +48,20 @@ class DirectFile:
         self._extent_bytes = extent_bytes
         self._most_bytes = most_bytes
         self._allocated = 0
-        path = folder / "extents" if dir_fd is None else Path("extents")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
-        self.direct = hasattr(os, "O_DIRECT")
+        direct = getattr(os, "O_DIRECT", 0)
+        self.direct = bool(direct)
         try:
-            self._fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600, dir_fd=dir_fd)
+            self._fd = _open_nameless(folder, direct, dir_fd)
         except OSError as error:
             if error.errno != errno.EINVAL or not self.direct:
                 raise
-            # The filesystem takes no O_DIRECT; some leave the new file behind.
-            self.direct = False
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path, dir_fd=dir_fd)
-            self._fd = os.open(path, flags, 0o600, dir_fd=dir_fd)
-        os.unlink(path, dir_fd=dir_fd)
+            self.direct = False  # the filesystem takes no O_DIRECT
+            self._fd = _open_nameless(folder, 0, dir_fd)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, -1 once closed."""
+        return self._fd
 
     def write(self, slot: int, offset: int, data: Array) -> None:
         end = (slot + 1) * self._extent_bytes
@@ -109,3 +109,22 @@ class DirectFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _open_nameless(folder: Path, flags: int, dir_fd: int | None) -> int:
+    """Open a new file that never shows in the folder, or for an instant only."""
+    flags |= os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
+    if hasattr(os, "O_TMPFILE"):
+        try:
+            here = folder if dir_fd is None else "."
+            return os.open(here, flags | os.O_TMPFILE, 0o600, dir_fd=dir_fd)
+        except OSError as error:
+            # What a filesystem or an old kernel says that knows no such files.
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+                raise
+    path = folder / "extents" if dir_fd is None else Path("extents")
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path, dir_fd=dir_fd)  # some leave it behind when they refuse O_DIRECT

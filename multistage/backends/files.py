@@ -1,4 +1,4 @@
-"""Files as a slow tier: a private folder, two engines, no leftovers."""
+"""Files as a slow tier: a private folder, three engines, no leftovers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,25 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from ..errors import ArgumentError
+from .. import native
+from ..errors import ArgumentError, StoreError
 from ..layout import Layout
 from .aio import AioFiles
 from .direct import DirectFile
 from .medium import Medium
+from .native import NativeFile
 from .private import PrivateFolder
-from .streamed import StreamedStore
+from .streamed import Carrier, StreamedStore
 
-Engine = Literal["auto", "direct", "aiofiles"]
-ENGINES: tuple[Engine, ...] = ("auto", "direct", "aiofiles")
+Engine = Literal["auto", "native", "direct", "aiofiles"]
+ENGINES: tuple[Engine, ...] = ("auto", "native", "direct", "aiofiles")
+
+
+def available_engines() -> tuple[Engine, ...]:
+    """Return the engines that work here, the fastest first."""
+    linux = sys.platform == "linux"
+    fast: tuple[Engine, ...] = ("native",) if linux and native.LIBRARY is not None else ()
+    return (*fast, "direct", "aiofiles") if linux else ("aiofiles", "direct")
 
 
 class FileStore(StreamedStore):
@@ -25,17 +34,19 @@ class FileStore(StreamedStore):
     which must be safe from other users.  They are gone when the store closes,
     when the interpreter exits, and at the next run in that folder if the
     process was killed.  They hold raw bytes; what they mean is known only to
-    the running process, which verifies an xxh3 checksum on every read.
+    the running process, which verifies a 64-bit checksum (XXH64 or XXH3) on
+    every read.
 
     Parameters
     ----------
     folder : path
         An existing folder on the disk to use: your own, and nobody else's to
         write to, or one with the sticky bit such as /tmp.
-    engine : {"auto", "direct", "aiofiles"}
-        `direct`: one anonymous file past the page cache (O_DIRECT where the
-        filesystem takes it).  `aiofiles`: portable, one plain file per extent.
-        `auto`: direct on Linux, else aiofiles.
+    engine : {"auto", "native", "direct", "aiofiles"}
+        `native`: one anonymous file past the page cache (O_DIRECT where the
+        filesystem takes it), moved by threads of the C core.  `direct`: the
+        same file, moved by threads of Python.  `aiofiles`: portable, one plain
+        file per extent.  `auto`: the first of them that is there.
     capacity_bytes : int or None
         Most bytes it takes on the disk; None for all there are.
     buffer_bytes : int
@@ -74,13 +85,14 @@ class FileStore(StreamedStore):
         if engine not in ENGINES:
             raise ArgumentError(f"engine={engine!r} must be one of {', '.join(ENGINES)}")
         if engine == "auto":
-            engine = "direct" if sys.platform == "linux" else "aiofiles"
+            engine = available_engines()[0]
         super().__init__(
             "file",
             self._make_medium,
             capacity_bytes=capacity_bytes,
             buffer_bytes=buffer_bytes,
             queue_depth=queue_depth,
+            bounces=2 if engine == "native" else 1,
         )
         self.folder = Path(folder)
         self.engine: Engine = engine
@@ -93,6 +105,11 @@ class FileStore(StreamedStore):
     def open(self, layout: Layout) -> None:
         """Make the private folder, clear leftovers of dead processes, start the threads."""
         self.close()
+        if self.engine not in available_engines():
+            raise StoreError(
+                f"engine {self.engine!r} needs Linux and the C core, which was not built; "
+                "use engine 'auto'"
+            )
         self._private = PrivateFolder(self.folder)
         try:
             super().open(layout)
@@ -112,9 +129,11 @@ class FileStore(StreamedStore):
         if private is not None:
             private.remove()
 
-    def _make_medium(self, extent_bytes: int) -> Medium:
-        private = self._private
+    def _make_medium(self, extent_bytes: int) -> Medium | Carrier:
+        private, most = self._private, self.capacity_bytes
         assert private is not None
+        if self.engine == "native":
+            return NativeFile(private.path, extent_bytes, most, dir_fd=private.fd)
         if self.engine == "direct":
             return DirectFile(private.path, extent_bytes, self.capacity_bytes, dir_fd=private.fd)
         return AioFiles(private.path, extent_bytes, dir_fd=private.fd)

@@ -16,6 +16,10 @@ and every extent's counts, the reader owns the landing pool.  An extent is hande
 thread through a queue and comes back by its `state` (or `read_state`), which
 only that thread changes, under the condition `_changed`; before that it is
 not touched by anyone else.  So a `put` takes no lock.
+
+A `Carrier` has threads of its own, outside the interpreter; then there are no
+background threads here, and the computing thread changes the states as well,
+when it polls.
 """
 
 from __future__ import annotations
@@ -27,9 +31,9 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
@@ -37,7 +41,7 @@ import xxhash
 from ..errors import ArgumentError, CheckpointWarning, StoreError
 from ..layout import Array, Layout
 from ..steps import StepMap
-from .arena import LandingPool, pages, round_up
+from .arena import LandingPool, pages, round_up, whole_huge
 from .base import CheckpointLost, StoreStats, TransferRecord
 from .medium import Medium
 
@@ -49,14 +53,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STAGING = 3  # extent buffers being filled or written; as many again are read into
 
 
-class _State(Enum):
+class State(Enum):
     FILLING = 1
     QUEUED = 2
     DONE = 3
     FAILED = 4
 
 
-class _Extent:
+class Extent:
     """Some states on their way to, in, or back from the medium."""
 
     __slots__ = (
@@ -77,13 +81,13 @@ class _Extent:
         "state",
     )
 
-    def __init__(self, number: int, slot: int, first: int, previous: _Extent | None) -> None:
+    def __init__(self, number: int, slot: int, first: int, previous: Extent | None) -> None:
         self.number = number
         self.slot = slot
         self.first = first  # key it began with
         self.previous = previous
-        self.state = _State.FILLING
-        self.read_state: _State | None = None
+        self.state = State.FILLING
+        self.read_state: State | None = None
         self.buffer: int | None = None  # number of the staging buffer that still holds it
         self.landing: Array | None = None
         self.arrays: Sequence[Array] | None = None
@@ -95,10 +99,45 @@ class _Extent:
         self.error = ""
 
 
+# An extent was moved, from when to when (`perf_counter`), and what went wrong.
+Finished = Callable[[Extent, float, float, Exception | None], None]
+
+
+@runtime_checkable
+class Carrier(Protocol):
+    """A medium that moves whole extents on threads of its own; see `NativeFile`."""
+
+    def start(
+        self, layout: Layout, bounce: Array | None, wrote: Finished, landed: Finished
+    ) -> None:
+        """Start the threads; `poll` is to tell of finished writes and reads."""
+        ...
+
+    def queue_write(self, extent: Extent, data: Array | None) -> None:
+        """Queue a write of pages, or of the extent's arrays."""
+        ...
+
+    def queue_read(self, extent: Extent, landing: Array) -> None:
+        """Queue a read, behind the extent's write."""
+        ...
+
+    def poll(self) -> None:
+        """Tell of what was finished."""
+        ...
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Poll until `ready()`."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is under way, tell of it, give everything back."""
+        ...
+
+
 class Backend(Protocol):
     """Makes the medium of a store when it is opened."""
 
-    def __call__(self, extent_bytes: int) -> Medium: ...
+    def __call__(self, extent_bytes: int) -> Medium | Carrier: ...
 
 
 class StreamedStore:
@@ -115,6 +154,8 @@ class StreamedStore:
         Page-aligned buffers for transfers.
     queue_depth : int
         Writes of large states that may be waiting or under way.
+    bounces : int
+        Buffers that large states are gathered in on their way out.
 
     Notes
     -----
@@ -130,6 +171,7 @@ class StreamedStore:
         capacity_bytes: int | None = None,
         buffer_bytes: int = 8 << 20,
         queue_depth: int = 2,
+        bounces: int = 1,
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
             raise ArgumentError(f"capacity_bytes={capacity_bytes} must not be negative")
@@ -144,9 +186,11 @@ class StreamedStore:
         self.transfers: deque[TransferRecord] = deque(maxlen=100_000)
         self._open_medium = open_medium
         self._buffer_bytes = buffer_bytes
+        self._bounces = bounces
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
-        self._medium: Medium | None = None
+        self._medium: Medium | Carrier | None = None
+        self._carrier: Carrier | None = None
 
     # ------------------------------------------------------------------- life
 
@@ -163,7 +207,7 @@ class StreamedStore:
         count = self._per_extent(layout)
         if count > 1:
             return 2 * _STAGING * round_up(count * layout.nbytes)
-        return min(_CHUNK_BYTES, round_up(layout.nbytes))
+        return self._bounces * min(_CHUNK_BYTES // self._bounces, round_up(layout.nbytes))
 
     def capacity_states(self, layout: Layout) -> int | None:
         """Return how many states of `layout` fit on the medium, None if unbounded."""
@@ -190,40 +234,55 @@ class StreamedStore:
         self.stats = StoreStats()
         self.transfers.clear()
         self._index = StepMap()  # key -> number of the extent * count + place in it
-        self._extents: dict[int, _Extent] = {}
+        self._extents: dict[int, Extent] = {}
         self._next_number = 0
         self._free_slots: list[int] = []
         self._next_slot = 0
-        self._zombies: list[_Extent] = []  # all keys dropped while a thread was at it
-        self._filling: _Extent | None = None
-        self._latest: _Extent | None = None
-        self._landed: _Extent | None = None  # the one read last
-        self._waiting: deque[_Extent] = deque()  # large writes not known to be done
+        self._zombies: list[Extent] = []  # all keys dropped while a thread was at it
+        self._filling: Extent | None = None
+        self._latest: Extent | None = None
+        self._read_last: Extent | None = None
+        self._waiting: deque[Extent] = deque()  # large writes not known to be done
         self._full_warned = self._no_space = False
         self._staging: list[Array] = []
         self._places: list[list[list[Array] | None]] = []
-        self._holders: list[_Extent | None] = [None] * _STAGING
+        self._holders: list[Extent | None] = [None] * _STAGING
         self._pool = LandingPool(extent_bytes, _STAGING if count > 1 else 8)
-        self._writes: queue.SimpleQueue[_Extent | None] = queue.SimpleQueue()
-        self._reads: queue.SimpleQueue[_Extent | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[Extent | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[Extent | None] = queue.SimpleQueue()
+        self._serial = 0
         try:
-            if count > 1:
-                self._staging = [pages(extent_bytes) for _ in range(_STAGING)]
-                self._places = [[None] * count for _ in range(_STAGING)]
-            else:
-                self._staging = [pages(min(_CHUNK_BYTES, extent_bytes))]
-            for what, target in (("writer", self._writer), ("reader", self._reader)):
-                thread = threading.Thread(
-                    target=target, args=(medium,), name=f"multistage-{what}", daemon=True
-                )
-                thread.start()
-                self._threads.append(thread)
+            self._start(medium, layout)
         except (OSError, MemoryError, RuntimeError) as error:  # no memory, no thread
             StreamedStore.close(self)
             raise StoreError(
                 f"tier {self.name!r} cannot be used: {error or 'no memory'}; it needs "
                 f"{self.buffer_bytes(layout)} bytes of buffers and two threads"
             ) from error
+        except BaseException:
+            StreamedStore.close(self)
+            raise
+
+    def _start(self, medium: Medium | Carrier, layout: Layout) -> None:
+        """Allocate buffers and start the threads, or let the medium start its own."""
+        count, extent_bytes = self._count, self._extent_bytes
+        if count > 1:
+            arena = pages(whole_huge(_STAGING * extent_bytes))
+            self._staging = list(arena[: _STAGING * extent_bytes].reshape(_STAGING, extent_bytes))
+            self._places = [[None] * count for _ in range(_STAGING)]
+        else:
+            self._staging = [pages(whole_huge(self.buffer_bytes(layout)))]
+        if isinstance(medium, Carrier):
+            bounce = None if count > 1 else self._staging[0][: self.buffer_bytes(layout)]
+            medium.start(layout, bounce, self._wrote, self._landed)
+            self._carrier = medium
+            return
+        for what, target in (("writer", self._writer), ("reader", self._reader)):
+            thread = threading.Thread(
+                target=target, args=(medium,), name=f"multistage-{what}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
 
     def close(self) -> None:
         """Stop the threads, give back memory and files.  May be called twice.
@@ -238,7 +297,7 @@ class StreamedStore:
         for thread in self._threads:
             thread.join()
         self._threads = []
-        self._medium = None
+        self._medium = self._carrier = None
         with contextlib.suppress(OSError):  # what was in it is wanted no more
             medium.close()
         self._index.clear()
@@ -248,7 +307,7 @@ class StreamedStore:
         self._waiting.clear()
         self._zombies.clear()
         self._places = []
-        self._filling = self._latest = self._landed = None
+        self._filling = self._latest = self._read_last = None
         self._pool = LandingPool(0, 0)
 
     # ------------------------------------------------------------------ writes
@@ -280,18 +339,36 @@ class StreamedStore:
             self._flush(extent)
         return True
 
-    def _flush(self, extent: _Extent) -> None:
+    def _flush(self, extent: Extent) -> None:
         self._filling = None
         extent.nbytes = extent.filled * self._layout.nbytes
-        extent.state = _State.QUEUED
-        self._writes.put(extent)
+        self._queue_write(extent)
 
-    def _new_small(self, key: int, block: bool) -> _Extent | None:
+    def _queue_write(self, extent: Extent) -> None:
+        extent.state = State.QUEUED
+        if self._carrier is None:
+            self._writes.put(extent)
+            return
+        number = extent.buffer
+        self._carrier.queue_write(extent, None if number is None else self._staging[number])
+
+    def _poll(self) -> None:
+        if self._carrier is not None:
+            self._carrier.poll()
+
+    def _wait_for(self, ready: Callable[[], bool]) -> None:
+        if self._carrier is not None:
+            self._carrier.wait_for(ready)
+            return
+        with self._changed:
+            self._changed.wait_for(ready)
+
+    def _new_small(self, key: int, block: bool) -> Extent | None:
         """Return a fresh extent with a staging buffer, or None if there is no room."""
+        self._poll()
         number = self._free_buffer()
         while number is None and block:
-            with self._changed:
-                self._changed.wait_for(lambda: self._free_buffer() is not None)
+            self._wait_for(lambda: self._free_buffer() is not None)
             number = self._free_buffer()
         slot = None if number is None else self._take_slot()
         if number is None or slot is None:
@@ -310,15 +387,14 @@ class StreamedStore:
         for number, holder in enumerate(self._holders):
             if holder is None:
                 return number
-            if holder.state in (_State.DONE, _State.FAILED) and (
-                best is None or holder.serial < age
-            ):
+            if holder.state in (State.DONE, State.FAILED) and (best is None or holder.serial < age):
                 best, age = number, holder.serial
         return best
 
     def _put_large(self, key: int, arrays: Sequence[Array], block: bool) -> bool:
+        self._poll()
         waiting = self._waiting
-        while waiting and waiting[0].state is not _State.QUEUED:
+        while waiting and waiting[0].state is not State.QUEUED:
             waiting.popleft()
         if len(waiting) >= self.queue_depth:
             if not block:
@@ -333,20 +409,19 @@ class StreamedStore:
         extent.arrays = tuple(arrays)
         extent.live = extent.filled = 1
         extent.nbytes = self._layout.nbytes
-        extent.state = _State.QUEUED
+        self._queue_write(extent)
         self._index[key] = extent.number
         self.stats.writes += 1
         waiting.append(extent)
-        self._writes.put(extent)
         return True
 
-    def _new_extent(self, slot: int, first: int, previous: _Extent | None) -> _Extent:
+    def _new_extent(self, slot: int, first: int, previous: Extent | None) -> Extent:
         number = self._next_number
         self._next_number += 1
-        extent = self._extents[number] = _Extent(number, slot, first, previous)
+        extent = self._extents[number] = Extent(number, slot, first, previous)
         return extent
 
-    def _find(self, key: int) -> tuple[_Extent, int] | None:
+    def _find(self, key: int) -> tuple[Extent, int] | None:
         """Return the extent that holds `key` and the place in it, None if there is none."""
         entry = self._index.get(key)
         if entry is None:
@@ -388,21 +463,21 @@ class StreamedStore:
 
     def wait_written(self, key: int) -> bool:
         """Block until the store is done with the arrays of `key`; False if they are lost."""
+        self._poll()
         entry = self._find(key)
         if entry is None:
             return False
         extent = entry[0]
         if self._count == 1:
             self._wait(extent)
-        if extent.state is _State.FAILED:
+        if extent.state is State.FAILED:
             self._lose(key)
             return False
         return True
 
-    def _wait(self, extent: _Extent) -> None:
-        if extent.state is _State.QUEUED:
-            with self._changed:
-                self._changed.wait_for(lambda: extent.state is not _State.QUEUED)
+    def _wait(self, extent: Extent) -> None:
+        if extent.state is State.QUEUED:
+            self._wait_for(lambda: extent.state is not State.QUEUED)
 
     # ------------------------------------------------------------------- reads
 
@@ -416,13 +491,22 @@ class StreamedStore:
         if self._count > 1 and extent.previous is not None:
             self._queue_read(extent.previous)
 
-    def _queue_read(self, extent: _Extent) -> None:
+    def _queue_read(self, extent: Extent) -> None:
         if extent.buffer is None and extent.read_state is None and extent.live:
-            extent.read_state = _State.QUEUED
-            self._reads.put(extent)
+            extent.read_state = State.QUEUED
+            if self._carrier is None:
+                self._reads.put(extent)
+                return
+            try:
+                extent.landing = self._pool.take()
+            except (OSError, MemoryError) as error:
+                extent.read_state, extent.error = State.FAILED, f"read failed: {error}"
+                return
+            self._carrier.queue_read(extent, extent.landing)
 
     def get(self, key: int) -> list[Array]:
         """Block until the read of `key` is done; return its arrays.  Raises CheckpointLost."""
+        self._poll()
         entry = self._find(key)
         if entry is None:
             raise CheckpointLost(f"tier {self.name!r} has no checkpoint {key}")
@@ -434,21 +518,20 @@ class StreamedStore:
         else:
             if extent.read_state is None:
                 self.prefetch(key)
-            if extent.read_state is _State.QUEUED:
-                with self._changed:
-                    self._changed.wait_for(lambda: extent.read_state is not _State.QUEUED)
-            if extent.read_state is _State.FAILED:
+            if extent.read_state is State.QUEUED:
+                self._wait_for(lambda: extent.read_state is not State.QUEUED)
+            if extent.read_state is State.FAILED:
                 error = extent.error
                 self._lose(key)
                 raise CheckpointLost(error)
             assert extent.landing is not None
             record = extent.landing[start:stop]
-            last, self._landed = self._landed, extent
+            last, self._read_last = self._read_last, extent
             if (
                 last is not None
                 and last is not extent
                 and last is not extent.previous
-                and last.read_state is _State.DONE
+                and last.read_state is State.DONE
             ):
                 # Done with, though its keys may live on: else reading without
                 # dropping would bring the whole tier back into memory.
@@ -481,12 +564,13 @@ class StreamedStore:
 
     def _bury(self) -> None:
         """Give back the slots of extents without live states that no thread is at."""
+        self._poll()
         left = []
         for extent in self._zombies:
-            if _State.QUEUED in (extent.state, extent.read_state):
+            if State.QUEUED in (extent.state, extent.read_state):
                 left.append(extent)
                 continue
-            if extent.state is not _State.FAILED or not self._no_space:
+            if extent.state is not State.FAILED or not self._no_space:
                 self._free_slots.append(extent.slot)
             self.stats.stored_bytes -= self._extent_bytes
             del self._extents[extent.number]
@@ -501,10 +585,9 @@ class StreamedStore:
     # ----------------------------------------------------------------- threads
 
     def _writer(self, medium: Medium) -> None:
-        serial = 0
         while (extent := self._writes.get()) is not None:
             began = time.perf_counter()
-            state = _State.DONE
+            failure = None
             try:
                 if extent.arrays is None:
                     assert extent.buffer is not None
@@ -514,23 +597,25 @@ class StreamedStore:
                 else:
                     extent.checksum = self._write_large(medium, extent)
             except Exception as error:  # whatever it is, the computing thread must be told
-                state = _State.FAILED
-                if isinstance(error, OSError) and error.errno in _FULL:
-                    self._no_space = True
-                extent.error = f"write failed: {error}"
-            ended = time.perf_counter()
-            if state is _State.DONE:
-                self.stats.bytes_written += extent.nbytes
-            record = TransferRecord("write", extent.first, began, ended, extent.nbytes)
-            self.transfers.append(record)
-            serial += 1
-            with self._changed:
-                extent.arrays = None
-                extent.serial = serial
-                extent.state = state
-                self._changed.notify_all()
+                failure = error
+            self._wrote(extent, began, time.perf_counter(), failure)
 
-    def _write_large(self, medium: Medium, extent: _Extent) -> int:
+    def _wrote(self, extent: Extent, began: float, ended: float, error: Exception | None) -> None:
+        if error is None:
+            self.stats.bytes_written += extent.nbytes
+        else:
+            if isinstance(error, OSError) and error.errno in _FULL:
+                self._no_space = True
+            extent.error = f"write failed: {error}"
+        self.transfers.append(TransferRecord("write", extent.first, began, ended, extent.nbytes))
+        self._serial += 1
+        with self._changed:
+            extent.arrays = None
+            extent.serial = self._serial
+            extent.state = State.DONE if error is None else State.FAILED
+            self._changed.notify_all()
+
+    def _write_large(self, medium: Medium, extent: Extent) -> int:
         """Write one state chunk by chunk through the bounce buffer; return its checksum."""
         bounce, digest = self._staging[0], xxhash.xxh3_64()
         room, filled, offset = len(bounce), 0, 0
@@ -565,13 +650,13 @@ class StreamedStore:
 
     def _reader(self, medium: Medium) -> None:
         while (extent := self._reads.get()) is not None:
-            state = _State.DONE
-            if extent.state is _State.QUEUED:  # read what is still being written
+            failure = None
+            if extent.state is State.QUEUED:  # read what is still being written
                 with self._changed:
-                    self._changed.wait_for(lambda: extent.state is not _State.QUEUED)
+                    self._changed.wait_for(lambda: extent.state is not State.QUEUED)
             began = time.perf_counter()
             try:
-                if extent.state is _State.FAILED:
+                if extent.state is State.FAILED:
                     raise OSError(extent.error)
                 extent.landing = landing = self._pool.take()
                 medium.read(extent.slot, landing[: round_up(extent.nbytes)])
@@ -580,12 +665,15 @@ class StreamedStore:
                 if found != extent.checksum:
                     raise OSError(errno.EIO, "the checksum does not match: the bytes were changed")
             except Exception as error:  # whatever it is, the computing thread must be told
-                state = _State.FAILED
-                extent.error = f"read failed: {error}"
-            ended = time.perf_counter()
-            if state is _State.DONE:
-                self.stats.bytes_read += extent.nbytes
-            self.transfers.append(TransferRecord("read", extent.first, began, ended, extent.nbytes))
-            with self._changed:
-                extent.read_state = state
-                self._changed.notify_all()
+                failure = error
+            self._landed(extent, began, time.perf_counter(), failure)
+
+    def _landed(self, extent: Extent, began: float, ended: float, error: Exception | None) -> None:
+        if error is None:
+            self.stats.bytes_read += extent.nbytes
+        else:
+            extent.error = f"read failed: {error}"
+        self.transfers.append(TransferRecord("read", extent.first, began, ended, extent.nbytes))
+        with self._changed:
+            extent.read_state = State.DONE if error is None else State.FAILED
+            self._changed.notify_all()

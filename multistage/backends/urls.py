@@ -24,7 +24,7 @@ def open_store(tier: str | Store) -> Store:
     ----------
     tier : str or Store
         `file:///scratch` or `file:relative/folder`, with options `engine`
-        (auto, direct, aiofiles), `capacity` and `buffers` (sizes) and
+        (auto, native, direct, aiofiles), `capacity` and `buffers` (sizes) and
         `queue`; `memory:` or `memory:1GiB`, with the same sizes; `numa:1`, the
         memory of that node, with the same options.
 

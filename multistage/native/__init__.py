@@ -63,7 +63,29 @@ def _load() -> ctypes.CDLL | None:
     ]
     library.ms_bind.restype = _INT64
     library.ms_bind.argtypes = [_BYTES, _INT64, _INT64]
+    library.ms_io_len.restype = _INT64
+    library.ms_io_len.argtypes = []
+    library.ms_io_start.restype = _INT64
+    library.ms_io_start.argtypes = [_BYTES, ctypes.POINTER(IoOptions)]
+    library.ms_io_wait.restype = _INT64
+    library.ms_io_wait.argtypes = [_BYTES, _INT64, _INT64]
+    library.ms_io_stop.restype = None
+    library.ms_io_stop.argtypes = [_BYTES]
+    library.ms_io_in_memory.restype = _INT64
+    library.ms_io_in_memory.argtypes = [_INT64]
+    library.ms_xxh64.restype = _INT64
+    library.ms_xxh64.argtypes = [_BYTES, _INT64]
     return library
+
+
+def _load_held(path: str) -> ctypes.PyDLL:
+    """Return what takes nanoseconds and never waits, called with the interpreter lock held."""
+    held = ctypes.PyDLL(path)
+    held.ms_io_submit.restype = None
+    held.ms_io_submit.argtypes = [_BYTES, ctypes.POINTER(Job), _INT64]
+    held.ms_io_state.restype = _INT64
+    held.ms_io_state.argtypes = [ctypes.POINTER(Job)]
+    return held
 
 
 class Chain(ctypes.Structure):
@@ -84,13 +106,64 @@ class Chain(ctypes.Structure):
     owner: object = None
 
 
+class Piece(ctypes.Structure):
+    """`piece_t` of io.h: an array and its place in the record."""
+
+    _fields_ = (("data", _BYTES), ("offset", _INT64), ("nbytes", _INT64))
+
+
+class Job(ctypes.Structure):
+    """`job_t` of io.h: one extent to write or read."""
+
+    _fields_ = (
+        ("next", _BYTES),
+        ("written", _BYTES),
+        ("data", _BYTES),
+        ("pieces", ctypes.POINTER(Piece)),
+        ("n_pieces", _INT64),
+        ("nbytes", _INT64),
+        ("position", _INT64),
+        ("sum", _INT64),
+        ("start_ns", _INT64),
+        ("stop_ns", _INT64),
+        ("error", _INT64),
+        ("state", _INT64),
+    )
+
+
+Transfer = ctypes.CFUNCTYPE(_INT64, _INT64, _BYTES, _INT64, _INT64)
+
+
+class IoOptions(ctypes.Structure):
+    """`io_options_t` of io.h."""
+
+    _fields_ = (
+        ("fd", _INT64),
+        ("extent_bytes", _INT64),
+        ("most_bytes", _INT64),
+        ("bounce", _BYTES),
+        ("chunk_bytes", _INT64),
+        ("n_bounces", _INT64),
+        ("nice", _INT64),
+        ("pwrite", Transfer),
+        ("pread", Transfer),
+    )
+
+
 LIBRARY = _load()
+HELD = None if LIBRARY is None else _load_held(LIBRARY._name)
 
 
 def library() -> ctypes.CDLL:
     """Return the C core, where it is known to be there."""
     assert LIBRARY is not None
     return LIBRARY
+
+
+def held_library() -> ctypes.PyDLL:
+    """Return the functions of the C core that are called with the interpreter lock held."""
+    assert HELD is not None
+    return HELD
 
 
 def revolve_codes(start: int, stop: int, slots: int, keep_first: bool) -> Iterator[list[int]]:

@@ -8,19 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-
-def descriptors() -> set[str]:
-    """Return what the open descriptors of this process are, apart from pipes and the like."""
-    found = set()
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            target = str(link.readlink())
-        except OSError:
-            continue  # the descriptor of this very listing
-        if not target.startswith("/proc/"):
-            found.add(f"{link.name} -> {target}")
-    return found
+from leaks import descriptors, native_threads
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +21,7 @@ def no_leak(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     gc.collect()
     assert {thread.name for thread in set(threading.enumerate()) - threads} == set()
+    assert native_threads() == 0
     if before:
         assert descriptors() - before == set()
     if folder is not None:

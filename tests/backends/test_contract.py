@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from multistage.backends import FileStore, MemoryStore, Store
+from multistage.backends.files import available_engines
 from multistage.backends.testing import FaultyStore, check_store
 
 STORES: dict[str, Callable[[Path], Store]] = {
@@ -15,6 +16,12 @@ STORES: dict[str, Callable[[Path], Store]] = {
     "memory, bounded": lambda folder: MemoryStore(24 << 20),
     "memory, small buffers": lambda folder: MemoryStore(24 << 20, buffer_bytes=48 << 10),
     "memory, no buffers": lambda folder: MemoryStore(buffer_bytes=0, queue_depth=1),
+    "native": lambda folder: FileStore(folder, "native"),
+    "native, deep queue": lambda folder: FileStore(folder, "native", queue_depth=9),
+    "native, small buffers": lambda folder: FileStore(
+        folder, "native", capacity_bytes=24 << 20, buffer_bytes=48 << 10
+    ),
+    "native, no buffers": lambda folder: FileStore(folder, "native", buffer_bytes=0, queue_depth=1),
     "direct": lambda folder: FileStore(folder, "direct", queue_depth=4),
     "direct, small buffers": lambda folder: FileStore(
         folder, "direct", capacity_bytes=24 << 20, buffer_bytes=48 << 10
@@ -29,4 +36,6 @@ STORES: dict[str, Callable[[Path], Store]] = {
 
 @pytest.mark.parametrize("name", STORES)
 def test_contract(name: str, tmp_path: Path) -> None:
+    if name.startswith("native") and "native" not in available_engines():
+        pytest.skip("the C core was not built")
     check_store(lambda: STORES[name](tmp_path))

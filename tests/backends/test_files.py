@@ -20,6 +20,7 @@ import pytest
 from multistage.backends import CheckpointLost, FileStore
 from multistage.backends.aio import AioFiles
 from multistage.backends.direct import DirectFile
+from multistage.backends.files import available_engines
 from multistage.costs import Costs, Tier
 from multistage.errors import ArgumentError, CheckpointWarning, StoreError
 from multistage.layout import Layout
@@ -27,7 +28,8 @@ from multistage.reversal import Reversal
 
 STATE = np.arange(1000.0)
 LAYOUT = Layout.of(STATE)
-ENGINES = ("direct", "aiofiles")
+ENGINES = available_engines()
+MEDIA: dict[str, Any] = {"direct": DirectFile, "aiofiles": AioFiles}
 
 
 def private(folder: Path) -> list[Path]:
@@ -52,7 +54,7 @@ def test_only_the_owner_may_look(tmp_path: Path, engine: str) -> None:
     (folder,) = private(tmp_path)
     assert folder.stat().st_mode & 0o777 == 0o700
     files = list(folder.iterdir())
-    assert len(files) == (2 if engine == "aiofiles" else 1)  # the direct engine's has no name
+    assert len(files) == (2 if engine == "aiofiles" else 1)  # the others' has no name
     for file in files:
         assert file.stat().st_mode & 0o777 & ~0o600 == 0
     store.close()
@@ -182,7 +184,7 @@ def test_check_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_an_unknown_engine(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="engine='fast' must be one of auto, direct, aiofiles"):
+    with pytest.raises(ArgumentError, match="engine='fast' must be one of auto, native, direct"):
         FileStore(tmp_path, "fast")  # type: ignore[arg-type]
 
 
@@ -228,12 +230,12 @@ def test_damaged_files_are_never_believed(tmp_path: Path, damage: str, buffer_by
     store.close()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", MEDIA)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, code: int
 ) -> None:
-    kind: Any = DirectFile if engine == "direct" else AioFiles
+    kind = MEDIA[engine]
     write = kind.write
 
     def limited(self: Any, slot: int, offset: int, data: Any) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
 
 from multistage.backends import CheckpointLost
+from multistage.backends.files import available_engines
 from multistage.backends.medium import Ram
+from multistage.backends.native import NativeFile
 from multistage.backends.streamed import StreamedStore
 from multistage.errors import ArgumentError
 from multistage.layout import Array, Layout
@@ -21,7 +29,7 @@ LAYOUT = Layout.of(STATE)
 class Gate(Ram):
     """Host memory whose writes wait at a gate."""
 
-    def __init__(self, extent_bytes: int) -> None:
+    def __init__(self, extent_bytes: int, folder: Path) -> None:
         super().__init__(extent_bytes)
         self.open = threading.Event()
 
@@ -30,32 +38,59 @@ class Gate(Ram):
         super().write(slot, offset, data)
 
 
-@pytest.fixture
-def gates() -> Iterator[list[Gate]]:
-    made: list[Gate] = []
-    yield made
-    for gate in made:
-        gate.open.set()
+class NativeGate(NativeFile):
+    """The same of the native engine."""
+
+    def __init__(self, extent_bytes: int, folder: Path) -> None:
+        self.open = gate = threading.Event()
+
+        def pwrite(fd: int, address: int, nbytes: int, position: int) -> int:
+            gate.wait()
+            return os.pwrite(fd, (ctypes.c_char * nbytes).from_address(address), position)
+
+        super().__init__(folder, extent_bytes, pwrite=pwrite)
 
 
-def gated(gates: list[Gate], buffer_bytes: int, queue_depth: int = 2) -> StreamedStore:
-    def medium(extent_bytes: int) -> Gate:
-        gates.append(Gate(extent_bytes))
-        return gates[-1]
+class Gates:
+    """Makes stores whose writes wait; lets them go when a test is over."""
 
-    store = StreamedStore("gated", medium, buffer_bytes=buffer_bytes, queue_depth=queue_depth)
-    store.open(LAYOUT)
-    return store
+    def __init__(self, kind: type[Gate] | type[NativeGate], folder: Path) -> None:
+        self._kind, self._folder = kind, folder
+        self.made: list[Gate | NativeGate] = []
+
+    def store(self, buffer_bytes: int, queue_depth: int = 2) -> StreamedStore:
+        def medium(extent_bytes: int) -> Gate | NativeGate:
+            self.made.append(self._kind(extent_bytes, self._folder))
+            return self.made[-1]
+
+        store = StreamedStore(
+            "gated", medium, buffer_bytes=buffer_bytes, queue_depth=queue_depth, bounces=2
+        )
+        store.open(LAYOUT)
+        return store
+
+    def open(self) -> None:
+        for gate in self.made:
+            gate.open.set()
+
+
+@pytest.fixture(params=[Gate, NativeGate])
+def gates(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Gates]:
+    if request.param is NativeGate and "native" not in available_engines():
+        pytest.skip("the C core was not built")
+    gates = Gates(request.param, tmp_path)
+    yield gates
+    gates.open()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_large_states_fill_the_queue(gates: list[Gate], depth: int) -> None:
-    store = gated(gates, 0, depth)
+def test_large_states_fill_the_queue(gates: Gates, depth: int) -> None:
+    store = gates.store(0, depth)
     assert [store.put(key, [STATE]) for key in range(depth + 2)] == [True] * depth + [False] * 2
     assert store.stats.refused == 2
     with pytest.raises(CheckpointLost):
         store.get(depth)
-    gates[0].open.set()
+    gates.open()
     assert store.put(depth, [STATE + 1], block=True)
     for key in range(depth + 1):
         assert store.wait_written(key)
@@ -64,8 +99,8 @@ def test_large_states_fill_the_queue(gates: list[Gate], depth: int) -> None:
     store.close()
 
 
-def test_small_states_fill_the_buffers(gates: list[Gate]) -> None:
-    store = gated(gates, 6 * 5 * LAYOUT.nbytes)
+def test_small_states_fill_the_buffers(gates: Gates) -> None:
+    store = gates.store(6 * 5 * LAYOUT.nbytes)
     accepted = 0
     while store.put(accepted, [STATE + accepted]):
         accepted += 1
@@ -73,24 +108,64 @@ def test_small_states_fill_the_buffers(gates: list[Gate]) -> None:
     assert accepted == 3 * 5  # three buffers of five states
     for key in range(accepted):  # read from the buffers while no write can end
         assert store.get(key)[0].tolist() == (STATE + key).tolist()
-    gates[0].open.set()
+    gates.open()
     assert store.put(accepted, [STATE + accepted], block=True)
     for key in reversed(range(accepted + 1)):
         assert store.get(key)[0].tolist() == (STATE + key).tolist()
     store.close()
 
 
-def test_a_state_dropped_while_it_is_written(gates: list[Gate]) -> None:
-    store = gated(gates, 0)
+def test_a_state_dropped_while_it_is_written(gates: Gates) -> None:
+    store = gates.store(0)
     assert store.put(1, [STATE])
     store.prefetch(1)
     store.drop(1)
     assert not store.wait_written(1)
-    gates[0].open.set()
+    gates.open()
     assert store.put(1, [STATE + 1], block=True)
     assert store.put(2, [STATE + 2], block=True)
     assert store.get(1)[0].tolist() == (STATE + 1).tolist()
     assert store.get(2)[0].tolist() == (STATE + 2).tolist()
+    store.close()
+
+
+def test_a_read_waits_for_its_write(gates: Gates) -> None:
+    store = gates.store(0)
+    assert store.put(1, [STATE])
+    assert store.put(2, [STATE + 2])
+    store.prefetch(2)
+    store.prefetch(1)
+    gates.open()
+    assert store.get(2)[0].tolist() == (STATE + 2).tolist()
+    assert store.get(1)[0].tolist() == STATE.tolist()
+    store.close()
+    kinds = [(record.kind, record.key) for record in store.transfers]
+    assert sorted(kinds) == [("read", 1), ("read", 2), ("write", 1), ("write", 2)]
+    for kind in ("read", "write"):
+        records = [record for record in store.transfers if record.kind == kind]
+        assert all(a.stop_s <= b.start_s for a, b in pairwise(records))
+
+
+def test_a_wait_can_be_interrupted(gates: Gates) -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted
+
+    store = gates.store(0)
+    assert store.put(1, [STATE])
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        with pytest.raises(Interrupted):
+            store.wait_written(1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    gates.open()
+    assert store.wait_written(1)
+    assert store.get(1)[0].tolist() == STATE.tolist()
     store.close()
 
 
@@ -104,9 +179,9 @@ def test_arguments() -> None:
             StreamedStore("x", Ram, **options)  # type: ignore[arg-type]
 
 
-def test_the_threads_records(gates: list[Gate]) -> None:
-    store = gated(gates, 0)
-    gates[0].open.set()
+def test_the_threads_records(gates: Gates) -> None:
+    store = gates.store(0)
+    gates.open()
     for key in range(3):
         assert store.put(key, [STATE], block=True)
         assert store.wait_written(key)

@@ -1,0 +1,240 @@
+"""The file store's fast engine: extents moved by threads of the C core.
+
+Two threads of Python that write and read want the interpreter lock several
+times per transfer; beside a chain of short Python steps each time costs both
+sides.  The threads of `native/io.c` never want it.  The computing thread
+queues a job with one call, and looks at it again when it calls the store
+anyway: `poll` brings extents up to date, nobody else does.
+
+Checksums are XXH64: sixty lines of C, and the package xxhash has its twin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from .. import native
+from ..errors import StoreError
+from ..layout import Array, Layout
+from .arena import pages
+from .direct import DirectFile
+
+if TYPE_CHECKING:
+    from .streamed import Extent, Finished
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 2 << 20
+_NICE = 5
+# How long a wait may be deaf to signals such as Ctrl-C.
+_PATIENCE_MS = 50
+_WRITE, _READ = 0, 1
+_FAILED = 2
+
+
+class _Flight(NamedTuple):
+    """A job under way, and what its addresses point into."""
+
+    extent: Extent
+    job: native.Job
+    kept: object
+    gathered: tuple[native.Job, list[native.Piece]] | None = None
+
+
+class NativeFile:
+    """Extents in an anonymous file, moved by two lanes of the C core; a `Carrier`.
+
+    Parameters
+    ----------
+    folder : Path
+    extent_bytes : int
+        Whole pages.
+    most_bytes : int or None
+        Space that may be taken ahead of use; None for no limit.
+    dir_fd : int or None
+        `folder` itself, if it is open.
+    pwrite, pread : native.Transfer, optional
+        In place of the system's, to let them fail in tests.
+
+    Notes
+    -----
+    For one computing thread.  `wait_for` and `close` may block.  In a forked
+    child there are no threads: everything but `close` raises StoreError.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        extent_bytes: int,
+        most_bytes: int | None = None,
+        *,
+        dir_fd: int | None = None,
+        pwrite: Callable[[int, int, int, int], int] | None = None,
+        pread: Callable[[int, int, int, int], int] | None = None,
+    ) -> None:
+        self._library, self._held = native.library(), native.held_library()
+        self._extent_bytes = extent_bytes
+        self._most_bytes = most_bytes
+        # Called from the C core's threads: they must live as long as these.
+        self._hooks = (
+            native.Transfer(pwrite) if pwrite else native.Transfer(),
+            native.Transfer(pread) if pread else native.Transfer(),
+        )
+        self._flights: tuple[deque[_Flight], deque[_Flight]] = (deque(), deque())
+        self._owner = os.getpid()
+        self._file = DirectFile(folder, extent_bytes, most_bytes, dir_fd=dir_fd)
+        self._stop: weakref.finalize[..., NativeFile] = weakref.finalize(self, self._file.close)
+        self.direct = self._file.direct
+        if self._library.ms_io_in_memory(self._file.fd):
+            logger.warning(
+                "folder %r lies in memory (tmpfs): checkpoints there take as much of it",
+                str(folder.parent),
+            )
+
+    def start(
+        self, layout: Layout, bounce: Array | None, wrote: Finished, landed: Finished
+    ) -> None:
+        """Start the threads.
+
+        Parameters
+        ----------
+        bounce : array of uint8 or None
+            Page-aligned memory for gathering states; halved, one half filled
+            while the other is written.  None if `queue_write` always gets pages.
+        wrote, landed : callable
+            Told of each finished write and read by `poll`.
+        """
+        self._wrote, self._landed = wrote, landed
+        # Where arrays lie in a record is the same for all: only addresses are filled in.
+        self._leaves = [at for at, leaf in enumerate(layout.leaves) if leaf.nbytes]
+        leaves = [layout.leaves[at] for at in self._leaves]
+        places = [native.Piece(None, leaf.offset, leaf.nbytes) for leaf in leaves]
+        self._table = (native.Piece * len(places))(*places)
+        self._spare: list[tuple[native.Job, list[native.Piece]]] = []
+        options = native.IoOptions(
+            fd=self._file.fd,
+            extent_bytes=self._extent_bytes,
+            most_bytes=-1 if self._most_bytes is None else self._most_bytes,
+            bounce=None if bounce is None else bounce.ctypes.data,
+            chunk_bytes=_CHUNK if bounce is None else len(bounce) // 2,
+            n_bounces=2,
+            nice=_NICE,
+            pwrite=self._hooks[0],
+            pread=self._hooks[1],
+        )
+        engine = pages(self._library.ms_io_len())
+        self._engine: int = engine.ctypes.data
+        failed = self._library.ms_io_start(self._engine, ctypes.byref(options))
+        if failed:
+            raise OSError(failed, f"threads cannot be started: {os.strerror(failed)}")
+        # At the interpreter's exit, too, the threads stop before the memory
+        # goes that they work on: all of it is held by this finalizer.
+        self._stop.detach()
+        self._stop = weakref.finalize(
+            self,
+            _stop,
+            self._owner,
+            self._engine,
+            self._file,
+            (engine, bounce, self._hooks, self._flights),
+        )
+
+    def queue_write(self, extent: Extent, data: Array | None) -> None:
+        """Queue the write of an extent's pages `data`, or of its arrays."""
+        self._assert_owner()
+        if data is not None:
+            job, gathered = native.Job(data=data.ctypes.data), None
+        else:
+            assert extent.arrays is not None
+            gathered = job, pieces = self._spare.pop() if self._spare else self._gathering()
+            for piece, at in zip(pieces, self._leaves, strict=True):
+                piece.data = extent.arrays[at].ctypes.data
+        job.nbytes = extent.nbytes
+        job.position = extent.slot * self._extent_bytes
+        self._flights[_WRITE].append(_Flight(extent, job, extent.arrays, gathered))
+        self._held.ms_io_submit(self._engine, job, _WRITE)
+
+    def _gathering(self) -> tuple[native.Job, list[native.Piece]]:
+        """Return a job that gathers arrays, and the pieces that take their addresses."""
+        table = type(self._table).from_buffer_copy(self._table)
+        return native.Job(pieces=table, n_pieces=len(table)), list(table)
+
+    def queue_read(self, extent: Extent, landing: Array) -> None:
+        """Queue a read into `landing`, behind the extent's write if that is under way."""
+        self._assert_owner()
+        job = native.Job(
+            data=landing.ctypes.data,
+            nbytes=extent.nbytes,
+            position=extent.slot * self._extent_bytes,
+            sum=extent.checksum,
+        )
+        written = next((f.job for f in self._flights[_WRITE] if f.extent is extent), None)
+        if written is not None:
+            job.written = ctypes.addressof(written)
+        self._flights[_READ].append(_Flight(extent, job, (landing, written)))
+        self._held.ms_io_submit(self._engine, job, _READ)
+
+    def poll(self) -> None:
+        """Tell of every transfer that was finished.  Never blocks."""
+        writes, reads = self._flights
+        # A lane finishes its jobs in order.
+        while writes and writes[0].job.state:
+            flight = writes.popleft()
+            self._finish(flight, self._wrote)
+            # A read that was queued behind this write may still look at its job.
+            if flight.gathered is not None and not reads:
+                self._spare.append(flight.gathered)
+        while reads and reads[0].job.state:
+            self._finish(reads.popleft(), self._landed)
+
+    def _finish(self, flight: _Flight, tell: Finished) -> None:
+        extent, job = flight.extent, flight.job
+        error = _error(job.error) if self._held.ms_io_state(job) == _FAILED else None
+        extent.checksum = job.sum
+        tell(extent, 1e-9 * job.start_ns, 1e-9 * job.stop_ns, error)
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Block until `ready()`, which is asked again after every transfer."""
+        self._assert_owner()
+        wait, engine = self._library.ms_io_wait, self._engine
+        while True:
+            seen = wait(engine, 0, 0)
+            self.poll()
+            if ready():
+                return
+            wait(engine, seen, _PATIENCE_MS)
+
+    def close(self) -> None:
+        """Finish what is under way, stop the threads, close the file."""
+        self._stop()
+        if os.getpid() == self._owner:
+            self.poll()
+
+    def _assert_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise StoreError(
+                "a file store cannot be used in a forked child, which has none of its threads; "
+                "open one there, or use the 'spawn' start method"
+            )
+
+
+def _stop(owner: int, engine: int, file: DirectFile, kept: object) -> None:
+    if os.getpid() == owner:
+        native.library().ms_io_stop(engine)
+    file.close()
+
+
+def _error(code: int) -> OSError:
+    if code == errno.EBADMSG:
+        return OSError(errno.EIO, "the checksum does not match: the bytes were changed")
+    if code == errno.ENODATA:
+        return OSError(errno.EIO, "the file ends before the checkpoint does")
+    return OSError(code, os.strerror(code))

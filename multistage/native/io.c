@@ -1,0 +1,566 @@
+/* The file store's engine: extents moved by threads that never see the interpreter.
+ *
+ * Two lanes, one each way, of two threads each:
+ *
+ *   write   front: gather the arrays into a bounce buffer, sum   back: pwrite
+ *   read    front: pread into the caller's pages                 back: sum, compare
+ *
+ * so that the disk works while bytes are copied and summed.  A lane moves its
+ * jobs in the order of submission, chunk by chunk, through a ring of a few
+ * chunks between its two threads.
+ *
+ * Submission takes no lock: a job is pushed on a list and a semaphore posted.
+ * The front takes the whole list at once and turns it round.  A completion is
+ * told by the job's state, which whoever waits looks at again whenever the
+ * count of completions has changed.
+ *
+ * The caller allocates everything and keeps it until ms_io_stop.  A forked
+ * child has the memory but no threads: it must not call anything here.
+ */
+#define _GNU_SOURCE
+#include "io.h"
+
+#if defined(__linux__)
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <semaphore.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/vfs.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { PAGE = 4096, BLOCK = 32 << 10, GROW = 64 << 20, RING = 4, STACK = 512 << 10 };
+static const uint32_t TMPFS = 0x01021994u, RAMFS = 0x858458f6u;
+
+/* XXH64 (Y. Collet), with seed 0.  Every step is a bijection of the lane and of
+ * the word it takes in, so a change within any one word always changes the sum. */
+static const uint64_t P1 = 11400714785074694791u, P2 = 14029467366897019727u,
+                      P3 = 1609587929392839161u, P4 = 9650029242287828579u,
+                      P5 = 2870177450012600261u;
+
+typedef struct {
+    uint64_t lane[4], total;
+} sum_t;
+
+static uint64_t rotate(uint64_t x, int by) { return x << by | x >> (64 - by); }
+static uint64_t round64(uint64_t lane, uint64_t word) { return rotate(lane + word * P2, 31) * P1; }
+
+static uint64_t word64(const char *data)
+{
+    uint64_t word;
+    memcpy(&word, data, sizeof word);
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    word = __builtin_bswap64(word);
+#endif
+    return word;
+}
+
+static void sum_begin(sum_t *sum)
+{
+    *sum = (sum_t){{P1 + P2, P2, 0, 0 - P1}, 0};
+}
+
+/* Take in whole stripes of 32 bytes; returns what is left over. */
+static int64_t sum_add(sum_t *sum, const char *data, int64_t nbytes)
+{
+    uint64_t a = sum->lane[0], b = sum->lane[1], c = sum->lane[2], d = sum->lane[3];
+    int64_t at = 0;
+    for (; at + 32 <= nbytes; at += 32) {
+        a = round64(a, word64(data + at));
+        b = round64(b, word64(data + at + 8));
+        c = round64(c, word64(data + at + 16));
+        d = round64(d, word64(data + at + 24));
+    }
+    *sum = (sum_t){{a, b, c, d}, sum->total + (uint64_t)nbytes};
+    return nbytes - at;
+}
+
+/* The sum; `rest` are the last bytes of the data, fewer than 32, not taken in yet. */
+static uint64_t sum_end(const sum_t *sum, const char *rest, int64_t n_rest)
+{
+    uint64_t h = P5;
+    if (sum->total >= 32) {
+        h = rotate(sum->lane[0], 1) + rotate(sum->lane[1], 7) + rotate(sum->lane[2], 12) +
+            rotate(sum->lane[3], 18);
+        for (int i = 0; i < 4; i++)
+            h = (h ^ round64(0, sum->lane[i])) * P1 + P4;
+    }
+    h += sum->total;
+    for (; n_rest >= 8; n_rest -= 8, rest += 8)
+        h = rotate(h ^ round64(0, word64(rest)), 27) * P1 + P4;
+    if (n_rest >= 4) {
+        uint64_t half = 0;
+        for (int i = 3; i >= 0; i--)
+            half = half << 8 | (unsigned char)rest[i];
+        h = rotate(h ^ half * P1, 23) * P2 + P3;
+        n_rest -= 4, rest += 4;
+    }
+    for (; n_rest > 0; n_rest--, rest++)
+        h = rotate(h ^ (unsigned char)*rest * P5, 11) * P1;
+    h = (h ^ h >> 33) * P2;
+    h = (h ^ h >> 29) * P3;
+    return h ^ h >> 32;
+}
+
+/* The checksum of this engine, for the test that compares it with its twin. */
+EXPORT int64_t ms_xxh64(const char *data, int64_t nbytes)
+{
+    sum_t sum;
+    sum_begin(&sum);
+    int64_t rest = sum_add(&sum, data, nbytes);
+    return (int64_t)sum_end(&sum, data + nbytes - rest, rest);
+}
+
+/* Part of a job on its way through a lane; job NULL: stop. */
+typedef struct {
+    job_t *job;
+    char *data;
+    int64_t offset, nbytes; /* in the record */
+    int64_t error, last;
+} chunk_t;
+
+typedef struct {
+    io_t *io;
+    pthread_t front, back;
+    int has_front, has_back;
+    _Atomic(job_t *) inbox; /* newest first */
+    job_t *ready;           /* oldest first; the front's */
+    sem_t jobs;             /* submitted, and one more to stop */
+    chunk_t ring[RING];
+    int64_t length, head, tail; /* of the ring; head the back's, tail the front's */
+    sem_t room, chunks;
+    int64_t stop_ns; /* of the job before; the back's */
+} lane_t;
+
+struct io {
+    io_options_t o;
+    int64_t allocated;
+    lane_t lane[2];
+    _Atomic int64_t completed, waiters;
+    pthread_mutex_t mutex;
+    pthread_cond_t changed;
+};
+
+static int64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static int64_t pages_of(int64_t nbytes) { return (nbytes + PAGE - 1) / PAGE * PAGE; }
+
+static void take(sem_t *semaphore)
+{
+    while (sem_wait(semaphore))
+        ;
+}
+
+static int64_t system_pwrite(int64_t fd, void *data, int64_t nbytes, int64_t position)
+{
+    ssize_t done = pwrite((int)fd, data, (size_t)nbytes, position);
+    return done < 0 ? -errno : done;
+}
+
+static int64_t system_pread(int64_t fd, void *data, int64_t nbytes, int64_t position)
+{
+    ssize_t done = pread((int)fd, data, (size_t)nbytes, position);
+    return done < 0 ? -errno : done;
+}
+
+/* Move whole pages, however the system divides them; returns 0 or an errno. */
+static int64_t transfer(transfer_t *move, int64_t fd, char *data, int64_t nbytes, int64_t position,
+                        int64_t at_end)
+{
+    while (nbytes > 0) {
+        int64_t done = move(fd, data, nbytes, position);
+        if (done == -EINTR)
+            continue;
+        if (done < 0)
+            return -done;
+        if (done > nbytes)
+            return EIO;
+        if (done < nbytes)
+            done -= done % PAGE; /* what goes past the page cache must begin at a page */
+        if (done == 0)
+            return at_end;
+        data += done, position += done, nbytes -= done;
+    }
+    return 0;
+}
+
+/* Allocate the file up to `end`, and some more at a time, so that a full disk shows early. */
+static int64_t grow(io_t *io, int64_t end)
+{
+    int64_t ahead = io->allocated + GROW;
+    if (io->o.most_bytes >= 0)
+        ahead = min64(ahead, io->o.most_bytes);
+    for (int64_t size = ahead > end ? ahead : end;; size = end) {
+        int failed;
+        do
+            failed = fallocate((int)io->o.fd, 0, io->allocated, size - io->allocated) ? errno : 0;
+        while (failed == EINTR);
+        if (failed == EOPNOTSUPP || failed == ENOSYS)
+            failed = 0, size = end; /* then it grows by being written */
+        if (!failed)
+            io->allocated = size;
+        if (!failed || size == end)
+            return failed;
+    }
+}
+
+/* --- completion ------------------------------------------------------------------- */
+
+static void complete(lane_t *lane, job_t *job, int64_t error)
+{
+    io_t *io = lane->io;
+    job->error = error;
+    /* The next job's front may have begun before this one's back was done: the
+     * records of a lane do not overlap. */
+    if (job->start_ns < lane->stop_ns)
+        job->start_ns = lane->stop_ns;
+    job->stop_ns = lane->stop_ns = now_ns();
+    atomic_store_explicit(&job->state, error ? IO_FAILED : IO_DONE, memory_order_release);
+    /* From here on the job is the caller's.  Either we see the waiter, or it,
+     * counted in before it looks, sees the new count. */
+    atomic_fetch_add(&io->completed, 1);
+    if (atomic_load(&io->waiters)) {
+        pthread_mutex_lock(&io->mutex);
+        pthread_cond_broadcast(&io->changed);
+        pthread_mutex_unlock(&io->mutex);
+    }
+}
+
+/* The job's state; what else it holds can be read once it is not IO_QUEUED. */
+EXPORT int64_t ms_io_state(const job_t *job)
+{
+    return atomic_load_explicit(&((job_t *)job)->state, memory_order_acquire);
+}
+
+/* Wait until the count of completions is not `seen`, at most so long; returns the count.
+ * A negative timeout is none. */
+EXPORT int64_t ms_io_wait(io_t *io, int64_t seen, int64_t timeout_ms)
+{
+    int64_t completed = atomic_load(&io->completed);
+    if (completed != seen || timeout_ms == 0)
+        return completed;
+    int64_t until_ns = now_ns() + timeout_ms * 1000000;
+    struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
+    int failed = 0;
+    pthread_mutex_lock(&io->mutex);
+    atomic_fetch_add(&io->waiters, 1);
+    while ((completed = atomic_load(&io->completed)) == seen && failed != ETIMEDOUT)
+        failed = timeout_ms < 0 ? pthread_cond_wait(&io->changed, &io->mutex)
+                                : pthread_cond_timedwait(&io->changed, &io->mutex, &until);
+    atomic_fetch_sub(&io->waiters, 1);
+    pthread_mutex_unlock(&io->mutex);
+    return completed;
+}
+
+/* --- the four threads ------------------------------------------------------------- */
+
+/* Let compute go before the calling thread, as Linux can for one thread alone. */
+static void yield_to_compute(const io_t *io)
+{
+    id_t thread = (id_t)syscall(SYS_gettid);
+    if (io->o.nice > 0)
+        setpriority(PRIO_PROCESS, thread, getpriority(PRIO_PROCESS, thread) + (int)io->o.nice);
+}
+
+static job_t *next_job(lane_t *lane)
+{
+    take(&lane->jobs);
+    if (!lane->ready) {
+        job_t *job = atomic_exchange(&lane->inbox, NULL);
+        while (job) {
+            job_t *older = job->next;
+            job->next = lane->ready;
+            lane->ready = job;
+            job = older;
+        }
+    }
+    job_t *job = lane->ready;
+    if (job)
+        lane->ready = job->next;
+    return job;
+}
+
+static void send(lane_t *lane, chunk_t chunk)
+{
+    lane->ring[lane->tail++ % lane->length] = chunk;
+    sem_post(&lane->chunks);
+}
+
+/* Copy bytes offset .. offset+nbytes of the record; `piece` is where the last call ended. */
+static void gather(const job_t *job, int64_t *piece, char *to, int64_t offset, int64_t nbytes)
+{
+    int64_t at = offset, stop = offset + nbytes;
+    for (; *piece < job->n_pieces; ++*piece) {
+        const piece_t *p = &job->pieces[*piece];
+        int64_t end = p->offset + p->nbytes;
+        if (p->offset >= stop)
+            break;
+        if (p->offset > at) {
+            memset(to + (at - offset), 0, (size_t)(p->offset - at));
+            at = p->offset;
+        }
+        if (end > at) {
+            int64_t n = min64(end, stop) - at;
+            memcpy(to + (at - offset), p->data + (at - p->offset), (size_t)n);
+            at += n;
+        }
+        if (end > stop)
+            return;
+    }
+    memset(to + (at - offset), 0, (size_t)(stop - at));
+}
+
+static void *write_front(void *argument)
+{
+    lane_t *lane = argument;
+    io_t *io = lane->io;
+    job_t *job;
+    yield_to_compute(io);
+    while ((job = next_job(lane))) {
+        job->start_ns = now_ns();
+        sum_t sum;
+        sum_begin(&sum);
+        int64_t piece = 0;
+        for (int64_t offset = 0, last = 0; !last;) {
+            int64_t nbytes = min64(job->nbytes - offset, io->o.chunk_bytes);
+            last = offset + nbytes == job->nbytes;
+            take(&lane->room);
+            char *data = job->data ? job->data + offset
+                                   : io->o.bounce + lane->tail % lane->length * io->o.chunk_bytes;
+            /* Block by block, so that what was just copied is summed from the cache. */
+            for (int64_t at = 0; at < nbytes;) {
+                int64_t n = min64(nbytes - at, BLOCK);
+                if (!job->data)
+                    gather(job, &piece, data + at, offset + at, n);
+                int64_t rest = sum_add(&sum, data + at, n);
+                at += n;
+                if (last && at == nbytes)
+                    job->sum = (int64_t)sum_end(&sum, data + at - rest, rest);
+            }
+            send(lane, (chunk_t){job, data, offset, nbytes, 0, last});
+            offset += nbytes;
+        }
+    }
+    take(&lane->room);
+    send(lane, (chunk_t){0});
+    return NULL;
+}
+
+static void *write_back(void *argument)
+{
+    lane_t *lane = argument;
+    io_t *io = lane->io;
+    int64_t error = 0;
+    yield_to_compute(io);
+    for (;; sem_post(&lane->room)) {
+        take(&lane->chunks);
+        chunk_t chunk = lane->ring[lane->head++ % lane->length];
+        if (!chunk.job)
+            return NULL;
+        int64_t position = chunk.job->position, end = position + io->o.extent_bytes;
+        if (!error && end > io->allocated)
+            error = grow(io, end);
+        if (!error)
+            error = transfer(io->o.pwrite, io->o.fd, chunk.data, pages_of(chunk.nbytes),
+                             position + chunk.offset, EIO);
+        if (chunk.last) {
+            complete(lane, chunk.job, error);
+            error = 0;
+        }
+    }
+}
+
+static void *read_front(void *argument)
+{
+    lane_t *lane = argument;
+    io_t *io = lane->io;
+    job_t *job;
+    yield_to_compute(io);
+    while ((job = next_job(lane))) {
+        int64_t error = 0;
+        if (job->written) {
+            int64_t seen = ms_io_wait(io, 0, 0);
+            while (ms_io_state(job->written) == IO_QUEUED)
+                seen = ms_io_wait(io, seen, -1);
+            error = job->written->error;
+            job->sum = job->written->sum;
+        }
+        job->start_ns = now_ns();
+        for (int64_t offset = 0, last = 0; !last;) {
+            int64_t nbytes = min64(job->nbytes - offset, io->o.chunk_bytes);
+            char *data = job->data + offset;
+            take(&lane->room);
+            if (!error)
+                error = transfer(io->o.pread, io->o.fd, data, pages_of(nbytes),
+                                 job->position + offset, ENODATA);
+            last = error || offset + nbytes == job->nbytes;
+            send(lane, (chunk_t){job, data, offset, nbytes, error, last});
+            offset += nbytes;
+        }
+    }
+    take(&lane->room);
+    send(lane, (chunk_t){0});
+    return NULL;
+}
+
+static void *read_back(void *argument)
+{
+    lane_t *lane = argument;
+    sum_t sum;
+    sum_begin(&sum);
+    yield_to_compute(lane->io);
+    for (;; sem_post(&lane->room)) {
+        take(&lane->chunks);
+        chunk_t chunk = lane->ring[lane->head++ % lane->length];
+        if (!chunk.job)
+            return NULL;
+        int64_t error = chunk.error;
+        int64_t rest = error ? 0 : sum_add(&sum, chunk.data, chunk.nbytes);
+        if (!chunk.last)
+            continue;
+        if (!error && (int64_t)sum_end(&sum, chunk.data + chunk.nbytes - rest, rest) !=
+                          chunk.job->sum)
+            error = EBADMSG;
+        complete(lane, chunk.job, error);
+        sum_begin(&sum);
+    }
+}
+
+/* --- life ------------------------------------------------------------------------- */
+
+static int start_thread(lane_t *lane, pthread_t *thread, void *(*run)(void *))
+{
+    pthread_attr_t attributes;
+    sigset_t all, before;
+    /* Signals are for the interpreter's threads, but for those that tell of a
+     * fault of this very thread. */
+    sigfillset(&all);
+    sigdelset(&all, SIGSEGV);
+    sigdelset(&all, SIGBUS);
+    sigdelset(&all, SIGFPE);
+    sigdelset(&all, SIGILL);
+    int failed = pthread_attr_init(&attributes);
+    if (failed)
+        return failed;
+    /* The usual 8 MiB each would count against a limit on data. */
+    pthread_attr_setstacksize(&attributes, STACK);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    failed = pthread_create(thread, &attributes, run, lane);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+    if (!failed)
+        pthread_setname_np(*thread, "multistage-io");
+    return failed;
+}
+
+/* Every job submitted is moved first. */
+static void stop_lane(lane_t *lane)
+{
+    if (lane->has_front) {
+        sem_post(&lane->jobs);
+        pthread_join(lane->front, NULL);
+    } else if (lane->has_back) {
+        take(&lane->room);
+        send(lane, (chunk_t){0});
+    }
+    if (lane->has_back)
+        pthread_join(lane->back, NULL);
+    sem_destroy(&lane->jobs);
+    sem_destroy(&lane->room);
+    sem_destroy(&lane->chunks);
+}
+
+EXPORT int64_t ms_io_len(void) { return sizeof(io_t); }
+
+/* Start the threads; `io` is the caller's memory, of ms_io_len() bytes.
+ * Returns 0 or an errno; after an error nothing is left to stop. */
+EXPORT int64_t ms_io_start(io_t *io, const io_options_t *options)
+{
+    static void *(*const FRONT[])(void *) = {write_front, read_front};
+    static void *(*const BACK[])(void *) = {write_back, read_back};
+    if (options->chunk_bytes <= 0 || options->chunk_bytes % PAGE || options->n_bounces < 1)
+        return EINVAL;
+    memset(io, 0, sizeof *io);
+    io->o = *options;
+    if (!io->o.pwrite)
+        io->o.pwrite = system_pwrite;
+    if (!io->o.pread)
+        io->o.pread = system_pread;
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_mutex_init(&io->mutex, NULL);
+    pthread_cond_init(&io->changed, &clock);
+    pthread_condattr_destroy(&clock);
+    int failed = 0;
+    for (int kind = IO_WRITE; kind <= IO_READ; kind++) {
+        lane_t *lane = &io->lane[kind];
+        lane->io = io;
+        lane->length = kind == IO_WRITE ? min64(io->o.n_bounces, RING) : RING;
+        sem_init(&lane->jobs, 0, 0);
+        sem_init(&lane->room, 0, (unsigned)lane->length);
+        sem_init(&lane->chunks, 0, 0);
+        if (!failed && !(failed = start_thread(lane, &lane->back, BACK[kind])))
+            lane->has_back = 1;
+        if (!failed && !(failed = start_thread(lane, &lane->front, FRONT[kind])))
+            lane->has_front = 1;
+    }
+    if (failed)
+        ms_io_stop(io);
+    return failed;
+}
+
+/* Queue a job, behind those of its kind: a write (IO_WRITE) or a read (IO_READ).
+ * Takes no lock and never waits. */
+EXPORT void ms_io_submit(io_t *io, job_t *job, int64_t kind)
+{
+    lane_t *lane = &io->lane[kind];
+    atomic_store_explicit(&job->state, IO_QUEUED, memory_order_relaxed);
+    job->next = atomic_load_explicit(&lane->inbox, memory_order_relaxed);
+    while (!atomic_compare_exchange_weak(&lane->inbox, &job->next, job))
+        ;
+    sem_post(&lane->jobs);
+}
+
+/* Finish every job and stop the threads. */
+EXPORT void ms_io_stop(io_t *io)
+{
+    stop_lane(&io->lane[IO_WRITE]); /* first: a read may wait for a write */
+    stop_lane(&io->lane[IO_READ]);
+    pthread_cond_destroy(&io->changed);
+    pthread_mutex_destroy(&io->mutex);
+}
+
+/* Whether a file lies in memory, as on tmpfs, whatever its flags. */
+EXPORT int64_t ms_io_in_memory(int64_t fd)
+{
+    struct statfs found;
+    if (fstatfs((int)fd, &found))
+        return 0;
+    return (uint32_t)found.f_type == TMPFS || (uint32_t)found.f_type == RAMFS;
+}
+
+#else /* the portable engines take over */
+
+#include <errno.h>
+EXPORT int64_t ms_io_len(void) { return 1; }
+EXPORT int64_t ms_io_start(io_t *io, const io_options_t *o) { return (void)io, (void)o, ENOSYS; }
+EXPORT void ms_io_submit(io_t *io, job_t *job, int64_t kind) { (void)io, (void)job, (void)kind; }
+EXPORT int64_t ms_io_state(const job_t *job) { return (void)job, IO_FAILED; }
+EXPORT int64_t ms_io_wait(io_t *io, int64_t seen, int64_t t) { return (void)io, (void)t, seen; }
+EXPORT void ms_io_stop(io_t *io) { (void)io; }
+EXPORT int64_t ms_io_in_memory(int64_t fd) { return (void)fd, 0; }
+EXPORT int64_t ms_xxh64(const char *data, int64_t n) { return (void)data, (void)n, 0; }
+#endif

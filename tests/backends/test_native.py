@@ -1,0 +1,456 @@
+"""The native engine: its checksum, its faults, one call at a time, and its life."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from leaks import descriptors, native_threads
+
+from multistage import native
+from multistage.backends import CheckpointLost, FileStore
+from multistage.backends.files import available_engines
+from multistage.backends.native import NativeFile
+from multistage.backends.streamed import StreamedStore
+from multistage.backends.testing import check_store
+from multistage.errors import CheckpointWarning, StoreError
+from multistage.layout import Layout
+
+pytestmark = pytest.mark.skipif("native" not in available_engines(), reason="no C core here")
+
+Hook = Callable[[int, int, int, int], int]
+PAGE = 4096
+# Gathered in three chunks of 2 MiB each, from arrays with gaps between them.
+LARGE = {
+    "a": np.zeros(3, np.int8),
+    "b": np.arange(400_001.0),
+    "c": np.zeros((0, 2)),
+    "d": np.arange(290_000.0),
+}
+SMALL = np.arange(1000.0)
+
+
+def pwrite(fd: int, address: int, nbytes: int, position: int) -> int:
+    return os.pwrite(fd, (ctypes.c_char * nbytes).from_address(address), position)
+
+
+def pread(fd: int, address: int, nbytes: int, position: int) -> int:
+    return os.preadv(fd, [(ctypes.c_char * nbytes).from_address(address)], position)
+
+
+def hooked(
+    folder: Path, *, write: Hook = pwrite, read: Hook = pread, buffer_bytes: int = 8 << 20
+) -> StreamedStore:
+    def medium(extent_bytes: int) -> NativeFile:
+        return NativeFile(folder, extent_bytes, pwrite=write, pread=read)
+
+    return StreamedStore("hooked", medium, buffer_bytes=buffer_bytes, bounces=2)
+
+
+def failing(move: Hook, at: int, answer: int) -> Hook:
+    """Answer the call number `at` with something else than what it was asked for."""
+    calls = iter(range(10_000))
+
+    def hook(fd: int, address: int, nbytes: int, position: int) -> int:
+        return answer if next(calls) == at else move(fd, address, nbytes, position)
+
+    return hook
+
+
+def c_sum(data: bytes, offset: int = 0) -> int:
+    held = bytearray(offset) + data
+    buffer = (ctypes.c_char * len(held)).from_buffer(held)
+    at = ctypes.addressof(buffer) + offset
+    return int(native.library().ms_xxh64(at, len(data))) & (2**64 - 1)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_the_sum_is_its_twins(offset: int) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 100_003, np.uint8).tobytes()
+    for nbytes in (*range(200), 4096, 32 << 10, (32 << 10) + 1, 100_003):
+        assert c_sum(data[:nbytes], offset) == xxhash.xxh64_intdigest(data[:nbytes])
+
+
+def test_any_flipped_bit_changes_the_sum() -> None:
+    data = bytearray(np.random.default_rng(1).integers(0, 256, 203, np.uint8).tobytes())
+    sums = {c_sum(bytes(data))}
+    for bit in range(8 * len(data)):
+        data[bit // 8] ^= 1 << bit % 8
+        sums.add(c_sum(bytes(data)))
+        data[bit // 8] ^= 1 << bit % 8
+    assert len(sums) == 8 * len(data) + 1
+
+
+def test_interrupted_and_partial_transfers(tmp_path: Path) -> None:
+    """The system may move less than it is asked for, by no whole page, or be interrupted."""
+
+    def sparing(move: Hook) -> Hook:
+        calls = iter(range(10**9))
+
+        def hook(fd: int, address: int, nbytes: int, position: int) -> int:
+            if next(calls) % 3 == 0:
+                return -errno.EINTR
+            part = max(PAGE, nbytes // 3 // PAGE * PAGE)
+            moved = move(fd, address, part, position)
+            return moved if moved == nbytes else moved + 7
+
+        return hook
+
+    check_store(lambda: hooked(tmp_path, write=sparing(pwrite), read=sparing(pread)))
+
+
+@pytest.mark.parametrize("at", range(9))
+@pytest.mark.parametrize("answer", [-errno.EIO, 0, 7])
+def test_a_write_that_fails(tmp_path: Path, at: int, answer: int) -> None:
+    """Three states of three chunks: whichever fails takes its own state along, no other."""
+    layout = Layout.of(LARGE)
+    store = hooked(tmp_path, write=failing(pwrite, at, answer))
+    store.open(layout)
+    arrays = {
+        key: [(array + key).astype(array.dtype) for array in layout.arrays(LARGE)]
+        for key in range(3)
+    }
+    written = []
+    failed = None
+    for key in range(3):
+        assert store.put(key, arrays[key], block=True)
+        written.append(store.wait_written(key))
+        if not written[-1]:
+            failed = key
+    assert written.count(False) == 1
+    assert failed is not None
+    assert store.stats.lost == 1
+    for key in range(3):
+        if key == failed:
+            with pytest.raises(CheckpointLost, match="no checkpoint"):
+                store.get(key)
+        else:
+            for one, other in zip(store.get(key), arrays[key], strict=True):
+                assert one.tobytes() == other.tobytes()
+    assert store.put(failed, arrays[failed], block=True)
+    assert store.get(failed)[1].tobytes() == arrays[failed][1].tobytes()
+    store.close()
+
+
+def flipping(at: int) -> Hook:
+    calls = iter(range(10_000))
+
+    def hook(fd: int, address: int, nbytes: int, position: int) -> int:
+        moved = pread(fd, address, nbytes, position)
+        if next(calls) == at:
+            (ctypes.c_uint8 * nbytes).from_address(address)[nbytes // 5] ^= 16
+        return moved
+
+    return hook
+
+
+@pytest.mark.parametrize("at", range(9))
+@pytest.mark.parametrize("fault", ["error", "end", "flip"])
+def test_a_read_that_fails(tmp_path: Path, at: int, fault: str) -> None:
+    hooks = {
+        "error": failing(pread, at, -errno.EIO),
+        "end": failing(pread, at, 0),
+        "flip": flipping(at),
+    }
+    reason = {"error": "Input/output", "end": "file ends", "flip": "checksum does not match"}
+    layout = Layout.of(LARGE)
+    store = hooked(tmp_path, read=hooks[fault])
+    store.open(layout)
+    lost = []
+    for key in range(3):
+        assert store.put(key, layout.arrays(LARGE), block=True)
+    for key in range(3):
+        try:
+            for one, other in zip(store.get(key), layout.arrays(LARGE), strict=True):
+                assert one.tobytes() == other.tobytes()
+        except CheckpointLost as error:
+            assert reason[fault] in str(error)
+            lost.append(key)
+    assert len(lost) == 1
+    store.close()
+
+
+def test_small_states_share_what_befalls_their_extent(tmp_path: Path) -> None:
+    layout = Layout.of(SMALL)
+    store = hooked(
+        tmp_path, write=failing(pwrite, 1, -errno.EIO), buffer_bytes=6 * 5 * layout.nbytes
+    )
+    store.open(layout)
+    for key in range(40):
+        assert store.put(key, [SMALL + key], block=True)
+    lost = []
+    for key in range(40):
+        try:
+            assert store.get(key)[0].tolist() == (SMALL + key).tolist()
+        except CheckpointLost:
+            lost.append(key)
+    assert lost == list(range(5, 10))
+    store.close()
+
+
+def test_a_write_is_not_forgotten_while_a_read_waits_for_it(tmp_path: Path) -> None:
+    """The read of 1 is told what to find by the write of 1, known to be done by then.
+
+    It comes behind a read that does not end, and state 2 is written meanwhile:
+    were the job of the first write used for that, the read would find the sum
+    of the wrong state.
+    """
+    gate = threading.Event()
+
+    def waiting(fd: int, address: int, nbytes: int, position: int) -> int:
+        gate.wait()
+        return pread(fd, address, nbytes, position)
+
+    store = hooked(tmp_path, read=waiting, buffer_bytes=0)
+    store.open(Layout.of(SMALL))
+    assert store.put(0, [SMALL])
+    assert store.wait_written(0)
+    store.prefetch(0)
+    assert store.put(1, [SMALL + 1])
+    store.prefetch(1)
+    assert store.wait_written(1)
+    assert store.put(2, [SMALL + 2])
+    assert store.wait_written(2)
+    gate.set()
+    for key in range(3):
+        assert store.get(key)[0].tolist() == (SMALL + key).tolist()
+    store.close()
+
+
+def test_signals_are_left_to_the_interpreter(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, "native")
+    store.open(Layout.of(SMALL))
+    faults = 1 << signal.SIGSEGV - 1
+    until = time.monotonic() + 30
+    while True:
+        blocked = []
+        for task in Path("/proc/self/task").iterdir():
+            if (task / "comm").read_text() == "multistage-io\n":
+                lines = (task / "status").read_text().splitlines()
+                blocked.append(int(dict(line.split(":", 1) for line in lines)["SigBlk"], 16))
+        # A thread that was not scheduled yet still blocks everything.
+        if not any(mask & faults for mask in blocked) or time.monotonic() > until:
+            break
+    store.close()
+    assert len(blocked) == 4
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD):
+        assert all(mask >> number - 1 & 1 for mask in blocked)
+    assert not any(mask >> signal.SIGSEGV - 1 & 1 for mask in blocked)
+
+
+def test_a_full_disk_is_told_of_once(tmp_path: Path) -> None:
+    layout = Layout.of(SMALL)
+    store = hooked(tmp_path, write=failing(pwrite, 2, -errno.ENOSPC), buffer_bytes=0)
+    store.open(layout)
+    written = []
+    for key in range(3):
+        assert store.put(key, [SMALL], block=True)
+        written.append(store.wait_written(key))
+    assert written == [True, True, False]
+    with pytest.warns(CheckpointWarning, match="no space is left"):
+        assert not store.put(3, [SMALL], block=True)
+    store.drop(1)
+    assert store.put(4, [SMALL + 4], block=True)
+    assert store.get(4)[0].tolist() == (SMALL + 4).tolist()
+    store.close()
+
+
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    """The real thing: growing the file in steps falls back to what is needed, then fails."""
+    script = """
+        import resource, sys
+        import numpy as np
+        from multistage.backends import FileStore
+        from multistage.layout import Layout
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5 * 8192, 5 * 8192))
+        store = FileStore(sys.argv[1], "native", buffer_bytes=0)
+        state = np.arange(1000.0)
+        store.open(Layout.of(state))
+        written = []
+        for key in range(7):
+            store.put(key, [state + key], block=True)
+            written.append(store.wait_written(key))
+        assert written == [True] * 5 + [False] * 2, written
+        assert all(store.get(key)[0][0] == key for key in range(5))
+        store.close()
+    """
+    _run(script, tmp_path)
+
+
+def _run(script: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_interpreter_ends_while_states_are_moved(tmp_path: Path) -> None:
+    """The threads stop before the memory goes that they work on."""
+    script = """
+        import sys
+        import numpy as np
+        from multistage.backends import FileStore
+        from multistage.layout import Layout
+        store = FileStore(sys.argv[1], "native", queue_depth=30)
+        state = np.zeros(1 << 18)
+        store.open(Layout.of(state))
+        for key in range(20):
+            assert store.put(key, [state + key])
+        for key in range(20):
+            store.prefetch(key)
+        del state
+    """
+    for _ in range(3):
+        _run(script, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_child_is_told(tmp_path: Path) -> None:
+    script = """
+        import os, sys, warnings
+        import numpy as np
+        from multistage.backends import FileStore
+        from multistage.errors import StoreError
+        from multistage.layout import Layout
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        store = FileStore(sys.argv[1], "native", buffer_bytes=0)
+        state = np.arange(1000.0)
+        store.open(Layout.of(state))
+        store.put(1, [state])
+        assert store.wait_written(1)
+        pid = os.fork()
+        if pid == 0:
+            for use in (
+                lambda: store.put(2, [state]),
+                lambda: store.put(3, [state], block=True),
+                lambda: store.get(1),
+            ):
+                try:
+                    use()
+                except StoreError as error:
+                    assert "forked child" in str(error)
+                else:
+                    os._exit(3)
+            store.close()
+            sys.exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert store.put(2, [state + 2])
+        assert store.get(2)[0][0] == 2
+        assert store.get(1)[0].tolist() == state.tolist()
+        store.close()
+    """
+    _run(script, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forgotten_store_stops_its_threads(tmp_path: Path) -> None:
+    before = descriptors()
+    store = FileStore(tmp_path, "native", queue_depth=9)
+    store.open(Layout.of(LARGE))
+    for key in range(5):
+        assert store.put(key, Layout.of(LARGE).arrays(LARGE))
+    assert native_threads() == 4
+    del store
+    gc.collect()
+    assert native_threads() == 0
+    assert descriptors() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_size_of_the_structures() -> None:
+    """What ctypes believes is what the compiler made."""
+    assert ctypes.sizeof(native.Job) == 12 * 8
+    assert ctypes.sizeof(native.IoOptions) == 9 * 8
+    library, options = native.library(), native.IoOptions(fd=-1, chunk_bytes=100, n_bounces=1)
+    engine = (ctypes.c_char * library.ms_io_len())()
+    assert library.ms_io_start(ctypes.addressof(engine), ctypes.byref(options)) == errno.EINVAL
+    assert native_threads() == 0
+
+
+def test_a_folder_in_memory_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It takes O_DIRECT like a disk, and memory like none."""
+    shared = Path("/dev/shm")
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    if ["/dev/shm", "tmpfs"] not in [mount[1:3] for mount in mounts]:
+        pytest.skip("/dev/shm is no tmpfs here")
+    with tempfile.TemporaryDirectory(dir=shared) as folder:
+        store = FileStore(folder, "native")
+        store.open(Layout.of(SMALL))
+        assert store.put(1, [SMALL])
+        assert store.get(1)[0].tolist() == SMALL.tolist()
+        store.close()
+        assert f"folder {folder!r} lies in memory" in caplog.text
+        caplog.clear()
+
+
+def test_a_store_that_cannot_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = descriptors()
+    for name, value in (("native._CHUNK", 100), ("streamed.pages", _no_memory)):
+        store = FileStore(tmp_path, "native")
+        with monkeypatch.context() as patch:
+            patch.setattr(f"multistage.backends.{name}", value)
+            with pytest.raises(StoreError, match=r"cannot be used: .*(Invalid|memory)"):
+                store.open(Layout.of(SMALL))
+        store.close()
+        assert (native_threads(), descriptors()) == (0, before)
+        store.open(Layout.of(SMALL))
+        store.close()
+
+
+def _no_memory(nbytes: int) -> object:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def test_without_the_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "LIBRARY", None)
+    assert available_engines() == ("direct", "aiofiles")
+    assert FileStore(tmp_path).engine == "direct"
+    store = FileStore(tmp_path, "native")
+    with pytest.raises(StoreError, match=r"needs Linux and the C core.*use engine 'auto'"):
+        store.open(Layout.of(SMALL))
+    assert list(tmp_path.iterdir()) == []
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_a_driver_in_c_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> None:
+    compiler, sources = shutil.which("cc"), ROOT / "multistage" / "native" / "io.c"
+    if compiler is None or not sources.exists():
+        pytest.skip("needs a C compiler and the sources")
+    program = tmp_path / "stress"
+    options = ["-g", "-O1", "-pthread", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    files = [str(sources), str(Path(__file__).with_name("io_stress.c"))]
+    built = subprocess.run([compiler, *options, "-o", str(program), *files], capture_output=True)
+    if built.returncode:
+        pytest.skip(f"the compiler has no {sanitizer} sanitizer")
+    # Without a random layout of memory, which not every version of them can bear.
+    plain = ["setarch", "-R"] if shutil.which("setarch") else []
+    done = subprocess.run(
+        [*plain, str(program)],
+        env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (0, "0 wrong\n"), done.stderr
