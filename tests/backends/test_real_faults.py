@@ -72,7 +72,9 @@ def test_files_damaged_at_every_moment(quick: Path, name: str, damage: str) -> N
     nameless = not name.startswith("aiofiles")
     harmless = damage in ("folder deleted", "folder chmod 000", "file chmod 000", "file deleted")
     if not harmless or (not nameless and damage.endswith("deleted")):
-        assert total.noticed >= 3, "nobody noticed"
+        # Extents of four are few, and may be written after the damage or read before it.
+        least = 1 if name.endswith("coalesced") else 3
+        assert total.noticed >= least, "nobody noticed"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="others may not act for another user")
