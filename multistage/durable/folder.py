@@ -219,8 +219,12 @@ class Folder:
         finally:
             os.close(fd)
 
-    def publish(self, name: str, pieces: Sequence[bytes | Array]) -> None:
-        """Write a file and let it appear under `name` when it is on the disk.  Raises OSError."""
+    def publish(self, name: str, pieces: Sequence[bytes | Array], *, settled: bool = True) -> None:
+        """Write a file and let it appear under `name` when its bytes are on the disk.
+
+        With `settled` return when its name is, too; else that is left to the
+        next one that waits for it.  Raises OSError.
+        """
         temporary = _TEMPORARY + name
         self.unlink(temporary)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE
@@ -237,7 +241,8 @@ class Folder:
             with contextlib.suppress(OSError):
                 self.unlink(temporary)
             raise
-        os.fsync(self.fd)
+        if settled:
+            os.fsync(self.fd)
 
     def unlink(self, name: str) -> None:
         """Remove a file, if it is there.  Raises OSError."""

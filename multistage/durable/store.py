@@ -524,7 +524,8 @@ class DurableStore:
             header = encode(Kind.STATES, self.run, table, count * size)
             batch.offset = len(header)
             batch.file_bytes = len(header) + count * size
-            self._folder.publish(batch.name, [header, *pieces])
+            # A power cut before the name is on the disk costs a checkpoint, no more.
+            self._folder.publish(batch.name, [header, *pieces], settled=False)
         except Exception as error:  # whatever it is, the computing thread must be told
             state = _State.FAILED
             batch.error = f"write failed: {error}"

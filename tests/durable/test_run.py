@@ -574,12 +574,12 @@ def test_a_disk_that_is_full_from_some_file_on(
     for room in range(1, 40, 3):
         folder, written = tmp_path / f"run{room}", 0
 
-        def limited(self: Folder, name: str, pieces: Any, room: int = room) -> None:
+        def limited(self: Folder, name: str, pieces: Any, room: int = room, **how: bool) -> None:
             nonlocal written
             written += 1
             if written > room:
                 raise OSError(28, "No space left on device")
-            publish(self, name, pieces)
+            publish(self, name, pieces, **how)
 
         monkeypatch.setattr(Folder, "publish", limited)
         with warnings.catch_warnings():
@@ -592,10 +592,10 @@ def test_a_disk_that_is_full_from_some_file_on(
 def test_what_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish = Folder.publish
 
-    def limited(self: Folder, name: str, pieces: Any) -> None:
+    def limited(self: Folder, name: str, pieces: Any, **how: bool) -> None:
         if name.startswith(("last", "adjoint")):
             raise OSError(5, "Input/output error")
-        publish(self, name, pieces)
+        publish(self, name, pieces, **how)
 
     monkeypatch.setattr(Folder, "publish", limited)
     run = simple(tmp_path / "run")
@@ -610,7 +610,7 @@ def test_what_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_folder_nothing_can_be_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Folder, "publish", full)

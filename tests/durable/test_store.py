@@ -170,7 +170,7 @@ def test_a_full_disk_refuses_and_says_so_once(
 ) -> None:
     store = opened(folder, layout)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(folder, "publish", full)

@@ -97,6 +97,8 @@ def test_the_forward_sweep_goes_on_from_the_newest_state() -> None:
     assert min(a.start for a in advanced) == 20
     assert sum(a.stop - a.start for a in advanced) == 9
     assert Tape(29) in actions
+    # States are offered at the spacing of the plan again, here 4.
+    assert [a.step for a in actions if isinstance(a, Offer)][:2] == [24, 28]
 
 
 def test_a_lost_newest_state_is_replaced_by_the_one_before() -> None:
