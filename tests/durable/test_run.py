@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -392,6 +393,32 @@ def test_what_an_adjoint_step_overwrites_is_what_it_was(tmp_path: Path) -> None:
     gradient = run()
     assert gradient["sum"].tolist() == [435, 435]
     assert gradient["now"].tolist() == [0.5**30] * 4
+
+
+def test_an_adjoint_under_way_is_not_overwritten(tmp_path: Path) -> None:
+    """While the disk is at one adjoint, those of later steps are passed over."""
+    folder, gate = tmp_path / "run", threading.Event()
+
+    def adjoint_step(x: Any, a: Any, i: int) -> Any:
+        if i == 15:
+            run._durable.store.flush()
+            run._durable.store.submit(lambda: bool(gate.wait()) and None)
+        if i == 4:
+            gate.set()
+            run._durable.store.flush()
+            raise BrokenOff
+        return a * x + i
+
+    run: Any = Reversal(
+        lambda x, i: x * 1.01 + i, adjoint_step, 20, durable=folder, durable_every_s=0, costs=FAST
+    )
+    run.forward(np.ones(3))
+    with pytest.raises(BrokenOff):
+        run.reverse(np.ones(3))
+    assert inspect(folder).adjoint_step == 15
+    with simple(folder) as again:
+        again.forward(np.ones(3))
+        assert np.array_equal(again.reverse(np.ones(3)), plain(20)[0])
 
 
 def test_adjoints_are_written_at_their_interval(tmp_path: Path) -> None:
