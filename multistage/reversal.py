@@ -233,6 +233,9 @@ class Reversal(Generic[State, Adjoint]):
             shape or dtype.
         BudgetError
             If the budget holds not even one state.
+        StoreError
+            If the tier cannot be used, or the durable folder is refused: in
+            use, not yours alone, of another run or format version.
         """
         if (until is None) == (self._n_steps is None):
             raise ArgumentError(
@@ -285,6 +288,12 @@ class Reversal(Generic[State, Adjoint]):
         ------
         ArgumentError
             If no forward sweep stands ready: each serves one reverse sweep.
+            Durable: if the adjoint is no pytree of arrays, or another than
+            the run began with; `reverse` may be called again then.
+        StateError
+            Durable: if an adjoint step changes the adjoint's layout.
+        StoreError
+            Durable: if the adjoint on the disk became unreadable since `forward`.
         """
         if not self._ready or self._executor is None:
             raise ArgumentError("reverse() needs a forward() before it, one for each reverse()")

@@ -11,6 +11,7 @@ import pytest
 LOOP = Path(__file__).parent.parent / "durable_kills.py"
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("options", "least"), [(("--kills", "10", "--seed", "5"), 10), (("--calls", "1"), 30)]
 )
