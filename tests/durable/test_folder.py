@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from durable_leaks import no_leak as no_leak
 
 from multistage.durable.folder import Folder
 from multistage.durable.records import BadFile
