@@ -353,13 +353,14 @@ def test_a_store_that_cannot_open_leaves_nothing(
         store.close()
         if failing.calls < at:
             break
-    assert refused >= 1
+    # The native engine starts no thread of Python's; `test_native` has its own refused.
+    assert refused >= (scarce != "threads" or engine != "native")
 
 
 def test_an_interrupted_close_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = FileStore(tmp_path)
+    store = FileStore(tmp_path, "direct")  # whose threads are Python's
     store.open(LAYOUT)
     join = threading.Thread.join
     interrupted = Failing(join, 1, KeyboardInterrupt())  # type: ignore[arg-type]

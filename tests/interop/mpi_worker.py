@@ -29,7 +29,7 @@ class Jittery(FileStore):
     """A disk on which one write in three is slow, each rank's at other times."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        super().__init__(folder, buffer_bytes=0)
+        super().__init__(folder, "direct", buffer_bytes=0)  # whose medium is Python's
         self._rank = rank
 
     def _make_medium(self, extent_bytes: int) -> Medium:
@@ -69,7 +69,7 @@ def gradients(comm: Any, folder: Path) -> dict[str, Any]:
     log: list[str] = []
     forward = Executor.forward
 
-    def recorded(self: Any, schedule: Any, state: Any) -> Any:
+    def recorded(self: Any, schedule: Any, state: Any, *rest: Any) -> Any:
         def passed() -> Any:
             answer = None
             try:
@@ -80,7 +80,7 @@ def gradients(comm: Any, folder: Path) -> dict[str, Any]:
             except StopIteration:
                 return
 
-        return forward(self, passed(), state)
+        return forward(self, passed(), state, *rest)
 
     Executor.forward = recorded  # type: ignore[method-assign]
     warnings.simplefilter("ignore", CheckpointWarning)
