@@ -8,7 +8,8 @@ what usually happens:
 * T_B, and T_A again: short reversals as they will be run, only if an adjoint
   is given, because an adjoint operator may add to gradients of its own, and a
   probe must not;
-* T_W, T_R: states written and read back one after the other at full speed;
+* T_W, T_R: states written and read back one after the other at full speed,
+  noise, or a real state where a store compresses;
 * what a transfer costs the computing thread: the time inside the store's calls,
   and what the driver does around them.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +30,8 @@ import optree
 
 from .actions import Answer, Schedule
 from .backends.base import CheckpointLost, Store
+from .backends.cascade import CascadeStore
+from .backends.compressed import CompressedStore
 from .backends.files import FileStore, available_engines
 from .backends.memory import MemoryStore
 from .chain import Chain, FunctionChain
@@ -99,12 +103,15 @@ def measure(
     stores = () if store is None else tuple(store) if isinstance(store, Sequence) else (store,)
     layout: Any = states.layout(state)
     share = seconds / (2 + len(stores))
-    with _starting(chain, state, states.slots(layout)) as start:
+    arrays: list[Array] | None = None
+    with starting(chain, state, states.slots(layout)) as start:
 
         def steps(at: State, count: int) -> None:
             chain.advance(at, 0, count)
 
-        forward_s, _ = _per_item(start, steps, n_steps, share, agree)
+        forward_s, count = _per_item(start, steps, n_steps, share, agree)
+        if any(map(compressions, stores)):
+            arrays = sample(chain, start(), layout, count)
         tape_s: float | None = None
         tape_bytes = 0
         if not chain.state_is_tape:
@@ -130,14 +137,24 @@ def measure(
         tape_step_s=tape_s,
         state_bytes=layout.nbytes,
         tape_bytes=tape_bytes,
-        tiers=tuple(probe_store(each, layout, seconds=share, most=n_steps) for each in stores),
+        tiers=tuple(
+            probe_store(
+                each,
+                layout,
+                seconds=share,
+                most=n_steps,
+                arrays=arrays,
+                sweep_s=n_steps * forward_s,
+            )
+            for each in stores
+        ),
         action_s=action_seconds(),
     )
     return with_driver(costs, layout) if stores else costs
 
 
 @contextlib.contextmanager
-def _starting(
+def starting(
     chain: Chain[State, Adjoint], state: State, slots: Slots
 ) -> Iterator[Callable[[], State]]:
     """Give a function that returns state 0 again and again; leave `state` as it was."""
@@ -149,6 +166,22 @@ def _starting(
         yield lambda: slots.load(kept, state)
     finally:
         slots.load(kept, state)
+
+
+def sample(chain: Chain[State, Adjoint], state: State, layout: Any, steps: int) -> list[Array]:
+    """Return the arrays of the state some steps on, for a store that compresses.
+
+    Noise is larger when compressed, and a first state of zeros is nothing.
+    """
+    arrays, _ = layout.pack(layout.arrays(chain.advance(state, 0, steps)))
+    return [np.array(array) for array in arrays]
+
+
+def compressions(store: Store) -> list[CompressedStore]:
+    """Return the stores in `store` that compress: itself, or levels of a cascade."""
+    if isinstance(store, CascadeStore):
+        return [found for level in store.levels for found in compressions(level)]
+    return [store] if isinstance(store, CompressedStore) else []
 
 
 def action_seconds() -> float:
@@ -172,6 +205,7 @@ def probe_store(
     seconds: float = 0.5,
     most: int = 100_000,
     arrays: Sequence[Any] | None = None,
+    sweep_s: float = math.inf,
 ) -> Tier:
     """Measure one store for states of `layout`, by itself; it is opened and closed.
 
@@ -183,6 +217,12 @@ def probe_store(
         States written at most.
     arrays : sequence, optional
         What to write; by default noise in host memory.
+    sweep_s : float
+        Seconds of the forward sweep, which matter to a cascade alone: its
+        levels are measured one by one, and a state is taken to cost what it
+        costs below, but no more than its share of a sweep that fills the level
+        above.  Either is what one level achieves by itself; both together do
+        better, so a cascade is never promised more than it holds.
 
     Returns
     -------
@@ -192,6 +232,8 @@ def probe_store(
     if arrays is None:
         record = np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8)
         arrays = [dense(view)[0] for view in layout.views(record)]
+    if isinstance(store, CascadeStore):
+        return _probe_cascade(store, layout, seconds, most, arrays, sweep_s)
     store.open(layout)
     try:
         count = max(1, min(most, 4096, int(256e6 / layout.nbytes) + 1))
@@ -209,6 +251,30 @@ def probe_store(
         write_overhead_s=put_s,
         read_overhead_s=got_s,
         capacity_states=capacity,
+        queue_depth=store.queue_depth,
+    )
+
+
+def _probe_cascade(
+    store: CascadeStore,
+    layout: Layout,
+    seconds: float,
+    most: int,
+    arrays: Sequence[Any],
+    sweep_s: float,
+) -> Tier:
+    upper, lower = (
+        probe_store(level, layout, seconds=seconds / 2, most=most, arrays=arrays, sweep_s=sweep_s)
+        for level in store.levels
+    )
+    share_s = sweep_s / max(1, upper.capacity_states or 0)
+    return Tier(
+        name=store.name,
+        write_s=max(upper.write_s, min(lower.write_s, share_s)),
+        read_s=max(upper.read_s, min(lower.read_s, share_s)),
+        write_overhead_s=upper.write_overhead_s,
+        read_overhead_s=max(upper.read_overhead_s, lower.read_overhead_s),
+        capacity_states=store.capacity_states(layout),
         queue_depth=store.queue_depth,
     )
 

@@ -3,17 +3,78 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tabulate import tabulate
 
+from .backends.base import Store, StoreStats
 from .costs import Costs, format_bytes, format_seconds
 from .execute import Counts
 from .plan import Plan
 from .timeline import Timeline
 from .trace import write_trace
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What one slow tier took and refused in a sweep.
+
+    Attributes
+    ----------
+    name : str
+    capacity_bytes : int or None
+        None if unbounded, or not told.
+    peak_stored_bytes : int
+        Most it held since it was opened, in whole extents.
+    refused_full, refused_busy : int
+        States it did not take because no room was left, and because as many
+        as may were waiting to be written.
+    lost : int
+        States written or read in vain.
+    notes : tuple of str
+        What else it has to say.
+    """
+
+    name: str
+    capacity_bytes: int | None
+    peak_stored_bytes: int
+    refused_full: int
+    refused_busy: int
+    lost: int
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, store: Store, before: StoreStats) -> TierUse:
+        """Return what `store` has counted since its counts were `before`."""
+        stats = store.stats
+        full = stats.refused_full - before.refused_full
+        notes: Callable[[], list[str]] = getattr(store, "notes", list)
+        return cls(
+            store.name,
+            getattr(store, "capacity_bytes", None),
+            stats.peak_stored_bytes,
+            full,
+            stats.refused - before.refused - full,
+            stats.lost - before.lost,
+            tuple(notes()),
+        )
+
+    def row(self) -> tuple[str, str, str, str, str, str]:
+        """Return the line of a table: tier, capacity, peak, refused twice, lost."""
+        return (
+            self.name,
+            "-" if self.capacity_bytes is None else format_bytes(self.capacity_bytes),
+            format_bytes(self.peak_stored_bytes),
+            f"{self.refused_full}",
+            f"{self.refused_busy}",
+            f"{self.lost}",
+        )
+
+
+_USE = ("tier", "capacity", "peak", "refused: full", "refused: busy", "lost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +92,8 @@ class Report:
         Seconds in both sweeps; what the caller did between them is left out.
     seen : Costs
         The costs as the run has shown them.
+    tiers : tuple of TierUse
+        What each slow tier took and refused.
     """
 
     plan: Plan
@@ -38,11 +101,15 @@ class Report:
     counts: Counts
     makespan_s: float
     seen: Costs
+    tiers: tuple[TierUse, ...] = ()
 
     @classmethod
-    def of(cls, plan: Plan, timeline: Timeline, counts: Counts) -> Report:
+    def of(
+        cls, plan: Plan, timeline: Timeline, counts: Counts, tiers: tuple[TierUse, ...] = ()
+    ) -> Report:
         """Return the report on a sweep that `plan` predicted."""
-        return cls(plan, timeline, counts, counts.elapsed_s, seen_costs(plan, timeline, counts))
+        seen = seen_costs(plan, timeline, counts)
+        return cls(plan, timeline, counts, counts.elapsed_s, seen, tiers)
 
     @property
     def n_steps(self) -> int:
@@ -126,13 +193,18 @@ class Report:
         return rows
 
     def __str__(self) -> str:
-        return "\n\n".join(
+        tables: list[tuple[Sequence[tuple[str, ...]], tuple[str, ...]]] = [
+            (self.rows(), (self.plan.planner, "predicted", "measured")),
+            (self.cost_rows(), ("costs", "assumed", "seen")),
+        ]
+        if self.tiers:
+            tables.append(([use.row() for use in self.tiers], _USE))
+        parts = [
             tabulate(rows, headers=headers, disable_numparse=True, stralign="right")
-            for rows, headers in (
-                (self.rows(), (self.plan.planner, "predicted", "measured")),
-                (self.cost_rows(), ("costs", "assumed", "seen")),
-            )
-        )
+            for rows, headers in tables
+        ]
+        parts += [f"{use.name}: {note}" for use in self.tiers for note in use.notes]
+        return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""
@@ -161,6 +233,7 @@ class Report:
             },
             "assumed": asdict(plan.costs),
             "seen": asdict(self.seen),
+            "tiers": [asdict(use) for use in self.tiers],
         }
 
     def to_json(self) -> str:

@@ -11,16 +11,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from .actions import Rules, Schedule
-from .backends.base import Store
-from .backends.files import FileStore
+from .backends.base import Store, StoreStats
+from .backends.streamed import StreamedStore
 from .backends.urls import open_store
 from .chain import Chain, FunctionChain
+from .compressing import choose_compression
 from .costs import Budget, Costs
 from .durable.run import DurableRun, OrderedStates
 from .errors import ArgumentError, BudgetError, StoreError
@@ -29,9 +30,9 @@ from .limits import default_budget_bytes
 from .plan import PLANNERS, Plan, Planner, online_schedule, plan
 from .plan.base import require_steps
 from .plan.resumed import durable_plan, resumed_schedule
-from .probe import measure
+from .probe import compressions, measure
 from .progress import Bars
-from .report import Report
+from .report import Report, TierUse
 from .slots import ArrayStates, States
 
 State = TypeVar("State")
@@ -39,6 +40,7 @@ Adjoint = TypeVar("Adjoint")
 
 # A plan is made again when a ratio it rests on has changed by this factor.
 _DRIFT = 1.3
+_UNKNOWN_STEPS = 10_000  # what a sweep of unknown length is measured for
 
 
 class Reversal(Generic[State, Adjoint]):
@@ -60,7 +62,9 @@ class Reversal(Generic[State, Adjoint]):
         Fast memory for checkpoints: bytes, `"512 MiB"` or `"32 slots"`.
         Default: a quarter of the memory that is free.
     tier : str, Store or a sequence of them, optional
-        Slow tiers, fastest first: `"file:///scratch"`, `"memory:"` or a store.
+        Slow tiers, fastest first: `"file:///scratch"`, `"memory:"`,
+        `"s3://bucket/run"` or a store; a cascade of two,
+        `"file:///scratch?capacity=10GiB > s3://bucket/run"`, is one tier.
         Without one, the best schedule for the budget alone.  All planners but
         the hierarchical ones use the first tier only.
     planner : str, Plan or callable
@@ -158,7 +162,7 @@ class Reversal(Generic[State, Adjoint]):
             self._budget.slots_for(1)
         self._stores = _stores(tier)
         for store in self._stores:
-            if isinstance(store, FileStore):
+            if isinstance(store, StreamedStore):
                 store.check()
         self._given = costs is not None
         self._checked = checked
@@ -168,6 +172,7 @@ class Reversal(Generic[State, Adjoint]):
         self._open = False
         self._ready = False
         self._stale = False  # the plan rests on costs that were seen to be others
+        self._before: list[StoreStats] = []  # what the stores had counted before the sweep
         self._slots = 0
         self._report: Report | None = None
         if costs is not None and not self._stores:
@@ -252,6 +257,7 @@ class Reversal(Generic[State, Adjoint]):
                 assert self.costs is not None
                 self._resumed = self._durable.begin(self.costs)
             schedule = self._schedule(until)
+            self._before = [replace(store.stats) for store in self._stores]
             self._bars.start(self._n_steps)
             last = executor.forward(schedule, state, self._resumed)
             if self._durable is not None:
@@ -319,7 +325,8 @@ class Reversal(Generic[State, Adjoint]):
             n = executor.counts.reverse_steps
             self.plan = PLANNERS["online"](self.costs, self._slots, n)
         assert self.plan is not None
-        self._report = Report.of(self.plan, executor.timeline, executor.counts)
+        uses = tuple(map(TierUse.of, self._stores, self._before))
+        self._report = Report.of(self.plan, executor.timeline, executor.counts, uses)
         if self._resumed is None:
             self._learn(self._report.seen)
         return result
@@ -354,8 +361,13 @@ class Reversal(Generic[State, Adjoint]):
         if self._durable is not None:
             probed = (self._attach(self._durable, layout, state),)
         if self.costs is None:
-            most = self._n_steps or 10_000
-            self.costs = measure(self._chain, state, most, probed, states=self._states)
+            most = self._n_steps or _UNKNOWN_STEPS
+            costs = measure(self._chain, state, most, probed, states=self._states)
+            if any(each.scheme == "auto" for tier in self._stores for each in compressions(tier)):
+                costs = choose_compression(
+                    self._chain, state, most, costs, self._stores, self._states, self._predicted
+                )
+            self.costs = costs
         return slots
 
     def _attach(self, durable: DurableRun, layout: Any, state: State) -> Store:
@@ -368,6 +380,13 @@ class Reversal(Generic[State, Adjoint]):
             self.costs, durable.costs = durable.costs, None
             self.plan = None
         return durable.probe
+
+    def _predicted(self, costs: Costs) -> float:
+        """Return the makespan that is planned for some costs."""
+        n = self._n_steps or _UNKNOWN_STEPS
+        if isinstance(self._planner, str):
+            return plan(costs, Budget(slots=self._slots), n, self._planner).makespan_s
+        return self._planner(costs, self._slots, n).makespan_s
 
     def _plan(self, slots: int) -> Plan:
         assert self.costs is not None

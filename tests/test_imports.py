@@ -20,7 +20,7 @@ LAYERS = [
     {"costs"},
     {"stages"},
     {"backends"},
-    {"plan", "simulate", "probe", "execute"},
+    {"plan", "simulate", "probe", "execute", "compressing"},
     {"durable"},
     {"progress", "report", "picture", "trace"},
     {"reversal"},
@@ -67,7 +67,7 @@ def test_import_is_light() -> None:
     code = (
         "import sys, multistage; "
         "heavy = {'torch', 'pyrevolve', 'matplotlib', 'aiofiles', 'asyncio', 'mpi4py', 'dask', "
-        "'checkpoint_schedules'} & set(sys.modules); "
+        "'checkpoint_schedules', 'fsspec', 'blosc2', 'zfpy'} & set(sys.modules); "
         "sys.exit(str(heavy) if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from pathlib import Path
@@ -11,12 +12,12 @@ import numpy as np
 import pytest
 from chains import CHAINS, raw
 
-from multistage.backends import FileStore, MemoryStore
+from multistage.backends import CascadeStore, FileStore, MemoryStore
 from multistage.backends.files import available_engines
 from multistage.backends.testing import FaultyStore
 from multistage.blocks import Blocks
 from multistage.chain import FunctionChain, InPlaceChain
-from multistage.costs import Costs
+from multistage.costs import Costs, Tier
 from multistage.errors import StateError, StoreError
 from multistage.layout import Layout
 from multistage.probe import measure, probe_path, probe_store
@@ -207,3 +208,40 @@ def test_agreed_times_alone_decide_what_is_run(taped: bool) -> None:
         )
         ran.append(calls)
     assert ran[0] == ran[1]
+
+
+def test_a_cascade_costs_what_one_of_its_levels_does(monkeypatch: Any) -> None:
+    layout = Layout.of(np.zeros(512))
+    store = CascadeStore(MemoryStore(64 * 4096, buffer_bytes=0), MemoryStore(buffer_bytes=0))
+    found = {
+        store.levels[0]: Tier("upper", 1.0, 2.0, 0.1, 0.2, capacity_states=64),
+        store.levels[1]: Tier("lower", 10.0, 20.0, 0.5, 0.6),
+    }
+    whole = probe_store
+
+    def told(level: Any, *args: Any, **options: Any) -> Tier:
+        return found[level] if level in found else whole(level, *args, **options)
+
+    monkeypatch.setattr("multistage.probe.probe_store", told)
+    for sweep_s, write_s, read_s in (
+        (math.inf, 10.0, 20.0),  # as long as can be: most states lie below
+        (64 * 15.0, 10.0, 15.0),
+        (64 * 5.0, 5.0, 5.0),  # one for 5 s, and the upper level is full at the end
+        (64 * 0.5, 1.0, 2.0),
+    ):
+        tier = whole(store, layout, sweep_s=sweep_s)
+        assert (tier.write_s, tier.read_s) == (write_s, read_s)
+        assert (tier.write_overhead_s, tier.read_overhead_s) == (0.1, 0.6)
+        assert (tier.name, tier.capacity_states) == ("memory>memory", None)
+
+
+def test_a_cascade_is_measured_level_by_level(tmp_path: Path) -> None:
+    store = CascadeStore(MemoryStore(1 << 20), FileStore(tmp_path, capacity_bytes=4 << 20))
+    costs = measure(
+        FunctionChain(lambda x, i: x + 1, lambda x, a, i: a), np.zeros(512), 100, store,
+        seconds=0.05,
+    )  # fmt: skip
+    assert costs.tier is not None
+    assert costs.tier.capacity_states == 5 << 20 >> 12
+    assert costs.tier.write_s > 0
+    assert list(tmp_path.iterdir()) == []

@@ -5,12 +5,14 @@ from __future__ import annotations
 import builtins
 import json
 import math
+import re
+import warnings
 
 import numpy as np
 import pytest
 
 from multistage import Costs, Reversal, Tier, plan, simulate
-from multistage.errors import ArgumentError
+from multistage.errors import ArgumentError, CheckpointWarning
 from multistage.picture import draw
 from multistage.report import Report, seen_costs
 from multistage.timeline import Timeline
@@ -47,6 +49,50 @@ def test_a_report_sets_measured_beside_predicted() -> None:
     assert data["measured"]["makespan_s"] == report.makespan_s
     assert data["predicted"]["makespan_s"] == report.plan.makespan_s
     assert math.isfinite(report.prediction_error)
+
+
+def test_a_report_says_what_was_refused() -> None:
+    """Counts of each sweep, by reason, and no byte over the capacity."""
+    costs = Costs(1e-4, 2e-4, state_bytes=832, tiers=(Tier("memory", 1e-5, 1e-5),))
+    with Reversal(
+        lambda x, i: np.sin(x),
+        lambda x, a, i: np.cos(x) * a,
+        n_steps=60,
+        budget="8 slots",
+        tier="memory:20kB?buffers=0&queue=100",
+        planner="streaming",
+        costs=costs,
+    ) as run:
+        for sweep in range(2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", CheckpointWarning)
+                run.forward(np.ones(100))
+                run.reverse(np.ones(100))
+            report = run.report()
+            (use,) = report.tiers
+            assert (use.name, use.capacity_bytes) == ("memory", 20_000)
+            assert use.peak_stored_bytes == 16_384  # four extents of a page
+            assert use.refused_full == report.counts.refused > 0, sweep
+            assert (use.refused_busy, use.lost) == (0, 0)
+            assert "refused: full" in str(report)
+            assert json.loads(report.to_json())["tiers"][0]["refused_full"] == use.refused_full
+
+
+def test_a_report_says_what_a_cascade_moved() -> None:
+    costs = Costs(1e-4, 2e-4, state_bytes=832, tiers=(Tier("memory", 1e-5, 1e-5),))
+    with Reversal(
+        lambda x, i: np.sin(x),
+        lambda x, a, i: np.cos(x) * a,
+        n_steps=60,
+        budget="8 slots",
+        tier="memory:16KiB?buffers=0 > memory:?buffers=0",
+        planner="interval",
+        costs=costs,
+    ) as run:
+        run.forward(np.ones(100))
+        run.reverse(np.ones(100))
+        report = run.report()
+    assert re.search(r"memory>memory: [1-9]\d* extents moved down, \d+ brought up", str(report))
 
 
 def test_seen_costs_are_means_of_what_happened() -> None:

@@ -44,13 +44,14 @@ class TransferRecord(NamedTuple):
 
 @dataclass(slots=True)
 class StoreStats:
-    """Counts since `open`."""
+    """Counts since `open`; of the refused puts, `refused_full` were for want of room."""
 
     bytes_written: int = 0
     bytes_read: int = 0
     writes: int = 0
     reads: int = 0
     refused: int = 0
+    refused_full: int = 0
     lost: int = 0
     stored_bytes: int = 0
     peak_stored_bytes: int = 0

@@ -110,7 +110,6 @@ class FileStore(StreamedStore):
                 f"engine {self.engine!r} needs Linux and the C core, which was not built; "
                 "use engine 'auto'"
             )
-        self._private = PrivateFolder(self.folder)
         try:
             super().open(layout)
         except BaseException:
@@ -129,11 +128,20 @@ class FileStore(StreamedStore):
         if private is not None:
             private.remove()
 
-    def _make_medium(self, extent_bytes: int) -> Medium | Carrier:
-        private, most = self._private, self.capacity_bytes
-        assert private is not None
-        if self.engine == "native":
+    def medium(self, layout: Layout, extent_bytes: int) -> Medium:
+        """Return a fresh medium; that of `direct` in place of the native engine's threads."""
+        made = self._make_medium(extent_bytes, plain=True)
+        assert not isinstance(made, Carrier)
+        return made
+
+    def _own_medium(self, layout: Layout, extent_bytes: int) -> Medium | Carrier:
+        return self._open_medium(extent_bytes)
+
+    def _make_medium(self, extent_bytes: int, plain: bool = False) -> Medium | Carrier:
+        self._private = private = PrivateFolder(self.folder)
+        most = self.capacity_bytes
+        if self.engine == "native" and not plain:
             return NativeFile(private.path, extent_bytes, most, dir_fd=private.fd)
-        if self.engine == "direct":
-            return DirectFile(private.path, extent_bytes, self.capacity_bytes, dir_fd=private.fd)
+        if self.engine in ("native", "direct"):
+            return DirectFile(private.path, extent_bytes, most, dir_fd=private.fd)
         return AioFiles(private.path, extent_bytes, dir_fd=private.fd)

@@ -9,7 +9,7 @@ from .. import native
 from ..errors import StoreError
 from ..layout import Layout
 from .arena import pages_of_node
-from .medium import Ram
+from .medium import Medium, Ram
 from .streamed import StreamedStore
 
 _NODES = Path("/sys/devices/system/node")
@@ -51,8 +51,13 @@ class NumaStore(StreamedStore):
         )
         self._node = node
 
-    def open(self, layout: Layout) -> None:
-        """See that the node is there and can be bound to; open.  Raises StoreError."""
+    def medium(self, layout: Layout, extent_bytes: int) -> Medium:
+        """See that the node is there and can be bound to; return its memory."""
+        self.check()
+        return super().medium(layout, extent_bytes)
+
+    def check(self) -> None:
+        """Raise StoreError if the node is not there or cannot be bound to."""
         if native.LIBRARY is None:
             raise StoreError(f"tier {self.name!r} needs the C core, which was not built")
         there = sorted(int(p.name[4:]) for p in _NODES.glob("node[0-9]*"))
@@ -65,4 +70,3 @@ class NumaStore(StreamedStore):
             pages_of_node(1, self._node)
         except OSError as error:
             raise StoreError(f"tier {self.name!r} cannot be used: {error}") from error
-        super().open(layout)

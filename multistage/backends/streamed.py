@@ -156,6 +156,9 @@ class StreamedStore:
         Writes of large states that may be waiting or under way.
     bounces : int
         Buffers that large states are gathered in on their way out.
+    extent_bytes, chunk_bytes : int
+        Most bytes of an extent of small states, and of one write of a large
+        one: more where each request takes long.
 
     Notes
     -----
@@ -172,6 +175,8 @@ class StreamedStore:
         buffer_bytes: int = 8 << 20,
         queue_depth: int = 2,
         bounces: int = 1,
+        extent_bytes: int = _EXTENT_BYTES,
+        chunk_bytes: int = _CHUNK_BYTES,
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
             raise ArgumentError(f"capacity_bytes={capacity_bytes} must not be negative")
@@ -184,9 +189,12 @@ class StreamedStore:
         self.capacity_bytes = capacity_bytes
         self.stats = StoreStats()
         self.transfers: deque[TransferRecord] = deque(maxlen=100_000)
+        self.exact = True  # what is read is what was put, bit for bit
         self._open_medium = open_medium
         self._buffer_bytes = buffer_bytes
         self._bounces = bounces
+        self._most_extent_bytes = extent_bytes
+        self._chunk_bytes = chunk_bytes
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._medium: Medium | Carrier | None = None
@@ -196,7 +204,7 @@ class StreamedStore:
 
     def _per_extent(self, layout: Layout) -> int:
         """Return how many states share an extent, 1 for large ones."""
-        extent = min(_EXTENT_BYTES, self._buffer_bytes // (2 * _STAGING))
+        extent = min(self._most_extent_bytes, self._buffer_bytes // (2 * _STAGING))
         if self.capacity_bytes is not None:
             extent = min(extent, self.capacity_bytes // 4)
         count = extent // layout.nbytes
@@ -207,7 +215,11 @@ class StreamedStore:
         count = self._per_extent(layout)
         if count > 1:
             return 2 * _STAGING * round_up(count * layout.nbytes)
-        return self._bounces * min(_CHUNK_BYTES // self._bounces, round_up(layout.nbytes))
+        return self._bounce_bytes(layout)
+
+    def _bounce_bytes(self, layout: Layout) -> int:
+        """Return the bytes that a large state passes through on its way out."""
+        return self._bounces * min(self._chunk_bytes // self._bounces, round_up(layout.nbytes))
 
     def capacity_states(self, layout: Layout) -> int | None:
         """Return how many states of `layout` fit on the medium, None if unbounded."""
@@ -216,13 +228,36 @@ class StreamedStore:
         count = self._per_extent(layout)
         return self.capacity_bytes // round_up(count * layout.nbytes) * count
 
+    def check(self) -> None:
+        """Raise StoreError if the tier cannot be used, as far as can be told now."""
+
+    def notes(self) -> list[str]:
+        """Return what a report should say of this tier besides its counts."""
+        return []
+
+    def medium(self, layout: Layout, extent_bytes: int) -> Medium:
+        """Return a fresh medium for extents of states of `layout`; whoever asks closes it.
+
+        Raises
+        ------
+        OSError, StoreError
+            If there can be none.
+        """
+        made = self._open_medium(extent_bytes)
+        assert not isinstance(made, Carrier)
+        return made
+
+    def _own_medium(self, layout: Layout, extent_bytes: int) -> Medium | Carrier:
+        """Return the medium to work on, which may have threads of its own."""
+        return self.medium(layout, extent_bytes)
+
     def open(self, layout: Layout) -> None:
         """Allocate buffers and start the threads.  Raises StoreError."""
         StreamedStore.close(self)
         count = self._per_extent(layout)
         extent_bytes = round_up(count * layout.nbytes)
         try:
-            medium = self._open_medium(extent_bytes)
+            medium = self._own_medium(layout, extent_bytes)
         except (OSError, MemoryError) as error:
             raise StoreError(
                 f"tier {self.name!r} cannot be used: {error}; choose a folder that can be written"
@@ -271,9 +306,9 @@ class StreamedStore:
             self._staging = list(arena[: _STAGING * extent_bytes].reshape(_STAGING, extent_bytes))
             self._places = [[None] * count for _ in range(_STAGING)]
         else:
-            self._staging = [pages(whole_huge(self.buffer_bytes(layout)))]
+            self._staging = [pages(whole_huge(self._bounce_bytes(layout)))]
         if isinstance(medium, Carrier):
-            bounce = None if count > 1 else self._staging[0][: self.buffer_bytes(layout)]
+            bounce = None if count > 1 else self._staging[0][: self._bounce_bytes(layout)]
             medium.start(layout, bounce, self._wrote, self._landed)
             self._carrier = medium
             return
@@ -452,6 +487,7 @@ class StreamedStore:
         return slot
 
     def _warn_full(self, reason: str) -> None:
+        self.stats.refused_full += 1
         if not self._full_warned:
             self._full_warned = True
             warnings.warn(
@@ -572,6 +608,7 @@ class StreamedStore:
                 continue
             if extent.state is not State.FAILED or not self._no_space:
                 self._free_slots.append(extent.slot)
+                self._freed(extent.slot)
             self.stats.stored_bytes -= self._extent_bytes
             del self._extents[extent.number]
             extent.landing = extent.previous = None
@@ -581,6 +618,9 @@ class StreamedStore:
             if self._latest is extent:
                 self._latest = None
         self._zombies = left
+
+    def _freed(self, slot: int) -> None:
+        """Called when the bytes in an extent of the medium are wanted no more."""
 
     # ----------------------------------------------------------------- threads
 
@@ -662,7 +702,7 @@ class StreamedStore:
                 medium.read(extent.slot, landing[: round_up(extent.nbytes)])
                 found = xxhash.xxh3_64_intdigest(landing[: extent.nbytes].data)
                 del landing  # or it would count as somebody's reference
-                if found != extent.checksum:
+                if self.exact and found != extent.checksum:
                     raise OSError(errno.EIO, "the checksum does not match: the bytes were changed")
             except Exception as error:  # whatever it is, the computing thread must be told
                 failure = error

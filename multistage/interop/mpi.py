@@ -384,7 +384,8 @@ class MPIReversal(Generic[State, Adjoint]):
             return costs
 
         def probed() -> Tier:
-            return probe_store(store, layout, seconds=_PROBE_S - share, most=most)
+            sweep_s = most * costs.forward_step_s
+            return probe_store(store, layout, seconds=_PROBE_S - share, most=most, sweep_s=sweep_s)
 
         tier = ranks.gather(probed)[ranks.rank]
         return with_driver(replace(costs, tiers=(tier,)), layout)

@@ -54,7 +54,8 @@ def open_tiers(tiers: Sequence[str | Store], device: torch.device) -> Store | No
     tiers : sequence of str or Store
         `"pinned:8GiB"` (or `"pinned:"`, unbounded), what
         `multistage.backends.urls.open_store` takes, or the first and one of the
-        second, the fastest first.
+        second, the fastest first; also in one string, as in
+        `"pinned:8GiB > file:///scratch?capacity=1TiB > s3://bucket/run"`.
 
     Raises
     ------
@@ -69,6 +70,9 @@ def open_tiers(tiers: Sequence[str | Store], device: torch.device) -> Store | No
     found = list(tiers)
     if not found:
         return None
+    if isinstance(found[0], str) and found[0].partition(":")[0] == "pinned":
+        # Not a level as the others: it knows tensors, and moves what is below.
+        found[:1] = [name.strip() for name in found[0].split(">", 1)]
     capacity: int | None = None
     first = found[0]
     pinned = isinstance(first, str) and first.partition(":")[0] == "pinned"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multistage.backends import FileStore, MemoryStore, Store
+from multistage.backends import CascadeStore, FileStore, MemoryStore, Store
 from multistage.backends.files import available_engines
 from multistage.backends.testing import FaultyStore, check_store
 
@@ -29,6 +29,19 @@ STORES: dict[str, Callable[[Path], Store]] = {
     "aiofiles": lambda folder: FileStore(folder, "aiofiles"),
     "aiofiles, small buffers": lambda folder: FileStore(
         folder, "aiofiles", capacity_bytes=24 << 20, buffer_bytes=100 << 10
+    ),
+    # The upper level holds a state of each kind, seldom more than two.
+    "cascade": lambda folder: CascadeStore(MemoryStore(8 << 20), MemoryStore()),
+    "cascade, bounded": lambda folder: CascadeStore(
+        MemoryStore(8 << 20), FileStore(folder, "direct", capacity_bytes=20 << 20)
+    ),
+    "cascade, small buffers": lambda folder: CascadeStore(
+        FileStore(folder, "direct", capacity_bytes=6 << 20, buffer_bytes=48 << 10),
+        FileStore(folder, "aiofiles", capacity_bytes=20 << 20, buffer_bytes=48 << 10),
+    ),
+    "cascade of three": lambda folder: CascadeStore(
+        MemoryStore(6 << 20),
+        CascadeStore(FileStore(folder, "direct", capacity_bytes=11 << 20), MemoryStore()),
     ),
     "wrapped": lambda folder: FaultyStore(MemoryStore(24 << 20)),
 }

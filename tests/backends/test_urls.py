@@ -56,7 +56,7 @@ def test_a_store_is_itself() -> None:
     [
         ("", "is not known; write file:"),
         ("/scratch", "is not known"),
-        ("s3://bucket", "is not known"),
+        ("ftp://host/folder", "is not known"),
         ("file:", "must name a folder, as in file:///scratch"),
         ("file://host/scratch", "must name a folder"),
         ("file:///x?engine=fast", "engine='fast' must be one of"),

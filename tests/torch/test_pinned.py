@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from multistage.backends import FileStore, MemoryStore, Store
+from multistage.backends import CascadeStore, FileStore, MemoryStore, Store
 from multistage.backends.base import CheckpointLost
 from multistage.backends.testing import FaultyStore, check_store
 from multistage.errors import ArgumentError, BudgetError
 from multistage.layout import Layout
 from multistage.torch.pinned import PinnedStore
+from multistage.torch.tiers import open_tiers
 
 CPU = torch.device("cpu")
 
@@ -330,3 +331,19 @@ def test_every_order_that_the_events_allow() -> None:
 )
 def test_a_missing_wait_is_found(ignore: tuple[str, str]) -> None:
     assert any(_sweep(seed, ignore) for seed in range(300))
+
+
+def test_pinned_memory_above_a_cascade_in_one_string() -> None:
+    store = open_tiers(["pinned:16KiB > memory:16KiB?buffers=0 > memory:?buffers=0"], CPU)
+    assert isinstance(store, PinnedStore)
+    assert isinstance(store._below, CascadeStore)
+    assert (store.name, store.capacity_bytes) == ("pinned+memory>memory", 16 << 10)
+    store.open(Layout.of((_line(0, 4096),)))
+    for key in range(40):
+        assert store.put(key, [_line(key, 4096)], block=True)
+        assert store.wait_written(key)
+    for key in reversed(range(40)):
+        (found,) = store.get(key)
+        assert np.asarray(found).tobytes() == _line(key, 4096).tobytes()
+        store.drop(key)
+    store.close()

@@ -7,20 +7,19 @@ then the gradient is no longer exact.  Both are extras:
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from ...backends import codecs
 from ...errors import ArgumentError
 from ...layout import Array
 
 Params = Mapping[str, Any]
 
-_PACKAGES = {"blosc": "blosc2", "zfp": "zfpy"}
-# blosc2 takes up to 2 GiB at once.
 _DEFAULTS: dict[str | None, dict[str, Any]] = {
     None: {},
     "blosc": {"chunk_size": 1 << 30},
@@ -64,43 +63,27 @@ def _from_plain(params: Params, compressed: CompressedObject) -> Array:
 
 
 def _blosc(params: Params, array: Array) -> CompressedObject:
-    import blosc2
-
-    raw, size = np.ascontiguousarray(array).reshape(-1).view(np.uint8), int(params["chunk_size"])
-    typesize = array.dtype.itemsize
-    size = max(typesize, size - size % typesize)
-    chunks = [
-        blosc2.compress2(raw[at : at + size], typesize=typesize) for at in range(0, len(raw), size)
-    ]
+    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    chunks = codecs.blosc(raw, array.dtype.itemsize, int(params["chunk_size"]))
     metadata = {"shape": array.shape, "dtype": array.dtype, "chunks": [len(c) for c in chunks]}
     return CompressedObject(b"".join(chunks), metadata=metadata)
 
 
 def _from_blosc(params: Params, compressed: CompressedObject) -> Array:
-    import blosc2
-
-    at, parts = 0, []
-    for size in compressed.metadata["chunks"]:
-        parts.append(blosc2.decompress2(bytes(compressed.data[at : at + size])))
-        at += size
-    return np.frombuffer(b"".join(parts), compressed.dtype).reshape(compressed.shape)
+    ends = np.cumsum([0, *compressed.metadata["chunks"]]).tolist()
+    chunks = (compressed.data[start:stop] for start, stop in pairwise(ends))
+    return np.frombuffer(codecs.unblosc(chunks), compressed.dtype).reshape(compressed.shape)
 
 
 def _zfp(params: Params, array: Array) -> CompressedObject:
-    import zfpy
-
     known = {name: params[name] for name in ("tolerance", "rate", "precision") if name in params}
     if len(known) > 1:
         known.pop("tolerance")
-    data = zfpy.compress_numpy(np.ascontiguousarray(array), write_header=True, **known)
-    return CompressedObject(data, array.shape, array.dtype)
+    return CompressedObject(codecs.zfp(array, **known), array.shape, array.dtype)
 
 
 def _from_zfp(params: Params, compressed: CompressedObject) -> Array:
-    import zfpy
-
-    array: Array = zfpy.decompress_numpy(bytes(compressed.data))
-    return array
+    return codecs.unzfp(compressed.data)
 
 
 compressors: dict[str | None, Callable[[Params, Array], CompressedObject]] = {
@@ -113,10 +96,10 @@ decompressors: dict[str | None, Callable[[Params, CompressedObject], Array]] = {
     "blosc": _from_blosc,
     "zfp": _from_zfp,
 }
-compressors_known = dict(_PACKAGES)
+compressors_known = dict(codecs.PACKAGES)
 compressors_available: list[str | None] = [
     None,
-    *(name for name, package in _PACKAGES.items() if importlib.util.find_spec(package)),
+    *filter(codecs.installed, codecs.PACKAGES),
 ]
 
 
@@ -153,10 +136,7 @@ def init_compression(
         raise ArgumentError(
             f"compression scheme {scheme!r} is not known; choose None, 'blosc', 'zfp' or 'custom'"
         )
-    if scheme not in compressors_available:
-        raise ArgumentError(
-            f"compression scheme {scheme!r} needs {_PACKAGES[scheme]}; "
-            "pip install 'multistage-checkpointing[compress]'"
-        )
+    if scheme is not None:
+        codecs.require(scheme)
     rest = {**_DEFAULTS[scheme], **rest}
     return partial(compressors[scheme], rest), partial(decompressors[scheme], rest)

@@ -1,0 +1,362 @@
+"""Two levels as one store: order, exact capacity, faults of either."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multistage.backends import CascadeStore, FileStore, MemoryStore, open_store
+from multistage.backends.base import CheckpointLost
+from multistage.backends.medium import Medium, Ram
+from multistage.backends.streamed import StreamedStore
+from multistage.backends.testing import FaultyStore, check_store
+from multistage.costs import Costs, Tier
+from multistage.errors import ArgumentError, CheckpointWarning, StoreError
+from multistage.layout import Array, Layout
+from multistage.reversal import Reversal
+
+SIZE = 1024
+LAYOUT = Layout.of(np.zeros(SIZE))
+EXTENT = 8 * SIZE  # without buffers, each state has an extent of its own
+
+
+def state(key: int) -> list[Array]:
+    return [np.full(SIZE, float(key))]
+
+
+class Told:
+    """A level whose medium does what it is told, and writes down what it did."""
+
+    def __init__(
+        self,
+        wrong: Callable[[str, int], Exception | None] = lambda name, number: None,
+        gate: threading.Event | None = None,
+    ) -> None:
+        self.calls: list[tuple[str, float]] = []
+        self.numbers = {"write": 0, "read": 0}
+        self._wrong, self._gate = wrong, gate
+        self._lock = threading.Lock()
+
+    def store(self, capacity: int | None = None) -> StreamedStore:
+        return StreamedStore("told", self._open, capacity_bytes=capacity, buffer_bytes=0)
+
+    def _open(self, extent_bytes: int) -> Medium:
+        self._ram = Ram(extent_bytes)
+        return self
+
+    def _next(self, name: str) -> None:
+        if self._gate is not None:
+            assert self._gate.wait(60)
+        with self._lock:
+            number = self.numbers[name]
+            self.numbers[name] += 1
+        error = self._wrong(name, number)
+        if error is not None:
+            raise error
+
+    def write(self, slot: int, offset: int, data: Array) -> None:
+        self._next("write")
+        if offset == 0:
+            self.calls.append(("write", float(data[:8].view(np.float64)[0])))
+        self._ram.write(slot, offset, data)
+
+    def read(self, slot: int, data: Array) -> None:
+        self._next("read")
+        self._ram.read(slot, data)
+        self.calls.append(("read", float(data[:8].view(np.float64)[0])))
+
+    def close(self) -> None:
+        self._ram.close()
+
+
+def fill(store: CascadeStore, count: int) -> None:
+    for key in range(count):
+        assert store.put(key, state(key), block=True)
+    for key in range(count):
+        assert store.wait_written(key)
+
+
+def settle(store: CascadeStore) -> None:
+    """Wait until there is nothing to be moved."""
+    cascade = store._cascade
+    assert cascade is not None
+    with cascade._changed:
+        assert cascade._changed.wait_for(
+            lambda: not cascade._busy and cascade._next() is None, timeout=60
+        )
+
+
+def test_the_oldest_lie_farthest_away() -> None:
+    lower = Told()
+    store = CascadeStore(MemoryStore(4 * EXTENT, buffer_bytes=0), lower.store())
+    store.open(LAYOUT)
+    fill(store, 20)
+    settle(store)
+    gone_down = [value for name, value in lower.calls if name == "write"]
+    assert gone_down == list(range(len(gone_down)))
+    assert len(gone_down) >= 16
+    for key in reversed(range(20)):
+        assert store.get(key)[0].tobytes() == state(key)[0].tobytes()
+        store.drop(key)
+    come_up = [value for name, value in lower.calls if name == "read"]
+    assert come_up == sorted(come_up, reverse=True)
+    assert sorted(come_up) == gone_down  # each is read from below once, whoever does
+    store.close()
+
+
+def test_states_come_up_before_they_are_asked_for() -> None:
+    came = threading.Event()
+
+    def look(name: str, number: int) -> None:
+        if name == "read" and number == 2:
+            came.set()
+
+    lower = Told(look)
+    store = CascadeStore(MemoryStore(8 * EXTENT, buffer_bytes=0), lower.store())
+    store.open(LAYOUT)
+    fill(store, 20)
+    settle(store)
+    for key in range(19, 14, -1):  # all from above
+        store.get(key)
+        store.drop(key)
+    assert came.wait(60)  # nobody asked for these
+    found = [value for name, value in lower.calls if name == "read"]
+    assert found[:2] == sorted(found[:2], reverse=True)
+    assert max(found) <= 13  # six stay above: all but the part kept free
+    store.close()
+
+
+def test_what_came_up_is_the_first_to_go_down_again() -> None:
+    lower = Told()
+    store = CascadeStore(MemoryStore(8 * EXTENT, buffer_bytes=0), lower.store())
+    store.open(LAYOUT)
+    fill(store, 20)
+    settle(store)
+    for key in range(19, 15, -1):
+        store.get(key)
+        store.drop(key)
+    settle(store)  # 14 and 15 are above, 13 to 9 have come, one slot stays free
+    before = len([name for name, _ in lower.calls if name == "write"])
+    for key in range(100, 110):
+        assert store.put(key, state(key), block=True)
+    for key in range(100, 110):
+        assert store.wait_written(key)
+    gone_down = [value for name, value in lower.calls if name == "write"][before:]
+    assert gone_down[:7] == [9, 10, 11, 12, 13, 14, 15]
+    store.close()
+
+
+def test_capacity_is_the_sum_to_the_extent() -> None:
+    lower = Told()
+    # Each has half an extent to spare: together they have room for no other.
+    store = CascadeStore(
+        MemoryStore(4 * EXTENT + EXTENT // 2, buffer_bytes=0),
+        lower.store(7 * EXTENT + EXTENT // 2),
+    )
+    assert store.capacity_states(LAYOUT) == 11
+    store.open(LAYOUT)
+    with pytest.warns(CheckpointWarning, match="takes no more checkpoints: its capacity"):
+        taken = [key for key in range(20) if store.put(key, state(key), block=True)]
+    assert taken == list(range(11))
+    assert all(store.wait_written(key) for key in taken)
+    assert store.stats.refused == 9
+    for key in reversed(taken):
+        assert store.get(key)[0].tobytes() == state(key)[0].tobytes()
+        store.drop(key)
+    fill(store, 11)  # all the room has come back
+    store.close()
+
+
+def test_a_slow_lower_level_makes_the_store_refuse() -> None:
+    gate = threading.Event()
+    lower = Told(gate=gate)
+    store = CascadeStore(MemoryStore(4 * EXTENT, buffer_bytes=0), lower.store())
+    store.open(LAYOUT)
+    accepted = [key for key in range(50) if store.put(key, state(key))]
+    # At most: above, in the queue, and one in the writer's hands.
+    assert len(accepted) <= 4 + 2 + 1
+    assert store.stats.refused == 50 - len(accepted)
+    gate.set()
+    for key in accepted:
+        assert store.wait_written(key)
+        assert store.get(key)[0][0] == key
+    store.close()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("name", ["write", "read"])
+@pytest.mark.parametrize("level", ["upper", "lower"])
+@pytest.mark.parametrize("size", [SIZE, 3 * SIZE])
+def test_faults_lose_checkpoints_and_no_more(level: str, name: str, code: int, size: int) -> None:
+    layout = Layout.of(np.zeros(size))
+    for fault in range(24):
+        told = {
+            each: Told(
+                lambda called, number, at=fault, there=each == level: (  # type: ignore[misc]
+                    OSError(code, "told to") if there and (called, number) == (name, at) else None
+                )
+            )
+            for each in ("upper", "lower")
+        }
+        store = CascadeStore(told["upper"].store(5 * 8 * size), told["lower"].store())
+        store.open(layout)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            accepted = [
+                key for key in range(12) if store.put(key, [np.full(size, float(key))], block=True)
+            ]
+            lost = 12 - len(accepted)
+            for key in reversed(accepted):
+                try:
+                    assert store.get(key)[0].tobytes() == np.full(size, float(key)).tobytes()
+                except CheckpointLost:
+                    lost += 1
+                store.drop(key)
+        if code == errno.EIO:
+            assert lost <= 1
+        assert store.stats.stored_bytes == 0 or code == errno.ENOSPC
+        store.close()
+
+
+def test_a_lower_level_that_takes_nothing() -> None:
+    lower = Told(lambda name, number: OSError(errno.EIO, "no network"))
+    store = CascadeStore(MemoryStore(4 * EXTENT, buffer_bytes=0), lower.store())
+    store.open(LAYOUT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        accepted = [key for key in range(20) if store.put(key, state(key), block=True)]
+        kept = [key for key in accepted if store.wait_written(key)]
+    assert kept == [0, 1, 2, 3]  # what there is room for above
+    assert all(store.get(key)[0][0] == key for key in kept)
+    assert lower.numbers["write"] == 3  # then it is left alone
+    store.close()
+
+
+def test_an_upper_level_smaller_than_it_says() -> None:
+    """A disk that fills up before its capacity is reached: the rest goes down."""
+    upper = Told(
+        lambda name, number: (
+            OSError(errno.ENOSPC, "disk full")
+            if name == "write" and len(upper._ram._extents) >= 3 and number == 3
+            else None
+        )
+    )
+    store = CascadeStore(upper.store(100 * EXTENT), MemoryStore(buffer_bytes=0))
+    store.open(LAYOUT)
+    fill(store, 30)
+    assert len(upper._ram._extents) == 3
+    for key in reversed(range(30)):
+        assert store.get(key)[0].tobytes() == state(key)[0].tobytes()
+    store.close()
+
+
+def test_gradients_through_three_levels(tmp_path: Path) -> None:
+    n, size = 300, 500
+    tier = (
+        f"memory:40KiB?buffers=0 > file:{tmp_path}?capacity=160KiB&buffers=0"
+        " > memory:1MiB?buffers=0"
+    )
+    states = [np.linspace(0, 1, size)]
+    for i in range(n):
+        states.append(np.sin(states[-1]) + i)
+    expected = np.ones(size)
+    for x in reversed(states[:-1]):
+        expected = np.cos(x) * expected
+    costs = Costs(1e-4, 2e-4, state_bytes=8 * size, tiers=(Tier("c", 2e-4, 2e-4),))
+    for planner in ("streaming", "interval", "disk-revolve"):
+        store = open_store(tier)
+        assert isinstance(store, CascadeStore)
+        faulty = FaultyStore(store, lose_read=lambda number: number % 7 == 3)
+        for each in (store, faulty):
+            with (
+                warnings.catch_warnings(),
+                Reversal(
+                    lambda x, i: np.sin(x) + i, lambda x, a, i: np.cos(x) * a, n,
+                    budget="6 slots", tier=each, costs=costs, planner=planner, checked=True,
+                ) as run,
+            ):  # fmt: skip
+                warnings.simplefilter("ignore", CheckpointWarning)
+                assert run.forward(states[0]).tobytes() == states[-1].tobytes()
+                assert run.reverse(np.ones(size)).tobytes() == expected.tobytes()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_levels_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="needs a capacity"):
+        CascadeStore(MemoryStore(), MemoryStore())
+    wrapped: Any = FaultyStore(MemoryStore(1 << 20))
+    with pytest.raises(ArgumentError, match="upper level of a cascade is a FaultyStore"):
+        CascadeStore(wrapped, MemoryStore())
+    store = CascadeStore(MemoryStore(EXTENT - 1), MemoryStore())
+    with pytest.raises(StoreError, match=f"{EXTENT - 1} bytes < {EXTENT} bytes of one state"):
+        store.open(LAYOUT)
+    store = CascadeStore(
+        FileStore(tmp_path, capacity_bytes=1 << 20), FileStore(tmp_path / "missing")
+    )
+    with pytest.raises(StoreError, match="it does not exist"):
+        store.open(LAYOUT)
+    assert list(tmp_path.iterdir()) == []
+    store = CascadeStore(
+        FileStore(tmp_path / "missing", capacity_bytes=1 << 20), FileStore(tmp_path)
+    )
+    with pytest.raises(StoreError, match="it does not exist"):
+        store.open(LAYOUT)
+
+
+def test_contract_below_a_file_that_is_tiny(tmp_path: Path) -> None:
+    check_store(
+        lambda: CascadeStore(
+            MemoryStore(5_100_000 // 4096 * 4096 + 4096, buffer_bytes=0),
+            FileStore(tmp_path, "direct", capacity_bytes=24 << 20),
+        )
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_is_done_in_whatever_order(seed: int) -> None:
+    """Puts, prefetches, gets and drops at random, on media of random speed."""
+    chance = np.random.default_rng(seed)
+    pause, waits = threading.Event(), np.random.default_rng(seed + 100)
+
+    def dawdle(name: str, number: int) -> None:
+        if waits.random() < 0.2:
+            pause.wait(waits.random() * 2e-3)
+
+    upper_slots, lower_slots = int(chance.integers(1, 7)), int(chance.integers(0, 12))
+    store = CascadeStore(
+        Told(dawdle).store(upper_slots * EXTENT), Told(dawdle).store(lower_slots * EXTENT)
+    )
+    store.open(LAYOUT)
+    there: dict[int, int] = {}
+    for version in range(600):
+        key = int(chance.integers(0, 25))
+        do = chance.random()
+        if do < 0.5 and key not in there:
+            with warnings.catch_warnings():
+                # What is dropped while it is moved keeps its room until then,
+                # but no write that was accepted finds that there is none.
+                warnings.filterwarnings("ignore", "tier .* its capacity", CheckpointWarning)
+                if store.put(key, state(version), block=bool(chance.random() < 0.8)):
+                    there[key] = version
+        elif do < 0.6:
+            store.prefetch(key)
+        elif do < 0.8 and key in there:
+            assert store.get(key)[0].tobytes() == state(there[key])[0].tobytes()
+        elif key in there:
+            if chance.random() < 0.5:
+                assert store.wait_written(key)
+            store.drop(key)
+            del there[key]
+    for key in sorted(there, reverse=True):
+        assert store.wait_written(key)
+        assert store.get(key)[0].tobytes() == state(there[key])[0].tobytes()
+        store.drop(key)
+    assert store.stats.lost == 0
+    store.close()
