@@ -72,7 +72,10 @@ def _cascade(tier: str) -> CascadeStore:
 
 
 def _store(tier: str) -> StreamedStore:
-    parts = urlsplit(tier)
+    try:
+        parts = urlsplit(tier)
+    except ValueError as error:
+        raise ArgumentError(f"tier {tier!r} is no URL: {error}") from error
     if parts.fragment:
         raise ArgumentError(f"tier {tier!r}: write '#' in a path as %23")
     options: dict[str, str] = {}

@@ -72,6 +72,7 @@ def test_a_store_is_itself() -> None:
         ("memory:1GiB?capacity=2GiB", "twice"),
         ("file:///x?capacity=1GiB&capacity=2GiB", "'capacity' twice"),
         ("file:///runs#2", "%23"),
+        ("file://[no address]/x", "is no URL"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, message: str) -> None:
