@@ -24,10 +24,9 @@ with atheris.instrument_imports(include=["multistage"]):
     from multistage import Costs, Stage, StageCosts, Tier
     from multistage.backends import open_store
     from multistage.costs import parse_bytes
-    from multistage.durable.records import (
+    from multistage.durable.headers import (
         PRELUDE,
         Kind,
-        OrderedLayout,
         RunFacts,
         encode,
         parse_adjoint,
@@ -36,6 +35,7 @@ with atheris.instrument_imports(include=["multistage"]):
         parse_states,
         run_table,
     )
+    from multistage.durable.records import OrderedLayout
     from multistage.errors import MultistageError
 
 RUN = b"r" * 16

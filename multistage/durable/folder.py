@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ..errors import StoreError
 from ..layout import Array
-from .records import PRELUDE, BadFile, Header, parse_prelude
+from .headers import PRELUDE, BadFile, Header, parse_prelude
 
 RUN, LAST, LOCK = "run", "last", "lock"
 _TEMPORARY = "tmp-"

@@ -37,13 +37,11 @@ from ..execute import Resumed
 from ..layout import Array
 from ..slots import ArrayStates
 from .folder import LAST, LEFTOVERS, RUN, Folder
-from .records import (
+from .headers import (
     BadFile,
     Kind,
-    OrderedLayout,
     RunFacts,
     adjoint_table,
-    checksum_of,
     encode,
     parse_adjoint,
     parse_run,
@@ -51,6 +49,7 @@ from .records import (
     run_table,
     states_table,
 )
+from .records import OrderedLayout, checksum_of
 from .store import LINGER_S, DurableStore
 
 State = TypeVar("State")

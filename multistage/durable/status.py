@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from ..costs import format_bytes, format_seconds
 from .folder import LAST, LEFTOVERS, LOCK, RUN, Folder
-from .records import BadFile, Header, OtherVersion, RunFacts, parse_run, parse_states
+from .headers import BadFile, Header, OtherVersion, RunFacts, parse_run, parse_states
 from .run import intact, snapshots
 
 # Of a label or the name of a leaf so much is shown.

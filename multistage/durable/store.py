@@ -36,7 +36,8 @@ from ..errors import CheckpointWarning
 from ..layout import Array, Layout
 from ..steps import StepMap, StepSet
 from .folder import Folder
-from .records import BadFile, Kind, OrderedLayout, checksum_of, encode, parse_states, states_table
+from .headers import BadFile, Kind, encode, parse_states, states_table
+from .records import OrderedLayout, checksum_of
 
 _SMALL = 4
 _BATCH_BYTES = 1 << 20

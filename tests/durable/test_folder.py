@@ -12,7 +12,7 @@ import pytest
 from durable_leaks import no_leak as no_leak
 
 from multistage.durable.folder import Folder
-from multistage.durable.records import BadFile
+from multistage.durable.headers import BadFile
 from multistage.durable.status import inspect
 from multistage.errors import StoreError
 

@@ -16,17 +16,15 @@ from hypothesis import strategies as st
 
 from multistage.costs import Costs, Tier
 from multistage.durable.folder import Folder
-from multistage.durable.records import (
+from multistage.durable.headers import (
     PRELUDE,
     TABLE_LIMIT,
     VERSION,
     BadFile,
     Kind,
-    OrderedLayout,
     OtherVersion,
     RunFacts,
     adjoint_table,
-    checksum_of,
     encode,
     parse_adjoint,
     parse_prelude,
@@ -35,6 +33,7 @@ from multistage.durable.records import (
     run_table,
     states_table,
 )
+from multistage.durable.records import OrderedLayout, checksum_of
 from multistage.durable.run import intact, snapshots
 from multistage.durable.status import inspect
 from multistage.durable.store import DurableStore

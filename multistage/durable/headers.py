@@ -1,0 +1,293 @@
+"""The files of a durable folder: bytes to facts and back, nothing believed.
+
+Every file is laid out alike, little-endian, with no pickle and nothing to
+execute:
+
+========  ======  ==========================================================
+offset    bytes   what
+========  ======  ==========================================================
+0         8       magic, `MSDURABL`
+8         4       format version
+12        4       kind: 1 run, 2 states, 3 adjoint
+16        16      number of the run, drawn at random when it began
+32        8       bytes of the table
+40        8       bytes of the payload
+48        8       reserved, 0
+56        8       xxh3 of the 56 bytes before and of the table
+64        ...     table: JSON of a run; (step, xxh3) of each state or adjoint
+...       ...     payload: one record after the other
+========  ======  ==========================================================
+
+A file is what its name says only if it is as long as its header says, its
+table passes its checksum and it belongs to the run in question.  A header is
+read with a bound, sizes in it are compared with the file's own length before
+anything is allocated, and records are as long as our own layout makes them.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any
+
+import xxhash
+
+from ..costs import Costs
+from ..errors import ArgumentError, MultistageError
+
+MAGIC = b"MSDURABL"
+VERSION = 1
+PRELUDE = struct.Struct("<8sII16sQQQQ")
+_SUMMED = PRELUDE.size - 8
+_ENTRY = struct.Struct("<qQ")
+_GIVEN_BYTES = 16
+# A table this long describes 200 000 states, or a state of 10 000 arrays.
+TABLE_LIMIT = 4 << 20
+
+
+class BadFile(MultistageError):
+    """A file is not what its name says; the message says why."""
+
+
+class OtherVersion(BadFile):
+    """A file of another format version."""
+
+
+class Kind(IntEnum):
+    """What a file holds."""
+
+    RUN = 1
+    STATES = 2
+    ADJOINT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A prelude whose sizes were compared with the length of its file."""
+
+    kind: Kind
+    run: bytes
+    table_bytes: int
+    payload_bytes: int
+    checksum: int
+    prelude: bytes
+
+    def verify(self, table: bytes) -> None:
+        """Raise BadFile unless `table` is the one that was written."""
+        if xxhash.xxh3_64_intdigest(self.prelude[:_SUMMED] + table) != self.checksum:
+            raise BadFile("its header fails its checksum: it was changed or cut")
+
+
+def encode(kind: Kind, run: bytes, table: bytes, payload_bytes: int) -> bytes:
+    """Return the header of a file: prelude and table."""
+    fields = (MAGIC, VERSION, kind, run, len(table), payload_bytes, 0)
+    summed = PRELUDE.pack(*fields, 0)[:_SUMMED]
+    return PRELUDE.pack(*fields, xxhash.xxh3_64_intdigest(summed + table)) + table
+
+
+def parse_prelude(prelude: bytes, file_bytes: int) -> Header:
+    """Return the header that begins a file of `file_bytes`; its table is still to be verified.
+
+    Raises
+    ------
+    BadFile
+        If it is no file of ours, or not as long as it says.
+    OtherVersion
+        If another version of the format wrote it.
+    """
+    if len(prelude) != PRELUDE.size or prelude[:8] != MAGIC:
+        raise BadFile("it is no file of a durable run")
+    _, version, kind, run, table_bytes, payload_bytes, _, checksum = PRELUDE.unpack(prelude)
+    if version != VERSION:
+        raise OtherVersion(f"it has format version {version}, this package writes {VERSION}")
+    if table_bytes > TABLE_LIMIT:
+        raise BadFile(f"its table of {table_bytes} bytes is longer than {TABLE_LIMIT}")
+    if PRELUDE.size + table_bytes + payload_bytes != file_bytes:
+        raise BadFile(
+            f"it has {file_bytes} bytes, its header says {PRELUDE.size + table_bytes} "
+            f"and {payload_bytes}"
+        )
+    try:
+        known = Kind(kind)
+    except ValueError:
+        raise BadFile(f"it is of unknown kind {kind}") from None
+    return Header(known, run, table_bytes, payload_bytes, checksum, prelude)
+
+
+# ------------------------------------------------------------------- tables
+
+
+def states_table(steps: Sequence[int], checksums: Sequence[int]) -> bytes:
+    """Return the table of a file of states."""
+    return b"".join(_ENTRY.pack(*entry) for entry in zip(steps, checksums, strict=True))
+
+
+def parse_states(header: Header, table: bytes, record_bytes: int) -> tuple[array[int], array[int]]:
+    """Return the steps and checksums of a file of states of `record_bytes` each.
+
+    Raises
+    ------
+    BadFile
+        If the payload is not that many records.
+    """
+    header.verify(table)
+    count, rest = divmod(len(table), _ENTRY.size)
+    if header.kind is not Kind.STATES or rest or not count:
+        raise BadFile("it holds no states")
+    if header.payload_bytes != count * record_bytes:
+        raise BadFile(f"its {count} states are not of {record_bytes} bytes")
+    steps, checksums = array("q"), array("Q")
+    for step, checksum in _ENTRY.iter_unpack(table):
+        steps.append(step)
+        checksums.append(checksum)
+    return steps, checksums
+
+
+def adjoint_table(step: int, checksum: int, given: bytes) -> bytes:
+    """Return the table of an adjoint at `step`; `given` tells with which one the sweep began."""
+    return _ENTRY.pack(step, checksum) + given
+
+
+def parse_adjoint(header: Header, table: bytes) -> tuple[int, int, bytes]:
+    """Return the step and checksum of an adjoint, and the digest of the one it came from.
+
+    Raises
+    ------
+    BadFile
+        If it is no adjoint.
+    """
+    header.verify(table)
+    if header.kind is not Kind.ADJOINT or len(table) != _ENTRY.size + _GIVEN_BYTES:
+        raise BadFile("it holds no adjoint")
+    step, checksum = _ENTRY.unpack_from(table)
+    return step, checksum, table[_ENTRY.size :]
+
+
+# ----------------------------------------------------------------- the run
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What tells one run from another.
+
+    Attributes
+    ----------
+    n_steps : int
+    structure : str
+        Tree of a state.
+    leaves : tuple of (path, shape, dtype), as text
+    record_bytes : int
+        Bytes of one state on the disk.
+    start : str
+        Digest of state 0.
+    label : str
+        The caller's own mark.
+    package : str
+        Version of the package that began it.
+    """
+
+    n_steps: int
+    structure: str
+    leaves: tuple[tuple[str, str, str], ...]
+    record_bytes: int
+    start: str
+    label: str
+    package: str
+
+    def difference(self, other: RunFacts) -> str | None:
+        """Say how the run `other`, which is asked for, differs from this one; None if it is it."""
+        if self.n_steps != other.n_steps:
+            return f"it has n_steps={self.n_steps}, this run {other.n_steps}"
+        if self.label != other.label:
+            return f"its label is {self.label!r}, this run's {other.label!r}"
+        if (self.structure, self.leaves) != (other.structure, other.leaves):
+            for mine, its in zip(other.leaves, self.leaves, strict=False):
+                if mine != its:
+                    return (
+                        f"its states have leaf {its[0] or 'array'} {its[1]} {its[2]}, "
+                        f"this run's {mine[0] or 'array'} {mine[1]} {mine[2]}"
+                    )
+            return f"its states are {self.structure}, this run's {other.structure}"
+        if self.record_bytes != other.record_bytes:
+            return f"its records have {self.record_bytes} bytes, this run's {other.record_bytes}"
+        if self.start != other.start:
+            return "it began from another state 0"
+        return None
+
+
+def run_table(facts: RunFacts, costs: Costs) -> bytes:
+    """Return the table of a run.  Raises ArgumentError if a state has too many leaves."""
+    table = json.dumps({**asdict(facts), "costs": costs.to_json()}).encode()
+    if len(table) > TABLE_LIMIT:
+        raise ArgumentError(
+            f"the state's description takes {len(table)} bytes, more than {TABLE_LIMIT}; "
+            "join arrays, or shorten durable_label"
+        )
+    return table
+
+
+def parse_run(header: Header, table: bytes) -> tuple[RunFacts, Costs | None]:
+    """Return what a run's header says, and its costs if they are believable.
+
+    Raises
+    ------
+    BadFile
+        If it is no header of a run.
+    """
+    header.verify(table)
+    if header.kind is not Kind.RUN or header.payload_bytes:
+        raise BadFile("it is no header of a run")
+    try:
+        data: Any = json.loads(table)
+        leaves = tuple((path, shape, dtype) for path, shape, dtype in data["leaves"])
+        facts = RunFacts(
+            **{name: data[name] for name in RunFacts.__slots__ if name != "leaves"}, leaves=leaves
+        )
+        numbers = (facts.n_steps, facts.record_bytes)
+        texts = (facts.structure, facts.start, facts.label, facts.package, *sum(leaves, ()))
+        if not all(type(n) is int and 0 < n < 2**62 for n in numbers):
+            raise ValueError("a number is out of range")
+        if not all(type(text) is str for text in texts):
+            raise ValueError("a text is none")
+        costs = data["costs"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise BadFile(f"its description of the run cannot be read: {error}") from None
+    return facts, _believable(costs)
+
+
+def _believable(text: object) -> Costs | None:
+    """Return costs to plan with, None if they are not such as are measured.
+
+    They decide how long a plan is searched for, nothing else: what a planner
+    makes of a step of 10^-300 s is not worth finding out.
+    """
+    try:
+        costs = Costs.from_json(text) if isinstance(text, str) else None
+    except (ArgumentError, RecursionError):
+        return None
+    if costs is None or len(costs.tiers) != 1:
+        return None
+    tier = costs.tiers[0]
+    times = (
+        costs.reverse_step_s,
+        costs.tape_step_s or 0.0,
+        costs.action_s,
+        tier.write_s,
+        tier.read_s,
+        tier.write_overhead_s,
+        tier.read_overhead_s,
+    )
+    usual = (
+        1e-9 <= costs.forward_step_s <= 1e7
+        and all(isinstance(t, (int, float)) and 0 <= t <= 1e7 for t in times)
+        and isinstance(tier.name, str)
+        and type(tier.queue_depth) is int
+        and 1 <= tier.queue_depth <= 64
+        and tier.capacity_states is None
+        and all(type(n) is int and n < 2**62 for n in (costs.state_bytes, costs.tape_bytes))
+    )
+    return costs if usual else None
