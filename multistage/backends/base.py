@@ -68,7 +68,7 @@ class Store(Protocol):
         Writes that may be waiting or under way before `put` refuses.
     stats : StoreStats
     transfers : deque of TransferRecord
-        Finished transfers, appended by the background threads and popped by
+        Finished transfers, appended as they are told of and popped by
         the caller; bounded, the oldest fall off.
 
     Notes

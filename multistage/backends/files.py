@@ -10,11 +10,12 @@ from .. import native
 from ..errors import ArgumentError, StoreError
 from ..layout import Layout
 from .aio import AioFiles
+from .carrier import Carrier
 from .direct import DirectFile
 from .medium import Medium
 from .native import NativeFile
 from .private import PrivateFolder
-from .streamed import Carrier, StreamedStore
+from .streamed import StreamedStore
 
 Engine = Literal["auto", "native", "direct", "aiofiles"]
 ENGINES: tuple[Engine, ...] = ("auto", "native", "direct", "aiofiles")
@@ -89,6 +90,7 @@ class FileStore(StreamedStore):
         super().__init__(
             "file",
             self._make_medium,
+            open_carrier=self._make_carrier if engine == "native" else None,
             capacity_bytes=capacity_bytes,
             buffer_bytes=buffer_bytes,
             queue_depth=queue_depth,
@@ -128,20 +130,17 @@ class FileStore(StreamedStore):
         if private is not None:
             private.remove()
 
-    def medium(self, layout: Layout, extent_bytes: int) -> Medium:
+    def _make_carrier(self, extent_bytes: int) -> Carrier:
+        private = self._make_private()
+        return NativeFile(private.path, extent_bytes, self.capacity_bytes, dir_fd=private.fd)
+
+    def _make_medium(self, extent_bytes: int) -> Medium:
         """Return a fresh medium; that of `direct` in place of the native engine's threads."""
-        made = self._make_medium(extent_bytes, plain=True)
-        assert not isinstance(made, Carrier)
-        return made
+        private = self._make_private()
+        if self.engine == "aiofiles":
+            return AioFiles(private.path, extent_bytes, dir_fd=private.fd)
+        return DirectFile(private.path, extent_bytes, self.capacity_bytes, dir_fd=private.fd)
 
-    def _own_medium(self, layout: Layout, extent_bytes: int) -> Medium | Carrier:
-        return self._open_medium(extent_bytes)
-
-    def _make_medium(self, extent_bytes: int, plain: bool = False) -> Medium | Carrier:
-        self._private = private = PrivateFolder(self.folder)
-        most = self.capacity_bytes
-        if self.engine == "native" and not plain:
-            return NativeFile(private.path, extent_bytes, most, dir_fd=private.fd)
-        if self.engine in ("native", "direct"):
-            return DirectFile(private.path, extent_bytes, most, dir_fd=private.fd)
-        return AioFiles(private.path, extent_bytes, dir_fd=private.fd)
+    def _make_private(self) -> PrivateFolder:
+        self._private = PrivateFolder(self.folder)
+        return self._private

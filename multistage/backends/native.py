@@ -28,7 +28,7 @@ from .arena import pages
 from .direct import DirectFile
 
 if TYPE_CHECKING:
-    from .streamed import Extent, Finished
+    from .carrier import Extent, Finished
 
 logger = logging.getLogger(__name__)
 

@@ -11,38 +11,26 @@ large states
     have an extent each and are taken by reference: the writer copies them
     chunk by chunk through one page-aligned buffer.
 
-Threads and who touches what: the computing thread owns the index, the slots
-and every extent's counts, the reader owns the landing pool.  An extent is handed to a background
-thread through a queue and comes back by its `state` (or `read_state`), which
-only that thread changes, under the condition `_changed`; before that it is
-not touched by anyone else.  So a `put` takes no lock.
-
-A `Carrier` has threads of its own, outside the interpreter; then there are no
-background threads here, and the computing thread changes the states as well,
-when it polls.
+A `Carrier` moves the extents in the background: threads of the C core for
+files, two Python threads for any other medium.  Everything here is touched by
+the computing thread alone; what a carrier has finished it tells when polled.
+So a `put` takes no lock.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import queue
-import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import Enum
-from typing import Protocol, runtime_checkable
-
-import numpy as np
-import xxhash
 
 from ..errors import ArgumentError, CheckpointWarning, StoreError
 from ..layout import Array, Layout
 from ..steps import StepMap
 from .arena import LandingPool, pages, round_up, whole_huge
 from .base import CheckpointLost, StoreStats, TransferRecord
+from .carrier import Carrier, Extent, State, ThreadCarrier
 from .medium import Medium
 
 _SMALL = 4  # states per extent from which on they are coalesced
@@ -53,93 +41,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STAGING = 3  # extent buffers being filled or written; as many again are read into
 
 
-class State(Enum):
-    FILLING = 1
-    QUEUED = 2
-    DONE = 3
-    FAILED = 4
-
-
-class Extent:
-    """Some states on their way to, in, or back from the medium."""
-
-    __slots__ = (
-        "arrays",
-        "buffer",
-        "checksum",
-        "error",
-        "filled",
-        "first",
-        "landing",
-        "live",
-        "nbytes",
-        "number",
-        "previous",
-        "read_state",
-        "serial",
-        "slot",
-        "state",
-    )
-
-    def __init__(self, number: int, slot: int, first: int, previous: Extent | None) -> None:
-        self.number = number
-        self.slot = slot
-        self.first = first  # key it began with
-        self.previous = previous
-        self.state = State.FILLING
-        self.read_state: State | None = None
-        self.buffer: int | None = None  # number of the staging buffer that still holds it
-        self.landing: Array | None = None
-        self.arrays: Sequence[Array] | None = None
-        self.checksum = 0
-        self.filled = 0
-        self.live = 0
-        self.serial = 0  # the order in which writes were done
-        self.nbytes = 0
-        self.error = ""
-
-
-# An extent was moved, from when to when (`perf_counter`), and what went wrong.
-Finished = Callable[[Extent, float, float, Exception | None], None]
-
-
-@runtime_checkable
-class Carrier(Protocol):
-    """A medium that moves whole extents on threads of its own; see `NativeFile`."""
-
-    def start(
-        self, layout: Layout, bounce: Array | None, wrote: Finished, landed: Finished
-    ) -> None:
-        """Start the threads; `poll` is to tell of finished writes and reads."""
-        ...
-
-    def queue_write(self, extent: Extent, data: Array | None) -> None:
-        """Queue a write of pages, or of the extent's arrays."""
-        ...
-
-    def queue_read(self, extent: Extent, landing: Array) -> None:
-        """Queue a read, behind the extent's write."""
-        ...
-
-    def poll(self) -> None:
-        """Tell of what was finished."""
-        ...
-
-    def wait_for(self, ready: Callable[[], bool]) -> None:
-        """Poll until `ready()`."""
-        ...
-
-    def close(self) -> None:
-        """Finish what is under way, tell of it, give everything back."""
-        ...
-
-
-class Backend(Protocol):
-    """Makes the medium of a store when it is opened."""
-
-    def __call__(self, extent_bytes: int) -> Medium | Carrier: ...
-
-
 class StreamedStore:
     """A slow tier on any medium; see `FileStore` and `MemoryStore`.
 
@@ -147,7 +48,11 @@ class StreamedStore:
     ----------
     name : str
     open_medium : callable
-        `open_medium(extent_bytes) -> Medium`.
+        `open_medium(extent_bytes) -> Medium`; called when the store opens, and
+        by whoever builds another store on it.
+    open_carrier : callable or None
+        `open_carrier(extent_bytes) -> Carrier`: the store's own way to move
+        extents, in place of two Python threads and a medium.
     capacity_bytes : int or None
         Space on the medium, in whole extents; None if unbounded.
     buffer_bytes : int
@@ -169,8 +74,9 @@ class StreamedStore:
     def __init__(
         self,
         name: str,
-        open_medium: Backend,
+        open_medium: Callable[[int], Medium],
         *,
+        open_carrier: Callable[[int], Carrier] | None = None,
         capacity_bytes: int | None = None,
         buffer_bytes: int = 8 << 20,
         queue_depth: int = 2,
@@ -190,14 +96,11 @@ class StreamedStore:
         self.stats = StoreStats()
         self.transfers: deque[TransferRecord] = deque(maxlen=100_000)
         self.exact = True  # what is read is what was put, bit for bit
-        self._open_medium = open_medium
+        self._open_medium, self._open_carrier = open_medium, open_carrier
         self._buffer_bytes = buffer_bytes
         self._bounces = bounces
         self._most_extent_bytes = extent_bytes
         self._chunk_bytes = chunk_bytes
-        self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
-        self._medium: Medium | Carrier | None = None
         self._carrier: Carrier | None = None
 
     # ------------------------------------------------------------------- life
@@ -243,13 +146,13 @@ class StreamedStore:
         OSError, StoreError
             If there can be none.
         """
-        made = self._open_medium(extent_bytes)
-        assert not isinstance(made, Carrier)
-        return made
+        return self._open_medium(extent_bytes)
 
-    def _own_medium(self, layout: Layout, extent_bytes: int) -> Medium | Carrier:
-        """Return the medium to work on, which may have threads of its own."""
-        return self.medium(layout, extent_bytes)
+    def _new_carrier(self, layout: Layout, extent_bytes: int) -> Carrier:
+        """Return what moves this store's extents."""
+        if self._open_carrier is not None:
+            return self._open_carrier(extent_bytes)
+        return ThreadCarrier(self.medium(layout, extent_bytes), verify=self.exact)
 
     def open(self, layout: Layout) -> None:
         """Allocate buffers and start the threads.  Raises StoreError."""
@@ -257,12 +160,12 @@ class StreamedStore:
         count = self._per_extent(layout)
         extent_bytes = round_up(count * layout.nbytes)
         try:
-            medium = self._own_medium(layout, extent_bytes)
+            carrier = self._new_carrier(layout, extent_bytes)
         except (OSError, MemoryError) as error:
             raise StoreError(
                 f"tier {self.name!r} cannot be used: {error}; choose a folder that can be written"
             ) from error
-        self._medium = medium  # from here on `close` gives everything back
+        self._carrier = carrier  # from here on `close` gives everything back
         self._layout = layout
         self._count = count
         self._extent_bytes = extent_bytes
@@ -283,11 +186,9 @@ class StreamedStore:
         self._places: list[list[list[Array] | None]] = []
         self._holders: list[Extent | None] = [None] * _STAGING
         self._pool = LandingPool(extent_bytes, _STAGING if count > 1 else 8)
-        self._writes: queue.SimpleQueue[Extent | None] = queue.SimpleQueue()
-        self._reads: queue.SimpleQueue[Extent | None] = queue.SimpleQueue()
         self._serial = 0
         try:
-            self._start(medium, layout)
+            self._start(carrier, layout)
         except (OSError, MemoryError, RuntimeError) as error:  # no memory, no thread
             StreamedStore.close(self)
             raise StoreError(
@@ -298,43 +199,29 @@ class StreamedStore:
             StreamedStore.close(self)
             raise
 
-    def _start(self, medium: Medium | Carrier, layout: Layout) -> None:
-        """Allocate buffers and start the threads, or let the medium start its own."""
+    def _start(self, carrier: Carrier, layout: Layout) -> None:
+        """Allocate buffers and start the threads."""
         count, extent_bytes = self._count, self._extent_bytes
+        bounce = None
         if count > 1:
             arena = pages(whole_huge(_STAGING * extent_bytes))
             self._staging = list(arena[: _STAGING * extent_bytes].reshape(_STAGING, extent_bytes))
             self._places = [[None] * count for _ in range(_STAGING)]
         else:
-            self._staging = [pages(whole_huge(self._bounce_bytes(layout)))]
-        if isinstance(medium, Carrier):
-            bounce = None if count > 1 else self._staging[0][: self._bounce_bytes(layout)]
-            medium.start(layout, bounce, self._wrote, self._landed)
-            self._carrier = medium
-            return
-        for what, target in (("writer", self._writer), ("reader", self._reader)):
-            thread = threading.Thread(
-                target=target, args=(medium,), name=f"multistage-{what}", daemon=True
-            )
-            thread.start()
-            self._threads.append(thread)
+            nbytes = self._bounce_bytes(layout)
+            bounce = pages(whole_huge(nbytes))[:nbytes]
+        carrier.start(layout, bounce, self._wrote, self._landed)
 
     def close(self) -> None:
         """Stop the threads, give back memory and files.  May be called twice.
 
         Interrupted, it can be called again and does the rest.
         """
-        medium = self._medium
-        if medium is None:
+        if self._carrier is None:
             return
-        self._writes.put(None)
-        self._reads.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
-        self._medium = self._carrier = None
         with contextlib.suppress(OSError):  # what was in it is wanted no more
-            medium.close()
+            self._carrier.close()
+        self._carrier = None
         self._index.clear()
         self._extents.clear()
         self._holders.clear()
@@ -380,10 +267,8 @@ class StreamedStore:
         self._queue_write(extent)
 
     def _queue_write(self, extent: Extent) -> None:
+        assert self._carrier is not None
         extent.state = State.QUEUED
-        if self._carrier is None:
-            self._writes.put(extent)
-            return
         number = extent.buffer
         self._carrier.queue_write(extent, None if number is None else self._staging[number])
 
@@ -392,11 +277,8 @@ class StreamedStore:
             self._carrier.poll()
 
     def _wait_for(self, ready: Callable[[], bool]) -> None:
-        if self._carrier is not None:
-            self._carrier.wait_for(ready)
-            return
-        with self._changed:
-            self._changed.wait_for(ready)
+        assert self._carrier is not None
+        self._carrier.wait_for(ready)
 
     def _new_small(self, key: int, block: bool) -> Extent | None:
         """Return a fresh extent with a staging buffer, or None if there is no room."""
@@ -529,10 +411,8 @@ class StreamedStore:
 
     def _queue_read(self, extent: Extent) -> None:
         if extent.buffer is None and extent.read_state is None and extent.live:
+            assert self._carrier is not None
             extent.read_state = State.QUEUED
-            if self._carrier is None:
-                self._reads.put(extent)
-                return
             try:
                 extent.landing = self._pool.take()
             except (OSError, MemoryError) as error:
@@ -622,23 +502,7 @@ class StreamedStore:
     def _freed(self, slot: int) -> None:
         """Called when the bytes in an extent of the medium are wanted no more."""
 
-    # ----------------------------------------------------------------- threads
-
-    def _writer(self, medium: Medium) -> None:
-        while (extent := self._writes.get()) is not None:
-            began = time.perf_counter()
-            failure = None
-            try:
-                if extent.arrays is None:
-                    assert extent.buffer is not None
-                    data = self._staging[extent.buffer]
-                    extent.checksum = xxhash.xxh3_64_intdigest(data[: extent.nbytes].data)
-                    medium.write(extent.slot, 0, data[: round_up(extent.nbytes)])
-                else:
-                    extent.checksum = self._write_large(medium, extent)
-            except Exception as error:  # whatever it is, the computing thread must be told
-                failure = error
-            self._wrote(extent, began, time.perf_counter(), failure)
+    # -------------------------------------------------- what the carrier tells
 
     def _wrote(self, extent: Extent, began: float, ended: float, error: Exception | None) -> None:
         if error is None:
@@ -649,64 +513,9 @@ class StreamedStore:
             extent.error = f"write failed: {error}"
         self.transfers.append(TransferRecord("write", extent.first, began, ended, extent.nbytes))
         self._serial += 1
-        with self._changed:
-            extent.arrays = None
-            extent.serial = self._serial
-            extent.state = State.DONE if error is None else State.FAILED
-            self._changed.notify_all()
-
-    def _write_large(self, medium: Medium, extent: Extent) -> int:
-        """Write one state chunk by chunk through the bounce buffer; return its checksum."""
-        bounce, digest = self._staging[0], xxhash.xxh3_64()
-        room, filled, offset = len(bounce), 0, 0
-
-        def flush(last: bool) -> None:
-            nonlocal filled, offset
-            digest.update(bounce[: min(filled, extent.nbytes - offset)].data)
-            end = round_up(filled) if last else filled
-            medium.write(extent.slot, offset, bounce[:end])
-            offset += filled
-            filled = 0
-
-        assert extent.arrays is not None
-        for leaf, array in zip(self._layout.leaves, extent.arrays, strict=True):
-            # The gap up to the leaf's place keeps what was there: part of the
-            # record, never looked at.
-            filled = leaf.offset - offset
-            if filled >= room:
-                flush(last=False)
-            source = array.reshape(-1).view(np.uint8)
-            while len(source):
-                part = source[: room - filled]
-                bounce[filled : filled + len(part)] = part
-                filled += len(part)
-                source = source[len(part) :]
-                if filled == room:
-                    flush(last=False)
-        filled = extent.nbytes - offset
-        if filled:
-            flush(last=True)
-        return int(digest.intdigest())
-
-    def _reader(self, medium: Medium) -> None:
-        while (extent := self._reads.get()) is not None:
-            failure = None
-            if extent.state is State.QUEUED:  # read what is still being written
-                with self._changed:
-                    self._changed.wait_for(lambda: extent.state is not State.QUEUED)
-            began = time.perf_counter()
-            try:
-                if extent.state is State.FAILED:
-                    raise OSError(extent.error)
-                extent.landing = landing = self._pool.take()
-                medium.read(extent.slot, landing[: round_up(extent.nbytes)])
-                found = xxhash.xxh3_64_intdigest(landing[: extent.nbytes].data)
-                del landing  # or it would count as somebody's reference
-                if self.exact and found != extent.checksum:
-                    raise OSError(errno.EIO, "the checksum does not match: the bytes were changed")
-            except Exception as error:  # whatever it is, the computing thread must be told
-                failure = error
-            self._landed(extent, began, time.perf_counter(), failure)
+        extent.arrays = None
+        extent.serial = self._serial
+        extent.state = State.DONE if error is None else State.FAILED
 
     def _landed(self, extent: Extent, began: float, ended: float, error: Exception | None) -> None:
         if error is None:
@@ -714,6 +523,4 @@ class StreamedStore:
         else:
             extent.error = f"read failed: {error}"
         self.transfers.append(TransferRecord("read", extent.first, began, ended, extent.nbytes))
-        with self._changed:
-            extent.read_state = State.DONE if error is None else State.FAILED
-            self._changed.notify_all()
+        extent.read_state = State.DONE if error is None else State.FAILED

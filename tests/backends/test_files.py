@@ -323,8 +323,8 @@ def test_the_disk_taken_stays_within_the_capacity(tmp_path: Path) -> None:
     for key in range(5):
         assert store.put(key, [STATE], block=True)
         assert store.wait_written(key)
-        assert isinstance(store._medium, DirectFile)
-        taken = os.fstat(store._medium._fd)
+        assert isinstance(store._carrier.medium, DirectFile)
+        taken = os.fstat(store._carrier.medium._fd)
         assert max(taken.st_size, taken.st_blocks * 512) <= capacity
     store.close()
 

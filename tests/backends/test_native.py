@@ -25,6 +25,7 @@ from leaks import descriptors, native_threads
 from multistage import native
 from multistage.backends import CheckpointLost, FileStore
 from multistage.backends.files import available_engines
+from multistage.backends.medium import Ram
 from multistage.backends.native import NativeFile
 from multistage.backends.streamed import StreamedStore
 from multistage.backends.testing import check_store
@@ -56,10 +57,10 @@ def pread(fd: int, address: int, nbytes: int, position: int) -> int:
 def hooked(
     folder: Path, *, write: Hook = pwrite, read: Hook = pread, buffer_bytes: int = 8 << 20
 ) -> StreamedStore:
-    def medium(extent_bytes: int) -> NativeFile:
+    def carrier(extent_bytes: int) -> NativeFile:
         return NativeFile(folder, extent_bytes, pwrite=write, pread=read)
 
-    return StreamedStore("hooked", medium, buffer_bytes=buffer_bytes, bounces=2)
+    return StreamedStore("hooked", Ram, open_carrier=carrier, buffer_bytes=buffer_bytes, bounces=2)
 
 
 def failing(move: Hook, at: int, answer: int) -> Hook:

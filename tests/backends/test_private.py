@@ -369,4 +369,4 @@ def test_an_interrupted_close_can_be_repeated(
         with pytest.raises(KeyboardInterrupt):
             store.close()
         store.close()
-    assert store._medium is None
+    assert store._carrier is None

@@ -356,7 +356,7 @@ def test_s3_that_loses_its_objects(s3: Server, credentials: None) -> None:
 
     def step(x: Any, i: int) -> Any:
         if i == n - 1:
-            medium = tier._medium
+            medium = tier._carrier.medium
             medium._filesystem.invalidate_cache()
             medium._filesystem.rm(medium._root, recursive=True)
         return np.sin(x) + i

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,12 +60,17 @@ class Gates:
         self.made: list[Gate | NativeGate] = []
 
     def store(self, buffer_bytes: int, queue_depth: int = 2) -> StreamedStore:
-        def medium(extent_bytes: int) -> Gate | NativeGate:
+        def made(extent_bytes: int) -> Any:
             self.made.append(self._kind(extent_bytes, self._folder))
             return self.made[-1]
 
         store = StreamedStore(
-            "gated", medium, buffer_bytes=buffer_bytes, queue_depth=queue_depth, bounces=2
+            "gated",
+            made,
+            open_carrier=made if self._kind is NativeGate else None,
+            buffer_bytes=buffer_bytes,
+            queue_depth=queue_depth,
+            bounces=2,
         )
         store.open(LAYOUT)
         return store

@@ -1,0 +1,300 @@
+"""How extents get to a medium and back, in the background: `Carrier`, and one by Python's threads.
+
+A carrier has two lanes, one each way, and finishes what is queued on a lane in
+order.  Threads of its own move the bytes; what became of a transfer is told on
+the computing thread, when that polls or waits.  So an extent is changed by the
+computing thread alone, and nothing of the store needs a lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from ..layout import Array, Layout
+from .arena import round_up
+from .medium import Medium
+
+
+class State(Enum):
+    """How far an extent's write, or its read, has come."""
+
+    FILLING = 1
+    QUEUED = 2
+    DONE = 3
+    FAILED = 4
+
+
+class Extent:
+    """Some states on their way to, in, or back from the medium."""
+
+    __slots__ = (
+        "arrays",
+        "buffer",
+        "checksum",
+        "error",
+        "filled",
+        "first",
+        "landing",
+        "live",
+        "nbytes",
+        "number",
+        "previous",
+        "read_state",
+        "serial",
+        "slot",
+        "state",
+    )
+
+    def __init__(self, number: int, slot: int, first: int, previous: Extent | None) -> None:
+        self.number = number
+        self.slot = slot
+        self.first = first  # key it began with
+        self.previous = previous
+        self.state = State.FILLING
+        self.read_state: State | None = None
+        self.buffer: int | None = None  # number of the staging buffer that still holds it
+        self.landing: Array | None = None
+        self.arrays: Sequence[Array] | None = None
+        self.checksum = 0
+        self.filled = 0
+        self.live = 0
+        self.serial = 0  # the order in which writes were done
+        self.nbytes = 0
+        self.error = ""
+
+
+# An extent was moved, from when to when (`perf_counter`), and what went wrong.
+Finished = Callable[[Extent, float, float, Exception | None], None]
+
+
+class Carrier(Protocol):
+    """Moves whole extents; see `ThreadCarrier` and `NativeFile`."""
+
+    def start(
+        self, layout: Layout, bounce: Array | None, wrote: Finished, landed: Finished
+    ) -> None:
+        """Start the threads.
+
+        Parameters
+        ----------
+        bounce : array of uint8 or None
+            Page-aligned memory to gather states in; None if `queue_write`
+            always gets pages.
+        wrote, landed : callable
+            Told of each finished write and read by `poll`.
+
+        Raises
+        ------
+        OSError, MemoryError, RuntimeError
+            If they cannot be started.
+        """
+        ...
+
+    def queue_write(self, extent: Extent, data: Array | None) -> None:
+        """Queue a write of pages, or of the extent's arrays."""
+        ...
+
+    def queue_read(self, extent: Extent, landing: Array) -> None:
+        """Queue a read, behind the extent's write if that is under way."""
+        ...
+
+    def poll(self) -> None:
+        """Tell of what was finished.  Never blocks."""
+        ...
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Block until `ready()`, which is asked again after every transfer."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is under way, give everything back.  Interrupted, it can be called again."""
+        ...
+
+
+class _Flight:
+    """One transfer that was queued."""
+
+    __slots__ = ("began", "behind", "checksum", "data", "done", "ended", "error", "extent")
+
+    def __init__(self, extent: Extent, data: Array | None, behind: _Flight | None = None) -> None:
+        self.extent = extent
+        self.data = data
+        self.behind = behind  # the write of what is read, if it was under way
+        self.checksum = extent.checksum
+        self.began = self.ended = 0.0
+        self.error: Exception | None = None
+        self.done = False
+
+
+class ThreadCarrier:
+    """Carries extents to and from a medium on two threads of the interpreter.
+
+    Parameters
+    ----------
+    medium : Medium
+        Closed with the carrier.
+    verify : bool
+        Whether what is read must have the checksum of what was written.
+
+    Notes
+    -----
+    The threads work on flights, whose `done` they set under the condition
+    `_changed`, and look at nothing of an extent that may change meanwhile.
+    """
+
+    def __init__(self, medium: Medium, *, verify: bool = True) -> None:
+        self.medium = medium
+        self._verify = verify
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._writes: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        self._writing: deque[_Flight] = deque()  # in order, until told of
+        self._reading: deque[_Flight] = deque()
+
+    def start(
+        self, layout: Layout, bounce: Array | None, wrote: Finished, landed: Finished
+    ) -> None:
+        """Start the threads; see `Carrier`."""
+        self._layout, self._bounce = layout, bounce
+        self._wrote, self._landed = wrote, landed
+        for what, lane, work in (
+            ("writer", self._writes, self._write),
+            ("reader", self._reads, self._read),
+        ):
+            thread = threading.Thread(
+                target=self._run, args=(lane, work), name=f"multistage-{what}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def queue_write(self, extent: Extent, data: Array | None) -> None:
+        """Queue the write of an extent's pages `data`, or of its arrays."""
+        flight = _Flight(extent, data)
+        self._writing.append(flight)
+        self._writes.put(flight)
+
+    def queue_read(self, extent: Extent, landing: Array) -> None:
+        """Queue a read into `landing`, behind the extent's write if that is under way."""
+        behind = next((flight for flight in self._writing if flight.extent is extent), None)
+        flight = _Flight(extent, landing, behind)
+        self._reading.append(flight)
+        self._reads.put(flight)
+
+    def poll(self) -> None:
+        """Tell of every transfer that was finished.  Never blocks."""
+        for flights, tell in ((self._writing, self._wrote), (self._reading, self._landed)):
+            while flights and flights[0].done:
+                flight = flights.popleft()
+                flight.extent.checksum = flight.checksum
+                tell(flight.extent, flight.began, flight.ended, flight.error)
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Block until `ready()`, which is asked again after every transfer."""
+
+        def polled() -> bool:
+            self.poll()
+            return ready()
+
+        with self._changed:
+            self._changed.wait_for(polled)
+
+    def close(self) -> None:
+        """Finish what is under way, stop the threads, close the medium."""
+        self._writes.put(None)
+        self._reads.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        self.medium.close()
+
+    # ----------------------------------------------------------------- threads
+
+    def _run(
+        self, lane: queue.SimpleQueue[_Flight | None], work: Callable[[_Flight], None]
+    ) -> None:
+        while (flight := lane.get()) is not None:
+            failure = None
+            if flight.behind is not None:
+                self._await(flight.behind)
+            flight.began = time.perf_counter()
+            try:
+                work(flight)
+            except Exception as error:  # whatever it is, the computing thread must be told
+                failure = error
+            flight.ended = time.perf_counter()
+            flight.error = failure
+            # What landed is referred to by its extent alone from here on, or
+            # the pool would take it to be in use.
+            flight.data = flight.behind = failure = None
+            with self._changed:
+                flight.done = True
+                self._changed.notify_all()
+
+    def _await(self, flight: _Flight) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: flight.done)
+
+    def _write(self, flight: _Flight) -> None:
+        extent, data = flight.extent, flight.data
+        if data is None:
+            flight.checksum = self._write_gathered(extent)
+            return
+        flight.checksum = xxhash.xxh3_64_intdigest(data[: extent.nbytes].data)
+        self.medium.write(extent.slot, 0, data[: round_up(extent.nbytes)])
+
+    def _write_gathered(self, extent: Extent) -> int:
+        """Write one state chunk by chunk through the bounce buffer; return its checksum."""
+        bounce, digest = self._bounce, xxhash.xxh3_64()
+        assert bounce is not None
+        assert extent.arrays is not None
+        room, filled, offset = len(bounce), 0, 0
+
+        def flush(last: bool) -> None:
+            nonlocal filled, offset
+            digest.update(bounce[: min(filled, extent.nbytes - offset)].data)
+            end = round_up(filled) if last else filled
+            self.medium.write(extent.slot, offset, bounce[:end])
+            offset += filled
+            filled = 0
+
+        for leaf, array in zip(self._layout.leaves, extent.arrays, strict=True):
+            # The gap up to the leaf's place keeps what was there: part of the
+            # record, never looked at.
+            filled = leaf.offset - offset
+            if filled >= room:
+                flush(last=False)
+            source = array.reshape(-1).view(np.uint8)
+            while len(source):
+                part = source[: room - filled]
+                bounce[filled : filled + len(part)] = part
+                filled += len(part)
+                source = source[len(part) :]
+                if filled == room:
+                    flush(last=False)
+        filled = extent.nbytes - offset
+        if filled:
+            flush(last=True)
+        return int(digest.intdigest())
+
+    def _read(self, flight: _Flight) -> None:
+        extent, landing, behind = flight.extent, flight.data, flight.behind
+        assert landing is not None
+        if behind is not None:
+            if behind.error is not None:
+                raise OSError(f"write failed: {behind.error}")
+            flight.checksum = behind.checksum
+        self.medium.read(extent.slot, landing[: round_up(extent.nbytes)])
+        found = xxhash.xxh3_64_intdigest(landing[: extent.nbytes].data)
+        if self._verify and found != flight.checksum:
+            raise OSError(errno.EIO, "the checksum does not match: the bytes were changed")
