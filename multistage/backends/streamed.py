@@ -412,6 +412,9 @@ class StreamedStore:
     def _queue_read(self, extent: Extent) -> None:
         if extent.buffer is None and extent.read_state is None and extent.live:
             assert self._carrier is not None
+            if extent.state is State.FAILED:  # as its error says
+                extent.read_state = State.FAILED
+                return
             extent.read_state = State.QUEUED
             try:
                 extent.landing = self._pool.take()

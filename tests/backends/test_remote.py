@@ -311,6 +311,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_s3_meets_the_contract(s3: Server, credentials: None) -> None:
     check_store(lambda: open_store(f"s3://bucket/run?endpoint={s3.url}&capacity=24MiB"))
     assert s3.objects() == 0

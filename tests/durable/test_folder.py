@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from durable_leaks import no_leak as no_leak
+from leaks import no_leak as no_leak
 
 from multistage.durable.folder import Folder
 from multistage.durable.headers import BadFile

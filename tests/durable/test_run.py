@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chains import CHAINS, raw, store_all
-from durable_leaks import no_leak as no_leak
+from leaks import no_leak as no_leak
 
 from multistage import Costs, FunctionChain, Reversal, Tier, reverse
 from multistage.durable.folder import Folder

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from durable_leaks import no_leak as no_leak
+from leaks import no_leak as no_leak
 
 from multistage import Costs, Reversal, Tier
 from multistage.cli import main

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from durable_leaks import no_leak as no_leak
+from leaks import no_leak as no_leak
 
 from multistage.backends import CheckpointLost
 from multistage.backends.testing import check_store
