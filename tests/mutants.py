@@ -1,0 +1,364 @@
+"""Seeded faults: one in each planner, each store and what runs them; tests must catch every one.
+
+    python tests/mutants.py            # all, some seconds each
+    python tests/mutants.py sweep io   # those whose file's name has one of these words
+
+Each fault is one line of the package replaced in a copy of it, on which the
+tests named are run; they must fail, within two minutes.  Before that they must
+pass on an unharmed copy.  C sources are built again.  Exit 1 if a fault goes unseen.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LIMIT_S = 120
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A line of a file, what stands there instead, and the tests to run."""
+
+    path: str
+    line: str
+    instead: str
+    tests: tuple[str, ...]
+
+
+def _of(path: str, line: str, instead: str, *tests: str) -> Mutant:
+    return Mutant(path, line, instead, tests)
+
+
+PLANNERS = "plan/test_planners.py"
+EXECUTE = "test_execute.py"
+CONTRACT = "backends/test_contract.py"
+STREAMED = "backends/test_streamed.py"
+
+MUTANTS = (
+    # planners
+    _of("plan/store_all.py", "(n - 1) * costs.tape_slots", "(n - 2) * costs.tape_slots", PLANNERS),
+    _of(
+        "plan/binomial.py",
+        "return r * length - beta(slots + 1, r - 1)",
+        "return r * length - beta(slots + 1, r)",
+        "plan/test_binomial.py",
+    ),
+    _of(
+        "plan/revolve.py",
+        "reverse_actions(0, n_steps, slots)",
+        "reverse_actions(0, n_steps, max(1, slots - 1))",
+        PLANNERS,
+    ),
+    _of(
+        "plan/revolve.py",
+        "saved[-1] > live:\n                yield Free(saved.pop())\n            saved",
+        "saved[-1] >= live:\n                yield Free(saved.pop())\n            saved",
+        PLANNERS,
+    ),
+    _of(
+        "plan/interval.py",
+        "ahead[start - interval] = int(token)\n            free -= 1",
+        "ahead[start - interval] = int(token)",
+        PLANNERS,
+    ),
+    _of(
+        "plan/interval.py",
+        "if (yield Await(token)) is False:\n            lost.add(start)",
+        "if (yield Await(token)) is None:\n            lost.add(start)",
+        EXECUTE,
+    ),
+    _of(
+        "plan/periodic.py",
+        "part = -(-(stop - start) // (branch + 1))",
+        "part = (stop - start) // (branch + 1) or 1",
+        PLANNERS,
+    ),
+    _of("plan/periodic.py", "free - k, branch, weight)", "free - k + 1, branch, weight)", PLANNERS),
+    _of(
+        "plan/online.py", "if self.levels[k] < highest:", "if self.levels[k] <= highest:", PLANNERS
+    ),
+    _of(
+        "plan/streaming.py",
+        "(tier.read_s + step_s) / (step_s + turn_s)",
+        "tier.read_s / (step_s + turn_s)",
+        PLANNERS,
+    ),
+    _of(
+        "plan/streaming.py",
+        "if min(predicted.makespan_s, paper.makespan_s) >= fallback.makespan_s:",
+        "if False:",
+        PLANNERS,
+    ),
+    _of(
+        "plan/sweep.py",
+        "while len(self.writing) > self.sweep.queue_depth:",
+        "while len(self.writing) > self.sweep.queue_depth + 1:",
+        PLANNERS,
+    ),
+    _of(
+        "plan/sweep.py",
+        "        if (yield Await(token)) is False:\n            self.stored.discard(step)",
+        "        if (yield Await(token)) is None:\n            self.stored.discard(step)",
+        EXECUTE,
+    ),
+    _of("plan/reserve.py", "max(one_less[k], read_s)", "min(one_less[k], read_s)", PLANNERS),
+    _of(
+        "plan/hierarchy.py",
+        "min(solved, key=lambda pair: pair[0].seconds)",
+        "max(solved, key=lambda pair: pair[0].seconds)",
+        "plan/test_hierarchy.py",
+    ),
+    _of(
+        "plan/periodic_disk.py",
+        "each = periods + transfers_in_steps",
+        "each = periods + transfers_in_steps / 2",
+        "plan/test_hierarchy.py",
+    ),
+    _of(
+        "plan/stumm_walther.py",
+        "order = np.argsort(priced",
+        "order = np.argsort(-priced",
+        "plan/test_hierarchy.py",
+    ),
+    _of(
+        "plan/stumm_walther.py",
+        "yield Drop(step)\n            return step",
+        "pass\n            return step",
+        "plan/test_hierarchy.py",
+        PLANNERS,
+    ),
+    _of("plan/mixed.py", "s // tape + 2", "s // tape + 3", "plan/test_hierarchy.py", PLANNERS),
+    _of("plan/overlap.py", "staged = step not in held", "staged = False", "plan/test_overlap.py"),
+    _of(
+        "plan/resumed.py",
+        "self.stored.discard(step)\n                continue",
+        "continue",
+        "plan/test_resumed.py",
+    ),
+    _of(
+        "plan/chain_table.py",
+        "stack.append((k, t, m - int(self.sizes.state[k])))",
+        "stack.append((k, t, m))",
+        "plan/test_heterogeneous.py",
+    ),
+    _of("plan/predict.py", "a + repeats * (a - b)", "a + (repeats - 1) * (a - b)", PLANNERS),
+    _of(
+        "plan/bound.py",
+        "room * max(0.0, write_1 - write_2) + write_2 + room * read_s",
+        "0.0",
+        "plan/test_bound.py",
+    ),
+    _of(
+        "native/revolve.c",
+        "return low + (high - low) / 2;",
+        "return high + 1;",
+        "plan/test_binomial.py",
+    ),
+    _of(
+        "native/chain_kernel.h",
+        "const int shift = (int)(m - plane * PLANE);",
+        "const int shift = (int)(m - plane * PLANE) & ~1;",
+        "plan/test_heterogeneous.py",
+    ),
+    _of(
+        "native/hierarchy_kernel.h",
+        "if (a[far] + b[stop - 1] >= least)",
+        "if (a[far] + b[stop - 1] >= 0.99 * least)",
+        "plan/test_hierarchy.py",
+    ),
+    # what judges and runs schedules
+    _of(
+        "actions.py",
+        "elif step != self.adjoint - 1:",
+        "elif step > self.adjoint - 1:",
+        "test_actions.py",
+    ),
+    _of(
+        "simulate.py",
+        "start = max(now, self.read_free, self.stored[step])",
+        "start = max(now, self.read_free)",
+        "test_simulate.py",
+    ),
+    _of(
+        "execute.py",
+        "if other is not None and best < start < step:",
+        "if other is not None and best < start:",
+        EXECUTE,
+    ),
+    _of(
+        "slots.py",
+        "        if array.base is not None:\n                arrays[k]",
+        "        if False:\n                arrays[k]",
+        EXECUTE,
+    ),
+    # stores
+    _of(
+        "backends/streamed.py",
+        "holder.buffer = None  # from now on it is read from the medium",
+        "pass",
+        CONTRACT,
+        STREAMED,
+    ),
+    _of(
+        "backends/streamed.py",
+        "(self._next_slot + 1) * self._extent_bytes > self.capacity_bytes",
+        "self._next_slot * self._extent_bytes > self.capacity_bytes",
+        CONTRACT,
+        "backends/test_files.py",
+    ),
+    _of(
+        "backends/carrier.py",
+        "if self._verify and found != flight.checksum:",
+        "if self._verify and found == 0:",
+        "backends/test_files.py",
+        CONTRACT,
+    ),
+    _of("backends/carrier.py", "if flight.behind is not None:", "if False:", STREAMED, CONTRACT),
+    _of(
+        "backends/arena.py",
+        "if _references(buffer) <= self._idle:",
+        "if _references(buffer) <= self._idle + 1:",
+        "backends/test_arena.py",
+        CONTRACT,
+    ),
+    _of(
+        "backends/medium.py",
+        "np.copyto(extent[offset : offset + len(data)], data)",
+        "np.copyto(extent[: len(data)], data)",
+        CONTRACT,
+    ),
+    _of(
+        "backends/direct.py",
+        "position = slot * self._extent_bytes\n",
+        "position = slot * self._extent_bytes // 2\n",
+        CONTRACT,
+    ),
+    _of("backends/aio.py", "await file.seek(offset)", "await file.seek(0)", CONTRACT),
+    _of(
+        "backends/private.py",
+        "if found.st_mode & stat.S_IWOTH:",
+        "if False:",
+        "backends/test_private.py",
+    ),
+    _of("backends/native.py", "sum=extent.checksum,", "sum=0,", CONTRACT),
+    _of("native/io.c", "job->error = error;", "job->error = 0;", "backends/test_native.py"),
+    _of("native/io.c", "done -= done % PAGE;", ";", "backends/test_native.py"),
+    _of("backends/numa.py", "if self._node not in there:", "if False:", "backends/test_numa.py"),
+    _of(
+        "backends/remote.py",
+        "    wait(jobs)\n        for job in jobs:\n            job.result()",
+        "    wait(jobs)",
+        "backends/test_remote.py",
+    ),
+    _of(
+        "backends/compressed.py",
+        "if not error <= self._tolerance:",
+        "if error > 10 * self._tolerance:",
+        "backends/test_compressed.py",
+    ),
+    _of(
+        "backends/cascade.py",
+        "self._changed.wait_for(lambda: not place.moving)",
+        "pass",
+        "backends/test_cascade.py",
+    ),
+    _of(
+        "backends/cascade.py",
+        "self._above.move_to_end(place, last=False)",
+        "self._above.move_to_end(place)",
+        "backends/test_cascade.py",
+    ),
+    _of(
+        "durable/store.py", "if batch.least < self._needed_below or", "if", "durable/test_store.py"
+    ),
+    _of(
+        "durable/folder.py",
+        "os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)",
+        "os.rename(temporary, name + '-', src_dir_fd=self.fd, dst_dir_fd=self.fd)",
+        "durable/test_folder.py",
+    ),
+    _of("durable/run.py", "if newest.given != given:", "if False:", "durable/test_run.py"),
+    _of(
+        "torch/pinned.py",
+        "entry = self._order.popleft()",
+        "entry = self._order.pop()",
+        "torch/test_pinned.py",
+    ),
+)
+
+
+def copy(to: Path) -> None:
+    """Copy the package, its tests and their configuration."""
+    for name in ("multistage", "tests"):
+        shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, to)
+
+
+def harm(mutant: Mutant, folder: Path) -> None:
+    """Put the fault into a copy, built again where it is in C."""
+    path = folder / "multistage" / mutant.path
+    text = path.read_text()
+    assert text.count(mutant.line) == 1, f"{mutant.path} has {mutant.line!r} not once"
+    path.write_text(text.replace(mutant.line, mutant.instead))
+    if mutant.path.startswith("native/") and path.suffix in (".c", ".h"):
+        native = path.parent
+        sources = [str(source) for source in sorted(native.glob("*.c"))]
+        command = ["cc", "-std=gnu11", "-O2", "-shared", "-fPIC", *sources, "-pthread", "-lm"]
+        subprocess.run([*command, "-o", native / "_native.so"], check=True)
+
+
+def passes(folder: Path, tests: tuple[str, ...]) -> bool:
+    """Run tests on a copy; a run that does not end fails."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p"]
+    command += ["no:xdist", *(f"tests/{name}" for name in tests)]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, timeout=LIMIT_S, text=True
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    # 1: tests failed.  All else is no verdict.
+    assert done.returncode in (0, 1, 2), done.stdout[-2000:] + done.stderr[-2000:]
+    return done.returncode == 0
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    chosen = [m for m in MUTANTS if not words or any(word in m.path for word in words)]
+    unseen = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        sound = Path(scratch, "sound")
+        copy(sound)
+        for name in sorted({name for mutant in chosen for name in mutant.tests}):
+            if not passes(sound, (name,)):
+                print(f"tests/{name} does not pass on the package as it is")
+                return 1
+        for number, mutant in enumerate(chosen):
+            folder = Path(scratch, str(number))
+            copy(folder)
+            harm(mutant, folder)
+            began = time.perf_counter()
+            seen = not passes(folder, mutant.tests)
+            unseen += not seen
+            shutil.rmtree(folder)
+            print(
+                f"{'caught' if seen else 'UNSEEN'}  {mutant.path}: {mutant.instead.strip()!r} "
+                f"({time.perf_counter() - began:.0f} s)",
+                flush=True,
+            )
+    print(f"{len(chosen) - unseen} of {len(chosen)} faults caught")
+    return 1 if unseen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
