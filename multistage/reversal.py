@@ -82,7 +82,7 @@ class Reversal(Generic[State, Adjoint]):
     durable : str or Path, optional
         A folder that keeps states and the progress of the reverse sweep, in
         place of a tier: after a kill the same call goes on where it was.  See
-        `docs/durable.md`.
+        `docs/howto/durable.md`.
     durable_every_s : float
         Seconds between two adjoints written to it, at least.
     durable_label : str

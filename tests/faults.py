@@ -7,7 +7,7 @@ last bit, or with an error that says what to do; and it must end.
 
     python tests/faults.py
 
-counts the cases and prints the table of docs/faults.md.
+counts the cases and prints the table of docs/explanation/faults.md.
 """
 
 from __future__ import annotations

@@ -1,35 +1,198 @@
-"""The Python blocks of the README and of the docs run as they stand."""
+"""The README and the docs: their blocks run as they stand, their links lead somewhere.
+
+A block of ```python runs by itself.  On a page of docs/tutorials, blocks build
+on each other: ```python shares its names, ```sh runs in the same folder.  A
+comment before a block, unseen by readers, says what a machine may lack or that
+the block is a file that later blocks run:
+
+    <!-- needs: mpiexec -->
+    <!-- file: wave.py -->
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import inspect
+import os
 import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
+import multistage
+import multistage.backends
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
+TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
+COMMAND = f"""\
+set -eu
+python() {{ {sys.executable} "$@"; }}
+multistage() {{ {sys.executable} -m multistage "$@"; }}
+"""
 
 
-PAGES = (README, *sorted((README.parent / "docs").glob("*.md")))
-BLOCKS = {
-    f"{page.name}-{number}": block
+@dataclass(frozen=True)
+class Block:
+    """A fenced block and what the comment before it says."""
+
+    language: str
+    text: str
+    needs: tuple[str, ...] = ()
+    file: str | None = None
+
+    def lacks(self) -> list[str]:
+        """Return what this machine lacks for it."""
+        return [need for need in self.needs if not _there(need)]
+
+
+def _there(need: str) -> bool:
+    if need == "cuda":
+        import torch
+
+        return torch.cuda.is_available()
+    return bool(shutil.which(need) or importlib.util.find_spec(need))
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return the blocks of a page that can run."""
+    fence = r"((?:<!--[^>]*-->\n+)*)^```(python|sh)\n(.*?)^```"
+    found = []
+    for said, language, text in re.findall(fence, page.read_text(), re.S | re.M):
+        notes = dict(re.findall(r"<!-- (\w+): ([^>]*?) -->", said))
+        needs = tuple(notes.get("needs", "").replace(",", " ").split())
+        found.append(Block(language, text, needs, notes.get("file")))
+    return found
+
+
+ALONE = {
+    f"{page.relative_to(ROOT)}-{number}": block
     for page in PAGES
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
+    if page not in TUTORIALS
+    for number, block in enumerate(b for b in blocks(page) if b.language == "python")
 }
 
 
-@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
-def test_blocks_run(block: str, tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("block", ALONE.values(), ids=ALONE.keys())
+def test_blocks_run(block: Block, tmp_path: Path, monkeypatch, capsys) -> None:
+    if lacks := block.lacks():
+        pytest.skip(f"needs {', '.join(lacks)}")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    exec(compile(block, str(README), "exec"), names)
+    exec(compile(block.text, "README or docs", "exec"), names)
     printed = capsys.readouterr().out
     assert re.search("plan |predicted|Stats", printed)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_tutorials_run(page: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    ran = 0
+    for block in blocks(page):
+        if block.lacks():
+            continue
+        if block.file:
+            Path(block.file).write_text(block.text)
+        elif block.language == "sh":
+            done = subprocess.run(
+                ["bash", "-c", COMMAND + block.text],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
+        else:
+            exec(compile(block.text, page.name, "exec"), names)
+        ran += 1
+    assert ran >= 3
+    assert not list(tmp_path.rglob(".multistage*")), "a tier left files"
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors that forges give to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+    for page in (*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"):
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
             if not link.startswith("http"):
-                assert (page.parent / link).exists(), f"{page.name}: {link}"
+                path, _, anchor = link.partition("#")
+                target = page.parent / path if path else page
+                assert target.exists(), f"{page.name}: {link}"
+                if anchor and target.suffix == ".md":
+                    assert anchor in _anchors(target), f"{page.name}: {link}"
+
+
+def _conf(name: str) -> object:
+    """Return a function of docs/conf.py, which imports Sphinx, without importing it."""
+    tree = ast.parse((DOCS / "conf.py").read_text())
+    (function,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name)
+    names: dict[str, object] = {"re": re}
+    exec(compile(ast.Module([function], []), "conf.py", "exec"), names)
+    return names[name]
+
+
+def test_every_page_is_on_the_map() -> None:
+    trees = _conf("toctrees")((DOCS / "index.md").read_text())  # type: ignore[operator]
+    listed = set(re.findall(r"^/(\S+)$", trees, re.M))
+    pages = {
+        str(page.relative_to(ROOT).with_suffix(""))
+        for page in (*DOCS.rglob("*.md"), *DOCS.rglob("*.rst"))
+    }
+    project = {"README", "CHANGELOG", "CONTRIBUTING"}
+    assert listed == (pages - {"docs/index"}) | project
+
+
+def test_every_planner_and_error_is_explained() -> None:
+    planners = (DOCS / "explanation" / "planners.md").read_text()
+    for name in multistage.PLANNERS:
+        assert f"## `{name}`" in planners
+    errors = (DOCS / "reference" / "errors.md").read_text()
+    for name, value in vars(multistage.errors).items():
+        if inspect.isclass(value):
+            assert f"`{name}`" in errors, name
+
+
+@pytest.mark.parametrize("name", ["multistage", "multistage.torch", "multistage.backends"])
+def test_every_public_name_is_in_the_reference(name: str) -> None:
+    if name == "multistage.torch":
+        pytest.importorskip("torch")
+    module = importlib.import_module(name)
+    pages = "".join(page.read_text() for page in (DOCS / "reference" / "api").glob("*.rst"))
+    listed = set(re.findall(r"^\.\. (?:auto\w+|data):: (?:[\w.]+\.)?(\w+)$", pages, re.M))
+    public = {n for n, v in vars(module).items() if n[0] != "_" and not inspect.ismodule(v)}
+    assert public - listed == set()
+
+
+@pytest.mark.slow
+def test_site_builds_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("furo")
+    pytest.importorskip("myst_parser")
+    pytest.importorskip("sphinx_copybutton")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    done = subprocess.run(
+        [*command, "-c", "docs", ".", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert tmp_path / "docs" / "index.html" in pages
+    for page in pages:  # nothing is fetched when a page is read
+        text = page.read_text()
+        fetched = re.findall(r"<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=\"([^\"]*)", text)
+        assert not [url for url in fetched if "//" in url], page
+    assert "<math" in (tmp_path / "docs" / "explanation" / "model.html").read_text()
