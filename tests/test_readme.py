@@ -57,6 +57,8 @@ def _there(need: str) -> bool:
         import torch
 
         return torch.cuda.is_available()
+    if need == "numa:0":
+        return Path("/sys/devices/system/node/node0").exists()
     return bool(shutil.which(need) or importlib.util.find_spec(need))
 
 
