@@ -167,6 +167,15 @@ def test_every_planner_and_error_is_explained() -> None:
             assert f"`{name}`" in errors, name
 
 
+def test_quoted_messages_are_those_of_the_code() -> None:
+    code = "".join(path.read_text() for path in sorted((ROOT / "multistage").rglob("*.py")))
+    said = re.sub(r'"\s*(?:\n\s*)f?"', "", code)  # adjacent literals are one
+    said = re.sub(r"\{[^{}]*\}", "...", said)
+    for row in re.findall(r"^\| (`.*?`) \| .* \| .* \|$", (DOCS / "reference/errors.md").read_text(), re.M):
+        for part in re.split(r"\.\.\.", row.strip("`")):
+            assert part.strip() in said, row
+
+
 @pytest.mark.parametrize("name", ["multistage", "multistage.torch", "multistage.backends"])
 def test_every_public_name_is_in_the_reference(name: str) -> None:
     if name == "multistage.torch":
