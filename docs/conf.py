@@ -16,6 +16,7 @@ from pathlib import Path
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
+from sphinx.domains.python import PyObject
 from sphinx.writers.html5 import HTML5Translator
 
 project = "multistage"
@@ -67,10 +68,14 @@ def toctrees(index: str) -> str:
     trees = []
     for section in re.split(r"^## ", index, flags=re.M)[1:]:
         caption, _, body = section.partition("\n")
-        links = re.findall(r"^- \[[^]]*\]\(([^)#]+)\.(?:md|rst)\)", body, re.M)
-        pages = [f"/{link[3:]}" if link.startswith("../") else f"/docs/{link}" for link in links]
+        links = re.findall(r"^- \[([^]]*)\]\(([^)#]+)\.(?:md|rst)\)", body, re.M)
+        pages = [
+            f"{title} </{page[3:] if page.startswith('../') else f'docs/{page}'}>"
+            for title, page in links
+        ]
         if pages:
-            trees.append("\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```"]))
+            head = ["```{toctree}", ":hidden:", f":caption: {caption}", ""]
+            trees.append("\n".join([*head, *pages, "```"]))
     return "\n\n".join(trees)
 
 
@@ -99,6 +104,9 @@ def _redirect(app: Sphinx, error: Exception | None) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register what this file adds to Sphinx."""
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":  # what napoleon makes of "Attributes"
+            field.label = "Attributes"
     app.add_html_math_renderer("mathml", (_inline, None), (_display, None))
     app.connect("source-read", _add_toctrees)
     app.connect("build-finished", _redirect)

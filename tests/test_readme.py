@@ -148,7 +148,7 @@ def _conf(name: str) -> object:
 
 def test_every_page_is_on_the_map() -> None:
     trees = _conf("toctrees")((DOCS / "index.md").read_text())  # type: ignore[operator]
-    listed = set(re.findall(r"^/(\S+)$", trees, re.M))
+    listed = set(re.findall(r"</(\S+)>$", trees, re.M))
     pages = {
         str(page.relative_to(ROOT).with_suffix(""))
         for page in (*DOCS.rglob("*.md"), *DOCS.rglob("*.rst"))
@@ -171,7 +171,9 @@ def test_quoted_messages_are_those_of_the_code() -> None:
     code = "".join(path.read_text() for path in sorted((ROOT / "multistage").rglob("*.py")))
     said = re.sub(r'"\s*(?:\n\s*)f?"', "", code)  # adjacent literals are one
     said = re.sub(r"\{[^{}]*\}", "...", said)
-    for row in re.findall(r"^\| (`.*?`) \| .* \| .* \|$", (DOCS / "reference/errors.md").read_text(), re.M):
+    for row in re.findall(
+        r"^\| (`.*?`) \| .* \| .* \|$", (DOCS / "reference/errors.md").read_text(), re.M
+    ):
         for part in re.split(r"\.\.\.", row.strip("`")):
             assert part.strip() in said, row
 
