@@ -94,6 +94,7 @@ def test_blocks_run(block: Block, tmp_path: Path, monkeypatch, capsys) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_tutorials_run(page: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
@@ -190,6 +191,7 @@ def test_every_public_name_is_in_the_reference(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("furo")
     pytest.importorskip("myst_parser")
