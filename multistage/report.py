@@ -12,6 +12,10 @@ from tabulate import tabulate
 
 from .backends.base import Store, StoreStats
 from .costs import Costs, format_bytes, format_seconds
+from .drawing import page, save_chart, save_text
+from .drawing.chart import Chart
+from .drawing.plans import limits_of, plan_parts
+from .drawing.timeline import timeline_chart
 from .execute import Counts
 from .plan import Plan
 from .timeline import Timeline
@@ -94,6 +98,9 @@ class Report:
         The costs as the run has shown them.
     tiers : tuple of TierUse
         What each slow tier took and refused.
+    ended : str
+        What put an early end to the sweeps, and how far they came; empty if
+        they are complete.
     """
 
     plan: Plan
@@ -102,14 +109,25 @@ class Report:
     makespan_s: float
     seen: Costs
     tiers: tuple[TierUse, ...] = ()
+    ended: str = ""
 
     @classmethod
     def of(
-        cls, plan: Plan, timeline: Timeline, counts: Counts, tiers: tuple[TierUse, ...] = ()
+        cls,
+        plan: Plan,
+        timeline: Timeline,
+        counts: Counts,
+        tiers: tuple[TierUse, ...] = (),
+        ended: str = "",
     ) -> Report:
-        """Return the report on a sweep that `plan` predicted."""
+        """Return the report on sweeps that `plan` predicted."""
         seen = seen_costs(plan, timeline, counts)
-        return cls(plan, timeline, counts, counts.elapsed_s, seen, tiers)
+        return cls(plan, timeline, counts, counts.elapsed_s, seen, tiers, ended)
+
+    @property
+    def complete(self) -> bool:
+        """Whether both sweeps came to their end."""
+        return not self.ended
 
     @property
     def n_steps(self) -> int:
@@ -135,9 +153,10 @@ class Report:
         """Return the table's rows: what, predicted, measured."""
         plan, counts, timeline = self.plan, self.counts, self.timeline
         state_bytes = plan.costs.state_bytes
+        factor = f"{self.recompute_factor:.3f}" if self.complete else "-"
         rows = [
             ("makespan", format_seconds(plan.makespan_s), format_seconds(self.makespan_s)),
-            ("recompute factor", f"{plan.recompute_factor:.3f}", f"{self.recompute_factor:.3f}"),
+            ("recompute factor", f"{plan.recompute_factor:.3f}", factor),
             (
                 "peak fast memory",
                 format_bytes(plan.peak_fast_bytes),
@@ -157,6 +176,11 @@ class Report:
             ),
             ("stalls", format_seconds(plan.stall_s), format_seconds(counts.stall_s)),
         ]
+        if not self.complete:
+            rows[1:1] = [
+                ("forward steps", f"{plan.forward_steps}", f"{counts.forward_steps}"),
+                ("adjoint steps", f"{plan.n_steps}", f"{counts.reverse_steps}"),
+            ]
         if counts.refused or counts.lost or counts.recovered_steps:
             rows += [
                 ("offers refused", "", f"{counts.refused}"),
@@ -203,8 +227,12 @@ class Report:
             tabulate(rows, headers=headers, disable_numparse=True, stralign="right")
             for rows, headers in tables
         ]
-        parts += [f"{use.name}: {note}" for use in self.tiers for note in use.notes]
+        parts += self._notes()
         return "\n\n".join(parts)
+
+    def _notes(self) -> list[str]:
+        notes = [f"{use.name}: {note}" for use in self.tiers for note in use.notes]
+        return [f"{self.ended[:1].upper()}{self.ended[1:]}.", *notes] if self.ended else notes
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""
@@ -234,24 +262,90 @@ class Report:
             "assumed": asdict(plan.costs),
             "seen": asdict(self.seen),
             "tiers": [asdict(use) for use in self.tiers],
+            "ended": self.ended,
         }
 
     def to_json(self) -> str:
         """Return the report as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
+    def _chart(self, title: str = "") -> Chart:
+        limits = limits_of(self.plan)
+        limits |= {use.name: use.capacity_bytes for use in self.tiers}
+        return timeline_chart(self.timeline, title, limits)
+
     def picture(self, path: str | Path) -> None:
-        """Draw the run's timeline to a file.
+        """Draw the run's timeline to a file; the suffix chooses the format.
 
         Raises
         ------
         ArgumentError
-            If matplotlib is not installed.
+            For other than `.svg`, if matplotlib is not installed or does not
+            know the suffix.
         """
-        from .picture import draw
-
         title = f"{self.plan.planner}: {self.n_steps} steps, {format_seconds(self.makespan_s)}"
-        draw(self.timeline, path, title)
+        save_chart(self._chart(title), path)
+
+    def save(self, path: str | Path) -> None:
+        """Write the report to a file: `.html`, one page that needs no network, or `.json`.
+
+        Raises
+        ------
+        ArgumentError
+            For another suffix.
+        """
+        if Path(path).suffix.lower() == ".html":
+            title = f"Report: {self.plan.n_steps} steps by {self.plan.planner}"
+            save_text(path, html=page.document(title, self._parts()))
+            return
+        save_text(path, html="", json=self.to_json() + "\n")
+
+    def _tables(self) -> list[tuple[str, str]]:
+        found = [
+            ("Predicted and measured", page.table(("", "predicted", "measured"), self.rows())),
+            ("Costs", page.table(("", "assumed", "seen"), self.cost_rows())),
+        ]
+        if self.tiers:
+            found.append(("Slow tiers", page.table(_USE, [use.row() for use in self.tiers])))
+        return found
+
+    def _parts(self) -> list[str]:
+        counts, plan = self.counts, self.plan
+        more = f"predicted {format_seconds(plan.makespan_s)}"
+        if self.complete:
+            more += f", {100 * self.prediction_error:+.1f} %"
+        entries = [
+            ("makespan", format_seconds(self.makespan_s), more),
+            (
+                "recompute factor",
+                f"{self.recompute_factor:.3f}" if self.complete else "-",
+                f"predicted {plan.recompute_factor:.3f}",
+            ),
+            (
+                "peak fast memory",
+                format_bytes(self.peak_fast_bytes),
+                f"{counts.peak_slots:g} of {plan.slots} slots",
+            ),
+            ("states written, read", f"{counts.writes}, {counts.reads}", "to and from slow tiers"),
+            (
+                "stalls",
+                format_seconds(counts.stall_s),
+                f"{100 * counts.stall_s / max(self.makespan_s, 1e-12):.1f} % of the makespan",
+            ),
+        ]
+        parts = [] if self.complete else [page.paragraph(self._notes()[0], "alert")]
+        parts.append(page.cards(entries))
+        parts += [page.heading("Timeline, measured"), page.picture(self._chart())]
+        for name, table in self._tables():
+            parts += [page.heading(name), table]
+        notes = self._notes()[0 if self.complete else 1 :]
+        parts.append(page.paragraph("\n".join(notes)))
+        return [*parts, page.heading("The plan"), *plan_parts(plan)]
+
+    def _repr_html_(self) -> str:
+        tables = [table for _, table in self._tables()]
+        notes = page.paragraph("\n".join(self._notes()))
+        return page.fragment([notes, *tables, page.picture(self._chart())])
 
     def trace(self, path: str | Path) -> None:
         """Write the run's timeline as a Chrome trace, for ui.perfetto.dev."""

@@ -171,6 +171,7 @@ def simulate(
     seed: int = 0,
     checked: bool = True,
     trace: Callable[[Action], None] | None = None,
+    timed: Callable[[Action, Answer, float], None] | None = None,
 ) -> Simulation:
     """Run a schedule in virtual time.
 
@@ -193,6 +194,8 @@ def simulate(
         candidates turn it off.
     trace : callable, optional
         Called with every action.
+    timed : callable, optional
+        Called with every action, its answer and the virtual second it is done.
 
     Raises
     ------
@@ -308,6 +311,8 @@ def simulate(
                     timeline.sample(tier.name, now, held)
         if trace is not None:
             trace(action)
+        if timed is not None:
+            timed(action, answer, now)
         send(answer)
     if checked:
         rules.finish()

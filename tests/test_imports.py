@@ -15,14 +15,14 @@ ROOT = Path(multistage.__file__).parent
 
 # A module may import from its own layer and from those above it in this list.
 LAYERS = [
-    {"errors", "native"},
+    {"errors", "native", "progress"},
     {"layout", "slots", "chain", "blocks", "timeline", "actions", "limits", "steps"},
     {"costs"},
     {"stages"},
     {"backends"},
-    {"plan", "simulate", "probe", "execute", "compressing"},
+    {"plan", "simulate", "probe", "execute", "compressing", "drawing"},
     {"durable"},
-    {"progress", "report", "picture", "trace"},
+    {"report", "trace"},
     {"reversal"},
     {"torch", "interop"},
     {"demos", "cli", "__main__"},

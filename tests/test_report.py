@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from multistage import Costs, Reversal, Tier, plan, simulate
+from multistage.drawing import save_chart
+from multistage.drawing.figure import to_figure
+from multistage.drawing.timeline import timeline_chart
 from multistage.errors import ArgumentError, CheckpointWarning
-from multistage.picture import draw
 from multistage.report import Report, seen_costs
 from multistage.timeline import Timeline
 from multistage.trace import trace_events, write_trace
@@ -136,7 +138,7 @@ def test_a_trace_is_what_perfetto_expects(tmp_path) -> None:
 
 def test_an_empty_timeline_is_no_error(tmp_path) -> None:
     assert trace_events(Timeline())["traceEvents"]
-    draw(Timeline(), tmp_path / "empty.png")
+    save_chart(timeline_chart(Timeline()), tmp_path / "empty.png")
 
 
 def test_pictures_are_drawn(tmp_path) -> None:
@@ -144,9 +146,10 @@ def test_pictures_are_drawn(tmp_path) -> None:
     report.picture(tmp_path / "run.png")
     report.trace(tmp_path / "run.json")
     assert (tmp_path / "run.png").stat().st_size > 5_000
-    figure = draw(report.timeline, title="a run")
+    figure = to_figure(timeline_chart(report.timeline, title="a run"))
     top, *panels = figure.axes
-    assert [label.get_text() for label in top.get_yticklabels()] == ["compute", "write", "read"]
+    lanes = [label.get_text().split("\n")[0] for label in top.get_yticklabels()]
+    assert lanes == ["compute", "write", "read"]
     assert next(line.get_label() for panel in panels for line in panel.lines) == "fast"
 
 
@@ -160,4 +163,4 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ArgumentError, match=r"multistage-checkpointing\[report\]"):
-        draw(Timeline())
+        to_figure(timeline_chart(Timeline()))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 from tabulate import tabulate
 
@@ -103,6 +105,76 @@ class Plan:
         plans = sorted(self.candidates or (self,), key=lambda plan: plan.makespan_s)
         rows = [{"": ">" if plan.planner == self.planner else "", **plan.row()} for plan in plans]
         return tabulate(rows, headers="keys", disable_numparse=True, stralign="right")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data, for JSON."""
+        return {
+            "format": "multistage-plan-1",
+            **self._facts(),
+            "n_steps": self.n_steps,
+            "slots": self.slots,
+            "why": self.why,
+            "candidates": [candidate._facts() for candidate in self.candidates],
+            "costs": asdict(self.costs),
+        }
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "planner": self.planner,
+            "makespan_s": self.makespan_s,
+            "lower_bound_s": self.lower_bound_s,
+            "recompute_factor": self.recompute_factor,
+            "writes": self.writes,
+            "reads": self.reads,
+            "stall_s": self.stall_s,
+            "peak_slots": self.peak_slots,
+            "peak_fast_bytes": self.peak_fast_bytes,
+            "parameters": dict(self.parameters),
+            "note": self.note,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file: `.html`, one page that needs no network, or `.json`.
+
+        Raises
+        ------
+        ArgumentError
+            For another suffix.
+        """
+        from ..drawing.plans import save_plan
+
+        save_plan(self, path)
+
+    def picture(
+        self,
+        path: str | Path,
+        what: Literal["schedule", "timeline", "trade-off"] = "schedule",
+    ) -> None:
+        """Draw the plan to a file; the suffix chooses the format.
+
+        Parameters
+        ----------
+        path : str or Path
+            `.svg` needs nothing; `.png`, `.pdf` and others need matplotlib.
+        what : {"schedule", "timeline", "trade-off"}
+            Where checkpoints stand over both sweeps; what runs when in virtual
+            time, with the memory of each tier; or makespan and recompute
+            factor over the number of slots, for this planner and its rivals.
+
+        Raises
+        ------
+        ArgumentError
+            If matplotlib is needed and not installed; for an unknown suffix or
+            subject; for schedules of more than 20 000 steps.
+        """
+        from ..drawing.plans import draw_plan
+
+        draw_plan(self, path, what)
+
+    def _repr_html_(self) -> str:
+        from ..drawing.plans import plan_html
+
+        return plan_html(self)
 
     def __str__(self) -> str:
         costs = self.costs

@@ -184,3 +184,23 @@ def actions_of(trace: Iterable[tuple[int, int, int]], n: int) -> Iterator[Action
                 yield Load(i)
                 break
             yield Reverse(i)
+
+
+def courses(
+    actions: Iterable[Action], costs: StageCosts
+) -> Iterator[tuple[Action, float, float, int, int]]:
+    """Yield each action, a run of stages stage by stage, with its times and its memory.
+
+    The numbers: seconds at which it starts and stops, the bytes it takes at its
+    peak and those resident after it, the chain's input included.
+    """
+    machine = _Machine(Sizes.of(costs))
+    for whole in actions:
+        pieces: Iterable[Action] = (whole,)
+        if isinstance(whole, Advance):
+            pieces = (Advance(i, i + 1) for i in range(whole.start, whole.stop))
+        for action in pieces:
+            start_s, machine.peak = machine.seconds, machine.resident()
+            machine.apply(action)
+            resident = machine.resident()
+            yield action, start_s, machine.seconds, max(machine.peak, resident), resident

@@ -36,9 +36,11 @@ its input, as in autograd, they gain 0 to 0.25 % on average.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from tabulate import tabulate
@@ -145,21 +147,63 @@ class ChainPlan:
             f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.plain_bytes)}"
         )
 
-    def __str__(self) -> str:
+    def fates(self) -> list[str]:
+        """Return what the forward sweep leaves of each stage: tape kept, input kept, recomputed."""
         kept = set(self.kept)
-        saved = {
-            a.step
-            for k, a in enumerate(self.actions)
-            if isinstance(a, Save) and not any(isinstance(b, Reverse) for b in self.actions[:k])
-        }
+        forward = itertools.takewhile(lambda a: not isinstance(a, Reverse), self.actions)
+        saved = {a.step for a in forward if isinstance(a, Save)}
+        return [
+            "tape kept" if i in kept else "input kept" if i in saved or i == 0 else "recomputed"
+            for i in range(len(self.costs.stages))
+        ]
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file: `.html`, one page that needs no network, or `.json`.
+
+        Raises
+        ------
+        ArgumentError
+            For another suffix.
+        """
+        from ..drawing.plans import save_chain_plan
+
+        save_chain_plan(self, path)
+
+    def picture(
+        self,
+        path: str | Path,
+        what: Literal["schedule", "timeline", "trade-off"] = "schedule",
+    ) -> None:
+        """Draw the plan to a file; the suffix chooses the format.
+
+        Parameters
+        ----------
+        path : str or Path
+            `.svg` needs nothing; `.png`, `.pdf` and others need matplotlib.
+        what : {"schedule", "timeline", "trade-off"}
+            What is kept over both sweeps, and the memory it takes (either of
+            the first two); or time over peak memory, with this plan marked.
+
+        Raises
+        ------
+        ArgumentError
+            If matplotlib is needed and not installed; for an unknown suffix or
+            subject.
+        """
+        from ..drawing.plans import draw_chain_plan
+
+        draw_chain_plan(self, path, what)
+
+    def _repr_html_(self) -> str:
+        from ..drawing.plans import chain_plan_html
+
+        return chain_plan_html(self)
+
+    def __str__(self) -> str:
         rows = []
-        for i, (stage, runs) in enumerate(zip(self.costs.stages, self.runs(), strict=True)):
-            if i in kept:
-                what = "tape kept"
-            elif i in saved or i == 0:
-                what = "input kept"
-            else:
-                what = "recomputed"
+        for i, (stage, what, runs) in enumerate(
+            zip(self.costs.stages, self.fates(), self.runs(), strict=True)
+        ):
             rows.append((i, stage.name, what, runs, format_bytes(stage.tape_bytes)))
         table = tabulate(
             rows,

@@ -1,0 +1,77 @@
+"""How time falls with memory: plans for many numbers of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..costs import Costs
+from ..errors import ArgumentError, BudgetError
+from . import PLANNERS, RANKED
+from .base import Plan, require_steps
+
+
+def trade_off(
+    costs: Costs,
+    n_steps: int,
+    planners: Sequence[str] = RANKED,
+    *,
+    slots: Iterable[int] | None = None,
+    also: int | None = None,
+) -> dict[str, tuple[Plan, ...]]:
+    """Return the plans of each planner for a range of fast slots.
+
+    Parameters
+    ----------
+    costs : Costs
+    n_steps : int
+    planners : sequence of str
+        Keys of `PLANNERS`.
+    slots : iterable of int, optional
+        Numbers of fast slots; by default a dozen from 1 to what keeps
+        everything, each about so many times the one before.
+    also : int, optional
+        One more number, such as that of a plan to compare with.
+
+    Returns
+    -------
+    dict
+        By planner, slots ascending; numbers of slots that a planner refuses
+        are left out.
+
+    Raises
+    ------
+    ArgumentError
+        For unknown planners, or numbers below 1.
+
+    Examples
+    --------
+    >>> curves = trade_off(Costs(1.0, 2.0), 100, ["revolve"], slots=[2, 10, 99])
+    >>> [plan.makespan_s for plan in curves["revolve"]]
+    [1080.0, 455.0, 299.0]
+    """
+    n = require_steps(n_steps, "trade_off")
+    unknown = [name for name in planners if name not in PLANNERS]
+    if unknown:
+        raise ArgumentError(f"planners {unknown} are not known; choose from {', '.join(PLANNERS)}")
+    chosen = set(_ladder(n) if slots is None else slots) | ({also} if also else set())
+    if min(chosen, default=0) < 1:
+        raise ArgumentError(f"slots={sorted(chosen)} must be numbers of at least 1")
+    curves: dict[str, tuple[Plan, ...]] = {}
+    for name in planners:
+        found = []
+        for count in sorted(chosen):
+            try:
+                found.append(PLANNERS[name](costs, count, n))
+            except BudgetError:
+                continue  # too few for this one
+        curves[name] = tuple(found)
+    return curves
+
+
+_POINTS = 12
+
+
+def _ladder(n_steps: int) -> set[int]:
+    """Return about `_POINTS` numbers from 1 to `n_steps - 1`, evenly spaced in their logarithm."""
+    most = max(1, n_steps - 1)
+    return {round(most ** (k / (_POINTS - 1))) for k in range(_POINTS)}
