@@ -356,9 +356,10 @@ class Executor(Generic[State, Adjoint]):
             # short Python steps: 5 ms by default, more than a transfer takes.
             sys.setswitchinterval(min(interval, _SWITCH_S))
         try:
-            result = self._drive(adjoint, forward)
-            self.counts.elapsed_s += self._clock() - began
-            return result
+            try:
+                return self._drive(adjoint, forward)
+            finally:
+                self.counts.elapsed_s += self._clock() - began
         except BaseException as error:
             self.abort()
             if isinstance(error, ValueError) and "read-only" in str(error):

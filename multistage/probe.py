@@ -40,6 +40,7 @@ from .execute import Executor
 from .layout import Array, Layout, dense
 from .plan.revolve import revolve_schedule
 from .plan.sweep import Sweep
+from .progress import counting
 from .slots import ArrayStates, Slots, States
 
 State = TypeVar("State")
@@ -62,6 +63,7 @@ def measure(
     seconds: float = 1.0,
     states: States | None = None,
     agree: Callable[[float], float] | None = None,
+    progress: bool | None = None,
 ) -> Costs:
     """Measure the costs of a chain and its stores.
 
@@ -85,6 +87,8 @@ def measure(
     agree : callable, optional
         Turns a time measured here into that of all processes whose steps
         communicate; how many steps are run is decided by it alone.
+    progress : bool or None
+        Show a bar; None: where somebody watches.
 
     Raises
     ------
@@ -101,6 +105,22 @@ def measure(
     """
     states = ArrayStates(chain.in_place) if states is None else states
     stores = () if store is None else tuple(store) if isinstance(store, Sequence) else (store,)
+    parts = 2 + (not chain.state_is_tape) + len(stores)
+    with counting("measuring", parts, progress) as tick:
+        return _measure(chain, state, n_steps, stores, adjoint, seconds, states, agree, tick)
+
+
+def _measure(
+    chain: Chain[State, Adjoint],
+    state: State,
+    n_steps: int,
+    stores: Sequence[Store],
+    adjoint: Adjoint | None,
+    seconds: float,
+    states: States,
+    agree: Callable[[float], float] | None,
+    tick: Callable[[str], None],
+) -> Costs:
     layout: Any = states.layout(state)
     share = seconds / (2 + len(stores))
     arrays: list[Array] | None = None
@@ -110,6 +130,7 @@ def measure(
             chain.advance(at, 0, count)
 
         forward_s, count = _per_item(start, steps, n_steps, share, agree)
+        tick("forward steps")
         if any(map(compressions, stores)):
             arrays = sample(chain, start(), layout, count)
         tape_s: float | None = None
@@ -125,29 +146,34 @@ def measure(
                 tape_bytes = NOT_KEPT
             else:
                 tape_bytes = _tape_bytes(chain, start(), n_steps)
+            tick("tapes")
         if adjoint is None:
             reverse_s = _GUESSED_RATIO * forward_s
         else:
             executor: Executor[State, Adjoint] = Executor(chain, (), states=states)
             forward_s, reverse_s = _short_run(executor, start, adjoint, n_steps, share, agree)
             reverse_s = max(0.0, reverse_s - (tape_s or 0.0))
+    tick("adjoint steps")
+
+    def probed(each: Store) -> Tier:
+        tier = probe_store(
+            each,
+            layout,
+            seconds=share,
+            most=n_steps,
+            arrays=arrays,
+            sweep_s=n_steps * forward_s,
+        )
+        tick(f"tier {each.name}")
+        return tier
+
     costs = Costs(
         forward_step_s=forward_s,
         reverse_step_s=reverse_s,
         tape_step_s=tape_s,
         state_bytes=layout.nbytes,
         tape_bytes=tape_bytes,
-        tiers=tuple(
-            probe_store(
-                each,
-                layout,
-                seconds=share,
-                most=n_steps,
-                arrays=arrays,
-                sweep_s=n_steps * forward_s,
-            )
-            for each in stores
-        ),
+        tiers=tuple(map(probed, stores)),
         action_s=action_seconds(),
     )
     return with_driver(costs, layout) if stores else costs
@@ -497,8 +523,11 @@ def probe_path(
     sizes: Sequence[int] = (64 << 10, 1 << 20, 16 << 20),
     *,
     seconds: float = 0.5,
+    progress: bool | None = None,
 ) -> list[TierRow]:
     """Measure what a folder can do as a slow tier, for each engine and state size.
+
+    `progress` shows a bar; None: where somebody watches.
 
     Raises
     ------
@@ -506,8 +535,9 @@ def probe_path(
         If the folder cannot be used.
     """
     rows = []
-    for engine in available_engines():
-        for size in sizes:
+    tried = [(engine, size) for engine in available_engines() for size in sizes]
+    with counting("probing", len(tried), progress) as tick:
+        for engine, size in tried:
             store, layout = FileStore(path, engine), Layout.of(np.zeros(size, np.uint8))
             tier = probe_store(store, layout, seconds=seconds)
             rows.append(
@@ -521,6 +551,7 @@ def probe_path(
                     tier.read_overhead_s,
                 )
             )
+            tick(engine)
     return rows
 
 

@@ -25,7 +25,7 @@ from .compressing import choose_compression
 from .costs import Budget, Costs
 from .durable.run import DurableRun, OrderedStates
 from .errors import ArgumentError, BudgetError, StoreError
-from .execute import Executor, Resumed
+from .execute import Counts, Executor, Resumed
 from .limits import default_budget_bytes
 from .plan import PLANNERS, Plan, Planner, online_schedule, plan
 from .plan.base import require_steps
@@ -75,8 +75,9 @@ class Reversal(Generic[State, Adjoint]):
         given (`step` is then called some extra times, `adjoint_step` never).
     checked : bool
         Judge every action of the schedule before it is performed.
-    progress : bool
-        Show progress bars on a terminal.
+    progress : bool or None
+        Show progress bars; None: on a terminal or in a notebook, unless the
+        environment's `MULTISTAGE_PROGRESS` says otherwise.
     states : States, optional
         How states are described and kept, if they are no pytrees of arrays.
     durable : str or Path, optional
@@ -128,7 +129,7 @@ class Reversal(Generic[State, Adjoint]):
         planner: str | Plan | Planner = "auto",
         costs: Costs | None = None,
         checked: bool = False,
-        progress: bool = False,
+        progress: bool | None = None,
         states: States | None = None,
         durable: str | os.PathLike[str] | None = None,
         durable_every_s: float = 60.0,
@@ -174,7 +175,10 @@ class Reversal(Generic[State, Adjoint]):
         self._stale = False  # the plan rests on costs that were seen to be others
         self._before: list[StoreStats] = []  # what the stores had counted before the sweep
         self._slots = 0
+        self._turned = 0  # steps of the forward sweep
         self._report: Report | None = None
+        self._partial: Callable[[], Report] | None = None  # of a sweep that was stopped
+        self._stopped = ""  # what stopped the last sweep, and where
         if costs is not None and not self._stores:
             costs = costs.without_tiers()  # measured with a tier that is not here now
         self.costs = costs
@@ -248,25 +252,32 @@ class Reversal(Generic[State, Adjoint]):
                 + ("both" if until is not None else "neither")
             )
         self._ready = False
+        where, counts = "before its first step, while costs were measured and planned", None
         try:
             slots = self._prepare(state)
             if until is None and (self.plan is None or self._stale):
                 self._plan(slots)
             executor = self._ready_executor(slots)
+            counts = executor.counts
             if self._durable is not None:
                 assert self.costs is not None
                 self._resumed = self._durable.begin(self.costs)
             schedule = self._schedule(until)
             self._before = [replace(store.stats) for store in self._stores]
             self._bars.start(self._n_steps)
+            where = "in the forward sweep"
             last = executor.forward(schedule, state, self._resumed)
             if self._durable is not None:
                 self._durable.ended(last)
-        except BaseException:
-            self._end(keep=True)
+        except BaseException as error:
+            try:
+                self._note_stop(error, where, counts)
+            finally:
+                self._end(keep=True)
             raise
         self._ready = True
-        self._bars.turn(executor.counts.forward_steps)
+        self._turned = executor.counts.forward_steps
+        self._bars.turn(self._turned)
         return last
 
     def prepare(self, state: State) -> Plan:
@@ -315,33 +326,73 @@ class Reversal(Generic[State, Adjoint]):
             result = executor.reverse(adjoint)
             if self._durable is not None:
                 self._durable.finish(result)
-        except BaseException:
-            self._end(keep=True)
+        except BaseException as error:
+            try:
+                self._note_stop(error, "in the reverse sweep", None)
+            finally:
+                self._end(keep=True)
             raise
         self._bars.close()
-        assert self.costs is not None and self._layout is not None
         if self._n_steps is None:
-            # Only now the number of steps is known: predict in hindsight.
-            n = executor.counts.reverse_steps
-            self.plan = PLANNERS["online"](self.costs, self._slots, n)
+            self.plan = self._in_hindsight(executor.counts.reverse_steps)
         assert self.plan is not None
         uses = tuple(map(TierUse.of, self._stores, self._before))
         self._report = Report.of(self.plan, executor.timeline, executor.counts, uses)
+        self._partial, self._stopped = None, ""
         if self._resumed is None:
             self._learn(self._report.seen)
         return result
 
     def report(self) -> Report:
-        """Return what the last complete sweep did beside what was predicted.
+        """Return what the last sweeps did beside what was predicted.
+
+        After Ctrl-C or an error in one of them the report says how far they
+        came (`ended`).
 
         Raises
         ------
         ArgumentError
-            Before the first `reverse` has returned.
+            Before the first sweeps have ended, or if the last ones were
+            stopped before their first step.
         """
+        if self._partial is not None:
+            self._report, self._partial = self._partial(), None
+        if self._stopped:
+            raise ArgumentError(f"report() has no step to tell of: the run was {self._stopped}")
         if self._report is None:
             raise ArgumentError("report() needs a complete sweep: forward(), then reverse()")
         return self._report
+
+    def _note_stop(self, error: BaseException, where: str, before: Counts | None) -> None:
+        """Remember how far a sweep came that `error` ends, for `report`.
+
+        `before` are the counts of the sweep before it: the executor's still,
+        if this one did not begin.
+        """
+        how = "interrupted" if isinstance(error, KeyboardInterrupt) else "stopped by "
+        how += "" if how == "interrupted" else type(error).__name__
+        self._report = self._partial = None
+        executor, self._stopped = self._executor, f"{how} {where}"
+        if executor is None or executor.counts is before or not executor.counts.elapsed_s:
+            return
+        timeline, counts, self._stopped = executor.timeline, executor.counts, ""
+        uses = tuple(map(TierUse.of, self._stores, self._before))
+        n = self._n_steps or (self._turned if "reverse" in where else None)
+        steps = counts.forward_steps if n is None else min(counts.forward_steps, n)
+        of = "" if n is None else f" of {n}"
+        ended = f"{how} {where}: {steps}{of} steps run forward, {counts.reverse_steps} reversed"
+
+        def made() -> Report:
+            plan = self.plan if self._n_steps else self._in_hindsight(n or max(1, steps))
+            assert plan is not None
+            return Report.of(plan, timeline, counts, uses, ended)
+
+        self._partial = made
+
+    def _in_hindsight(self, n_steps: int) -> Plan:
+        """Return the plan of a sweep whose number of steps only showed itself."""
+        assert self.costs is not None
+        return PLANNERS["online"](self.costs, self._slots, n_steps)
 
     # ---------------------------------------------------------------- planning
 
@@ -362,7 +413,9 @@ class Reversal(Generic[State, Adjoint]):
             probed = (self._attach(self._durable, layout, state),)
         if self.costs is None:
             most = self._n_steps or _UNKNOWN_STEPS
-            costs = measure(self._chain, state, most, probed, states=self._states)
+            costs = measure(
+                self._chain, state, most, probed, states=self._states, progress=self._bars.shown
+            )
             if any(each.scheme == "auto" for tier in self._stores for each in compressions(tier)):
                 costs = choose_compression(
                     self._chain, state, most, costs, self._stores, self._states, self._predicted
@@ -385,7 +438,8 @@ class Reversal(Generic[State, Adjoint]):
         """Return the makespan that is planned for some costs."""
         n = self._n_steps or _UNKNOWN_STEPS
         if isinstance(self._planner, str):
-            return plan(costs, Budget(slots=self._slots), n, self._planner).makespan_s
+            budget = Budget(slots=self._slots)
+            return plan(costs, budget, n, self._planner, progress=False).makespan_s
         return self._planner(costs, self._slots, n).makespan_s
 
     def _plan(self, slots: int) -> Plan:
@@ -395,7 +449,8 @@ class Reversal(Generic[State, Adjoint]):
             if self._durable is not None and self._planner == "auto":
                 self.plan = durable_plan(self.costs, slots, n)
             else:
-                self.plan = plan(self.costs, Budget(slots=slots), n, self._planner)
+                shown = self._bars.shown
+                self.plan = plan(self.costs, Budget(slots=slots), n, self._planner, progress=shown)
         else:
             self.plan = self._planner(self.costs, slots, n)
         return self.plan
@@ -425,7 +480,7 @@ class Reversal(Generic[State, Adjoint]):
         if self._executor is None:
             rules = partial(Rules, self._n_steps, slots, self.costs.tape_slots)
             self._executor = Executor(
-                self._chain,
+                self._bars.watch(self._chain, self.costs.forward_step_s),
                 self._stores,
                 tape_slots=self.costs.tape_slots,
                 rules=rules if self._checked else None,
@@ -514,7 +569,7 @@ def reverse(
     tier: str | Store | Sequence[str | Store] | None = None,
     planner: str | Plan | Planner = "auto",
     costs: Costs | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
     durable: str | os.PathLike[str] | None = None,
     durable_every_s: float = 60.0,
     durable_label: str = "",

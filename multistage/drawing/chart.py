@@ -181,7 +181,7 @@ def ticks(low: float, high: float, most: int, *, log: bool = False) -> list[floa
     >>> ticks(0, 1.1, 6)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     >>> ticks(1, 200, 6, log=True)
-    [1.0, 10.0, 100.0]
+    [1.0, 3.0, 10.0, 30.0, 100.0]
     """
     if log:
         return _log_ticks(low, high, most)

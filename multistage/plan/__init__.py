@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ..costs import Budget, Costs, format_seconds
 from ..errors import ArgumentError, BudgetError
+from ..progress import counting
 from .base import Plan as Plan
 from .base import require_steps
 from .hierarchy import disk_revolve, h_revolve
@@ -56,6 +57,7 @@ def plan(
     planner: str = "auto",
     *,
     buffer_bytes: int = 0,
+    progress: bool | None = None,
 ) -> Plan:
     """Choose a schedule and predict it.
 
@@ -71,6 +73,8 @@ def plan(
         A key of `PLANNERS`, or `"auto"` to rank them by predicted makespan.
     buffer_bytes : int
         I/O buffers of the tier, taken from a budget in bytes.
+    progress : bool or None
+        Show a bar while planners are ranked; None: where somebody watches.
 
     Returns
     -------
@@ -102,11 +106,14 @@ def plan(
         return PLANNERS[planner](costs, slots, n)
     plans: list[Plan] = []
     refused: list[str] = []
-    for name in (*RANKED, *(("mixed",) if worth_trying(costs, slots, n) else ())):
-        try:
-            plans.append(PLANNERS[name](costs, slots, n))
-        except BudgetError as error:
-            refused.append(f"Left out: {error}.")
+    names = (*RANKED, *(("mixed",) if worth_trying(costs, slots, n) else ()))
+    with counting("planning", len(names), progress, " planners") as tick:
+        for name in names:
+            try:
+                plans.append(PLANNERS[name](costs, slots, n))
+            except BudgetError as error:
+                refused.append(f"Left out: {error}.")
+            tick(name)
     plans.sort(key=lambda candidate: candidate.makespan_s)
     best = plans[0]
     return replace(best, candidates=tuple(plans), why="\n".join([_why(plans), *refused]))

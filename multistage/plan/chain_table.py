@@ -112,6 +112,8 @@ class Table:
         The kernel's instruction set; the table does not depend on it.
     native_kernel : bool, optional
         Whether to use the C kernel; where it was built, if None.
+    tick : callable, optional
+        Called `calls_of(slots)` times while the C kernel solves.
 
     Notes
     -----
@@ -127,6 +129,7 @@ class Table:
         threads: int = 1,
         instructions: Literal["auto", "baseline", "avx2", "avx512"] = "auto",
         native_kernel: bool | None = None,
+        tick: Callable[[], object] | None = None,
     ) -> None:
         self.sizes, self.slots, self.tapes = sizes, slots, tapes
         forward_s = sizes.forward_s
@@ -139,13 +142,18 @@ class Table:
         use_native = native.LIBRARY is not None if native_kernel is None else native_kernel
         self._native = use_native
         if use_native:
-            self._solve(threads, instructions)
+            self._solve(threads, instructions, tick)
         else:
             self._values = _twin(sizes, slots, tapes, self._prefix, leaf)
 
     # ------------------------------------------------------------- C kernel
 
-    def _solve(self, threads: int, instructions: str) -> None:
+    @staticmethod
+    def calls_of(slots: int) -> int:
+        """Return how often a table of so many slots ticks."""
+        return -(-(slots + 1) // _PLANE)
+
+    def _solve(self, threads: int, instructions: str, tick: Callable[[], object] | None) -> None:
         library = native.library()
         n = len(self.sizes)
         cells = n * (n + 1) // 2
@@ -180,6 +188,8 @@ class Table:
                 if failed:
                     raise MemoryError("no memory for the scratch of the chain solver")
                 first = last
+            if tick is not None:
+                tick()
 
     @property
     def nbytes(self) -> int:

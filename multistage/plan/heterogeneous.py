@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +48,7 @@ from tabulate import tabulate
 from ..actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
 from ..costs import format_bytes, format_seconds, parse_bytes
 from ..errors import ArgumentError, BudgetError
+from ..progress import counting
 from ..stages import StageCosts
 from .chain_memory import actions_of, use_of
 from .chain_table import Sizes, Table, Trace, default_threads, judge, smallest
@@ -222,6 +223,7 @@ def plan_chain(
     segments: int | None = None,
     slots: int = SLOTS,
     threads: int | None = None,
+    progress: bool | None = None,
 ) -> ChainPlan:
     """Return the fastest schedule of a chain within a memory limit.
 
@@ -239,6 +241,8 @@ def plan_chain(
         Memory slots of the dynamic program, at least 16.
     threads : int, optional
         For the dynamic program of a long chain.
+    progress : bool or None
+        Show a bar while it is solved; None: where somebody watches.
 
     Raises
     ------
@@ -297,7 +301,7 @@ def plan_chain(
     whole = plain.peak_bytes if tapes else _all_states(true)
     within = (whole if limit is None else min(limit, whole)) - costs.input_bytes
     ladder = _Ladder(true, whole, slots, tapes, threads or default_threads())
-    return made(list(actions_of(ladder.best(within, trace), len(true))))
+    return made(list(actions_of(ladder.best(within, trace, progress), len(true))))
 
 
 def smallest_memory(costs: StageCosts, strategy: Literal["optimal", "revolve"] = "optimal") -> int:
@@ -368,7 +372,7 @@ class _Ladder:
         self.true, self.whole, self.slots = true, max(1, whole), slots
         self.tapes, self.threads = tapes, threads
 
-    def best(self, limit: int, least: Trace) -> Trace:
+    def best(self, limit: int, least: Trace, progress: bool | None = False) -> Trace:
         """Return the fastest schedule with a true peak of at most `limit` bytes.
 
         `least` is one that fits.  The chain's input is not counted.
@@ -377,14 +381,24 @@ class _Ladder:
         best_s, least_peak = judge(self.true, least)
         rung = max(0, math.floor(math.log(self.whole / max(1, limit)) / math.log(_RUNG)))
         top = self.whole / _RUNG**rung
+        more = int(self.slots * _MORE)
+        rungs = 1 + max(0, int(math.log(max(1.0, top * _MORE / max(1, least_peak)), _RUNG)))
+        calls = Table.calls_of(self.slots) + rungs * Table.calls_of(more)  # at most
+        with counting("solving", calls, progress) as tick:
+            return self._best(limit, (best, best_s, least_peak), top, tick)
+
+    def _best(
+        self, limit: int, least: tuple[Trace, float, int], top: float, tick: Callable[[], object]
+    ) -> Trace:
+        best, best_s, least_peak = least
         # Sizes rounded down: no schedule within so many slots is faster.
-        bound, unit = self._table(top, "down", self.slots), top / self.slots
+        bound, unit = self._table(top, "down", self.slots, tick), top / self.slots
         margin_s = _FLOAT * float(self.true.forward_s.sum())
         while top * _MORE >= max(1, least_peak):
             cap = min(limit, math.floor(top * _MORE))
             if bound.least_seconds(math.floor(cap / unit)) - margin_s >= best_s:
                 break  # and so it is for all rungs below
-            table = self._table(top, "nearest", int(self.slots * _MORE))
+            table = self._table(top, "nearest", int(self.slots * _MORE), tick)
             seconds, peaks = table.curve(self.true)
             seconds[peaks > cap] = math.inf
             memory = int(seconds.argmin())
@@ -396,9 +410,15 @@ class _Ladder:
             top /= _RUNG
         return best
 
-    def _table(self, top: float, rounding: Literal["nearest", "down"], slots: int) -> Table:
+    def _table(
+        self,
+        top: float,
+        rounding: Literal["nearest", "down"],
+        slots: int,
+        tick: Callable[[], object],
+    ) -> Table:
         sizes = self.true.in_slots(top / self.slots, rounding)
-        return Table(sizes, slots, tapes=self.tapes, threads=self.threads)
+        return Table(sizes, slots, tapes=self.tapes, threads=self.threads, tick=tick)
 
 
 def _all_states(true: Sizes) -> int:

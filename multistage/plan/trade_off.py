@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 from ..costs import Costs
 from ..errors import ArgumentError, BudgetError
+from ..progress import counting
 from . import PLANNERS, RANKED
 from .base import Plan, require_steps
 
@@ -17,6 +19,7 @@ def trade_off(
     *,
     slots: Iterable[int] | None = None,
     also: int | None = None,
+    progress: bool | None = None,
 ) -> dict[str, tuple[Plan, ...]]:
     """Return the plans of each planner for a range of fast slots.
 
@@ -31,6 +34,8 @@ def trade_off(
         everything, each about so many times the one before.
     also : int, optional
         One more number, such as that of a plan to compare with.
+    progress : bool or None
+        Show a bar; None: where somebody watches.
 
     Returns
     -------
@@ -57,14 +62,14 @@ def trade_off(
     if min(chosen, default=0) < 1:
         raise ArgumentError(f"slots={sorted(chosen)} must be numbers of at least 1")
     curves: dict[str, tuple[Plan, ...]] = {}
-    for name in planners:
-        found = []
-        for count in sorted(chosen):
-            try:
-                found.append(PLANNERS[name](costs, count, n))
-            except BudgetError:
-                continue  # too few for this one
-        curves[name] = tuple(found)
+    with counting("trade-off", len(planners) * len(chosen), progress, " plans") as tick:
+        for name in planners:
+            found = []
+            for count in sorted(chosen):
+                with contextlib.suppress(BudgetError):  # too few for this one
+                    found.append(PLANNERS[name](costs, count, n))
+                tick(name)
+            curves[name] = tuple(found)
     return curves
 
 
