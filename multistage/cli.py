@@ -15,9 +15,10 @@ from tabulate import tabulate
 
 from . import __version__
 from .costs import Costs, Tier, format_bytes, format_seconds, parse_bytes
+from .demos.watching import add_progress, shown
 from .errors import ArgumentError, MultistageError
-from .plan import PLANNERS, Plan, plan
-from .plan.heterogeneous import STRATEGIES, memory_curve, plan_chain
+from .plan import PLANNERS, RANKED, Plan, plan
+from .plan.heterogeneous import STRATEGIES, ChainPlan, memory_curve, plan_chain
 from .stages import StageCosts
 
 _PLAN_EPILOG = """\
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     probe.add_argument("path", type=Path, help="an existing folder on the disk in question")
     probe.add_argument("--sizes", default="64KiB,1MiB,16MiB", help="state sizes (64KiB,1MiB,16MiB)")
     probe.add_argument("--json", action="store_true", help="print only JSON")
+    add_progress(probe)
     probe.set_defaults(run=_probe)
 
     planning = commands.add_parser(
@@ -82,7 +84,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Predict every planner's makespan, recompute factor, transfers and peak.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_PLAN_EPILOG.format(command="plan")
-        + "  # a chain of unequal stages, profiled elsewhere\n"
+        + "  # with a page to look at, and the time-memory trade-off as a picture\n"
+        "  multistage plan --costs costs.json --steps 300 --budget '20 slots' --html plan.html \\\n"
+        "      --curve --picture trade-off.svg\n"
+        "  # a chain of unequal stages, profiled elsewhere\n"
         "  multistage plan --chain costs.json --memory 4GiB",
     )
     _add_problem(planning)
@@ -92,7 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     chain.add_argument(
         "--strategy", default="optimal", choices=STRATEGIES, help="strategy (optimal)"
     )
-    chain.add_argument("--curve", action="store_true", help="show the time-memory trade-off")
+    showing = _add_showing(planning, "where checkpoints stand, or the trade-off with --curve,")
+    showing.add_argument("--curve", action="store_true", help="show the time-memory trade-off")
     planning.set_defaults(run=_plan)
 
     simulating = commands.add_parser(
@@ -106,8 +112,8 @@ def _parser() -> argparse.ArgumentParser:
         "      --jitter spikes:0.05,10 --picture timeline.png",
     )
     _add_problem(simulating)
-    simulating.add_argument("--picture", type=Path, help="draw the timeline to this file")
-    simulating.add_argument("--trace", type=Path, help="write a trace for ui.perfetto.dev")
+    showing = _add_showing(simulating, "the timeline")
+    showing.add_argument("--trace", type=Path, help="write a trace for ui.perfetto.dev")
     simulating.add_argument("--jitter", help="lognormal:SIGMA or spikes:PROBABILITY,FACTOR")
     simulating.add_argument("--seed", type=int, default=0, help="seed of the jitter (0)")
     simulating.set_defaults(run=_simulate)
@@ -178,6 +184,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_showing(parser: argparse.ArgumentParser, what: str) -> argparse._ArgumentGroup:
+    showing = parser.add_argument_group("files to look at")
+    showing.add_argument(
+        "--html", type=Path, help="write a page with tables and pictures, in one file"
+    )
+    showing.add_argument("--picture", type=Path, help=f"draw {what} to this file: .svg, .png, .pdf")
+    return showing
+
+
 def _add_problem(parser: argparse.ArgumentParser) -> None:
     costs = parser.add_argument_group("costs: a file, or numbers")
     costs.add_argument("--costs", type=Path, help="a costs file")
@@ -199,6 +214,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
         "--planner", default="auto", choices=["auto", *PLANNERS], help="planner (auto)"
     )
     parser.add_argument("--json", action="store_true", help="print only JSON")
+    add_progress(parser)
 
 
 def _costs(args: argparse.Namespace) -> Costs:
@@ -235,24 +251,11 @@ def _costs(args: argparse.Namespace) -> Costs:
     return costs
 
 
-def _facts(made: Plan) -> dict[str, Any]:
-    return {
-        "planner": made.planner,
-        "makespan_s": made.makespan_s,
-        "lower_bound_s": made.lower_bound_s,
-        "recompute_factor": made.recompute_factor,
-        "writes": made.writes,
-        "reads": made.reads,
-        "stall_s": made.stall_s,
-        "peak_slots": made.peak_slots,
-        "peak_fast_bytes": made.peak_fast_bytes,
-        "parameters": dict(made.parameters),
-        "note": made.note,
-    }
-
-
 def _plan_chain(args: argparse.Namespace) -> int:
     costs = StageCosts.load(args.chain)
+    memory = args.memory
+    if memory is not None and re.fullmatch(r"[01]?\.\d*", memory):
+        memory = float(memory)
     if args.curve:
         kind: Any = args.strategy
         if kind not in ("optimal", "revolve"):
@@ -260,58 +263,94 @@ def _plan_chain(args: argparse.Namespace) -> int:
         curve = memory_curve(costs, kind)
         if args.json:
             print(json.dumps([{"peak_bytes": m, "makespan_s": s} for m, s in curve], indent=2))
+        else:
+            _print_chain_curve(curve)
+        if args.picture is None and args.html is None:
             return 0
-        best = curve[-1][1]
-        # A table is for reading: every so many points of a long curve.
-        shown = curve[:: max(1, len(curve) // 24)]
-        shown = shown if shown[-1] == curve[-1] else [*shown, curve[-1]]
-        rows = [
-            (format_bytes(m), format_seconds(s), f"{100 * (s / best - 1):.1f} %") for m, s in shown
-        ]
-        print(
-            tabulate(
-                rows,
-                headers=("peak", "makespan", "above the fastest"),
-                disable_numparse=True,
-                stralign="right",
-            )
-        )
-        return 0
-    memory = args.memory
-    if memory is not None and re.fullmatch(r"[01]?\.\d*", memory):
-        memory = float(memory)
-    made = plan_chain(costs, memory, args.strategy)
-    print(json.dumps(made.to_dict(), indent=2) if args.json else made)
+    made = plan_chain(costs, memory, args.strategy, progress=shown(args))
+    if not args.curve:
+        print(json.dumps(made.to_dict(), indent=2) if args.json else made)
+    return _show(args, made)
+
+
+def _print_chain_curve(curve: Sequence[tuple[int, float]]) -> None:
+    best = curve[-1][1]
+    # A table is for reading: every so many points of a long curve.
+    chosen = curve[:: max(1, len(curve) // 24)]
+    chosen = chosen if chosen[-1] == curve[-1] else [*chosen, curve[-1]]
+    rows = [
+        (format_bytes(m), format_seconds(s), f"{100 * (s / best - 1):.1f} %") for m, s in chosen
+    ]
+    headers = ("peak", "makespan", "above the fastest")
+    print(tabulate(rows, headers=headers, disable_numparse=True, stralign="right"))
+
+
+def _show(args: argparse.Namespace, made: Plan | ChainPlan) -> int:
+    """Write the files that were asked for, and say so."""
+    if args.picture is not None:
+        made.picture(args.picture, "trade-off" if args.curve else "schedule")
+    if args.html is not None:
+        made.save(args.html)
+    _say_written(args, args.picture, args.html)
     return 0
+
+
+def _say_written(args: argparse.Namespace, *paths: Path | None) -> None:
+    for path in paths:
+        if path is not None and not args.json:
+            print(f"written: {path}")
 
 
 def _plan(args: argparse.Namespace) -> int:
     if args.chain is not None:
         return _plan_chain(args)
-    made = plan(_costs(args), args.budget, args.steps, args.planner)
-    if args.json:
-        facts = _facts(made)
-        facts |= {"n_steps": made.n_steps, "slots": made.slots, "why": made.why}
-        facts["candidates"] = [_facts(candidate) for candidate in made.candidates]
-        facts["costs"] = asdict(made.costs)
-        print(json.dumps(facts, indent=2))
+    made = plan(_costs(args), args.budget, args.steps, args.planner, progress=shown(args))
+    if args.curve:
+        from .plan.trade_off import trade_off
+
+        names = RANKED if args.planner == "auto" else (args.planner,)
+        curves = trade_off(made.costs, made.n_steps, names, also=made.slots, progress=shown(args))
+        plans = [each for each_planner in curves.values() for each in each_planner]
+        if args.json:
+            columns = ("slots", "planner", "makespan_s", "lower_bound_s", "recompute_factor")
+            points = [{name: getattr(p, name) for name in columns} for p in plans]
+            print(json.dumps(points, indent=2))
+        else:
+            _print_curve(plans)
+    elif args.json:
+        print(json.dumps(made.to_dict(), indent=2))
     else:
         print(made)
-    return 0
+    return _show(args, made)
+
+
+def _print_curve(plans: Sequence[Plan]) -> None:
+    """Print the fastest plan of each number of slots."""
+    best: dict[int, Plan] = {}
+    for made in sorted(plans, key=lambda p: (p.slots, p.makespan_s)):
+        best.setdefault(made.slots, made)
+    rows = [{"slots": slots, **made.row()} for slots, made in best.items()]
+    print(tabulate(rows, headers="keys", disable_numparse=True, stralign="right"))
 
 
 def _simulate(args: argparse.Namespace) -> int:
     from .simulate import Jitter, simulate
 
-    made = plan(_costs(args), args.budget, args.steps, args.planner)
+    made = plan(_costs(args), args.budget, args.steps, args.planner, progress=shown(args))
     jitter = None if args.jitter is None else Jitter.parse(args.jitter)
     known = None if made.planner == "online" else made.n_steps
     run = simulate(made.schedule(), known, made.costs, made.slots, jitter=jitter, seed=args.seed)
     if args.picture is not None:
-        from .picture import draw
+        from .drawing import save_chart
+        from .drawing.plans import limits_of
+        from .drawing.timeline import timeline_chart
 
         title = f"{made.planner}: {made.n_steps} steps, {format_seconds(run.makespan_s)}"
-        draw(run.timeline, args.picture, title)
+        save_chart(timeline_chart(run.timeline, title, limits_of(made)), args.picture)
+    if args.html is not None:
+        from .drawing.plans import save_run
+
+        save_run(made, run, args.html)
     if args.trace is not None:
         from .trace import write_trace
 
@@ -349,9 +388,7 @@ def _simulate(args: argparse.Namespace) -> int:
     ]
     print(f"{made.planner}: {made.n_steps} steps, {made.slots} fast slots")
     print(tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=("left", "right")))
-    for path in (args.picture, args.trace):
-        if path is not None:
-            print(f"written: {path}")
+    _say_written(args, args.picture, args.html, args.trace)
     return 0
 
 
@@ -362,7 +399,7 @@ def _probe(args: argparse.Namespace) -> int:
     for size in sizes:
         if size < 1:
             raise ArgumentError(f"state size {size} must be at least one byte")
-    rows = probe_path(args.path, sizes)
+    rows = probe_path(args.path, sizes, progress=shown(args))
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return 0
@@ -408,8 +445,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 on success, 2 for bad input, 130 after Ctrl-C.
     """
-    args = _parser().parse_args(argv)
     try:
+        args = _parser().parse_args(argv)
         return int(args.run(args))
     except (MultistageError, OSError) as error:
         print(f"multistage: error: {error}", file=sys.stderr)

@@ -127,9 +127,14 @@ class Bars:
         """End the forward bar, begin the reverse one."""
         if self.shown:
             self.update(forward_steps, 0)
+            self.back(self._n_steps or forward_steps)
+
+    def back(self, n_steps: int) -> None:
+        """Begin the reverse bar."""
+        if self.shown:
             self.close()
             self._reversing = True
-            self._bar = _bar("reverse", self._n_steps or forward_steps, " steps")
+            self._bar = _bar("reverse", n_steps, " steps")
 
     def update(self, forward_steps: int, reverse_steps: int) -> None:
         """Show how far the sweep is; called now and then."""

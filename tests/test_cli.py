@@ -88,7 +88,11 @@ def test_demo_trains_and_compares(capsys, tmp_path: Path) -> None:
     result = json.loads(capsys.readouterr().out)
     assert result["gradients_equal"] is True
     assert result["losses"][1] < result["losses"][0]
-    assert {path.name for path in tmp_path.iterdir()} == {"timeline.png", "trace.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "report.html",
+        "timeline.png",
+        "trace.json",
+    }
     assert main(["demo", "lstm", *small, "--planner=streaming", "--tier=memory:"]) == 0
     text = capsys.readouterr().out
     for part in ("T_A", "T_W", "plan streaming", "predicted", "measured", "to the last bit"):
@@ -107,7 +111,8 @@ def test_demo_differentiates_and_tests(capsys, tmp_path: Path, options: list[str
     remainders = [row["remainder"] for row in result["taylor"]]
     assert all(3.5 < a / b < 4.5 for a, b in itertools.pairwise(remainders))
     pictures = {"gradient.png", "timeline.png"}
-    assert {path.name for path in tmp_path.iterdir()} == {"trace.json", *pictures}
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"report.html", "trace.json", *pictures}
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
     assert main(["demo", "wave", *small]) == 0
     text = capsys.readouterr().out
@@ -156,7 +161,7 @@ def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv,
 
 
 def test_ctrl_c_ends_quietly(capsys, monkeypatch) -> None:
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("multistage.cli.plan", interrupt)

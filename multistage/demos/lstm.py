@@ -30,6 +30,7 @@ from ..probe import measure
 from ..report import Report
 from ..reversal import Reversal
 from .text import encode, standard_library
+from .watching import add_progress, shown, told_if_stopped
 
 State = tuple[Array, Array]
 Adjoint = dict[str, Array]
@@ -307,9 +308,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, default=0.004, help="learning rate of Adam (0.004)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (0)")
     parser.add_argument(
-        "--output", type=Path, default=Path("demo-output"), help="folder for picture and trace"
+        "--output",
+        type=Path,
+        default=Path("demo-output"),
+        help="folder for page, picture and trace",
     )
     parser.add_argument("--json", action="store_true", help="print only JSON")
+    add_progress(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -346,11 +351,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(model: LSTM, steps: int, tier: str) -> Costs:
+def _measured(model: LSTM, steps: int, tier: str, progress: bool | None) -> Costs:
     from ..backends.urls import open_store
 
     costs = measure(
-        model.chain(), model.start(), steps, open_store(tier), adjoint=model.start(), seconds=2.0
+        model.chain(),
+        model.start(),
+        steps,
+        open_store(tier),
+        adjoint=model.start(),
+        seconds=2.0,
+        progress=progress,
     )
     model.clear()
     return costs
@@ -376,10 +387,10 @@ def _reversal(args: argparse.Namespace, model: LSTM, tier: str, say: Any) -> Rev
         "n_steps": args.steps,
         "budget": args.budget,
         "planner": args.planner,
-        "progress": not args.json,
+        "progress": shown(args),
     }
     if args.durable is None:
-        costs = _measured(model, args.steps, tier)
+        costs = _measured(model, args.steps, tier, shown(args))
         _say_costs(costs, say)
         return Reversal(model.chain(), tier=tier, costs=costs, **options)
     label = f"lstm of width {args.width}, batch {args.batch}, seed {args.seed}"
@@ -400,7 +411,7 @@ def _train(args: argparse.Namespace, model: LSTM, tier: str, say: Any) -> dict[s
     characters = args.steps * args.batch
     losses: list[float] = []
     first: dict[str, Array] = {}
-    with _reversal(args, model, tier, say) as reversal:
+    with _reversal(args, model, tier, say) as reversal, told_if_stopped(reversal):
         say("\n== Plan and train")
         costs = reversal.costs
         for sweep in range(args.sweeps):
@@ -429,7 +440,8 @@ def _train(args: argparse.Namespace, model: LSTM, tier: str, say: Any) -> dict[s
     say(f"\n== Predicted and measured (last sweep)\n{report}")
     picture, trace = args.output / "timeline.png", args.output / "trace.json"
     report.trace(trace)
-    drawn = [f"{trace} (open it at ui.perfetto.dev)"]
+    report.save(args.output / "report.html")
+    drawn = [str(args.output / "report.html"), f"{trace} (open it at ui.perfetto.dev)"]
     try:
         report.picture(picture)
         drawn.insert(0, str(picture))

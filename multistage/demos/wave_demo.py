@@ -28,6 +28,7 @@ from ..plan import PLANNERS, Plan
 from ..probe import measure
 from ..report import Report
 from ..reversal import Reversal
+from .watching import add_progress, shown, told_if_stopped
 from .wave import Acoustic2D, build, layered, taylor_test
 
 _COLUMNS = 79
@@ -57,9 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="adjoint steps start from tapes of one field, not from states of two",
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("demo-output"), help="folder for pictures and trace"
+        "--output",
+        type=Path,
+        default=Path("demo-output"),
+        help="folder for page, pictures and trace",
     )
     parser.add_argument("--json", action="store_true", help="print only JSON")
+    add_progress(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,7 +101,7 @@ def _problem(args: argparse.Namespace, model: Acoustic2D, state_bytes: int) -> s
     )
 
 
-def _measured(model: Acoustic2D, taped: bool, tier: str) -> Costs:
+def _measured(model: Acoustic2D, taped: bool, tier: str, progress: bool | None) -> Costs:
     return measure(
         model.chain(taped),
         model.start(),
@@ -104,6 +109,7 @@ def _measured(model: Acoustic2D, taped: bool, tier: str) -> Costs:
         open_store(tier),
         adjoint=model.start_adjoint(),
         seconds=2.0,
+        progress=progress,
     )
 
 
@@ -111,7 +117,7 @@ def _differentiate(
     args: argparse.Namespace, model: Acoustic2D, tier: str, slots: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     say("\n== Measure")
-    costs = _measured(model, args.tapes, tier)
+    costs = _measured(model, args.tapes, tier, shown(args))
     assert costs.tier is not None
     measured = [
         ("forward step      T_A", costs.forward_step_s),
@@ -126,15 +132,18 @@ def _differentiate(
 
     say("\n== Plan")
     before = _begin_peak()
-    with Reversal(
-        model.chain(args.tapes),
-        n_steps=model.n_steps,
-        planner=args.planner,
-        budget=f"{slots} slots",
-        tier=tier,
-        costs=costs,
-        progress=not args.json,
-    ) as reversal:
+    with (
+        Reversal(
+            model.chain(args.tapes),
+            n_steps=model.n_steps,
+            planner=args.planner,
+            budget=f"{slots} slots",
+            tier=tier,
+            costs=costs,
+            progress=shown(args),
+        ) as reversal,
+        told_if_stopped(reversal),
+    ):
         say(_plan_table(reversal.prepare(model.start())))
         reversal.forward(model.start())
         misfit = model.misfit()
@@ -271,7 +280,8 @@ def _write(
     """Write pictures and trace; return what was written."""
     trace = folder / "trace.json"
     report.trace(trace)
-    written = [f"{trace} (open it at ui.perfetto.dev)"]
+    report.save(folder / "report.html")
+    written = [str(folder / "report.html"), f"{trace} (open it at ui.perfetto.dev)"]
     try:
         draw_gradient(model, gradient, true, folder / "gradient.png")
         report.picture(folder / "timeline.png")

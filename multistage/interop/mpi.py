@@ -35,6 +35,7 @@ from ..layout import Layout
 from ..limits import default_budget_bytes
 from ..plan import Plan
 from ..probe import measure, probe_store, with_driver
+from ..progress import is_shown
 from ..report import Report
 from ..reversal import Reversal, drifted
 from .agreed import AgreedStore as AgreedStore
@@ -69,8 +70,8 @@ class MPIReversal(Generic[State, Adjoint]):
         one, or none has.
     costs : Costs, optional
         Given on all ranks or on none; the slowest count.
-    progress : bool
-        Show progress bars, on rank 0 only.
+    progress : bool or None
+        Show progress bars, on rank 0 only; None: on a terminal.
     on_error : {"abort", "raise"}
         What an exception on one rank leads to, from an operator or from
         anything else inside the `with` block: its traceback on standard error
@@ -121,7 +122,7 @@ class MPIReversal(Generic[State, Adjoint]):
         planner: str = "auto",
         costs: Costs | None = None,
         checked: bool = False,
-        progress: bool = False,
+        progress: bool | None = None,
         on_error: Literal["abort", "raise"] = "abort",
     ) -> None:
         self._ranks = ranks = Ranks(comm)
@@ -173,7 +174,7 @@ class MPIReversal(Generic[State, Adjoint]):
         self._planner = planner
         self._given = costs
         self._checked = checked
-        self._progress = progress and ranks.rank == 0
+        self._progress = ranks.rank == 0 and is_shown(progress)
         self._layout: Layout | None = None
         self._run: Reversal[State, Adjoint] | None = None
         self._ready = False
@@ -379,7 +380,9 @@ class MPIReversal(Generic[State, Adjoint]):
         ranks, store = self._ranks, self._own_store
         most = self._n_steps or 10_000
         share = _PROBE_S if store is None else 2 / 3 * _PROBE_S
-        costs = measure(self._chain, state, most, seconds=share, agree=ranks.most)
+        costs = measure(
+            self._chain, state, most, seconds=share, agree=ranks.most, progress=self._progress
+        )
         if store is None:
             return costs
 

@@ -385,7 +385,7 @@ class _Ladder:
         rungs = 1 + max(0, int(math.log(max(1.0, top * _MORE / max(1, least_peak)), _RUNG)))
         calls = Table.calls_of(self.slots) + rungs * Table.calls_of(more)  # at most
         with counting("solving", calls, progress) as tick:
-            return self._best(limit, (best, best_s, least_peak), top, tick)
+            return self._best(limit, (best, best_s, least_peak), top, lambda: tick(""))
 
     def _best(
         self, limit: int, least: tuple[Trace, float, int], top: float, tick: Callable[[], object]

@@ -52,7 +52,7 @@ def trade_off(
     --------
     >>> curves = trade_off(Costs(1.0, 2.0), 100, ["revolve"], slots=[2, 10, 99])
     >>> [plan.makespan_s for plan in curves["revolve"]]
-    [1080.0, 455.0, 299.0]
+    [1046.0, 423.0, 300.0]
     """
     n = require_steps(n_steps, "trade_off")
     unknown = [name for name in planners if name not in PLANNERS]

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from ..backends.base import Store
 from ..costs import Budget, Costs, Tier, format_bytes, format_seconds
+from ..drawing import page, save_text
+from ..drawing.plans import plan_parts
 from ..errors import ArgumentError, BudgetError
 from ..plan import Plan, plan
 from ..probe import action_seconds, probe_store, with_driver
@@ -117,6 +120,33 @@ class UnrollPlan:
         if self.plan is not None:
             lines += ["", str(self.plan)]
         return "\n".join(lines)
+
+    def _table(self) -> str:
+        rows = [
+            (name, chunk, format_seconds(seconds), format_bytes(peak))
+            for name, chunk, seconds, peak in self.alternatives
+        ]
+        chosen = [(name, chunk) for name, chunk, *_ in self.alternatives]
+        marked = chosen.index((self.strategy, self.chunk))
+        return page.table(("strategy", "chunk", "predicted", "peak"), rows, marked=marked)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file: `.html`, one page that needs no network.
+
+        Raises
+        ------
+        ArgumentError
+            For another suffix.
+        """
+        parts = [page.paragraph(self.summary()), page.heading("What fits"), self._table()]
+        if self.plan is not None:
+            parts += [page.heading("The schedule of chunks"), *plan_parts(self.plan)]
+        title = f"Plan: a sequence of {self.steps} steps, {self.strategy}"
+        save_text(path, html=page.document(title, parts))
+
+    def _repr_html_(self) -> str:
+        schedule = [] if self.plan is None else [self.plan._repr_html_()]
+        return page.fragment([page.paragraph(self.summary()), self._table(), *schedule])
 
 
 def sample_chunks(

@@ -19,6 +19,7 @@ from ..costs import Tier, parse_bytes
 from ..errors import ArgumentError, MultistageError
 from ..execute import Executor
 from ..limits import default_budget_bytes
+from ..progress import Bars
 from .cell import Cell, Facts, explore
 from .cell_costs import (
     STRATEGIES,
@@ -80,6 +81,7 @@ def unroll(
     parameters: Sequence[Tensor] | None = None,
     strategy: Strategy = "auto",
     random: bool | None = None,
+    progress: bool | None = None,
 ) -> Unrolled:
     """Run a cell over a sequence, so that its gradient fits the memory, whatever the length.
 
@@ -131,6 +133,8 @@ def unroll(
     random : bool, optional
         Whether the cell draws random numbers; found out in its first step if
         not given.
+    progress : bool or None
+        Show progress bars; None: on a terminal or in a notebook.
 
     Returns
     -------
@@ -175,7 +179,7 @@ def unroll(
         raise ArgumentError(f"chunk={chunk!r} must be an int, at least 1")
     known = Cell(cell, fused)
     sequence = Inputs(inputs, steps)
-    settings = _Settings(memory, _as_tiers(tiers), chunk, strategy)
+    settings = _Settings(memory, _as_tiers(tiers), chunk, strategy, progress)
     leaves = pytree.tree_leaves(state)
     random_before = RandomState.capture([])
     x = sequence.many(0, min(_FEW, sequence.steps)) if known.fused else sequence.at(0)
@@ -233,7 +237,8 @@ def _run(
     if not chosen.plan.writes:
         give_back()
         store = None
-    run = _Run(chain, first, chosen, store, layout, names, give_back)
+    bars = Bars(settings.progress)
+    run = _Run(chain, first, chosen, store, layout, names, give_back, bars)
     try:
         found = _ThroughAutograd.apply(run, *wanted)
     except BaseException:
@@ -250,6 +255,7 @@ class _Settings:
     tiers: tuple[str | Store, ...]
     chunk: int | None
     strategy: Strategy
+    progress: bool | None
 
 
 def _as_tiers(tiers: Any) -> tuple[str | Store, ...]:
@@ -312,8 +318,10 @@ class _Run:
         layout: TensorLayout,
         names: Sequence[str],
         give_back: Callable[[], None],
+        bars: Bars,
     ) -> None:
         self.chain = chain
+        self._bars = bars
         self._first = first
         self._plan = plan
         self._ready = False
@@ -321,8 +329,12 @@ class _Run:
         if store is not None:
             store.open(layout.record)
             stores = (store,)
+        assert plan.plan is not None
         self._executor: Executor[TensorState, Any] = Executor(
-            chain, stores, states=TensorStates(names)
+            bars.watch(chain, plan.plan.costs.forward_step_s),
+            stores,
+            states=TensorStates(names),
+            progress=bars.update if bars.shown else None,
         )
         self._end = weakref.finalize(self, _end, self._executor, store, give_back)
 
@@ -333,7 +345,8 @@ class _Run:
     def forward(self) -> TensorState:
         """Run all steps; return the last state."""
         assert self._plan.plan is not None
-        with self.chain.settled(keep=True):
+        with contextlib.closing(self._bars) as bars, self.chain.settled(keep=True):
+            bars.start(self._plan.plan.n_steps)
             last = self._executor.forward(self._plan.plan.schedule(), self._first)
         self._ready = True
         return last
@@ -351,7 +364,10 @@ class _Run:
                 assert self._plan.plan is not None
                 self._executor.forward(self._plan.plan.schedule(), self._first)
             self._ready = False
-            return self._executor.reverse(adjoint)  # type: ignore[no-any-return]
+            assert self._plan.plan is not None
+            with contextlib.closing(self._bars) as bars:
+                bars.back(self._plan.plan.n_steps)
+                return self._executor.reverse(adjoint)  # type: ignore[no-any-return]
 
 
 def _end(

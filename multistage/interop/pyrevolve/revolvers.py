@@ -114,7 +114,7 @@ class BaseRevolver:
         planner: str | Plan | Planner,
         costs: Costs | None = None,
         compression: Compression | None = None,
-        progress: bool = False,
+        progress: bool | None = None,
         assumed: tuple[float, float] | None = None,
     ) -> None:
         """Set up the sweeps.
@@ -304,8 +304,8 @@ class SingleLevelRevolver(BaseRevolver):
         As for `multistage.Reversal`; `"auto"` if `memory` or `tiers` is given.
     costs : Costs, optional
         Assumed costs; measured in a few extra steps if not given.
-    progress : bool
-        Show progress bars on a terminal.
+    progress : bool or None
+        Show progress bars; None: on a terminal or in a notebook.
 
     Notes
     -----
@@ -330,7 +330,7 @@ class SingleLevelRevolver(BaseRevolver):
         tiers: Tiers | None = None,
         planner: str | Plan | Planner | None = None,
         costs: Costs | None = None,
-        progress: bool = False,
+        progress: bool | None = None,
     ) -> None:
         super().__init__(
             checkpoint,
@@ -346,7 +346,7 @@ class SingleLevelRevolver(BaseRevolver):
             if _defaults and not diskstorage and memory is tiers is planner is None:
                 memory, tiers, planner = map(_defaults.get, ("memory", "tiers", "planner"))
                 costs = costs or _defaults.get("costs")
-                progress = progress or _defaults.get("progress", False)
+                progress = _defaults.get("progress") if progress is None else progress
             n_checkpoints = adjust(n)
         elif n_checkpoints < 1:
             raise ArgumentError(f"n_checkpoints={n_checkpoints} must be at least 1")
@@ -476,8 +476,8 @@ class MultiLevelRevolver(BaseRevolver):
         Their `n_ckp`, `wd` and `rd` decide what is kept where.
     uf, ub, up : float
         Cost of a forward step, of an adjoint step and of the turn.
-    progress : bool
-        Show progress bars on a terminal.
+    progress : bool or None
+        Show progress bars; None: on a terminal or in a notebook.
 
     Notes
     -----
@@ -499,7 +499,7 @@ class MultiLevelRevolver(BaseRevolver):
         ub: float = 1,
         up: float = 1,
         *,
-        progress: bool = False,
+        progress: bool | None = None,
     ) -> None:
         if storage_list is None:
             raise ArgumentError("storage_list must be a list of storages, fastest first")
