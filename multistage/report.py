@@ -199,7 +199,11 @@ class Report:
                 format_seconds(assumed.forward_step_s),
                 format_seconds(seen.forward_step_s),
             ),
-            ("adjoint step (T_B)", format_seconds(assumed.turn_s), format_seconds(seen.turn_s)),
+            (
+                "adjoint step (T_B)",
+                format_seconds(assumed.turn_s),
+                format_seconds(seen.turn_s) if self.counts.reverse_steps else "-",
+            ),
         ]
         if assumed.tier is not None and seen.tier is not None:
             rows += [
@@ -356,7 +360,10 @@ def seen_costs(plan: Plan, timeline: Timeline, counts: Counts) -> Costs:
     """Return the plan's costs with everything replaced that the run has shown."""
     costs = plan.costs
     forward_s = counts.forward_s / counts.forward_steps if counts.forward_steps else 0.0
-    turn_s = counts.reverse_s / counts.reverse_steps if counts.reverse_steps else 0.0
+    if counts.reverse_steps:
+        turn_s = counts.reverse_s / counts.reverse_steps
+    else:  # stopped before
+        turn_s = costs.turn_s
     # Where tapes are real, a turn tapes first; taping was not timed by itself.
     tape_s = costs.tape_step_s
     if tape_s is not None and forward_s:

@@ -269,6 +269,8 @@ def simulate(
             if not room and isinstance(action, Put):
                 now = max(now, channel.waiting[0]) if channel.waiting else now
                 stall_s += now - begin
+                if checked and now > begin:
+                    timeline.add("compute", "stall", begin, now)
                 room = channel.has_room(now)
                 if not room:
                     raise ArgumentError(f"{action} but tier {action.tier} is full")

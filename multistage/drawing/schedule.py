@@ -15,6 +15,7 @@ from ..actions import (
     Action,
     Advance,
     Answer,
+    Await,
     Drop,
     Free,
     Get,
@@ -82,17 +83,14 @@ class Course:
             case Offer(step, tier) | Put(step, tier):
                 if answer is not None:
                     self._held[f"tier {tier}", step] = stop_s
-                self._waited(start_s, stop_s)
             case Drop(step, tier):
                 lines = self.tiers.setdefault(tier, [])
                 self._let_go(f"tier {tier}", step, stop_s, lines)
-            case _:
-                self._waited(start_s, stop_s)
         self.end_s = max(self.end_s, stop_s)
 
-    def _waited(self, start_s: float, stop_s: float) -> None:
-        if stop_s > start_s:
-            self.stalls.append((start_s, self._at, stop_s, self._at))
+    def wait(self, start_s: float, stop_s: float) -> None:
+        """Draw that the computing thread waited for a transfer."""
+        self.stalls.append((start_s, self._at, stop_s, self._at))
 
     def _let_go(self, where: str, step: int, stop_s: float, lines: list[Segment]) -> None:
         start_s = self._held.pop((where, step), None)
@@ -115,13 +113,22 @@ def course_of(plan: Plan) -> tuple[Course, Simulation]:
         )
     costs, course, before = plan.costs, Course(), 0.0
 
+    reads: dict[int, float] = {}  # token -> what the transfer costs the computing thread
+
     def timed(action: Action, answer: Answer, now: float) -> None:
         nonlocal before
-        if isinstance(action, Offer):
-            start_s = now  # what it costs the computing thread is no wait
-        else:
-            start_s = min(now, before + costs.action_s)
-        course.apply(action, answer, start_s, now)
+        start_s, busy_s = before + costs.action_s, 0.0
+        match action:
+            case Get(_, tier):
+                assert answer is not None
+                reads[answer] = costs.tiers[tier].read_overhead_s
+            case Await(token):
+                busy_s = reads.pop(token, 0.0)
+            case Offer(_, tier) | Put(_, tier) if answer is not None:
+                busy_s = costs.tiers[tier].write_overhead_s
+        course.apply(action, answer, min(now, start_s), now)
+        if isinstance(action, Await | Put) and now - busy_s > start_s + 1e-12 * now:
+            course.wait(start_s, now - busy_s)
         before = now
 
     known = None if plan.planner == "online" else plan.n_steps
