@@ -1,0 +1,149 @@
+"""Ctrl-C: real signals, in processes of their own, at chosen and at random moments."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHILD = """
+import gc, json, os, random, signal, sys, threading
+from pathlib import Path
+import numpy as np
+from multistage import Costs, Reversal, Tier
+from multistage.errors import ArgumentError
+
+folder, engine, what = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+N, GIVEN = 200, Costs(2e-5, 4e-5, state_bytes=8_192, tiers=(Tier("file", 4e-5, 4e-5),))
+tier = "memory:" if engine == "memory" else f"file:{folder}?engine={engine}&buffers=0"
+hit = {"where": None, "step": 0}
+
+
+def at(where, i):
+    if hit["where"] == where and hit["step"] == i:
+        hit["where"] = None
+        os.kill(os.getpid(), signal.SIGINT)  # Python answers within a few instructions
+
+
+def step(x, i):
+    at("forward", i)
+    return np.sin(x) + 0.01 * i
+
+
+def adjoint_step(x, a, i):
+    at("reverse", i)
+    return np.cos(x) * a
+
+
+def left():
+    gc.collect()
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), os.listdir(folder)
+
+
+def swept(run):
+    run.forward(np.linspace(0, 1, 1024))
+    return run.reverse(np.ones(1024))
+
+
+def stopped(costs=GIVEN):
+    '''Run until Ctrl-C; return what the report says, and check that nothing is left.'''
+    before, start = left(), np.linspace(0, 1, 1024).copy()
+    told, caught = "", False
+    try:
+        with Reversal(step, adjoint_step, N, budget="12 slots", tier=tier, costs=costs,
+                      planner="streaming") as run:
+            run.forward(start)
+            run.reverse(np.ones(1024))
+    except KeyboardInterrupt:
+        caught = True
+        try:
+            report = run.report()
+            told = report.ended
+            assert report.to_dict()["ended"] == told and str(report) and report._repr_html_()
+            assert told or report.counts.reverse_steps == N
+        except ArgumentError as error:
+            told = str(error)
+    assert start.flags.writeable or not caught
+    assert left() == before, (left(), before)
+    return told, caught
+
+
+with Reversal(step, adjoint_step, N, budget="12 slots", tier=tier, costs=GIVEN,
+              planner="streaming") as run:
+    exact = swept(run)
+if "where" in what:
+    measured = what.pop("measured", False)
+    hit.update(what)
+    told, caught = stopped(None if measured else GIVEN)
+    print(json.dumps([caught, told]))
+else:
+    source, found = random.Random(what["seed"]), []
+    for _ in range(what["times"]):
+        delay = source.uniform(0, 0.08)
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            before = threading.active_count()
+            timer.start()
+            while True:  # sweeps until it comes
+                with Reversal(step, adjoint_step, N, budget="12 slots", tier=tier, costs=GIVEN,
+                              planner="streaming") as run:
+                    assert swept(run).tolist() == exact.tolist()
+        except KeyboardInterrupt:
+            timer.join()
+            found.append(1)
+        assert os.listdir(folder) == [], os.listdir(folder)
+        assert threading.active_count() == before, threading.enumerate()
+    print(json.dumps([len(found), ""]))
+with Reversal(step, adjoint_step, N, budget="12 slots", tier=tier, costs=GIVEN,
+              planner="streaming") as run:
+    assert swept(run).tolist() == exact.tolist()
+"""
+
+
+def child(folder: Path, engine: str, **what: Any) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(folder), engine, json.dumps(what)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("engine", ["memory", "aiofiles"])
+@pytest.mark.parametrize("step", [0, 7, 199])
+@pytest.mark.parametrize("where", ["forward", "reverse"])
+def test_a_partial_report(where: str, step: int, engine: str, tmp_path: Path) -> None:
+    caught, told = child(tmp_path, engine, where=where, step=step)
+    assert caught
+    assert f"interrupted in the {where} sweep: " in told
+    forward, reversed_ = _counts(told)
+    if where == "forward":
+        assert (reversed_, step - 5 <= forward <= step + 5) == (0, True)
+    else:
+        assert (forward, 199 - step - 1 <= reversed_ <= 199 - step + 1) == (200, True)
+
+
+def _counts(told: str) -> tuple[int, int]:
+    """Return the steps run forward and reversed, of a report's sentence."""
+    numbers = [int(word) for word in told.split(": ")[1].split() if word.isdigit()]
+    assert numbers[1] == 200, told
+    return numbers[0], numbers[2]
+
+
+def test_before_the_first_step(tmp_path: Path) -> None:
+    """While costs are measured: the operators are called then too."""
+    caught, told = child(tmp_path, "memory", where="forward", step=0, measured=True)
+    assert caught
+    assert "no step to tell of: the run was interrupted before its first step" in told
+
+
+@pytest.mark.parametrize("engine", ["memory", "native", "direct", "aiofiles"])
+def test_at_any_moment(engine: str, tmp_path: Path) -> None:
+    times, _ = child(tmp_path, engine, times=12, seed=7)
+    assert times == 12
