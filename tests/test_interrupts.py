@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -147,3 +149,29 @@ def test_before_the_first_step(tmp_path: Path) -> None:
 def test_at_any_moment(engine: str, tmp_path: Path) -> None:
     times, _ = child(tmp_path, engine, times=12, seed=7)
     assert times == 12
+
+
+def test_the_command_line_tells_how_far_it_came(tmp_path: Path) -> None:
+    command = ["demo", "lstm", "--steps=2000", "--width=64", "--batch=4", "--sweeps=1000"]
+    command += ["--planner=revolve", "--tier=memory:", f"--output={tmp_path}"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "multistage", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if line.startswith("sweep 1:"):
+                break
+        run.send_signal(signal.SIGINT)
+        _, told = run.communicate(timeout=100)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == 130, told
+    assert "Traceback" not in told
+    assert told.endswith("multistage: interrupted\n")
+    assert re.search(r"Interrupted in the (forward|reverse) sweep: \d+ of 2000 steps run", told)
+    assert list(tmp_path.iterdir()) == []

@@ -104,7 +104,7 @@ def plan_parts(plan: Plan, run: Simulation | None = None) -> list[str]:
     course, predicted = course_of(plan)
     timeline = (run or predicted).timeline
     parts += [
-        page.heading("Where checkpoints stand"),
+        page.heading("Where checkpoints stand" + (", as planned" if run else "")),
         page.paragraph(SCHEDULE_CAPTION, "soft"),
         page.picture(course_chart(plan, course)),
         page.heading("Timeline, predicted" if run is None else "Timeline, simulated"),
