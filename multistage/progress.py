@@ -17,6 +17,7 @@ from typing import Any
 
 VARIABLE = "MULTISTAGE_PROGRESS"
 _DELAY_S = 0.5  # what is over sooner needs no bar
+_EVERY_S = 0.1
 _PIECE_S = 0.2  # a bar that stands still for longer looks stuck
 
 
@@ -61,13 +62,22 @@ def _bar(what: str, total: int | None, unit: str) -> Any:
             total=total,
             desc=what,
             unit=unit,
-            unit_scale=True,
-            mininterval=0.1,
+            unit_scale=total is None or total >= 10_000,
+            mininterval=_EVERY_S,
             miniters=1,
             delay=_DELAY_S,
             leave=False,
-            dynamic_ncols=True,
+            dynamic_ncols=_has_width(),
+            ncols=None if _has_width() else 79,
         )
+
+
+def _has_width() -> bool:
+    """Return whether the terminal tells its width; some that programs make have none."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except (AttributeError, ValueError, OSError):
+        return False
 
 
 @contextlib.contextmanager

@@ -102,7 +102,8 @@ class FileStore(StreamedStore):
 
     def check(self) -> None:
         """Raise StoreError if the folder cannot be used; nothing is left in it."""
-        PrivateFolder(self.folder).remove()
+        private = PrivateFolder(self.folder)
+        private.remove()  # of a name: called on a passing object, its end would swallow Ctrl-C
 
     def open(self, layout: Layout) -> None:
         """Make the private folder, clear leftovers of dead processes, start the threads."""

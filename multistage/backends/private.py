@@ -150,13 +150,14 @@ def _remove(name: str, descriptors: tuple[int, int, int], owner: int) -> None:
         # is still its parent's.
         return
     lock, folder, place = descriptors
-    # First of all: to list a folder takes a descriptor, and there may be no
-    # other.  A neighbour may help to clear up from here on.
-    os.close(lock)
-    _empty(folder)
-    os.close(folder)
-    _discard(name, place)
-    os.close(place)
+    with contextlib.ExitStack() as every:  # the last first, and all though Ctrl-C ends one
+        every.callback(os.close, place)
+        every.callback(_discard, name, place)
+        every.callback(os.close, folder)
+        every.callback(_empty, folder)
+        # First of all: to list a folder takes a descriptor, and there may be no
+        # other.  A neighbour may help to clear up from here on.
+        every.callback(os.close, lock)
 
 
 def _empty(folder: int) -> None:
