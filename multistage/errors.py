@@ -58,3 +58,7 @@ class ShotError(MultistageError):
 
 class CheckpointWarning(UserWarning):
     """A checkpoint was refused or lost; the run goes on and recomputes it."""
+
+
+class SlowWarning(UserWarning):
+    """The C core is not there, and slower Python works in its place; results are the same."""

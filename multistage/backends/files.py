@@ -24,7 +24,7 @@ ENGINES: tuple[Engine, ...] = ("auto", "native", "direct", "aiofiles")
 def available_engines() -> tuple[Engine, ...]:
     """Return the engines that work here, the fastest first."""
     linux = sys.platform == "linux"
-    fast: tuple[Engine, ...] = ("native",) if linux and native.LIBRARY is not None else ()
+    fast: tuple[Engine, ...] = ("native",) if linux and native.available() else ()
     return (*fast, "direct", "aiofiles") if linux else ("aiofiles", "direct")
 
 

@@ -1,27 +1,58 @@
 """The C core, loaded through ctypes: plain functions on int64 arrays.
 
 `LIBRARY` is None where the core was not built; every kernel has a plain
-Python twin that then takes over.
+Python twin that then takes over, and the first one to do so warns.
+
+The environment variable MULTISTAGE_CORE, looked at when the package is built
+and again when it is imported, is "off" to do without the core and "required"
+to make its absence an error.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
+import warnings
 from collections.abc import Iterator
+from functools import cache
+
+from ..errors import SlowWarning
 
 _INT64 = ctypes.c_int64
 _ARRAY = ctypes.POINTER(ctypes.c_int64)
 _BYTES = ctypes.c_void_p  # a NumPy array's `ctypes.data`
 
 
-def _load() -> ctypes.CDLL | None:
+_INSTALL = (
+    "install a C compiler, then: "
+    "pip install --force-reinstall --no-deps --no-cache-dir multistage-checkpointing"
+)
+
+
+def _load(wanted: str) -> tuple[ctypes.CDLL | None, str]:
+    """Return the core, or None and why it is not there ("" if nobody wants it)."""
+    if wanted == "off":
+        return None, ""
     # Asked of the import system, not of this file's folder: in an editable
     # install the built library lies elsewhere than the sources.
     found = importlib.util.find_spec(f"{__name__}._native")
     if found is None or found.origin is None:
-        return None
-    library = ctypes.CDLL(found.origin)
+        why = "it was not built"
+    else:
+        try:
+            return _declared(ctypes.CDLL(found.origin)), ""
+        except OSError as error:  # made for another machine, or for a newer libc
+            why = str(error)
+        except AttributeError as error:  # in a source tree: older than the Python beside it
+            why = f"{found.origin} is of another version: {error}"
+    if wanted == "required":
+        raise ImportError(f"multistage has no C core ({why}); {_INSTALL}")
+    return None, why
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Return the library, its functions' types declared.  Raises AttributeError if one lacks."""
     library.ms_revolve_state_len.restype = _INT64
     library.ms_revolve_state_len.argtypes = []
     library.ms_revolve_stack_len.restype = _INT64
@@ -150,8 +181,29 @@ class IoOptions(ctypes.Structure):
     )
 
 
-LIBRARY = _load()
+LIBRARY, _WHY = _load(os.environ.get("MULTISTAGE_CORE", ""))
 HELD = None if LIBRARY is None else _load_held(LIBRARY._name)
+
+
+def available() -> bool:
+    """Whether the C core is there; warns once if it should be and is not.
+
+    For whoever chooses between a kernel and its twin.
+    """
+    if LIBRARY is None and _WHY:
+        _warn(_WHY)
+    return LIBRARY is not None
+
+
+@cache
+def _warn(why: str) -> None:
+    warnings.warn(
+        f"multistage runs without its C core ({why}). Gradients are the same, but planning "
+        "takes up to 100 times longer and files are written by threads of Python. For the "
+        f"fast one, {_INSTALL}. To do without it and without this warning: MULTISTAGE_CORE=off",
+        SlowWarning,
+        stacklevel=3,
+    )
 
 
 def library() -> ctypes.CDLL:

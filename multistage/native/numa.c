@@ -1,4 +1,5 @@
 /* Binding memory to a NUMA node (MCDRAM, HBM, CXL), without libnuma. */
+#define _GNU_SOURCE
 #include <errno.h>
 #include <stdint.h>
 #if defined(__linux__)

@@ -129,11 +129,12 @@ def accesses(n_steps: int, slots: int, trajectory: Trajectory) -> tuple[Array, A
     `slots` lies in 1..max(1, n_steps - 1); O(1) work per action of the schedule.
     """
     writes, reads = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
-    if native.LIBRARY is not None:
-        stack = np.empty(int(native.LIBRARY.ms_revolve_stack_len(slots)), np.int64)
+    if native.available():
+        library = native.library()
+        stack = np.empty(int(library.ms_revolve_stack_len(slots)), np.int64)
         at = TRAJECTORIES.index(trajectory)
         arrays = (array.ctypes.data for array in (writes, reads, stack))
-        native.LIBRARY.ms_revolve_accesses(n_steps, slots, at, *arrays)
+        library.ms_revolve_accesses(n_steps, slots, at, *arrays)
         return writes, reads
     held: list[int] = []
     live, end = 0, n_steps
@@ -187,7 +188,7 @@ def _pattern(length: int, slots: int, keep_first: bool) -> tuple[int, ...]:
 
 
 def _batches(start: int, stop: int, slots: int, keep_first: bool) -> Iterator[Iterable[int]]:
-    if native.LIBRARY is not None:
+    if native.available():
         return native.revolve_codes(start, stop, slots, keep_first)
     return iter(reverse_codes(start, stop, slots, keep_first))
 

@@ -139,7 +139,7 @@ class Table:
         self._leaf = leaf = np.zeros(len(sizes), np.float32)
         if total > 0:
             leaf -= (sizes.spared_s / total).astype(np.float32)
-        use_native = native.LIBRARY is not None if native_kernel is None else native_kernel
+        use_native = native.available() if native_kernel is None else native_kernel
         self._native = use_native
         if use_native:
             self._solve(threads, instructions, tick)
@@ -397,7 +397,7 @@ def smallest(
     chain's input is not counted.
     """
     n = len(true)
-    use_native = native.LIBRARY is not None if native_kernel is None else native_kernel
+    use_native = native.available() if native_kernel is None else native_kernel
     choice: Callable[[int, int], int]
     if use_native:
         cells = n * (n + 1) // 2

@@ -84,7 +84,7 @@ def exact_makespan(costs: Costs, slots: int, n_steps: int, *, limit: int = 20_00
     if slots < 1:
         raise ArgumentError(f"slots={slots} must be at least 1")
     times, unit_s = whole_times(costs)
-    search = _search if native.LIBRARY is None else native_search
+    search = native_search if native.available() else _search
     found = search(times, min(slots, n_steps), n_steps, limit)
     if found is None:
         raise ArgumentError(f"the exact search needs more than limit={limit} states; raise it")

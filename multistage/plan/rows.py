@@ -87,7 +87,7 @@ class Rows:
         Releases the interpreter lock; Ctrl-C is answered within about a second.
         """
         n, left = self.n, self.ahead + row
-        use_native = native.LIBRARY is not None if native_kernel is None else native_kernel
+        use_native = native.available() if native_kernel is None else native_kernel
         if not use_native:
             self._fill_plainly(first, right, left, row, over, depths)
             return

@@ -1,0 +1,113 @@
+"""The core is there, or is not, and says so: `MULTISTAGE_CORE` and the warning."""
+
+import importlib.machinery
+import importlib.util
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+import multistage
+from multistage import native
+from multistage.errors import SlowWarning
+
+ROOT = Path(multistage.__file__).parents[1]
+
+
+def spec(monkeypatch, origin):
+    """Let the import system find the core at `origin`, or not at all."""
+    found = origin and importlib.machinery.ModuleSpec("_native", None, origin=str(origin))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+
+
+@pytest.mark.parametrize("wanted", ["", "required"])
+def test_a_core_that_was_not_built(monkeypatch, wanted):
+    spec(monkeypatch, None)
+    if wanted:
+        with pytest.raises(ImportError, match=r"\(it was not built\); install a C compiler, then"):
+            native._load(wanted)
+    else:
+        assert native._load(wanted) == (None, "it was not built")
+
+
+def test_a_file_that_is_no_library(monkeypatch, tmp_path):
+    (tmp_path / "_native.so").write_bytes(b"junk")
+    spec(monkeypatch, tmp_path / "_native.so")
+    library, why = native._load("")
+    assert library is None and "_native.so" in why
+
+
+def test_a_core_of_another_version(monkeypatch):
+    libc = next(p for p in Path("/proc/self/maps").read_text().split() if "libc.so" in p)
+    spec(monkeypatch, libc)
+    library, why = native._load("")
+    assert library is None and "is of another version" in why and "ms_revolve" in why
+
+
+def test_off_looks_for_nothing(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: pytest.fail("looked"))
+    assert native._load("off") == (None, "")
+
+
+def test_the_warning_comes_once_and_not_if_nobody_wants_the_core(monkeypatch):
+    monkeypatch.setattr(native, "LIBRARY", None)
+    monkeypatch.setattr(native, "_WHY", "")
+    assert not native.available()  # warnings are errors here
+    monkeypatch.setattr(native, "_WHY", "a reason of this test")
+    with pytest.warns(SlowWarning, match="a reason of this test") as seen:
+        assert not native.available()
+        assert not native.available()
+    assert len(seen) == 1
+    assert "100 times longer" in str(seen[0].message) and "--no-cache-dir" in str(seen[0].message)
+
+
+CODE = """
+import hashlib, sys
+import numpy as np
+import multistage as ms
+from multistage import native
+from multistage.backends.files import available_engines
+
+assert native.LIBRARY is None or sys.argv[1] == "with"
+assert ("native" in available_engines()) == (native.LIBRARY is not None)
+step = lambda x, i: np.sin(x) + 0.01 * i
+with ms.Reversal(step, lambda x, a, i: np.cos(x) * a, 300, budget="8 slots",
+                 tier=f"file:{sys.argv[2]}", planner="streaming") as run:
+    last = run.forward(np.linspace(0, 1, 20_000))
+    gradient = run.reverse(last)
+    assert run.report().counts.writes > 0
+layer = ms.Stage("layer", forward_s=1e-3, backward_s=2e-3, output_bytes=100, tape_bytes=300)
+chain = ms.plan_chain(ms.StageCosts.uniform(12, layer, input_bytes=100), 2000)
+print(hashlib.sha256(gradient.tobytes()).hexdigest(), chain.makespan_s, chain.peak_bytes)
+"""
+
+
+def run_code(core, which, tmp_path):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", CODE, which, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MULTISTAGE_CORE": core},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_a_sweep_and_a_chain_are_the_same_without_the_core(tmp_path):
+    off = run_code("off", "without", tmp_path)
+    assert off.returncode == 0, off.stderr
+    if native.LIBRARY is None:
+        return
+    on = run_code("required", "with", tmp_path)
+    assert on.returncode == 0, on.stderr
+    assert on.stdout == off.stdout
+
+
+def test_nothing_is_warned_of_where_the_core_is():
+    if native.LIBRARY is None:
+        pytest.skip("the C core was not built")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.available()
