@@ -57,7 +57,9 @@ class Timed:
 def main() -> None:
     args = arguments()
     if importlib.util.find_spec("devito") is None:
-        raise SystemExit("this example needs Devito: pip install devito")
+        raise SystemExit(
+            "this example needs Devito; pip install 'multistage-checkpointing[devito]'"
+        )
     os.environ.setdefault("DEVITO_LOGGING", "WARNING")
     tier = f"file://{Path(args.scratch).resolve()}"
     install(memory=args.memory, tiers=tier)  # before anything of Devito is imported

@@ -33,6 +33,7 @@ _S3_PATIENCE = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attem
 
 # Where the first name of a path is a bucket: made by its owner, never by us.
 _BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "cos", "r2"})
+_S3 = ("s3", "s3a")  # what the extra brings a client for
 
 
 class RemoteStore(StreamedStore):
@@ -237,13 +238,14 @@ def _filesystem(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
         ) from error
     protocol = url.partition("://")[0]
     given = {**conf.get(protocol, {}), **options}
-    if protocol in ("s3", "s3a") and "config_kwargs" not in given:
+    if protocol in _S3 and "config_kwargs" not in given:
         options = {**options, "config_kwargs": _S3_PATIENCE}
     try:
         # Ours alone: what others set on a shared one must not reach us.
         filesystem, root = url_to_fs(url, skip_instance_cache=True, **options)
     except ImportError as error:
-        raise StoreError(f"tier {url!r} needs a package: {error}") from error
+        remedy = "; pip install 'multistage-checkpointing[remote]'" if protocol in _S3 else ""
+        raise StoreError(f"tier {url!r} needs a package: {error}{remedy}") from error
     except ValueError as error:
         raise StoreError(
             f"tier {url!r} cannot be used: {error}; name a protocol that fsspec knows"

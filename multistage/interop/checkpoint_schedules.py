@@ -53,7 +53,7 @@ def _theirs() -> Any:
     except ImportError as error:
         raise ArgumentError(
             "checkpoint_schedules is not installed; "
-            "pip install 'multistage-checkpointing[checkpoint_schedules]'"
+            "pip install 'multistage-checkpointing[checkpoint-schedules]'"
         ) from error
     return checkpoint_schedules
 

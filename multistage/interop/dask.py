@@ -203,7 +203,12 @@ class _Sender:
         deaths: int,
         patience_s: float,
     ) -> None:
-        self._dask = importlib.import_module("distributed")
+        try:
+            self._dask = importlib.import_module("distributed")
+        except ImportError as error:
+            raise ArgumentError(
+                "map_shots needs distributed; pip install 'multistage-checkpointing[dask]'"
+            ) from error
         self._cluster = cluster
         self._arguments = shot, memory, scratch
         self._deaths = deaths

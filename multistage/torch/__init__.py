@@ -5,6 +5,16 @@ the stages of a model that was not written as a chain.  `unroll` runs a cell
 over a sequence of any length; `offload` moves what autograd saves to slow tiers.
 """
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as _error:
+    if _error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "multistage.torch needs PyTorch; pip install 'multistage-checkpointing[torch]'",
+        name="torch",
+    ) from _error
+
 from .chain import Stages as Stages
 from .chain import to_chain as to_chain
 from .offload import offload as offload
