@@ -60,6 +60,15 @@ _POLL_S = 5.0
 _UNDER_WAY = ("pending", "lost")
 
 
+def _distributed() -> Any:
+    try:
+        return importlib.import_module("distributed")
+    except ImportError as error:
+        raise ArgumentError(
+            "map_shots needs distributed; pip install 'multistage-checkpointing[dask]'"
+        ) from error
+
+
 def map_shots(
     client: Client,
     shot: Callable[[Item, Memory, str], Result],
@@ -137,6 +146,7 @@ def map_shots(
     ...     return model.misfit(), model.gradient(adjoint)
     >>> misfit, gradient = map_shots(client, shot, range(40, 260, 20))  # doctest: +SKIP
     """
+    _distributed()
     cluster: Any = client
     if cluster.asynchronous:
         raise ArgumentError("map_shots blocks; give it a client that was not made asynchronous")
@@ -203,12 +213,7 @@ class _Sender:
         deaths: int,
         patience_s: float,
     ) -> None:
-        try:
-            self._dask = importlib.import_module("distributed")
-        except ImportError as error:
-            raise ArgumentError(
-                "map_shots needs distributed; pip install 'multistage-checkpointing[dask]'"
-            ) from error
+        self._dask = _distributed()
         self._cluster = cluster
         self._arguments = shot, memory, scratch
         self._deaths = deaths
@@ -310,7 +315,7 @@ def _errors(wrong: dict[str, tuple[bool, str]]) -> MultistageError:
 
 def _run(shot: Callable[..., Any], memory: Memory | None, scratch: str | None, item: Any) -> Any:
     """Run one shot, with the budget and the tier of the worker this runs on."""
-    worker = importlib.import_module("distributed").get_worker()
+    worker = _distributed().get_worker()
     # It may have joined since the others were asked.
     reason = _unusable(memory, scratch, worker)
     if reason is not None:
