@@ -322,7 +322,7 @@ def simulate(
     return Simulation(now, forward_steps, stall_s, writes, reads, rules.peak, timeline)
 
 
-_MOVES_MEMORY = frozenset({Save, Free, Offer, Put, Get, Await, Drop, Tape, Load})
+_MOVES_MEMORY = frozenset({Save, Free, Offer, Put, Get, Await, Drop, Tape, Load, Reverse})
 
 
 def _factors(jitter: Jitter | None, seed: int) -> Callable[[Literal["w", "r"]], float]:
