@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import statistics
 import tempfile
@@ -151,9 +152,15 @@ def _pyrevolve(model: Any, steps: int, method: str, folder: str) -> dict[str, An
     return {"seconds": seconds, "peak_kib": held_kib("VmHWM"), "before_kib": before}
 
 
+def _methods() -> list[str]:
+    """Return the methods that can be run here."""
+    there = importlib.util.find_spec("pyrevolve") is not None
+    return [method for method in METHODS if there or not method.startswith("pyrevolve")]
+
+
 def _points(quick: bool) -> list[tuple[str, int, str]]:
     depths = QUICK_DEPTHS if quick else DEPTHS
-    return [(size, steps, method) for size in SIZES for steps in depths[size] for method in METHODS]
+    return [(size, n, method) for size in SIZES for n in depths[size] for method in _methods()]
 
 
 def _repeats(size: str, steps: int, quick: bool) -> int:
@@ -202,6 +209,7 @@ def main() -> None:
                 )
     ratios = _ratios(samples, args.quick)
     left_out = [f"the {size} LSTM" for size in SIZES if size not in sizes]
+    left_out += [] if len(_methods()) == len(METHODS) else ["pyrevolve: not installed"]
     left_out += [] if args.quick else ["depths between those named", "repeats of large at 16 000"]
     finish(args, "lstm_depth", samples, ratios, left_out)
     if args.plot:
@@ -219,6 +227,7 @@ def _peak(results: list[dict[str, Any]]) -> float:
 def _ratios(samples: Any, quick: bool) -> dict[str, float]:
     base = {"small": 1_000, "large": 250} if quick else {"small": 4_000, "large": 4_000}
     growth, slower, over_revolve, errors = [], [], [], []
+    slopes, interval_slower, over_interval, runs_again, revolve_again = [], [], [], [], []
     best_peer = {}
     noise = 1.0
     for size, by_depth in samples.items():
@@ -226,17 +235,38 @@ def _ratios(samples: Any, quick: bool) -> dict[str, float]:
         ours, reference = by_depth[last]["streaming"], by_depth[base[size]]["streaming"]
         growth.append(_peak(ours) / _peak(reference))
         slower.append((_seconds(ours) / last) / (_seconds(reference) / base[size]))
+
+        def more_mib(method: str) -> float:
+            return _peak(by_depth[last][method]) - _peak(by_depth[base[size]][method])  # noqa: B023
+
+        def more_runs(method: str) -> float:
+            factors = (by_depth[d][method][0]["recompute_factor"] for d in (last, base[size]))  # noqa: B023
+            return next(factors) / next(factors)
+
+        slopes.append(more_mib("interval") / more_mib("store-all"))
+        theirs, theirs_before = by_depth[last]["interval"], by_depth[base[size]]["interval"]
+        interval_slower.append((_seconds(theirs) / last) / (_seconds(theirs_before) / base[size]))
+        runs_again.append(more_runs("interval"))
+        revolve_again.append(more_runs("revolve"))
+        over_interval.append(_seconds(by_depth[last]["revolve"]) / _seconds(theirs))
         for by_method in by_depth.values():
             streaming = by_method["streaming"]
             over_revolve.append(_seconds(by_method["revolve"]) / _seconds(streaming))
             noise = max(noise, max(r["seconds"] for r in streaming) / _seconds(streaming))
         errors.append(statistics.median(abs(r["measured_s"] / r["predicted_s"] - 1) for r in ours))
-        peers = (by_depth[last][m] for m in ("pyrevolve-memory", "pyrevolve-disk"))
-        best_peer[size] = min(map(_seconds, peers)) / _seconds(ours)
+        peers = [by_depth[last][m] for m in by_depth[last] if m.startswith("pyrevolve")]
+        if peers:
+            best_peer[size] = min(map(_seconds, peers)) / _seconds(ours)
     return {
         "peak_growth": max(growth),
         "time_growth": max(slower),
         "revolve_over_streaming": min(over_revolve),
+        # The paper's rule: memory beside store-all's, time, steps run, time beside Revolve's.
+        "interval_memory_slope": max(slopes),
+        "interval_time_growth": max(interval_slower),
+        "interval_recompute_growth": max(runs_again),
+        "revolve_recompute_growth": min(revolve_again),
+        "revolve_over_interval": min(over_interval),
         **{f"pyrevolve_over_streaming_{size}": ratio for size, ratio in best_peer.items()},
         "prediction_error": max(errors),
         "noise_of_repeats": noise,
@@ -251,7 +281,7 @@ def _plot(samples: Any, path: Path) -> None:
     for column, (size, by_depth) in enumerate(samples.items()):
         width, batch = SIZES[size]
         depths = sorted(by_depth)
-        for method in METHODS:
+        for method in _methods():
             style = {"marker": "o", "lw": 2.5 if method == "streaming" else 1.2, "label": method}
             peak = [_peak(by_depth[d][method]) / 1024 for d in depths]
             per_step = [1e6 * _seconds(by_depth[d][method]) / d for d in depths]
