@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks._common import child, finish, options
 from multistage.errors import BudgetError
-from multistage.plan.heterogeneous import memory_curve, plan_chain, smallest_memory
+from multistage.plan.heterogeneous import SLOTS, memory_curve, plan_chain, smallest_memory
 from multistage.stages import StageCosts
 
 GPU_BYTES = 15.75 * 2**30  # the paper's card
@@ -122,20 +122,31 @@ def planned(costs: StageCosts, few: bool) -> dict[str, Any]:
         began = time.perf_counter()
         optimal.append(plan_chain(costs, limit))
         seconds.append(time.perf_counter() - began)
+    limited = [(plan.peak_bytes, plan.makespan_s) for plan in optimal]
+    slots = 3 * SLOTS if stages > LONG else SLOTS  # a long chain's smallest memory is 3 % of plain
     over = [p[1] / plan.makespan_s - 1 for p, plan in zip(front, optimal, strict=False)]
     return {
         "stages": stages,
         "plain": (plain.plain_bytes, plain.plain_s),
         "sequential": sequential,
-        "limited": [(plan.peak_bytes, plan.makespan_s) for plan in optimal],
-        "optimal": memory_curve(costs),
-        "revolve": memory_curve(costs, "revolve"),
+        "limited": limited,
+        "optimal": _front([*memory_curve(costs, slots=slots), *limited]),
+        "revolve": memory_curve(costs, "revolve", slots=slots),
         "plan_s": max(seconds),
         # How much faster than `checkpoint_sequential` within the same memory: within
         # that of its fastest run, as the paper sums up, and on average.
         "gain_at_best": over[0],
         "gain": statistics.mean(over),
     }
+
+
+def _front(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return the points that no other beats in both memory and time, memory ascending."""
+    front: list[tuple[int, float]] = []
+    for point in sorted(points):
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
+    return front
 
 
 def fastest(points: list[Any], limit: float) -> float:
@@ -194,11 +205,13 @@ def _of_resnet1001(row: dict[str, Any], costs: StageCosts) -> dict[str, float]:
 
 
 def _ratios(rows: list[dict[str, Any]], named: dict[str, float]) -> dict[str, float]:
-    slower, useless = [], []
+    slower, best, useless = [], [], []
     for row in rows:
         plans = row["plans"]
         for peak, seconds, _ in plans["sequential"]:
             slower.append(fastest(plans["revolve"], peak) > seconds)
+        fast = min(seconds for _, seconds, _ in plans["sequential"])
+        best.append(fast / fastest(plans["revolve"], math.inf))
         # The largest memory Revolve has a use for, over that of plain training.
         useless.append(plans["revolve"][-1][0] / plans["plain"][0])
     usual = [row for row in rows if row["name"] != "resnet1001"]
@@ -209,6 +222,7 @@ def _ratios(rows: list[dict[str, Any]], named: dict[str, float]) -> dict[str, fl
         "least_gain_at_best": min(row["plans"]["gain_at_best"] for row in rows),
         **named,
         "revolve_slower_share": statistics.mean(slower),
+        "revolve_best_throughput": max(best),  # over sequential's
         "revolve_most_memory": max(useless),
         "plan_s_resnet1001": max(r["plans"]["plan_s"] for r in rows if r["name"] == "resnet1001"),
         "plan_s_others": max(row["plans"]["plan_s"] for row in usual),
@@ -262,7 +276,7 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     columns = min(4, len(rows))
     lines = -(-len(rows) // columns)
     figure = Figure(figsize=(3.4 * columns, 3.0 * lines + 0.4), layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False).flat
+    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axes, row in zip(panels, rows, strict=False):
         plans = row["plans"]
         plain_bytes, plain_s = plans["plain"]
@@ -282,7 +296,7 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.set_xlabel(f"peak activations of an image ({name})", fontsize=8)
         axes.set_xlim(left=0)
         axes.grid(alpha=0.3)
-    for axes in list(panels):
+    for axes in panels[len(rows) :]:
         axes.set_visible(False)
     figure.axes[0].set_ylabel("throughput over plain")
     figure.axes[0].legend(fontsize=6)

@@ -303,7 +303,7 @@ def main() -> None:
     args = options(__doc__).parse_args()
     wrong = against_table_1(40 if args.quick else 1_000, args.seed)
     example = use_of(EXAMPLE, random_chain(args.seed, 4, 50))
-    persistency = figure_2((3, 4, 5) if args.quick else (3, 4, 5, 6))
+    persistency = figure_2((4, 5) if args.quick else (4, 5, 6, 7))
     rows = theorem_1(30 if args.quick else 1_000, args.seed)
     for row in rows:
         assert row["ours"] >= row["exact"] - 1e-9, f"below the optimum: {row}"
