@@ -52,8 +52,11 @@ def write(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-def run(entry: Entry, mode: str, out: Path, seed: int) -> dict[str, Any]:
-    """Run one benchmark; return its record, whatever becomes of it."""
+def run(entry: Entry, mode: str, out: Path, seed: int, cwd: Path = ROOT) -> dict[str, Any]:
+    """Run one benchmark; return its record, whatever becomes of it.
+
+    Its own files are in `cwd` for as long as it runs, so that is the disk measured.
+    """
     result_file, picture = out / f"{entry.name}.json", out / f"{entry.name}.png"
     for stale in (result_file, picture):
         stale.unlink(missing_ok=True)
@@ -67,7 +70,7 @@ def run(entry: Entry, mode: str, out: Path, seed: int) -> dict[str, Any]:
     record: dict[str, Any] = {"status": "failed", "load_before": load_average()}
     began = time.monotonic()
     try:
-        code, output = _run_child(command, entry, limit_s)
+        code, output = _run_child(command, entry, limit_s, cwd)
     except subprocess.TimeoutExpired as error:
         stopped = error.output.decode(errors="replace") if error.output else ""
         code, output = None, stopped
@@ -87,14 +90,16 @@ def run(entry: Entry, mode: str, out: Path, seed: int) -> dict[str, Any]:
     return record
 
 
-def _run_child(command: Sequence[str], entry: Entry, limit_s: float) -> tuple[int, str]:
+def _run_child(command: Sequence[str], entry: Entry, limit_s: float, cwd: Path) -> tuple[int, str]:
     """Run a command in a process group of its own, which goes with it; return status and output."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, **entry.environment}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # Matplotlib must not look for a display.
     environment.setdefault("MPLBACKEND", "Agg")
     child = subprocess.Popen(
         command,
-        cwd=ROOT,
+        cwd=cwd,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

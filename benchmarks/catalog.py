@@ -47,7 +47,6 @@ CATALOG: tuple[Entry, ...] = (
         "async_model",
         "Timelines, memory and makespans of the asynchronous strategy, in virtual time",
         "Kukreja et al., figures 1 and 2, performance model",
-        short=True,
     ),
     Entry(
         "recompute_factor",
@@ -81,20 +80,21 @@ CATALOG: tuple[Entry, ...] = (
         quick=("--nets", "residual"),
         environment=ONE_THREAD,
         quick_s=400,
+        short=True,
     ),
     Entry(
         "chain_solver",
         "Seconds and memory of the chain solver",
         "Beaumont et al., section 5.2",
     ),
-    Entry("planner_grid", "Planners beside a lower bound and the exact optimum", short=True),
+    Entry("planner_grid", "Planners beside a lower bound and the exact optimum"),
     Entry(
         "driver_overhead",
         "Seconds per step of the driver alone",
         needs=("pyrevolve", "checkpoint_schedules"),
     ),
     Entry("overlap", "Transfers hidden behind compute", short=True),
-    Entry("store_engine", "The file store's engines beside the disk"),
+    Entry("store_engine", "The file store's engines beside the disk", quick_s=400),
     Entry(
         "planner_speed",
         "Synchronous hierarchies: planning time and makespans",
