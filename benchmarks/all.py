@@ -52,10 +52,10 @@ def write(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-def run(entry: Entry, mode: str, out: Path, seed: int, cwd: Path = ROOT) -> dict[str, Any]:
+def run(entry: Entry, mode: str, out: Path, seed: int, cwd: Path | None = None) -> dict[str, Any]:
     """Run one benchmark; return its record, whatever becomes of it.
 
-    Its own files are in `cwd` for as long as it runs, so that is the disk measured.
+    Its own files are in `cwd` (here) for as long as it runs, so that is the disk measured.
     """
     result_file, picture = out / f"{entry.name}.json", out / f"{entry.name}.png"
     for stale in (result_file, picture):
@@ -70,7 +70,7 @@ def run(entry: Entry, mode: str, out: Path, seed: int, cwd: Path = ROOT) -> dict
     record: dict[str, Any] = {"status": "failed", "load_before": load_average()}
     began = time.monotonic()
     try:
-        code, output = _run_child(command, entry, limit_s, cwd)
+        code, output = _run_child(command, entry, limit_s, cwd or ROOT)
     except subprocess.TimeoutExpired as error:
         stopped = error.output.decode(errors="replace") if error.output else ""
         code, output = None, stopped
@@ -97,22 +97,21 @@ def _run_child(command: Sequence[str], entry: Entry, limit_s: float, cwd: Path) 
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # Matplotlib must not look for a display.
     environment.setdefault("MPLBACKEND", "Agg")
-    child = subprocess.Popen(
+    with subprocess.Popen(
         command,
         cwd=cwd,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-    )
-    try:
-        output, _ = child.communicate(timeout=limit_s)
-        return child.returncode, output.decode(errors="replace")
-    finally:
-        # Benchmarks have children of their own, which a timeout or Ctrl-C must not leave.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    ) as child:
+        try:
+            output, _ = child.communicate(timeout=limit_s)
+            return child.returncode, output.decode(errors="replace")
+        finally:
+            # Benchmarks have children of their own, which a timeout or Ctrl-C must not leave.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
 
 
 def finished(path: Path, mode: str) -> dict[str, Any]:
@@ -208,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=Path,
         const=DOCS,
         metavar="FILE",
-        help=f"rewrite the tables of this page ({DOCS.relative_to(ROOT)})",
+        help="rewrite the tables of this page (docs/reproduce.md)",
     )
     args = parser.parse_args(argv)
     known = [entry.name for entry in CATALOG]
