@@ -13,7 +13,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("numpy", "pyrevolve", "checkpoint_schedules", "multistage-checkpointing")
+PACKAGES = (
+    "numpy",
+    "torch",
+    "pytorchcv",
+    "pyrevolve",
+    "checkpoint_schedules",
+    "multistage-checkpointing",
+)
 
 
 def options(description: str | None) -> argparse.ArgumentParser:

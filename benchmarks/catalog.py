@@ -23,6 +23,8 @@ class Entry:
         Options beside `--quick`.
     environment : dict
         Beside the caller's.
+    expected_s : int
+        What `--quick` takes on two quiet cores, roughly.
     quick_s, full_s : int
         Seconds after which it is stopped and counts as failed.
     short : bool
@@ -35,7 +37,8 @@ class Entry:
     needs: tuple[str, ...] = ()
     quick: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
-    quick_s: int = 300
+    expected_s: int = 30
+    quick_s: int = 400
     full_s: int = 7200
     short: bool = False
 
@@ -47,72 +50,83 @@ CATALOG: tuple[Entry, ...] = (
         "async_model",
         "Timelines, memory and makespans of the asynchronous strategy, in virtual time",
         "Kukreja et al., figures 1 and 2, performance model",
+        expected_s=15,
     ),
     Entry(
         "recompute_factor",
         "Recompute factors over the number of steps, s = 100",
         "Kukreja et al., figure 3",
+        expected_s=30,
     ),
     Entry(
         "lstm_depth",
         "Peak memory and time of an LSTM over its depth, measured",
         "Kukreja et al., figures 4 and 5",
+        expected_s=70,
         short=True,
     ),
     Entry(
         "chain_theorem",
         "Operations, persistency and theorem 1 against exhaustive search",
         "Beaumont et al., table 1, figure 2, theorem 1",
+        expected_s=12,
     ),
     Entry(
         "chain_networks",
         "The networks of the paper, planned from profiles",
         "Beaumont et al., figures 3 to 13, solver times",
+        expected_s=80,
         needs=("torch", "pytorchcv"),
-        quick_s=400,
     ),
     Entry(
         "chain_throughput",
         "Throughput against peak memory, measured",
         "Beaumont et al., figures 3 to 13, prediction errors",
+        expected_s=80,
         needs=("torch",),
         # One network and one thread: a minute or two instead of ten.
         quick=("--nets", "residual"),
         environment=ONE_THREAD,
-        quick_s=400,
         short=True,
     ),
     Entry(
         "chain_solver",
         "Seconds and memory of the chain solver",
         "Beaumont et al., section 5.2",
+        expected_s=6,
     ),
-    Entry("planner_grid", "Planners beside a lower bound and the exact optimum"),
+    Entry("planner_grid", "Planners beside a lower bound and the exact optimum", expected_s=12),
     Entry(
         "driver_overhead",
         "Seconds per step of the driver alone",
+        expected_s=12,
         needs=("pyrevolve", "checkpoint_schedules"),
     ),
-    Entry("overlap", "Transfers hidden behind compute", short=True),
-    Entry("store_engine", "The file store's engines beside the disk", quick_s=400),
+    Entry("overlap", "Transfers hidden behind compute", expected_s=30, short=True),
+    Entry("store_engine", "The file store's engines beside the disk", expected_s=90),
     Entry(
         "planner_speed",
         "Synchronous hierarchies: planning time and makespans",
+        expected_s=45,
         needs=("pyrevolve", "checkpoint_schedules"),
     ),
     Entry(
         "pde_adjoint",
         "The adjoint of a wave beside peers",
+        expected_s=90,
         needs=("pyrevolve", "checkpoint_schedules"),
     ),
-    Entry("torch_lstm", "A PyTorch LSTM beside torch's own ways", needs=("torch",)),
+    Entry("torch_lstm", "A PyTorch LSTM beside torch's own ways", expected_s=100, needs=("torch",)),
     Entry(
         "device_overlap",
         "Copies between a CUDA device and pinned memory",
+        expected_s=20,
         needs=("torch", "cuda"),
         short=True,
     ),
-    Entry("devito_share", "A Devito gradient outside its operators", needs=("devito",)),
+    Entry(
+        "devito_share", "A Devito gradient outside its operators", expected_s=40, needs=("devito",)
+    ),
 )
 
 

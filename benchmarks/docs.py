@@ -36,9 +36,7 @@ def _table(name: str, data: dict[str, Any]) -> str:
         return _ours(data)
     if name not in load()["papers"]:
         raise ValueError(f"table {name!r} is not known; use run, ours or the id of a paper")
-    rows = [
-        ("where", "what is published", "", "measured here", "", "how, and where it differs why")
-    ]
+    rows = [("where", "claim", "published", "measured here", "", "how, and where it differs why")]
     for claim in judged_of(data):
         if claim.claim["paper"] != name:
             continue

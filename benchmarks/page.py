@@ -171,7 +171,7 @@ def _claims(claims: list[Judged]) -> str:
                 judged.note,
             )
         )
-    head = ("where", "what is published", "", "measured here", "verdict", "how, and why it differs")
+    head = ("where", "claim", "published", "measured here", "verdict", "how, and why it differs")
     return table(head, rows)
 
 
@@ -183,8 +183,8 @@ def _chart(claims: list[Judged]) -> str:
     low, high = -1.0, 1.0  # powers of two
     for judged in rows:
         at = math.log2(abs((judged.measured or 1) / judged.claim["published"]))
-        low, high = max(-4.0, min(low, at - 0.2)), min(4.0, max(high, at + 0.2))
-    left, width, line = 330, 560, 21
+        low, high = max(-2.0, min(low, at - 0.2)), min(2.0, max(high, at + 0.2))
+    left, width, line = 340, 520, 21
 
     def x(ratio: float) -> float:
         at = min(high, max(low, math.log2(abs(ratio))))
@@ -192,7 +192,7 @@ def _chart(claims: list[Judged]) -> str:
 
     height = line * (len(rows) + 2)
     out = [
-        f"<svg viewBox='0 0 {left + width + 110} {height}' role='img' "
+        f"<svg viewBox='0 0 {left + width + 190} {height}' role='img' "
         "aria-label='measured over published' font-family='system-ui,sans-serif' font-size='12'>"
     ]
     for power in range(math.ceil(low), math.floor(high) + 1):
@@ -231,7 +231,8 @@ def _chart(claims: list[Judged]) -> str:
     out.append("</svg>")
     return (
         "<h3>Measured over published</h3><p class='quiet'>Every claim with a number; the band is "
-        "what counts as agreement, a disc agrees, a cross differs.</p>" + "".join(out)
+        "what counts as agreement, a disc agrees, a cross differs; what lies beyond the edge "
+        "stands at it.</p>" + "".join(out)
     )
 
 
@@ -244,7 +245,7 @@ def _mark(kind: str, x: float, y: float, colour: str) -> str:
     )
 
 
-def _short(text: str, most: int = 42) -> str:
+def _short(text: str, most: int = 38) -> str:
     return text if len(text) <= most else text[: most - 1].rsplit(" ", 1)[0] + " …"
 
 

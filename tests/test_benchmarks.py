@@ -156,6 +156,26 @@ def test_what_is_missing_is_skipped_with_the_reason(
     assert data["benchmarks"]["gone"] == {"status": "skipped", "reason": reason}
 
 
+def test_quick_ends_in_time(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks of ours start only while there is time; those of the papers always."""
+    out = tiny(a="", b="", c="", d="")
+    entries = (
+        catalog.Entry("a", "a", items="figure", expected_s=100),
+        catalog.Entry("b", "b", items="figure", expected_s=1000),
+        catalog.Entry("c", "c", expected_s=10),
+        catalog.Entry("d", "d", expected_s=1000),
+    )
+    monkeypatch.setattr(runner, "CATALOG", entries)
+    took = {"a": 250.0, "b": 250.0, "c": 25.0}  # a machine faster than expected at b
+    record = {"status": "done", "ratios": {}, "left_out": []}
+    monkeypatch.setattr(runner, "run", lambda entry, *rest: {**record, "seconds": took[entry.name]})
+    status, data = quick(out)
+    assert status == 0
+    statuses = [r["status"] for r in data["benchmarks"].values()]
+    assert statuses == ["done", "done", "done", "skipped"]
+    assert "--resume runs it" in data["benchmarks"]["d"]["reason"]
+
+
 def test_an_interrupted_run_resumes(tiny: Any, tmp_path: Path) -> None:
     """Ctrl-C during the second of three: the first is kept, the others run."""
     ran = tmp_path / "ran"
