@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks._common import finish, options
 from multistage import PLANNERS, Costs, Tier, simulate
-from multistage.picture import COLORS
+from multistage.drawing.chart import COLORS
 from multistage.plan.binomial import nu
 from multistage.plan.interval import corrected_factor, printed_factor
 from multistage.simulate import Simulation

@@ -27,9 +27,10 @@ def names(extra):
 
 
 def _picture(tmp_path):
-    from multistage.picture import draw
+    from multistage.drawing import save_chart
+    from multistage.drawing.timeline import timeline_chart
 
-    draw(Timeline(), tmp_path / "t.png", "nothing")
+    save_chart(timeline_chart(Timeline(), "nothing"), tmp_path / "t.png")
 
 
 def _gradient_picture(tmp_path):
