@@ -177,11 +177,12 @@ def sample_chunks(
             if size > inputs.steps or (found and size == found[-1].chunk):
                 break
             found.append(_sample(cell, facts, state, inputs, devices, size))
-            enough = found[-1].forward_s > _LONGEST_S or (
-                # Two at least: what grows with the length is a difference.
-                len(found) > 2 and 2 * found[-1].peak_bytes > most_bytes
-            )
-            if chunk is None and (enough or time.perf_counter() - began > _PROBE_S):
+            # Three at least: what comes once, or twice from two steps on (gradients of
+            # parameters that are added up), would be taken to come with every step.
+            late = time.perf_counter() - began > _PROBE_S
+            large = 2 * found[-1].peak_bytes > most_bytes
+            slow = found[-1].forward_s > _LONGEST_S
+            if chunk is None and (slow or (len(found) > 2 and (late or large))):
                 break
     return found
 
@@ -257,11 +258,12 @@ def _ones(
 
 def keep_bytes(samples: Sequence[Sample], steps: int) -> int:
     """Return the bytes plain autograd takes for a sequence."""
-    first, last = samples[0], samples[-1]
-    if last.chunk == first.chunk:
+    last = samples[-1]
+    if len(samples) == 1:
         return steps * last.peak_bytes // last.chunk
-    slope = (last.peak_bytes - first.peak_bytes) / (last.chunk - first.chunk)
-    return int(first.peak_bytes + slope * (steps - first.chunk))
+    before = samples[-2]
+    slope = max(0.0, last.peak_bytes - before.peak_bytes) / (last.chunk - before.chunk)
+    return int(last.peak_bytes + slope * (steps - last.chunk))
 
 
 def tier_of(store: Store, layout: TensorLayout, state: Sequence[Tensor]) -> Tier:

@@ -724,3 +724,13 @@ def test_double_backward_is_refused() -> None:
     assert out.loss is not None
     with pytest.raises(MultistageError, match="double backward"):
         torch.autograd.grad(out.loss, list(cell.parameters()), create_graph=True)
+
+
+def test_a_slow_machine_still_tells_steps_from_what_comes_once(monkeypatch: Any) -> None:
+    """The parameters' gradients were counted at every step where few sizes were measured."""
+    monkeypatch.setattr("multistage.torch.cell_costs._PROBE_S", 0.0)
+    cell = nn.LSTMCell(64, 64)  # 129 KiB of parameters, some KiB of graph a step
+    start = torch.zeros(1, 64), torch.zeros(1, 64)
+    out = mst.unroll(cell, start, torch.randn(500, 1, 64), memory="1 MiB")
+    assert out.plan is not None
+    assert out.plan.keep_bytes < 8 << 20
