@@ -51,6 +51,7 @@ from .actions import (
 from .backends.base import CheckpointLost, Store
 from .chain import Chain
 from .errors import CheckpointWarning, MultistageError, ScheduleError, StateError
+from .interrupts import Shield
 from .slots import ArrayStates, Kept, Slots, StateLayout, States
 from .steps import StepSet
 from .timeline import Timeline
@@ -227,6 +228,7 @@ class Executor(Generic[State, Adjoint]):
         self._slots: Slots | None = None
         self._layout: StateLayout | None = None
         self._begin = 0.0
+        self._shield = Shield()
         self.timeline = Timeline()
         self.counts = Counts()
 
@@ -357,7 +359,8 @@ class Executor(Generic[State, Adjoint]):
             sys.setswitchinterval(min(interval, _SWITCH_S))
         try:
             try:
-                return self._drive(adjoint, forward)
+                with Shield() as self._shield:
+                    return self._drive(adjoint, forward)
             finally:
                 self.counts.elapsed_s += self._clock() - began
         except BaseException as error:
@@ -566,10 +569,25 @@ class Executor(Generic[State, Adjoint]):
 
     def _transfer(self, action: Action) -> Answer:
         """Perform an action that concerns a store; return its answer."""
-        run, counts = self._run, self.counts
+        run = self._run
         assert run is not None
         if not isinstance(action, Await) and getattr(action, "tier", 0) >= len(self._stores):
             raise _illegal(action, f"there are {len(self._stores)} tiers")
+        if isinstance(action, Await):
+            if action.token not in run.tokens:
+                raise _illegal(action, "no such transfer is under way")
+            return self._await(run.tokens.pop(action.token))
+        shield = self._shield  # Ctrl-C waits: a transfer half queued would be waited for in vain
+        shield.up = True
+        try:
+            return self._queue(action)
+        finally:
+            shield.up = False
+            shield.let_go()
+
+    def _queue(self, action: Action) -> Answer:
+        run, counts = self._run, self.counts
+        assert run is not None
         if isinstance(action, (Offer, Put)):
             return self._write(action)
         if isinstance(action, Get):
@@ -579,10 +597,6 @@ class Executor(Generic[State, Adjoint]):
             counts.peak_slots = max(counts.peak_slots, run.used)
             counts.reads += 1
             return self._token(_Transfer(action.step, action.tier, is_write=False))
-        if isinstance(action, Await):
-            if action.token not in run.tokens:
-                raise _illegal(action, "no such transfer is under way")
-            return self._await(run.tokens.pop(action.token))
         assert isinstance(action, Drop)
         self._forget(action.step, action.tier)
         return None

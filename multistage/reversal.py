@@ -26,6 +26,7 @@ from .costs import Budget, Costs
 from .durable.run import DurableRun, OrderedStates
 from .errors import ArgumentError, BudgetError, StoreError
 from .execute import Counts, Executor, Resumed
+from .interrupts import Shield
 from .limits import default_budget_bytes
 from .plan import PLANNERS, Plan, Planner, online_schedule, plan
 from .plan.base import require_steps
@@ -162,9 +163,10 @@ class Reversal(Generic[State, Adjoint]):
         if self._budget.slots is not None:
             self._budget.slots_for(1)
         self._stores = _stores(tier)
-        for store in self._stores:
-            if isinstance(store, StreamedStore):
-                store.check()
+        with Shield(up=True):
+            for store in self._stores:
+                if isinstance(store, StreamedStore):
+                    store.check()
         self._given = costs is not None
         self._checked = checked
         self._bars = Bars(progress)
@@ -216,10 +218,10 @@ class Reversal(Generic[State, Adjoint]):
 
     def _close_stores(self) -> None:
         if self._open:
-            with ExitStack() as every:  # though one of them fails
+            with Shield(up=True), ExitStack() as every:  # though one of them fails
                 for store in self._stores:
                     every.callback(store.close)
-            self._open = False
+                self._open = False
 
     # ------------------------------------------------------------------ sweeps
 
@@ -475,8 +477,9 @@ class Reversal(Generic[State, Adjoint]):
         assert self.costs is not None and self._layout is not None
         if self._stores and not self._open:
             self._open = True  # whatever of them opens is closed again after an error
-            for store in self._stores:
-                store.open(self._layout)
+            with Shield(up=True):
+                for store in self._stores:
+                    store.open(self._layout)
         if self._executor is None:
             rules = partial(Rules, self._n_steps, slots, self.costs.tape_slots)
             self._executor = Executor(

@@ -15,7 +15,7 @@ ROOT = Path(multistage.__file__).parent
 
 # A module may import from its own layer and from those above it in this list.
 LAYERS = [
-    {"errors", "native", "progress"},
+    {"errors", "native", "progress", "interrupts"},
     {"layout", "slots", "chain", "blocks", "timeline", "actions", "limits", "steps"},
     {"costs"},
     {"stages"},

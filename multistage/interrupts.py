@@ -1,0 +1,78 @@
+"""Ctrl-C, put off while something must not be left half done.
+
+Python raises KeyboardInterrupt between any two instructions of the main
+thread.  A store that was interrupted between noting a write and queueing it
+would be waited for in vain; between making a folder and noting it, leave the
+folder.  Such pieces are short; the exception is raised right after them.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Self
+
+
+class Shield:
+    """Puts Ctrl-C off while it is `up`; a second one is raised at once.
+
+    Works in the main thread, the only one that Ctrl-C is raised in, and with
+    whatever handler is installed; elsewhere it does nothing.  May be nested.
+
+    Parameters
+    ----------
+    up : bool
+        Whether it is up from the beginning; else `up` is set by its user, and
+        `let_go` called after.
+
+    Examples
+    --------
+    >>> with Shield(up=True):
+    ...     pass  # Ctrl-C in here is raised at the end of the block
+    """
+
+    __slots__ = ("_installed", "_previous", "pending", "up")
+
+    def __init__(self, up: bool = False) -> None:
+        self.up = up
+        self.pending = False
+        self._previous: object = None
+        self._installed = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.getsignal(signal.SIGINT)
+            if callable(self._previous):  # not ignored, nor left to the system
+                signal.signal(signal.SIGINT, self._handle)
+                self._installed = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._installed:
+            self._installed = False
+            if signal.getsignal(signal.SIGINT) == self._handle:  # nobody put another in its place
+                assert callable(self._previous)
+                signal.signal(signal.SIGINT, self._previous)
+        self.up = False
+        self.let_go()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.up and not self.pending:
+            self.pending = True
+            return
+        self.pending = False
+        assert callable(self._previous)
+        self._previous(number, frame)
+
+    def let_go(self) -> None:
+        """Raise what was put off."""
+        if self.pending:
+            self.pending = False
+            assert callable(self._previous)
+            self._previous(signal.SIGINT, None)

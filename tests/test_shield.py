@@ -1,0 +1,104 @@
+"""Ctrl-C put off, and raised after."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from multistage.interrupts import Shield
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_it_is_raised_after_the_block() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), Shield(up=True):
+        ctrl_c()
+        done.append("rest")
+    assert done == ["rest"]
+
+
+def test_while_it_is_down_it_is_raised_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt), Shield() as shield:
+        shield.up = True
+        shield.up = False
+        ctrl_c()
+        raise AssertionError("not reached")
+
+
+def test_it_is_raised_when_let_go() -> None:
+    with Shield() as shield:
+        shield.up = True
+        ctrl_c()
+        shield.up = False
+        with pytest.raises(KeyboardInterrupt):
+            shield.let_go()
+        shield.let_go()  # once
+
+
+def test_a_second_one_is_raised_at_once() -> None:
+    """The way out of a block that hangs."""
+    with pytest.raises(KeyboardInterrupt), Shield(up=True):
+        ctrl_c()
+        ctrl_c()
+        raise AssertionError("not reached")
+
+
+def test_nested() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), Shield(up=True):
+        with Shield(up=True):
+            ctrl_c()
+            done.append("inner")
+        done.append("outer")  # the outer one is up still
+    assert done == ["inner", "outer"]
+
+
+def test_other_handlers_are_called() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        with Shield(up=True):
+            ctrl_c()
+            assert seen == []
+        assert seen == [signal.SIGINT]
+        with Shield(up=True):  # its user installs another in the block: it stays
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        with Shield(up=True):
+            ctrl_c()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_in_another_thread_it_does_nothing() -> None:
+    found: list[object] = []
+
+    def run() -> None:
+        with Shield(up=True):
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [signal.default_int_handler]
+
+
+def test_an_error_in_the_block_is_the_context() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught, Shield(up=True):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise ValueError("in the block")
+    assert isinstance(caught.value.__context__, ValueError)
