@@ -67,17 +67,18 @@ def _bar(what: str, total: int | None, unit: str) -> Any:
             miniters=1,
             delay=_DELAY_S,
             leave=False,
-            dynamic_ncols=_has_width(),
-            ncols=None if _has_width() else 79,
+            **_size(),
         )
 
 
-def _has_width() -> bool:
-    """Return whether the terminal tells its width; some that programs make have none."""
+def _size() -> dict[str, Any]:
+    """Return the size of bars: the terminal's as it changes, or one for those that tell none."""
     try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+        if os.get_terminal_size(sys.stderr.fileno()).columns > 0:
+            return {"dynamic_ncols": True}
     except (AttributeError, ValueError, OSError):
-        return False
+        pass
+    return {"ncols": 79, "nrows": 24}
 
 
 @contextlib.contextmanager
