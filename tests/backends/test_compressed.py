@@ -58,7 +58,7 @@ def test_every_bit_comes_back(dtype: str, size: int) -> None:
     raw = np.repeat(np.arange(layout.leaves[0].nbytes // 64 + 1, dtype="<u8"), 8).view(np.uint8)
     raw = raw[: layout.leaves[0].nbytes].copy()
     special = np.array([np.nan, -np.nan, -0.0, np.inf, 5e-324])
-    special.view(np.uint64)[0] |= 0xABC  # a NaN's payload
+    special.view(np.uint64)[0] |= np.uint64(0xABC)  # a NaN's payload
     raw[: special.nbytes] = special.view(np.uint8)
     state = raw.view(dtype)
     store = CompressedStore(MemoryStore(buffer_bytes=0))
