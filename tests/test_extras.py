@@ -126,7 +126,7 @@ def test_every_extra_that_is_named_exists():
     places += [*(ROOT / "multistage").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
     found = set()
     for path in places:
-        for each in re.findall(r"multistage-checkpointing\[([^\]{]+)\]", path.read_text()):
+        for each in re.findall(r"multistage-checkpointing\[([\w,-]+)\]", path.read_text()):
             found |= {(path.name, extra.strip()) for extra in each.split(",")}
     assert {extra for _, extra in found} >= set(EXTRAS) - {"test", "docs"}
     assert not {(place, extra) for place, extra in found if extra not in EXTRAS}
