@@ -10,7 +10,6 @@ schedule, `simulate` runs it in virtual time, `check` proves it legal;
 from . import actions as actions
 from . import errors as errors
 from .actions import Schedule as Schedule
-from .actions import check as check
 from .backends import FileStore as FileStore
 from .backends import MemoryStore as MemoryStore
 from .backends import Store as Store
@@ -34,6 +33,7 @@ from .report import Report as Report
 from .reversal import Result as Result
 from .reversal import Reversal as Reversal
 from .reversal import reverse as reverse
+from .rules import check as check
 from .simulate import Jitter as Jitter
 from .simulate import simulate as simulate
 from .stages import Stage as Stage

@@ -43,7 +43,6 @@ from .actions import (
     Offer,
     Put,
     Reverse,
-    Rules,
     Save,
     Schedule,
     Tape,
@@ -52,6 +51,7 @@ from .backends.base import CheckpointLost, Store
 from .chain import Chain
 from .errors import CheckpointWarning, MultistageError, ScheduleError, StateError
 from .interrupts import Shield
+from .rules import Rules
 from .slots import ArrayStates, Kept, Slots, StateLayout, States
 from .steps import StepSet
 from .timeline import Timeline

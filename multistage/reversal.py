@@ -16,7 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from .actions import Rules, Schedule
+from .actions import Schedule
 from .backends.base import Store, StoreStats
 from .backends.streamed import StreamedStore
 from .backends.urls import open_store
@@ -34,6 +34,7 @@ from .plan.resumed import durable_plan, resumed_schedule
 from .probe import compressions, measure
 from .progress import Bars
 from .report import Report, TierUse
+from .rules import Rules
 from .slots import ArrayStates, States
 
 State = TypeVar("State")

@@ -30,7 +30,6 @@ from .actions import (
     Offer,
     Put,
     Reverse,
-    Rules,
     Save,
     Schedule,
     Tape,
@@ -38,6 +37,7 @@ from .actions import (
 )
 from .costs import Costs, Tier
 from .errors import ArgumentError
+from .rules import Rules
 from .timeline import Timeline
 
 

@@ -176,7 +176,7 @@ MUTANTS = (
     ),
     # what judges and runs schedules
     _of(
-        "actions.py",
+        "rules.py",
         "elif step != self.adjoint - 1:",
         "elif step > self.adjoint - 1:",
         "test_actions.py",

@@ -20,15 +20,14 @@ from multistage.actions import (
     Offer,
     Put,
     Reverse,
-    Rules,
     Save,
     Tape,
-    check,
 )
 from multistage.costs import Costs, Tier
 from multistage.errors import ArgumentError, ScheduleError
 from multistage.plan.reserve import Reservation
 from multistage.plan.sweep import Sweep
+from multistage.rules import Rules, check
 
 LEGAL = [
     Put(0),

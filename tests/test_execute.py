@@ -26,11 +26,9 @@ from multistage.actions import (
     Offer,
     Put,
     Reverse,
-    Rules,
     Save,
     Schedule,
     Tape,
-    check,
 )
 from multistage.backends import FileStore, MemoryStore, Store
 from multistage.backends.testing import FaultyStore
@@ -46,6 +44,7 @@ from multistage.errors import (
 from multistage.execute import Executor
 from multistage.layout import Layout
 from multistage.plan import PLANNERS, Plan
+from multistage.rules import Rules, check
 from multistage.simulate import simulate
 
 N = 31

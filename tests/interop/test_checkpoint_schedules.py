@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from chains import CHAINS, raw, store_all
 
-from multistage.actions import check
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.costs import Costs, Tier
@@ -17,6 +16,7 @@ from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, Sch
 from multistage.interop.checkpoint_schedules import actions_of, as_planner, as_schedule
 from multistage.plan import PLANNERS, plan
 from multistage.reversal import Reversal
+from multistage.rules import check
 from multistage.simulate import simulate
 
 their = pytest.importorskip("checkpoint_schedules")

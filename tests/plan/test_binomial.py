@@ -10,16 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multistage import native
-from multistage.actions import (
-    Advance,
-    EndForward,
-    Free,
-    Load,
-    Reverse,
-    Save,
-    Tape,
-    check,
-)
+from multistage.actions import Advance, EndForward, Free, Load, Reverse, Save, Tape
 from multistage.plan.binomial import (
     beta,
     first_advance,
@@ -28,6 +19,7 @@ from multistage.plan.binomial import (
     reverse_actions,
     reverse_codes,
 )
+from multistage.rules import check
 
 
 @cache

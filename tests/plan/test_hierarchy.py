@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multistage import native
-from multistage.actions import Action, check
+from multistage.actions import Action
 from multistage.costs import Costs, Tier
 from multistage.errors import ArgumentError
 from multistage.plan import PLANNERS, RANKED, Plan, plan
@@ -37,6 +37,7 @@ from multistage.plan.mixed import mixed_schedule, solve_mixed, worth_trying
 from multistage.plan.periodic_disk import asymptotic_period, best_period
 from multistage.plan.rows import Rows
 from multistage.plan.stumm_walther import stumm_walther_schedule
+from multistage.rules import check
 from multistage.simulate import simulate
 
 SYNCHRONOUS = ("h-revolve", "disk-revolve", "periodic-disk", "stumm-walther")

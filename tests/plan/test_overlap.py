@@ -21,7 +21,6 @@ from multistage.actions import (
     Reverse,
     Schedule,
     Tape,
-    check,
     drive,
 )
 from multistage.backends import MemoryStore
@@ -33,6 +32,7 @@ from multistage.execute import Executor
 from multistage.layout import Layout
 from multistage.plan.overlap import on_tier, overlap
 from multistage.plan.revolve import revolve_schedule
+from multistage.rules import check
 from multistage.simulate import simulate
 
 

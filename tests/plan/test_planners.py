@@ -19,7 +19,6 @@ from multistage.actions import (
     Reverse,
     Save,
     Tape,
-    check,
 )
 from multistage.costs import Costs, Tier
 from multistage.errors import ArgumentError, BudgetError
@@ -28,6 +27,7 @@ from multistage.plan.interval import corrected_factor, printed_factor
 from multistage.plan.online import dynamic_schedule, online_schedule
 from multistage.plan.predict import SIMULATED_STEPS
 from multistage.plan.streaming import streaming, streaming_spacing
+from multistage.rules import check
 from multistage.simulate import simulate
 
 

@@ -19,7 +19,6 @@ from multistage.actions import (
     Offer,
     Put,
     Reverse,
-    Rules,
     Tape,
     drive,
 )
@@ -28,6 +27,7 @@ from multistage.execute import Resumed
 from multistage.plan.binomial import nu
 from multistage.plan.resumed import durable_plan, resumed_schedule
 from multistage.plan.streaming import streaming
+from multistage.rules import Rules
 from multistage.simulate import simulate
 
 

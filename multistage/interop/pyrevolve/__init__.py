@@ -40,6 +40,8 @@ from ...costs import Budget, Costs
 from ...errors import ArgumentError
 from ...plan import Plan, Planner
 from . import compression, crevolve, profiling, schedulers, storage
+from .base import BaseRevolver as BaseRevolver
+from .base import Tiers, set_defaults
 from .crevolve import Action as Action
 from .crevolve import CRevolve as CRevolve
 from .crevolve import RevolveError as RevolveError
@@ -50,13 +52,11 @@ from .crevolve import numforw as numforw
 from .operators import Checkpoint as Checkpoint
 from .operators import Operator as Operator
 from .profiling import Profiler as Profiler
-from .revolvers import BaseRevolver as BaseRevolver
 from .revolvers import DiskRevolver as DiskRevolver
 from .revolvers import MemoryRevolver as MemoryRevolver
 from .revolvers import MultiLevelRevolver as MultiLevelRevolver
 from .revolvers import Revolver as Revolver
 from .revolvers import SingleLevelRevolver as SingleLevelRevolver
-from .revolvers import Tiers, set_defaults
 from .schedulers import Architecture as Architecture
 from .storage import BytesStorage as BytesStorage
 from .storage import DiskStorage as DiskStorage

@@ -1,0 +1,272 @@
+"""What all revolvers share: a checkpoint, two operators, and the `Reversal` that runs them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from ...actions import Answer, Await, Get, Put, Save
+from ...backends import Store
+from ...costs import NOT_KEPT, Budget, Costs, Tier
+from ...errors import ArgumentError
+from ...plan import Plan, Planner
+from ...plan.base import require_steps
+from ...report import Report
+from ...reversal import Reversal
+from .operators import Compression, OperatorChain, OperatorStates
+from .profiling import Profiler
+from .storage import Storage
+
+# States in memory on their way to or from a disk: two each way.
+TRANSIT = 4
+
+Tiers = str | Store | Sequence[str | Store]
+
+# What `install` gave for revolvers whose maker leaves the memory open.
+defaults: dict[str, Any] = {}
+
+
+def set_defaults(**options: Any) -> None:
+    """Set `memory`, `tiers`, `planner`, `costs` and `progress` of revolvers that are given none.
+
+    They hold for single-level revolvers in memory made with `n_checkpoints=None`.
+    """
+    unknown = set(options) - {"memory", "tiers", "planner", "costs", "progress"}
+    if unknown:
+        raise ArgumentError(f"{sorted(unknown)} are no options of a revolver")
+    defaults.clear()
+    defaults.update({name: value for name, value in options.items() if value is not None})
+
+
+class BaseRevolver:
+    """What all revolvers share.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Or any object with `dtype`, `size`, `get_data` and `get_data_location`.
+    fwd_operator, rev_operator : Operator
+        Or any objects with `apply(t_start=, t_end=)`.
+    n_checkpoints : int or None
+    n_timesteps : int
+    timings : object
+        Kept as an attribute, as pyrevolve does.
+    profiler : Profiler, optional
+        Gets the milliseconds spent in operators and copies.
+
+    Raises
+    ------
+    ArgumentError, BudgetError, StoreError
+        Before any operator runs.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Any,
+        fwd_operator: Any,
+        rev_operator: Any,
+        n_checkpoints: int | None,
+        n_timesteps: int,
+        storage_list: Sequence[Storage] | None = None,
+        scheduler: object = None,
+        timings: object = None,
+        profiler: Profiler | None = None,
+    ) -> None:
+        if scheduler is not None:
+            raise ArgumentError("scheduler= is not supported; give planner= or use a subclass")
+        self.n_timesteps = require_steps(n_timesteps, "revolve")
+        self.n_checkpoints = n_checkpoints
+        self.checkpoint = checkpoint
+        self.fwd_operator = fwd_operator
+        self.rev_operator = rev_operator
+        self.timings = timings
+        self.profiler = Profiler() if profiler is None else profiler
+        self.storage_list = list(storage_list or ())
+        for name, operator in (("fwd_operator", fwd_operator), ("rev_operator", rev_operator)):
+            if not callable(getattr(operator, "apply", None)):
+                raise ArgumentError(f"{name}={operator!r} must have apply(t_start, t_end)")
+        self._chain = OperatorChain(fwd_operator, rev_operator)
+        self._states: OperatorStates | None = None
+        self._reversal: Reversal[Any, Any] | None = None
+        self._assumed: Planner | None = None  # plans on costs that nobody measured
+        self._closer: Callable[[], object] | None = None
+
+    # -------------------------------------------------------------------- life
+
+    def _run_on(
+        self,
+        *,
+        budget: Budget | int | str,
+        tier: Tiers | None,
+        planner: str | Plan | Planner,
+        costs: Costs | None = None,
+        compression: Compression | None = None,
+        progress: bool | None = None,
+        assumed: tuple[float, float] | None = None,
+    ) -> None:
+        """Set up the sweeps.
+
+        `assumed` are the costs of a forward and of an adjoint step for a
+        `planner` that needs no others.
+        """
+        self.close()
+        self._assumed = None
+        if assumed is not None:
+            assert callable(planner) and not isinstance(planner, Plan)
+            self._assumed = planner
+            costs = Costs(
+                forward_step_s=assumed[0],
+                reverse_step_s=assumed[1],
+                tape_step_s=0.0,  # part of the adjoint step, as pyrevolve counts
+                state_bytes=max(1, int(self.checkpoint.nbytes)),
+                tape_bytes=NOT_KEPT,
+                tiers=() if tier is None else (Tier("disk"),),
+            )
+        restored = self.n_timesteps > 1 or assumed is None  # measuring puts state 0 back
+        self._states = OperatorStates(self.checkpoint, compression, restored=restored)
+        self._reversal = Reversal(
+            self._chain,
+            n_steps=self.n_timesteps,
+            budget=budget,
+            tier=tier,
+            planner=planner,
+            costs=costs,
+            progress=progress,
+            states=self._states,
+        )
+        # Threads and files go when the revolver does: its users never close it.
+        self._closer = weakref.finalize(self, self._reversal.close)
+
+    def close(self) -> None:
+        """Stop threads and give memory and disk back; another sweep opens them again."""
+        if self._closer is not None:
+            self._closer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ sweeps
+
+    def apply_forward(self) -> None:
+        """Run the forward operator over all time steps, keeping checkpoints.
+
+        May be called again for another sweep, after the operators' arrays were
+        set to the initial state.  With `memory`, `tiers` or `planner` and no
+        `costs`, the first call runs a few steps more, to measure them, and
+        puts the arrays back.
+
+        Raises
+        ------
+        StateError
+            If the arrays change their number, shape or dtype.
+        """
+        reversal = self._ready()
+        assert self._states is not None
+        self._states.forget()
+        try:
+            reversal.forward(self.checkpoint)
+        finally:
+            self._flush("forward", taped="lastfw")
+
+    def apply_reverse(self) -> None:
+        """Run the adjoint operator over all time steps, from the last to the first.
+
+        Raises
+        ------
+        ArgumentError
+            Without an `apply_forward` before it: each serves one.
+        """
+        try:
+            self._ready().reverse(None)
+        finally:
+            self._flush("reverse", taped="reverse")
+
+    def _flush(self, section: str, *, taped: str) -> None:
+        """Hand what a sweep's operators and copies took to the profiler."""
+        chain, states, profiler = self._chain, self._states, self.profiler
+        chain.advanced.flush(profiler, section, "advance")
+        chain.taped.flush(profiler, section, taped)
+        chain.reversed.flush(profiler, section, "reverse")
+        if states is not None:
+            states.saved.flush(profiler, "storage", "copy_save")
+            states.loaded.flush(profiler, "storage", "copy_load")
+
+    def _ready(self) -> Reversal[Any, Any]:
+        if self._reversal is None:
+            raise ArgumentError("the revolver has no storage; add one and call reload_scheduler()")
+        if self._closer is not None and not getattr(self._closer, "alive", True):
+            self._closer = weakref.finalize(self, self._reversal.close)
+        return self._reversal
+
+    def report(self) -> Report:
+        """Return what the last complete sweep did.
+
+        Where costs were not measured, the prediction is made in hindsight,
+        from those that the sweep has shown.
+        """
+        report = self._ready().report()
+        if self._assumed is None:
+            return report
+        plan = self._assumed(report.seen, report.plan.slots, self.n_timesteps)
+        return replace(report, plan=plan)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the sweeps; made at the first `apply_forward` if costs are measured."""
+        reversal = self._ready()
+        if reversal.plan is not None:
+            return reversal.plan
+        if self._assumed is None:
+            raise ArgumentError(
+                "the plan is made by the first apply_forward(), from measured costs"
+            )
+        assert reversal.costs is not None
+        return self._assumed(reversal.costs, self._slots, self.n_timesteps)
+
+    _slots = 0
+
+    @property
+    def makespan(self) -> float:
+        """The predicted cost of both sweeps, in forward steps where costs are assumed."""
+        return self.plan.makespan_s
+
+    @property
+    def ratio(self) -> float:
+        """Forward steps over time steps, those right before their adjoint not counted."""
+        return (self.plan.forward_steps - 1) / self.n_timesteps
+
+    def storage_ckps(self, k: int = 0) -> list[int]:
+        """Return the time steps of all checkpoints written to level k, in order."""
+        kind = Save if self._is_fast(k) else Put
+        first = not self._is_fast(0)
+        found: list[int] = []
+        token = 0
+        schedule = self.plan.schedule()
+        answer: Answer = None
+        while True:
+            try:
+                action = schedule.send(answer)
+            except StopIteration:
+                return found
+            answer = None
+            if isinstance(action, Put | Get):
+                answer, token = token, token + 1
+            elif isinstance(action, Await):
+                answer = True
+            at = k if first else k - 1
+            if isinstance(action, kind) and (kind is Save or getattr(action, "tier", 0) == at):
+                found.append(action.step)
+
+    def _is_fast(self, level: int) -> bool:
+        return level == 0
