@@ -46,6 +46,9 @@ suppress_warnings = ["myst.strikethrough"]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+autodoc_type_aliases = {
+    name: name for name in ("Action", "Adjoint", "Answer", "Planner", "Schedule", "State", "States")
+}
 autosummary_generate = False
 napoleon_google_docstring = False
 napoleon_use_ivar = True
@@ -85,6 +88,40 @@ def _add_toctrees(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] += f"\n\n{toctrees(source[0])}\n"
 
 
+def _one_by_one(
+    app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
+    """Give each of several attributes an entry of its own, which napoleon does not."""
+    text = "\n".join(lines)
+    several = r"^(\w+(?:, \w+)+)( : .*\n(?:[ ]+\S.*\n?)*)"
+    head, rule, tail = text.partition("Attributes\n----------\n")
+    if rule:
+        section, more, rest = tail.partition("\n\n")
+        section = re.sub(
+            several,
+            lambda m: "".join(f"{each}{m[2].rstrip()}\n" for each in m[1].split(", ")),
+            section + "\n",
+            flags=re.M,
+        )
+        lines[:] = (head + rule + section.rstrip("\n") + more + rest).split("\n")
+
+
+def _readable(
+    app: Sphinx,
+    what: str,
+    name: str,
+    obj: object,
+    options: object,
+    signature: str | None,
+    returned: str | None,
+) -> tuple[str | None, str | None]:
+    """Write a default that is made anew as `...`, and an alias by its name."""
+    if signature:
+        signature = signature.replace("<factory>", "...")
+        signature = re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", signature)
+    return signature, returned
+
+
 def _inline(self: HTML5Translator, node: nodes.math) -> None:
     self.body.append(tex2mathml(node.astext()))
     raise nodes.SkipNode
@@ -109,5 +146,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
             field.label = "Attributes"
     app.add_html_math_renderer("mathml", (_inline, None), (_display, None))
     app.connect("source-read", _add_toctrees)
+    app.connect("autodoc-process-docstring", _one_by_one, priority=100)
+    app.connect("autodoc-process-signature", _readable)
     app.connect("build-finished", _redirect)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

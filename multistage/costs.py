@@ -206,7 +206,7 @@ class Costs:
 
     @property
     def taping_s(self) -> float:
-        """Seconds of `Tape(i)`: a forward step that keeps its tape."""
+        """Seconds of `Tape(i)`, a forward step that keeps its tape."""
         return self.forward_step_s if self.tape_step_s is None else self.tape_step_s
 
     @property

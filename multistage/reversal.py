@@ -582,10 +582,11 @@ def reverse(
 
     Parameters
     ----------
+    step, adjoint_step, state, n_steps, tape_step, budget, tier, planner
+        As for `Reversal` and its `forward`.
     adjoint : pytree of arrays, or callable
         Adjoint of the last state, or a function of the last state that returns it.
-    step, adjoint_step, state, n_steps, tape_step, budget, tier, planner, costs, progress
-    durable, durable_every_s, durable_label
+    costs, progress, durable, durable_every_s, durable_label
         As for `Reversal`.
 
     Returns
