@@ -116,10 +116,13 @@ def _readable(
     returned: str | None,
 ) -> tuple[str | None, str | None]:
     """Write a default that is made anew as `...`, and an alias by its name."""
-    if signature:
-        signature = signature.replace("<factory>", "...")
-        signature = re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", signature)
-    return signature, returned
+
+    def readable(text: str | None) -> str | None:
+        return text and re.sub(
+            r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text.replace("<factory>", "...")
+        )
+
+    return readable(signature), readable(returned)
 
 
 def _inline(self: HTML5Translator, node: nodes.math) -> None:

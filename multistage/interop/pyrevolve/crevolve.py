@@ -179,10 +179,10 @@ class CRevolve:
 
     @property
     def checkram(self) -> int:
-        """The snapshot in use: all are in memory."""
+        """The snapshot in use; all are in memory."""
         return self.check
 
     @property
     def checkrom(self) -> int:
-        """Always 0: none is on disk."""
+        """Always 0, since none is on disk."""
         return 0
