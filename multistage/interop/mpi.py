@@ -21,7 +21,7 @@ an operator raises, Ctrl-C              the message, and the end of the program
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Generic, Literal, Self, TypeVar
@@ -232,6 +232,9 @@ class MPIReversal(Generic[State, Adjoint]):
             yield
         except BaseException as error:
             self._stop()
+            if self._run is not None:
+                with suppress(ArgumentError):  # stopped before the first step
+                    self._report = self._run.report()  # how far this rank came
             if error is not self._ranks.shared:
                 self._fail(error)
             raise
@@ -301,7 +304,7 @@ class MPIReversal(Generic[State, Adjoint]):
         return result
 
     def report(self) -> Report:
-        """Return what this rank did in the last complete sweep beside what was predicted.
+        """Return what this rank did in the last sweeps beside what was predicted.
 
         Raises
         ------
