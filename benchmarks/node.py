@@ -393,7 +393,7 @@ def html(data: dict[str, Any], folder: Path) -> str:
             parts.append(f"<pre>{_text(record.get('output', ''))}</pre>")
         if record["status"] == "done":
             parts.append(picture(folder / f"{name}.png", titles[name]))
-            parts.append(table(("ratio", "value"), record["ratios"].items()))
+            parts.append(table(("ratio", "value"), record["ratios"].items(), narrow=True))
     return document(title, "".join(parts))
 
 
@@ -470,13 +470,18 @@ def _plan_rows(rows: list[dict[str, Any]]) -> list[tuple[object, ...]]:
                 row["tier"],
                 "" if row["rho"] is None else f"{row['rho']:.3g}",
                 row["planner"],
-                format_seconds(row["makespan_s"]),
+                _duration(row["makespan_s"]),
                 f"{row['recompute_factor']:.2f}",
                 f"{100 * row['gap']:.1f} %",
                 f"{row['revolve_over']:.2f} x",
             )
         )
     return shown
+
+
+def _duration(seconds: float) -> str:
+    """Return a time, long ones in hours."""
+    return f"{seconds / 3600:.3g} h" if seconds >= 3600 else format_seconds(seconds)
 
 
 def _text(value: object) -> str:

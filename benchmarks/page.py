@@ -24,7 +24,8 @@ border-bottom:2px solid #dde3ea;padding-bottom:.2rem}h3{font-size:1.02rem;margin
 p{margin:.3rem 0 .8rem}.quiet{color:#52606d;font-size:.9rem}
 table{border-collapse:collapse;width:100%;font-size:.88rem;margin:.4rem 0 1rem}
 th,td{text-align:left;vertical-align:top;padding:.32rem .6rem;border-bottom:1px solid #e4e9ef}
-th{background:#f5f7fa;font-weight:600}td.n{text-align:right;white-space:nowrap}
+th{background:#f5f7fa;font-weight:600}td.n{text-align:right}
+td.n,td.s{white-space:nowrap}table.narrow{width:auto}
 .v{white-space:nowrap;font-weight:600;border-radius:.3rem;padding:.05rem .45rem}
 .agrees,.done{background:#dff3e4;color:#14532d}.differs,.failed{background:#fde3e1;color:#8a1c13}
 .none{background:#edf0f3;color:#52606d}
@@ -35,6 +36,7 @@ img,svg{max-width:100%;height:auto}pre{background:#f5f7fa;padding:.7rem;overflow
 font-size:.78rem;max-height:22rem}
 .wide{overflow-x:auto}
 """
+SHORT = 16  # characters of a cell that are kept on one line
 
 
 def page(data: Mapping[str, Any], folder: Path) -> str:
@@ -93,20 +95,22 @@ def tiles(values: Iterable[tuple[object, str]]) -> str:
     )
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+def table(head: Iterable[str], rows: Iterable[Iterable[object]], *, narrow: bool = False) -> str:
     """Return a table; cells are text, or `Raw`, and numbers stand to the right."""
 
     def cell(value: object) -> str:
         if isinstance(value, Raw):
             return f"<td>{value.html}</td>"
-        right = " class='n'" if isinstance(value, int | float) else ""
-        text = number(value) if isinstance(value, int | float) else str(value)
-        return f"<td{right}>{escape(text)}</td>"
+        if isinstance(value, int | float):
+            return f"<td class='n'>{escape(number(value))}</td>"
+        short = " class='s'" if len(str(value)) <= SHORT else ""
+        return f"<td{short}>{escape(str(value))}</td>"
 
     lines = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
     heads = "".join(f"<th>{escape(name)}</th>" for name in head)
+    opened = "<table class='narrow'>" if narrow else "<table>"
     return (
-        f"<div class='wide'><table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody>"
+        f"<div class='wide'>{opened}<thead><tr>{heads}</tr></thead><tbody>{lines}</tbody>"
         "</table></div>"
     )
 
@@ -264,7 +268,7 @@ def _benchmark(entry: Entry, data: Mapping[str, Any], folder: Path) -> str:
         parts.append(picture(folder / f"{entry.name}.png", entry.title))
         ratios = record["ratios"]
         parts.append("<details><summary>All ratios</summary>")
-        parts.append(table(("ratio", "value"), ratios.items()))
+        parts.append(table(("ratio", "value"), ratios.items(), narrow=True))
         parts.append("</details>")
         parts += [f"<p class='quiet'>Left out: {escape(what)}.</p>" for what in record["left_out"]]
     return "".join(parts)
