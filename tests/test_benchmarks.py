@@ -508,3 +508,17 @@ def test_a_run_beyond_free_memory_is_planned_within_it(monkeypatch: pytest.Monke
     assert all(row["revolve_over"] >= 1 - 1e-9 for row in (*rows[1e15], *rows[0.0]))
     assert all(row["revolve_over"] == pytest.approx(1) for row in rows[0.0])
     assert any(row["revolve_over"] > 1.2 for row in rows[1e15])
+
+
+def test_pinned_memory_is_probed_as_other_tiers_are() -> None:
+    """Beside the CPU, where its copies run on threads."""
+    pytest.importorskip("torch")
+    (row,) = node.pinned(0.05, "cpu", sizes=(1 << 16,))
+    assert row["state_bytes"] == 1 << 16
+    assert row["write_bytes_per_s"] > 0 and row["read_bytes_per_s"] > 0
+
+
+def test_the_script_is_a_script() -> None:
+    script = ROOT / "scripts" / "bench-node"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
