@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -80,7 +81,8 @@ def run(entry: Entry, mode: str, out: Path, seed: int, cwd: Path | None = None) 
     if code == 0:
         try:
             found = json.loads(result_file.read_text(encoding="utf-8"))
-            record |= {k: found[k] for k in ("ratios", "left_out", "machine", "seed")}
+            record |= {k: found[k] for k in ("left_out", "machine", "seed")}
+            record["ratios"] = {name: _told(value) for name, value in found["ratios"].items()}
             record["status"] = "done"
             return record
         except (OSError, ValueError, KeyError) as error:
@@ -91,6 +93,11 @@ def run(entry: Entry, mode: str, out: Path, seed: int, cwd: Path | None = None) 
     return record
 
 
+def _told(value: float) -> float | str:
+    """Return a number that JSON knows: what is infinite or none is told in words."""
+    return value if math.isfinite(value) else str(value)
+
+
 def _run_child(command: Sequence[str], entry: Entry, limit_s: float, cwd: Path) -> tuple[int, str]:
     """Run a command in a process group of its own, which goes with it; return status and output."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -98,6 +105,7 @@ def _run_child(command: Sequence[str], entry: Entry, limit_s: float, cwd: Path) 
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # Matplotlib must not look for a display.
     environment.setdefault("MPLBACKEND", "Agg")
+    environment["PYTHONUNBUFFERED"] = "1"  # what one that is stopped has said
     with subprocess.Popen(
         command,
         cwd=cwd,
@@ -159,7 +167,7 @@ def summary(mode: str, records: dict[str, Any]) -> dict[str, Any]:
 
 def report(data: dict[str, Any], out: Path) -> None:
     """Write `all.json` and `index.html`."""
-    write(out / "all.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    write(out / "all.json", json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     write(out / "index.html", page(data, out))
 
 

@@ -95,7 +95,7 @@ def judge(claim: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) ->
         return Judged(claim, "no counterpart", None)
     ratios = results.get(claim["benchmark"], {}).get("ratios", {})
     value = ratios.get(claim["measured"])
-    if value is None or math.isnan(value):
+    if not isinstance(value, int | float) or not math.isfinite(value):
         return Judged(claim, "not run", None)
     agrees = holds(claim["test"], value, claim["published"])
     return Judged(claim, "agrees" if agrees else "differs", value)

@@ -83,7 +83,10 @@ def _ours(data: dict[str, Any]) -> str:
         if entry.items:
             continue
         found = record.get("ratios", {})
-        text = ", ".join(f"{key} {number(value)}" for key, value in list(found.items())[:8])
+        text = ", ".join(
+            f"{key} {value if isinstance(value, str) else number(value)}"
+            for key, value in list(found.items())[:8]
+        )
         reason = f": {record['reason']}" if "reason" in record else ""
         rows.append((f"`{entry.name}`", entry.title, text or f"{record['status']}{reason}"))
     return _markdown(rows)

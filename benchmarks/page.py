@@ -34,7 +34,7 @@ td.n,td.s{white-space:nowrap}table.narrow{width:auto}
 .tile b{display:block;font-size:1.5rem}
 img,svg{max-width:100%;height:auto}pre{background:#f5f7fa;padding:.7rem;overflow:auto;
 font-size:.78rem;max-height:22rem}
-.wide{overflow-x:auto}
+.wide{overflow-x:auto}.wide svg{min-width:46rem}
 """
 SHORT = 16  # characters of a cell that are kept on one line
 
@@ -150,7 +150,7 @@ def _failures(data: Mapping[str, Any]) -> str:
     failed = {k: v for k, v in data["benchmarks"].items() if v["status"] == "failed"}
     return "".join(
         f"<h3>{badge('failed').html} {escape(name)}: {escape(record.get('reason', ''))}</h3>"
-        f"<pre>{escape(record.get('output', ''))}</pre>"
+        + (f"<pre>{escape(record['output'])}</pre>" if record.get("output") else "")
         for name, record in failed.items()
     )
 

@@ -34,8 +34,9 @@ parser.add_argument("--seed", type=int)
 args = parser.parse_args()
 print("says <this> first", flush=True)
 {body}
-args.json.write_text(json.dumps({{"ratios": {{"peak_async": 8.0}}, "left_out": [],
-                                 "machine": {{}}, "seed": args.seed}}))
+ratios = {{"peak_async": 8.0, "none": float("inf")}}
+args.json.write_text(json.dumps({{"ratios": ratios, "left_out": [], "machine": {{}},
+                                 "seed": args.seed}}))
 """
 
 
@@ -93,7 +94,26 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def quick(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
     status = runner.main(["--quick", "--out", str(out), *more])
-    return status, json.loads((out / "all.json").read_text())
+    text = (out / "all.json").read_text()
+    assert_schema(data := json.loads(text))
+    assert "Infinity" not in text and "NaN" not in text
+    return status, data
+
+
+def assert_schema(data: dict[str, Any]) -> None:
+    """Assert that `all.json` is what the page and the docs read."""
+    assert set(data) == {"format", "mode", "machine", "load", "benchmarks", "claims"}
+    assert data["format"] == "multistage-benchmarks-1" and data["mode"] in ("quick", "full")
+    assert {"processor", "cores", "system", "versions"} <= set(data["machine"])
+    for record in data["benchmarks"].values():
+        assert record["status"] in ("done", "failed", "skipped")
+        if record["status"] == "done":
+            assert isinstance(record["ratios"], dict) and isinstance(record["left_out"], list)
+        else:
+            assert record["reason"]
+    for claim in data["claims"]:
+        assert claim["verdict"] in ("agrees", "differs", "not run", "no counterpart")
+        assert (claim["value"] is not None) == (claim["verdict"] in ("agrees", "differs"))
 
 
 # -------------------------------------------------------------------- the runner
@@ -107,7 +127,7 @@ def test_a_failing_benchmark_is_reported_and_the_rest_run(tiny: Any) -> None:
     assert records["first"]["status"] == "failed" and records["first"]["reason"] == "exit status 3"
     assert "says <this> first" in records["first"]["output"]
     assert records["second"]["status"] == "done"
-    assert records["second"]["ratios"] == {"peak_async": 8.0}
+    assert records["second"]["ratios"] == {"peak_async": 8.0, "none": "inf"}  # strict JSON
     assert records["third"]["status"] == "failed" and "no result" in records["third"]["reason"]
     text = (out / "index.html").read_text()
     assert_page(text)
