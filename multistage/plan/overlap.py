@@ -44,7 +44,7 @@ def on_tier(schedule: Schedule | Iterable[Action], tier: int = 0) -> Schedule:
 
     Examples
     --------
-    >>> from multistage.actions import check
+    >>> from multistage.rules import check
     >>> from multistage.plan.revolve import revolve_schedule
     >>> check(on_tier(revolve_schedule(3, 20)), n_steps=20, slots=1).tier_peak
     {0: 3}
