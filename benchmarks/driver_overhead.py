@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks._common import finish, interleaved, options
-from multistage import PLANNERS, Costs, FunctionChain, MemoryStore, Tier
+from multistage import PLANNERS, Costs, FunctionChain, Tier
+from multistage.backends import MemoryStore
 from multistage.execute import Executor
 from multistage.layout import Layout
 from multistage.plan.revolve import revolve_schedule

@@ -8,11 +8,8 @@ schedule, `simulate` runs it in virtual time, `check` proves it legal;
 """
 
 from . import actions as actions
+from . import backends as backends
 from . import errors as errors
-from .actions import Schedule as Schedule
-from .backends import FileStore as FileStore
-from .backends import MemoryStore as MemoryStore
-from .backends import Store as Store
 from .backends import open_store as open_store
 from .blocks import Blocks as Blocks
 from .chain import Chain as Chain

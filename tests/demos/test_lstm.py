@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multistage import PLANNERS, Costs, FileStore, Reversal, Tier
+from multistage import PLANNERS, Costs, Reversal, Tier
+from multistage.backends import FileStore
 from multistage.demos.lstm import LSTM, State, build, gradients_of
 from multistage.demos.text import encode, standard_library
 from multistage.errors import ArgumentError
