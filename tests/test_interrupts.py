@@ -150,6 +150,22 @@ def test_at_any_moment(engine: str, tmp_path: Path) -> None:
     assert times == 12
 
 
+def test_ctrl_c_while_a_folder_is_tried_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reaches the caller, which a finalizer's exception does not, and all else is undone."""
+    from multistage.backends import FileStore, private
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(private, "_discard", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        FileStore(tmp_path).check()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 COMMAND = """
 import os, signal, sys
 from multistage.cli import main

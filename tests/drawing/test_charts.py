@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from multistage import Costs, Stage, StageCosts, Tier, memory_curve, plan, plan_chain, simulate
+from multistage.actions import Advance, Await, Drop, EndForward, Free, Get, Load, Put, Reverse
 from multistage.drawing import save_chart
 from multistage.drawing.chart import Bars, Chart, Line, Panel, Point, Strokes, apart, ticks
 from multistage.drawing.figure import to_figure
@@ -82,11 +84,18 @@ def test_lanes_are_the_timelines() -> None:
 
 
 def test_a_stall_in_a_put_is_seen_too() -> None:
-    costs = Costs(1e-3, 2e-3, state_bytes=10, tiers=(Tier("disk", 9e-3, 1e-3),))
-    made = PLANNERS["periodic-disk"](costs, 4, 80)
-    run = simulate(made.schedule(), 80, costs, 4)
-    assert run.stall_s == pytest.approx(run.timeline.totals_s["stall"])
-    assert run.stall_s > 0
+    """The second Put waits from 1 to 9 for the first one's write; the Await from 9 to 18."""
+    costs = Costs(1.0, 2.0, tiers=(Tier("disk", 9.0, 0.5, queue_depth=1),))
+    actions = [Put(0), Advance(0, 1), Put(1), Advance(1, 2), EndForward(), Await(0), Await(1)]
+    for i in (1, 0):
+        actions += [Get(i), Await(3 - i), Load(i), Reverse(i), Free(i), Drop(i)]
+    run = simulate(actions, 2, costs, 3)
+    spans = [(s.start_s, s.stop_s) for s in run.timeline.lanes["compute"] if s.kind == "stall"]
+    assert spans[:2] == [(1.0, 9.0), (10.0, 18.0)]
+    assert run.stall_s == run.timeline.totals_s["stall"] == 17.0
+    made = replace(plan(costs, "3 slots", 2), make=lambda: (action for action in actions))
+    course, _ = course_of(made)
+    assert [(line[0], line[2]) for line in course.stalls[:2]] == [(1.0, 9.0), (10.0, 18.0)]
 
 
 def test_a_limit_far_above_is_told_in_words() -> None:
@@ -120,6 +129,7 @@ def test_strokes_are_the_simulations(planner: str, tier: Tier | None, taped: boo
     assert [(a, b) for _, a, _, b in course.reverse] == [(i + 1, i) for i in range(119, -1, -1)]
     stalls_s = sum(stop - start for start, _, stop, _ in course.stalls)
     assert math.isclose(stalls_s, run.stall_s, abs_tol=1e-9)
+    assert all(stop > start for start, _, stop, _ in course.stalls)
     assert course.end_s == run.makespan_s
     assert not course._held
     # At no time more lines than slots.
