@@ -176,7 +176,34 @@ def run_all(entries: Sequence[Entry], mode: str, out: Path, seed: int, kept: dic
 
     1 where one failed, 130 where interrupted.
     """
-    records, status = dict(kept), 0
+    records = dict(kept)
+    # A batch system tells the end of a job by SIGTERM; SIGINT is set too, since shells have
+    # what runs in the background ignore it.
+    before = {kind: signal.signal(kind, _interrupt) for kind in (signal.SIGINT, signal.SIGTERM)}
+    status = 0
+    try:
+        _run_each(entries, mode, out, seed, records)
+    except KeyboardInterrupt:
+        print("interrupted; --resume goes on from here", flush=True)
+        status = 130
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+    data = summary(mode, records)
+    report(data, out)
+    _print(data, out)
+    failed = [name for name, record in records.items() if record["status"] == "failed"]
+    return status or int(bool(failed))
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _run_each(
+    entries: Sequence[Entry], mode: str, out: Path, seed: int, records: dict[str, Any]
+) -> None:
+    """Run the benchmarks that `records` lacks into it, and write what there is after each."""
     clock = _Budget() if mode == "quick" else None
     for number, entry in enumerate(entries, start=1):
         head = f"[{number}/{len(entries)}] {entry.name}"
@@ -190,24 +217,14 @@ def run_all(entries: Sequence[Entry], mode: str, out: Path, seed: int, kept: dic
             records[entry.name] = {"status": "skipped", "reason": lacking}
         else:
             print(f"{head} ...", flush=True)
-            try:
-                records[entry.name] = run(entry, mode, out, seed)
-                if clock is not None:
-                    clock.ran(entry, records[entry.name]["seconds"])
-            except KeyboardInterrupt:
-                print(f"{head}: interrupted; --resume goes on from here", flush=True)
-                status = 130
-                break
+            records[entry.name] = run(entry, mode, out, seed)
+            if clock is not None:
+                clock.ran(entry, records[entry.name]["seconds"])
         record = records[entry.name]
         took = f" in {record['seconds']:.0f} s" if "seconds" in record else ""
         reason = f": {record['reason']}" if "reason" in record else ""
         print(f"{head}: {record['status']}{took}{reason}", flush=True)
         report(summary(mode, records), out)
-    data = summary(mode, records)
-    report(data, out)
-    _print(data, out)
-    failed = [name for name, record in records.items() if record["status"] == "failed"]
-    return status or int(bool(failed))
 
 
 def _print(data: dict[str, Any], out: Path) -> None:

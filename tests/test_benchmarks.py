@@ -196,8 +196,9 @@ def test_quick_ends_in_time(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--resume runs it" in data["benchmarks"]["d"]["reason"]
 
 
-def test_an_interrupted_run_resumes(tiny: Any, tmp_path: Path) -> None:
-    """Ctrl-C during the second of three: the first is kept, the others run."""
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_resumes(tiny: Any, tmp_path: Path, how: signal.Signals) -> None:
+    """Ctrl-C, or the end of a job, during the second of three: the first is kept."""
     ran = tmp_path / "ran"
     note = f"open({str(ran)!r}, 'a').write('NAME ')"
     waits = "args.json.parent.joinpath('reached').touch(); time.sleep(1000)"
@@ -215,7 +216,7 @@ def test_an_interrupted_run_resumes(tiny: Any, tmp_path: Path) -> None:
         while not (out / "reached").exists():
             assert process.poll() is None
             time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(how)
         printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "--resume goes on from here" in printed
@@ -265,7 +266,18 @@ def test_bad_arguments(
 
 
 def test_every_benchmark_is_in_the_catalog() -> None:
-    parts = {"__init__", "_common", "all", "catalog", "claims", "docs", "facts", "node", "page"}
+    parts = {
+        "__init__",
+        "_common",
+        "all",
+        "catalog",
+        "claims",
+        "docs",
+        "facts",
+        "node",
+        "node_page",
+        "page",
+    }
     there = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - parts
     assert {entry.name for entry in catalog.CATALOG} == there
 

@@ -1,0 +1,162 @@
+"""The page of a node: its facts, tiers, plans and short benchmarks; one file, no network."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from benchmarks.catalog import CATALOG
+from benchmarks.page import Raw, badge, document, picture, table, tiles
+from multistage.costs import format_bytes, format_seconds
+
+
+def node_page(data: dict[str, Any], folder: Path) -> str:
+    """Return the page of a node."""
+    about, parts = data["facts"], []
+    cpu, mem = about["processor"], about["memory"]
+    title = f"A node: {cpu['model']}"
+    load = ", ".join(map(str, data["load_before"])) or "not known"
+    parts += [
+        f"<h1>{_text(title)}</h1>",
+        f"<p class='quiet'>--{data['mode']}, {data['seconds']:.0f} s; load before {load}; "
+        f"{_text(about['system'])}; C core {'there' if about['c_core'] else 'not built'}</p>",
+        tiles(
+            [
+                (cpu["threads"], f"threads, {cpu['cores']} cores"),
+                (format_bytes(mem["total_bytes"]), "memory"),
+                (len(about["nodes"]), "memory nodes"),
+                (len(about["gpus"]), "GPUs"),
+                (f"{data['copy_bytes_per_s'] / 1e9:.1f} GB/s", "copy, one thread"),
+            ]
+        ),
+        "<h2>Machine</h2>",
+        table(("fact", "value"), _facts(about)),
+        "<h2>Tiers</h2><p class='quiet'>Rates of one state after the other at full speed; "
+        "seconds of the computing thread per state; hidden: the share of transfers of 8 MiB that "
+        "passes behind compute of equal length on one core, forward and in reverse.</p>",
+        table(
+            ("tier", "state", "write", "read", "put", "get", "hidden", ""),
+            _tier_rows(data["tiers"]),
+        ),
+        "<h2>Plans</h2><p class='quiet'>Predicted from the rates above, within half of the free "
+        "memory or the free disk; adjoint steps take twice a step; a wave's step is ten copies of "
+        "its state.</p>",
+        table(
+            (
+                "problem",
+                "tier",
+                "T_W / T_A",
+                "planner",
+                "makespan",
+                "recompute factor",
+                "above the bound",
+                "Revolve over it",
+            ),
+            _plan_rows(data["plans"]),
+        ),
+        "<h2>Short benchmarks</h2>" if data["benchmarks"] else "",
+    ]
+    titles = {entry.name: entry.title for entry in CATALOG}
+    for name, record in data["benchmarks"].items():
+        reason = f": {record['reason']}" if "reason" in record else ""
+        parts.append(
+            f"<h3>{_text(titles[name])} {badge(record['status']).html}{_text(reason)}</h3>"
+        )
+        if record["status"] == "failed":
+            parts.append(f"<pre>{_text(record.get('output', ''))}</pre>")
+        if record["status"] == "done":
+            parts.append(picture(folder / f"{name}.png", titles[name]))
+            parts.append(table(("ratio", "value"), record["ratios"].items(), narrow=True))
+    return document(title, "".join(parts))
+
+
+def _facts(about: dict[str, Any]) -> list[tuple[str, str]]:
+    cpu, mem = about["processor"], about["memory"]
+    rows = [
+        ("processor", f"{cpu['model']}, {cpu['architecture']}, {', '.join(cpu['vectors'])}"),
+        (
+            "memory",
+            f"{format_bytes(mem['total_bytes'])}, {format_bytes(mem['free_bytes'])} free, "
+            f"huge pages: {mem['huge_pages']}",
+        ),
+    ]
+    for node in about["nodes"]:
+        cpus = f"processors {node['cpus']}" if node["cpus"] else "no processors: memory alone"
+        rows.append(
+            (
+                f"node {node['node']}",
+                f"{format_bytes(node['total_bytes'])}, {cpus}, distances {node['distances']}",
+            )
+        )
+    rows += [(f"GPU {k}", ", ".join(gpu.values())) for k, gpu in enumerate(about["gpus"])]
+    for disk in about["disks"]:
+        turns = "turning" if disk["turns"] else "not turning"
+        text = f"{disk['model']} {format_bytes(disk['bytes'])}, said to be {turns}"
+        rows.append((f"disk {disk['kind']}", text.strip()))
+    for name, fs in about["filesystems"].items():
+        rows.append((name, f"{fs['kind']}, {format_bytes(fs['free_bytes'])} free"))
+    rows.append(("versions", ", ".join(f"{k} {v}" for k, v in about["versions"].items())))
+    return rows
+
+
+def _tier_rows(found: dict[str, Any]) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = []
+    for name, probe in found.items():
+        if probe["status"] != "done":
+            rows.append((name, "", "", "", "", "", "", Raw(_badged(probe))))
+            continue
+        hidden = probe.get("hidden", {})
+        text = ""
+        if "forward" in hidden:
+            text = f"{100 * hidden['forward']:.0f} %, {100 * hidden['reverse']:.0f} %"
+        for k, row in enumerate(probe["sizes"]):
+            rows.append(
+                (
+                    name if not k else "",
+                    format_bytes(row["state_bytes"]),
+                    f"{row['write_bytes_per_s'] / 1e9:.2f} GB/s",
+                    f"{row['read_bytes_per_s'] / 1e9:.2f} GB/s",
+                    format_seconds(row["write_overhead_s"]),
+                    format_seconds(row["read_overhead_s"]),
+                    text if not k else "",
+                    "; ".join(probe.get("warnings", ())) if not k else "",
+                )
+            )
+    return rows
+
+
+def _badged(probe: dict[str, Any]) -> str:
+    return f"{badge(probe['status']).html} {_text(probe.get('reason', ''))}"
+
+
+def _plan_rows(rows: list[dict[str, Any]]) -> list[tuple[object, ...]]:
+    shown = []
+    for row in rows:
+        first = row["tier"] == "none"
+        problem = (
+            f"{row['name']}: {row['steps']} steps of {format_seconds(row['step_s'])}, states of "
+            f"{format_bytes(row['state_bytes'])}, {row['slots']} slots"
+        )
+        shown.append(
+            (
+                problem if first else "",
+                row["tier"],
+                "" if row["rho"] is None else f"{row['rho']:.3g}",
+                row["planner"],
+                _duration(row["makespan_s"]),
+                f"{row['recompute_factor']:.2f}",
+                f"{100 * row['gap']:.1f} %",
+                f"{row['revolve_over']:.2f} x",
+            )
+        )
+    return shown
+
+
+def _duration(seconds: float) -> str:
+    """Return a time, long ones in hours."""
+    return f"{seconds / 3600:.3g} h" if seconds >= 3600 else format_seconds(seconds)
+
+
+def _text(value: object) -> str:
+    return escape(str(value))
