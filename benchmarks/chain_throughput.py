@@ -36,7 +36,7 @@ import multistage.torch as mst
 from benchmarks._common import child, finish, options
 from multistage.plan.heterogeneous import memory_curve, smallest_memory
 from multistage.stages import StageCosts
-from multistage.torch.measure import tensors_of
+from multistage.torch.exploring import tensors_of
 from multistage.torch.meter import Meter
 from multistage.torch.sequential import held_by_caller
 

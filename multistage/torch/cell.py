@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, StateError
-from .measure import attributes_of, check_attributes, tensors_of, untouched
+from .exploring import attributes_of, check_attributes, tensors_of, untouched
 from .replay import Autocast, RandomState, autocast, random_devices
 
 Buffers: TypeAlias = tuple[tuple[nn.Module, str], ...]

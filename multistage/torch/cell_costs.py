@@ -21,7 +21,8 @@ from ..errors import ArgumentError, BudgetError
 from ..plan import Plan, plan
 from ..probe import action_seconds, probe_store, with_driver
 from .cell import Cell, Facts
-from .measure import seconds_of, untouched
+from .exploring import untouched
+from .measure import seconds_of
 from .meter import Meter
 from .tensors import TensorLayout, TensorState
 from .through_time import Collector, Inputs, ThroughTime

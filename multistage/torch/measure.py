@@ -17,19 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from ..errors import ArgumentError, StateError
+from ..errors import ArgumentError
 from ..stages import Stage, StageCosts
+from .exploring import Call, buffers_of, explore, fresh_copy, parameters_of, tensors_of, untouched
 from .meter import Meter
-from .replay import RandomState, random_devices
 from .runner import Traits
 
-Call = Callable[[Any], Any]
 _MOST_ROUNDS = 50  # of timing a stage
 _SHARDED_ROUNDS = 4
-_PLAIN = (bool, int, float, str, bytes, type(None), tuple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +106,9 @@ def measure(
         on their gradients.
     """
     tensors = tensors_of(sample)
-    device = _device([*tensors, *_parameters(stages)])
+    device = _device([*tensors, *parameters_of(stages)])
     with untouched(stages, sample):
-        groups, traits = _explore(stages, names, sample)
+        groups, traits = explore(stages, names, sample)
         if costs is None:
             costs = _measure_groups(grouped(stages, groups), traits, sample, device, seconds)
         elif len(costs.stages) != len(groups):
@@ -122,232 +119,11 @@ def measure(
     return Profile(costs, groups, traits)
 
 
-def tensors_of(state: Any) -> list[Tensor]:
-    """Return the tensors of a state."""
-    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
-
-
 def _device(tensors: Sequence[Tensor]) -> torch.device:
     for tensor in tensors:
         if tensor.device.type != "cpu":
             return tensor.device
     return torch.device("cpu")
-
-
-def _copy(state: Any, *, wants: bool | None = None) -> Any:
-    """Return a state of fresh leaves, writable, with the same wishes for gradients."""
-
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        may = value.is_floating_point() or value.is_complex()
-        return (
-            value.detach()
-            .clone()
-            .requires_grad_(may and (value.requires_grad if wants is None else wants))
-        )
-
-    return pytree.tree_map(leaf, state)
-
-
-# ---------------------------------------------------------------- what they do
-
-
-@contextlib.contextmanager
-def untouched(stages: Sequence[Call], sample: Any) -> Iterator[None]:
-    """Put buffers and the random state back at the end."""
-    modules = {id(m): m for s in stages if isinstance(s, nn.Module) for m in s.modules()}
-    tensors = [*tensors_of(sample), *_parameters(stages)]
-    random = RandomState.capture(random_devices(tensors))
-    buffers = [
-        (module, key, buffer, buffer.detach().clone())
-        for module in modules.values()
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        random.restore()
-        with torch.no_grad():
-            for module, key, buffer, value in buffers:
-                module._buffers[key] = buffer
-                if not _equal(buffer, value):
-                    buffer.copy_(value)
-
-
-def _parameters(stages: Sequence[Call]) -> list[nn.Parameter]:
-    return [p for s in stages if isinstance(s, nn.Module) for p in s.parameters()]
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.device.type != "meta" and torch.equal(a, b)
-
-
-def _buffers(stage: Call) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    if isinstance(stage, nn.Module):
-        for module in stage.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield module, key, buffer
-
-
-def attributes_of(stage: Call) -> dict[tuple[str, str], object]:
-    """Return the plain attributes of a stage's modules, and the identity of its tensors."""
-    if not isinstance(stage, nn.Module):
-        return {}
-    found: dict[tuple[str, str], object] = {}
-    for path, module in stage.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, _PLAIN):
-                found[path, key] = value
-            elif isinstance(value, Tensor):
-                found[path, key] = (id(value), value._version)
-            elif isinstance(value, (list, dict, set)) and not key.startswith("_"):
-                found[path, key] = len(value)
-    return found
-
-
-def _explore(
-    stages: Sequence[Call], names: Sequence[str], sample: Any
-) -> tuple[tuple[tuple[int, ...], ...], tuple[Traits, ...]]:
-    """Run all stages once; find what they change and which must be joined.
-
-    A stage that writes to its input changes every earlier state that shares
-    the storage, through views or stages that pass it on: all stages from the
-    one that made the storage are joined.
-    """
-    state = _copy(sample, wants=False)
-    # References keep the addresses of storages from being used again.
-    storages = [_storages(state)]
-    starts = list(range(len(stages)))  # the first stage of the group that stage i is in
-    changed: list[list[tuple[nn.Module, str]]] = []
-    draws: list[bool] = []
-    graded: list[bool] = []
-    changes_first = False
-    for i, stage in enumerate(stages):
-        inputs = tensors_of(state)
-        random = RandomState.capture(random_devices(inputs))
-        versions = [tensor._version for tensor in inputs]
-        # By value: batch norm's kernels change statistics behind the versions' back.
-        buffers = [(m, k, b, b._version, b.detach().clone()) for m, k, b in _buffers(stage)]
-        attributes = attributes_of(stage)
-        given = state
-        with torch.no_grad():
-            state = stage(state)
-        check_attributes(f"stage {names[i]}", attributes, attributes_of(stage))
-        draws.append(not random.same_as(RandomState.capture(random_devices(inputs))))
-        changed.append(
-            [
-                (m, k)
-                for m, k, b, version, value in buffers
-                if m._buffers[k] is not b or b._version != version or not _equal(b, value)
-            ]
-        )
-        written = {
-            tensor.untyped_storage()._cdata
-            for tensor, version in zip(inputs, versions, strict=True)
-            if tensor._version != version
-        }
-        if written:
-            j = i
-            while j >= 0 and storages[j].keys() & written:
-                j -= 1
-            changes_first = changes_first or j < 0
-            for k in range(max(j, 0), i + 1):
-                starts[k] = starts[max(j, 0)]
-        storages.append(_storages(state))
-        graded.append(not written and _differs_with_grad(stage, given, state, random, buffers))
-    return _groups(starts, names, changed, draws, graded, changes_first)
-
-
-def _differs_with_grad(
-    stage: Call,
-    given: Any,
-    result: Any,
-    random: RandomState,
-    buffers: Sequence[tuple[nn.Module, str, Tensor, int, Tensor]],
-) -> bool:
-    """Whether a stage returns other bits with a graph than it returned without.
-
-    Some kernels do, such as oneDNN's LSTM.
-    """
-    now = RandomState.capture([device for device, _ in random.devices])
-    owned = [(m, k, m._buffers[k]) for m, k, *_ in buffers]
-    try:
-        random.restore()
-        for module, key, _, _, value in buffers:
-            module._buffers[key] = value.clone()
-        with torch.enable_grad():
-            again = stage(_wanting(given))
-    finally:
-        now.restore()
-        for module, key, buffer in owned:
-            module._buffers[key] = buffer
-    return any(
-        a.device.type != "meta" and not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
-        for a, b in zip(tensors_of(result), tensors_of(again), strict=True)
-    )
-
-
-def _wanting(state: Any) -> Any:
-    """Return a state whose tensors want gradients where they can, without copying them."""
-
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
-
-    return pytree.tree_map(leaf, state)
-
-
-def _storages(state: Any) -> dict[int, StorageWeakRef]:
-    found = [tensor.untyped_storage() for tensor in tensors_of(state)]
-    return {storage._cdata: StorageWeakRef(storage) for storage in found}
-
-
-def _groups(
-    starts: list[int],
-    names: Sequence[str],
-    changed: list[list[tuple[nn.Module, str]]],
-    draws: list[bool],
-    graded: list[bool],
-    changes_first: bool,
-) -> tuple[tuple[tuple[int, ...], ...], tuple[Traits, ...]]:
-    groups: list[list[int]] = []
-    for i, start in enumerate(starts):
-        if groups and start <= groups[-1][-1] and start != i:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    traits = []
-    for number, group in enumerate(groups):
-        buffers = {(id(m), k): (m, k) for i in group for m, k in changed[i]}
-        traits.append(
-            Traits(
-                name="+".join(names[i] for i in group),
-                buffers=tuple(buffers.values()),
-                draws=any(draws[i] for i in group),
-                graded=any(graded[i] for i in group),
-                changes_input=changes_first and number == 0,
-            )
-        )
-    return tuple(tuple(group) for group in groups), tuple(traits)
-
-
-def check_attributes(name: str, before: dict[Any, object], after: dict[Any, object]) -> None:
-    """Raise StateError if a stage's attributes are others after it ran; see `attributes_of`."""
-    for key in before.keys() | after.keys():
-        if before.get(key) != after.get(key):
-            path, attribute = key
-            what = f"{path}.{attribute}" if path else attribute
-            raise StateError(
-                f"{name} changes its attribute {what!r} when it runs; running it again would "
-                "change it once more: keep such state in a buffer, or outside the chain"
-            )
-
-
-# ------------------------------------------------------------- what they cost
 
 
 def _measure_groups(
@@ -357,12 +133,12 @@ def _measure_groups(
     device: torch.device,
     seconds: float,
 ) -> StageCosts:
-    state = _copy(sample)
+    state = fresh_copy(sample)
     input_bytes = _bytes(tensors_of(sample)) + _bytes_to_run_again(traits, device)
     input_gradient = _bytes(t for t in tensors_of(sample) if t.requires_grad)
     stages = []
     share = seconds / len(calls)
-    parameters: list[Tensor] = [*_parameters(calls)]
+    parameters: list[Tensor] = [*parameters_of(calls)]
     with _gradients_put_back(parameters) if sharded(parameters) else contextlib.nullcontext():
         for call, trait in zip(calls, traits, strict=True):
             stage, state = _measure_stage(call, trait, state, device, share, parameters)
@@ -405,7 +181,7 @@ def _measure_stage(
         meter.ignore(parameters)
         meter.ignore(tensors_of(inputs))
         meter.ignore(given)
-        meter.ignore(b for _, _, b in _buffers(call))
+        meter.ignore(b for _, _, b in buffers_of(call))
 
     collective = sharded(parameters)
     stand_ins, run = ([], call) if collective else _with_stand_ins(call)

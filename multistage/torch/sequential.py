@@ -16,7 +16,8 @@ from ..limits import default_budget_bytes
 from ..plan.heterogeneous import ChainPlan, Strategy, plan_chain
 from ..stages import StageCosts
 from .chain import Part, Stages
-from .measure import Profile, grouped, measure, sharded, tensors_of
+from .exploring import tensors_of
+from .measure import Profile, grouped, measure, sharded
 from .runner import Run
 from .tracing import arguments
 

@@ -80,7 +80,7 @@ def by_fx(model: nn.Module, sample: Any) -> Traced:
             traced.note(n, result)
             return result
 
-    from .measure import untouched
+    from .exploring import untouched
 
     with torch.no_grad(), untouched([model], values):
         Look(fx.GraphModule(model, graph)).run(*values)

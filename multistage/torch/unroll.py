@@ -31,7 +31,7 @@ from .cell_costs import (
     sample_chunks,
     tier_of,
 )
-from .measure import tensors_of
+from .exploring import tensors_of
 from .offload import PAGE_BYTES, offload
 from .replay import RandomState
 from .tensors import TensorLayout, TensorState, TensorStates
