@@ -57,6 +57,7 @@ python_maximum_signature_line_length = 88
 html_theme = "furo"
 html_title = f"multistage {version}"
 html_copy_source = False
+html_show_copyright = False
 html_show_sphinx = False
 html_math_renderer = "mathml"
 html_static_path = ["_static"]
