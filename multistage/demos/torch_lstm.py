@@ -6,11 +6,13 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from ..costs import format_bytes, format_seconds
 from ..errors import ArgumentError
 from .text import encode, standard_library
+from .watching import add_progress, shown
 
 _CHECKED = 300  # steps that plain autograd is asked for too
 
@@ -30,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--updates", type=int, default=5, help="training updates (5)")
     parser.add_argument("--rate", type=float, default=0.01, help="learning rate of Adam (0.01)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (0)")
+    parser.add_argument("--html", type=Path, help="write the plan as a page, in one file")
     parser.add_argument("--json", action="store_true", help="print only JSON")
+    add_progress(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,11 +108,15 @@ def _train(args: argparse.Namespace, model: Any, start: Any, text: Any, say: Any
             steps=args.steps,
             memory=args.memory,
             tiers=args.tier,
+            progress=shown(args),
         )
         assert out.loss is not None and out.plan is not None
         if plan is None:
             plan = out.plan
             say(f"\n{plan}\n")
+            if args.html is not None:
+                plan.save(args.html)
+                say(f"Written: {args.html}\n")
         optimizer.zero_grad()
         (out.loss / characters).backward()
         optimizer.step()
