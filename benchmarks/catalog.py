@@ -38,7 +38,7 @@ class Entry:
     quick: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     expected_s: int = 30
-    quick_s: int = 400
+    quick_s: int = 900
     full_s: int = 7200
     short: bool = False
 
