@@ -1,9 +1,10 @@
 """Progress bars: the one place that decides whether they are shown, and draws them.
 
 `progress` is True (always), False (never) or None: on a terminal and in a
-notebook, where somebody watches, and not in logs.  What None means can be set
-by the environment: `MULTISTAGE_PROGRESS=0` or `1`.  Bars go to standard error,
-appear after half a second and vanish at their end.
+notebook, where somebody watches, and not in logs, nor in threads beside the
+main one.  What None means can be set by the environment:
+`MULTISTAGE_PROGRESS=0` or `1`.  Bars go to standard error, appear after half a
+second and vanish at their end.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +36,8 @@ def is_shown(progress: bool | None) -> bool:
     setting = os.environ.get(VARIABLE, "").strip().lower()
     if setting:
         return setting not in ("0", "no", "off", "false", "never")
+    if threading.current_thread() is not threading.main_thread():
+        return False  # several at work would write over one another
     if in_notebook():
         return True
     try:

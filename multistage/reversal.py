@@ -211,11 +211,16 @@ class Reversal(Generic[State, Adjoint]):
     def _end(self, *, keep: bool) -> None:
         self._ready = False
         self._bars.close()
-        if self._executor is not None:
-            self._executor.abort()
-        self._close_stores()
-        if self._durable is not None:
-            self._durable.close(remove=self._durable.complete and not keep)
+        try:
+            if self._executor is not None:
+                self._executor.abort()
+        finally:  # though a second Ctrl-C ends the wait for writes
+            with Shield(up=True):
+                try:
+                    self._close_stores()
+                finally:
+                    if self._durable is not None:
+                        self._durable.close(remove=self._durable.complete and not keep)
 
     def _close_stores(self) -> None:
         if self._open:
@@ -431,7 +436,8 @@ class Reversal(Generic[State, Adjoint]):
         assert self._n_steps is not None
         if durable.taken:
             self._close_stores()
-        durable.attach(layout, self._n_steps, state)
+        with Shield(up=True):  # or the folder might stay locked
+            durable.attach(layout, self._n_steps, state)
         if durable.costs is not None and not self._given:
             self.costs, durable.costs = durable.costs, None
             self.plan = None

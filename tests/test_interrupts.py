@@ -150,6 +150,44 @@ def test_at_any_moment(engine: str, tmp_path: Path) -> None:
     assert times == 12
 
 
+DURABLE = """
+import os, random, signal, sys, tempfile, threading
+import numpy as np
+from multistage import Costs, Reversal, Tier
+
+costs = Costs(2e-5, 4e-5, state_bytes=8_192, tiers=(Tier("file", 4e-5, 4e-5),))
+
+
+def run(folder):
+    with Reversal(lambda x, i: np.sin(x) + 0.01 * i, lambda x, a, i: np.cos(x) * a, 200,
+                  budget="12 slots", durable=folder, durable_every_s=0.0, costs=costs) as reversal:
+        reversal.forward(np.linspace(0, 1, 1024))
+        return reversal.reverse(np.ones(1024)).tobytes()
+
+
+exact, source = run(sys.argv[1] + "/first"), random.Random(1)
+for k in range(12):
+    folder, before = f"{sys.argv[1]}/{k}", threading.active_count()
+    timer = threading.Timer(source.uniform(0, 0.3), os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        while True:
+            assert run(folder) == exact
+    except KeyboardInterrupt:
+        timer.join()
+    assert threading.active_count() == before, threading.enumerate()
+    assert run(folder) == exact  # resumed, by the same process
+print("done")
+"""
+
+
+def test_a_durable_run_at_any_moment(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DURABLE, str(tmp_path)], capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
 def test_ctrl_c_while_a_folder_is_tried_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

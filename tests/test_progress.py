@@ -74,6 +74,15 @@ def test_who_watches(
     assert is_shown(given) is expected
 
 
+def test_threads_beside_the_main_one_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched(monkeypatch)
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.extend([is_shown(None), is_shown(True)]))
+    thread.start()
+    thread.join()
+    assert (found, is_shown(None)) == ([False, True], True)
+
+
 def test_a_closed_stream_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     screen.isatty = screen.getvalue  # type: ignore[method-assign, assignment]
