@@ -64,6 +64,7 @@ def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
         "LD_PRELOAD": _runtimes(),
         "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",  # the interpreter's own are no leaks
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        "MULTISTAGE_CORE": "required",
         "PYTHONMALLOC": "malloc",  # or its pools would hide what is beyond a buffer
         "PYTHONPATH": str(Path(multistage.__file__).parents[1]),
         "OMP_NUM_THREADS": "1",
