@@ -186,12 +186,12 @@ def _chart(claims: list[Judged]) -> str:
         return ""
     low, high = -1.0, 1.0  # powers of two
     for judged in rows:
-        at = math.log2(abs((judged.measured or 1) / judged.claim["published"]))
+        at = _power(judged)
         low, high = max(-2.0, min(low, at - 0.2)), min(2.0, max(high, at + 0.2))
     left, width, line = 340, 520, 21
 
     def x(ratio: float) -> float:
-        at = min(high, max(low, math.log2(abs(ratio))))
+        at = min(high, max(low, math.log2(ratio)))
         return left + width * (at - low) / (high - low)
 
     height = line * (len(rows) + 2)
@@ -213,7 +213,6 @@ def _chart(claims: list[Judged]) -> str:
     for row, judged in enumerate(rows):
         y = line * (row + 0.75)
         claim = judged.claim
-        ratio = (judged.measured or 1) / claim["published"]
         colour = "#1b7f3b" if judged.verdict == "agrees" else "#c0281c"
         span = claim["test"].get("relative") or (
             claim["test"]["within"] / claim["published"] if "within" in claim["test"] else 0
@@ -227,7 +226,7 @@ def _chart(claims: list[Judged]) -> str:
         text = f"{claim['item']}: {_short(claim['claim'])}"
         out.append(f"<text x='0' y='{y + 4:.1f}' fill='#1f2933'>{escape(text)}</text>")
         mark = "circle" if judged.verdict == "agrees" else "cross"
-        out.append(_mark(mark, x(ratio), y, colour))
+        out.append(_mark(mark, x(2.0 ** _power(judged)), y, colour))
         shown = f"{judged.measured_text} / {judged.published_text}"
         out.append(
             f"<text x='{left + width + 8}' y='{y + 4:.1f}' fill='{colour}'>{escape(shown)}</text>"
@@ -238,6 +237,12 @@ def _chart(claims: list[Judged]) -> str:
         "what counts as agreement, a disc agrees, a cross differs; what lies beyond the edge "
         "stands at it.</p>" + "".join(out)
     )
+
+
+def _power(judged: Judged) -> float:
+    """Return measured over published as a power of two; one of another sign lies far below."""
+    ratio = (judged.measured or 0.0) / judged.claim["published"]
+    return math.log2(ratio) if ratio > 2.0**-20 else -20.0
 
 
 def _mark(kind: str, x: float, y: float, colour: str) -> str:

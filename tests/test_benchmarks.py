@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks import all as runner
 from benchmarks import catalog, chain_theorem, claims, docs, facts, node
+from benchmarks import page as pages
 from benchmarks.page import page
 from multistage.plan.heterogeneous import plan_chain, smallest_memory
 
@@ -364,6 +365,12 @@ def test_a_page_of_every_claim_parses(tmp_path: Path) -> None:
     assert text.count("data:image/png;base64,") == 1
     for claim in claims.load()["claims"]:
         assert claim["item"].split("<")[0].strip() in text.replace("&lt;", "<")
+
+
+def test_a_number_of_the_other_sign_stands_at_the_edge() -> None:
+    claim = {"published": 0.172, "unit": "", "test": {"min": 0}}
+    assert pages._power(claims.Judged(claim, "differs", -0.23)) < -10
+    assert pages._power(claims.Judged(claim, "agrees", 0.344)) == pytest.approx(1)
 
 
 def test_the_docs_tables_are_rewritten_and_the_rest_is_left(tmp_path: Path) -> None:
