@@ -33,7 +33,15 @@ import numpy as np
 from chains import CHAINS, digest, raw, store_all
 
 from multistage import native
-from multistage.backends import FileStore, MemoryStore, NumaStore, Store
+from multistage.backends import (
+    CascadeStore,
+    CompressedStore,
+    FileStore,
+    MemoryStore,
+    NumaStore,
+    RemoteStore,
+    Store,
+)
 from multistage.backends.arena import pages, pages_of_node
 from multistage.backends.files import ENGINES
 from multistage.backends.medium import Medium
@@ -114,6 +122,28 @@ STORES: dict[str, Callable[[Path], StreamedStore]] = {
 for _engine in FILE_ENGINES:
     STORES[_engine] = _file(_engine, 0)
     STORES[f"{_engine}, coalesced"] = _file(_engine, _COALESCED)
+PAGE = 4096  # an extent of one small state
+STORES |= {
+    "compressed": lambda folder: CompressedStore(MemoryStore(buffer_bytes=0, queue_depth=8)),
+    "compressed, coalesced": lambda folder: CompressedStore(MemoryStore(buffer_bytes=_COALESCED)),
+    "cascade": lambda folder: _cascade(),
+    "cascade, lower level": lambda folder: _cascade(),
+    "remote": lambda folder: RemoteStore("memory://faults", buffer_bytes=0, queue_depth=8),
+}
+# Whose medium is spoilt, where it is not the store's own.
+SPOILT: dict[str, Callable[[Any], StreamedStore]] = {
+    "compressed": lambda store: store.store,
+    "compressed, coalesced": lambda store: store.store,
+    "cascade": lambda store: store.levels[0],
+    "cascade, lower level": lambda store: store.levels[1],
+}
+
+
+def _cascade() -> CascadeStore:
+    upper = MemoryStore(3 * PAGE, buffer_bytes=0, queue_depth=8)
+    return CascadeStore(upper, MemoryStore(buffer_bytes=0, queue_depth=8))
+
+
 if _node():
     STORES["numa"] = lambda folder: NumaStore(0, buffer_bytes=0, queue_depth=8)
 
@@ -436,7 +466,9 @@ def raising_cases(
         yield Outcome(1, 0, 1)
 
 
-def interrupt_cases(make: Callable[[], Any], schedule: str, n: int = N) -> Iterator[Outcome]:
+def interrupt_cases(
+    make: Callable[[], Any], schedule: str, n: int = N, below: Any = None
+) -> Iterator[Outcome]:
     """Run the cases in which Ctrl-C comes during a transfer: the first, ..., the last.
 
     Wherever it meets the computing thread, what is left is a `close` away.
@@ -462,7 +494,7 @@ def interrupt_cases(make: Callable[[], Any], schedule: str, n: int = N) -> Itera
 
             store = make()
             spoil(
-                store,
+                store if below is None else below(store),
                 write=lambda inner, *rest, strike=strike: strike(inner, "write", *rest),
                 read=lambda inner, *rest, strike=strike: strike(inner, "read", *rest),
             )
@@ -568,6 +600,7 @@ CASES = [
     for name in STORES
     for fault in (*FAULTS, INTERRUPT, *OPERATOR_FAULTS)
     if fault not in OPERATOR_FAULTS or not name.endswith("coalesced")
+    if fault in FAULTS or not name.endswith("lower level")
 ]
 
 
@@ -582,10 +615,10 @@ def cases_of(name: str, fault: str, folder: Path) -> Iterator[Outcome]:
 
     if fault in FAULTS:
         for schedule in schedules:
-            yield from at_every_call(make, fault, schedule, n)
+            yield from at_every_call(make, fault, schedule, n, SPOILT.get(name))
     elif fault == INTERRUPT:
         for schedule in ("streaming", "overlapped"):
-            yield from interrupt_cases(make, schedule, n)
+            yield from interrupt_cases(make, schedule, n, SPOILT.get(name))
     else:
         for schedule in ("streaming", "overlapped"):
             yield from raising_cases(make, schedule, OPERATOR_FAULTS[fault])
