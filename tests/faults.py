@@ -519,14 +519,12 @@ def interrupt_cases(
 
 def files_of(folder: Path) -> list[Path]:
     """Return the open files of a store in `folder`, those without a name too."""
-    found = [
-        link
-        for link in Path("/proc/self/fd").iterdir()
-        if link.is_symlink()  # not that of this listing
-        and str(folder) in (target := str(link.readlink()))
-        and target.endswith("(deleted)")
-        and link.is_file()
-    ]
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of this listing, or closed just now
+            target = str(link.readlink())
+            if str(folder) in target and target.endswith("(deleted)") and link.is_file():
+                found.append(link)
     return found + [path for path in folder.glob(".multistage-*/*") if path.name != "lock"]
 
 
