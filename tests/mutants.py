@@ -59,8 +59,8 @@ MUTANTS = (
     ),
     _of(
         "plan/revolve.py",
-        "saved[-1] > live:\n                yield Free(saved.pop())\n            saved",
-        "saved[-1] >= live:\n                yield Free(saved.pop())\n            saved",
+        "            while saved[-1] > live:\n",
+        "            while saved[-1] < live:\n",
         PLANNERS,
     ),
     _of(
@@ -152,8 +152,8 @@ MUTANTS = (
     _of("plan/predict.py", "a + repeats * (a - b)", "a + (repeats - 1) * (a - b)", PLANNERS),
     _of(
         "plan/bound.py",
-        "room * max(0.0, write_1 - write_2) + write_2 + room * read_s",
-        "0.0",
+        "(1 - first) * step_s",
+        "step_s",
         "plan/test_bound.py",
     ),
     _of(

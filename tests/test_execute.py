@@ -272,6 +272,22 @@ def test_a_lost_state_is_made_from_the_nearest(nearest: str, chain: str) -> None
         assert executor.counts.recovered_steps == (3 if nearest == "none" else 1)
 
 
+@pytest.mark.parametrize("chain", ["nested", "in-place"])
+def test_a_lost_state_is_not_made_from_a_later_one(chain: str) -> None:
+    made: list[Action] = [Advance(0, 3), Put(3), Await(0), Advance(3, 4), Save(4)]
+    made += [Advance(4, 5), EndForward(), Load(4), Reverse(4)]
+    made += [Get(3), Await(1), Load(3), Reverse(3), Free(3), Free(4)]
+    made += [Load(0), Advance(0, 2), Reverse(2), Load(0), Advance(0, 1), Reverse(1)]
+    made += [Load(0), Reverse(0), Drop(3)]
+    check(iter(made), 5, 3)
+    with opened(FaultyStore(MemoryStore(), lose_read={0}), chain) as store:
+        executor = Executor(CHAINS[chain][0](), (store,))
+        with pytest.warns(CheckpointWarning, match="checkpoint 3"):
+            last = raw(executor.forward(iter(made), CHAINS[chain][1]()))
+            assert (last, executor.reverse(1)) == answer(chain, 5)
+        assert executor.counts.recovered_steps == 3
+
+
 # --------------------------------------------------------- the simulator's order
 
 
