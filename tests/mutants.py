@@ -59,8 +59,8 @@ MUTANTS = (
     ),
     _of(
         "plan/revolve.py",
-        "            while saved[-1] > live:\n",
-        "            while saved[-1] < live:\n",
+        "            yield Load(live)\n        elif kind in (kinds.firstrun",
+        "            yield Load(saved[0])\n        elif kind in (kinds.firstrun",
         PLANNERS,
     ),
     _of(

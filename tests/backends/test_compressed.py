@@ -15,6 +15,7 @@ from multistage.backends import (
     FileStore,
     MemoryStore,
     RemoteStore,
+    codecs,
     open_store,
 )
 from multistage.backends.base import CheckpointLost
@@ -150,6 +151,21 @@ def test_the_bound_holds(size: int, dtype: Any) -> None:
     assert "the adjoint is not exact" in said
     assert float(said.partition("ratio ")[2].partition(",")[0]) > 1.5
     assert not store.exact
+    store.close()
+
+
+def test_a_codec_that_breaks_its_bound_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    zfp = codecs.zfp
+    monkeypatch.setattr(
+        codecs, "zfp", lambda array, tolerance: zfp(array, tolerance=32 * tolerance)
+    )
+    state = waves(4000, 1, np.float64)
+    store = open_store("memory:?compress=zfp&tolerance=1e-4&buffers=0")
+    store.open(Layout.of(state))
+    assert store.put(0, [state], block=True)
+    assert store.wait_written(0)
+    assert store.get(0)[0].tobytes() == state.tobytes()
+    assert "1 of 1 arrays kept as they were" in str(store.notes())
     store.close()
 
 

@@ -110,6 +110,26 @@ def test_what_overflows_goes_below_and_comes_back(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_oldest_go_below() -> None:
+    """They are wanted last."""
+    size, went = 1 << 12, []
+
+    class Told(MemoryStore):
+        def put(self, key: int, arrays: Sequence[Any], *, block: bool = False) -> bool:
+            went.append(key)
+            return super().put(key, arrays, block=block)
+
+    layout = Layout.of((_line(0, size),))
+    store = PinnedStore(6 * size, CPU, Told())
+    store.open(layout)
+    try:
+        assert all(store.put(key, [_line(key, size)], block=True) for key in range(30))
+        assert len(went) >= 24
+        assert went == list(range(len(went)))
+    finally:
+        store.close()
+
+
 @pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
 def test_faults_below_lose_states_and_nothing_else() -> None:
     size = 1 << 12
