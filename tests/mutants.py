@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from multistage import native
+
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 120
 
@@ -295,12 +297,25 @@ MUTANTS = (
 )
 
 
+# An editable install finds the package by a hook of its own, wherever the path leads.
+RUN = """
+import os
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]
+import multistage, pytest
+assert multistage.__file__.startswith(os.getcwd()), multistage.__file__
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
 def copy(to: Path) -> None:
-    """Copy the package, its tests and their configuration."""
+    """Copy the package, its C core, its tests and their configuration."""
     for name in ("multistage", "tests"):
         shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, to)
+    if native.LIBRARY is not None:
+        shutil.copy(native.LIBRARY._name, to / "multistage" / "native" / "_native.so")
 
 
 def harm(mutant: Mutant, folder: Path) -> None:
@@ -310,16 +325,15 @@ def harm(mutant: Mutant, folder: Path) -> None:
     assert text.count(mutant.line) == 1, f"{mutant.path} has {mutant.line!r} not once"
     path.write_text(text.replace(mutant.line, mutant.instead))
     if mutant.path.startswith("native/") and path.suffix in (".c", ".h"):
-        native = path.parent
-        sources = [str(source) for source in sorted(native.glob("*.c"))]
+        sources = [str(source) for source in sorted(path.parent.glob("*.c"))]
         command = ["cc", "-std=gnu11", "-O2", "-shared", "-fPIC", *sources, "-pthread", "-lm"]
-        subprocess.run([*command, "-o", native / "_native.so"], check=True)
+        subprocess.run([*command, "-o", path.parent / "_native.so"], check=True)
 
 
 def passes(folder: Path, tests: tuple[str, ...]) -> bool:
     """Run tests on a copy; a run that does not end fails."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p"]
-    command += ["no:xdist", *(f"tests/{name}" for name in tests)]
+    command = [sys.executable, "-c", RUN, "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += [f"tests/{name}" for name in tests]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(

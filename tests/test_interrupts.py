@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from signals import ctrl_c_works as ctrl_c_works
 
 CHILD = """
 import gc, json, os, random, signal, sys, threading
@@ -38,6 +39,13 @@ def step(x, i):
 def adjoint_step(x, a, i):
     at("reverse", i)
     return np.cos(x) * a
+
+
+def pressed(delay, caught):
+    # Again after a while: Python drops a Ctrl-C that meets a finalizer, as design.md says.
+    while not caught.wait(delay):
+        os.kill(os.getpid(), signal.SIGINT)
+        delay = 2.0
 
 
 def left():
@@ -84,17 +92,17 @@ if "where" in what:
 else:
     source, found = random.Random(what["seed"]), []
     for _ in range(what["times"]):
-        delay = source.uniform(0, 0.08)
-        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        caught, before = threading.Event(), threading.active_count()
+        presser = threading.Thread(target=pressed, args=(source.uniform(0, 0.08), caught))
         try:
-            before = threading.active_count()
-            timer.start()
+            presser.start()
             while True:  # sweeps until it comes
                 with Reversal(step, adjoint_step, N, budget="12 slots", tier=tier, costs=GIVEN,
                               planner="streaming") as run:
                     assert swept(run).tolist() == exact.tolist()
         except KeyboardInterrupt:
-            timer.join()
+            caught.set()
+            presser.join()
             found.append(1)
         assert os.listdir(folder) == [], os.listdir(folder)
         assert threading.active_count() == before, threading.enumerate()
@@ -165,16 +173,25 @@ def run(folder):
         return reversal.reverse(np.ones(1024)).tobytes()
 
 
+def pressed(delay, caught):
+    # Again after a while: Python drops a Ctrl-C that meets a finalizer, as design.md says.
+    while not caught.wait(delay):
+        os.kill(os.getpid(), signal.SIGINT)
+        delay = 2.0
+
+
 exact, source = run(sys.argv[1] + "/first"), random.Random(1)
 for k in range(12):
     folder, before = f"{sys.argv[1]}/{k}", threading.active_count()
-    timer = threading.Timer(source.uniform(0, 0.3), os.kill, (os.getpid(), signal.SIGINT))
+    caught = threading.Event()
+    presser = threading.Thread(target=pressed, args=(source.uniform(0, 0.3), caught))
     try:
-        timer.start()
+        presser.start()
         while True:
             assert run(folder) == exact
     except KeyboardInterrupt:
-        timer.join()
+        caught.set()
+        presser.join()
     assert threading.active_count() == before, threading.enumerate()
     assert run(folder) == exact  # resumed, by the same process
 print("done")

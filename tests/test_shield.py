@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from signals import ctrl_c_works as ctrl_c_works
 
 from multistage.interrupts import Shield
 
