@@ -117,7 +117,10 @@ class Carrier(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish what is under way, give everything back.  Interrupted, it can be called again."""
+        """Finish what is under way, tell of it, give everything back.
+
+        Interrupted, it can be called again and does the rest.
+        """
         ...
 
 
@@ -216,6 +219,8 @@ class ThreadCarrier:
         for thread in self._threads:
             thread.join()
         self._threads = []
+        if self._writing or self._reading:  # or it may never have started
+            self.poll()
         self.medium.close()
 
     # ----------------------------------------------------------------- threads

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multistage.backends import CheckpointLost
+from multistage.backends import CheckpointLost, FileStore, MemoryStore
 from multistage.backends.files import available_engines
 from multistage.backends.medium import Ram
 from multistage.backends.native import NativeFile
@@ -204,6 +204,16 @@ def test_the_threads_records(gates: Gates) -> None:
     stats = store.stats
     assert (stats.writes, stats.reads) == (3, 1)
     assert (stats.bytes_written, stats.bytes_read) == (3 * LAYOUT.nbytes, LAYOUT.nbytes)
+
+
+@pytest.mark.parametrize("store", [MemoryStore, FileStore], ids=["threads", "native"])
+def test_what_is_written_while_it_closes_is_counted(store: Any, tmp_path: Path) -> None:
+    made = store(buffer_bytes=0) if store is MemoryStore else store(tmp_path, buffer_bytes=0)
+    made.open(LAYOUT)
+    assert all(made.put(key, [STATE], block=True) for key in range(2))
+    made.close()
+    assert made.stats.bytes_written == 2 * LAYOUT.nbytes
+    assert len(made.transfers) == 2
 
 
 def test_reading_without_dropping_keeps_little_in_memory() -> None:
