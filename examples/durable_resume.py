@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 import multistage as ms
+from multistage.durable.status import inspect
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Adjoint = tuple[Array, Array]
@@ -32,9 +33,12 @@ Adjoint = tuple[Array, Array]
 class Heat:
     """Heat in a rod that loses some to its surroundings, by the temperature's third power."""
 
-    def __init__(self, points: int, kill: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self, points: int, kill: tuple[str, int] | None = None, folder: Path | None = None
+    ) -> None:
         self.conductivity = 0.2 + 0.1 * np.sin(np.linspace(0, 9, points - 1))
         self.kill = kill  # where to die: ("forward" or "reverse", step)
+        self.folder = folder
         self.began: set[str] = set()
 
     def start(self) -> Array:
@@ -53,6 +57,12 @@ class Heat:
             self.began.add(sweep)
             print(f"  {sweep} sweep begins at step {i}", flush=True)
         if self.kill == (sweep, i):
+            assert self.folder is not None
+            # These steps are short: the disk, slower, is given time for its first state.
+            for _ in range(6_000):
+                if inspect(self.folder).forward_step > 0:
+                    break
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def step(self, u: Array, i: int) -> Array:
@@ -81,7 +91,7 @@ def store_all(heat: Heat, steps: int) -> Array:
 
 def durable(args: argparse.Namespace, folder: Path, kill: tuple[str, int] | None) -> None:
     """Compute the gradient in this process, which may die of it; write it to a file."""
-    heat = Heat(args.points, kill)
+    heat = Heat(args.points, kill, folder)
     costs = ms.Costs(2e-5, 4e-5, tiers=(ms.Tier(write_s=1e-4, read_s=1e-4),))  # steps unmeasured
     with ms.Reversal(
         heat.step,
