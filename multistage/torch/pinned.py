@@ -10,6 +10,9 @@ copies into it, `in` copies out of it.
 * The source of an `out` copy: written on the compute stream before `put`, so
   `out` waits for an event recorded there first.  It is not written again
   before `wait_written`, which waits for the copy's event: the caller's promise.
+  Nor is its memory handed on: the store refers to it until then.  A state that
+  is dropped before lets the compute stream wait for the copy instead, since it
+  is there that the memory is handed on.
 * A slot that is filled again: the event of whatever used it last, the `in`
   copy that read it, is kept with it, and `out` waits for that: the stream that
   computes now need not be the one that waited for that copy.  A slot the tier
@@ -61,6 +64,7 @@ class _Entry:
     key: int
     slot: _Slot | None
     written: Event | None = None  # of its `out` copy
+    sources: list[Tensor] = field(default_factory=list)  # of that copy, until it is known done
     put_s: float = 0.0
     asked_s: float = 0.0  # when its `in` copy was queued, perhaps before `wait_written`
     below: bool = False  # the tier below has it
@@ -233,12 +237,12 @@ class PinnedStore:
         streams.wait("out", streams.record("compute"))
         if slot.used is not None:
             streams.wait("out", slot.used)
-        for line, array in zip(slot.lines, arrays, strict=True):
+        sources = [a if isinstance(a, Tensor) else torch.from_numpy(a) for a in arrays]
+        for line, source in zip(slot.lines, sources, strict=True):
             if line.numel():
-                source = array if isinstance(array, Tensor) else torch.from_numpy(array)
                 streams.copy("out", line, source)
         written = slot.used = streams.record("out")
-        entry = _Entry(key, slot, written, time.perf_counter())
+        entry = _Entry(key, slot, written, sources, time.perf_counter())
         stats, nbytes = self.stats, self._layout.nbytes
         with self._changed:
             self._entries[key] = entry
@@ -292,6 +296,7 @@ class PinnedStore:
             return False
         assert self._streams is not None and entry.written is not None
         done = self._streams.synchronize(entry.written)
+        entry.sources = []
         self.transfers.append(TransferRecord("write", key, entry.put_s, done, self._layout.nbytes))
         return not entry.lost
 
@@ -373,9 +378,13 @@ class PinnedStore:
     def _forget(self, entry: _Entry) -> None:
         streams = self._streams
         assert streams is not None
-        if entry.landed is not None:  # fetched for nothing: its memory goes to the compute stream
+        # Memory of copies that nobody waited for goes to the compute stream.
+        if entry.landed is not None:
             streams.wait("compute", entry.landed)
             entry.landing, entry.landed = [], None
+        if entry.sources:
+            streams.wait("compute", entry.written)
+            entry.sources = []
         with self._changed:
             entry.gone = True
             self._entries.pop(entry.key, None)

