@@ -20,7 +20,7 @@ from ..drawing.plans import plan_parts
 from ..errors import ArgumentError, BudgetError
 from ..plan import Plan, plan
 from ..probe import action_seconds, probe_store, with_driver
-from .cell import Cell, Facts
+from .cell import Facts
 from .exploring import untouched
 from .measure import seconds_of
 from .meter import Meter
@@ -151,11 +151,8 @@ class UnrollPlan:
 
 
 def sample_chunks(
-    cell: Cell,
-    facts: Facts,
+    chain: ThroughTime,
     state: Sequence[Tensor],
-    inputs: Inputs,
-    devices: Sequence[torch.device],
     *,
     chunk: int | None,
     most_bytes: int,
@@ -164,11 +161,16 @@ def sample_chunks(
 
     Parameters
     ----------
+    chain : ThroughTime
+        Of the whole sequence.
+    state : sequence of Tensor
+        The leaves of the first state.
     chunk : int, optional
         The only size wanted; 1 is measured besides.
     most_bytes : int
         Larger chunks are of no use.
     """
+    cell, inputs = chain.cell, chain.inputs
     found: list[Sample] = []
     began = time.perf_counter()
     modules = [] if cell.module is None else [cell.module]
@@ -177,7 +179,7 @@ def sample_chunks(
         for size in sizes:
             if size > inputs.steps or (found and size == found[-1].chunk):
                 break
-            found.append(_sample(cell, facts, state, inputs, devices, size))
+            found.append(_sample(chain, state, size))
             # Three at least: what comes once, or twice from two steps on (gradients of
             # parameters that are added up), would be taken to come with every step.
             late = time.perf_counter() - began > _PROBE_S
@@ -188,20 +190,13 @@ def sample_chunks(
     return found
 
 
-def _sample(
-    cell: Cell,
-    facts: Facts,
-    state: Sequence[Tensor],
-    inputs: Inputs,
-    devices: Sequence[torch.device],
-    chunk: int,
-) -> Sample:
+def _sample(whole: ThroughTime, state: Sequence[Tensor], chunk: int) -> Sample:
+    cell, facts, inputs, device = whole.cell, whole.facts, whole.inputs, whole.device
     few = Inputs(inputs.given, chunk)
     collector = Collector(facts, chunk, "stack", cell.fused)
-    chain = ThroughTime(cell, facts, few, collector, chunk, False, devices)
+    chain = ThroughTime(cell, facts, few, collector, chunk, False, whole.generators, device)
     chain.sums = [None] * len(facts.parameters)
     first = chain.first(state)
-    device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
     forwards, turns, peak = [], [], 0
     saved: tuple[int, ...] = ()
     with chain.settled(keep=False):

@@ -117,7 +117,8 @@ def explore(
     changes_first = False
     for i, stage in enumerate(stages):
         inputs = tensors_of(state)
-        random = RandomState.capture(random_devices(inputs))
+        devices = random_devices([*inputs, *parameters_of([stage])])
+        random = RandomState.capture(devices)
         versions = [tensor._version for tensor in inputs]
         # By value: batch norm's kernels change statistics behind the versions' back.
         buffers = [(m, k, b, b._version, b.detach().clone()) for m, k, b in buffers_of(stage)]
@@ -126,7 +127,7 @@ def explore(
         with torch.no_grad():
             state = stage(state)
         check_attributes(f"stage {names[i]}", attributes, attributes_of(stage))
-        draws.append(not random.same_as(RandomState.capture(random_devices(inputs))))
+        draws.append(not random.same_as(RandomState.capture(devices)))
         changed.append(
             [
                 (m, k)

@@ -50,9 +50,20 @@ def _module(device: torch.device) -> Any:
 
 
 def random_devices(tensors: Sequence[Tensor]) -> list[torch.device]:
-    """Return the devices of some tensors that have generators of their own."""
+    """Return the devices whose generators a computation on some tensors may draw from.
+
+    Those that the tensors lie on, and the current CUDA device once CUDA is in
+    use, since the computation may move there.
+    """
     found = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+    if torch.cuda.is_initialized():
+        found.add(torch.device("cuda", torch.cuda.current_device()))
     return sorted(found, key=str)
+
+
+def cuda_or_cpu(tensors: Sequence[Tensor]) -> torch.device:
+    """Return the first CUDA device that some tensors lie on, the CPU if there is none."""
+    return next((t.device for t in tensors if t.device.type == "cuda"), torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +129,9 @@ class Surroundings:
         buffers: Sequence[tuple[nn.Module, str]],
     ) -> Surroundings:
         """Look around before a stage runs on `tensors`."""
-        devices = random_devices(tensors)
-        kinds = sorted({"cpu", *(device.type for device in devices)})
         is_module = isinstance(stage, nn.Module)
+        devices = random_devices([*tensors, *(stage.parameters() if is_module else ())])
+        kinds = sorted({"cpu", *(device.type for device in devices)})
         kept = [(module, key, module._buffers[key]) for module, key in buffers]
         changing = {(id(module), key) for module, key in buffers}
         others = (

@@ -79,7 +79,7 @@ class CudaStreams:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def host(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def record(self, lane: Lane) -> Event:
         event = torch.cuda.Event()
@@ -122,10 +122,10 @@ class HostStreams:
             self._threads.append(thread)
 
     def empty(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def host(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def record(self, lane: Lane) -> Event:
         event = _HostEvent()

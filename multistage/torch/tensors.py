@@ -150,7 +150,7 @@ def _line(tensor: Tensor) -> Tensor:
 def _from_numpy(array: Any) -> Tensor:
     """Return a tensor on read-only memory of a store, which only versions guard from now on."""
     if not len(array):
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     # By address: torch takes read-only arrays with a warning only.
     memory = (ctypes.c_char * len(array)).from_address(array.ctypes.data)
     memory.owner = array  # type: ignore[attr-defined]  # lives as long as the tensor

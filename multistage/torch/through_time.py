@@ -227,6 +227,10 @@ class ThroughTime:
         Time steps per step of the chain.
     watch : bool
         Whether to look at every graph for tensors nobody told of.
+    generators : sequence of torch.device
+        Whose random numbers the cell may draw, beside the CPU's.
+    device : torch.device, optional
+        Where the states lie; the CPU if not given.
     """
 
     in_place = False
@@ -240,7 +244,8 @@ class ThroughTime:
         collector: Collector,
         chunk: int,
         watch: bool,
-        devices: Sequence[torch.device],
+        generators: Sequence[torch.device] = (),
+        device: torch.device | None = None,
     ) -> None:
         self.cell, self.facts, self.inputs, self.collector = cell, facts, inputs, collector
         self.chunk = chunk
@@ -250,8 +255,8 @@ class ThroughTime:
         self.of_inputs: dict[int, Tensor] = {}
         self.output_gradients: Sequence[Tensor | None] = ()
         self._watch = watch
-        self._devices = list(devices)
-        self.autocast = Autocast.capture(sorted({"cpu", *(d.type for d in devices)}))
+        self.generators, self.device = list(generators), device or torch.device("cpu")
+        self.autocast = Autocast.capture(sorted({"cpu", *(d.type for d in generators)}))
         modules = [] if cell.module is None else list(cell.module.modules())
         self._training = [(m, m.training) for m in modules]
         self._versions = [(p, p._version) for p in facts.parameters]
@@ -263,7 +268,7 @@ class ThroughTime:
         """Return names of a state's tensors, for messages."""
         names = list(state_names)
         if self.facts.draws:
-            names += ["random state of cpu", *(f"random state of {d}" for d in self._devices)]
+            names += ["random state of cpu", *(f"random state of {d}" for d in self.generators)]
         return names + [f"buffer {key}" for _, key in self.facts.buffers]
 
     def first(self, leaves: Sequence[Tensor]) -> TensorState:
@@ -273,7 +278,7 @@ class ThroughTime:
     def _surroundings(self) -> list[Tensor]:
         found: list[Tensor] = []
         if self.facts.draws:
-            state = RandomState.capture(self._devices)
+            state = RandomState.capture(self.generators)
             found = [state.cpu, *(t for _, t in state.devices)]
         for module, key in self.facts.buffers:
             buffer = module._buffers[key]
@@ -285,7 +290,7 @@ class ThroughTime:
         """Put generators and buffers in the state they had."""
         rest = list(tensors)
         if self.facts.draws:
-            devices = list(zip(self._devices, rest[1:], strict=False))
+            devices = list(zip(self.generators, rest[1:], strict=False))
             RandomState(rest[0], devices).restore()
             rest = rest[1 + len(devices) :]
         for (module, key), value in zip(self.facts.buffers, rest, strict=True):
@@ -325,7 +330,7 @@ class ThroughTime:
         belong to the graph of some other step.
         """
         buffers = [(m, k, m._buffers[k]) for m, k in self.facts.buffers]
-        random = RandomState.capture(self._devices) if self.facts.draws and not keep else None
+        random = RandomState.capture(self.generators) if self.facts.draws and not keep else None
         try:
             with autocast(self.autocast):
                 yield

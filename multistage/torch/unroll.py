@@ -33,7 +33,7 @@ from .cell_costs import (
 )
 from .exploring import tensors_of
 from .offload import PAGE_BYTES, offload
-from .replay import RandomState
+from .replay import RandomState, cuda_or_cpu, random_devices
 from .tensors import TensorLayout, TensorState, TensorStates
 from .through_time import Collector, Inputs, ThroughTime
 from .tiers import open_tiers, take
@@ -181,9 +181,11 @@ def unroll(
     sequence = Inputs(inputs, steps)
     settings = _Settings(memory, _as_tiers(tiers), chunk, strategy, progress)
     leaves = pytree.tree_leaves(state)
-    random_before = RandomState.capture([])
+    own = () if known.module is None else known.module.parameters()
+    drawn_from = random_devices([*tensors_of(state), *own])
+    random_before = RandomState.capture(drawn_from)
     x = sequence.many(0, min(_FEW, sequence.steps)) if known.fused else sequence.at(0)
-    if not random_before.same_as(RandomState.capture([])):
+    if not random_before.same_as(RandomState.capture(drawn_from)):
         raise ArgumentError(
             "inputs draws random numbers; it is called again when steps are run again and must "
             "return the same x_t each time: draw from a generator seeded with t"
@@ -192,38 +194,35 @@ def unroll(
     wanted = [*leaves, *sequence.tensors(), *facts.parameters]
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
         return _plain(known, facts, state, sequence, outputs, chunk, graph=False)
-    devices = _devices([*leaves, *tensors_of(x), *facts.parameters])
-    device = _cuda_or_cpu(devices)
+    involved = [*leaves, *tensors_of(x), *facts.parameters]
+    device, devices = cuda_or_cpu(involved), random_devices(involved)
     give_back = take(settings.tiers)
     try:
         store = open_tiers(settings.tiers, device)
-        return _run(known, facts, sequence, state, store, settings, outputs, devices, give_back)
+        collector = Collector(facts, sequence.steps, outputs, known.fused)
+        chain = ThroughTime(known, facts, sequence, collector, 1, True, devices, device)
+        return _run(chain, state, store, settings, outputs, give_back)
     except BaseException:
         give_back()
         raise
 
 
 def _run(
-    known: Cell,
-    facts: Facts,
-    sequence: Inputs,
+    chain: ThroughTime,
     state: Any,
     store: Store | None,
     settings: _Settings,
     outputs: Any,
-    devices: Sequence[torch.device],
     give_back: Callable[[], None],
 ) -> Unrolled:
     """Plan and run a sequence that wants gradients."""
+    known, facts, sequence, device = chain.cell, chain.facts, chain.inputs, chain.device
     leaves, spec = pytree.tree_flatten(state)
-    device = _cuda_or_cpu(devices)
     wanted = [*leaves, *sequence.tensors(), *facts.parameters]
-    collector = Collector(facts, sequence.steps, outputs, known.fused)
-    chain = ThroughTime(known, facts, sequence, collector, 1, True, devices)
     names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
     first = chain.first(leaves)
     layout = TensorLayout(first.tensors, names)
-    chosen = _planned(chain, leaves, devices, layout, store, settings)
+    chosen = _planned(chain, leaves, layout, store, settings)
     if chosen.plan is None:
         give_back()
         tapes: Any = contextlib.nullcontext()
@@ -262,14 +261,6 @@ def _as_tiers(tiers: Any) -> tuple[str | Store, ...]:
     return (tiers,) if isinstance(tiers, str) or hasattr(tiers, "put") else tuple(tiers)
 
 
-def _devices(tensors: Sequence[Tensor]) -> list[torch.device]:
-    return sorted({t.device for t in tensors if t.device.type not in ("cpu", "meta")}, key=str)
-
-
-def _cuda_or_cpu(devices: Sequence[torch.device]) -> torch.device:
-    return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
-
-
 def _results(facts: Facts, values: Sequence[Tensor | None]) -> tuple[Tensor | None, Any]:
     """Return the loss and the outputs from the reduced leaves of y."""
     if facts.y_spec is None:
@@ -296,7 +287,7 @@ def _plain(
 ) -> Unrolled:
     """Run the steps as they are written, with or without a graph."""
     collector = Collector(facts, inputs.steps, mode, cell.fused, graph=graph)
-    chain = ThroughTime(cell, facts, inputs, collector, inputs.steps, False, [])
+    chain = ThroughTime(cell, facts, inputs, collector, inputs.steps, False)
     x = inputs.many if cell.fused else inputs.at
     size = inputs.steps if chunk is None else chunk
     last = state
@@ -423,7 +414,6 @@ _measured_tiers: OrderedDict[object, Tier] = OrderedDict()
 def _planned(
     chain: ThroughTime,
     leaves: Sequence[Tensor],
-    devices: Sequence[torch.device],
     layout: TensorLayout,
     store: Store | None,
     settings: _Settings,
@@ -448,27 +438,25 @@ def _planned(
         return known
     limit = settings.memory
     if limit is None:
-        limit = _free(devices)
+        limit = _free(chain.device)
     most = parse_bytes(limit) if not isinstance(limit, float) else 1 << 62
-    samples = sample_chunks(
-        cell, facts, leaves, inputs, devices, chunk=settings.chunk, most_bytes=most
-    )
+    samples = sample_chunks(chain, leaves, chunk=settings.chunk, most_bytes=most)
     if isinstance(limit, float):
         if not 0 < limit <= 1:
             raise ArgumentError(f"memory={limit!r} as a fraction must lie in (0, 1]")
         limit = int(limit * keep_bytes(samples, inputs.steps))
     tier = None
     if store is not None:
-        tier_key = (settings.tiers, layout.nbytes)
+        tier_key = (settings.tiers, chain.device, layout.nbytes)
         tier = _measured_tiers.get(tier_key)
         if tier is None:
             tier = _measured_tiers[tier_key] = tier_of(store, layout, chain.first(leaves).tensors)
     travelling = None
     if store is not None and settings.strategy in ("auto", "offload"):
-        page_key = (settings.tiers, "page")
+        page_key = (settings.tiers, chain.device, "page")
         page = _measured_tiers.get(page_key)
         if page is None:
-            blank = torch.empty(PAGE_BYTES, dtype=torch.uint8, device=_cuda_or_cpu(devices))
+            blank = torch.empty(PAGE_BYTES, dtype=torch.uint8, device=chain.device)
             page_layout = TensorLayout([blank], ["a page"])
             page = _measured_tiers[page_key] = tier_of(store, page_layout, [blank])
         travelling = offloaded(samples[-1], inputs.steps, _OFFLOADED, page, PAGE_BYTES)
@@ -505,10 +493,9 @@ def _kinds(leaves: Sequence[Tensor]) -> object:
     return tuple((t.shape, t.dtype, t.device) for t in leaves)
 
 
-def _free(devices: Sequence[torch.device]) -> int:
-    for device in devices:
-        if device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(device)
-            idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            return int(_DEVICE_SHARE * (free + idle))
-    return default_budget_bytes()
+def _free(device: torch.device) -> int:
+    if device.type != "cuda":
+        return default_budget_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(_DEVICE_SHARE * (free + idle))

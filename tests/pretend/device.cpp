@@ -536,6 +536,62 @@ void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
+// Kernels that torch has for CUDA alone.
+
+using Optional = std::optional<Tensor>;
+
+Tensor with_biases(Tensor gates, const Optional& a, const Optional& b) {
+  if (a.has_value() && a->defined()) gates = gates + *a;
+  if (b.has_value() && b->defined()) gates = gates + *b;
+  return gates;
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& of_input, const Tensor& of_hidden,
+                                             const Tensor& cx, const Optional& input_bias,
+                                             const Optional& hidden_bias) {
+  auto gates = with_biases(of_input + of_hidden, input_bias, hidden_bias).chunk(4, 1);
+  auto i = gates[0].sigmoid(), f = gates[1].sigmoid(), g = gates[2].tanh(), o = gates[3].sigmoid();
+  auto cy = f * cx + i * g;
+  return {o * cy.tanh(), cy, at::cat({i, f, g, o}, 1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const Optional& by_hy, const Optional& by_cy,
+                                                      const Tensor& cx, const Tensor& cy,
+                                                      const Tensor& workspace, bool has_bias) {
+  auto gates = workspace.chunk(4, 1);
+  auto &i = gates[0], &f = gates[1], &g = gates[2], &o = gates[3];
+  auto wide = cy.tanh();
+  auto dh = by_hy.has_value() && by_hy->defined() ? *by_hy : at::zeros_like(cy);
+  auto dc = dh * o * (1 - wide * wide);
+  if (by_cy.has_value() && by_cy->defined()) dc = dc + *by_cy;
+  auto grad = at::cat({dc * g * i * (1 - i), dc * cx * f * (1 - f), dc * i * (1 - g * g),
+                       dh * wide * o * (1 - o)},
+                      1);
+  return {grad, dc * f, has_bias ? grad.sum(0) : Tensor()};
+}
+
+std::tuple<Tensor, Tensor> gru_cell(const Tensor& of_input, const Tensor& of_hidden,
+                                    const Tensor& hx, const Optional& input_bias,
+                                    const Optional& hidden_bias) {
+  auto x = with_biases(of_input, input_bias, {}).chunk(3, 1);
+  auto h = with_biases(of_hidden, hidden_bias, {}).chunk(3, 1);
+  auto r = (x[0] + h[0]).sigmoid(), z = (x[1] + h[1]).sigmoid();
+  auto n = (x[2] + r * h[2]).tanh();
+  return {n + z * (hx - n), at::cat({r, z, n, hx, h[2]}, 1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tensor& by_hy,
+                                                                     const Tensor& workspace,
+                                                                     bool has_bias) {
+  auto kept = workspace.chunk(5, 1);
+  auto &r = kept[0], &z = kept[1], &n = kept[2], &hx = kept[3], &h = kept[4];
+  auto dn = by_hy * (1 - z) * (1 - n * n);
+  auto dr = dn * h * r * (1 - r), dz = by_hy * (hx - n) * z * (1 - z);
+  auto by_input = at::cat({dr, dz, dn}, 1), by_hidden = at::cat({dr, dz, dn * r}, 1);
+  return {by_input, by_hidden, by_hy * z, has_bias ? by_input.sum(0) : Tensor(),
+          has_bias ? by_hidden.sum(0) : Tensor()};
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_host>());
 }
@@ -555,6 +611,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", at::native::set_);
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   m.impl("set_.source_Tensor", at::native::set_tensor_);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
+  m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
 }
 
 TORCH_LIBRARY(pretend, m) {
