@@ -57,13 +57,23 @@ std::atomic<uint64_t> seed{0};
 
 class Lane {
  public:
-  explicit Lane(uint64_t number) : random_(seed + 7919 * number), thread_([this] { run(); }) {
+  explicit Lane(uint64_t number)
+      : number_(number), random_(seed + 7919 * number), thread_([this] { run(); }) {
     thread_.detach();  // lanes live as long as the process
   }
 
-  void submit(std::function<void()> task) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    tasks_.push_back(std::move(task));
+  void submit(std::function<void()> task, bool may_block = false) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    // Without delays the default stream is as early as it may be: it costs no change of threads.
+    if (number_ == 0 && most_delay_us == 0 && !may_block && idle()) {
+      busy_ = true;
+      lock.unlock();
+      task();
+      lock.lock();
+      busy_ = false;
+    } else {
+      tasks_.push_back(std::move(task));
+    }
     changed_.notify_all();
   }
 
@@ -83,7 +93,7 @@ class Lane {
   void run() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
-      changed_.wait(lock, [this] { return !tasks_.empty(); });
+      changed_.wait(lock, [this] { return !tasks_.empty() && !busy_; });
       auto task = std::move(tasks_.front());
       tasks_.pop_front();
       busy_ = true;
@@ -103,6 +113,7 @@ class Lane {
       std::this_thread::sleep_for(std::chrono::microseconds(random_() % most));
   }
 
+  const uint64_t number_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
@@ -210,7 +221,7 @@ class DeviceMemory final : public c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
 
   void copy_data(void* to, const void* from, size_t n) const override {
-    drain_all();
+    current().drain();
     std::memcpy(to, from, n);
   }
 
@@ -381,7 +392,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void block(void* event, const c10::Stream& s) const override {
     if (event == nullptr) return;
-    lane(s.id()).submit([moment = *static_cast<Moments*>(event)] { moment->wait(); });
+    lane(s.id()).submit([moment = *static_cast<Moments*>(event)] { moment->wait(); }, true);
   }
   bool queryEvent(void* event) const override {
     return event == nullptr || (*static_cast<Moments*>(event))->query();
@@ -486,8 +497,9 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& target) {
 }
 
 Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
-             std::optional<c10::Layout>, std::optional<Device>, std::optional<bool>,
+             std::optional<c10::Layout>, std::optional<Device>, std::optional<bool> pin,
              std::optional<c10::MemoryFormat> format) {
+  TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   return at::detail::empty_generic(size, &memory(), c10::DispatchKeySet(c10::DispatchKey::CUDA),
                                    c10::dtype_or_default(dtype), format);
 }
@@ -502,7 +514,7 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
 
 const Tensor& resize_(const Tensor& self, c10::IntArrayRef size,
                       std::optional<c10::MemoryFormat> format) {
-  drain_all();
+  current().drain();
   return at::native::resize_(self, size, format);
 }
 
@@ -631,7 +643,8 @@ TORCH_LIBRARY(pretend, m) {
   m.def("total() -> int", [] { return static_cast<int64_t>(memory().total); });
   m.def("empty_cache() -> ()", [] { memory().empty_cache(); });
   m.def("sleep(int us) -> ()", [](int64_t us) {
-    current().submit([us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
+    current().submit([us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); },
+                     true);
   });
   m.def("generator() -> Generator?", [] { return std::optional<at::Generator>(generator()); });
 }

@@ -89,10 +89,10 @@ def test_the_limit_holds_by_the_allocator(share: float, strategy: Any) -> None:
     whole = mst.Sequential(model, x, memory=1.0).plan
     assert whole is not None
     with pytest.raises(BudgetError) as refused:
-        mst.Sequential(model, x, memory=1, strategy=strategy)
+        mst.Sequential(model, x, memory=1, strategy=strategy, costs=whole.costs)
     least = int(str(refused.value).split("< ")[1].split(" bytes")[0])
     memory = int(least + share * (whole.plain_bytes - least))
-    ours = mst.Sequential(model, x, memory=memory, strategy=strategy)
+    ours = mst.Sequential(model, x, memory=memory, strategy=strategy, costs=whole.costs)
     ours(x).square().mean().backward()
     gc.collect()
     torch.cuda.synchronize()
@@ -159,17 +159,18 @@ def test_sequences(options: dict[str, Any], tmp_path: Any) -> None:
 
 def test_memory_of_a_sequence_is_flat() -> None:
     cell, h = Cell().to(DEVICE), torch.zeros(256, 64, device=DEVICE)
+    limit = (8 if REAL else 3) << 20
     peaks = []
-    for steps in (1000, 4000) if REAL else (100, 400):
+    for steps in (1000, 4000) if REAL else (200, 800):
         for _ in range(2):
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             x = torch.ones(256, 64, device=DEVICE)
-            out = mst.unroll(cell, h, lambda t, x=x: x, steps=steps, memory="8 MiB")
+            out = mst.unroll(cell, h, lambda t, x=x: x, steps=steps, memory=limit)
             assert out.loss is not None
             out.loss.backward()
             del out
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] <= 1.1 * peaks[0]
-    assert peaks[1] <= 9 << 20
+    assert peaks[1] <= limit + (1 << 20)

@@ -103,7 +103,7 @@ def test_memory_is_given_back() -> None:
     x = torch.randn(1 << 18, requires_grad=True)  # 1 MiB
     peaks = {}
     for offloaded in (False, True):
-        with Meter(torch.device("cpu")) as meter:
+        with Meter(x.device) as meter:
             meter.ignore([x])
             y = x
             if offloaded:

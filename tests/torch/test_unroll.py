@@ -422,7 +422,7 @@ def test_autocast() -> None:
     torch.manual_seed(0)
     cell, h = Plain(), torch.zeros(BATCH, WIDTH, dtype=torch.bfloat16)
     x = torch.randn(30, BATCH, WIDTH)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(h.device.type, torch.bfloat16):
         out = mst.unroll(cell, h, x, memory="50 KiB")
         _, known = by_hand(cell, h, x)
     assert out.plan is not None and out.plan.strategy == "recompute" and out.loss is not None
@@ -553,8 +553,7 @@ def test_nothing_is_left_after_a_forward_without_backward(tmp_path: Path) -> Non
 
 
 def _cell(change: Callable[[Tensor, Tensor], Any]) -> Callable[..., Any]:
-    weight = torch.ones(WIDTH, requires_grad=True)
-    return lambda h, x: change(h * weight, x)
+    return lambda h, x: change(h * torch.ones(WIDTH, requires_grad=True), x)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""What runs on a CUDA device, on one that is not there: streams that are late, memory in use again.
+
+The tests that need a device run in a process whose torch has `pretend`'s, and
+those of `unroll` and `offload` with every tensor on it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pretend
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+FOLDER = HERE.parents[1] / "build" / "pretend"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(pretend.compiler() is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA of its own"),
+]
+
+
+def _run(*arguments: str, seed: int = 0, delay_us: int = 0, by_default: bool = False) -> str:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(HERE.parent),
+        "PRETEND_FOLDER": str(FOLDER),
+        "PRETEND_SEED": str(seed),
+        "PRETEND_DELAY_US": str(delay_us),
+        "PRETEND_DEFAULT": "1" if by_default else "",
+    }
+    command = [sys.executable, "-m", "pytest", "-p", "pretend", "-p", "no:cacheprovider", "-n", "0"]
+    done = subprocess.run(
+        [*command, "-q", *arguments], cwd=HERE, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    assert " passed" in last, done.stdout
+    return last
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_races(seed: int) -> None:
+    assert "26 passed" in _run("test_gpu_races.py", seed=seed, delay_us=1 + 300 * seed)
+
+
+def test_chains_and_sequences() -> None:
+    assert "16 passed" in _run("test_gpu.py")
+
+
+def test_with_every_tensor_on_the_device() -> None:
+    # One is about peaks of memory in many steps, one limits the process, one tells of a
+    # faulty store, where on a device a pinned one stands before it.
+    others = "not is_flat and not hard_limit and not lost_tensor"
+    without_cudnn = ["-W", "ignore:PyTorch was compiled without cuDNN"]
+    modules = ["test_unroll.py", "test_offload.py"]
+    _run(*modules, "-k", others, *without_cudnn, by_default=True)
