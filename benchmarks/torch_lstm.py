@@ -3,11 +3,13 @@
 A character model: embedding, `nn.LSTMCell`, softmax and loss at every step.
 Inputs are made by a function, so that nothing of the sequence's length lies in
 memory.  Every point is a fresh process; peak memory is the high-water mark of
-one forward and backward beyond what the process held before.  `unroll` has a
-limit of 8 MiB; its gradients are asserted to be those of plain autograd bit
-for bit, the others' to be close.
+one forward and backward beyond what was held before: of the process, or by the
+allocator of a CUDA device, where the longest sequence has a million steps.
+`unroll` has a limit of 8 MiB; its gradients are asserted to be those of plain
+autograd bit for bit, the others' to be close.
 
-    python -m benchmarks.torch_lstm [--quick] [--json FILE] [--plot FILE]
+    python -m benchmarks.torch_lstm [--quick] [--device cuda] [--steps N N]
+                                    [--json FILE] [--plot FILE]
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +33,18 @@ from benchmarks._common import child, finish, held_kib, options, reset_peak
 
 WIDTH, BATCH, SYMBOLS = 128, 16, 96
 MEMORY = "8 MiB"
-LENGTHS = (2_000, 8_000, 32_000, 128_000)
+LENGTHS = {
+    "cpu": (2_000, 8_000, 32_000, 128_000),
+    "cuda": (2_000, 8_000, 32_000, 128_000, 1_000_000),
+}
 QUICK_LENGTHS = (500, 2_000)
 # Longest sequences that keep every tape: they take memory in proportion.
 MOST = {"plain": 32_000, "save_on_cpu": 8_000, "checkpoint": 32_000, "nested": 32_000}
 OURS = ("unroll memory", "unroll pinned", "unroll pinned, file", "unroll file")
 # Without a device, states in unbounded pinned memory are in the process too.
-FLAT = ("unroll memory", "unroll pinned, file", "unroll file")
+FLAT = {"cpu": ("unroll memory", "unroll pinned, file", "unroll file"), "cuda": OURS}
 METHODS = ("plain", "save_on_cpu", "checkpoint", "checkpoint reentrant", "nested", *OURS)
-ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 State = tuple[Tensor, Tensor]
 
@@ -61,15 +66,16 @@ class Characters(nn.Module):
 class Task:
     """A model, its inputs and a start."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: str) -> None:
         torch.manual_seed(seed)
-        self.model = Characters()
-        self.state: State = (torch.zeros(BATCH, WIDTH), torch.zeros(BATCH, WIDTH))
-        self._text = torch.randint(0, SYMBOLS, (4096, BATCH))
+        self.model = Characters().to(device)
+        h, c = torch.zeros(2, BATCH, WIDTH, device=device)
+        self.state: State = (h, c)
+        self._text = torch.randint(0, SYMBOLS, (4096, BATCH)).to(device)
 
     def x(self, t: int) -> Tensor:
         """Return the characters of step t and those after them."""
-        return self._text[torch.tensor([t % 4095, t % 4095 + 1])]
+        return self._text[t % 4095 : t % 4095 + 2]
 
     def steps(self, start: int, stop: int, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run some steps as they are written; return the state and the loss."""
@@ -131,9 +137,31 @@ def _unrolled(task: Task, steps: int, tiers: tuple[str, ...]) -> Tensor:
     return out.loss
 
 
+class Peak:
+    """Bytes held beyond those at the start, at most."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device == "cuda"
+        if self._cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        else:
+            reset_peak()
+            self._before = held_kib("VmRSS")
+
+    def kib(self) -> float:
+        """Return the peak since then; wait for the device."""
+        if self._cuda:
+            torch.cuda.synchronize()
+            return (torch.cuda.max_memory_allocated() - self._before) / 1024
+        return held_kib("VmHWM") - self._before
+
+
 def _run_child(given: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    task, method = Task(given["seed"]), given["method"]
+    torch.use_deterministic_algorithms(True)
+    task, method = Task(given["seed"], given["device"]), given["method"]
     tiers: dict[str, tuple[str, ...]] = {
         "unroll memory": (),
         "unroll pinned": ("pinned:",),
@@ -173,16 +201,15 @@ def _run_child(given: dict[str, Any]) -> dict[str, Any]:
             tiers=tiers[method],
             strategy="stream" if tiers[method] else "recompute",
         )
-    reset_peak()
-    before = held_kib("VmRSS")
+    peak = Peak(given["device"])
     began = time.perf_counter()
     loss = once(given["steps"])
+    peak_kib = peak.kib()
     seconds = time.perf_counter() - began
-    peak = held_kib("VmHWM") - before
     gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
     return {
         "seconds": seconds,
-        "peak_kib": peak,
+        "peak_kib": peak_kib,
         "loss": float(loss),
         "gradient": [float(g.double().norm()) for g in gradients],
         "bits": [int(g.view(torch.int32).long().sum()) for g in gradients],
@@ -200,12 +227,14 @@ def _assert_answer(known: dict[str, Any], found: dict[str, Any], method: str) ->
 def main() -> None:
     """Run the benchmark."""
     parser = options(__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="other lengths")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(_run_child(json.loads(args.child))))
         return
-    lengths = QUICK_LENGTHS if args.quick else LENGTHS
+    lengths = args.steps or (QUICK_LENGTHS if args.quick else LENGTHS[args.device])
     samples: dict[int, dict[str, list[dict[str, Any]]]] = {}
     left_out = []
     with tempfile.TemporaryDirectory(prefix="torch-lstm-", dir=".") as scratch:
@@ -224,6 +253,7 @@ def main() -> None:
                         "method": method,
                         "steps": steps,
                         "seed": args.seed,
+                        "device": args.device,
                         "scratch": str(Path(scratch).resolve()),
                     }
                     found = child("benchmarks.torch_lstm", task, ENVIRONMENT)
@@ -236,7 +266,7 @@ def main() -> None:
                         f"{found['peak_kib'] / 1024:>9.1f} MiB",
                         flush=True,
                     )
-    finish(args, "torch_lstm", samples, _ratios(samples), left_out)
+    finish(args, "torch_lstm", samples, _ratios(samples, FLAT[args.device]), left_out)
     if args.plot:
         _plot(samples, args.plot)
 
@@ -249,13 +279,15 @@ def _peak(results: list[dict[str, Any]]) -> float:
     return statistics.median(r["peak_kib"] for r in results)
 
 
-def _ratios(samples: dict[int, dict[str, list[dict[str, Any]]]]) -> dict[str, float]:
+def _ratios(
+    samples: dict[int, dict[str, list[dict[str, Any]]]], flat: Sequence[str]
+) -> dict[str, float]:
     longest, first = max(samples), min(n for n in samples if n >= min(8_000, max(samples)))
-    growth = [_peak(samples[longest][m]) / _peak(samples[first][m]) for m in FLAT]
+    growth = [_peak(samples[longest][m]) / _peak(samples[first][m]) for m in flat]
     fits = max(n for n in samples if n <= 8_000)
     plain = _seconds(samples[fits]["plain"])
     at = samples[longest]
-    ours = min((_seconds(at[m]), _peak(at[m])) for m in FLAT)
+    ours = min((_seconds(at[m]), _peak(at[m])) for m in flat)
     peers = [m for m in at if m not in OURS]
     fitting = [_seconds(at[m]) for m in peers if _peak(at[m]) <= 1.1 * ours[1]]
     ratios = {
