@@ -27,6 +27,8 @@ copies into it, `in` copies out of it.
 
 from __future__ import annotations
 
+import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -44,10 +46,62 @@ from ..errors import ArgumentError, BudgetError, StoreError
 from ..layout import Layout
 from .streams import Event, Streams, streams_for
 
+logger = logging.getLogger(__name__)
+
 _BLOCK_BYTES = 64 << 20  # most pinned memory that is taken at once
 _FIRST_SLOTS = 64
 _RETRY_S = 1e-3
 _SPARE = 3  # slots kept free for the next states, where a tier below takes the oldest
+
+
+def growth(size: int, capacity: int | None, *, rounded: bool) -> Iterator[int]:
+    """Yield how many slots each block of memory has, within a capacity.
+
+    Parameters
+    ----------
+    size : int
+        Bytes of a slot.
+    capacity : int or None
+        Most bytes of all blocks; None if unbounded.
+    rounded : bool
+        Whether memory comes in powers of two, as PyTorch hands out what is
+        pinned: then a block takes what it is rounded up to, and of that at
+        least seven eighths are slots, while the capacity allows.
+
+    Examples
+    --------
+    >>> list(growth(40, 400, rounded=False))
+    [10]
+    >>> list(growth(40, 400, rounded=True))
+    [6, 3]
+    """
+    slots = 0
+    left = capacity
+    while True:
+        # Twice as many each time: few allocations, and none for nothing.
+        count = max(1, min(_BLOCK_BYTES // size, max(_FIRST_SLOTS, slots)))
+        nbytes = count * size
+        if rounded:
+            nbytes = _power_of_two(nbytes)
+            while 8 * (nbytes // size) * size < 7 * nbytes:
+                nbytes *= 2
+            while left is not None and nbytes > left:
+                nbytes //= 2
+            count = nbytes // size
+        elif left is not None:
+            count = min(count, left // size)
+            nbytes = count * size
+        if count < 1:
+            return
+        if left is not None:
+            left -= nbytes
+        slots += count
+        yield count
+
+
+def _power_of_two(number: int) -> int:
+    """Return the least power of two that is not less."""
+    return 1 << (number - 1).bit_length()
 
 
 @dataclass(slots=True)
@@ -125,8 +179,12 @@ class PinnedStore:
         """Return 0: what it takes is a memory of its own."""
         return 0
 
+    def _growth(self, layout: Layout, capacity: int | None) -> Iterator[int]:
+        return growth(layout.nbytes, capacity, rounded=self._device.type == "cuda")
+
     def _slots(self, layout: Layout) -> int | None:
-        return None if self.capacity_bytes is None else self.capacity_bytes // layout.nbytes
+        capacity = self.capacity_bytes
+        return None if capacity is None else sum(self._growth(layout, capacity))
 
     def capacity_states(self, layout: Layout) -> int | None:
         """Return how many states fit, the tier below counted."""
@@ -150,15 +208,18 @@ class PinnedStore:
         slots = self._slots(layout)
         least = 1 if self._below is None else _SPARE + 1
         if slots is not None and slots < least:
+            enough = (layout.nbytes * k for k in itertools.count(1))
+            needed = next(n for n in enough if sum(self._growth(layout, n)) >= least)
             raise BudgetError(
                 f"tier {self.name!r}: its capacity of {self.capacity_bytes} bytes < "
-                f"{least * layout.nbytes} bytes needed for {least} states; raise it"
+                f"{needed} bytes needed for {least} states; raise it"
             )
         self._layout = layout
         self._most = slots
         self.stats = StoreStats()
         self.transfers.clear()
-        self._blocks = 0
+        self._taken = 0  # slots so far
+        self._growing = self._growth(layout, self.capacity_bytes)
         self._free: deque[_Slot] = deque()
         self._order: deque[_Entry] = deque()  # in pinned memory, the oldest first
         self._down_there: list[_Entry] = []  # in the tier below, the oldest first
@@ -209,19 +270,22 @@ class PinnedStore:
     def _grow(self) -> bool:
         """Take another block of memory; return whether there was any to take."""
         assert self._streams is not None
-        size = self._layout.nbytes
-        # Twice as many each time: few allocations, and none for nothing.
-        count = max(1, min(_BLOCK_BYTES // size, max(_FIRST_SLOTS, self._blocks)))
-        if self._most is not None:
-            count = min(count, self._most - self._blocks)
+        size, count = self._layout.nbytes, next(self._growing, 0)
         if count < 1:
             return False
-        memory = self._streams.host(count * size)
+        try:
+            memory = self._streams.host(count * size)
+        except (RuntimeError, MemoryError) as error:
+            if not self._taken:
+                raise
+            logger.warning("tier %r takes no more memory: %s", self.name, error)
+            self._most, self._growing = self._taken, iter(())
+            return False
         for k in range(count):
             piece = memory[k * size : (k + 1) * size]
             lines = [piece[leaf.offset : leaf.offset + leaf.nbytes] for leaf in self._layout.leaves]
             self._free.append(_Slot(piece, lines))
-        self._blocks += count
+        self._taken += count
         return True
 
     # ------------------------------------------------------------------ writes
@@ -278,7 +342,7 @@ class PinnedStore:
         if self._below is None or self._most is None:
             return
         with self._changed:
-            left = len(self._free) + self._most - self._blocks + self._downs
+            left = len(self._free) + self._most - self._taken + self._downs
             while left < _SPARE and self._order and not self._below_full:
                 entry = self._order.popleft()
                 if entry.slot is None or entry.gone or entry.moving:

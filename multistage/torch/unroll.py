@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..backends.base import Store
 from ..costs import Tier, parse_bytes
-from ..errors import ArgumentError, MultistageError
+from ..errors import ArgumentError, BudgetError, MultistageError
 from ..execute import Executor
 from ..limits import default_budget_bytes
 from ..progress import Bars
@@ -458,8 +458,13 @@ def _planned(
         if page is None:
             blank = torch.empty(PAGE_BYTES, dtype=torch.uint8, device=chain.device)
             page_layout = TensorLayout([blank], ["a page"])
-            page = _measured_tiers[page_key] = tier_of(store, page_layout, [blank])
-        travelling = offloaded(samples[-1], inputs.steps, _OFFLOADED, page, PAGE_BYTES)
+            try:
+                page = _measured_tiers[page_key] = tier_of(store, page_layout, [blank])
+            except BudgetError:  # room for states, but for no page of tapes
+                if settings.strategy == "offload":
+                    raise
+        if page is not None:
+            travelling = offloaded(samples[-1], inputs.steps, _OFFLOADED, page, PAGE_BYTES)
     plan = choose(
         samples,
         inputs.steps,

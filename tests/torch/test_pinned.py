@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from multistage.backends import CascadeStore, FileStore, MemoryStore, Store
@@ -19,7 +23,8 @@ from multistage.backends.base import CheckpointLost
 from multistage.backends.testing import FaultyStore, check_store
 from multistage.errors import ArgumentError, BudgetError
 from multistage.layout import Layout
-from multistage.torch.pinned import PinnedStore
+from multistage.torch.pinned import PinnedStore, growth
+from multistage.torch.streams import HostStreams
 from multistage.torch.tiers import open_tiers
 
 CPU = torch.device("cpu")
@@ -175,6 +180,73 @@ def test_capacity_is_kept() -> None:
         PinnedStore(3 * size, CPU, MemoryStore()).open(layout)
     with pytest.raises(ArgumentError, match="negative"):
         PinnedStore(-1, CPU)
+
+
+@settings(max_examples=200, deadline=None)
+@given(size=st.integers(1, 1 << 24).map(lambda n: 64 * n), capacity=st.integers(0, 1 << 36))
+def test_memory_that_comes_in_powers_of_two(size: int, capacity: int) -> None:
+    def taken(count: int) -> int:
+        return 1 << (count * size - 1).bit_length()
+
+    counts = list(growth(size, capacity, rounded=True))
+    assert sum(taken(count) for count in counts) <= capacity
+    if capacity >= 2 * size:
+        assert counts
+    # Nor is much lost, where nothing keeps it from whole blocks.
+    for count in itertools.islice(growth(size, None, rounded=True), 5):
+        assert 8 * count * size >= 7 * taken(count)
+    assert sum(growth(size, capacity, rounded=False)) == capacity // size
+
+
+class Scarce(HostStreams):
+    """Has memory for one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given = 0
+
+    def host(self, nbytes: int) -> Tensor:
+        self._given += 1
+        if self._given > 1:
+            raise RuntimeError("CUDA error: out of memory")
+        return super().host(nbytes)
+
+
+def test_no_more_memory_is_a_full_tier() -> None:
+    store = PinnedStore(None, CPU, None, Scarce())
+    store.open(Layout.of((_line(0, 1 << 12),)))
+    try:
+        kept = [store.put(key, [_line(key, 1 << 12)]) for key in range(200)]
+        count = sum(kept)
+        assert 0 < count < 200 and kept == [True] * count + [False] * (200 - count)
+        for key in reversed(range(count)):
+            (found,) = store.get(key)
+            assert np.array_equal(found.numpy(), _line(key, 1 << 12))
+            store.drop(key)
+        assert store.put(3, [_line(3, 1 << 12)])
+    finally:
+        store.close()
+
+
+def test_memory_is_let_go_once_it_is_copied() -> None:
+    store = PinnedStore(None, CPU)
+    store.open(Layout.of((_line(0, 1 << 12),)))
+    try:
+        sources = [torch.from_numpy(_line(key, 1 << 12)) for key in range(3)]
+        watched = [weakref.ref(source) for source in sources]
+        for key, source in enumerate(sources):
+            store.put(key, [source])
+        del source
+        sources.clear()
+        assert all(reference() is not None for reference in watched)
+        store.wait_written(0)
+        store.drop(1)
+        store.get(2)
+        assert [reference() is None for reference in watched] == [True, True, False]
+        store.wait_written(2)
+        assert watched[2]() is None
+    finally:
+        store.close()
 
 
 # ------------------------------------------------- every order that events allow

@@ -192,6 +192,19 @@ def test_through_pinned_memory_to_a_file(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_tier_with_room_for_states_only(tmp_path: Path) -> None:
+    """No page of tapes fits: that is no choice, and no error unless it is asked for."""
+    torch.manual_seed(0)
+    cell, h, x = Plain(), torch.zeros(BATCH, WIDTH), torch.randn(200, BATCH, WIDTH)
+    tiers = ["pinned:64KiB", f"file:{tmp_path}"]
+    out = mst.unroll(cell, h, x, memory="60 KiB", tiers=tiers)
+    assert out.plan is not None and out.loss is not None
+    assert "offload" not in {name for name, *_ in out.plan.alternatives}
+    assert torch.equal(out.loss, by_hand(cell, h, x)[1])
+    with pytest.raises(BudgetError, match="4 states"):
+        mst.unroll(cell, h, x, memory="60 KiB", tiers=tiers, strategy="offload")
+
+
 def test_tapes_travel_where_that_is_asked_for(tmp_path: Path) -> None:
     torch.manual_seed(0)
     cell, h = Plain(), torch.randn(8000, WIDTH, requires_grad=True)  # 375 KiB a tensor
