@@ -67,10 +67,6 @@ class Store(Protocol):
     queue_depth : int
         Writes that may be waiting or under way before `put` refuses.
     stats : StoreStats
-    transfers : deque of TransferRecord
-        Finished transfers, appended as they are told of and popped by
-        the caller; bounded, the oldest fall off.
-
     Notes
     -----
     Methods are called from one thread only.
@@ -79,7 +75,14 @@ class Store(Protocol):
     name: str
     queue_depth: int
     stats: StoreStats
-    transfers: deque[TransferRecord]
+
+    @property
+    def transfers(self) -> deque[TransferRecord]:
+        """Finished transfers, appended as they are told of and popped by the caller.
+
+        Bounded: the oldest fall off.
+        """
+        ...
 
     def buffer_bytes(self, layout: Layout) -> int:
         """Return the bytes of I/O buffers the store will hold for such states."""

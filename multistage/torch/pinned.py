@@ -30,7 +30,6 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -119,8 +118,6 @@ class _Entry:
     slot: _Slot | None
     written: Event | None = None  # of its `out` copy
     sources: list[Tensor] = field(default_factory=list)  # of that copy, until it is known done
-    put_s: float = 0.0
-    asked_s: float = 0.0  # when its `in` copy was queued, perhaps before `wait_written`
     below: bool = False  # the tier below has it
     moving: bool = False  # the mover is at it
     lost: str = ""
@@ -165,7 +162,11 @@ class PinnedStore:
         self.name = "pinned" if below is None else f"pinned+{below.name}"
         self.capacity_bytes = capacity_bytes
         self.stats = StoreStats()
-        self.transfers: deque[TransferRecord] = deque(maxlen=100_000)
+        self._told: deque[TransferRecord] = deque(maxlen=100_000)
+        self._copies: dict[str, deque[tuple[int, Event, Event]]] = {
+            "write": deque(),
+            "read": deque(),
+        }
         self._device = device
         self._below = below
         self._given = streams
@@ -174,6 +175,23 @@ class PinnedStore:
         self._entries: dict[int, _Entry] = {}
 
     # -------------------------------------------------------------------- life
+
+    @property
+    def transfers(self) -> deque[TransferRecord]:
+        """Copies that are done, as their streams have them; those under way come later."""
+        self._tell()
+        return self._told
+
+    def _tell(self) -> None:
+        streams = self._streams
+        for kind, copies in self._copies.items():
+            while copies and streams is not None:
+                key, began, ended = copies[0]
+                span = streams.span(began, ended)
+                if span is None:
+                    break
+                copies.popleft()
+                self._told.append(TransferRecord(kind, key, *span, self._layout.nbytes))  # type: ignore[arg-type]
 
     def buffer_bytes(self, layout: Layout) -> int:
         """Return 0: what it takes is a memory of its own."""
@@ -217,7 +235,9 @@ class PinnedStore:
         self._layout = layout
         self._most = slots
         self.stats = StoreStats()
-        self.transfers.clear()
+        self._told.clear()
+        for copies in self._copies.values():
+            copies.clear()
         self._taken = 0  # slots so far
         self._growing = self._growth(layout, self.capacity_bytes)
         self._free: deque[_Slot] = deque()
@@ -252,7 +272,7 @@ class PinnedStore:
 
     def close(self) -> None:
         """Stop everything, give memory back.  May be called twice."""
-        streams, self._streams = self._streams, None
+        streams = self._streams
         if streams is None:
             return
         if self._mover is not None:
@@ -263,6 +283,8 @@ class PinnedStore:
             assert self._below is not None
             self._below.close()
         streams.close()
+        self._tell()
+        self._streams = None
         self._free.clear()
         self._order.clear()
         self._entries = {}
@@ -301,12 +323,14 @@ class PinnedStore:
         streams.wait("out", streams.record("compute"))
         if slot.used is not None:
             streams.wait("out", slot.used)
+        began = streams.record("out")
         sources = [a if isinstance(a, Tensor) else torch.from_numpy(a) for a in arrays]
         for line, source in zip(slot.lines, sources, strict=True):
             if line.numel():
                 streams.copy("out", line, source)
         written = slot.used = streams.record("out")
-        entry = _Entry(key, slot, written, sources, time.perf_counter())
+        self._copies["write"].append((key, began, written))
+        entry = _Entry(key, slot, written, sources)
         stats, nbytes = self.stats, self._layout.nbytes
         with self._changed:
             self._entries[key] = entry
@@ -359,9 +383,9 @@ class PinnedStore:
         if entry is None:
             return False
         assert self._streams is not None and entry.written is not None
-        done = self._streams.synchronize(entry.written)
+        self._streams.synchronize(entry.written)
         entry.sources = []
-        self.transfers.append(TransferRecord("write", key, entry.put_s, done, self._layout.nbytes))
+        self._tell()
         return not entry.lost
 
     # ------------------------------------------------------------------- reads
@@ -398,11 +422,12 @@ class PinnedStore:
         streams.wait("in", streams.record("compute"))
         if entry.slot.used is not None:
             streams.wait("in", entry.slot.used)
+        began = streams.record("in")
         for line, piece in zip(entry.slot.lines, entry.landing, strict=True):
             if line.numel():
                 streams.copy("in", piece, line)
         entry.landed = entry.slot.used = streams.record("in")
-        entry.asked_s = time.perf_counter()
+        self._copies["read"].append((entry.key, began, entry.landed))
 
     def get(self, key: int) -> list[Any]:
         """Return the state's tensors, for the compute stream.  Raises CheckpointLost."""
@@ -424,9 +449,7 @@ class PinnedStore:
         streams.wait("compute", entry.landed)
         self.stats.reads += 1
         self.stats.bytes_read += self._layout.nbytes
-        self.transfers.append(
-            TransferRecord("read", key, entry.asked_s, time.perf_counter(), self._layout.nbytes)
-        )
+        self._tell()
         found, entry.landing, entry.landed = entry.landing, [], None
         with self._changed:
             entry.wanted, entry.read = False, True

@@ -47,8 +47,12 @@ class Streams(Protocol):
         """Queue a copy on a lane."""
         ...
 
-    def synchronize(self, event: Event) -> float:
-        """Block until an event has happened; return when, by `time.perf_counter`."""
+    def synchronize(self, event: Event) -> None:
+        """Block until an event has happened."""
+        ...
+
+    def span(self, began: Event, ended: Event) -> tuple[float, float] | None:
+        """Return when two events of a lane happened, by `time.perf_counter`; None if not yet."""
         ...
 
     def close(self) -> None:
@@ -70,6 +74,9 @@ class CudaStreams:
             "out": torch.cuda.Stream(device),
             "in": torch.cuda.Stream(device),
         }
+        self._origin = self.record("out")
+        self._origin.synchronize()
+        self._origin_s = time.perf_counter()
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
         # Asked for at each call, and never inside a copy stream's context.
@@ -82,7 +89,7 @@ class CudaStreams:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def record(self, lane: Lane) -> Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream(lane))
         return event
 
@@ -93,9 +100,15 @@ class CudaStreams:
         with torch.cuda.stream(self._stream(lane)):
             target.copy_(source, non_blocking=True)
 
-    def synchronize(self, event: Event) -> float:
+    def synchronize(self, event: Event) -> None:
         event.synchronize()
-        return time.perf_counter()
+
+    def span(self, began: Event, ended: Event) -> tuple[float, float] | None:
+        if not ended.query():
+            return None
+        start_s = self._origin_s + self._origin.elapsed_time(began) / 1e3
+        # A difference of its own: from an origin long ago it would be rounded (single precision).
+        return start_s, start_s + began.elapsed_time(ended) / 1e3
 
     def close(self) -> None:
         for stream in self._copy.values():
@@ -149,9 +162,11 @@ class HostStreams:
             to, what = target.numpy(), source.numpy()
             self._queues[lane].put(lambda: to.__setitem__(slice(None), what))
 
-    def synchronize(self, event: Event) -> float:
+    def synchronize(self, event: Event) -> None:
         event.wait()
-        return float(event.at)
+
+    def span(self, began: Event, ended: Event) -> tuple[float, float] | None:
+        return (began.at, ended.at) if ended.at else None
 
     def close(self) -> None:
         for q in self._queues.values():
@@ -166,7 +181,7 @@ class _HostEvent:
         self.at = 0.0
 
     def set(self) -> None:
-        self.at = time.perf_counter()
+        self.at = time.perf_counter()  # 0.0 before
         self._event.set()
 
     def wait(self) -> None:

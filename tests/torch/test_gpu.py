@@ -157,6 +157,33 @@ def test_sequences(options: dict[str, Any], tmp_path: Any) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("tiers", [[], ["pinned:64MiB"], ["pinned:1MiB", "file:{}"]])
+@pytest.mark.parametrize("mebibytes", [2, 4])
+def test_states_on_their_way_are_within_the_limit(
+    tiers: list[str], mebibytes: int, tmp_path: Any
+) -> None:
+    cell, h = Cell().to(DEVICE), torch.zeros(256, 64, device=DEVICE)
+    x = torch.ones(256, 64, device=DEVICE)
+    options: dict[str, Any] = {
+        "memory": mebibytes << 20,
+        "tiers": [tier.format(tmp_path) for tier in tiers],
+        "strategy": "stream" if tiers else "recompute",
+    }
+    for _ in range(2):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = mst.unroll(cell, h, lambda t: x, steps=200, chunk=1, **options)
+        assert out.loss is not None
+        out.loss.backward()
+        plan = out.plan
+        del out
+    peak = torch.cuda.max_memory_allocated() - before
+    parameters = sum(p.nbytes for p in cell.parameters())  # whose gradients are added up besides
+    assert plan is not None and peak <= plan.peak_bytes + 2 * parameters
+    assert peak >= 0.7 * plan.peak_bytes
+
+
 def test_memory_of_a_sequence_is_flat() -> None:
     cell, h = Cell().to(DEVICE), torch.zeros(256, 64, device=DEVICE)
     limit = (8 if REAL else 3) << 20

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,11 @@ class BusyStreams(CudaStreams):
     def __init__(
         self, slow: Sequence[str], chance: float, seed: int, ignored: tuple[str, str] | None
     ) -> None:
-        super().__init__(DEVICE)
         self._slow, self._chance, self._ignored = slow, chance, ignored
         self._random = random.Random(seed)
         self._marks: dict[int, str] = {}
         self._marked: list[Event] = []  # so that no other has their identity
+        super().__init__(DEVICE)
 
     def sleep(self, lane: Lane) -> None:
         if lane in self._slow and self._random.random() < self._chance:
@@ -57,11 +59,6 @@ class BusyStreams(CudaStreams):
     def wait(self, lane: Lane, event: Event) -> None:
         if (lane, self._marks[id(event)]) != self._ignored:
             super().wait(lane, event)
-
-    def synchronize(self, event: Event) -> float:
-        if ("host", self._marks[id(event)]) == self._ignored:
-            return 0.0
-        return super().synchronize(event)
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         self.sleep(lane)
@@ -161,6 +158,39 @@ def test_a_missing_wait_shows(ignored: tuple[str, str], slow: tuple[str, ...]) -
 def test_memory_that_is_let_go_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "PinnedStore", Forgetful)
     assert any(_wrong(24, ("out",), seed, chance=1.0) for seed in range(4))
+
+
+def test_the_timeline_has_the_copies_themselves() -> None:
+    """Not when the host asked for them or noticed: each is behind a sleep, and short itself."""
+    streams = BusyStreams(("out", "in"), 1.0, 0, None)
+    store = PinnedStore(None, DEVICE, None, streams)
+    store.open(Layout.of((np.broadcast_to(np.uint8(0), (BYTES,)),)))
+    try:
+        for _ in range(2):  # in fresh memory, then in used
+            before = time.perf_counter()
+            for key in range(5):
+                assert store.put(key, [_content(key)])
+            for key in reversed(range(5)):
+                store.prefetch(key)
+            for key in reversed(range(5)):
+                store.get(key)
+                store.drop(key)
+            torch.cuda.synchronize()
+            after = time.perf_counter()
+            records = list(store.transfers)
+            store.transfers.clear()
+        assert sorted((r.kind, r.key) for r in records) == sorted(
+            (kind, key) for kind in ("read", "write") for key in range(5)
+        )
+        written = {r.key: r for r in records if r.kind == "write"}
+        for kind in ("write", "read"):
+            lane = [r for r in records if r.kind == kind]
+            for r in lane:
+                assert before - 1e-3 <= r.start_s <= r.stop_s <= after + 1e-3
+                assert r.start_s >= written[r.key].stop_s - 1e-3 or kind == "write"
+            assert all(a.stop_s <= b.start_s + 1e-3 for a, b in itertools.pairwise(lane))
+    finally:
+        store.close()
 
 
 # ------------------------------------------------------------------ offload

@@ -307,10 +307,12 @@ class FakeStreams:
     def copy(self, lane: str, target: Tensor, source: Tensor) -> None:
         self._lane(lane).append(lambda: target.copy_(source))
 
-    def synchronize(self, event: FakeEvent) -> float:
+    def synchronize(self, event: FakeEvent) -> None:
         while not event.done:
             self.step()
-        return 0.0
+
+    def span(self, began: FakeEvent, ended: FakeEvent) -> tuple[float, float] | None:
+        return (0.0, 0.0) if ended.done else None
 
     def step(self) -> bool:
         """Run one thing that may run; return whether there was any."""
