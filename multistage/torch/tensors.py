@@ -104,7 +104,8 @@ class TensorLayout:
             shapes.append(_Shape(tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
             line = _line(tensor)
             if self._through is not None:  # such as states of generators, which lie in host memory
-                line = line.to(self._through)
+                # From plain memory: the bytes are taken at once, and nobody waits for the device.
+                line = line.to(self._through, non_blocking=True)
             flat.append(line.numpy() if line.device.type == "cpu" else line)
         return flat, shapes
 
