@@ -294,6 +294,13 @@ MUTANTS = (
         "entry = self._order.pop()",
         "torch/test_pinned.py",
     ),
+    _of(
+        "torch/pinned.py",
+        "_Entry(key, slot, written, sources)",
+        "_Entry(key, slot, written)",
+        "torch/test_pinned.py",
+    ),
+    _of("torch/pinned.py", "left -= nbytes", "left -= count * size", "torch/test_pinned.py"),
 )
 
 
