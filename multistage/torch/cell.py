@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, StateError
 from .exploring import attributes_of, check_attributes, tensors_of, untouched
-from .replay import Autocast, RandomState, autocast, random_devices
+from .replay import Autocast, RandomState, autocast, device_types, random_devices
 
 Buffers: TypeAlias = tuple[tuple[nn.Module, str], ...]
 
@@ -140,8 +140,7 @@ def explore(
             f"the parameters of {cell.name} are sharded; shard the module that calls unroll "
             "(fully_shard on it gathers them around the whole sequence), not the cell"
         )
-    kinds = sorted({"cpu", *(t.device.type for t in leaves)} - {"meta"})
-    with autocast(Autocast.capture(kinds)):
+    with autocast(Autocast.capture(device_types([*leaves, *known]))):
         return _explored(cell, leaves, spec, x, known, draws)
 
 

@@ -61,6 +61,11 @@ def random_devices(tensors: Sequence[Tensor]) -> list[torch.device]:
     return sorted(found, key=str)
 
 
+def device_types(tensors: Sequence[Tensor]) -> list[str]:
+    """Return the types of the CPU and of the devices a computation on some tensors may run on."""
+    return sorted({"cpu", *(device.type for device in random_devices(tensors))})
+
+
 def cuda_or_cpu(tensors: Sequence[Tensor]) -> torch.device:
     """Return the first CUDA device that some tensors lie on, the CPU if there is none."""
     return next((t.device for t in tensors if t.device.type == "cuda"), torch.device("cpu"))
@@ -130,8 +135,8 @@ class Surroundings:
     ) -> Surroundings:
         """Look around before a stage runs on `tensors`."""
         is_module = isinstance(stage, nn.Module)
-        devices = random_devices([*tensors, *(stage.parameters() if is_module else ())])
-        kinds = sorted({"cpu", *(device.type for device in devices)})
+        involved = [*tensors, *(stage.parameters() if is_module else ())]
+        devices = random_devices(involved)
         kept = [(module, key, module._buffers[key]) for module, key in buffers]
         changing = {(id(module), key) for module, key in buffers}
         others = (
@@ -148,7 +153,7 @@ class Surroundings:
             stage=stage,
             name=name,
             random=RandomState.capture(devices),
-            autocast=Autocast.capture(kinds),
+            autocast=Autocast.capture(device_types(involved)),
             training=tuple(m.training for m in stage.modules()) if is_module else (),
             buffers=[(m, k, b.detach().clone()) for m, k, b in kept if b is not None],
             versions=[(p, p._version) for p in stage.parameters()] if is_module else [],

@@ -18,6 +18,7 @@ from ..stages import StageCosts
 from .chain import Part, Stages
 from .exploring import tensors_of
 from .measure import Profile, grouped, measure, sharded
+from .replay import Autocast, device_types
 from .runner import Run
 from .tracing import arguments
 
@@ -313,11 +314,7 @@ def _kind(model: nn.Module, state: Any) -> object:
         else type(x)
         for x in leaves
     )
-    devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)} | {"cpu"}
-    autocast = tuple(
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in sorted(devices - {"meta"})
-    )
+    autocast = Autocast.capture(device_types(tensors_of(state)))
     modes = hash(tuple((m.training) for m in model.modules()))
     wishes = hash(tuple(p.requires_grad for p in model.parameters()))
     return str(spec), of_leaves, autocast, modes, wishes

@@ -340,7 +340,7 @@ def test_a_stage_that_moves_to_the_device_and_draws_there(autocast: bool) -> Non
     stages = [nn.Linear(50, 50), Move()]
     stages += [nn.Sequential(nn.Linear(50, 50), nn.Tanh()).to(DEVICE) for _ in range(8)]
     plain, x = nn.Sequential(*stages), torch.randn(64, 50)
-    ours = mst.Sequential(plain, x, memory=0.6)
+    ours = mst.Sequential(plain, x, memory=0.8)
     assert ours.plan is not None and not ours.plan.keeps_all
     results = []
     for model in (plain, ours):
