@@ -200,19 +200,22 @@ def _sample(whole: ThroughTime, state: Sequence[Tensor], chunk: int) -> Sample:
     forwards, turns, peak = [], [], 0
     saved: tuple[int, ...] = ()
     with chain.settled(keep=False):
-        for number in range(4):
+        # The first turn is for what comes once, as workspaces of libraries; it is not measured.
+        for number in range(5):
             chain.front = 0
             collector.clear()
             forwards.append(seconds_of(lambda: chain.advance(first, 0, 1), device))
             adjoint, chain.output_gradients = _ones(facts, state, collector)
             if number == 0:
+                chain.reverse(first, adjoint, 0)
+            elif number == 1:
                 with Meter(device) as meter:
                     meter.ignore([*first.tensors, *facts.parameters])
                     if isinstance(inputs.given, Tensor):
                         meter.ignore([inputs.given])
                     chain.reverse(first, adjoint, 0)
                     peak = meter.peak_bytes
-            elif number == 1:
+            elif number == 2:
                 saved = _saved(chain, first, adjoint, facts)
             else:
                 chain.sums = [None] * len(facts.parameters)

@@ -28,8 +28,9 @@ from ..backends.base import CheckpointLost, Store
 from ..costs import parse_bytes
 from ..errors import ArgumentError, MultistageError
 from ..layout import Layout
+from .streams import Home, the_device
 from .tensors import TensorLayout
-from .tiers import open_tiers, take
+from .tiers import end, open_tiers, take
 
 PAGE_BYTES = 1 << 20
 _IN_FLIGHT = 4  # tensors whose writes may be under way
@@ -113,7 +114,7 @@ def offload(
         raise ArgumentError(f"ahead={ahead} must not be negative")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
+    place = the_device(torch.device(device))
     least = parse_bytes(min_bytes)
     give_back = take(names)  # type: ignore[arg-type]
     try:
@@ -143,6 +144,7 @@ class _Packed:
     fetched: bool = False
     spoiled: bool = False
     back: weakref.ref[Tensor] | None = None
+    home: Home | None = None  # where that was made
     __weakref__: Any = field(init=False, repr=False)
 
     def __del__(self) -> None:
@@ -175,7 +177,7 @@ class _Shelf:
         self._stays = {t.untyped_storage()._cdata: t for t in stays}
         page = Layout.of((np.broadcast_to(np.uint8(0), (PAGE_BYTES,)),))
         store.open(page)
-        weakref.finalize(self, _end, store, give_back)
+        weakref.finalize(self, end, store.close, give_back)
         self._next_key = self._next_number = 0
         self.gone: deque[tuple[range, Any]] = deque()  # of tensors nobody wants any more
         self._packed: weakref.WeakValueDictionary[int, _Packed] = weakref.WeakValueDictionary()
@@ -190,7 +192,7 @@ class _Shelf:
         base = tensor._base if tensor._base is not None else tensor
         is_parameter = base.is_leaf and base.requires_grad
         nbytes = tensor.numel() * tensor.element_size()
-        strange = tensor.layout is not torch.strided or tensor.device.type != self._device.type
+        strange = tensor.layout is not torch.strided or tensor.device != self._device
         held = tensor.untyped_storage()._cdata in self._stays
         if is_parameter or strange or held:
             return _Kept(tensor)
@@ -286,10 +288,12 @@ class _Shelf:
             raise RuntimeError(_WRITTEN)
         there = None if packed.back is None else packed.back()
         if there is not None:
+            assert packed.home is not None
+            packed.home.hand(there)
             return there
         self._fetch_ahead(packed)
         tensor = self._got(packed)
-        packed.back = weakref.ref(tensor)
+        packed.back, packed.home = weakref.ref(tensor), Home(tensor.device)
         packed.fetched = False
         return tensor
 
@@ -327,11 +331,6 @@ class _Shelf:
                 if versions is not None:
                     self._store.wait_written(key)
                 self._store.drop(key)
-
-
-def _end(store: Store, give_back: Callable[[], None]) -> None:
-    store.close()
-    give_back()
 
 
 _WRITTEN = (

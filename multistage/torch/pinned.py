@@ -10,9 +10,8 @@ copies into it, `in` copies out of it.
 * The source of an `out` copy: written on the compute stream before `put`, so
   `out` waits for an event recorded there first.  It is not written again
   before `wait_written`, which waits for the copy's event: the caller's promise.
-  Nor is its memory handed on: the store refers to it until then.  A state that
-  is dropped before lets the compute stream wait for the copy instead, since it
-  is there that the memory is handed on.
+  Nor is its memory handed on: the store refers to it until then.  Of a state
+  that is dropped before, the allocator is told that `out` uses it.
 * A slot that is filled again: the event of whatever used it last, the `in`
   copy that read it, is kept with it, and `out` waits for that: the stream that
   computes now need not be the one that waited for that copy.  A slot the tier
@@ -20,13 +19,14 @@ copies into it, `in` copies out of it.
 * The target of an `in` copy: allocated on the compute stream, whose earlier
   work may still be using that memory; `in` waits for an event recorded there
   after the allocation.  Its reader, the compute stream, waits for the copy's
-  event in `get`.  If nobody gets it, `drop` lets the compute stream wait, since
-  on that stream the memory is handed on.
+  event in `get`; should that be another stream than allocated it, the allocator
+  is told.  So it is of `in` if nobody gets it.
 * An `in` copy of a slot whose `out` copy is under way waits for its event.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -43,7 +43,7 @@ from torch import Tensor
 from ..backends.base import CheckpointLost, Store, StoreStats, TransferRecord
 from ..errors import ArgumentError, BudgetError, StoreError
 from ..layout import Layout
-from .streams import Event, Streams, streams_for
+from .streams import Event, Streams, streams_for, the_device
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class PinnedStore:
             "write": deque(),
             "read": deque(),
         }
-        self._device = device
+        self._device = the_device(device)
         self._below = below
         self._given = streams
         self._streams: Streams | None = None
@@ -259,9 +259,10 @@ class PinnedStore:
             self._grow()
             if below is not None:
                 below.open(layout)
-                mover = threading.Thread(target=self._move, name="multistage-mover", daemon=True)
-                mover.start()
-                self._mover = mover
+                self._mover = threading.Thread(
+                    target=self._work, name="multistage-mover", daemon=True
+                )
+                self._mover.start()
         except BaseException as error:
             self.close()
             if below is not None:
@@ -279,7 +280,8 @@ class PinnedStore:
             with self._changed:
                 self._closing = True
                 self._changed.notify_all()
-            self._mover.join()
+            if self._mover.ident is not None:  # it was started
+                self._mover.join()
             assert self._below is not None
             self._below.close()
         streams.close()
@@ -451,6 +453,7 @@ class PinnedStore:
         self.stats.bytes_read += self._layout.nbytes
         self._tell()
         found, entry.landing, entry.landed = entry.landing, [], None
+        streams.used_by("compute", found)
         with self._changed:
             entry.wanted, entry.read = False, True
             self._changed.notify_all()
@@ -465,12 +468,12 @@ class PinnedStore:
     def _forget(self, entry: _Entry) -> None:
         streams = self._streams
         assert streams is not None
-        # Memory of copies that nobody waited for goes to the compute stream.
+        # Of copies that nobody waited for.
         if entry.landed is not None:
-            streams.wait("compute", entry.landed)
+            streams.used_by("in", entry.landing)
             entry.landing, entry.landed = [], None
         if entry.sources:
-            streams.wait("compute", entry.written)
+            streams.used_by("out", entry.sources)
             entry.sources = []
         with self._changed:
             entry.gone = True
@@ -506,6 +509,11 @@ class PinnedStore:
 
     # --------------------------------------------------------------- the mover
 
+    def _work(self) -> None:
+        cuda = self._device.type == "cuda"
+        with torch.cuda.device(self._device) if cuda else contextlib.nullcontext():
+            self._move()
+
     def _move(self) -> None:
         """Move states between pinned memory and the tier below; the only one to call that."""
         while True:
@@ -532,6 +540,8 @@ class PinnedStore:
                         f"tier {self.name!r} could not move checkpoint {entry.key}: {error}"
                     )
                     entry.moving = False
+                    if entry.gone:
+                        self._release(entry)
             with self._changed:
                 self._downs -= task == "down"
                 self._ups -= task == "ahead"

@@ -9,7 +9,7 @@ neither counts twice nor touches a tensor that a graph may have saved.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,34 @@ def device_types(tensors: Sequence[Tensor]) -> list[str]:
 def cuda_or_cpu(tensors: Sequence[Tensor]) -> torch.device:
     """Return the first CUDA device that some tensors lie on, the CPU if there is none."""
     return next((t.device for t in tensors if t.device.type == "cuda"), torch.device("cpu"))
+
+
+def refuse_hidden_draws(modules: Iterable[Any], name: str) -> None:
+    """Refuse modules that draw random numbers no generator tells of.
+
+    Raises
+    ------
+    StateError
+        For dropout between the layers of cuDNN's recurrent networks, which has
+        a state of its own that cannot be read or put back.
+    """
+    cudnn = torch.backends.cudnn
+    if not (cudnn.enabled and cudnn.is_available()):
+        return
+    inner = (m for module in modules if isinstance(module, nn.Module) for m in module.modules())
+    for module in inner:
+        draws = (
+            isinstance(module, nn.RNNBase)
+            and module.training
+            and module.dropout > 0
+            and module.num_layers > 1
+        )
+        if draws and any(p.device.type == "cuda" for p in module.parameters()):
+            raise StateError(
+                f"{name} cannot be run again as it was: cuDNN draws the dropout between the layers "
+                f"of {type(module).__name__} from a state of its own; give it dropout=0 and "
+                "nn.Dropout between modules, or run under torch.backends.cudnn.flags(enabled=False)"
+            )
 
 
 @dataclass(frozen=True, slots=True)

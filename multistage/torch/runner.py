@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from ..actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
 from ..errors import MultistageError, StateError
 from .replay import Surroundings
+from .streams import Home
 
 _Kind: TypeAlias = tuple[torch.Size, torch.dtype]
 
@@ -91,6 +92,7 @@ class Run:
         self._live: _State | None = None
         self._next = 0  # place in the actions
         self._at = len(stages)  # the lowest stage whose adjoint has begun
+        self._home = Home()
         self._lock = threading.RLock()
 
     def forward(self, state: Any) -> Any:
@@ -159,10 +161,14 @@ class Run:
                 self._forget(j)  # nothing above is asked for any more
             if i not in self._tapes:
                 if i >= self._at:
-                    self._start_over()
-                self._drive(i)
+                    with self._home.context():
+                        self._start_over()
+                with self._home.context():
+                    self._drive(i)
             self._at = i
-            return self._take(i, number)
+            tensor = self._take(i, number)
+            self._home.hand(tensor)
+            return tensor
 
     def _take(self, i: int, number: int) -> Tensor:
         tape, given = self._tapes[i], self._given[i]
@@ -173,7 +179,8 @@ class Run:
             tensor = reference() if reference is not None else None
             if tensor is None:
                 self._live = self._inputs[i]
-                self._tape(i, alone=True)
+                with self._home.context():
+                    self._tape(i, alone=True)
                 self._live = None
                 return self._take(i, number)
         if tensor._version != self._versions[i][number]:

@@ -18,7 +18,7 @@ from ..stages import StageCosts
 from .chain import Part, Stages
 from .exploring import tensors_of
 from .measure import Profile, grouped, measure, sharded
-from .replay import Autocast, device_types
+from .replay import Autocast, device_types, refuse_hidden_draws
 from .runner import Run
 from .tracing import arguments
 
@@ -251,6 +251,7 @@ class Sequential(nn.Module):
         known = self._planned(_kind(self, state), state, together=_collective(self))
         if known.plan.keeps_all:
             return _plain(stages, state)
+        refuse_hidden_draws([self], "the chain")
         calls = grouped(stages, known.profile.groups)
         return Run(calls, known.profile.traits, known.plan.actions).forward(state)
 

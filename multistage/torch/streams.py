@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -45,6 +45,10 @@ class Streams(Protocol):
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         """Queue a copy on a lane."""
+        ...
+
+    def used_by(self, lane: Lane, tensors: Sequence[Tensor]) -> None:
+        """Let memory not be handed on before what is queued on a lane now is done."""
         ...
 
     def synchronize(self, event: Event) -> None:
@@ -99,6 +103,12 @@ class CudaStreams:
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self._stream(lane)):
             target.copy_(source, non_blocking=True)
+
+    def used_by(self, lane: Lane, tensors: Sequence[Tensor]) -> None:
+        # Nothing for memory of that very stream.  For other memory reuse then depends on
+        # timing, which is why ordinary copies go by events.
+        for tensor in tensors:
+            tensor.record_stream(self._stream(lane))
 
     def synchronize(self, event: Event) -> None:
         event.synchronize()
@@ -162,6 +172,9 @@ class HostStreams:
             to, what = target.numpy(), source.numpy()
             self._queues[lane].put(lambda: to.__setitem__(slice(None), what))
 
+    def used_by(self, lane: Lane, tensors: Sequence[Tensor]) -> None:
+        """Nothing: what is queued refers to its memory."""
+
     def synchronize(self, event: Event) -> None:
         event.wait()
 
@@ -191,6 +204,45 @@ class _HostEvent:
 def _work(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
+
+
+class Home:
+    """The CUDA stream that is current now, for work that others ask for later.
+
+    Parameters
+    ----------
+    device : torch.device, optional
+        The current CUDA device if not given.
+
+    Attributes
+    ----------
+    stream : torch.cuda.Stream or None
+        None for another device, or while CUDA is not in use.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        cuda = torch.cuda.is_initialized() and (device is None or device.type == "cuda")
+        self.stream = torch.cuda.current_stream(device) if cuda else None
+
+    def context(self) -> Any:
+        """Return a context in which it is the current stream again."""
+        return torch.cuda.stream(self.stream)
+
+    def hand(self, tensor: Tensor) -> None:
+        """Let the current stream use a tensor that was made at home."""
+        if self.stream is None or tensor.device.type != "cuda":
+            return
+        here = torch.cuda.current_stream(tensor.device)
+        if here != self.stream:
+            here.wait_stream(self.stream)
+            tensor.record_stream(here)
+
+
+def the_device(device: torch.device) -> torch.device:
+    """Return the device itself, where "cuda" stands for the current one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def streams_for(device: torch.device) -> Streams:

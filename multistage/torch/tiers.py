@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -44,6 +45,25 @@ def take(tiers: Sequence[str | Store]) -> Callable[[], None]:
             _taken.pop(id(store), None)
 
     return give_back
+
+
+def end(close: Callable[[], None], give_back: Callable[[], None]) -> None:
+    """Close stores and give them back: what finalizers call, from whatever thread.
+
+    A garbage collection may run in a store's own thread, which cannot wait for
+    its own end: then another does.
+    """
+
+    def both() -> None:
+        try:
+            close()
+        finally:
+            give_back()
+
+    if threading.current_thread().name.startswith("multistage-"):
+        threading.Thread(target=both, name="closing", daemon=True).start()
+    else:
+        both()
 
 
 def open_tiers(tiers: Sequence[str | Store], device: torch.device) -> Store | None:

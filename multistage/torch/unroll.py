@@ -33,10 +33,10 @@ from .cell_costs import (
 )
 from .exploring import tensors_of
 from .offload import PAGE_BYTES, offload
-from .replay import RandomState, cuda_or_cpu, random_devices
+from .replay import RandomState, cuda_or_cpu, random_devices, refuse_hidden_draws
 from .tensors import TensorLayout, TensorState, TensorStates
 from .through_time import Collector, Inputs, ThroughTime
-from .tiers import open_tiers, take
+from .tiers import end, open_tiers, take
 
 _OUTPUTS = ("stack", "sum", "last")
 _DEVICE_SHARE = 0.9  # of the free memory of a CUDA device, where no limit is given
@@ -232,6 +232,7 @@ def _run(
         with tapes:
             result = _plain(known, facts, state, sequence, outputs, settings.chunk, graph=True)
         return Unrolled(result.state, result.loss, result.outputs, chosen)
+    refuse_hidden_draws([known.module], known.name)
     chain.chunk = chosen.chunk
     if not chosen.plan.writes:
         give_back()
@@ -364,10 +365,12 @@ class _Run:
 def _end(
     executor: Executor[TensorState, Any], store: Store | None, give_back: Callable[[], None]
 ) -> None:
-    executor.abort()
-    if store is not None:
-        store.close()
-    give_back()
+    def close() -> None:
+        executor.abort()
+        if store is not None:
+            store.close()
+
+    end(close, give_back)
 
 
 class _ThroughAutograd(torch.autograd.Function):

@@ -99,6 +99,9 @@ def begin(seed: int = 0, most_delay_us: int = 0) -> None:
 
     @contextlib.contextmanager
     def on(wanted: Any) -> Iterator[None]:
+        if wanted is None:
+            yield
+            return
         before = torch.accelerator.current_stream()
         torch.accelerator.set_stream(wanted)
         try:

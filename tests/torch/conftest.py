@@ -1,11 +1,17 @@
-"""One thread for tensors: small ones gain nothing from more, and lose much beside other work."""
+"""One thread for tensors: small ones gain nothing from more, and lose much beside other work.
+
+And workspaces of cuBLAS that allow equal bits, told before CUDA starts.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(autouse=True)

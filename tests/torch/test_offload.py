@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, MultistageError
 from multistage.torch.meter import Meter
+from multistage.torch.pinned import PinnedStore
 
 
 class Block(nn.Module):
@@ -164,6 +166,54 @@ def test_a_write_that_fails_keeps_the_tensor() -> None:
     (found,) = torch.autograd.grad(y.sum(), x)
     (known,) = torch.autograd.grad(torch.sin(torch.sin(torch.sin(torch.sin(x)))).sum(), x)
     assert torch.equal(found, known)
+
+
+class Collecting(MemoryStore):
+    """Collects garbage in the thread that puts, once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = threading.Event()
+        self.collected_on = ""
+
+    def put(self, key: int, arrays: Any, *, block: bool = False) -> bool:
+        time.sleep(0.02)
+        if self.now.is_set() and not self.collected_on:
+            self.collected_on = threading.current_thread().name
+            gc.collect()
+        return super().put(key, arrays, block=block)
+
+
+def test_a_graph_that_dies_in_a_thread_of_the_store() -> None:
+    """Which cannot wait for its own end; the store is free again all the same."""
+    below = Collecting()
+    store = PinnedStore(40 << 20, torch.device("cpu"), below)
+    x = torch.randn(1 << 20, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        with mst.offload(store, min_bytes=1000, device="cpu"):
+            y = x
+            for _ in range(13):
+                y = torch.sin(y)
+        cycle = [y]
+        cycle.append(cycle)
+        del y, cycle
+        below.now.set()
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with mst.offload(store, min_bytes=1000, device="cpu"):
+                    z = torch.sin(torch.sin(x))
+                break
+            except ArgumentError:  # holds states of the other graph
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    finally:
+        gc.enable()
+    assert below.collected_on == "multistage-mover"
+    z.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.cos(torch.sin(x)) * torch.cos(x))
 
 
 def test_bad_arguments() -> None:

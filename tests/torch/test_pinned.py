@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -198,6 +199,37 @@ def test_memory_that_comes_in_powers_of_two(size: int, capacity: int) -> None:
     assert sum(growth(size, capacity, rounded=False)) == capacity // size
 
 
+class Refusing(MemoryStore):
+    """Fails to take a state, at a time of the test's choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def put(self, key: int, arrays: Any, *, block: bool = False) -> bool:
+        self.asked.set()
+        assert self.go.wait(60)
+        raise OSError("no")
+
+
+def test_a_state_dropped_while_it_cannot_go_below_leaves_its_slot() -> None:
+    below = Refusing()
+    store = PinnedStore(4 << 12, CPU, below)
+    store.open(Layout.of((_line(0, 1 << 12),)))
+    try:
+        assert all(store.put(key, [_line(key, 1 << 12)]) for key in range(2))
+        assert below.asked.wait(60)  # the first is on its way
+        store.drop(0)
+        below.go.set()
+        store.drop(1)
+        deadline = time.monotonic() + 60
+        while len(store._free) < 4:
+            assert time.monotonic() < deadline, "a slot is lost"
+            time.sleep(0.01)
+    finally:
+        store.close()
+
+
 class Scarce(HostStreams):
     """Has memory for one block."""
 
@@ -306,6 +338,10 @@ class FakeStreams:
 
     def copy(self, lane: str, target: Tensor, source: Tensor) -> None:
         self._lane(lane).append(lambda: target.copy_(source))
+
+    def used_by(self, lane: str, tensors: Sequence[Tensor]) -> None:
+        if lane != "compute":  # whatever is handed on is so by this stream
+            self.wait("compute", self.record(lane))
 
     def synchronize(self, event: FakeEvent) -> None:
         while not event.done:
