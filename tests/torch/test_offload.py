@@ -188,7 +188,7 @@ def test_a_graph_that_dies_in_a_thread_of_the_store() -> None:
     """Which cannot wait for its own end; the store is free again all the same."""
     below = Collecting()
     store = PinnedStore(40 << 20, torch.device("cpu"), below)
-    x = torch.randn(1 << 20, requires_grad=True)
+    x = torch.randn(1 << 20, device="cpu", requires_grad=True)
     gc.collect()
     gc.disable()
     try:
