@@ -67,6 +67,7 @@ class Store(Protocol):
     queue_depth : int
         Writes that may be waiting or under way before `put` refuses.
     stats : StoreStats
+
     Notes
     -----
     Methods are called from one thread only.

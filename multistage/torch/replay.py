@@ -95,7 +95,7 @@ def refuse_hidden_draws(modules: Iterable[Any], name: str) -> None:
             raise StateError(
                 f"{name} cannot be run again as it was: cuDNN draws the dropout between the layers "
                 f"of {type(module).__name__} from a state of its own; give it dropout=0 and "
-                "nn.Dropout between modules, or run under torch.backends.cudnn.flags(enabled=False)"
+                "nn.Dropout between modules, or set torch.backends.cudnn.enabled = False"
             )
 
 

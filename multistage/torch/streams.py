@@ -239,10 +239,10 @@ class Home:
 
 
 def the_device(device: torch.device) -> torch.device:
-    """Return the device itself, where "cuda" stands for the current one."""
+    """Return a device as tensors have it: "cuda" stands for the current one."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def streams_for(device: torch.device) -> Streams:
