@@ -2,12 +2,14 @@
 //
 // Its memory is the host's, but only kernels and copies reach it.  Its streams
 // are threads: what is queued on one runs in order, late and at a time of its
-// own.  A kernel is torch's CPU kernel: it waits for its stream, reads, and its
-// result is written by the stream later.  Memory that is freed goes to the next
-// who asks on that stream, as the caching allocator has it, and is overwritten
-// at that place in the stream.  So a copy that runs before its source is
-// written, after its source is freed, or beside the reader of its target gives
-// a wrong result here, as it may on a device.
+// own.  Kernels are torch's for the CPU.  With delays they too are queued, to
+// read and write when their stream comes to it; those that draw random numbers,
+// or whose results have shapes that only values tell, wait for their stream and
+// run at once.  Memory that is freed goes to the next who asks on that stream,
+// as the caching allocator has it, and is overwritten at that place in the
+// stream.  So a copy or a kernel that runs before its source is written, after
+// its source is freed, or beside the reader of its target gives a wrong result
+// here, as it may on a device.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -522,6 +524,71 @@ void record_stream(Tensor& self, c10::Stream stream) {
   memory().record(self.storage().data(), stream.id());
 }
 
+// Queues torch's CPU kernel; returns false, and does nothing, if that cannot be: where its results
+// are no tensors, lie where its arguments do, or are of shapes that only their values tell.
+bool queued(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const size_t count = schema.arguments().size();
+  std::vector<c10::IValue> shapes, given(stack->end() - count, stack->end());
+  std::vector<Tensor> written;  // by the operator itself, in the order of its results
+  for (size_t k = 0; k < count; ++k) {
+    const auto* alias = schema.arguments()[k].alias_info();
+    if (given[k].isTensorList() || given[k].isOptionalTensorList()) return false;
+    if (alias != nullptr && !(alias->isWrite() && given[k].isTensor())) return false;
+    if (alias != nullptr) written.push_back(given[k].toTensor());
+  }
+  if (schema.returns().empty()) return false;
+  for (const auto& each : schema.returns())
+    if (!each.type()->isSubtypeOf(*c10::TensorType::get()) ||
+        (each.alias_info() != nullptr) != !written.empty())
+      return false;
+  for (const auto& value : given) {
+    const bool there = value.isTensor() && value.toTensor().defined();
+    if (there && value.toTensor().layout() != at::kStrided) return false;
+    shapes.push_back(there ? c10::IValue(at::empty_strided(
+                                 value.toTensor().sizes(), value.toTensor().strides(),
+                                 value.toTensor().options().device(at::kMeta)))
+                           : value);
+  }
+  try {
+    op.callBoxed(&shapes);
+  } catch (const std::exception&) {
+    return false;
+  }
+  std::vector<Tensor> results;
+  if (written.empty()) {
+    for (const auto& shape : shapes) {
+      const auto& meta = shape.toTensor();
+      if (!meta.defined() || !meta.is_meta()) return false;
+      results.push_back(at::empty_strided(meta.sizes(), meta.strides(),
+                                          meta.options().device(kDevice)));
+    }
+  } else {
+    for (size_t k = 0; k < written.size(); ++k)
+      if (shapes[k].toTensor().sizes() != written[k].sizes()) return false;  // it resizes
+    results = written;
+  }
+  std::vector<c10::IValue> seen;
+  for (const auto& value : given) {
+    const bool there = value.isTensor() && value.toTensor().defined();
+    Tensor tensor = there ? value.toTensor() : Tensor();
+    // Of the host they are numbers, taken at once.
+    if (there) tensor = tensor.is_cuda() ? of_host(tensor) : tensor.clone();
+    seen.push_back(there ? c10::IValue(tensor) : value);
+  }
+  std::vector<Tensor> targets;
+  if (written.empty())
+    for (const auto& result : results) targets.push_back(of_host(result));
+  current().submit([op, seen, targets]() mutable {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    op.callBoxed(&seen);
+    for (size_t k = 0; k < targets.size(); ++k) copy_now(targets[k], seen[k].toTensor());
+  });
+  torch::jit::drop(*stack, count);
+  for (auto& result : results) stack->emplace_back(std::move(result));
+  return true;
+}
+
 // torch's CPU kernel, on the random numbers of the device.
 void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   struct Flag {
@@ -529,8 +596,10 @@ void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     Flag() { in_kernel = true; }
     ~Flag() { in_kernel = before; }
   } flag;
+  const bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
+  if (most_delay_us > 0 && !draws && queued(op, stack)) return;
   current().drain();
-  if (!op.hasTag(at::Tag::nondeterministic_seeded)) {
+  if (!draws) {
     at::native::cpu_fallback(op, stack);
     return;
   }

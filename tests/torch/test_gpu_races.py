@@ -285,6 +285,7 @@ def test_offload_on_two_streams() -> None:
         with mst.offload("pinned:", min_bytes=1000) if offloaded else torch.enable_grad():
             a = b = z = x * 1.5
             side.wait_stream(main)
+            z.record_stream(side)
             for _ in range(4):
                 a = torch.sin(a) * z
                 kept.append(a)
@@ -312,6 +313,7 @@ class Fork(nn.Module):
         main = torch.cuda.current_stream(DEVICE)
         side = _sides.setdefault("side", torch.cuda.Stream(DEVICE))
         side.wait_stream(main)
+        x.record_stream(side)
         with torch.cuda.stream(side):
             b = torch.tanh(self.other(x))
         a = torch.tanh(self.one(x))
