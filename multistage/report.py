@@ -121,7 +121,7 @@ class Report:
         ended: str = "",
     ) -> Report:
         """Return the report on sweeps that `plan` predicted."""
-        seen = seen_costs(plan, timeline, counts)
+        seen = seen_costs(plan.costs, timeline, counts)
         return cls(plan, timeline, counts, counts.elapsed_s, seen, tiers, ended)
 
     @property
@@ -356,9 +356,8 @@ class Report:
         write_trace(self.timeline, path)
 
 
-def seen_costs(plan: Plan, timeline: Timeline, counts: Counts) -> Costs:
-    """Return the plan's costs with everything replaced that the run has shown."""
-    costs = plan.costs
+def seen_costs(costs: Costs, timeline: Timeline, counts: Counts) -> Costs:
+    """Return the assumed costs with everything replaced that the run has shown."""
     forward_s = counts.forward_s / counts.forward_steps if counts.forward_steps else 0.0
     if counts.reverse_steps:
         turn_s = counts.reverse_s / counts.reverse_steps

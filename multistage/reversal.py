@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -33,7 +33,7 @@ from .plan.base import require_steps
 from .plan.resumed import durable_plan, resumed_schedule
 from .probe import compressions, measure
 from .progress import Bars
-from .report import Report, TierUse
+from .report import Report, TierUse, seen_costs
 from .rules import Rules
 from .slots import ArrayStates, States
 
@@ -185,7 +185,18 @@ class Reversal(Generic[State, Adjoint]):
         if costs is not None and not self._stores:
             costs = costs.without_tiers()  # measured with a tier that is not here now
         self.costs = costs
-        self.plan: Plan | None = None
+        self._drawn: Plan | Callable[[], Plan] | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last sweep; of one of unknown length it is made when asked for."""
+        if self._drawn is not None and not isinstance(self._drawn, Plan):
+            self._drawn = self._drawn()
+        return self._drawn
+
+    @plan.setter
+    def plan(self, plan: Plan | None) -> None:
+        self._drawn = plan
 
     # -------------------------------------------------------------------- life
 
@@ -341,15 +352,32 @@ class Reversal(Generic[State, Adjoint]):
                 self._end(keep=True)
             raise
         self._bars.close()
-        if self._n_steps is None:
-            self.plan = self._in_hindsight(executor.counts.reverse_steps)
-        assert self.plan is not None
-        uses = tuple(map(TierUse.of, self._stores, self._before))
-        self._report = Report.of(self.plan, executor.timeline, executor.counts, uses)
-        self._partial, self._stopped = None, ""
-        if self._resumed is None:
-            self._learn(self._report.seen)
+        self._note_end(executor)
         return result
+
+    def _note_end(self, executor: Executor[State, Adjoint]) -> None:
+        """Remember what complete sweeps did, for `report`, and learn from it.
+
+        The gradient is known by now: nothing here takes long enough for a
+        Ctrl-C to lose it, so what a sweep of unknown length would have been
+        predicted to take is computed only when somebody asks.
+        """
+        assert self.costs is not None
+        timeline, counts = executor.timeline, executor.counts
+        if self._n_steps is None:
+            self._drawn = self._in_hindsight(counts.reverse_steps)
+        drawn = self._drawn
+        uses = tuple(map(TierUse.of, self._stores, self._before))
+
+        def made() -> Report:
+            plan = drawn if isinstance(drawn, Plan) or drawn is None else drawn()
+            assert plan is not None
+            return Report.of(plan, timeline, counts, uses)
+
+        self._report, self._partial, self._stopped = None, made, ""
+        if self._resumed is None:
+            assumed = drawn.costs if isinstance(drawn, Plan) else self.costs
+            self._learn(seen_costs(assumed, timeline, counts))
 
     def report(self) -> Report:
         """Return what the last sweeps did beside what was predicted.
@@ -391,16 +419,16 @@ class Reversal(Generic[State, Adjoint]):
         ended = f"{how} {where}: {steps}{of} steps run forward, {counts.reverse_steps} reversed"
 
         def made() -> Report:
-            plan = self.plan if self._n_steps else self._in_hindsight(n or max(1, steps))
+            plan = self.plan if self._n_steps else self._in_hindsight(n or max(1, steps))()
             assert plan is not None
             return Report.of(plan, timeline, counts, uses, ended)
 
         self._partial = made
 
-    def _in_hindsight(self, n_steps: int) -> Plan:
-        """Return the plan of a sweep whose number of steps only showed itself."""
+    def _in_hindsight(self, n_steps: int) -> Callable[[], Plan]:
+        """Return what plans a sweep whose number of steps only showed itself, once."""
         assert self.costs is not None
-        return PLANNERS["online"](self.costs, self._slots, n_steps)
+        return cache(partial(PLANNERS["online"], self.costs, self._slots, n_steps))
 
     # ---------------------------------------------------------------- planning
 

@@ -104,7 +104,7 @@ def test_seen_costs_are_means_of_what_happened() -> None:
     counts.reverse_s, counts.reverse_steps = 3.0, 60
     timeline.totals_s["write"], timeline.bytes["write"] = 2.0, 832 * 4
     timeline.totals_s["read"], timeline.bytes["read"] = 0.0, 0
-    seen = seen_costs(report.plan, timeline, counts)
+    seen = seen_costs(report.plan.costs, timeline, counts)
     assert seen.forward_step_s == pytest.approx(0.1)
     assert seen.reverse_step_s == pytest.approx(0.05)
     assert seen.tiers[0].write_s == pytest.approx(0.5)

@@ -136,6 +136,33 @@ def test_unknown_number_of_steps() -> None:
             assert sweep(run, until=lambda x, i: True) == sines_answer(1)
 
 
+def test_hindsight_is_planned_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a sweep of unknown length the gradient comes first; Ctrl-C later cannot lose it."""
+    planned: list[int] = []
+    online, interrupt = PLANNERS["online"], [True]
+
+    def counted(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+        planned.append(n_steps or 0)
+        if interrupt.pop() if interrupt else False:
+            raise KeyboardInterrupt
+        return online(costs, slots, n_steps)
+
+    monkeypatch.setitem(PLANNERS, "online", counted)
+    with sines(None) as run:
+        assert sweep(run, until=lambda x, i: i == 7) == sines_answer(7)
+        assert planned == []
+        with pytest.raises(KeyboardInterrupt):
+            run.report()
+        report = run.report()
+        assert run.plan is report.plan and report.plan.n_steps == 7
+        assert planned == [7, 7]
+        assert sweep(run, until=lambda x, i: i == 9) == sines_answer(9)
+        assert planned == [7, 7]
+        assert run.plan is not None and run.plan.n_steps == 9
+        assert run.report().plan is run.plan
+        assert planned == [7, 7, 9]
+
+
 def test_until_may_raise() -> None:
     def until(x: Any, i: int) -> bool:
         if i == 5:
