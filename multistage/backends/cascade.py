@@ -46,12 +46,11 @@ from enum import Enum
 from ..errors import ArgumentError, StoreError
 from ..layout import Array, Layout
 from .arena import pages, round_up
-from .medium import Medium
+from .medium import Medium, is_full
 from .streamed import StreamedStore
 
 _FAILURES = 3  # in a row, then nothing more is moved that way
 _SPARE_PART = 4  # extents go down from when less than this part is free: writes seldom wait
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CascadeStore(StreamedStore):
@@ -267,7 +266,7 @@ class _Level:
 
     def give_after(self, slot: int, error: Exception) -> None:
         """Take a slot back that could not be written; none if the level is full."""
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if is_full(error):
             self._most = self._next
         else:
             self._free.append(slot)
@@ -323,7 +322,7 @@ class _Cascade:
                 with upper.writing:
                     upper.medium.write(place.above, offset, data)
             except OSError as error:
-                if error.errno not in _FULL:
+                if not is_full(error):
                     raise
                 with self._changed:
                     del self._places[slot]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Protocol
 
@@ -10,12 +11,27 @@ import numpy as np
 from ..layout import Array
 from .arena import pages
 
+# No room on the disk, none in the user's share of it, the longest file there
+# may be (RLIMIT_FSIZE), no more memory.
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a write failed for want of room: the tier takes no more, what it holds is good.
+
+    Examples
+    --------
+    >>> is_full(OSError(errno.EDQUOT, "quota exceeded")), is_full(OSError(errno.EIO, "bad block"))
+    (True, False)
+    """
+    return isinstance(error, OSError) and error.errno in _FULL
+
 
 class Medium(Protocol):
     """Numbered extents of equal size.
 
     `write` and `read` are called by one background thread each, `close` when
-    both have stopped.  Failures are OSErrors.
+    both have stopped.  Failures are OSErrors; `is_full` tells those for want of room.
     """
 
     def write(self, slot: int, offset: int, data: Array) -> None:

@@ -20,7 +20,6 @@ So a `put` takes no lock.
 from __future__ import annotations
 
 import contextlib
-import errno
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,13 +30,11 @@ from ..steps import StepMap
 from .arena import LandingPool, pages, round_up, whole_huge
 from .base import CheckpointLost, StoreStats, TransferRecord
 from .carrier import Carrier, Extent, State, ThreadCarrier
-from .medium import Medium
+from .medium import Medium, is_full
 
 _SMALL = 4  # states per extent from which on they are coalesced
 _EXTENT_BYTES = 2 << 20
 _CHUNK_BYTES = 4 << 20
-# The disk, the share of it, or the longest file there may be (RLIMIT_FSIZE).
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STAGING = 3  # extent buffers being filled or written; as many again are read into
 
 
@@ -511,7 +508,7 @@ class StreamedStore:
         if error is None:
             self.stats.bytes_written += extent.nbytes
         else:
-            if isinstance(error, OSError) and error.errno in _FULL:
+            if is_full(error):
                 self._no_space = True
             extent.error = f"write failed: {error}"
         self.transfers.append(TransferRecord("write", extent.first, began, ended, extent.nbytes))

@@ -32,6 +32,7 @@ from functools import partial
 
 from ..backends.arena import LandingPool, pages
 from ..backends.base import CheckpointLost, StoreStats, TransferRecord
+from ..backends.medium import is_full
 from ..errors import CheckpointWarning
 from ..layout import Array, Layout
 from ..steps import StepMap, StepSet
@@ -530,9 +531,7 @@ class DurableStore:
         except Exception as error:  # whatever it is, the computing thread must be told
             state = _State.FAILED
             batch.error = f"write failed: {error}"
-            if isinstance(error, OSError):
-                full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-                self._no_space = self._no_space or error.errno in full
+            self._no_space = self._no_space or is_full(error)
         ended = time.perf_counter()
         if state is _State.DONE:
             self.stats.bytes_written += count * size

@@ -239,21 +239,41 @@ def test_a_lower_level_that_takes_nothing() -> None:
     store.close()
 
 
-def test_an_upper_level_smaller_than_it_says() -> None:
-    """A disk that fills up before its capacity is reached: the rest goes down."""
-    upper = Told(
-        lambda name, number: (
-            OSError(errno.ENOSPC, "disk full")
-            if name == "write" and len(upper._ram._extents) >= 3 and number == 3
-            else None
-        )
-    )
-    store = CascadeStore(upper.store(100 * EXTENT), MemoryStore(buffer_bytes=0))
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM])
+def test_an_upper_level_smaller_than_it_says(code: int) -> None:
+    """A disk that is full before its capacity is reached, however it says so: the rest sinks."""
+
+    class Full(Ram):
+        def write(self, slot: int, offset: int, data: Array) -> None:
+            if slot not in self._extents and len(self._extents) == 8:
+                raise OSError(code, "no room")
+            super().write(slot, offset, data)
+
+    above = StreamedStore("full", Full, capacity_bytes=100 * EXTENT, buffer_bytes=0)
+    store = CascadeStore(above, MemoryStore(buffer_bytes=0))
     store.open(LAYOUT)
-    fill(store, 30)
-    assert len(upper._ram._extents) == 3
-    for key in reversed(range(30)):
+    fill(store, 39)
+    for key in reversed(range(39)):
         assert store.get(key)[0].tobytes() == state(key)[0].tobytes()
+    assert store.stats.refused == 0
+    store.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM])
+def test_a_full_tier_is_told_of_once_however_it_says_so(code: int) -> None:
+    class Full(Ram):
+        def write(self, slot: int, offset: int, data: Array) -> None:
+            if slot >= 2:
+                raise OSError(code, "no room")
+            super().write(slot, offset, data)
+
+    store = StreamedStore("full", Full, buffer_bytes=0)
+    store.open(LAYOUT)
+    with pytest.warns(CheckpointWarning, match="no space is left") as told:
+        taken = [key for key in range(20) if store.put(key, state(key), block=True)]
+        kept = [key for key in taken if store.wait_written(key)]
+    assert (kept, len(told)) == ([0, 1], 1)
+    assert store.stats.refused_full > 10  # not written in vain, one after the other
     store.close()
 
 
