@@ -16,15 +16,20 @@ import fcntl
 import grp
 import os
 import pwd
+import re
 import secrets
 import stat
+import struct
 import weakref
 from pathlib import Path
 
 from ..errors import StoreError
 
 PREFIX = ".multistage-"
+_NAME = re.compile(re.escape(PREFIX) + "[0-9a-f]{16}")
 _LOCK = "lock"
+_OURS = re.compile(r"[0-9]{1,20}|extents")  # beside the lock
+_ACL = "system.posix_acl_access"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -35,8 +40,13 @@ class PrivateFolder:
     used again, and mean nothing to another container on the same disk.  The
     race: a folder exists for an instant before its lock is taken, and a
     neighbour that cleans up just then could take it for a leftover.  So a
-    folder without a lock file is never touched, and whoever takes a lock
-    checks that the folder it belongs to is still there.
+    folder is a leftover only if its lock file holds our marker, which is
+    written under the lock, and whoever takes a lock checks that the folder it
+    belongs to is still there.
+
+    The marker names the folder: one of another name, such as a copy, is not
+    ours, nor is one that merely has a name like ours.  Of a leftover only
+    files that we name so go, and the folder only if it is empty then.
 
     Parameters
     ----------
@@ -68,7 +78,7 @@ class PrivateFolder:
         except OSError as error:
             raise _refused(parent, f"{error}; choose another") from error
         try:
-            reason = _unsafe(os.fstat(place), parent)
+            reason = _unsafe(place, parent)
             if reason is not None:
                 raise _refused(parent, reason)
             if not os.access(parent, os.W_OK | os.X_OK):
@@ -91,8 +101,9 @@ def _refused(parent: Path, reason: str) -> StoreError:
     return StoreError(f"folder {str(parent)!r} cannot hold checkpoints: {reason}")
 
 
-def _unsafe(found: os.stat_result, parent: Path) -> str | None:
+def _unsafe(place: int, parent: Path) -> str | None:
     """Return why others could exchange what lies in a folder, None if they cannot."""
+    found = os.fstat(place)
     remedy = f"make one of your own, as with 'mkdir -m 700 {parent / 'own'}', and name that"
     if found.st_uid not in (os.geteuid(), 0):
         return f"it is owned by user {found.st_uid}, not by you or root; {remedy}"
@@ -101,20 +112,55 @@ def _unsafe(found: os.stat_result, parent: Path) -> str | None:
     mode = f"mode {stat.S_IMODE(found.st_mode):o}, no sticky bit"
     if found.st_mode & stat.S_IWOTH:
         return f"others may write to it ({mode}); {remedy}"
-    if found.st_mode & stat.S_IWGRP and not _is_alone(found.st_gid):
+    if not found.st_mode & stat.S_IWGRP:
+        return None
+    if not _is_alone(found.st_gid):
         return f"group {found.st_gid} may write to it ({mode}); {remedy}"
+    # With an access control list the group's bits are the most that it grants anybody.
+    if others := _named_writers(place):
+        return f"its access control list lets {others} write to it; {remedy}"
     return None
 
 
 def _is_alone(gid: int) -> bool:
-    """Whether a group is this user's private one, which umask 002 lets write to everything."""
+    """Whether a group is this user's private one, which umask 002 lets write to everything.
+
+    A group's member list leaves out the users whose primary group it is.  Where
+    a directory service does not enumerate its users, its convention that a
+    private group has its user's name is all there is.
+    """
     try:
         group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
     except KeyError:
         return False
+    mine = {user.pw_uid, 0}
     return (
-        group.gr_name == user.pw_name and gid == user.pw_gid and set(group.gr_mem) <= {user.pw_name}
+        group.gr_name == user.pw_name
+        and gid == user.pw_gid
+        and set(group.gr_mem) <= {user.pw_name}
+        and not any(each.pw_gid == gid and each.pw_uid not in mine for each in pwd.getpwall())
     )
+
+
+def _named_writers(place: int) -> str:
+    """Return the users and groups, not ours alone, that a POSIX ACL lets write; "" if none.
+
+    The attribute is a version, then entries of tag, permissions and number.
+    """
+    try:
+        acl = os.getxattr(place, _ACL)
+    except (AttributeError, OSError):  # none, or none on this system
+        return ""
+    user_tag, group_tag, write = 0x02, 0x08, 0o2
+    found = []
+    for tag, permissions, number in struct.iter_unpack("<HHI", acl[4:]):
+        if not permissions & write:
+            continue
+        if tag == user_tag and number not in (os.geteuid(), 0):
+            found.append(f"user {number}")
+        elif tag == group_tag and not _is_alone(number):
+            found.append(f"group {number}")
+    return ", ".join(found)
 
 
 def _make(place: int) -> tuple[str, int, int]:
@@ -131,6 +177,7 @@ def _make(place: int) -> tuple[str, int, int]:
             lock = os.open(_LOCK, flags, 0o600, dir_fd=folder)
             undo.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)
+            os.write(lock, _marker(name))
             if _is_there(name, place, folder):
                 undo.pop_all()
                 return name, folder, lock
@@ -160,10 +207,17 @@ def _remove(name: str, descriptors: tuple[int, int, int], owner: int) -> None:
         every.callback(os.close, lock)
 
 
+def _marker(name: str) -> bytes:
+    """Return what the lock file of a private folder holds."""
+    return f"multistage private folder {name}\n".encode()
+
+
 def _empty(folder: int) -> None:
+    """Remove our files, the lock last: with it goes the mark of a leftover."""
     with contextlib.suppress(OSError):
         os.fchmod(folder, 0o700)  # whoever took our permissions: the folder is ours
-        for name in os.listdir(folder):
+        names = [name for name in os.listdir(folder) if _OURS.fullmatch(name)]
+        for name in (*names, _LOCK):
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=folder)
 
@@ -176,7 +230,7 @@ def _discard(name: str, place: int) -> None:
 def _clear_leftovers(place: int) -> None:
     """Remove what killed processes of this user left in a folder."""
     try:
-        names = [name for name in os.listdir(place) if name.startswith(PREFIX)]
+        names = [name for name in os.listdir(place) if _NAME.fullmatch(name)]
     except OSError:
         return  # it may be written but not read: nothing to be seen, nothing to clear
     for name in names:
@@ -189,6 +243,12 @@ def _clear_leftovers(place: int) -> None:
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             lock = os.open(_LOCK, flags, dir_fd=folder)
             opened.callback(os.close, lock)
+            marker = _marker(name)
+            if not stat.S_ISREG(os.fstat(lock).st_mode):
+                continue
+            if os.pread(lock, len(marker) + 1, 0) != marker:
+                continue
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _empty(folder)
-            _discard(name, place)
+            if _is_there(name, place, folder):
+                _empty(folder)
+                _discard(name, place)

@@ -7,7 +7,9 @@ import errno
 import fcntl
 import mmap
 import os
+import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -123,10 +125,55 @@ def test_a_private_group_is_no_other(shared: Path, monkeypatch: pytest.MonkeyPat
     me = pwd.struct_passwd(("me", "x", os.geteuid(), gid, "", "/", "/bin/sh"))
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: me)
     monkeypatch.setattr(grp, "getgrgid", lambda gid: grp.struct_group(("me", "x", gid, members)))
+    users = [me, pwd.struct_passwd(("root", "x", 0, gid, "", "/", "/bin/sh"))]
+    monkeypatch.setattr(pwd, "getpwall", lambda: users)
+    used(shared)
+    users.append(pwd.struct_passwd(("you", "x", 54_321, gid, "", "/", "/bin/sh")))
+    with pytest.raises(StoreError, match=f"group {gid} may write to it"):
+        used(shared)  # the group's member list leaves out whose primary group it is
+    users.pop()
     used(shared)
     members.append("you")
     with pytest.raises(StoreError, match=f"group {gid} may write to it"):
         used(shared)
+
+
+def access_list(*named: tuple[int, int, int]) -> bytes:
+    """Return a POSIX ACL as the kernel has it: rwx for the owner and as the mask."""
+    fixed = [(0x01, 7, 2**32 - 1), (0x04, 5, 2**32 - 1), (0x10, 7, 2**32 - 1), (0x20, 0, 2**32 - 1)]
+    entries = sorted([*fixed, *named])
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("entry", "refused"),
+    [
+        ((0x02, 7, 54_321), "lets user 54321 write"),
+        ((0x08, 6, 54_321), "lets group 54321 write"),
+        ((0x02, 5, 54_321), None),
+    ],
+)
+def test_an_access_control_list_counts(
+    shared: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    entry: tuple[int, int, int],
+    refused: str | None,
+) -> None:
+    """The mode shows the mask in the place of the group's permissions."""
+    from multistage.backends import private
+
+    gid, alone = shared.stat().st_gid, private._is_alone
+    monkeypatch.setattr(private, "_is_alone", lambda of: of == gid or alone(of))
+    try:
+        os.setxattr(shared, "system.posix_acl_access", access_list(entry))
+    except OSError as error:
+        pytest.skip(f"no access control lists here: {error}")
+    assert shared.stat().st_mode & stat.S_IWGRP
+    if refused is None:
+        used(shared)
+    else:
+        with pytest.raises(StoreError, match=refused):
+            used(shared)
 
 
 @as_root
@@ -209,7 +256,7 @@ def test_traps_among_the_leftovers(tmp_path: Path, trap: str) -> None:
     victim.mkdir()
     place.mkdir()
     (victim / "lock").write_text("mine")
-    set_trap = place / f"{PREFIX}trap"
+    set_trap = place / f"{PREFIX}{15 * '0'}a"
     if trap == "link to a folder":
         set_trap.symlink_to(victim)
     else:
@@ -226,6 +273,76 @@ def test_traps_among_the_leftovers(tmp_path: Path, trap: str) -> None:
     if set_trap.exists():
         (set_trap / "lock").unlink()
         set_trap.rmdir()
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Iterator[Path]:
+    """What a killed process left in `tmp_path`, a checkpoint and all."""
+    private = PrivateFolder(tmp_path)
+    (private.path / "1").write_bytes(b"checkpoint")
+    ended = private.remove.detach()  # as the end of the process lets go of it
+    assert ended is not None
+    for descriptor in ended[2][1]:
+        os.close(descriptor)
+    yield private.path
+    for path in tmp_path.glob(f"{PREFIX}*"):
+        shutil.rmtree(path)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "another name": lambda left: left.rename(left.with_name(f"{PREFIX}results")),
+    "a longer name": lambda left: left.rename(left.with_name(left.name + "0")),
+    "a copy": lambda left: left.rename(left.with_name(f"{PREFIX}{16 * 'a'}")),
+    "no marker": lambda left: (left / "lock").write_bytes(b""),
+    "another marker": lambda left: (left / "lock").write_text("1234 host\n"),
+    "half a marker": lambda left: os.truncate(left / "lock", 20),
+    "no lock": lambda left: (left / "lock").unlink(),
+    "a folder for a lock": lambda left: ((left / "lock").unlink(), (left / "lock").mkdir()),
+}
+
+
+@pytest.mark.parametrize("change", FOREIGN)
+def test_a_folder_that_is_no_leftover_stays(tmp_path: Path, left: Path, change: str) -> None:
+    FOREIGN[change](left)
+    before = contents(tmp_path)
+    assert before
+    used(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_of_a_leftover_only_our_files_go(tmp_path: Path, left: Path) -> None:
+    (left / "thesis.tex").write_text("...")
+    used(tmp_path)
+    assert contents(tmp_path) == {f"{left.name}/thesis.tex": b"..."}
+    store = FileStore(tmp_path, "aiofiles", buffer_bytes=0)
+    store.open(LAYOUT)
+    assert store._private is not None
+    mine = store._private.path
+    (mine / "thesis.tex").write_text("...")
+    store.close()  # nor of a folder that was in use
+    assert [path.name for path in mine.iterdir()] == ["thesis.tex"]
+
+
+def test_a_durable_run_is_no_leftover(tmp_path: Path, left: Path) -> None:
+    """Whatever its name: a run that was stopped, beside one with a file tier."""
+    from multistage import Reversal
+
+    folder = tmp_path / f"{PREFIX}results"
+    for name in (folder, tmp_path / f"{PREFIX}{16 * '1'}"):
+        run: Any = Reversal(lambda x, i: x + i, lambda x, a, i: a + x, 9, durable=name)
+        run.forward(np.ones(3))
+        run.close()
+    before = {name: data for name, data in contents(tmp_path).items() if left.name not in name}
+    used(tmp_path)
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("trap", ["link", "pipe"])
