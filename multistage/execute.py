@@ -23,13 +23,13 @@ all else is per slot or per stored checkpoint.
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from . import switching
 from .actions import (
     Action,
     Advance,
@@ -62,8 +62,6 @@ Adjoint = TypeVar("Adjoint")
 _UNANSWERED = frozenset({Advance, Tape, Reverse, Save, Load, Free, EndForward})
 # A wait shorter than this is the price of the call, not a stall.
 _STALL_S = 20e-6
-# The interpreter's switch interval while stores work beside the chain.
-_SWITCH_S = 5e-4
 # Compute spans are recorded at most this often: a record takes 4 microseconds.
 _WINDOW_S = 1e-3
 
@@ -351,13 +349,9 @@ class Executor(Generic[State, Adjoint]):
 
     def _guarded(self, adjoint: Any, *, forward: bool) -> Any:
         began = self._clock()
-        interval = sys.getswitchinterval()
-        if self._stores:
-            # A store's thread asks for the interpreter lock a few times per
-            # transfer, and each time waits this long while the chain runs
-            # short Python steps: 5 ms by default, more than a transfer takes.
-            sys.setswitchinterval(min(interval, _SWITCH_S))
         try:
+            if self._stores:
+                switching.shorten(self)
             try:
                 with Shield() as self._shield:
                     return self._drive(adjoint, forward)
@@ -372,7 +366,7 @@ class Executor(Generic[State, Adjoint]):
                 ) from error
             raise
         finally:
-            sys.setswitchinterval(interval)
+            switching.restore(self)
 
     def _drive(self, adjoint: Any, forward: bool) -> Any:
         """Perform actions until EndForward or the end; return the adjoint.

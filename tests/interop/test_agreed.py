@@ -38,7 +38,7 @@ def fake_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", MPI)
     interval = sys.getswitchinterval()
     yield
-    sys.setswitchinterval(interval)  # executors in threads restore each other's
+    assert sys.getswitchinterval() == interval
 
 
 class Local:

@@ -34,7 +34,7 @@ def fake_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", MPI)
     interval, threads = sys.getswitchinterval(), set(threading.enumerate())
     yield
-    sys.setswitchinterval(interval)  # executors in threads restore each other's
+    assert sys.getswitchinterval() == interval
     assert set(threading.enumerate()) == threads
 
 
