@@ -29,9 +29,10 @@ from __future__ import annotations
 import json
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from itertools import chain
 from typing import Any
 
 import xxhash
@@ -40,7 +41,7 @@ from ..costs import Costs
 from ..errors import ArgumentError, MultistageError
 
 MAGIC = b"MSDURABL"
-VERSION = 1
+VERSION = 2
 PRELUDE = struct.Struct("<8sII16sQQQQ")
 _SUMMED = PRELUDE.size - 8
 _ENTRY = struct.Struct("<qQ")
@@ -203,20 +204,33 @@ class RunFacts:
         if self.n_steps != other.n_steps:
             return f"it has n_steps={self.n_steps}, this run {other.n_steps}"
         if self.label != other.label:
-            return f"its label is {self.label!r}, this run's {other.label!r}"
+            return f"its label is {plain(self.label)!r}, this run's {plain(other.label)!r}"
         if (self.structure, self.leaves) != (other.structure, other.leaves):
             for mine, its in zip(other.leaves, self.leaves, strict=False):
                 if mine != its:
-                    return (
-                        f"its states have leaf {its[0] or 'array'} {its[1]} {its[2]}, "
-                        f"this run's {mine[0] or 'array'} {mine[1]} {mine[2]}"
-                    )
-            return f"its states are {self.structure}, this run's {other.structure}"
+                    return f"its states have leaf {_leaf(its)}, this run's {_leaf(mine)}"
+            return f"its states are {plain(self.structure)}, this run's {plain(other.structure)}"
         if self.record_bytes != other.record_bytes:
             return f"its records have {self.record_bytes} bytes, this run's {other.record_bytes}"
         if self.start != other.start:
             return "it began from another state 0"
         return None
+
+    def texts(self) -> Iterator[str]:
+        """Yield every text, those of all leaves included."""
+        yield from (self.structure, self.start, self.label, self.package)
+        yield from chain.from_iterable(self.leaves)
+
+
+def plain(text: str, most: int = 60) -> str:
+    """Return text of a file for a message or a terminal: no control characters, not too long."""
+    shown = "".join(c if c.isprintable() else "?" for c in text[: most + 1])
+    return shown if len(shown) <= most else shown[: most - 3] + "..."
+
+
+def _leaf(leaf: tuple[str, str, str]) -> str:
+    path, shape, dtype = map(plain, leaf)
+    return f"{path or 'array'} {shape} {dtype}"
 
 
 def run_table(facts: RunFacts, costs: Costs) -> bytes:
@@ -248,10 +262,9 @@ def parse_run(header: Header, table: bytes) -> tuple[RunFacts, Costs | None]:
             **{name: data[name] for name in RunFacts.__slots__ if name != "leaves"}, leaves=leaves
         )
         numbers = (facts.n_steps, facts.record_bytes)
-        texts = (facts.structure, facts.start, facts.label, facts.package, *sum(leaves, ()))
         if not all(type(n) is int and 0 < n < 2**62 for n in numbers):
             raise ValueError("a number is out of range")
-        if not all(type(text) is str for text in texts):
+        if not all(type(text) is str for text in facts.texts()):
             raise ValueError("a text is none")
         costs = data["costs"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:

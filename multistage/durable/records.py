@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from ..layout import Array, Layout, Packing
+
+_ROWS = 1 << 14  # of an array with padding, digested at a time
+# x86's extended precision: ten bytes of a value, in twelve or sixteen.
+_EXTENDED_BYTES = 10
 
 
 class OrderedLayout(Layout):
@@ -98,11 +103,71 @@ class OrderedLayout(Layout):
         return str(self._spec), leaves
 
     def digest(self, packed: Sequence[Array]) -> bytes:
-        """Return what tells this value, its layout included, from any other."""
+        """Return what tells this value, its layout and the order of its axes from any other.
+
+        Values count bit by bit, so that signs of zeros and payloads of NaNs
+        do; bytes that no value uses do not.
+        """
         seen = xxhash.xxh3_128(repr(self.describe()).encode())
-        for piece in self.parts(packed):
-            seen.update(piece.data)
+        for array_ in packed[:-1]:
+            for piece in _value_bytes(array_):
+                seen.update(piece.data)
+        seen.update(repr(self._memory_orders(packed[-1])).encode())
         return seen.digest()
+
+    def _memory_orders(self, order: Array) -> list[list[int]]:
+        """Return the axes of each array, slowest first; without those of one element.
+
+        The stride of such an axis is arbitrary, and so is its place in the order.
+        """
+        axes = self.axes(order)
+        assert axes is not None
+        return [
+            [
+                int(axis)
+                for axis in (range(len(leaf.shape)) if each is None else np.argsort(each))
+                if leaf.shape[axis] != 1
+            ]
+            for leaf, each in zip(self.leaves, axes, strict=True)
+        ]
+
+
+def _value_bytes(array: Array) -> Iterator[Array]:
+    """Yield the bytes of an array's values, in C order, padding left out."""
+    used = used_bytes(array.dtype)
+    flat = array.reshape(-1)
+    if used.all():
+        yield flat.view(np.uint8)
+        return
+    rows = flat.view(np.uint8).reshape(-1, array.dtype.itemsize)
+    for at in range(0, len(rows), _ROWS):
+        yield np.ascontiguousarray(rows[at : at + _ROWS, used])
+
+
+def used_bytes(dtype: np.dtype[Any]) -> Array:
+    """Return which bytes of an item hold its value; the others are padding, of any content.
+
+    Examples
+    --------
+    >>> used_bytes(np.dtype([("a", "i1"), ("b", "i2")], align=True)).tolist()
+    [True, False, True, True]
+    """
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return np.tile(used_bytes(base), int(np.prod(shape)))
+    used = np.zeros(dtype.itemsize, bool)
+    if dtype.fields is not None:
+        for field, offset, *_ in dtype.fields.values():
+            used[offset : offset + field.itemsize] |= used_bytes(field)
+    elif dtype.type in (np.longdouble, np.clongdouble) and np.finfo(np.longdouble).nmant == 63:
+        parts = used.reshape(1 if dtype.type is np.longdouble else 2, -1)
+        if dtype.isnative:
+            parts[:, :_EXTENDED_BYTES] = True
+        else:
+            parts[:, -_EXTENDED_BYTES:] = True
+    else:
+        used[:] = True
+    return used
 
 
 def checksum_of(pieces: Sequence[Array]) -> int:

@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from ..costs import format_bytes, format_seconds
 from .folder import LAST, LEFTOVERS, LOCK, RUN, Folder
-from .headers import BadFile, Header, OtherVersion, RunFacts, parse_run, parse_states
+from .headers import BadFile, Header, OtherVersion, RunFacts, parse_run, parse_states, plain
 from .run import intact, snapshots
 
 # Of a label or the name of a leaf so much is shown.
@@ -82,7 +82,7 @@ class Status:
         n = self.n_steps
         rows = []
         if n is not None:
-            label = _plain(self.label) or "-"
+            label = plain(self.label, _SHOWN) or "-"
             forward = f"state {self.forward_step} of {n} ({_share(self.forward_step, n)})"
             reverse = "-"
             if self.adjoint_step is not None:
@@ -90,8 +90,11 @@ class Status:
                 reverse = f"adjoint at step {self.adjoint_step} ({_share(done, n)})"
             rows += [
                 ("label", label),
-                ("written by", f"multistage {_plain(self.package)}"),
-                ("state", f"{_plain(_leaves(self.leaves))}, {format_bytes(self.record_bytes)}"),
+                ("written by", f"multistage {plain(self.package, _SHOWN)}"),
+                (
+                    "state",
+                    f"{plain(_leaves(self.leaves), _SHOWN)}, {format_bytes(self.record_bytes)}",
+                ),
                 ("forward", forward),
                 ("reverse", reverse),
                 ("checkpoints", f"{self.states} in {format_bytes(self.states_bytes)}"),
@@ -111,7 +114,7 @@ class Status:
 
     def __str__(self) -> str:
         table = tabulate(self.rows(), tablefmt="plain", disable_numparse=True)
-        return f"{_plain(self.path, 200)}\n{table}"
+        return f"{plain(self.path, 200)}\n{table}"
 
 
 def inspect(path: str | os.PathLike[str]) -> Status:
@@ -278,9 +281,3 @@ def _leaves(leaves: tuple[tuple[str, str, str], ...]) -> str:
         return f"{len(leaves)} arrays"
     path, shape, dtype = leaves[0]
     return f"{path or 'array'} {shape} {dtype}"
-
-
-def _plain(text: str, most: int = _SHOWN) -> str:
-    """Return text of a file for a terminal: no control characters, not too long."""
-    shown = "".join(c if c.isprintable() else "?" for c in text[: most + 1])
-    return shown if len(shown) <= most else shown[: most - 3] + "..."

@@ -178,7 +178,7 @@ class DurableStore:
         self._filling: _Batch | None = None
         self._waiting: deque[_Batch] = deque()
         self._reading: dict[int, _Read] = {}
-        self._needed_below = NEVER if self._lasting else 0
+        self._needed_below = self._buried_below = NEVER if self._lasting else 0
         self._full_warned = self._no_space = False
         self._buffers: list[Array] = []
         if self._count > 1:
@@ -433,9 +433,14 @@ class DurableStore:
 
     def _bury(self) -> None:
         """Remove the files of dropped states that nobody needs and no thread is at."""
+        needed_below = self._needed_below
+        newest = self._dead[-1] if self._dead else None
+        if needed_below == self._buried_below and (newest is None or newest.least < needed_below):
+            return  # many may be waiting for the next adjoint: they are not looked at each time
+        self._buried_below = needed_below
         left = []
         for batch in self._dead:
-            if batch.least < self._needed_below or batch.state not in (_State.DONE, _State.FAILED):
+            if batch.least < needed_below or batch.state not in (_State.DONE, _State.FAILED):
                 left.append(batch)
                 continue
             for step in batch.steps:

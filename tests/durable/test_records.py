@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from multistage.durable.headers import (
     run_table,
     states_table,
 )
-from multistage.durable.records import OrderedLayout, checksum_of
+from multistage.durable.records import OrderedLayout, checksum_of, used_bytes
 from multistage.durable.run import intact, snapshots
 from multistage.durable.status import inspect
 from multistage.durable.store import DurableStore
@@ -217,6 +218,126 @@ def test_a_deep_description_is_refused() -> None:
     table = b"[" * 100_000 + b"]" * 100_000
     with pytest.raises(BadFile, match="cannot be read"):
         read(encode(Kind.RUN, RUN, table, 0))
+
+
+class Counted(tuple):  # type: ignore[type-arg]
+    """A leaf's description that counts how many items it is copied together with."""
+
+    copied = 0
+
+    def __radd__(self, other: tuple[Any, ...]) -> tuple[Any, ...]:
+        Counted.copied += len(other) + len(self)
+        return (*other, *self)
+
+    def __iter__(self) -> Any:
+        Counted.copied += len(self)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("count", [100, 1000])
+def test_the_work_for_a_description_grows_as_its_length(count: int) -> None:
+    facts = replace(FACTS, leaves=tuple(Counted(("path", "(3,)", "float64")) for _ in range(count)))
+    Counted.copied = 0
+    assert len(list(facts.texts())) == 4 + 3 * count
+    assert Counted.copied == 3 * count
+
+
+def test_the_texts_of_a_file_do_not_flood_a_message() -> None:
+    long = 10_000 * "\x1b[2J"
+    for other in (
+        replace(FACTS, label=long),
+        replace(FACTS, structure=long),
+        replace(FACTS, leaves=((long, long, long),)),
+    ):
+        told = other.difference(FACTS)
+        assert told is not None
+        assert told.isprintable()
+        assert len(told) < 500
+
+
+# ------------------------------------------------------------------ digests
+
+
+def digest(*arrays: Any) -> bytes:
+    layout: Any = OrderedLayout.of(arrays)
+    return bytes(layout.digest(layout.pack(layout.arrays(arrays))[0]))
+
+
+def with_padding(array: Any, fill: int) -> Any:
+    """Return an equal array whose padding bytes are `fill`."""
+    made = array.copy()
+    rows = made.reshape(-1).view(np.uint8).reshape(-1, made.dtype.itemsize)
+    rows[:, ~used_bytes(made.dtype)] = fill
+    return made
+
+
+ALIGNED = np.dtype([("a", "i1"), ("b", "f8"), ("c", "i2", (3,))], align=True)
+NESTED = np.dtype([("x", ALIGNED, (2,)), ("y", np.longdouble), ("z", "?")], align=True)
+GAPPY = np.dtype({"names": ["a", "b"], "formats": ["i2", "i4"], "offsets": [3, 9], "itemsize": 20})
+UNION = np.dtype({"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [2, 4], "itemsize": 9})
+PADDED = [
+    np.dtype(np.longdouble),
+    np.dtype(np.clongdouble),
+    np.dtype(np.longdouble).newbyteorder(),
+    ALIGNED,
+    NESTED,
+    GAPPY,
+    UNION,
+]
+
+
+@pytest.mark.parametrize("dtype", PADDED, ids=str)
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0, 2), (40_000,)])
+def test_padding_is_not_digested(dtype: Any, shape: tuple[int, ...]) -> None:
+    array = np.zeros(shape, dtype)
+    used = used_bytes(dtype)
+    assert digest(with_padding(array, 0)) == digest(with_padding(array, 255))
+    if array.size:
+        for at in np.flatnonzero(used):
+            other = array.copy()
+            other.reshape(-1).view(np.uint8)[at - dtype.itemsize] ^= 1
+            assert digest(other) != digest(array)
+
+
+def test_which_bytes_of_a_long_double_count() -> None:
+    """Those that change when values do, in the format of this machine."""
+    dtype = np.dtype(np.longdouble)
+    values = np.array([0, 1, -1, 1 / np.longdouble(3), np.pi, np.inf, np.nan], dtype)
+    seen = with_padding(values, 0).view(np.uint8).reshape(len(values), -1)
+    assert np.array_equal(seen.any(0), used_bytes(dtype))
+
+
+VALUES = np.array([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]).reshape(2, 4)
+
+
+def reordered(array: Any, *order: int) -> Any:
+    """Return an equal array whose axes lie in memory in this order."""
+    return np.ascontiguousarray(array.transpose(order)).transpose(np.argsort(order))
+
+
+def test_equal_states_have_equal_digests() -> None:
+    wide = np.empty((2, 8))
+    wide[:, ::2] = VALUES
+    for other in (VALUES.copy(), wide[:, ::2], VALUES[::-1].copy()[::-1], np.array(VALUES, "<f8")):
+        assert digest(other) == digest(VALUES)
+    single = VALUES.reshape(2, 1, 4)
+    wider = np.empty((2, 1, 8))[:, :, ::2]
+    wider[...] = single
+    strided = np.lib.stride_tricks.as_strided(wider, single.shape, (64, 8, 16))
+    assert np.array_equal(strided, single)
+    for other in (reordered(single, 1, 0, 2), reordered(single, 0, 2, 1), strided):
+        assert digest(other) == digest(single)
+
+
+def test_different_states_have_different_digests() -> None:
+    quiet, other_nan, zero = np.array([np.nan]), np.array([np.nan]), np.array([0.0])
+    other_nan.view(np.uint64)[0] ^= 1
+    assert digest(quiet) != digest(other_nan)
+    assert digest(zero) != digest(-zero)
+    assert digest(VALUES) != digest(VALUES.astype(">f8"))  # another dtype computes otherwise
+    assert digest(VALUES) != digest(reordered(VALUES, 1, 0))  # and so may another order
+    assert digest(VALUES) != digest(VALUES.reshape(4, 2))
+    assert digest(VALUES, zero) != digest(zero, VALUES)
 
 
 @pytest.mark.parametrize(

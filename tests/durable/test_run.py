@@ -235,6 +235,46 @@ def test_another_run_is_refused(
     assert inspect(folder).resumable
 
 
+def padded(fill: int, dtype: Any) -> Any:
+    """Return a state of ones whose padding bytes are `fill`."""
+    from multistage.durable.records import used_bytes
+
+    made = np.ones(5, dtype)
+    made.view(np.uint8).reshape(5, -1)[:, ~used_bytes(made.dtype)] = fill
+    return made
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.longdouble, np.dtype([("a", "i1"), ("b", "f8")], align=True)], ids=str
+)
+def test_padding_is_no_difference(dtype: Any, tmp_path: Path) -> None:
+    """Its bytes are undefined: another process has others in an equal state, and adjoint."""
+
+    def adjoint_step(x: Any, a: Any, i: int) -> Any:
+        if i == back:
+            raise BrokenOff
+        return a
+
+    def run(fill: int) -> Any:
+        with Reversal(
+            lambda x, i: x.copy(),
+            adjoint_step,
+            12,
+            durable=tmp_path / "run",
+            durable_every_s=0,
+            costs=FAST,
+        ) as run:
+            run.forward(padded(fill, dtype))
+            return run.reverse(padded(fill, dtype))
+
+    back = 4
+    with pytest.raises(BrokenOff):
+        run(0)
+    assert inspect(tmp_path / "run").adjoint_step is not None
+    back = -1
+    assert np.array_equal(run(255), np.ones(5, dtype))
+
+
 def test_lists_are_no_tuples(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     chain = FunctionChain(lambda x, i: x, lambda x, a, i: a)
@@ -251,7 +291,7 @@ def test_another_format_version_is_refused(tmp_path: Path) -> None:
     data = bytearray((folder / "run").read_bytes())
     data[8] += 1
     (folder / "run").write_bytes(data)
-    with pytest.raises(StoreError, match="format version 2, this package writes 1"):
+    with pytest.raises(StoreError, match="format version 3, this package writes 2"):
         simple(folder).forward(np.ones(3))
     assert not inspect(folder).resumable
 

@@ -236,3 +236,34 @@ def test_what_is_not_ours_is_not_adopted(folder: Folder) -> None:
     (folder.path / "states-5").mkdir()
     assert other.adopt(SMALL, folder, 9) == []
     (folder.path / "states-5").rmdir()
+
+
+def test_drops_that_wait_for_an_adjoint_are_not_looked_at_each_time(folder: Folder) -> None:
+    """As many as steps between two adjoints: looking at all for each would be quadratic."""
+    layout = OrderedLayout.of(np.zeros(70_000))
+
+    class Watched(list):  # type: ignore[type-arg]
+        looks = 0
+
+        def __iter__(self) -> Iterator[object]:
+            Watched.looks += len(self)
+            return super().__iter__()
+
+    with_steps = range(50)
+    store = opened(folder, layout)
+    for step in with_steps:
+        assert store.put(step, packed(layout, step), block=True)
+    store.flush()
+    store._dead = Watched()
+    for step in reversed(with_steps):
+        store.drop(step)
+    assert Watched.looks == 0
+    assert len(files(folder)) == 50
+    store.put(50, packed(layout, 50), block=True)
+    store.release(0)
+    store.flush()
+    store.drop(50)
+    assert Watched.looks == 51
+    store.flush()
+    assert files(folder) == []
+    store.close()
