@@ -14,7 +14,7 @@ from ..errors import ArgumentError, BudgetError
 from ..progress import counting
 from .base import Plan as Plan
 from .base import require_steps
-from .hierarchy import disk_revolve, h_revolve
+from .hierarchy import disk_revolve, h_revolve, worth_ranking
 from .interval import interval
 from .mixed import mixed, worth_trying
 from .online import online
@@ -44,9 +44,8 @@ PLANNERS: dict[str, Planner] = {
     "mixed": mixed,
 }
 
-# Ranked by "auto".  Of equals the first wins.  pyrevolve is Revolve again,
-# online pays for what it does not know, and those that wait for every transfer
-# gain nothing over streaming.  Mixed joins where it is cheap to solve.
+# Ranked by "auto".  Of equals the first wins.  pyrevolve is Revolve again, and
+# online pays for what it does not know.  Mixed joins where it is cheap to solve.
 RANKED = ("store-all", "revolve", "streaming", "interval", "periodic", "recursive")
 
 
@@ -106,7 +105,11 @@ def plan(
         return PLANNERS[planner](costs, slots, n)
     plans: list[Plan] = []
     refused: list[str] = []
-    names = (*RANKED, *(("mixed",) if worth_trying(costs, slots, n) else ()))
+    names = (
+        *RANKED,
+        *(("mixed",) if worth_trying(costs, slots, n) else ()),
+        *_over_tiers(costs, slots, n),
+    )
     with counting("planning", len(names), progress, " planners") as tick:
         for name in names:
             try:
@@ -117,6 +120,17 @@ def plan(
     plans.sort(key=lambda candidate: candidate.makespan_s)
     best = plans[0]
     return replace(best, candidates=tuple(plans), why="\n".join([_why(plans), *refused]))
+
+
+def _over_tiers(costs: Costs, slots: int, n_steps: int) -> tuple[str, ...]:
+    """Return the planners that wait for every transfer, where "auto" ranks them.
+
+    They gain nothing over streaming on its one tier; over several they may.
+    """
+    if len(costs.tiers) < 2:
+        return ()
+    solved = worth_ranking(costs, slots, n_steps)
+    return (*(("h-revolve", "stumm-walther") if solved else ()), "periodic-disk")
 
 
 def _why(plans: list[Plan]) -> str:

@@ -21,11 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from .. import native
 from ..actions import Advance, Await, Drop, Free, Get, Load, Put, Schedule
 from ..costs import Costs, Tier
 from .base import Plan, require_steps
 from .binomial import nu, reverse_actions
-from .levels import ADVANCE, DROP, ORIGIN, READ, REVERSE, WRITE, Hierarchy, Level, solve
+from .levels import ADVANCE, DROP, ORIGIN, READ, REVERSE, WRITE, Hierarchy, Level, solve, solving_s
+from .rows import PLAIN_PER_S, PLANNING_S, PRUNED_PER_S
 from .synchronous import Counts, reversed_piece, synchronous_plan, transfer_s, without_tier
 
 
@@ -109,9 +111,16 @@ def _levels(tiers: tuple[Tier, ...], order: tuple[int, ...], slots: int) -> tupl
 def _over_tiers(
     planner: str, costs: Costs, tiers: tuple[Tier, ...], slots: int, n_steps: int, note: str
 ) -> Plan:
+    first, *others = _orders(tiers)
+    # What another order would take longer for than a planner may is not worth it.
+    each_s = solving_s(_levels(tiers, first, slots), n_steps)
+    others = others[: int(PLANNING_S / max(each_s, 1e-9))]
     solved = [
-        (solve(_levels(tiers, order, slots), n_steps, costs.forward_step_s), order)
-        for order in _orders(tiers)
+        (
+            solve(_levels(tiers, order, slots), n_steps, costs.forward_step_s, most_s=PLANNING_S),
+            order,
+        )
+        for order in (first, *others)
     ]
     hierarchy, order = min(solved, key=lambda pair: pair[0].seconds)
     counts = count_operations(hierarchy, slots, order)
@@ -130,13 +139,27 @@ def _over_tiers(
     )
 
 
+# What "auto" spends on it at most: seconds for the tables, steps for the walk.
+_CHEAP_S, _CHEAP_STEPS = 0.1, 10_000
+
+
+def worth_ranking(costs: Costs, slots: int, n_steps: int) -> bool:
+    """Whether `h-revolve` over several tiers is solved in a fraction of a second."""
+    if len(costs.tiers) < 2 or n_steps > _CHEAP_STEPS:
+        return False
+    orders = _orders(costs.tiers)
+    share = PLAIN_PER_S / PRUNED_PER_S if native.LIBRARY is None else 1.0
+    levels = _levels(costs.tiers, orders[0], slots)
+    return len(orders) * solving_s(levels, n_steps) <= _CHEAP_S * share
+
+
 def h_revolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Return the optimal plan that waits for every transfer, over all tiers of `costs`.
 
     Raises
     ------
     ArgumentError
-        Where solving would take more than about a minute.
+        Where solving would take more than about a second.
 
     Examples
     --------
@@ -161,7 +184,7 @@ def disk_revolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     Raises
     ------
     ArgumentError
-        Where solving would take more than about a minute.
+        Where solving would take more than about a second.
 
     Examples
     --------

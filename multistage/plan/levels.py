@@ -44,7 +44,7 @@ import numpy as np
 from ..errors import ArgumentError
 from ..layout import Array
 from .binomial import nu_up_to
-from .rows import PRUNED_PER_S, WHOLE_PER_S, Rows, affordable
+from .rows import MOST_S, PRUNED_PER_S, WHOLE_PER_S, Rows, affordable
 
 _INSTEAD = "planner 'periodic-disk', whose cost does not grow so"
 WRITE, READ, DROP, ADVANCE, REVERSE, ORIGIN = range(6)
@@ -216,6 +216,7 @@ def solve(
     step_s: float,
     *,
     native_kernel: bool | None = None,
+    most_s: float = MOST_S,
 ) -> Hierarchy:
     """Return the hierarchy solved for up to `n_steps` steps.
 
@@ -229,12 +230,14 @@ def solve(
         Seconds of one forward step, above 0.
     native_kernel : bool, optional
         Whether to use the C kernel; where it was built, if None.
+    most_s : float
+        Seconds that a level may take, about; a minute without the C kernel.
 
     Raises
     ------
     ArgumentError
-        For levels out of range, and where solving would take more than about a
-        minute or 4 GiB.
+        For levels out of range, and where solving would take more than about
+        `most_s` or 4 GiB.
 
     Examples
     --------
@@ -251,8 +254,8 @@ def solve(
         if not all(0 <= seconds < math.inf for seconds in costs) or (level.capacity or 0) < 0:
             raise ArgumentError(f"level {k}: {level} must have finite costs >= 0 and a capacity")
     fast = levels[0]
-    whole = n_steps**2 / 2 * (PRUNED_PER_S / WHOLE_PER_S)
-    affordable(n_steps, None, whole, 5 * 8 * n_steps, native_kernel, _INSTEAD)
+    whole = n_steps**2 / 2 * (PRUNED_PER_S / WHOLE_PER_S) * max(1, len(levels) - 1)
+    affordable(n_steps, None, whole, 5 * 8 * n_steps, native_kernel, _INSTEAD, most_s)
     tables: list[Table | None] = []
     below = np.full(n_steps + 1, math.inf)
     below[:2] = 0.0
@@ -263,12 +266,22 @@ def solve(
             tables.append(None)
             continue
         ahead = np.arange(n_steps + 1) * step_s + level.read_s
-        table, below = _solve_level(Rows(ahead, below, level.write_s), level, native_kernel)
+        basis = Rows(ahead, below, level.write_s)
+        table, below = _solve_level(basis, level, native_kernel, most_s)
         tables.append(table)
     return Hierarchy(n_steps, levels, tables, float(below[n_steps]))
 
 
-def _solve_level(basis: Rows, level: Level, native_kernel: bool | None) -> tuple[Table, Array]:
+def solving_s(levels: tuple[Level, ...], n_steps: int) -> float:
+    """Return the most seconds that `solve` takes with the C kernel, about."""
+    sums = n_steps**2 / 2
+    bounded = sum(min(level.capacity or 0, n_steps) for level in levels[1:])
+    return sums * ((len(levels) - 1) / WHOLE_PER_S + bounded / PRUNED_PER_S)
+
+
+def _solve_level(
+    basis: Rows, level: Level, native_kernel: bool | None, most_s: float
+) -> tuple[Table, Array]:
     """Return the level's table and its O with all slots."""
     n, capacity = basis.n, level.capacity
     if capacity == 0 or n == 1:
@@ -282,7 +295,7 @@ def _solve_level(basis: Rows, level: Level, native_kernel: bool | None) -> tuple
         return Table(basis, most, [row], (depth, over_depth)), _reversed(over)
     firsts = [int((depth > m).argmax()) for m in range(1, capacity + 1)]
     sums = sum((n * n - first * first) / 2 for first in firsts)
-    affordable(n, capacity, sums, 8 * n * capacity, native_kernel, _INSTEAD)
+    affordable(n, capacity, sums, 8 * n * capacity, native_kernel, _INSTEAD, most_s)
     table = Table(basis, capacity)
     right = _reversed(basis.below)
     free = over

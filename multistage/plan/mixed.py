@@ -36,7 +36,7 @@ from ..costs import Costs
 from ..layout import Array
 from .base import Plan, require_steps
 from .binomial import nu
-from .rows import PLAIN_PER_S, PRUNED_PER_S, Rows, affordable
+from .rows import MOST_S, PLAIN_PER_S, PLANNING_S, PRUNED_PER_S, Rows, affordable
 from .synchronous import Counts, synchronous_plan, without_tier
 
 # What "auto" spends on it, some tens of milliseconds each: seconds for the
@@ -84,14 +84,20 @@ def _rounded_up(tape_slots: float) -> int:
 
 
 def solve_mixed(
-    n_steps: int, slots: int, tape: int = 1, *, native_kernel: bool | None = None
+    n_steps: int,
+    slots: int,
+    tape: int = 1,
+    *,
+    native_kernel: bool | None = None,
+    most_s: float = MOST_S,
 ) -> MixedTable:
     """Return the programme solved for up to `n_steps` steps and `slots` >= 1 slots.
 
     Raises
     ------
     ArgumentError
-        Where that would take more than about a minute or 4 GiB.
+        Where that would take more than about `most_s` seconds (a minute without
+        the C kernel) or 4 GiB.
 
     Examples
     --------
@@ -101,7 +107,8 @@ def solve_mixed(
     slots = min(slots, max(1, (n_steps - 1) * tape))
     # Lengths up to s / t cost nothing with s slots.
     sums = slots * n_steps**2 / 2 - slots**3 / (6 * tape**2)
-    affordable(n_steps, slots, sums, 8 * slots * n_steps, native_kernel, "planner 'revolve'")
+    size = 8 * slots * n_steps
+    affordable(n_steps, slots, sums, size, native_kernel, "planner 'revolve'", most_s)
     none = np.full(n_steps + 1, math.inf)
     none[:2] = 0.0
     rows = [none]
@@ -181,7 +188,7 @@ def mixed(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     Raises
     ------
     ArgumentError
-        Where solving would take more than about a minute.
+        Where solving would take more than about a second.
 
     Examples
     --------
@@ -193,7 +200,7 @@ def mixed(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     n = require_steps(n_steps, "mixed")
     if costs.state_is_tape:
         return without_tier("mixed", costs, slots, n, "A state is its own tape")
-    table = solve_mixed(n, slots, _rounded_up(costs.tape_slots))
+    table = solve_mixed(n, slots, _rounded_up(costs.tape_slots), most_s=PLANNING_S)
     make = partial(mixed_schedule, table, slots, n)
     counts = _count(make(), costs.tape_slots)
     kept = counts.taped_steps - 1

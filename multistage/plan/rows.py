@@ -27,8 +27,9 @@ from ..layout import Array
 
 # Sums per second on one core: of a row without bound, of one that passes most
 # of them over, and of the plain twin.
-WHOLE_PER_S, PRUNED_PER_S, PLAIN_PER_S = 5e9, 1.5e10, 4e8
-_MOST_S = 60.0
+WHOLE_PER_S, PRUNED_PER_S, PLAIN_PER_S = 5e9, 1e10, 4e8
+# What solving may take at most, and what it may take where a planner asks for it.
+MOST_S, PLANNING_S = 60.0, 1.0
 _MOST_BYTES = 4 << 30
 # Sums per call of the kernel: a fraction of a second, so that Ctrl-C is heard.
 _PER_CALL = 1e9
@@ -151,17 +152,20 @@ def affordable(
     size: float,
     native_kernel: bool | None,
     otherwise: str,
+    most_s: float = MOST_S,
 ) -> None:
     """Raise `ArgumentError` where so many sums and bytes are too much.
 
-    `otherwise` ends the message: what to use instead.
+    `otherwise` ends the message: what to use instead.  Without the C core the
+    limit is `MOST_S` whatever `most_s` says.
     """
     plainly = native_kernel is False or native.LIBRARY is None
     seconds = sums / (PLAIN_PER_S if plainly else PRUNED_PER_S)
-    if seconds > _MOST_S or size > _MOST_BYTES:
+    most_s = MOST_S if plainly else most_s
+    if seconds > most_s or size > _MOST_BYTES:
         what = "a level without bound" if slots is None else f"{slots} slots"
         raise ArgumentError(
-            f"n_steps={n_steps} with {what} would take about {seconds:.0f} s and "
-            f"{size / 2**30:.1f} GiB to solve, more than {_MOST_S:.0f} s or "
+            f"n_steps={n_steps} with {what} would take about {seconds:.2g} s and "
+            f"{size / 2**30:.1f} GiB to solve, more than {most_s:.0f} s or "
             f"{_MOST_BYTES >> 30} GiB; plan for fewer steps or slots, or use {otherwise}"
         )

@@ -45,7 +45,7 @@ def store_all(costs: Costs, slots: int, n_steps: int | None) -> Plan:
         slots=slots,
         costs=costs,
         make=partial(store_all_schedule, n),
-        makespan_s=n * (costs.taping_s + costs.reverse_step_s + 2 * costs.action_s),
+        makespan_s=n * (costs.taping_s + costs.reverse_step_s) + (2 * n + 1) * costs.action_s,
         lower_bound_s=lower_bound(costs, slots, n),
         forward_steps=n,
         peak_slots=peak,

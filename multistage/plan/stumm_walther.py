@@ -50,8 +50,8 @@ from .base import Plan, require_steps
 from .binomial import TRAJECTORIES, Trajectory, accesses, first_advance, nu
 from .synchronous import Counts, synchronous_plan, transfer_s, without_tier
 
-# Steps of all candidates together, some ten seconds.
-_MOST_WORK = 1 << 28
+# Steps of all candidates together, about a second.
+_MOST_WORK = 1 << 25
 _CANDIDATES = 24
 
 
@@ -176,7 +176,7 @@ def stumm_walther(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     Raises
     ------
     ArgumentError
-        For more steps than some ten seconds suffice for.
+        For more steps than about a second suffices for.
 
     Examples
     --------

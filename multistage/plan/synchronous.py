@@ -60,28 +60,6 @@ def reversed_piece(actions: Iterator[Action], *, first: bool) -> Iterator[Action
     return forward_and_reverse(actions) if first else actions
 
 
-def all_tiers_bound(costs: Costs, slots: int, n_steps: int) -> float:
-    """Return `lower_bound` with all tiers in use at once.
-
-    Side by side, tiers of t_1, t_2, ... seconds a state move one state every
-    1 / (1/t_1 + 1/t_2 + ...) seconds.
-    """
-    if len(costs.tiers) < 2:
-        return lower_bound(costs, slots, n_steps)
-
-    def together(times: list[float]) -> float:
-        return 1 / sum(1 / seconds for seconds in times) if min(times) > 0 else 0.0
-
-    capacities = [tier.capacity_states for tier in costs.tiers]
-    bounded = [capacity for capacity in capacities if capacity is not None]
-    merged = Tier(
-        write_s=together([tier.write_s for tier in costs.tiers]),
-        read_s=together([tier.read_s for tier in costs.tiers]),
-        capacity_states=sum(bounded) if len(bounded) == len(capacities) else None,
-    )
-    return lower_bound(replace(costs, tiers=(merged,)), slots, n_steps)
-
-
 def synchronous_plan(
     planner: str,
     costs: Costs,
@@ -125,7 +103,7 @@ def synchronous_plan(
         costs=costs,
         make=make,
         makespan_s=makespan_s,
-        lower_bound_s=all_tiers_bound(costs, slots, n_steps),
+        lower_bound_s=lower_bound(costs, slots, n_steps),
         forward_steps=counts.forward_steps,
         peak_slots=counts.peak_slots,
         writes=writes,
