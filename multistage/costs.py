@@ -205,6 +205,11 @@ class Costs:
         return self.tape_step_s is None
 
     @property
+    def one_tape(self) -> bool:
+        """Whether only the latest tape exists, in working memory (`tape_bytes` is `NOT_KEPT`)."""
+        return not self.state_is_tape and self.tape_bytes >= NOT_KEPT
+
+    @property
     def taping_s(self) -> float:
         """Seconds of `Tape(i)`, a forward step that keeps its tape."""
         return self.forward_step_s if self.tape_step_s is None else self.tape_step_s

@@ -59,7 +59,6 @@ from .timeline import Timeline
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 
-_UNANSWERED = frozenset({Advance, Tape, Reverse, Save, Load, Free, EndForward})
 # A wait shorter than this is the price of the call, not a stall.
 _STALL_S = 20e-6
 # Compute spans are recorded at most this often: a record takes 4 microseconds.
@@ -226,6 +225,7 @@ class Executor(Generic[State, Adjoint]):
         self._slots: Slots | None = None
         self._layout: StateLayout | None = None
         self._begin = 0.0
+        self._watched = False
         self._shield = Shield()
         self.timeline = Timeline()
         self.counts = Counts()
@@ -237,6 +237,8 @@ class Executor(Generic[State, Adjoint]):
         schedule: Schedule | Iterable[Action],
         state: State,
         resumed: Resumed | None = None,
+        *,
+        watched: bool = False,
     ) -> State:
         """Run the schedule up to its `EndForward`; return the last state.
 
@@ -247,6 +249,9 @@ class Executor(Generic[State, Adjoint]):
             State 0.
         resumed : Resumed, optional
             What is there already.
+        watched : bool
+            Whether the schedule looks at `live` after an `Advance`, as one of
+            an unknown number of steps does.
 
         Raises
         ------
@@ -273,7 +278,7 @@ class Executor(Generic[State, Adjoint]):
         )
         if resumed is not None:
             self._take_up(self._run, resumed, state)
-        self._rules = None
+        self._rules, self._watched = None, watched
         if self._make_rules is not None:
             self._rules = self._make_rules()
             if resumed is not None:
@@ -317,7 +322,7 @@ class Executor(Generic[State, Adjoint]):
 
     @property
     def live(self) -> State:
-        """The live state, for the schedule of an unknown number of steps to look at."""
+        """The live state, for the schedule of a `watched` forward sweep to look at."""
         assert self._run is not None
         return self._run.live  # type: ignore[no-any-return]
 
@@ -379,11 +384,16 @@ class Executor(Generic[State, Adjoint]):
         assert run is not None
         chain, clock, counts = self._chain, self._clock, self.counts
         advance, reverse, state_is_tape = chain.advance, chain.reverse, chain.state_is_tape
+        one_tape = not state_is_tape and getattr(chain, "one_tape", False)
         slots, held, tapes = run.slots, run.held, run.tapes
         keep, load, release = slots.keep, slots.load, slots.release
-        copies = chain.in_place
+        copies, watched = chain.in_place, forward and self._watched
         send, answer = run.schedule.send, None
         live, at, end, tape_slots = run.live, run.at, run.end, self._tape_slots
+        # Whatever refers to a state or a tape that is done with keeps memory that
+        # nobody counts: `live` alone refers to the live state from here on.
+        run.live = None
+        hand: list[Any] = []
         forward_steps = reverse_steps = 0
         forward_s = reverse_s = 0.0
         used, peak, window_s = run.used, counts.peak_slots, _WINDOW_S
@@ -403,29 +413,37 @@ class Executor(Generic[State, Adjoint]):
                     if step != end - 1:
                         raise _illegal(action, f"the next adjoint step is {end - 1}")
                     if tapes and step in tapes:
-                        tape = tapes.pop(step)
                         if not state_is_tape:
-                            adjoint = reverse(tape[0], adjoint, step)
-                        elif copies and 0 <= at < step:
-                            # The tape goes through the live arrays, whose state
-                            # the schedule may still want: put that aside.
-                            aside = keep(live, at)
-                            adjoint = reverse(load(tape, live), adjoint, step)
-                            live = load(aside, live)
-                            release(aside)
-                            release(tape)
+                            adjoint = reverse(tapes.pop(step), adjoint, step)
                         else:
-                            adjoint = reverse(load(tape, live), adjoint, step)
+                            tape = tapes.pop(step)
+                            if copies and 0 <= at < step:
+                                # The tape goes through the live arrays, whose state
+                                # the schedule may still want: put that aside.
+                                if used + 1 > peak:
+                                    peak = used + 1
+                                aside = keep(live, at)
+                                adjoint = reverse(load(tape, live), adjoint, step)
+                                live = load(aside, live)
+                                release(aside)
+                                del aside
+                            else:
+                                adjoint = reverse(load(tape, live), adjoint, step)
+                                if copies:
+                                    at = -1
                             release(tape)
-                            if copies:
-                                at = -1
+                            del tape
                         if tapes:
                             used -= tape_slots
                     elif at != step:
                         raise _illegal(action, f"neither its tape nor its state, live is {at}")
+                    elif state_is_tape:
+                        adjoint = reverse(live, adjoint, step)
+                        at = -1
                     else:
-                        tape = live if state_is_tape else chain.tape(live, step)[1]
-                        adjoint = reverse(tape, adjoint, step)
+                        if tapes and used + tape_slots > peak:
+                            peak = used + tape_slots  # its tape stands beside them until it is used
+                        adjoint = reverse(chain.tape(live, step)[1], adjoint, step)
                         at = -1
                     end = step
                     now = clock()
@@ -436,13 +454,24 @@ class Executor(Generic[State, Adjoint]):
                     start, stop = action.start, action.stop
                     if start != at:
                         raise _illegal(action, f"the live state is {at}")
-                    run.live = live = advance(live, start, stop)  # `live` may be looked at
+                    if one_tape and tapes:
+                        raise _only_latest(action, tapes)
+                    if stop - start == 1:
+                        live = advance(live, start, stop)
+                    else:  # not even we refer to the first state while others are made
+                        hand.append(live)
+                        live = None
+                        live = advance(hand.pop(), start, stop)
+                    if watched:
+                        run.live = live
                     at = stop
                     now = clock()
                     forward_s += now - last
                     last = now
                     forward_steps += stop - start
                 elif kind is Load:
+                    if one_tape and tapes:
+                        raise _only_latest(action, tapes)
                     at = action.step
                     kept: Kept | None = held.get(at)
                     if kept is None:
@@ -450,6 +479,7 @@ class Executor(Generic[State, Adjoint]):
                         kept = self._find(at, live)
                         used = run.used
                     live = load(kept, live) if copies else kept.state
+                    kept = None
                     continue
                 elif kind is Save:
                     step = action.step
@@ -470,6 +500,7 @@ class Executor(Generic[State, Adjoint]):
                     kept = held.pop(action.step)
                     if kept is not None:
                         release(kept)
+                        kept = None
                     used -= 1
                     continue
                 elif kind is Tape:
@@ -477,6 +508,8 @@ class Executor(Generic[State, Adjoint]):
                     if step != at:
                         raise _illegal(action, f"the live state is {at}")
                     if tapes:
+                        if one_tape:
+                            raise _only_latest(action, tapes)
                         used += tape_slots
                         if used > peak:
                             peak = used
@@ -484,8 +517,7 @@ class Executor(Generic[State, Adjoint]):
                         tapes[step] = keep(live, step)
                         live = advance(live, step, step + 1)
                     else:
-                        live, tape = chain.tape(live, step)
-                        tapes[step] = (tape,)
+                        live, tapes[step] = chain.tape(live, step)
                     at = step + 1
                     now = clock()
                     forward_s += now - last
@@ -501,7 +533,7 @@ class Executor(Generic[State, Adjoint]):
                 else:
                     run.live, run.at, run.used = live, at, used
                     answer = self._transfer(action)
-                    used, last = run.used, clock()
+                    used, last, run.live = run.used, clock(), None
                 if last - window > window_s:
                     run.used = used
                     self._record(window, last, forward_steps, forward_s, reverse_steps, reverse_s)
@@ -707,6 +739,7 @@ class Executor(Generic[State, Adjoint]):
             kept = run.slots.keep(live, step)
         if step not in run.held:
             run.used += 1
+            self.counts.peak_slots = max(self.counts.peak_slots, run.used)
         run.held[step] = kept
         return kept
 
@@ -735,7 +768,7 @@ class Executor(Generic[State, Adjoint]):
 
 
 def _judged(schedule: Schedule, rules: Rules) -> Schedule:
-    """Pass a schedule on, every action judged; transfers when their answer is known."""
+    """Pass a schedule on, every action judged before it is performed."""
     answer: Answer = None
     try:
         while True:
@@ -743,14 +776,26 @@ def _judged(schedule: Schedule, rules: Rules) -> Schedule:
                 action = schedule.send(answer)
             except StopIteration:
                 return
-            if type(action) in _UNANSWERED:
-                rules.apply(action, None)
-                answer = yield action
-            else:
+            kind = type(action)
+            if kind is Offer or kind is Await:
+                assert isinstance(action, Offer | Await)
+                rules.expect(action)
                 answer = yield action
                 rules.apply(action, answer)
+            else:
+                # Tokens are counted here as there: that of a Put or Get is known.
+                rules.apply(action, rules.next_token if kind is Put or kind is Get else None)
+                answer = yield action
     finally:
         schedule.close()
+
+
+def _only_latest(action: Action, tapes: Iterable[int]) -> ScheduleError:
+    (step,) = tapes
+    return _illegal(
+        action,
+        f"the chain has only its latest tape (one_tape), and that of step {step} is wanted still",
+    )
 
 
 def _illegal(action: Action, seen: str) -> ScheduleError:

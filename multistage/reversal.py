@@ -285,7 +285,7 @@ class Reversal(Generic[State, Adjoint]):
             self._before = [replace(store.stats) for store in self._stores]
             self._bars.start(self._n_steps)
             where = "in the forward sweep"
-            last = executor.forward(schedule, state, self._resumed)
+            last = executor.forward(schedule, state, self._resumed, watched=until is not None)
             if self._durable is not None:
                 self._durable.ended(last)
         except BaseException as error:
@@ -516,7 +516,16 @@ class Reversal(Generic[State, Adjoint]):
                 for store in self._stores:
                     store.open(self._layout)
         if self._executor is None:
-            rules = partial(Rules, self._n_steps, slots, self.costs.tape_slots)
+            rules = partial(
+                Rules,
+                self._n_steps,
+                slots,
+                self.costs.tape_slots,
+                state_is_tape=self._chain.state_is_tape,
+                in_place=self._chain.in_place,
+                one_tape=not self._chain.state_is_tape and getattr(self._chain, "one_tape", False),
+                recovers=True,
+            )
             self._executor = Executor(
                 self._bars.watch(self._chain, self.costs.forward_step_s),
                 self._stores,

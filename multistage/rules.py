@@ -8,20 +8,27 @@ The rules, enforced by `Rules` and nowhere else:
    which state n is live.
 3. A fast slot is taken by `Save` and `Get`, and by an accepted `Offer` or
    `Put` of a state that no slot holds (a staging slot, given back by its
-   `Await`).  `Free` gives a saved or read slot back.  Each tape beyond the
-   first takes a slot too: one tape is working memory, as the live state is.
+   `Await`).  `Free` gives a saved or read slot back.
+   Each tape beyond the first takes a slot too: one tape is working memory, as
+   the live state is.  A `Reverse` without a tape makes one first, so it needs
+   a slot for it while other tapes are held; where a state is its own tape, the
+   live state itself serves and needs none.  Where such a state is overwritten
+   in place, a held tape is reversed through the live arrays: a live state
+   before that step is put aside meanwhile, in a slot.
 4. A slot under a write is pinned and a slot under a read is unreadable until
    the transfer's `Await`.  Legality is judged by tokens, never by times: a
    schedule that is legal only because a transfer happens to be fast is illegal.
 5. State 0 belongs to the caller: `Load(0)` works at any time, slot or not.
    Planners save it like any other and use this only when it was lost.
 6. At the end nothing is left: no slot, no tape, no copy in a tier, no token.
+7. Where only the latest tape exists (`one_tape`), no step runs and no state is
+   loaded between a `Tape` and its `Reverse`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import assert_never
 
 from .actions import (
@@ -73,12 +80,28 @@ class Rules:
     tape_slots : float
         Slots one tape takes beyond the first tape.
     tier_slots : mapping of tier to states it can hold, if bounded
+    state_is_tape : bool
+        Whether the tape of a step is its input state, see rule 3.
+    in_place : bool
+        Whether steps overwrite the live state; matters with `state_is_tape`.
+    one_tape : bool
+        Whether only the latest tape exists, see rule 7.
+    recovers : bool
+        Whether a checkpoint that a transfer lost may still be asked for, as of
+        the executor, which then computes it again: its `Get` and `Drop` are
+        legal, and its `Load` and `Free` are those of the slot it would have.
+        A static schedule, which ignores the answers, needs this.
     """
 
     n_steps: int | None
     slots: float
     tape_slots: float = 1.0
     tier_slots: dict[int, int] = field(default_factory=dict)
+    _: KW_ONLY
+    state_is_tape: bool = False
+    in_place: bool = False
+    one_tape: bool = False
+    recovers: bool = False
     live: int | None = 0
     adjoint: int | None = None  # the next Reverse is of step adjoint - 1
     held: dict[int, int | None] = field(default_factory=dict)  # step -> token of a pending Get
@@ -86,6 +109,8 @@ class Rules:
     tapes: set[int] = field(default_factory=set)
     stored: dict[tuple[int, int], int | None] = field(default_factory=dict)
     tokens: dict[int, Transfer] = field(default_factory=dict)
+    unread: set[int] = field(default_factory=set)  # steps that a Get was to bring and did not
+    unwritten: set[tuple[int, int]] = field(default_factory=set)  # copies that tiers have lost
     next_token: int = 0
     staged: int = 0
     used: float = 0.0
@@ -110,8 +135,37 @@ class Rules:
         self.used += more
         self.peak = max(self.peak, self.used)
 
+    def _borrow(self, more: float, what: str) -> None:
+        """Take and give back room within one action."""
+        self._room(more, what)
+        self.peak = max(self.peak, self.used + more)
+
     def _tape_room(self) -> float:
         return self.tape_slots if self.tapes else 0.0
+
+    def _keep_latest(self, action: Action) -> None:
+        if self.one_tape and self.tapes:
+            (step,) = self.tapes
+            self._fail(
+                f"{action} but the chain has only its latest tape, and that of step {step} "
+                f"is wanted still; Reverse({step}) first"
+            )
+
+    def expect(self, action: Offer | Await) -> None:
+        """Judge an action whose answer is not known yet; nothing changes.
+
+        Raises
+        ------
+        ScheduleError
+            When the action is illegal here whatever the answer.
+        """
+        match action:
+            case Offer(step, tier):
+                self._may_write(action, step, tier)
+            case Await(token):
+                self._may_await(token)
+            case _:
+                assert_never(action)
 
     def apply(self, action: Action, answer: Answer) -> None:
         """Perform `action`, which was answered by `answer`.
@@ -123,9 +177,7 @@ class Rules:
         """
         match action:
             case Advance(start, stop):
-                self._advance(start, stop)
-            case Tape(step):
-                self._tape(step)
+                self._advance(action, start, stop)
             case Reverse(step):
                 self._reverse(step)
             case Save(step):
@@ -136,16 +188,13 @@ class Rules:
                 self._room(1, f"Save({step})")
                 self._take(1)
                 self.held[step] = None
+                self.unread.discard(step)
             case Load(step):
-                if step or self.held.get(step) is not None:
-                    self._readable(step, "Load")
-                self.live = step
+                self._load(action, step)
             case Free(step):
-                self._readable(step, "Free")
-                if self.pins.get(step):
-                    self._fail(f"Free({step}) but a write from that slot was not awaited")
-                del self.held[step]
-                self.used -= 1
+                self._free(step)
+            case Tape(step):
+                self._tape(action, step)
             case Offer(step, tier) | Put(step, tier):
                 self._write(action, step, tier, answer)
             case Get(step, tier):
@@ -160,7 +209,29 @@ class Rules:
                 assert_never(action)
         self.index += 1
 
-    def _advance(self, start: int, stop: int) -> None:
+    def _load(self, action: Load, step: int) -> None:
+        self._keep_latest(action)
+        if step and step in self.unread and step not in self.held:
+            self._room(1, f"Load({step})")
+            self._take(1)
+            self.held[step] = None
+            self.unread.discard(step)
+        elif step or self.held.get(step) is not None:
+            self._readable(step, "Load")
+        self.live = step
+
+    def _free(self, step: int) -> None:
+        if step in self.unread and step not in self.held:
+            self.unread.discard(step)
+            return
+        self._readable(step, "Free")
+        if self.pins.get(step):
+            self._fail(f"Free({step}) but a write from that slot was not awaited")
+        del self.held[step]
+        self.used -= 1
+
+    def _advance(self, action: Advance, start: int, stop: int) -> None:
+        self._keep_latest(action)
         limit = self.n_steps if self.adjoint is None else self.adjoint
         if self.live != start:
             self._fail(f"Advance({start}, {stop}) but the live state is {self.live}")
@@ -171,7 +242,8 @@ class Rules:
         self.live = stop
         self.forward_steps += stop - start
 
-    def _tape(self, step: int) -> None:
+    def _tape(self, action: Tape, step: int) -> None:
+        self._keep_latest(action)
         limit = self.n_steps if self.adjoint is None else self.adjoint
         if self.live != step:
             self._fail(f"Tape({step}) but the live state is {self.live}")
@@ -192,9 +264,17 @@ class Rules:
         elif step != self.adjoint - 1:
             self._fail(f"Reverse({step}) but the next adjoint step is {self.adjoint - 1}")
         if step in self.tapes:
+            if self.state_is_tape and self.in_place and self.live is not None:
+                if self.live < step:
+                    self._borrow(1, f"Reverse({step}), which puts live state {self.live} aside,")
+                else:
+                    self.live = None
             self.tapes.remove(step)
             self.used -= self._tape_room()
         elif self.live == step:
+            if self.tapes and not self.state_is_tape:
+                beside = f"Reverse({step}), which makes a tape beside {len(self.tapes)} held,"
+                self._borrow(self.tape_slots, beside)
             self.live = None
         else:
             self._fail(
@@ -208,7 +288,8 @@ class Rules:
         if self.held[step] is not None:
             self._fail(f"{what}({step}) before Await({self.held[step]}) of its Get")
 
-    def _write(self, action: Offer | Put, step: int, tier: int, answer: Answer) -> None:
+    def _may_write(self, action: Offer | Put, step: int, tier: int) -> bool:
+        """Raise unless the write is legal; return whether it takes a staging slot."""
         staged = step not in self.held
         if staged and self.live != step:
             self._fail(f"{action} but state {step} is neither live nor held (live {self.live})")
@@ -216,17 +297,22 @@ class Rules:
             self._fail(f"{action} before Await({self.held[step]}) of its Get")
         if (step, tier) in self.stored:
             self._fail(f"{action} but tier {tier} already has that checkpoint")
+        if staged:
+            self._room(1, str(action))
+        return staged
+
+    def _write(self, action: Offer | Put, step: int, tier: int, answer: Answer) -> None:
+        staged = self._may_write(action, step, tier)
         limit = self.tier_slots.get(tier)
         in_tier = self.tier_used.get(tier, 0)
         if limit is not None and in_tier >= limit and answer is not None:
             self._fail(f"{action} but tier {tier} is full: {in_tier} of {limit} states")
-        if staged:
-            self._room(1, str(action))
         if answer is None:
             if isinstance(action, Put):
                 self._fail(f"{action} was not answered by a token")
             return
         self._token(answer)
+        self.unwritten.discard((step, tier))
         self.stored[step, tier] = self.next_token
         self.tier_used[tier] = in_tier + 1
         self.tier_peak[tier] = max(self.tier_peak.get(tier, 0), in_tier + 1)
@@ -243,19 +329,23 @@ class Rules:
             self._fail(f"the transfer was answered by token {answer}, not {self.next_token}")
 
     def _read(self, step: int, tier: int) -> None:
-        if (step, tier) not in self.stored:
+        if (step, tier) not in self.stored and (step, tier) not in self.unwritten:
             self._fail(f"Get({step}, {tier}) but tier {tier} has no checkpoint {step}")
         if step in self.held:
             self._fail(f"Get({step}, {tier}) but a fast slot already holds it")
         self._room(1, f"Get({step}, {tier})")
         self._take(1)
         self.held[step] = self.next_token
+        self.unread.discard(step)
         self.tokens[self.next_token] = Transfer(step, tier, is_write=False, staged=False)
         self.next_token += 1
 
-    def _await(self, token: int, answer: Answer) -> None:
+    def _may_await(self, token: int) -> None:
         if token not in self.tokens:
             self._fail(f"Await({token}) but no such transfer is under way")
+
+    def _await(self, token: int, answer: Answer) -> None:
+        self._may_await(token)
         transfer = self.tokens.pop(token)
         step, tier = transfer.step, transfer.tier
         if transfer.is_write:
@@ -271,17 +361,24 @@ class Rules:
         elif answer is False:
             del self.held[step]
             self.used -= 1
+            if self.recovers:
+                self.unread.add(step)
         else:
             self.held[step] = None
         if answer is False and (step, tier) in self.stored:
             del self.stored[step, tier]
             self.tier_used[tier] -= 1
+            if self.recovers:
+                self.unwritten.add((step, tier))
 
     def _drop(self, step: int, tier: int) -> None:
-        if (step, tier) not in self.stored:
+        if (step, tier) not in self.stored and (step, tier) not in self.unwritten:
             self._fail(f"Drop({step}, {tier}) but tier {tier} has no checkpoint {step}")
         if any((t.step, t.tier) == (step, tier) for t in self.tokens.values()):
             self._fail(f"Drop({step}, {tier}) before its transfer was awaited")
+        if (step, tier) in self.unwritten:
+            self.unwritten.remove((step, tier))
+            return
         del self.stored[step, tier]
         self.tier_used[tier] -= 1
 
@@ -338,6 +435,9 @@ def check(
     slots: float,
     *,
     tape_slots: float = 1.0,
+    state_is_tape: bool = False,
+    in_place: bool = False,
+    one_tape: bool = False,
     tier_slots: dict[int, int] | None = None,
     accept: Callable[[Offer], bool] | None = None,
     survive: Callable[[int], bool] | None = None,
@@ -354,6 +454,9 @@ def check(
         Fast slots it may take (staging and landing slots included).
     tape_slots : float
         Slots each tape beyond the first takes.
+    state_is_tape, in_place, one_tape : bool
+        What the chain is like, see `Chain` and rules 3 and 7.  By default tapes
+        are not states, and as many as fit are held.
     tier_slots : dict, optional
         Capacity of tiers in states, where bounded.
     accept : callable, optional
@@ -378,7 +481,15 @@ def check(
         raise ArgumentError(f"n_steps={n_steps} must be at least 1")
     if slots < 0:
         raise ArgumentError(f"slots={slots} must not be negative")
-    rules = Rules(n_steps, slots, tape_slots, dict(tier_slots or {}))
+    rules = Rules(
+        n_steps,
+        slots,
+        tape_slots,
+        dict(tier_slots or {}),
+        state_is_tape=state_is_tape,
+        in_place=in_place,
+        one_tape=one_tape,
+    )
 
     def answer(action: Action) -> Answer:
         match action:

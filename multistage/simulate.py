@@ -219,6 +219,8 @@ def simulate(
             for k, tier in enumerate(costs.tiers)
             if tier.capacity_states is not None
         },
+        state_is_tape=costs.state_is_tape,
+        one_tape=costs.one_tape,
     )
     timeline = Timeline()
     done: dict[int, tuple[float, float]] = {}  # token -> (time, overhead to pay at its Await)

@@ -100,7 +100,8 @@ def opened(store: Store, chain: str = "nested", state: Any = None) -> Iterator[S
 
 
 def judged(plan: Plan, n: int | None = N) -> Callable[[], Rules]:
-    return partial(Rules, n, plan.slots, plan.costs.tape_slots)
+    costs = plan.costs
+    return partial(Rules, n, plan.slots, costs.tape_slots, state_is_tape=costs.state_is_tape)
 
 
 # ------------------------------------------------------------- equal to store-all

@@ -16,8 +16,7 @@ costs.  With t = 1 this is the paper's programme; larger tapes are an
 extension.
 
 Optimal for uniform steps and one memory level, tapes rounded up to whole
-slots and the working tape left to the turn (our legality would let one tape
-beside the slots stay).  About s n^2 / 2 sums and s n numbers.  Known gaps:
+slots and the working tape left to the turn.  About s n^2 / 2 sums and s n numbers.  Known gaps:
 tapes smaller than a state take a whole slot, and where a state is its own tape
 there is nothing to mix.
 """
@@ -218,21 +217,26 @@ def mixed(costs: Costs, slots: int, n_steps: int | None) -> Plan:
 
 def _count(schedule: Schedule, tape_slots: float) -> Counts:
     counts = Counts(forward_steps=0, taped_steps=0)
-    states = tapes = 0
+    states, tapes = 0, set[int]()
     for action in schedule:
         kind = type(action)
         if kind is Advance:
             assert isinstance(action, Advance)
             counts.forward_steps += action.stop - action.start
         elif kind is Tape:
+            assert isinstance(action, Tape)
             counts.taped_steps += 1
-            tapes += 1
+            tapes.add(action.step)
         elif kind is Save:
             states += 1
         elif kind is Free:
             states -= 1
         elif kind is Reverse:
-            tapes = max(0, tapes - 1)
-        counts.peak_slots = max(counts.peak_slots, states + max(0, tapes - 1) * tape_slots)
+            assert isinstance(action, Reverse)
+            tapes.add(action.step)  # made now, if it was not kept
+        kept = max(0, len(tapes) - 1) * tape_slots
+        counts.peak_slots = max(counts.peak_slots, states + kept)
+        if isinstance(action, Reverse):
+            tapes.remove(action.step)
     counts.forward_steps += counts.taped_steps
     return counts

@@ -64,7 +64,11 @@ def on_tier(schedule: Schedule | Iterable[Action], tier: int = 0) -> Schedule:
 
 
 def overlap(
-    schedule: Schedule | Iterable[Action], slots: float, *, tape_slots: float = 1.0
+    schedule: Schedule | Iterable[Action],
+    slots: float,
+    *,
+    tape_slots: float = 1.0,
+    state_is_tape: bool = False,
 ) -> Schedule:
     """Yield a synchronous schedule's actions with its transfers moved apart from their waits.
 
@@ -77,6 +81,8 @@ def overlap(
         room for transfers under way, two or three are enough.
     tape_slots : float
         Slots each tape beyond the first takes.
+    state_is_tape : bool
+        Whether a `Reverse` without a tape needs no slot for one, see `rules`.
 
     Raises
     ------
@@ -95,7 +101,7 @@ def overlap(
     >>> simulate(schedule(), 60, costs, 4).makespan_s, apart.makespan_s
     (329.0, 219.0)
     """
-    return _Overlap(schedule, slots, tape_slots).schedule()
+    return _Overlap(schedule, slots, tape_slots, state_is_tape).schedule()
 
 
 Key = tuple[int, int]  # step, tier
@@ -107,20 +113,23 @@ class _Entry:
 
     action: Action
     level: float  # slots that schedule takes after it
+    most: float  # slots that schedule takes during it
     key: Key | None = None  # of the transfer it asks for or waits for
     is_write: bool = False
     extra: int = 0  # slots taken here besides, for reads that it asks for later
     out: int | None = None  # the token given to its Get
 
 
-def _entries(schedule: Schedule | Iterable[Action], tape_slots: float) -> Iterator[_Entry]:
+def _entries(
+    schedule: Schedule | Iterable[Action], tape_slots: float, state_is_tape: bool
+) -> Iterator[_Entry]:
     """Yield the actions of a synchronous schedule and the slots it takes after each."""
     held: set[int] = set()
     tapes: set[int] = set()
     transfers: dict[int, tuple[Key, bool, bool]] = {}  # token -> key, is a write, took a slot
     used, count = 0.0, 0
     for action, send in drive(schedule):
-        key, is_write = None, False
+        key, is_write, turn = None, False, 0.0
         match action:
             case Save(step):
                 held.add(step)
@@ -149,16 +158,22 @@ def _entries(schedule: Schedule | Iterable[Action], tape_slots: float) -> Iterat
             case Reverse(step) if step in tapes:
                 tapes.remove(step)
                 used -= tape_slots if tapes else 0
+            case Reverse() if tapes and not state_is_tape:
+                turn = tape_slots
             case Offer():
                 raise ScheduleError(f"{action} in a schedule that must be static", None)
-        yield _Entry(action, used, key, is_write)
+        yield _Entry(action, used, used + turn, key, is_write)
 
 
 class _Overlap:
     def __init__(
-        self, schedule: Schedule | Iterable[Action], slots: float, tape_slots: float
+        self,
+        schedule: Schedule | Iterable[Action],
+        slots: float,
+        tape_slots: float,
+        state_is_tape: bool,
     ) -> None:
-        self.entries = _entries(schedule, tape_slots)
+        self.entries = _entries(schedule, tape_slots, state_is_tape)
         self.ahead: deque[_Entry] = deque(islice(self.entries, _WINDOW))
         self.slots = slots
         self.level = 0.0
@@ -229,7 +244,7 @@ class _Overlap:
                 yield from self._room(entry)
                 self.held.add(step)
                 yield action
-            case Tape():
+            case Tape() | Reverse():
                 yield from self._room(entry)
                 yield action
             case _:
@@ -243,7 +258,7 @@ class _Overlap:
 
     def _room(self, entry: _Entry) -> Schedule:
         """Wait for writes until the slots of an entry are free."""
-        while self.late and entry.level + entry.extra + self.staged > self.slots:
+        while self.late and entry.most + entry.extra + self.staged > self.slots:
             yield from self._await_write(next(iter(self.late)))
 
     def _await_write(self, key: Key) -> Schedule:
@@ -263,7 +278,7 @@ class _Overlap:
                 for other in before:
                     other.extra += 1
                 return True
-            if entry.level + entry.extra + 1 > self.slots:
+            if entry.most + entry.extra + 1 > self.slots:
                 return False
             before.append(entry)
         return False
@@ -288,7 +303,7 @@ class _Overlap:
                     self.early += 1
                     for other in islice(self.ahead, at):
                         other.extra += 1
-            if entry.level + entry.extra + 1 > self.slots:
+            if entry.most + entry.extra + 1 > self.slots:
                 return
             touched.add(_step(action))
 

@@ -65,13 +65,17 @@ def periodic(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """
     n = require_steps(n_steps, "periodic")
     weight = costs.tape_slots
+    # At its turn a segment has all its tapes; where the last state is its own
+    # tape that one takes no memory, and of the others one is working memory.
+    spared = 2 if costs.state_is_tape else 1
 
     def peak(length: int) -> float:
         segments = -(-n // length)
         last = n - (segments - 1) * length
         # Forward: every start but the last beside the last segment's tapes;
         # reverse: one start fewer beside the tapes of a whole segment.
-        in_reverse = segments - 2 + max(0, length - 2) * weight if segments > 1 else 0.0
+        tapes = max(0, length - spared) * weight
+        in_reverse = segments - 2 + tapes if segments > 1 else 0.0
         return max(segments - 1 + (last - 1) * weight, in_reverse, segments - 1)
 
     least = 2 * math.sqrt(n * weight)
@@ -85,13 +89,14 @@ def periodic(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     last = n - (segments - 1) * length
     forward = (segments - 1) * length * costs.forward_step_s + last * costs.taping_s
     turns = (segments - 1) * ((length - 1) * (costs.taping_s + costs.reverse_step_s) + costs.turn_s)
+    actions = 2 * last + 1 + (segments - 1) * (2 * length + 3)
     return Plan(
         planner="periodic",
         n_steps=n,
         slots=slots,
         costs=costs,
         make=partial(periodic_schedule, length, n),
-        makespan_s=forward + last * costs.reverse_step_s + turns,
+        makespan_s=forward + last * costs.reverse_step_s + turns + actions * costs.action_s,
         lower_bound_s=lower_bound(costs, slots, n),
         forward_steps=n + (segments - 1) * (length - 1),
         peak_slots=peak(length),
@@ -133,11 +138,12 @@ def recursive_actions(
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """What a recursive reversal takes: steps advanced, steps taped, slots at the peak."""
+    """What a recursive reversal takes: steps advanced, steps taped, slots at the peak, actions."""
 
     advanced: int
     taped: int
     peak: float
+    actions: int
 
 
 def recursive(costs: Costs, slots: int, n_steps: int | None) -> Plan:
@@ -161,13 +167,13 @@ def recursive(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     def count(length: int, free: int, branch: int, last: bool) -> _Count | None:
         """Count one segment; `last` ends at step n-1, whose tape is held too."""
         if _fits(length, free, weight):
-            held = max(0, length - 1 if last else length - 2) * weight
-            return _Count(0, length - 1, held)
+            spared = 2 if costs.state_is_tape and not last else 1
+            return _Count(0, length - 1, max(0, length - spared) * weight, 2 * length - 1)
         cuts = _cut(0, length, branch)
         saves = len(cuts) - 2
         if not 1 <= saves <= free:
             return None
-        advanced, taped, peak = cuts[-2], 0, float(saves)
+        advanced, taped, peak, actions = cuts[-2], 0, float(saves), 4 * saves
         for k, (a, b) in enumerate(pairwise(cuts)):
             below = count(b - a, free - k, branch, last and k == saves)
             if below is None:
@@ -175,7 +181,8 @@ def recursive(costs: Costs, slots: int, n_steps: int | None) -> Plan:
             advanced += below.advanced
             taped += below.taped
             peak = max(peak, k + below.peak)
-        return _Count(advanced, taped, peak)
+            actions += below.actions
+        return _Count(advanced, taped, peak, actions)
 
     # A step that is taped on the way down is not taped again at its turn.
     retaped_s = costs.turn_s - costs.reverse_step_s
@@ -185,6 +192,7 @@ def recursive(costs: Costs, slots: int, n_steps: int | None) -> Plan:
             counts.advanced * costs.forward_step_s
             + (counts.taped + 1) * (costs.taping_s - retaped_s)
             + n * costs.turn_s
+            + (counts.actions + 2) * costs.action_s  # the last step's Tape, and EndForward
         )
 
     found = [

@@ -232,7 +232,12 @@ def _plan(make: Callable[[], Any], costs: Costs, slots: int, n_steps: int | None
     rules = _judge(make(), n, slots, costs)
 
     def schedule() -> Schedule:
-        return overlap(actions_of(make(), n), slots, tape_slots=costs.tape_slots)
+        return overlap(
+            actions_of(make(), n),
+            slots,
+            tape_slots=costs.tape_slots,
+            state_is_tape=costs.state_is_tape,
+        )
 
     run = simulate(schedule(), n, costs, slots, checked=False)
     return Plan(
@@ -257,7 +262,14 @@ def _judge(schedule: Any, n: int, slots: int, costs: Costs) -> Rules:
     tier = costs.tier
     bounded = tier is not None and tier.capacity_states is not None
     tier_slots = {0: tier.capacity_states or 0} if tier is not None and bounded else {}
-    rules = Rules(n, slots, costs.tape_slots, tier_slots)
+    rules = Rules(
+        n,
+        slots,
+        costs.tape_slots,
+        tier_slots,
+        state_is_tape=costs.state_is_tape,
+        one_tape=costs.one_tape,
+    )
     reader = _Reader(schedule, n)
     try:
         for action, send in drive(reader.actions()):
