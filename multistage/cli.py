@@ -132,13 +132,17 @@ def _parser() -> argparse.ArgumentParser:
     cleaning = commands.add_parser(
         "clean",
         help="remove what a durable run left in its folder",
-        description="Remove what a durable run left in its folder, and the folder if it is empty "
-        "then. Files of others stay.",
-        epilog="example:\n  multistage clean --force /scratch/run42",
+        description="Remove the files that a durable run wrote in its folder, and the folder if "
+        "it is empty then. All other files stay, whatever their names.",
+        epilog="example:\n  multistage clean --dry-run /scratch/run42\n"
+        "  multistage clean --force /scratch/run42",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     cleaning.add_argument("folder", type=Path, help="what was given as durable=")
     cleaning.add_argument("--force", action="store_true", help="even a run that can be resumed")
+    cleaning.add_argument(
+        "--dry-run", action="store_true", help="list what would be removed, and remove nothing"
+    )
     cleaning.set_defaults(run=_clean)
 
     demo = commands.add_parser("demo", help="run a demonstration on real data")
@@ -436,7 +440,7 @@ def _status(args: argparse.Namespace) -> int:
 def _clean(args: argparse.Namespace) -> int:
     from .durable.status import clean
 
-    print(f"removed: {format_bytes(clean(args.folder, force=args.force))}")
+    print(clean(args.folder, force=args.force, dry_run=args.dry_run))
     return 0
 
 

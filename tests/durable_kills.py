@@ -101,7 +101,17 @@ def _facts(last: Any, adjoint: Any) -> list[str]:
 class Deadly:
     """The module `os`, whose call number `last` that touches the disk is the last."""
 
-    TOUCHING = ("open", "write", "fdatasync", "rename", "fsync", "unlink", "ftruncate", "pwrite")
+    TOUCHING = (
+        "open",
+        "write",
+        "fdatasync",
+        "link",
+        "rename",
+        "fsync",
+        "unlink",
+        "pwrite",
+        "rmdir",
+    )
 
     def __init__(self, last: int) -> None:
         self._left = last

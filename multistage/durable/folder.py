@@ -3,9 +3,16 @@
 Whoever can write to the folder decides what a resumed run computes, so a
 folder of another user, or one that others may write to, is refused.  Files
 are opened relative to the folder's descriptor, never through a symbolic link,
-and must be plain files of this user.  A file appears under its name only when
-all its bytes are on the disk: it is written under another, synchronized, and
-renamed.
+and must be plain files of this user.
+
+A name proves nothing: a file is this run's if it begins with our magic and
+with the run's number, which the lock holds before any other file is there.
+No other file is ever removed, replaced or written to; one that changes
+between the look and the removal is told by its inode.
+
+A file appears under its name only when all its bytes are on the disk.  It is
+written without a name and then linked; where the file system cannot do that,
+it is written under a name that holds the number of the run.
 """
 
 from __future__ import annotations
@@ -24,12 +31,37 @@ from pathlib import Path
 
 from ..errors import StoreError
 from ..layout import Array
-from .headers import PRELUDE, BadFile, Header, parse_prelude
+from .headers import (
+    IDENTITY_BYTES,
+    PRELUDE,
+    BadFile,
+    Header,
+    Kind,
+    encode,
+    parse_prelude,
+    run_of,
+)
 
 RUN, LAST, LOCK = "run", "last", "lock"
-_TEMPORARY = "tmp-"
-LEFTOVERS = (_TEMPORARY, "probe-")  # of no use to a resumed run
-_OURS = re.compile(r"run|last|lock|(tmp-)?(run|last|(states|probe|adjoint)-[0-9]{1,12})")
+LEFTOVERS = ("tmp-", "probe-")  # of no use to a resumed run
+_NAME = r"(?:run|last|lock|(?:states|probe|adjoint)-[0-9]{1,12})"
+_FINAL = re.compile(_NAME)
+_TEMPORARY = re.compile(f"tmp-([0-9a-f]{{32}})-{_NAME}")
+# Always as long, so that a rewritten lock is never half of two.
+_HOLDER_BYTES = 192
+# What a file system answers that has no files without a name, or cannot link them.
+_NO_LINKS = {
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.EACCES,
+    errno.EINVAL,
+    errno.EISDIR,
+    errno.ENOENT,
+    errno.EXDEV,
+    errno.EMLINK,
+}
+_NO_PLAIN = "it is no plain file of yours"
 _CHUNK = 4 << 20
 _PATIENCE_S = 0.5
 # Flags that platforms may lack.  Without NONBLOCK a FIFO in place of a file would hang us.
@@ -58,6 +90,11 @@ class Folder:
     create : bool
         Make it if it does not exist.
 
+    Attributes
+    ----------
+    run : bytes
+        Number of the run that has the folder, known once it is locked.
+
     Raises
     ------
     StoreError
@@ -66,6 +103,8 @@ class Folder:
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         self.path = path
+        self.run = bytes(16)
+        self._nameless = hasattr(os, "O_TMPFILE")
         self._lock = -1
         self.fd = -1
         try:
@@ -100,20 +139,27 @@ class Folder:
     # -------------------------------------------------------------------- lock
 
     def lock(self) -> None:
-        """Take the folder for this process.  Raises StoreError if another has it.
+        """Take the folder for this process.
 
         Asks again for a moment: who looks at the folder holds the lock for an
         instant, and a process that was killed may not be gone yet.
+
+        Raises
+        ------
+        StoreError
+            If another process has it, or its lock is no file of a durable run.
         """
         until = time.monotonic() + _PATIENCE_S
         while True:
+            fd = -1
             try:
-                fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | _SAFE, 0o600, dir_fd=self.fd)
-            except OSError as error:
-                raise self.refused(f"its lock cannot be opened: {error.strerror}") from error
-            try:
+                fd = self._lock_file()
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except FileExistsError:  # made by another at the same moment
+                continue
             except OSError as error:
+                if fd < 0:
+                    raise self.refused(f"its lock cannot be opened: {error.strerror}") from error
                 os.close(fd)
                 if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
                     raise self.refused(f"it cannot be locked: {error.strerror}") from error
@@ -123,33 +169,73 @@ class Folder:
                 raise self.refused(f"it is in use by {self.holder()}") from error
             # Its last user may have removed the file between our opening and
             # locking it: then the lock is nobody's, and we ask again.
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
-                os.close(fd)
-                raise self.refused("its lock is no plain file")
-            if found.st_nlink:
+            if os.fstat(fd).st_nlink:
                 self._lock = fd
                 _LOCKED.add(self)
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+                try:
+                    found = self.owner(RUN) or run_of(os.pread(fd, IDENTITY_BYTES, 0))
+                    assert found is not None  # as when it was opened: a lock is never replaced
+                    self.number(found)
+                except OSError as error:
+                    raise self.refused(f"its lock cannot be written: {error.strerror}") from error
                 return
             os.close(fd)
+
+    def _lock_file(self) -> int:
+        """Return a descriptor of the lock, made if there is none.  Raises OSError, StoreError."""
+        try:
+            fd, _ = self.open(LOCK, os.O_RDWR)
+        except FileNotFoundError:
+            self.run = os.urandom(16)
+            fd, temporary = self._new(LOCK)
+            try:
+                # Locked before it appears, so that no other takes it for a leftover.
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _write(fd, memoryview(self._holder()))
+                _synchronize(fd)
+                if not self._appear(fd, temporary, LOCK):
+                    raise FileExistsError(errno.EEXIST, "it was made just now")
+            except BaseException:
+                os.close(fd)
+                raise
+            finally:
+                if temporary is not None:
+                    self.unlink(temporary)
+            return fd
+        except BadFile as error:
+            raise self.refused(f"its file {LOCK!r} cannot be used: {error}") from error
+        if run_of(os.pread(fd, IDENTITY_BYTES, 0)) is None:
+            os.close(fd)
+            raise self.refused(
+                f"its file {LOCK!r} was not written by a durable run; name another folder"
+            )
+        return fd
+
+    def _holder(self) -> bytes:
+        """Return what the lock holds: the number of the run, and who we are."""
+        text = f"{os.getpid()} {socket.gethostname()}\n".encode()[:_HOLDER_BYTES]
+        return encode(Kind.LOCK, self.run, text.ljust(_HOLDER_BYTES), 0)
+
+    def number(self, run: bytes) -> None:
+        """Say in the lock which run has the folder, before it writes a file."""
+        self.run = run
+        os.pwrite(self._lock, self._holder(), 0)
+        _synchronize(self._lock)
 
     def holder(self) -> str:
         """Return who has the lock, as far as its file tells."""
         text = b""
         with contextlib.suppress(OSError, BadFile):
-            fd, _ = self.open(LOCK)
-            try:
-                text = os.pread(fd, 200, 0)
-            finally:
-                os.close(fd)
-        if found := re.fullmatch(rb"([0-9]{1,10}) ([A-Za-z0-9._-]{1,100})\n", text):
+            header, text = self.header(LOCK)
+            header.verify(text)
+        if found := re.fullmatch(rb"([0-9]{1,10}) ([A-Za-z0-9._-]{1,100})\s*", text):
             return f"process {found[1].decode()} on {found[2].decode()}"
         return "another process"
 
     def in_use(self) -> bool:
         """Whether a process has the folder; asks without taking it."""
+        if self.owner(LOCK) is None:
+            return False
         try:
             fd, _ = self.open(LOCK)
         except (OSError, BadFile):
@@ -169,11 +255,58 @@ class Folder:
         return sorted(os.listdir(self.fd))  # noqa: PTH208 - of the descriptor, not of a path
 
     def strangers(self) -> list[str]:
-        """Return the names that are none of ours."""
-        return [name for name in self.names() if not _OURS.fullmatch(name)]
+        """Return the names that no durable run uses."""
+        return [
+            name
+            for name in self.names()
+            if not _FINAL.fullmatch(name) and not _TEMPORARY.fullmatch(name)
+        ]
 
-    def open(self, name: str) -> tuple[int, int]:
-        """Return a descriptor to read a file, and its length.
+    def owner(self, name: str) -> bytes | None:
+        """Return the number of the run that wrote a file, None if none did or that is unknown."""
+        found = self._look(name)
+        return None if found is None else found[0]
+
+    def _look(self, name: str) -> tuple[bytes, os.stat_result] | None:
+        """Return the number of the run that wrote a file, and which file that is."""
+        temporary = _TEMPORARY.fullmatch(name)
+        if not temporary and not _FINAL.fullmatch(name):
+            return None
+        try:
+            fd, _ = self.open(name)
+        except (OSError, BadFile):
+            return None
+        try:
+            found = os.fstat(fd)
+            # One that was not finished may hold nothing yet: its name says whose it is.
+            run = (
+                bytes.fromhex(temporary[1])
+                if temporary
+                else run_of(os.pread(fd, IDENTITY_BYTES, 0))
+            )
+        finally:
+            os.close(fd)
+        return None if run is None else (run, found)
+
+    def known(self) -> bytes | None:
+        """Return the number of the run whose folder this is, None if it is no run's."""
+        return self.owner(RUN) or self.owner(LOCK)
+
+    def ours(self, run: bytes | None) -> list[str]:
+        """Return the names of the files that a run wrote, its lock last."""
+        names = [] if run is None else [n for n in self.names() if self.owner(n) == run]
+        return sorted(names, key=lambda name: name == LOCK)
+
+    def others(self, run: bytes | None) -> list[str]:
+        """Return the names of files that a run might have, but did not write."""
+        return [
+            name
+            for name in self.names()
+            if _FINAL.fullmatch(name) and (run is None or self.owner(name) != run)
+        ]
+
+    def open(self, name: str, flags: int = os.O_RDONLY) -> tuple[int, int]:
+        """Return a descriptor of a file, and its length.
 
         Raises
         ------
@@ -183,15 +316,17 @@ class Folder:
             If it is no plain file of this user.
         """
         try:
-            fd = os.open(name, os.O_RDONLY | _SAFE, dir_fd=self.fd)
+            fd = os.open(name, flags | _SAFE, dir_fd=self.fd)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EMLINK):
                 raise BadFile("it is a symbolic link, which is not followed") from error
+            if error.errno in (errno.EISDIR, errno.ENXIO):
+                raise BadFile(_NO_PLAIN) from error
             raise
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             os.close(fd)
-            raise BadFile("it is no plain file of yours")
+            raise BadFile(_NO_PLAIN)
         return fd, found.st_size
 
     def header(self, name: str) -> tuple[Header, bytes]:
@@ -222,42 +357,106 @@ class Folder:
     def publish(self, name: str, pieces: Sequence[bytes | Array], *, settled: bool = True) -> None:
         """Write a file and let it appear under `name` when its bytes are on the disk.
 
-        With `settled` return when its name is, too; else that is left to the
-        next one that waits for it.  Raises OSError.
+        A file of this run that has the name is replaced, another is not.
+
+        With `settled` return when its name is on the disk, too; else that is
+        left to the next one that waits for it.  Raises OSError.
         """
-        temporary = _TEMPORARY + name
-        self.unlink(temporary)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE
-        fd = os.open(temporary, flags, 0o600, dir_fd=self.fd)
+        fd, temporary = self._new(name)
         try:
-            try:
-                for piece in pieces:
-                    _write(fd, memoryview(piece))  # type: ignore[arg-type]
-                (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(fd)
-            finally:
-                os.close(fd)
-            os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-        except OSError:
-            with contextlib.suppress(OSError):
-                self.unlink(temporary)
-            raise
+            for piece in pieces:
+                _write(fd, memoryview(piece))  # type: ignore[arg-type]
+            _synchronize(fd)
+            if not self._appear(fd, temporary, name):
+                raise OSError(errno.EEXIST, f"a file {name!r} is there that this run did not write")
+        finally:
+            os.close(fd)
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    self.unlink(temporary)
         if settled:
             os.fsync(self.fd)
 
-    def unlink(self, name: str) -> None:
-        """Remove a file, if it is there.  Raises OSError."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self.fd)
+    def _new(self, name: str) -> tuple[int, str | None]:
+        """Return a descriptor of a new file, and the name it has for now, if any."""
+        flags = os.O_RDWR | _SAFE
+        if self._nameless:
+            try:
+                return os.open(".", flags | os.O_TMPFILE, 0o600, dir_fd=self.fd), None
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                self._nameless = False
+        temporary = f"tmp-{self.run.hex()}-{name}"
+        self.unlink(temporary)
+        return os.open(temporary, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.fd), temporary
 
-    def clear(self, keep: Sequence[str] = ()) -> list[str]:
-        """Remove the files of ours but those in `keep` and the lock; return their names."""
-        gone = []
-        for name in self.names():
-            if name != LOCK and name not in keep and _OURS.fullmatch(name):
-                with contextlib.suppress(OSError):  # a folder in place of a file, say
+    def _appear(self, fd: int, temporary: str | None, name: str) -> bool:
+        """Give a written file its name; False if a file that is not this run's has it."""
+        source = (f"/proc/self/fd/{fd}", None) if temporary is None else (temporary, self.fd)
+        for _ in range(2):
+            try:
+                os.link(source[0], name, src_dir_fd=source[1], dst_dir_fd=self.fd)
+            except FileExistsError:
+                # A lock is never replaced: it may be another's since a moment ago.
+                if name == LOCK or not self.unlink(name):
+                    return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                return self._rename(fd, temporary, name)
+            else:
+                return True
+        return False
+
+    def _rename(self, fd: int, temporary: str | None, name: str) -> bool:
+        """Do what `_appear` does where files cannot be linked."""
+        if temporary is None:  # no /proc, say: copy it into a file that has a name
+            self._nameless = False
+            copy, named = self._new(name)
+            assert named is not None
+            try:
+                for at in range(0, os.fstat(fd).st_size, _CHUNK):
+                    _write(copy, memoryview(os.pread(fd, _CHUNK, at)))
+                _synchronize(copy)
+                return self._appear(copy, named, name)
+            finally:
+                os.close(copy)
+                with contextlib.suppress(OSError):
+                    self.unlink(named)
+        try:
+            os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            pass
+        else:
+            if name == LOCK or self.owner(name) != self.run:
+                return False
+        os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        return True
+
+    def unlink(self, name: str) -> bool:
+        """Remove a file of this run; False if there is none, or another in its place.
+
+        Raises OSError.
+        """
+        found = self._look(name)
+        if found is None or found[0] != self.run:
+            return False
+        try:
+            now = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+            if not os.path.samestat(now, found[1]):
+                return False
+            os.unlink(name, dir_fd=self.fd)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def clear(self, keep: Sequence[str] = ()) -> None:
+        """Remove this run's files but those in `keep` and the lock."""
+        for name in self.ours(self.run):
+            if name != LOCK and name not in keep:
+                with contextlib.suppress(OSError):
                     self.unlink(name)
-                    gone.append(name)
-        return gone
 
     def remove(self) -> None:
         """Remove our files, and the folder if it is empty then; held locked until it is gone."""
@@ -266,7 +465,12 @@ class Folder:
         self.clear()
         with contextlib.suppress(OSError):
             self.unlink(LOCK)
-            self.path.rmdir()
+            if os.path.samestat(self.path.stat(follow_symlinks=False), os.fstat(self.fd)):
+                self.path.rmdir()
+
+
+def _synchronize(fd: int) -> None:
+    (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(fd)
 
 
 def _write(fd: int, view: memoryview) -> None:

@@ -8,15 +8,18 @@ offset    bytes   what
 ========  ======  ==========================================================
 0         8       magic, `MSDURABL`
 8         4       format version
-12        4       kind: 1 run, 2 states, 3 adjoint
+12        4       kind: 1 run, 2 states, 3 adjoint, 4 lock
 16        16      number of the run, drawn at random when it began
 32        8       bytes of the table
 40        8       bytes of the payload
 48        8       reserved, 0
 56        8       xxh3 of the 56 bytes before and of the table
-64        ...     table: JSON of a run; (step, xxh3) of each state or adjoint
+64        ...     table: JSON of a run; (step, xxh3) of each state or adjoint;
+                  process and host that have the lock
 ...       ...     payload: one record after the other
 ========  ======  ==========================================================
+
+Magic and number have this place in every version: they tell whose a file is.
 
 A file is what its name says only if it is as long as its header says, its
 table passes its checksum and it belongs to the run in question.  A header is
@@ -44,6 +47,7 @@ MAGIC = b"MSDURABL"
 VERSION = 2
 PRELUDE = struct.Struct("<8sII16sQQQQ")
 _SUMMED = PRELUDE.size - 8
+IDENTITY_BYTES = 32
 _ENTRY = struct.Struct("<qQ")
 _GIVEN_BYTES = 16
 # A table this long describes 200 000 states, or a state of 10 000 arrays.
@@ -64,6 +68,7 @@ class Kind(IntEnum):
     RUN = 1
     STATES = 2
     ADJOINT = 3
+    LOCK = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,13 @@ def encode(kind: Kind, run: bytes, table: bytes, payload_bytes: int) -> bytes:
     fields = (MAGIC, VERSION, kind, run, len(table), payload_bytes, 0)
     summed = PRELUDE.pack(*fields, 0)[:_SUMMED]
     return PRELUDE.pack(*fields, xxhash.xxh3_64_intdigest(summed + table)) + table
+
+
+def run_of(prelude: bytes) -> bytes | None:
+    """Return the number of the run that wrote a file; None if it is no file of a durable run."""
+    if len(prelude) < IDENTITY_BYTES or prelude[:8] != MAGIC:
+        return None
+    return prelude[16:IDENTITY_BYTES]
 
 
 def parse_prelude(prelude: bytes, file_bytes: int) -> Header:

@@ -36,7 +36,7 @@ from ..errors import ArgumentError, CheckpointWarning, StateError, StoreError
 from ..execute import Resumed
 from ..layout import Array
 from ..slots import ArrayStates
-from .folder import LAST, LEFTOVERS, RUN, Folder
+from .folder import LAST, LEFTOVERS, LOCK, RUN, Folder
 from .headers import (
     BadFile,
     Kind,
@@ -201,10 +201,9 @@ class DurableRun:
         compute since, which no file tells.
         """
         self.store.forget()
-        self.store.run = os.urandom(16)
         self._begun = self._taken = self.complete = False
         self._stored, self._last, self._newest, self._snapshots = [], None, None, []
-        self._opened().clear()
+        _anew(self._opened())
 
     def _another(self, folder: Folder, difference: str) -> StoreError:
         return folder.refused(
@@ -219,13 +218,16 @@ class DurableRun:
             header, table = folder.header(RUN)
             facts, costs = parse_run(header, table)
         except FileNotFoundError:
-            folder.clear()  # killed before it began
+            _anew(folder)  # killed before it began
+            if others := [name for name in folder.others(folder.run) if name != LOCK]:
+                raise _foreign(folder, others[0]) from None
             self.store.forget()
-            self.store.run = os.urandom(16)
             self.costs, self._last, self._newest = None, None, None
             self._stored, self._snapshots = [], []
             return
         except (OSError, BadFile) as error:
+            if folder.owner(RUN) is None:
+                raise _foreign(folder, RUN) from error
             raise folder.refused(
                 f"its file {RUN!r} cannot be used: {error}; remove what is left of that run with "
                 f"`multistage clean {self.path}`"
@@ -234,7 +236,6 @@ class DurableRun:
         if difference := facts.difference(self._facts):
             raise self._another(folder, difference)
         folder.clear(keep=[name for name in folder.names() if not name.startswith(LEFTOVERS)])
-        self.store.run = header.run
         self._begun, self.costs = True, costs
         if costs is not None and costs.state_bytes != self._layout.nbytes:
             self.costs = None
@@ -253,7 +254,7 @@ class DurableRun:
         try:
             header, table = folder.header(LAST)
             steps, checksums = parse_states(header, table, self._layout.record_bytes)
-            if header.run != self.store.run or list(steps) != [self._n_steps]:
+            if header.run != folder.run or list(steps) != [self._n_steps]:
                 return None
             record = pages(self._layout.record_bytes, touch=False)[: self._layout.record_bytes]
             offset = len(header.prelude) + len(table)
@@ -284,7 +285,7 @@ class DurableRun:
         assert self._facts is not None
         try:
             table = run_table(self._facts, costs)
-            folder.publish(RUN, [encode(Kind.RUN, self.store.run, table, 0)])
+            folder.publish(RUN, [encode(Kind.RUN, folder.run, table, 0)])
         except OSError as error:
             raise folder.refused(f"nothing can be written to it: {error}") from error
         self._begun = True
@@ -305,7 +306,7 @@ class DurableRun:
         layout = self._layout
         pieces = layout.parts(layout.pack(layout.arrays(last, "the last state"))[0])
         table = states_table([self._n_steps], [checksum_of(pieces)])
-        header = encode(Kind.STATES, self.store.run, table, layout.record_bytes)
+        header = encode(Kind.STATES, self._opened().run, table, layout.record_bytes)
         try:
             self._opened().publish(LAST, [header, *pieces])
         except OSError as error:
@@ -400,8 +401,8 @@ class DurableRun:
         name = f"adjoint-{step}"
         try:
             table = adjoint_table(step, checksum_of([record]), self._given)
-            header = encode(Kind.ADJOINT, self.store.run, table, len(record))
             folder = self._opened()
+            header = encode(Kind.ADJOINT, folder.run, table, len(record))
             folder.publish(name, [header, record])
             self.store.release(step)
             self._snapshots.append(name)
@@ -472,6 +473,22 @@ def _ours_alone(folder: Folder) -> None:
             f"it holds files that no durable run wrote, such as {strangers[0]!r}; "
             "name a folder for this run alone"
         )
+    run = folder.known()
+    if run is None and (others := folder.others(None)):
+        raise _foreign(folder, others[0])
+
+
+def _foreign(folder: Folder, name: str) -> StoreError:
+    return folder.refused(
+        f"its file {name!r} was not written by this run, nor by one that was killed here; "
+        "move it, or name another folder"
+    )
+
+
+def _anew(folder: Folder) -> None:
+    """Remove what a run left; let the next be another, lest it take up what could not go."""
+    folder.clear()
+    folder.number(os.urandom(16))
 
 
 def _package() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -145,7 +146,9 @@ def inspect(path: str | os.PathLike[str]) -> Status:
 
 def _inspect(folder: Folder) -> Status:
     names = folder.names()
-    strangers = folder.strangers()
+    run = folder.known()
+    ours = folder.ours(run)
+    strangers = [*folder.strangers(), *folder.others(run)]
     nbytes, newest = 0, os.fstat(folder.fd).st_mtime
     for name in names:
         try:
@@ -161,7 +164,7 @@ def _inspect(folder: Folder) -> Status:
         reason="it holds no run",
         in_use=in_use,
         strangers=len(strangers),
-        leftovers=sum(name.startswith(LEFTOVERS) for name in names),
+        leftovers=sum(name.startswith(LEFTOVERS) for name in ours),
         nbytes=nbytes,
         changed_s=max(0.0, time.time() - newest),
     )
@@ -200,7 +203,7 @@ def _progress(folder: Folder, base: Status, header: Header, facts: RunFacts) -> 
         pass
     good = [each for each in snapshots(folder, header.run, n) if intact(folder, each)]
     adjoint = good[0].step if good and ended else None
-    if base.strangers:
+    if folder.strangers():
         reason, resumable = "it holds files of others beside the run", False
     elif base.in_use:
         reason, resumable = "it is running", False
@@ -229,18 +232,67 @@ def _progress(folder: Folder, base: Status, header: Header, facts: RunFacts) -> 
     )
 
 
-def clean(path: str | os.PathLike[str], *, force: bool = False) -> int:
+@dataclass(frozen=True, slots=True)
+class Cleaned:
+    """What `clean` removed, or would remove.
+
+    Attributes
+    ----------
+    path : str
+    files : tuple of (name, bytes)
+    kept : tuple of str
+        Names in the folder that its run did not write, or that could not be removed.
+    folder : bool
+        Whether the folder goes too.
+    dry_run : bool
+        Whether nothing was removed yet.
+    """
+
+    path: str
+    files: tuple[tuple[str, int], ...] = ()
+    kept: tuple[str, ...] = ()
+    folder: bool = False
+    dry_run: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files."""
+        return sum(nbytes for _, nbytes in self.files)
+
+    def __str__(self) -> str:
+        path = plain(self.path, 200)
+        removed = "would remove" if self.dry_run else "removed"
+        lines = []
+        if self.dry_run:
+            lines = [f"{removed} {name} ({format_bytes(nbytes)})" for name, nbytes in self.files]
+        if self.files or self.folder:
+            what = f"{len(self.files)} files, {format_bytes(self.nbytes)}"
+            folder = "the folder" if self.folder else "the folder stays"
+            lines.append(f"{removed}: {what}, {folder} {path}")
+        else:
+            lines.append(f"nothing to remove: {path} holds no file of a durable run")
+        if self.kept:
+            lines.append(f"kept: {_some(self.kept)}")
+        return "\n".join(lines)
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    shown = ", ".join(repr(plain(name)) for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def clean(path: str | os.PathLike[str], *, force: bool = False, dry_run: bool = False) -> Cleaned:
     """Remove what a run left in its folder, and the folder if it is empty then.
+
+    Only files that begin with the format's magic and the number of the
+    folder's run are removed, whatever the names of others.
 
     Parameters
     ----------
     force : bool
         Remove even a run that can be resumed, or whose gradient nobody fetched.
-
-    Returns
-    -------
-    int
-        Bytes freed.
+    dry_run : bool
+        Say what would be removed; change nothing.
 
     Raises
     ------
@@ -249,7 +301,15 @@ def clean(path: str | os.PathLike[str], *, force: bool = False) -> int:
     """
     folder = Folder(Path(path))
     try:
-        folder.lock()
+        run = folder.known()
+        if run is None:  # not even a lock is left there
+            return Cleaned(str(path), kept=tuple(folder.names()), dry_run=dry_run)
+        if dry_run:
+            if folder.in_use():
+                raise folder.refused(f"it is in use by {folder.holder()}")
+        else:
+            folder.lock()
+            run = folder.run
         # Not through `_inspect`'s eyes alone: the lock is ours now.
         found = _with(_inspect(folder), in_use="")
         if found.n_steps is not None and not force:
@@ -257,10 +317,25 @@ def clean(path: str | os.PathLike[str], *, force: bool = False) -> int:
             raise folder.refused(
                 f"it holds {what} ({', '.join(_progress_of(found))}); add --force to remove it"
             )
+        before = {name: _bytes(folder, name) for name in folder.ours(run)}
+        others = sorted(set(folder.names()) - set(before))
+        if dry_run:
+            files = tuple(before.items())
+            return Cleaned(str(path), files, tuple(others), not others, dry_run)
         folder.remove()
-        return found.nbytes
+        gone = not os.fstat(folder.fd).st_nlink
+        left = [] if gone else folder.names()
+        files = tuple((name, nbytes) for name, nbytes in before.items() if name not in left)
+        return Cleaned(str(path), files, tuple(left), gone)
     finally:
         folder.close()
+
+
+def _bytes(folder: Folder, name: str) -> int:
+    try:
+        return os.stat(name, dir_fd=folder.fd, follow_symlinks=False).st_size
+    except OSError:
+        return 0
 
 
 def _progress_of(found: Status) -> list[str]:

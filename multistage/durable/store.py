@@ -141,7 +141,6 @@ class DurableStore:
         self._prefix = prefix
         self._linger_s = linger_s
         self._lasting = lasting
-        self.run = bytes(16)
         self.stats = StoreStats()
         self.transfers: deque[TransferRecord] = deque(maxlen=100_000)
         self._changed = threading.Condition()
@@ -224,7 +223,7 @@ class DurableStore:
                 continue
             try:
                 header, table = folder.header(name)
-                if header.run != self.run:
+                if header.run != folder.run:
                     raise BadFile("it belongs to another run")
                 found, checksums = parse_states(header, table, layout.record_bytes)
                 if min(found) < 0 or max(found) >= 2**48 or len(found) >= 1 << _PLACE_BITS:
@@ -528,7 +527,7 @@ class DurableStore:
                 records = [pieces]
             batch.checksums = array("Q", map(checksum_of, records))
             table = states_table(batch.steps, batch.checksums)
-            header = encode(Kind.STATES, self.run, table, count * size)
+            header = encode(Kind.STATES, self._folder.run, table, count * size)
             batch.offset = len(header)
             batch.file_bytes = len(header) + count * size
             # A power cut before the name is on the disk costs a checkpoint, no more.

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import stat
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from leaks import no_leak as no_leak
 
+from multistage import Costs, Reversal, Tier
+from multistage.cli import main
 from multistage.durable.folder import Folder
-from multistage.durable.headers import BadFile
+from multistage.durable.headers import BadFile, Kind, encode
 from multistage.durable.status import inspect
-from multistage.errors import StoreError
+from multistage.errors import CheckpointWarning, StoreError
 
 ROOT = os.geteuid() == 0
+COSTS = Costs(1.0, 1.0, tiers=(Tier("durable", 1.0, 1.0),))
+
+
+def ours(folder: Folder, payload: bytes = b"") -> list[bytes]:
+    """Return a file of the folder's run, in pieces."""
+    return [encode(Kind.ADJOINT, folder.run, b"", len(payload)), payload]
 
 
 def test_a_new_folder_is_ours_alone(tmp_path: Path) -> None:
@@ -24,7 +38,7 @@ def test_a_new_folder_is_ours_alone(tmp_path: Path) -> None:
     try:
         folder = Folder(tmp_path / "run", create=True)
         folder.lock()
-        folder.publish("run", [b"abc"])
+        folder.publish("run", ours(folder))
     finally:
         os.umask(mask)
     assert folder.path.stat().st_mode & 0o777 == 0o700
@@ -83,15 +97,17 @@ def test_links_are_not_followed(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadFile, match="symbolic link"):
         folder.open(name)
     if name == "lock":
-        with pytest.raises(StoreError, match="its lock cannot be opened"):
+        with pytest.raises(StoreError, match=r"its file 'lock' cannot be used: .* symbolic link"):
             folder.lock()
     else:
-        folder.publish(name, [b"new"])  # in place of the link, not through it
-        assert not (folder.path / name).is_symlink()
-    (folder.path / f"tmp-{name}").symlink_to(target)
-    if name != "lock":
-        folder.publish(name, [b"newer"])
-    folder.clear()
+        folder.lock()
+        with pytest.raises(FileExistsError, match=f"a file '{name}' is there"):
+            folder.publish(name, ours(folder))
+    temporary = folder.path / f"tmp-{folder.run.hex()}-{name}"
+    temporary.symlink_to(target)
+    folder.remove()
+    assert (folder.path / name).is_symlink()
+    assert temporary.is_symlink()
     assert target.read_bytes() == b"precious"
     folder.close()
 
@@ -104,7 +120,7 @@ def test_a_pipe_in_place_of_a_file_hangs_nobody(tmp_path: Path, name: str) -> No
     with pytest.raises(BadFile, match="no plain file"):
         folder.open(name)
     if name == "lock":
-        with pytest.raises(StoreError, match="its lock"):
+        with pytest.raises(StoreError, match=r"its file 'lock' cannot be used: .* no plain file"):
             folder.lock()
     folder.close()
 
@@ -179,6 +195,9 @@ def test_a_lock_that_was_removed_meanwhile_is_taken_again(
             asked.append(fd)
             (tmp_path / "lock").unlink()  # by the run that just ended
 
+    folder = Folder(tmp_path)
+    folder.lock()
+    folder.close()
     monkeypatch.setattr(fcntl, "flock", flock)
     folder = Folder(tmp_path)
     folder.lock()
@@ -190,25 +209,225 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Folder(tmp_path)
-    folder.publish("run", [b"old"])
+    folder.publish("run", ours(folder, b"old"))
 
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fdatasync", full)
     with pytest.raises(OSError, match="No space"):
-        folder.publish("run", [b"new"])
+        folder.publish("run", ours(folder, b"new"))
     assert folder.names() == ["run"]
-    assert (tmp_path / "run").read_bytes() == b"old"
+    assert (tmp_path / "run").read_bytes()[-3:] == b"old"
     folder.close()
 
 
 def test_files_of_others_are_told_and_left(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
-    for name in ("states-1x", "thesis.tex", "states-", "states-1234567890123", "tmp-thesis"):
+    folder.lock()
+    strange = [
+        "states-1x",
+        "thesis.tex",
+        "states-",
+        "states-1234567890123",
+        "tmp-run",
+        "tmp-thesis",
+    ]
+    unfinished = f"tmp-{16 * 'ab'}-run"  # of a run nobody knows
+    for name in (*strange, unfinished):
         (tmp_path / name).write_text("")
-    folder.publish("states-1", [b""])
-    assert len(folder.strangers()) == 5
+    folder.publish("states-1", ours(folder))
+    assert folder.strangers() == sorted(strange)
     folder.remove()
-    assert len(list(tmp_path.iterdir())) == 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*strange, unfinished])
     folder.close()
+
+
+# What a stranger may have called as we call our files; each is told by its name.
+NAMES = ["run", "last", "lock", "states-0", "probe-3", "adjoint-12"]
+STRANGE: dict[str, Callable[[Path], object]] = {
+    "text": lambda path: path.write_text("twelve years of work" * 10),
+    "empty": lambda path: path.write_bytes(b""),
+    "the magic alone": lambda path: path.write_bytes(b"MSDURABL"),
+    "a header cut off": lambda path: path.write_bytes(encode(Kind.RUN, b"r" * 16, b"", 0)[:31]),
+    "another magic": lambda path: path.write_bytes(b"NSDURABL" + bytes(100)),
+    "link": lambda path: path.symlink_to("/etc/passwd"),
+    "dangling link": lambda path: path.symlink_to("/nowhere"),
+    "hard link": lambda path: (
+        (path.parent.parent / "thesis").write_text("..."),
+        path.hardlink_to(path.parent.parent / "thesis"),
+    ),
+    "folder": lambda path: path.mkdir(),
+    "pipe": lambda path: os.mkfifo(path),
+}
+
+
+def seen(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Return what lies in a folder: inode, time of the last change, contents."""
+    found = {}
+    for path in folder.iterdir():
+        status = path.lstat()
+        plain = stat.S_ISREG(status.st_mode)
+        data = path.read_bytes() if plain else b""
+        found[path.name] = (status.st_ino, status.st_mtime_ns, data)
+    return found
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", STRANGE)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_of_a_stranger_is_refused_by_its_name(tmp_path: Path, name: str, what: str) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    STRANGE[what](path / name)
+    before = seen(path)
+    run: Any = Reversal(lambda x, i: x + i, lambda x, a, i: a + x, 9, durable=path)
+    with pytest.raises(StoreError, match=f"its file '{name}' "):
+        run.forward(np.ones(3))
+    run.close()
+    assert seen(path) == before
+    for options in ([], ["--force"], ["--dry-run"]):
+        assert main(["clean", *options, str(path)]) == 0
+        assert seen(path) == before
+    assert not inspect(path).resumable
+
+
+def stopped(path: Path) -> None:
+    """Leave a run that was stopped in the reverse sweep."""
+
+    def adjoint_step(x: Any, a: Any, i: int) -> Any:
+        if i == 3:
+            raise KeyboardInterrupt
+        return a + x
+
+    run: Any = Reversal(
+        lambda x, i: x + i, adjoint_step, 9, durable=path, durable_every_s=0, costs=COSTS
+    )
+    run.forward(np.ones(3))
+    with pytest.raises(KeyboardInterrupt):
+        run.reverse(np.ones(3))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", [*STRANGE, "another run"])
+@pytest.mark.parametrize("name", ["last", "lock", "states-7", "probe-3", "adjoint-12", "adjoint-1"])
+def test_a_file_of_a_stranger_beside_a_run_stays(tmp_path: Path, name: str, what: str) -> None:
+    path = tmp_path / "run"
+    stopped(path)
+    (path / name).unlink(missing_ok=True)
+    if what == "another run":
+        (path / name).write_bytes(encode(Kind.ADJOINT, b"r" * 16, b"", 3) + b"abc")
+    else:
+        STRANGE[what](path / name)
+    before = seen(path)[name]
+    run: Any = Reversal(
+        lambda x, i: x + i, lambda x, a, i: a + x, 9, durable=path, durable_every_s=0, costs=COSTS
+    )
+    if name == "lock" and what != "another run":
+        with pytest.raises(StoreError, match="its file 'lock' "):
+            run.forward(np.ones(3))
+        assert seen(path)[name] == before
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)  # it is in the way of one of ours
+        run.forward(np.ones(3))
+        assert np.array_equal(run.reverse(np.ones(3)), np.full(3, 94.0))
+        run.close()
+    if name != "lock":  # a lock of another run of ours is a lock
+        assert seen(path) == {name: before}
+
+
+def test_clean_leaves_a_file_of_a_stranger_beside_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped(tmp_path / "run")
+    path = tmp_path / "run"
+    for name in ("states-77", "thesis.tex", "tmp-last"):
+        (path / name).write_text("...")
+    (path / "adjoint-5").unlink(missing_ok=True)
+    (path / "adjoint-5").write_bytes(encode(Kind.ADJOINT, b"r" * 16, b"", 3) + b"abc")
+    foreign = {"adjoint-5", "states-77", "thesis.tex", "tmp-last"}
+    before = seen(path)
+    assert main(["clean", "--force", "--dry-run", str(path)]) == 0
+    assert seen(path) == before
+    told = capsys.readouterr().out.splitlines()
+    would = {line.split()[2] for line in told if line.startswith("would remove ")}
+    assert would == set(before) - foreign
+    assert main(["clean", "--force", str(path)]) == 0
+    assert set(seen(path)) == foreign
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith(f"removed: {len(before) - 4} files, ")
+    assert told[0].endswith(f"the folder stays {path}")
+    assert told[1] == "kept: 'adjoint-5', 'states-77', 'thesis.tex', 'tmp-last'"
+
+
+def test_a_file_that_changes_after_the_look_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Folder(tmp_path)
+    folder.lock()
+    folder.publish("states-0", ours(folder))
+    pread = os.pread
+
+    def exchanged(fd: int, count: int, offset: int) -> bytes:
+        data = pread(fd, count, offset)
+        other = tmp_path / "other"
+        other.write_bytes(b"precious")
+        other.rename(tmp_path / "states-0")
+        return data
+
+    monkeypatch.setattr(os, "pread", exchanged)
+    assert not folder.unlink("states-0")
+    assert (tmp_path / "states-0").read_bytes() == b"precious"
+    folder.close()
+
+
+def test_a_folder_put_in_the_place_of_ours_stays(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "run", create=True)
+    folder.lock()
+    folder.path.rename(tmp_path / "moved")
+    (tmp_path / "run").mkdir()
+    folder.remove()
+    folder.close()
+    assert (tmp_path / "run").is_dir()
+
+
+@pytest.mark.parametrize("lacking", ["nameless files", "links", "/proc", "both"])
+def test_a_file_system_that_can_do_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    """As NFS, which makes no nameless files, or FAT, which has no links."""
+    real_open, real_link = os.open, os.link
+
+    def opened(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if lacking in ("nameless files", "both") and flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real_open(path, flags, *args, **options)
+
+    def linked(source: Any, *args: Any, **options: Any) -> None:
+        if lacking in ("links", "both") or (lacking == "/proc" and str(source).startswith("/proc")):
+            raise OSError(errno.EPERM, "Operation not permitted")
+        real_link(source, *args, **options)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "link", linked)
+    folder = Folder(tmp_path / "run", create=True)
+    folder.lock()
+    (folder.path / "last").write_text("...")
+    for payload in (b"old", b"new"):
+        folder.publish("states-0", ours(folder, payload))
+        with pytest.raises(FileExistsError, match="a file 'last' is there"):
+            folder.publish("last", ours(folder))
+    assert (folder.path / "states-0").read_bytes()[-3:] == b"new"
+    assert (folder.path / "last").read_text() == "..."
+    assert folder.names() == ["last", "lock", "states-0"]
+    second = Folder(folder.path)
+    with pytest.raises(StoreError, match="in use by process"):
+        second.lock()
+    second.close()
+    (folder.path / "last").unlink()
+    left = folder.path / f"tmp-{folder.run.hex()}-states-1"
+    left.write_bytes(b"MSD")  # killed while it was written
+    folder.remove()
+    folder.close()
+    assert not folder.path.exists()

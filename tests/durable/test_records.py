@@ -80,6 +80,9 @@ def read(data: bytes) -> Any:
             return parse_states(header, table, SIZE)
         case Kind.ADJOINT:
             return parse_adjoint(header, table)
+        case Kind.LOCK:
+            header.verify(table)
+            return (table,)
 
 
 def test_what_is_written_is_read() -> None:
@@ -191,7 +194,7 @@ def test_whatever_a_folder_holds_it_is_shown_and_adopted_or_refused(
         found = snapshots(folder, RUN, 10)
         assert all(0 <= each.step <= 10 and intact(folder, each) in (True, False) for each in found)
         store = DurableStore(lambda: folder)
-        store.run = RUN
+        folder.run = RUN
         steps = store.adopt(LAYOUT, folder, 10)
         assert all(0 <= step < 10 for step in steps)
         store.open(LAYOUT)

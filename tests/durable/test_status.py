@@ -101,17 +101,53 @@ def test_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["clean", str(folder)]) == 2
     assert "a run that can be resumed (forward: state 40 of 40" in capsys.readouterr().err
     assert inspect(folder).resumable
-    assert clean(folder, force=True) == held
+    assert main(["clean", "--dry-run", str(folder)]) == 2
+    assert "a run that can be resumed (forward: state 40 of 40" in capsys.readouterr().err
+    would = clean(folder, force=True, dry_run=True)
+    assert inspect(folder).resumable
+    assert {name for name, _ in would.files} == {path.name for path in folder.iterdir()}
+    assert would.folder
+    lock = (folder / "lock").stat().st_size
+    done = clean(folder, force=True)
+    assert done.nbytes == would.nbytes == held + lock
+    assert str(done).startswith(f"removed: {len(would.files)} files, ")
+    assert str(done).endswith(f", the folder {folder}")
     assert not folder.exists()
     assert main(["clean", str(folder)]) == 2
     assert "it does not exist" in capsys.readouterr().err
 
 
+def test_nothing_is_said_to_be_removed_where_nothing_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options in ([], ["--force"], ["--dry-run"]):
+        assert main(["clean", *options, str(tmp_path)]) == 0
+        told = f"nothing to remove: {tmp_path} holds no file of a durable run\n"
+        assert capsys.readouterr().out == told
+    for k in range(7):
+        (tmp_path / f"{k}.tex").write_text("...")
+    assert main(["clean", str(tmp_path)]) == 0
+    kept = "kept: '0.tex', '1.tex', '2.tex', '3.tex', '4.tex' and 2 more\n"
+    assert capsys.readouterr().out == told + kept
+
+
+def test_a_dry_run_looks_only(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = begun(folder)
+    with pytest.raises(StoreError, match="in use by process"):
+        clean(folder, force=True, dry_run=True)
+    run.close()
+    before = {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()}
+    assert clean(folder, force=True, dry_run=True).folder
+    assert {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()} == before
+
+
 def test_leftovers_go_without_force(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     begun(folder, back=11)
+    number = (folder / "run").read_bytes()[16:32].hex()
     (folder / "run").unlink()
-    (folder / "tmp-last").write_bytes(b"abc")
+    (folder / f"tmp-{number}-last").write_bytes(b"MSD")
     assert inspect(folder).leftovers == 1
     assert not inspect(folder).resumable
     clean(folder)
