@@ -51,8 +51,9 @@ def choose_compression(
     """
     layout: Any = states.layout(state)
     steps, sweep_s = min(n_steps, _SAMPLE_STEPS), n_steps * costs.forward_step_s
-    with starting(chain, state, states.slots(layout)) as start:
-        arrays = sample(chain, start(), layout, steps)
+    slots = states.slots(layout)
+    with starting(chain, state, slots) as start:
+        arrays = sample(chain, start(), slots, layout, steps)
         for number, store in enumerate(stores):
             base = costs.tiers[number]
 

@@ -124,7 +124,8 @@ def _measure(
     layout: Any = states.layout(state)
     share = seconds / (2 + len(stores))
     arrays: list[Array] | None = None
-    with starting(chain, state, states.slots(layout)) as start:
+    slots = states.slots(layout)
+    with starting(chain, state, slots) as start:
 
         def steps(at: State, count: int) -> None:
             chain.advance(at, 0, count)
@@ -132,7 +133,7 @@ def _measure(
         forward_s, count = _per_item(start, steps, n_steps, share, agree)
         tick("forward steps")
         if any(map(compressions, stores)):
-            arrays = sample(chain, start(), layout, count)
+            arrays = sample(chain, start(), slots, layout, count)
         tape_s: float | None = None
         tape_bytes = 0
         if not chain.state_is_tape:
@@ -194,13 +195,19 @@ def starting(
         slots.load(kept, state)
 
 
-def sample(chain: Chain[State, Adjoint], state: State, layout: Any, steps: int) -> list[Array]:
+def sample(
+    chain: Chain[State, Adjoint], state: State, slots: Slots, layout: Any, steps: int
+) -> list[Array]:
     """Return the arrays of the state some steps on, for a store that compresses.
 
     Noise is larger when compressed, and a first state of zeros is nothing.
     """
-    arrays, _ = layout.pack(layout.arrays(chain.advance(state, 0, steps)))
-    return [np.array(array) for array in arrays]
+    kept = slots.keep(chain.advance(state, 0, steps), steps)  # slots know where the arrays are
+    try:
+        arrays, _ = layout.pack(kept.arrays)
+        return [np.array(array) for array in arrays]
+    finally:
+        slots.release(kept)
 
 
 def compressions(store: Store) -> list[CompressedStore]:

@@ -165,6 +165,16 @@ def test_as_many_forward_steps_as_revolve() -> None:
     assert sorted(set(revolver.storage_ckps())) == sorted(set(problem.saves))
 
 
+@pytest.mark.parametrize("scheme", ["blosc", "auto"])
+def test_costs_of_a_compressed_tier_are_measured(scheme: str) -> None:
+    pytest.importorskip("blosc2")
+    problem = Problem()
+    tiers = f"memory:?compress={scheme}&buffers=0"
+    with ours.Revolver(*problem.operators(), None, NT, memory="4 slots", tiers=tiers) as revolver:
+        assert np.array_equal(problem.gradient(revolver)[0], EXACT[0])
+        assert revolver.report().seen.tiers
+
+
 @pytest.mark.parametrize("tiers", ["memory:", "file"])
 def test_memory_and_tiers(tiers: str, tmp_path: Path) -> None:
     problem = Problem()
