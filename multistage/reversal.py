@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, SupportsIndex, TypeVar
 
 from .actions import Schedule
 from .backends.base import Store, StoreStats
@@ -212,6 +212,19 @@ class Reversal(Generic[State, Adjoint]):
         # The gradient of a durable run may not have been saved yet.
         self._end(keep=kind is not None)
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse: a copy would share stores, slots and the sweep under way.
+
+        Raises
+        ------
+        ArgumentError
+            Whether it is copied or pickled.
+        """
+        raise ArgumentError(
+            "a Reversal holds threads, files and a sweep, and cannot be copied or pickled; "
+            "make another with the same arguments"
+        )
+
     def close(self) -> None:
         """Forget a sweep under way, stop threads, remove files.  May be called twice.
 
@@ -271,7 +284,8 @@ class Reversal(Generic[State, Adjoint]):
                 + ("both" if until is not None else "neither")
             )
         self._ready = False
-        where, counts = "before its first step, while costs were measured and planned", None
+        where = "before its first step, while costs were measured and planned"
+        counts = None if self._executor is None else self._executor.counts
         try:
             slots = self._prepare(state)
             if until is None and (self.plan is None or self._stale):

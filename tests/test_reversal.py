@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import threading
 import warnings
 from collections.abc import Callable
@@ -417,6 +419,36 @@ def test_costs_drift() -> None:
 def test_errors_share_a_root() -> None:
     for error in (ArgumentError, BudgetError, StateError, ScheduleError):
         assert issubclass(error, MultistageError)
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_cannot_be_copied(how: Callable[[Any], Any]) -> None:
+    """A copy would share stores and slots, and end the sweep of its original."""
+    with sines(tier="memory:") as run:
+        last = run.forward(np.linspace(0, 1, 4))
+        with pytest.raises(ArgumentError, match="cannot be copied or pickled; make another"):
+            how(run)
+        assert (last.tolist(), run.reverse(np.ones(4)).tolist()) == sines_answer()
+
+
+def test_a_report_is_of_the_sweep_that_was_stopped_last() -> None:
+    """Not of the one before, where the last one did not come to its first step."""
+    left = [20]
+
+    def step(x: Any, i: int) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("an operator")
+        return np.sin(x)
+
+    with Reversal(step, lambda x, a, i: a, N, budget="5 slots", costs=COSTS) as run:
+        with pytest.raises(RuntimeError):
+            run.forward(np.ones(4))
+        assert "of 33 steps run forward" in run.report().ended
+        with pytest.raises(StateError):
+            run.forward("no state")  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="stopped by StateError before its first step"):
+            run.report()
 
 
 def test_no_descriptor_leaks(tmp_path: Path) -> None:
