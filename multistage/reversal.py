@@ -30,7 +30,7 @@ from .interrupts import Shield
 from .limits import default_budget_bytes
 from .plan import PLANNERS, Plan, Planner, online_schedule, plan
 from .plan.base import require_steps
-from .plan.resumed import durable_plan, resumed_schedule
+from .plan.resumed import durable_online_schedule, durable_plan, resumed_schedule
 from .probe import compressions, measure
 from .progress import Bars
 from .report import Report, TierUse, seen_costs
@@ -84,8 +84,8 @@ class Reversal(Generic[State, Adjoint]):
         How states are described and kept, if they are no pytrees of arrays.
     durable : str or Path, optional
         A folder that keeps states and the progress of the reverse sweep, in
-        place of a tier: after a kill the same call goes on where it was.  See
-        `docs/howto/durable.md`.
+        place of a tier: after a kill the same call goes on where it was, with
+        `until` too.  See `docs/howto/durable.md`.
     durable_every_s : float
         Seconds between two adjoints written to it, at least.
     durable_label : str
@@ -151,7 +151,7 @@ class Reversal(Generic[State, Adjoint]):
             n_steps = require_steps(n_steps, planner if isinstance(planner, str) else "given")
         self._durable: DurableRun | None = None
         if durable is not None:
-            _durable_alone(tier, states, n_steps)
+            _durable_alone(tier, states)
             self._durable = DurableRun(durable, durable_every_s, durable_label)
             chain, states = self._durable.chain(chain), OrderedStates(chain.in_place)
             tier = self._durable.store
@@ -178,7 +178,7 @@ class Reversal(Generic[State, Adjoint]):
         self._stale = False  # the plan rests on costs that were seen to be others
         self._before: list[StoreStats] = []  # what the stores had counted before the sweep
         self._slots = 0
-        self._turned = 0  # steps of the forward sweep
+        self._length = 0  # steps of the forward sweep, once it is over
         self._report: Report | None = None
         self._partial: Callable[[], Report] | None = None  # of a sweep that was stopped
         self._stopped = ""  # what stopped the last sweep, and where
@@ -265,7 +265,8 @@ class Reversal(Generic[State, Adjoint]):
             written to before `reverse` returns; an in-place chain overwrites it.
         until : callable, optional
             For an unknown number of steps: `until(state, i)` tells whether
-            state i, i = 1, 2, ..., is the last.
+            state i, i = 1, 2, ..., is the last.  A durable run that is resumed
+            does not ask it again of the states that it finds.
 
         Raises
         ------
@@ -301,7 +302,7 @@ class Reversal(Generic[State, Adjoint]):
             where = "in the forward sweep"
             last = executor.forward(schedule, state, self._resumed, watched=until is not None)
             if self._durable is not None:
-                self._durable.ended(last)
+                self._durable.ended(last, self._length)
         except BaseException as error:
             try:
                 self._note_stop(error, where, counts)
@@ -309,8 +310,7 @@ class Reversal(Generic[State, Adjoint]):
                 self._end(keep=True)
             raise
         self._ready = True
-        self._turned = executor.counts.forward_steps
-        self._bars.turn(self._turned)
+        self._bars.turn(self._length)
         return last
 
     def prepare(self, state: State) -> Plan:
@@ -379,7 +379,7 @@ class Reversal(Generic[State, Adjoint]):
         assert self.costs is not None
         timeline, counts = executor.timeline, executor.counts
         if self._n_steps is None:
-            self._drawn = self._in_hindsight(counts.reverse_steps)
+            self._drawn = self._in_hindsight(self._length)
         drawn = self._drawn
         uses = tuple(map(TierUse.of, self._stores, self._before))
 
@@ -427,7 +427,7 @@ class Reversal(Generic[State, Adjoint]):
             return
         timeline, counts, self._stopped = executor.timeline, executor.counts, ""
         uses = tuple(map(TierUse.of, self._stores, self._before))
-        n = self._n_steps or (self._turned if "reverse" in where else None)
+        n = self._n_steps or (self._length if "reverse" in where else None)
         steps = counts.forward_steps if n is None else min(counts.forward_steps, n)
         of = "" if n is None else f" of {n}"
         ended = f"{how} {where}: {steps}{of} steps run forward, {counts.reverse_steps} reversed"
@@ -475,7 +475,6 @@ class Reversal(Generic[State, Adjoint]):
 
     def _attach(self, durable: DurableRun, layout: Any, state: State) -> Store:
         """Open the durable folder, take its costs; return the store to measure with."""
-        assert self._n_steps is not None
         if durable.taken:
             self._close_stores()
         with Shield(up=True):  # or the folder might stay locked
@@ -507,20 +506,28 @@ class Reversal(Generic[State, Adjoint]):
         return self.plan
 
     def _schedule(self, until: Callable[[State, int], bool] | None) -> Schedule:
+        assert self.costs is not None
+        self._length = self._n_steps or 0
+
+        def is_last(i: int) -> bool:
+            assert self._executor is not None and until is not None
+            if until(self._executor.live, i):
+                self._length = i
+                return True
+            return False
+
         if self._resumed is not None:
-            assert self.costs is not None and self._n_steps is not None
+            assert self._durable is not None
+            self._length = n = self._durable.length or 0
             stored, end = self._resumed.stored, self._resumed.end
-            return resumed_schedule(self.costs, self._slots, self._n_steps, stored, end)
+            return resumed_schedule(
+                self.costs, self._slots, n or None, stored, end, is_last if not n else None
+            )
         if until is None:
             assert self.plan is not None
             return self.plan.schedule()
-        assert self.costs is not None
-
-        def is_last(i: int) -> bool:
-            assert self._executor is not None
-            return until(self._executor.live, i)
-
-        return online_schedule(self.costs, self._slots, is_last)
+        make = online_schedule if self._durable is None else durable_online_schedule
+        return make(self.costs, self._slots, is_last)
 
     def _ready_executor(self, slots: int) -> Executor[State, Adjoint]:
         assert self.costs is not None and self._layout is not None
@@ -559,14 +566,12 @@ class Reversal(Generic[State, Adjoint]):
             self.costs, self._stale = seen, True
 
 
-def _durable_alone(tier: object, states: object, n_steps: int | None) -> None:
+def _durable_alone(tier: object, states: object) -> None:
     """Raise ArgumentError for what does not go with `durable`."""
     if tier is not None:
         raise ArgumentError("durable= is the tier itself; leave tier= out")
     if states is not None:
         raise ArgumentError("durable= takes states that are pytrees of NumPy arrays, not states=")
-    if n_steps is None:
-        raise ArgumentError("durable= needs n_steps; a run whose end is found cannot be resumed")
 
 
 def _stores(tier: str | Store | Sequence[str | Store] | None) -> tuple[Store, ...]:

@@ -70,12 +70,16 @@ def _given() -> Any:
     return {"digest": np.array(1), "sum": np.zeros(50)}
 
 
+# Cases whose end `until` finds.
+FOUND = ("found", "short-found")
 # Name -> chain, array elements of a state, steps, slots.
 CASES: dict[str, tuple[Any, int, int, int]] = {
     "small": (lambda: FunctionChain(_advance, _reverse), 400, 3000, 12),
     "large": (lambda: FunctionChain(_advance, _reverse), 60_000, 40, 6),
     "in-place": (lambda: InPlaceChain(_forward, _reverse), 3000, 600, 8),
     "short": (lambda: FunctionChain(_advance, _reverse), 60, 12, 3),
+    "found": (lambda: FunctionChain(_advance, _reverse), 2000, 800, 9),
+    "short-found": (lambda: FunctionChain(_advance, _reverse), 60, 12, 3),
     "roomy": (lambda: FunctionChain(_advance, _reverse), 2000, 600, 10_000),
 }
 
@@ -135,16 +139,18 @@ class Deadly:
 def run(name: str, folder: Path, report: int, measured: bool) -> None:
     """Run or resume one case; write what came of it to a descriptor."""
     make, size, n, slots = CASES[name]
+    found = name in FOUND
     with Reversal(
         make(),
-        n_steps=n,
+        n_steps=None if found else n,
         budget=f"{slots} slots",
         durable=folder,
-        durable_every_s=0 if name == "short" else 0.01,
+        durable_every_s=0 if name.startswith("short") else 0.01,
         durable_label=name,
         costs=None if measured else replace(COSTS, state_bytes=8 * size),
     ) as reversal:
-        last = reversal.forward(_start(size)).copy()
+        until = (lambda _, i: i == n) if found else None
+        last = reversal.forward(_start(size), until).copy()
         adjoint = reversal.reverse(_given())
         counts = reversal.report().counts
         done = [counts.forward_steps, counts.reverse_steps, counts.elapsed_s]
@@ -193,17 +199,17 @@ def child(
     return json.loads(text) if text and not status else None
 
 
-def at_every_call(stride: int) -> int | str:
+def at_every_call(name: str, stride: int) -> int | str:
     """Kill a short run at each call of its to the disk, and resume it."""
-    expected, kills = answer("short"), 0
+    expected, kills = answer(name), 0
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "run")
         for last_call in range(0, 10**6, stride):
-            result = child("short", folder, None, last_call=last_call)
+            result = child(name, folder, None, last_call=last_call)
             if result is not None:
                 break
             kills += 1
-            result = child("short", folder, None)
+            result = child(name, folder, None)
             assert result is not None
             if result[:2] != expected or folder.exists():
                 return f"killed at call {last_call}: another gradient, or its folder is left"
@@ -223,9 +229,9 @@ def main() -> int | str:
     parser.add_argument("--calls", type=int, help="kill at every so many calls to the disk")
     args = parser.parse_args()
     if args.calls is not None:
-        return at_every_call(args.calls)
+        return at_every_call(args.case or "short", args.calls)
     rng = random.Random(args.seed)
-    names = [args.case] if args.case else [name for name in CASES if name != "short"]
+    names = [args.case] if args.case else [each for each in CASES if "short" not in each]
     answers = {name: answer(name) for name in names}
     lasts: dict[str, float] = {}
     seen: Counter[str] = Counter()
@@ -269,7 +275,7 @@ def _phase(folder: Path) -> str:
     if not folder.exists():
         return "before or after the folder"
     found = inspect(folder)
-    if found.n_steps is None:
+    if not found.begun:
         return "before the run began"
     if found.adjoint_step is not None:
         return "complete" if found.complete else "in the reverse sweep"

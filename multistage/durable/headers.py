@@ -189,7 +189,8 @@ class RunFacts:
 
     Attributes
     ----------
-    n_steps : int
+    n_steps : int or None
+        None if the end is found by `until`.
     structure : str
         Tree of a state.
     leaves : tuple of (path, shape, dtype), as text
@@ -203,7 +204,7 @@ class RunFacts:
         Version of the package that began it.
     """
 
-    n_steps: int
+    n_steps: int | None
     structure: str
     leaves: tuple[tuple[str, str, str], ...]
     record_bytes: int
@@ -214,7 +215,7 @@ class RunFacts:
     def difference(self, other: RunFacts) -> str | None:
         """Say how the run `other`, which is asked for, differs from this one; None if it is it."""
         if self.n_steps != other.n_steps:
-            return f"it has n_steps={self.n_steps}, this run {other.n_steps}"
+            return f"it has {_length(self.n_steps)}, this run {_length(other.n_steps)}"
         if self.label != other.label:
             return f"its label is {plain(self.label)!r}, this run's {plain(other.label)!r}"
         if (self.structure, self.leaves) != (other.structure, other.leaves):
@@ -232,6 +233,10 @@ class RunFacts:
         """Yield every text, those of all leaves included."""
         yield from (self.structure, self.start, self.label, self.package)
         yield from chain.from_iterable(self.leaves)
+
+
+def _length(n_steps: int | None) -> str:
+    return "an unknown number of steps (until=)" if n_steps is None else f"n_steps={n_steps}"
 
 
 def plain(text: str, most: int = 60) -> str:
@@ -273,7 +278,7 @@ def parse_run(header: Header, table: bytes) -> tuple[RunFacts, Costs | None]:
         facts = RunFacts(
             **{name: data[name] for name in RunFacts.__slots__ if name != "leaves"}, leaves=leaves
         )
-        numbers = (facts.n_steps, facts.record_bytes)
+        numbers = [facts.record_bytes] + [n for n in (facts.n_steps,) if n is not None]
         if not all(type(n) is int and 0 < n < 2**62 for n in numbers):
             raise ValueError("a number is out of range")
         if not all(type(text) is str for text in facts.texts()):

@@ -94,6 +94,11 @@ class Snapshot:
 class DurableRun:
     """The durable side of a `Reversal`.
 
+    Attributes
+    ----------
+    length : int or None
+        Number of steps; None while it is unknown.
+
     Parameters
     ----------
     path : str or Path
@@ -143,6 +148,7 @@ class DurableRun:
         self._buffer: Array | None = None
         self._snapshots: list[str] = []
         self.complete = False
+        self.length: int | None = None
 
     def _opened(self) -> Folder:
         assert self._folder is not None
@@ -150,8 +156,13 @@ class DurableRun:
 
     # ---------------------------------------------------------------- beginning
 
-    def attach(self, layout: OrderedLayout, n_steps: int, state: Any) -> None:
+    def attach(self, layout: OrderedLayout, n_steps: int | None, state: Any) -> None:
         """Open the folder and see what it holds for this run.
+
+        Parameters
+        ----------
+        n_steps : int or None
+            None if the end is found by `until`.
 
         Raises
         ------
@@ -203,6 +214,7 @@ class DurableRun:
         self.store.forget()
         self._begun = self._taken = self.complete = False
         self._stored, self._last, self._newest, self._snapshots = [], None, None, []
+        self.length = self._n_steps
         _anew(self._opened())
 
     def _another(self, folder: Folder, difference: str) -> StoreError:
@@ -214,6 +226,7 @@ class DurableRun:
     def _look(self, folder: Folder) -> None:
         """Take up what is in the folder.  Raises StoreError if it is another run."""
         self._begun = self.complete = False
+        self.length = self._n_steps
         try:
             header, table = folder.header(RUN)
             facts, costs = parse_run(header, table)
@@ -242,19 +255,21 @@ class DurableRun:
         self._last = self._read_last(folder)
         self._newest, self._snapshots = None, []
         if self._last is not None:
-            found = snapshots(folder, header.run, self._n_steps)
+            assert self.length is not None
+            found = snapshots(folder, header.run, self.length)
             self._snapshots = [each.name for each in reversed(found)]
             self._newest = next((each for each in found if intact(folder, each)), None)
-        below = self._n_steps if self._newest is None else self._newest.step
+        below = self.length if self._newest is None else self._newest.step
         self._stored = self.store.adopt(self._layout, folder, below)
         self.complete = self._newest is not None and self._newest.step == 0
 
     def _read_last(self, folder: Folder) -> list[Array] | None:
-        """Return the arrays of the last state, None if it is not there."""
+        """Return the arrays of the last state, whose step is noted; None if it is not there."""
         try:
             header, table = folder.header(LAST)
             steps, checksums = parse_states(header, table, self._layout.record_bytes)
-            if header.run != folder.run or list(steps) != [self._n_steps]:
+            (step,) = steps if len(steps) == 1 else (0,)
+            if header.run != folder.run or step < 1 or self._n_steps not in (step, None):
                 return None
             record = pages(self._layout.record_bytes, touch=False)[: self._layout.record_bytes]
             offset = len(header.prelude) + len(table)
@@ -264,6 +279,7 @@ class DurableRun:
         arrays = self._layout.split(record)
         if arrays is None or checksum_of([record]) != checksums[0]:
             return None
+        self.length = step
         return self._layout.unpack(arrays, None)
 
     def begin(self, costs: Costs) -> Resumed | None:
@@ -278,7 +294,8 @@ class DurableRun:
         if self._begun:
             end = None
             if self._last is not None:
-                end = self._n_steps if self._newest is None else self._newest.step
+                end = self.length if self._newest is None else self._newest.step
+                assert end is not None
                 self.store.release(end)
             return Resumed(tuple(self._stored), self._last, end)
         folder = self._opened()
@@ -298,14 +315,15 @@ class DurableRun:
 
     # --------------------------------------------------------------- the sweeps
 
-    def ended(self, last: Any) -> None:
-        """Write the last state; return when it is on the disk."""
+    def ended(self, last: Any, n_steps: int) -> None:
+        """Write the last state, that of step `n_steps`; return when it is on the disk."""
+        self.length = n_steps
         if self._last is not None:
             self._last = None  # the caller has it
             return
         layout = self._layout
         pieces = layout.parts(layout.pack(layout.arrays(last, "the last state"))[0])
-        table = states_table([self._n_steps], [checksum_of(pieces)])
+        table = states_table([n_steps], [checksum_of(pieces)])
         header = encode(Kind.STATES, self._opened().run, table, layout.record_bytes)
         try:
             self._opened().publish(LAST, [header, *pieces])
@@ -497,7 +515,7 @@ def _package() -> str:
     return __version__
 
 
-def snapshots(folder: Folder, run: bytes, n_steps: int) -> list[Snapshot]:
+def snapshots(folder: Folder, run: bytes, n_steps: int | None) -> list[Snapshot]:
     """Return the adjoints in a folder whose headers are good, the furthest first."""
     found = []
     for name in folder.names():
@@ -508,7 +526,7 @@ def snapshots(folder: Folder, run: bytes, n_steps: int) -> list[Snapshot]:
             step, checksum, given = parse_adjoint(header, table)
         except (OSError, BadFile):
             continue
-        if header.run == run and 0 <= step <= n_steps:
+        if header.run == run and step >= 0 and (n_steps is None or step <= n_steps):
             offset = len(header.prelude) + len(table)
             size = offset + header.payload_bytes
             found.append(Snapshot(name, step, given, checksum, offset, size))

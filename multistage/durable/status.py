@@ -32,8 +32,10 @@ class Status:
         Why, or why not, and what happens then.
     in_use : str
         Who has it now; empty if nobody.
+    begun : bool
+        Whether there is a run whose header can be used.
     n_steps : int or None
-        Steps of the run; None if its header cannot be used.
+        Steps of the run; None without one, or while `until` has not found the end.
     label, package : str
     leaves : tuple of (path, shape, dtype), as text
     record_bytes : int
@@ -58,6 +60,7 @@ class Status:
     resumable: bool
     reason: str
     in_use: str = ""
+    begun: bool = False
     n_steps: int | None = None
     label: str = ""
     package: str = ""
@@ -82,11 +85,12 @@ class Status:
         """Return the table's rows: what, value."""
         n = self.n_steps
         rows = []
-        if n is not None:
+        if self.begun:
             label = plain(self.label, _SHOWN) or "-"
-            forward = f"state {self.forward_step} of {n} ({_share(self.forward_step, n)})"
-            reverse = "-"
-            if self.adjoint_step is not None:
+            forward, reverse = f"state {self.forward_step}, the last is not known yet", "-"
+            if n is not None:
+                forward = f"state {self.forward_step} of {n} ({_share(self.forward_step, n)})"
+            if self.adjoint_step is not None and n is not None:
                 done = n - self.adjoint_step
                 reverse = f"adjoint at step {self.adjoint_step} ({_share(done, n)})"
             rows += [
@@ -182,6 +186,14 @@ def _inspect(folder: Folder) -> Status:
 
 def _progress(folder: Folder, base: Status, header: Header, facts: RunFacts) -> Status:
     n, states, states_bytes, forward = facts.n_steps, 0, 0, 0
+    ended = False
+    try:
+        last, table = folder.header(LAST)
+        (step, *_), _ = parse_states(last, table, facts.record_bytes)
+        ended = last.run == header.run and step > 0 and n in (step, None)
+        n = step if ended else n
+    except (OSError, BadFile):
+        pass
     for name in folder.names():
         if not name.startswith("states-"):
             continue
@@ -194,13 +206,7 @@ def _progress(folder: Folder, base: Status, header: Header, facts: RunFacts) -> 
             continue
         states += len(steps)
         states_bytes += found.payload_bytes
-        forward = max(forward, *(step for step in steps if step < n), 0)
-    ended = False
-    try:
-        last, table = folder.header(LAST)
-        ended = last.run == header.run and n in parse_states(last, table, facts.record_bytes)[0]
-    except (OSError, BadFile):
-        pass
+        forward = max(forward, *(step for step in steps if n is None or step < n), 0)
     good = [each for each in snapshots(folder, header.run, n) if intact(folder, each)]
     adjoint = good[0].step if good and ended else None
     if folder.strangers():
@@ -219,12 +225,13 @@ def _progress(folder: Folder, base: Status, header: Header, facts: RunFacts) -> 
         base,
         reason=reason,
         resumable=resumable,
+        begun=True,
         n_steps=n,
         label=facts.label,
         package=facts.package,
         leaves=facts.leaves,
         record_bytes=facts.record_bytes,
-        forward_step=n if ended else forward,
+        forward_step=n if ended and n is not None else forward,
         adjoint_step=adjoint,
         states=states,
         states_bytes=states_bytes,
@@ -312,7 +319,7 @@ def clean(path: str | os.PathLike[str], *, force: bool = False, dry_run: bool = 
             run = folder.run
         # Not through `_inspect`'s eyes alone: the lock is ours now.
         found = _with(_inspect(folder), in_use="")
-        if found.n_steps is not None and not force:
+        if found.begun and not force:
             what = "a complete run" if found.complete else "a run that can be resumed"
             raise folder.refused(
                 f"it holds {what} ({', '.join(_progress_of(found))}); add --force to remove it"

@@ -209,13 +209,16 @@ class DurableStore:
         if not batch.live:
             self._dead.append(batch)
 
-    def adopt(self, layout: OrderedLayout, folder: Folder, below: int) -> list[int]:
+    def adopt(self, layout: OrderedLayout, folder: Folder, below: int | None) -> list[int]:
         """Take over the states before `below` that a run left; return their steps, ascending.
+
+        All of them, if it is None.
 
         Files that are not what they should be are removed.  Records are read
         only when they are wanted, and verified then.
         """
         steps: set[int] = set()
+        below = NEVER if below is None else below
         self._found, self._below = [], below
         for name in folder.names():
             kind, _, number = name.partition("-")

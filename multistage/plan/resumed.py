@@ -6,8 +6,9 @@ streaming falls back to fast slots alone, the ring is taken, its spacing wide
 enough for the writes to cost the computing thread next to nothing.
 
 A resumed run begins with checkpoints in the tier.  Killed before the last
-state was reached, it goes on from the newest of them as a ring would.  Killed
-later, it has but a reverse sweep, which is that of `sweep` over the
+state was reached, it goes on from the newest of them as a ring would.  A
+sequence of unknown length does so by the ring alone, which needs no length.
+Killed later, it has but a reverse sweep, which is that of `sweep` over the
 checkpoints there are: reading ahead, Revolve between them.  Being the
 schedule of whatever the disk held, it is as good as those checkpoints, not as
 the plan the run began with.
@@ -23,6 +24,7 @@ from ..actions import Advance, Await, Drop, EndForward, Free, Load, Reverse, Sch
 from ..costs import Costs, Tier
 from .base import Plan
 from .bound import lower_bound
+from .online import IsLast
 from .predict import predict
 from .reserve import Reservation
 from .streaming import Form, streaming, streaming_spacing
@@ -74,10 +76,12 @@ def _with_tier(costs: Costs) -> Costs:
     return replace(costs, tiers=(Tier("durable", costs.forward_step_s, costs.forward_step_s),))
 
 
-def _sweep(costs: Costs, slots: int, n_steps: int) -> Sweep:
+def _sweep(costs: Costs, slots: int, n_steps: int | None) -> Sweep:
     tier = costs.tier
     assert tier is not None
     spacing = max(streaming_spacing(costs), _SHARE * tier.write_overhead_s / costs.forward_step_s)
+    if n_steps is None:
+        return Sweep(slots, spacing, None, queue_depth=tier.queue_depth)
     return Form(spacing, None).sweep(costs, slots, n_steps, Reservation(costs))
 
 
@@ -85,19 +89,41 @@ def _ring(costs: Costs, slots: int, n_steps: int) -> Schedule:
     return _sweep(costs, slots, n_steps).schedule(n_steps)
 
 
+def durable_online_schedule(costs: Costs, slots: int, is_last: IsLast) -> Schedule:
+    """Return the schedule of a durable run of unknown length: the ring, writing states.
+
+    Examples
+    --------
+    >>> schedule = durable_online_schedule(Costs(1.0, 2.0), 3, lambda i: i == 2)
+    >>> [type(action).__name__ for action in schedule][:3]
+    ['Save', 'Offer', 'Advance']
+    """
+    return _sweep(_with_tier(costs), slots, None).schedule(None, is_last)
+
+
 def resumed_schedule(
-    costs: Costs, slots: int, n_steps: int, stored: Sequence[int], end: int | None = None
+    costs: Costs,
+    slots: int,
+    n_steps: int | None,
+    stored: Sequence[int],
+    end: int | None = None,
+    is_last: IsLast | None = None,
 ) -> Schedule:
     """Return the schedule of a run that was killed.
 
     Parameters
     ----------
+    n_steps : int or None
+        None if the number of steps is unknown still.
     stored : sequence of int
         Steps of the checkpoints in the tier, ascending; all below `end`, or
         below `n_steps` where that is None.
     end : int or None
         Step of the adjoint to go on with, `EndForward` then being the first
         action; None if the forward sweep is not over.
+    is_last : callable, optional
+        With `n_steps` None: `is_last(i)`, asked of the states after the newest
+        checkpoint as they are live.  A state that was stored was not the last.
 
     Examples
     --------
@@ -112,21 +138,22 @@ def resumed_schedule(
     >>> [str(action) for action in actions[:5]]
     ['EndForward()', 'Get(step=4, tier=0)', 'Await(token=0)', 'Load(step=4)', 'Get(step=0, tier=0)']
     """
-    run = _Resumed(_sweep(_with_tier(costs), slots, n_steps), n_steps, stored)
+    run = _Resumed(_sweep(_with_tier(costs), slots, n_steps), n_steps, stored, is_last)
     return run.forward() if end is None else run.reverse(end)
 
 
 class _Resumed(SweepRun):
     """A sweep that finds checkpoints in the tier."""
 
-    def __init__(self, sweep: Sweep, n_steps: int, stored: Sequence[int]) -> None:
-        super().__init__(sweep, n_steps, None)
+    def __init__(
+        self, sweep: Sweep, n_steps: int | None, stored: Sequence[int], is_last: IsLast | None
+    ) -> None:
+        super().__init__(sweep, n_steps, is_last)
         for step in stored:
             self.stored.add(step)
             self.readable.append(step)
 
     def forward(self) -> Schedule:
-        assert self.n is not None
         if self.n == 1:
             yield Tape(0)
             yield EndForward()
@@ -146,20 +173,20 @@ class _Resumed(SweepRun):
             yield Free(step)
             self.used -= 1
             self.start = step
-            if step == self.n - 1:  # used up by the first adjoint step
+            if self.n is not None and step == self.n - 1:  # used up by the first adjoint step
                 self.stored.discard(step)
                 yield Drop(step)
-            else:
-                self.readable.append(step)
-                # The ring keeps and offers states that are not in the tier yet.
-                yield from self._one_on()
+                break
+            self.readable.append(step)
+            # The ring keeps and offers states that are not in the tier yet.
+            yield Advance(step, step + 1)
+            self.start = step + 1
+            self.first = self.start + self.sweep.spacing - 1
+            if self.is_last is not None and self.is_last(self.start):
+                yield from self.reverse(self.start)
+                return
             break
         yield from self.schedule()
-
-    def _one_on(self) -> Schedule:
-        yield Advance(self.start, self.start + 1)
-        self.start += 1
-        self.first = self.start + self.sweep.spacing - 1
 
     def reverse(self, end: int) -> Schedule:
         yield EndForward()

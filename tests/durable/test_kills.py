@@ -13,7 +13,12 @@ LOOP = Path(__file__).parent.parent / "durable_kills.py"
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("options", "least"), [(("--kills", "10", "--seed", "5"), 10), (("--calls", "1"), 30)]
+    ("options", "least"),
+    [
+        (("--kills", "10", "--seed", "5"), 10),
+        (("--calls", "2"), 30),
+        (("--calls", "4", "--case", "short-found"), 15),
+    ],
 )
 def test_every_gradient_is_exact(options: tuple[str, ...], least: int) -> None:
     done = subprocess.run([sys.executable, LOOP, *options], capture_output=True, text=True)

@@ -64,14 +64,20 @@ def sweep(
     slots: int = 4,
     forward: int | None = None,
     back: int | None = None,
+    until: bool = False,
     **options: Any,
 ) -> tuple[bytes, int, Breaking]:
-    """Run a sweep, or begin one that breaks off; return last state, adjoint and the chain."""
+    """Run a sweep, or begin one that breaks off; return last state, adjoint and the chain.
+
+    With `until` the end is found, not told.
+    """
     make, start = CHAINS[name]
     chain = Breaking(make(), forward, back)
     settings: dict[str, Any] = {"durable_every_s": 0, "checked": True, "costs": costs} | options
-    with Reversal(chain, n_steps=n, budget=f"{slots} slots", durable=folder, **settings) as run:
-        last = raw(run.forward(start()))
+    settings |= {"n_steps": None if until else n, "durable": folder}
+    with Reversal(chain, budget=f"{slots} slots", **settings) as run:
+        last = raw(run.forward(start(), (lambda _, i: i == n) if until else None))
+        assert run._length == n
         adjoint = run.reverse([np.array(1)])
     return last, int(adjoint[0]), chain
 
@@ -100,6 +106,96 @@ def test_broken_off_thrice_and_exact(
     last, adjoint, chain = sweep(name, n, folder, **options)
     assert (last, adjoint) == store_all(name, n)
     assert chain.reversed <= n
+    assert not folder.exists()
+
+
+UNTIL = [("nested", 1, 1), ("nested", 2, 2), ("nested", 23, 1), ("nested", 23, 30)]
+UNTIL += [(name, 23, 4) for name in ("nested", "tape", "in-place", "in-place-tape", "fortran")]
+
+
+@pytest.mark.parametrize("costs", [FAST, SLOW], ids=["fast", "slow"])
+@pytest.mark.parametrize(("name", "n", "slots"), UNTIL)
+def test_an_end_that_until_finds(
+    name: str, costs: Costs, n: int, slots: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    if not CHAINS[name][0]().state_is_tape:
+        costs = Costs(1.0, 1.0, 1.0, tiers=costs.tiers)
+    options: dict[str, Any] = {"costs": costs, "slots": slots, "until": True}
+    for broken in ({"forward": n // 2}, {"forward": n - 1}):
+        broken_off(name, n, folder, **options, **broken)
+        found = inspect(folder)
+        assert (found.begun, found.n_steps, found.resumable) == (True, None, True)
+        assert "the last is not known yet" in str(found)
+    for broken in ({"back": n - 1}, {"back": n // 2}, {"back": 0}):
+        broken_off(name, n, folder, **options, **broken)
+        assert inspect(folder).n_steps == n
+    last, adjoint, chain = sweep(name, n, folder, **options)
+    assert (last, adjoint) == store_all(name, n)
+    assert chain.reversed <= n
+    assert not folder.exists()
+
+
+def test_until_is_asked_of_no_state_twice_that_was_stored(tmp_path: Path) -> None:
+    folder, asked, breaks_at = tmp_path / "run", [], 40
+
+    def step(x: Any, i: int) -> Any:
+        if i == breaks_at:
+            raise BrokenOff
+        return x + i
+
+    def run() -> Any:
+        def until(x: Any, i: int) -> bool:
+            asked.append(i)
+            return bool(x[0] >= 1 + 49 * 50 / 2)  # found by its value, after 50 steps
+
+        with Reversal(step, lambda x, a, i: a + x, durable=folder, costs=FAST) as reversal:
+            reversal.forward(np.ones(1), until)
+            return reversal.reverse(np.zeros(1)), reversal.report()
+
+    with pytest.raises(BrokenOff):
+        run()
+    assert asked == list(range(1, 41))
+    assert inspect(folder).forward_step == 40
+    asked.clear()
+    breaks_at = -1
+    gradient, report = run()
+    assert asked == list(range(41, 51))
+    assert gradient.tolist() == [sum(1 + i * (i - 1) / 2 for i in range(50))]
+    assert report.n_steps == 50
+
+
+def test_the_state_after_the_newest_may_be_the_last(tmp_path: Path) -> None:
+    """Killed after the last step, before its state was on the disk."""
+    folder = tmp_path / "run"
+    broken_off("nested", 40, folder, until=True, back=20)
+    for path in (*folder.glob("last"), *folder.glob("adjoint-*")):
+        path.unlink()
+    last, adjoint, chain = sweep("nested", 40, folder, until=True)
+    assert (last, adjoint) == store_all("nested", 40)
+    assert chain.reversed == 40
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_found_end_and_a_told_one_are_two_runs(begun: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    broken_off("nested", 23, folder, until=begun, back=11)
+    with pytest.raises(StoreError, match="an unknown number of steps") as caught:
+        sweep("nested", 23, folder, until=not begun)
+    assert "n_steps=23" in str(caught.value)
+    assert sweep("nested", 23, folder, until=begun)[:2] == store_all("nested", 23)
+
+
+@pytest.mark.parametrize("what", ["states", "last", "adjoint", "all"])
+def test_harmed_files_of_a_found_end(what: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    broken_off("nested", 40, folder, until=True, back=20)
+    for path in folder.iterdir():
+        if path.name.startswith(what) or (what == "all" and path.name not in ("run", "lock")):
+            HARMS["flipped"](path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        assert sweep("nested", 40, folder, until=True)[:2] == store_all("nested", 40)
     assert not folder.exists()
 
 
@@ -211,7 +307,7 @@ def left(folder: Path, n: int = 20, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("n", "state", "options", "reason"),
     [
-        (21, np.ones(3), {}, "n_steps=20, this run 21"),
+        (21, np.ones(3), {}, "n_steps=20, this run n_steps=21"),
         (20, np.zeros(3), {}, "another state 0"),
         (20, np.ones(4), {}, r"leaf array \(3,\) float64, this run's array \(4,\) float64"),
         (20, np.ones(3, np.float32), {}, "float64, this run's array .* float32"),
@@ -330,7 +426,6 @@ def test_a_run_has_its_folder_alone(tmp_path: Path) -> None:
     [
         ({"tier": "memory:"}, "leave tier= out"),
         ({"states": object()}, "not states="),
-        ({"n": None}, "needs n_steps"),
         ({"durable_every_s": -1}, "durable_every_s=-1"),
         ({"durable_every_s": "1"}, "durable_every_s='1'"),
         ({"durable_every_s": float("nan")}, "durable_every_s=nan"),
