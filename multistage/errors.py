@@ -35,6 +35,13 @@ class ScheduleError(MultistageError):
         self.index = index
 
 
+class ScheduleUsedError(ScheduleError, StopIteration):
+    """A schedule that serves one adjoint calculation was asked for another.
+
+    It ends a loop over the schedule as any iterator ends.
+    """
+
+
 class StoreError(MultistageError):
     """A slow tier cannot be used at all (a folder that cannot be written, say)."""
 

@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from ...actions import (
-    Action,
-    Advance,
-    Await,
-    Drop,
-    EndForward,
-    Free,
-    Get,
-    Load,
-    Offer,
-    Put,
-    Reverse,
-    Save,
-    Schedule,
-    Tape,
-    drive,
-)
+from ...actions import Advance, EndForward, Reverse, Tape
+from ...errors import ScheduleError, ScheduleUsedError
 from ...plan import Plan
-from ...simulate import simulate
+from .followed import Restart, Stored, Survey, events, survey
 from .package import theirs
 
 
-@dataclass(slots=True)
-class _Stored:
-    """One checkpoint from its write until it is wanted no more."""
-
-    on_disk: bool = False
-    loads: int = 0
-
-
-@dataclass(slots=True)
-class _Survey:
-    """What a first run through a plan's schedule has shown."""
-
-    accepted: list[bool]  # of the offers, in order
-    checkpoints: list[_Stored]  # in the order in which they were made
-    tapes: list[bool]  # in the order of taping: whether its adjoint comes right after it
-    loads: bool = False
-
-
-def as_schedule(plan: Plan) -> Any:
+def as_schedule(plan: Plan, *, replayable: bool = False) -> Any:
     """Return a plan as a schedule of checkpoint_schedules, for one adjoint calculation.
 
     Parameters
@@ -55,13 +21,40 @@ def as_schedule(plan: Plan) -> Any:
     plan : Plan
         Of any planner.  Whether an opportunistic one is offered room is
         decided here, by its predicted transfer times.
+    replayable : bool
+        For pyadjoint, which records the actions and runs them again at other
+        values of its controls: every tape passes through RAM, which takes one
+        entry more than the plan's slots, two where a state is its own tape.
+        See Notes.
 
     Returns
     -------
     CheckpointSchedule
-        It holds each checkpoint in one place, since those who run such
-        schedules know no second copy: what a plan reads from the tier into a
-        slot, and loads from there more than once, is copied from disk each time.
+        It passes that package's own test of validity; its entries in RAM are
+        at most the plan's slots.
+        Each checkpoint lies in one place, since those who run such schedules
+        know no second copy: what a plan reads from the tier into a slot, and
+        loads from there more than once, is copied from disk each time.
+        A plan that only tapes is their `SingleMemoryStorageSchedule`.
+
+    Raises
+    ------
+    ArgumentError
+        If checkpoint_schedules is not installed.
+    ScheduleError
+        If a user's planner does what their actions cannot express, such as
+        keeping both the state and the tape of a step.
+
+    Notes
+    -----
+    When pyadjoint evaluates at a new control, it clears the variables that a
+    `Forward` with its tape in working memory has used, and the adjoint then
+    reads the values of the first evaluation: its gradients are wrong with
+    every schedule that recomputes, its own Revolve included (the same clearing
+    as in https://github.com/dolfin-adjoint/pyadjoint/issues/260, which was
+    mended for `SingleMemoryStorageSchedule` alone).  What passed through RAM
+    it restores.  An exported schedule that is not `replayable` refuses such
+    an evaluation.
 
     Examples
     --------
@@ -88,17 +81,38 @@ def as_schedule(plan: Plan) -> Any:
     EndReverse()
     """
     their = theirs()
-    survey = _survey(plan)
+    seen = survey(plan)
+    if not seen.restarts:
+        # Drivers treat this one better than any other: pyadjoint asks for it by its type.
+        return their.SingleMemoryStorageSchedule()
+    if replayable:
+        seen.kept = [True] * len(seen.kept)
 
     class PlanSchedule(their.CheckpointSchedule):  # type: ignore[misc, name-defined]
         """A plan of multistage."""
 
         def __init__(self) -> None:
             super().__init__(plan.n_steps)
-            self._done = False
+            self._begun = self._done = False
+
+        def __iter__(self) -> Iterator[Any]:
+            self._require_unused()
+            return self
+
+        def __next__(self) -> Any:
+            self._require_unused()
+            self._begun = True
+            return super().__next__()
+
+        def _require_unused(self) -> None:
+            if self._done:
+                raise ScheduleUsedError(
+                    "a schedule serves one adjoint calculation, and this one is used up; "
+                    "make another with as_schedule(plan)"
+                )
 
         def _iterator(self) -> Iterator[Any]:
-            for action in _Writer(plan, survey).actions():
+            for action in _Writer(plan, seen).actions():
                 if isinstance(action, their.Forward):
                     self._n = action.n1
                 elif isinstance(action, their.Reverse):
@@ -114,196 +128,105 @@ def as_schedule(plan: Plan) -> Any:
             return self._done
 
         def uses_storage_type(self, storage_type: Any) -> bool:
-            on_disk = [each.on_disk for each in survey.checkpoints if each.loads]
+            # pyadjoint asks before it takes the first action, and again
+            # whenever it is about to run the recorded ones at another control.
+            if self._begun and not replayable and _asked_by_pyadjoint():
+                raise ScheduleError(
+                    "pyadjoint runs this schedule again; each tape needs a schedule of its own, "
+                    "and one that evaluates at other controls needs as_schedule(plan, "
+                    "replayable=True): pyadjoint's gradients there are otherwise wrong with "
+                    "schedules that recompute (pyadjoint issue 260)"
+                )
+            on_disk = [each.on_disk for each in seen.checkpoints if each.restarts]
             if storage_type == their.StorageType.DISK:
                 return any(on_disk)
             if storage_type == their.StorageType.RAM:
-                return not all(on_disk) or not all(survey.tapes)
+                return not all(on_disk) or any(seen.kept)
             return False
 
     return PlanSchedule()
 
 
-class _Followed:
-    """The checkpoints that exist while a schedule of ours runs."""
-
-    def __init__(self) -> None:
-        self.held: dict[int, int] = {0: 0}  # step -> number of the checkpoint in a slot
-        self.stored: dict[int, int] = {}  # step -> number of the one on the tier
-        self.reading: dict[int, int] = {}  # token -> step
-        self.made = 1  # state 0 is the caller's, and can be loaded from the start
-        self.tokens = 0
-
-    def follow(self, action: Action, accepted: bool) -> int | None:
-        """Follow one action; return the number of the checkpoint that it makes or loads."""
-        match action:
-            case Save(step):
-                if step not in self.held:
-                    self.held[step] = self._number(step)
-                return self.held[step]
-            case Put(step) | Offer(step):
-                if not accepted:
-                    return None
-                self.tokens += 1
-                if step not in self.held:
-                    self.stored[step] = self._number(step)
-                else:
-                    self.stored[step] = self.held[step]
-                return self.stored[step]
-            case Get(step):
-                self.reading[self.tokens] = step
-                self.tokens += 1
-                self.held[step] = self.stored[step]
-                return self.stored[step]
-            case Load(step):
-                return self.held.get(step, 0)
-            case Free(step) if step:
-                self.held.pop(step, None)
-            case Drop(step):
-                self.stored.pop(step, None)
-            case _:
-                pass
-        return None
-
-    def _number(self, step: int) -> int:
-        if step == 0:
-            return 0
-        if step in self.stored:
-            return self.stored[step]
-        self.made += 1
-        return self.made - 1
-
-
-def _survey(plan: Plan) -> _Survey:
-    """Run a plan's schedule in virtual time and note what `_Writer` must know beforehand."""
-    survey = _Survey([], [_Stored()], [])
-    followed = _Followed()
-    read: set[int] = set()  # numbers of checkpoints whose slot was filled by a read
-    taped: dict[int, int] = {}
-
-    def watched() -> Schedule:
-        schedule, answer, last = plan.schedule(), None, -1
-        while True:
-            try:
-                action = schedule.send(answer)
-            except StopIteration:
-                return
-            answer = yield action
-            if isinstance(action, Offer):
-                survey.accepted.append(answer is not None)
-            number = followed.follow(action, answer is not None)
-            while len(survey.checkpoints) < followed.made:
-                survey.checkpoints.append(_Stored())
-            match action:
-                case Get():
-                    assert number is not None
-                    read.add(number)
-                case Free() | Save():
-                    pass
-                case Load():
-                    assert number is not None
-                    survey.checkpoints[number].loads += 1
-                    survey.checkpoints[number].on_disk |= number in read
-                    survey.loads = True
-                    last = -1
-                case Tape(step):
-                    taped[step] = len(survey.tapes)
-                    survey.tapes.append(False)
-                    last = step
-                case Advance():
-                    last = -1
-                case Reverse(step):
-                    if step in taped and step == last:
-                        survey.tapes[taped[step]] = True
-                    last = -1
-                case _:
-                    pass
-
-    simulate(watched(), plan.n_steps, plan.costs, plan.slots, checked=False)
-    if not survey.loads:  # nothing but tapes: they stay in working memory
-        survey.tapes = [True] * len(survey.tapes)
-    return survey
+def _asked_by_pyadjoint() -> bool:
+    """Whether the caller of the method that calls this is pyadjoint."""
+    name = sys._getframe(2).f_globals.get("__name__", "")
+    return str(name).partition(".")[0] == "pyadjoint"
 
 
 class _Writer:
     """Says in their actions what a plan's schedule does."""
 
-    def __init__(self, plan: Plan, survey: _Survey) -> None:
+    def __init__(self, plan: Plan, seen: Survey) -> None:
         self.plan = plan
-        self.survey = survey
+        self.seen = seen
         self.their = theirs()
-        self.left = [each.loads for each in survey.checkpoints]
+        self.left = [each.restarts for each in seen.checkpoints]
+        self.forward: list[Any] | None = None  # the arguments of a Forward that may still grow
+        self.ended = False
 
     def actions(self) -> Iterator[Any]:
-        their, survey = self.their, self.survey
-        storage, followed = their.StorageType, _Followed()
-        accepted, adjacent = deque(survey.accepted), deque(survey.tapes)
-        tapes: dict[int, bool] = {}  # held, and whether in RAM
-        forward: list[Any] | None = None  # a Forward that may still grow
-        write: int | None = 0 if self.left[0] else None  # to be written when the live state moves
-        ended = False
-        for action, send in drive(self.plan.schedule()):
-            taken = not isinstance(action, Offer) or accepted.popleft()
-            token, made = followed.tokens, followed.made
-            number = followed.follow(action, taken)
-            match action:
-                case Put() | Get() | Offer():
-                    send(token if taken else None)
-                case Await():
-                    send(True)
-                case _:
-                    pass
-            match action:
-                case Save() | Put() | Offer():
-                    if followed.made > made and self.left[made]:
-                        write = number
-                    continue
+        their, storage = self.their, self.their.StorageType
+        kept = iter(self.seen.kept)
+        entries: set[int] = set()  # steps whose tape is in RAM
+        work = range(0)  # steps whose tapes are in working memory
+        stored: int | None = None  # checkpoint to be written by the Forward that comes
+        for event in events(self.plan, self.seen):
+            match event:
+                case Stored(_, number):
+                    stored = number
                 case Advance(start, stop):
-                    if forward is not None and write is None and forward[1] == start:
-                        forward[1] = stop
-                        continue
-                    if forward is not None:
-                        yield their.Forward(*forward)
-                    place = self._place(write) if write is not None else self._nowhere(ended)
-                    forward, write = [start, stop, write is not None, False, place], None
-                    continue
-                case Tape() | Reverse() | Load() | EndForward():
-                    if forward is not None:
-                        yield their.Forward(*forward)
-                        forward = None
-                case _:
-                    continue
-            match action:
+                    place = self._nowhere() if stored is None else self._place(stored)
+                    yield from self._run(start, stop, stored is not None, False, place)
+                    stored = None
                 case Tape(step):
-                    tapes[step] = not adjacent.popleft()
-                    place = storage.RAM if tapes[step] else storage.WORK
-                    if write is not None:
-                        place = self._place(write)
-                    yield their.Forward(step, step + 1, write is not None, True, place)
-                    write = None
+                    if next(kept):
+                        entries.add(step)
+                        yield from self._run(step, step + 1, False, True, storage.RAM)
+                    else:
+                        yield from self._run(step, step + 1, False, True, storage.WORK)
+                        work = range(work.start if step == work.stop else step, step + 1)
+                    stored = None
                 case Reverse(step):
-                    if step not in tapes:
-                        yield their.Forward(step, step + 1, False, True, storage.WORK)
-                    elif tapes.pop(step):
+                    yield from self._flush()
+                    if step in entries:
+                        entries.remove(step)
                         yield their.Move(step, storage.RAM, storage.WORK)
-                    yield their.Reverse(step + 1, step, True)
-                    write = None
-                case Load(step):
-                    assert number is not None
+                        yield their.Reverse(step + 1, step, True)
+                    elif step == work.start:
+                        yield their.Reverse(work.stop, step, True)
+                        work = range(0)
+                case Restart(step, number):
+                    yield from self._flush()
                     self.left[number] -= 1
                     move = their.Copy if self.left[number] else their.Move
                     yield move(step, self._place(number), storage.WORK)
-                    write = None
                 case EndForward():
-                    ended = True
+                    yield from self._flush()
+                    self.ended = True
                     yield their.EndForward()
         yield their.EndReverse()
 
+    def _run(self, start: int, stop: int, ics: bool, data: bool, place: Any) -> Iterator[Any]:
+        """Run steps by the Forward at hand, or end it and begin another."""
+        entry = ics or (data and place == self.their.StorageType.RAM)
+        if self.forward is not None and self.forward[1] == start and not entry:
+            same_data = self.forward[3] == data
+            if same_data and (not data or self.forward[4] == place):
+                self.forward[1] = stop
+                return
+        yield from self._flush()
+        self.forward = [start, stop, ics, data, place]
+
+    def _flush(self) -> Iterator[Any]:
+        if self.forward is not None:
+            yield self.their.Forward(*self.forward)
+            self.forward = None
+
     def _place(self, number: int) -> Any:
         storage = self.their.StorageType
-        return storage.DISK if self.survey.checkpoints[number].on_disk else storage.RAM
+        return storage.DISK if self.seen.checkpoints[number].on_disk else storage.RAM
 
-    def _nowhere(self, ended: bool) -> Any:
+    def _nowhere(self) -> Any:
         """Return the storage of a Forward that stores nothing, in either sweep."""
         storage = self.their.StorageType
-        return storage.WORK if ended else storage.NONE
+        return storage.WORK if self.ended else storage.NONE

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from array import array
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -186,8 +187,8 @@ def as_planner(make: Callable[[], Any]) -> Planner:
     Parameters
     ----------
     make : callable
-        Returns a fresh schedule whenever called, such as
-        `lambda: HRevolve(n, 10, 100)`.
+        Returns a fresh schedule, such as `lambda: HRevolve(n, 10, 100)`.
+        Called once for a plan, which any number of sweeps run.
 
     Returns
     -------
@@ -229,19 +230,17 @@ def as_planner(make: Callable[[], Any]) -> Planner:
 
 def _plan(make: Callable[[], Any], costs: Costs, slots: int, n_steps: int | None) -> Plan:
     n = require_steps(n_steps, "checkpoint_schedules")
-    rules = _judge(make(), n, slots, costs)
+    made = make()
+    rules, recorded = _judge(made, n, slots, costs)
 
     def schedule() -> Schedule:
         return overlap(
-            actions_of(make(), n),
-            slots,
-            tape_slots=costs.tape_slots,
-            state_is_tape=costs.state_is_tape,
+            recorded, slots, tape_slots=costs.tape_slots, state_is_tape=costs.state_is_tape
         )
 
     run = simulate(schedule(), n, costs, slots, checked=False)
     return Plan(
-        planner=type(make()).__name__,
+        planner=type(made).__name__,
         n_steps=n,
         slots=slots,
         costs=costs,
@@ -257,8 +256,40 @@ def _plan(make: Callable[[], Any], costs: Costs, slots: int, n_steps: int | None
     )
 
 
-def _judge(schedule: Any, n: int, slots: int, costs: Costs) -> Rules:
-    """Run a schedule of theirs through the rules; raise ScheduleError naming its action."""
+_KINDS = (Advance, Tape, Reverse, Save, Load, Free, Put, Get, Await, Drop, EndForward)
+
+
+class _Recorded:
+    """The actions of a static schedule, 17 bytes each.
+
+    Kept because a schedule of theirs can be run once, and making one anew may
+    take seconds (H-Revolve fills tables) or give another than was judged.
+    """
+
+    def __init__(self) -> None:
+        self.kinds = bytearray()
+        self.first, self.second = array("q"), array("q")
+
+    def append(self, action: Action) -> None:
+        self.kinds.append(_KINDS.index(type(action)))
+        first, second, *_ = *(getattr(action, name) for name in action.__match_args__), 0, 0
+        self.first.append(first)
+        self.second.append(second)
+
+    def __iter__(self) -> Iterator[Action]:
+        for code, *values in zip(self.kinds, self.first, self.second, strict=True):
+            kind: Callable[..., Action] = _KINDS[code]
+            yield kind(*values[: len(_KINDS[code].__match_args__)])
+
+
+def _judge(schedule: Any, n: int, slots: int, costs: Costs) -> tuple[Rules, _Recorded]:
+    """Run a schedule of theirs through the rules, and record it.
+
+    Raises
+    ------
+    ScheduleError
+        Naming its action that broke a rule.
+    """
     tier = costs.tier
     bounded = tier is not None and tier.capacity_states is not None
     tier_slots = {0: tier.capacity_states or 0} if tier is not None and bounded else {}
@@ -270,6 +301,7 @@ def _judge(schedule: Any, n: int, slots: int, costs: Costs) -> Rules:
         state_is_tape=costs.state_is_tape,
         one_tape=costs.one_tape,
     )
+    recorded = _Recorded()
     reader = _Reader(schedule, n)
     try:
         for action, send in drive(reader.actions()):
@@ -281,8 +313,9 @@ def _judge(schedule: Any, n: int, slots: int, costs: Costs) -> Rules:
             elif isinstance(action, Await):
                 reply = True
             rules.apply(action, reply)
+            recorded.append(action)
             send(reply)
         rules.finish()
     except ScheduleError as error:
         raise ScheduleError(f"{type(schedule).__name__} at {reader.at!r}: {error}", None) from error
-    return rules
+    return rules, recorded
