@@ -28,8 +28,8 @@ The rules, enforced by `Rules` and nowhere else:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass, field
-from typing import assert_never
+from dataclasses import KW_ONLY, astuple, dataclass, field
+from typing import Any, assert_never
 
 from .actions import (
     Action,
@@ -123,8 +123,10 @@ class Rules:
     def _fail(self, message: str) -> None:
         raise ScheduleError(message, self.index)
 
-    def _room(self, more: float, what: str) -> None:
+    def _room(self, more: float, what: Action | str) -> None:
         if self.used + more > self.slots + 1e-9:
+            if not isinstance(what, str):
+                what = f"{type(what).__name__}({', '.join(map(str, astuple(what)))})"
             self._fail(
                 f"{what} needs {more:g} fast slot(s), "
                 f"but {self.used:g} of {self.slots:g} are taken; "
@@ -140,11 +142,8 @@ class Rules:
         self._room(more, what)
         self.peak = max(self.peak, self.used + more)
 
-    def _tape_room(self) -> float:
-        return self.tape_slots if self.tapes else 0.0
-
     def _keep_latest(self, action: Action) -> None:
-        if self.one_tape and self.tapes:
+        if self.tapes:
             (step,) = self.tapes
             self._fail(
                 f"{action} but the chain has only its latest tape, and that of step {step} "
@@ -160,8 +159,8 @@ class Rules:
             When the action is illegal here whatever the answer.
         """
         match action:
-            case Offer(step, tier):
-                self._may_write(action, step, tier)
+            case Offer():
+                self._may_write(action)
             case Await(token):
                 self._may_await(token)
             case _:
@@ -175,44 +174,31 @@ class Rules:
         ScheduleError
             When the action is illegal here; the machine is unchanged.
         """
-        match action:
-            case Advance(start, stop):
-                self._advance(action, start, stop)
-            case Reverse(step):
-                self._reverse(step)
-            case Save(step):
-                if self.live != step:
-                    self._fail(f"Save({step}) but the live state is {self.live}")
-                if step in self.held:
-                    self._fail(f"Save({step}) but a slot already holds it")
-                self._room(1, f"Save({step})")
-                self._take(1)
-                self.held[step] = None
-                self.unread.discard(step)
-            case Load(step):
-                self._load(action, step)
-            case Free(step):
-                self._free(step)
-            case Tape(step):
-                self._tape(action, step)
-            case Offer(step, tier) | Put(step, tier):
-                self._write(action, step, tier, answer)
-            case Get(step, tier):
-                self._read(step, tier)
-            case Await(token):
-                self._await(token, answer)
-            case Drop(step, tier):
-                self._drop(step, tier)
-            case EndForward():
-                self._end_forward()
-            case _:
-                assert_never(action)
-        self.index += 1
+        perform = _PERFORMED.get(type(action))
+        if perform is None:
+            self._fail(f"{action!r} is no action")
+        else:
+            perform(self, action, answer)
+            self.index += 1
 
-    def _load(self, action: Load, step: int) -> None:
-        self._keep_latest(action)
+    def _save(self, action: Save, _: Answer) -> None:
+        step = action.step
+        if self.live != step:
+            self._fail(f"Save({step}) but the live state is {self.live}")
+        if step in self.held:
+            self._fail(f"Save({step}) but a slot already holds it")
+        self._room(1, action)
+        self._take(1)
+        self.held[step] = None
+        if self.unread:
+            self.unread.discard(step)
+
+    def _load(self, action: Load, _: Answer) -> None:
+        if self.one_tape:
+            self._keep_latest(action)
+        step = action.step
         if step and step in self.unread and step not in self.held:
-            self._room(1, f"Load({step})")
+            self._room(1, action)
             self._take(1)
             self.held[step] = None
             self.unread.discard(step)
@@ -220,7 +206,8 @@ class Rules:
             self._readable(step, "Load")
         self.live = step
 
-    def _free(self, step: int) -> None:
+    def _free(self, action: Free, _: Answer) -> None:
+        step = action.step
         if step in self.unread and step not in self.held:
             self.unread.discard(step)
             return
@@ -230,8 +217,10 @@ class Rules:
         del self.held[step]
         self.used -= 1
 
-    def _advance(self, action: Advance, start: int, stop: int) -> None:
-        self._keep_latest(action)
+    def _advance(self, action: Advance, _: Answer) -> None:
+        if self.one_tape:
+            self._keep_latest(action)
+        start, stop = action.start, action.stop
         limit = self.n_steps if self.adjoint is None else self.adjoint
         if self.live != start:
             self._fail(f"Advance({start}, {stop}) but the live state is {self.live}")
@@ -242,8 +231,10 @@ class Rules:
         self.live = stop
         self.forward_steps += stop - start
 
-    def _tape(self, action: Tape, step: int) -> None:
-        self._keep_latest(action)
+    def _tape(self, action: Tape, _: Answer) -> None:
+        if self.one_tape:
+            self._keep_latest(action)
+        step = action.step
         limit = self.n_steps if self.adjoint is None else self.adjoint
         if self.live != step:
             self._fail(f"Tape({step}) but the live state is {self.live}")
@@ -251,14 +242,15 @@ class Rules:
             self._fail(f"Tape({step}) but that tape is already held")
         if limit is not None and step >= limit:
             self._fail(f"Tape({step}) goes past state {limit}")
-        more = self._tape_room()
-        self._room(more, f"Tape({step})")
-        self._take(more)
+        if self.tapes:
+            self._room(self.tape_slots, action)
+            self._take(self.tape_slots)
         self.tapes.add(step)
         self.live = step + 1
         self.forward_steps += 1
 
-    def _reverse(self, step: int) -> None:
+    def _reverse(self, action: Reverse, _: Answer) -> None:
+        step = action.step
         if self.adjoint is None:
             self._fail(f"Reverse({step}) before EndForward")
         elif step != self.adjoint - 1:
@@ -270,7 +262,8 @@ class Rules:
                 else:
                     self.live = None
             self.tapes.remove(step)
-            self.used -= self._tape_room()
+            if self.tapes:
+                self.used -= self.tape_slots
         elif self.live == step:
             if self.tapes and not self.state_is_tape:
                 beside = f"Reverse({step}), which makes a tape beside {len(self.tapes)} held,"
@@ -288,8 +281,9 @@ class Rules:
         if self.held[step] is not None:
             self._fail(f"{what}({step}) before Await({self.held[step]}) of its Get")
 
-    def _may_write(self, action: Offer | Put, step: int, tier: int) -> bool:
+    def _may_write(self, action: Offer | Put) -> bool:
         """Raise unless the write is legal; return whether it takes a staging slot."""
+        step, tier = action.step, action.tier
         staged = step not in self.held
         if staged and self.live != step:
             self._fail(f"{action} but state {step} is neither live nor held (live {self.live})")
@@ -298,11 +292,12 @@ class Rules:
         if (step, tier) in self.stored:
             self._fail(f"{action} but tier {tier} already has that checkpoint")
         if staged:
-            self._room(1, str(action))
+            self._room(1, action)
         return staged
 
-    def _write(self, action: Offer | Put, step: int, tier: int, answer: Answer) -> None:
-        staged = self._may_write(action, step, tier)
+    def _write(self, action: Offer | Put, answer: Answer) -> None:
+        step, tier = action.step, action.tier
+        staged = self._may_write(action)
         limit = self.tier_slots.get(tier)
         in_tier = self.tier_used.get(tier, 0)
         if limit is not None and in_tier >= limit and answer is not None:
@@ -328,12 +323,13 @@ class Rules:
         if answer != self.next_token:
             self._fail(f"the transfer was answered by token {answer}, not {self.next_token}")
 
-    def _read(self, step: int, tier: int) -> None:
+    def _read(self, action: Get, _: Answer) -> None:
+        step, tier = action.step, action.tier
         if (step, tier) not in self.stored and (step, tier) not in self.unwritten:
             self._fail(f"Get({step}, {tier}) but tier {tier} has no checkpoint {step}")
         if step in self.held:
             self._fail(f"Get({step}, {tier}) but a fast slot already holds it")
-        self._room(1, f"Get({step}, {tier})")
+        self._room(1, action)
         self._take(1)
         self.held[step] = self.next_token
         self.unread.discard(step)
@@ -344,9 +340,9 @@ class Rules:
         if token not in self.tokens:
             self._fail(f"Await({token}) but no such transfer is under way")
 
-    def _await(self, token: int, answer: Answer) -> None:
-        self._may_await(token)
-        transfer = self.tokens.pop(token)
+    def _await(self, action: Await, answer: Answer) -> None:
+        self._may_await(action.token)
+        transfer = self.tokens.pop(action.token)
         step, tier = transfer.step, transfer.tier
         if transfer.is_write:
             if transfer.staged:
@@ -371,7 +367,8 @@ class Rules:
             if self.recovers:
                 self.unwritten.add((step, tier))
 
-    def _drop(self, step: int, tier: int) -> None:
+    def _drop(self, action: Drop, _: Answer) -> None:
+        step, tier = action.step, action.tier
         if (step, tier) not in self.stored and (step, tier) not in self.unwritten:
             self._fail(f"Drop({step}, {tier}) but tier {tier} has no checkpoint {step}")
         if any((t.step, t.tier) == (step, tier) for t in self.tokens.values()):
@@ -382,7 +379,7 @@ class Rules:
         del self.stored[step, tier]
         self.tier_used[tier] -= 1
 
-    def _end_forward(self) -> None:
+    def _end_forward(self, _action: EndForward, _: Answer) -> None:
         if self.adjoint is not None:
             self._fail("a second EndForward")
         if self.live is None or self.live != (self.live if self.n_steps is None else self.n_steps):
@@ -402,6 +399,22 @@ class Rules:
         for what, items in left.items():
             if items:
                 self._fail(f"the schedule ended and left {what}: {items}")
+
+
+_PERFORMED: dict[type, Callable[[Rules, Any, Answer], None]] = {
+    Advance: Rules._advance,
+    Tape: Rules._tape,
+    Reverse: Rules._reverse,
+    Save: Rules._save,
+    Load: Rules._load,
+    Free: Rules._free,
+    Offer: Rules._write,
+    Put: Rules._write,
+    Get: Rules._read,
+    Await: Rules._await,
+    Drop: Rules._drop,
+    EndForward: Rules._end_forward,
+}
 
 
 @dataclass(frozen=True, slots=True)
