@@ -239,6 +239,7 @@ class Executor(Generic[State, Adjoint]):
         resumed: Resumed | None = None,
         *,
         watched: bool = False,
+        judged: bool = True,
     ) -> State:
         """Run the schedule up to its `EndForward`; return the last state.
 
@@ -252,6 +253,8 @@ class Executor(Generic[State, Adjoint]):
         watched : bool
             Whether the schedule looks at `live` after an `Advance`, as one of
             an unknown number of steps does.
+        judged : bool
+            Whether the legality machine, if there is one, judges this schedule.
 
         Raises
         ------
@@ -279,7 +282,7 @@ class Executor(Generic[State, Adjoint]):
         if resumed is not None:
             self._take_up(self._run, resumed, state)
         self._rules, self._watched = None, watched
-        if self._make_rules is not None:
+        if self._make_rules is not None and judged:
             self._rules = self._make_rules()
             if resumed is not None:
                 resumed.tell(self._rules)

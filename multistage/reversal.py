@@ -24,12 +24,13 @@ from .chain import Chain, FunctionChain
 from .compressing import choose_compression
 from .costs import Budget, Costs
 from .durable.run import DurableRun, OrderedStates
-from .errors import ArgumentError, BudgetError, StoreError
+from .errors import ArgumentError, StoreError
 from .execute import Counts, Executor, Resumed
+from .given import agreeing, one_tape, planned, planner_of
 from .interrupts import Shield
 from .limits import default_budget_bytes
 from .plan import PLANNERS, Plan, Planner, online_schedule, plan
-from .plan.base import require_steps
+from .plan.base import require_steps, sealing
 from .plan.resumed import durable_online_schedule, durable_plan, resumed_schedule
 from .probe import compressions, measure
 from .progress import Bars
@@ -76,7 +77,8 @@ class Reversal(Generic[State, Adjoint]):
         Assumed costs; measured with a few steps at the first `forward` if not
         given (`step` is then called some extra times, `adjoint_step` never).
     checked : bool
-        Judge every action of the schedule before it is performed.
+        Judge every action of the schedule before it is performed, also if it
+        comes from a planner of this package; others' are always judged.
     progress : bool or None
         Show progress bars; None: on a terminal or in a notebook, unless the
         environment's `MULTISTAGE_PROGRESS` says otherwise.
@@ -156,7 +158,7 @@ class Reversal(Generic[State, Adjoint]):
             chain, states = self._durable.chain(chain), OrderedStates(chain.in_place)
             tier = self._durable.store
         self._resumed: Resumed | None = None
-        self._planner = _planner(planner, n_steps)
+        self._planner = planner_of(planner, n_steps)
         self._chain: Chain[State, Adjoint] = chain
         self._states: States = ArrayStates(chain.in_place) if states is None else states
         self._n_steps = n_steps
@@ -169,6 +171,8 @@ class Reversal(Generic[State, Adjoint]):
                 if isinstance(store, StreamedStore):
                     store.check()
         self._given = costs is not None
+        if costs is not None:
+            costs = agreeing(costs, chain)
         self._checked = checked
         self._bars = Bars(progress)
         self._layout: Any = None
@@ -300,7 +304,13 @@ class Reversal(Generic[State, Adjoint]):
             self._before = [replace(store.stats) for store in self._stores]
             self._bars.start(self._n_steps)
             where = "in the forward sweep"
-            last = executor.forward(schedule, state, self._resumed, watched=until is not None)
+            last = executor.forward(
+                schedule,
+                state,
+                self._resumed,
+                watched=until is not None,
+                judged=self._checked or not self._is_ours(until),
+            )
             if self._durable is not None:
                 self._durable.ended(last, self._length)
         except BaseException as error:
@@ -490,19 +500,19 @@ class Reversal(Generic[State, Adjoint]):
         if isinstance(self._planner, str):
             budget = Budget(slots=self._slots)
             return plan(costs, budget, n, self._planner, progress=False).makespan_s
-        return self._planner(costs, self._slots, n).makespan_s
+        return planned(self._planner, costs, self._slots, n).makespan_s
 
     def _plan(self, slots: int) -> Plan:
         assert self.costs is not None
         n, self._stale = self._n_steps or 1, False
         if isinstance(self._planner, str):
             if self._durable is not None and self._planner == "auto":
-                self.plan = durable_plan(self.costs, slots, n)
+                self.plan = sealing(durable_plan)(self.costs, slots, n)
             else:
                 shown = self._bars.shown
                 self.plan = plan(self.costs, Budget(slots=slots), n, self._planner, progress=shown)
         else:
-            self.plan = self._planner(self.costs, slots, n)
+            self.plan = planned(self._planner, self.costs, slots, n)
         return self.plan
 
     def _schedule(self, until: Callable[[State, int], bool] | None) -> Schedule:
@@ -529,6 +539,13 @@ class Reversal(Generic[State, Adjoint]):
         make = online_schedule if self._durable is None else durable_online_schedule
         return make(self.costs, self._slots, is_last)
 
+    def _is_ours(self, until: object) -> bool:
+        """Whether the schedule that `_schedule` returns comes from a planner of this package."""
+        if until is not None or self._resumed is not None:
+            return True
+        assert self.plan is not None
+        return self.plan.sealed
+
     def _ready_executor(self, slots: int) -> Executor[State, Adjoint]:
         assert self.costs is not None and self._layout is not None
         if self._stores and not self._open:
@@ -544,14 +561,14 @@ class Reversal(Generic[State, Adjoint]):
                 self.costs.tape_slots,
                 state_is_tape=self._chain.state_is_tape,
                 in_place=self._chain.in_place,
-                one_tape=not self._chain.state_is_tape and getattr(self._chain, "one_tape", False),
+                one_tape=one_tape(self._chain),
                 recovers=True,
             )
             self._executor = Executor(
                 self._bars.watch(self._chain, self.costs.forward_step_s),
                 self._stores,
                 tape_slots=self.costs.tape_slots,
-                rules=rules if self._checked else None,
+                rules=rules,
                 progress=self._bars.update if self._bars.shown else None,
                 states=self._states,
             )
@@ -580,33 +597,6 @@ def _stores(tier: str | Store | Sequence[str | Store] | None) -> tuple[Store, ..
     if isinstance(tier, Sequence) and not isinstance(tier, str):
         return tuple(open_store(each) for each in tier)
     return (open_store(tier),)
-
-
-def _planner(planner: str | Plan | Planner, n_steps: int | None) -> str | Planner:
-    """Return the name of a planner, or the planner itself."""
-    if isinstance(planner, str):
-        if planner != "auto" and planner not in PLANNERS:
-            raise ArgumentError(
-                f"planner {planner!r} is not known; choose 'auto' or one of {', '.join(PLANNERS)}"
-            )
-        return planner
-    if not isinstance(planner, Plan):
-        if not callable(planner):
-            raise ArgumentError(f"planner={planner!r} must be a name, a Plan or a callable")
-        return planner
-    made = planner
-    if made.n_steps != n_steps:
-        raise ArgumentError(f"the plan is for {made.n_steps} steps, not n_steps={n_steps}")
-
-    def given(costs: Costs, slots: int, n: int | None) -> Plan:
-        if made.slots > slots:
-            raise BudgetError(
-                f"the plan takes {made.slots} fast slots, the budget holds {slots}; "
-                "raise the budget or plan again"
-            )
-        return made
-
-    return given
 
 
 def drifted(assumed: Costs, seen: Costs) -> bool:

@@ -20,7 +20,7 @@ LAYERS = [
     {"costs"},
     {"stages"},
     {"backends"},
-    {"plan", "simulate", "probe", "execute", "compressing", "drawing"},
+    {"plan", "simulate", "probe", "execute", "compressing", "drawing", "given"},
     {"durable"},
     {"report", "trace"},
     {"reversal"},

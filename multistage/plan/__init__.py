@@ -6,14 +6,14 @@ holds them by name and `plan` ranks them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from ..costs import Budget, Costs, format_seconds
 from ..errors import ArgumentError, BudgetError
 from ..progress import counting
 from .base import Plan as Plan
-from .base import require_steps
+from .base import Planner as Planner
+from .base import require_steps, sealing
 from .hierarchy import disk_revolve, h_revolve, worth_ranking
 from .interval import interval
 from .mixed import mixed, worth_trying
@@ -26,22 +26,23 @@ from .store_all import store_all
 from .streaming import streaming
 from .stumm_walther import stumm_walther
 
-Planner = Callable[[Costs, int, int | None], Plan]
-
 PLANNERS: dict[str, Planner] = {
-    "store-all": store_all,
-    "streaming": streaming,
-    "revolve": revolve,
-    "pyrevolve": pyrevolve,
-    "interval": interval,
-    "periodic": periodic,
-    "recursive": recursive,
-    "online": online,
-    "h-revolve": h_revolve,
-    "disk-revolve": disk_revolve,
-    "periodic-disk": periodic_disk,
-    "stumm-walther": stumm_walther,
-    "mixed": mixed,
+    name: sealing(planner)
+    for name, planner in {
+        "store-all": store_all,
+        "streaming": streaming,
+        "revolve": revolve,
+        "pyrevolve": pyrevolve,
+        "interval": interval,
+        "periodic": periodic,
+        "recursive": recursive,
+        "online": online,
+        "h-revolve": h_revolve,
+        "disk-revolve": disk_revolve,
+        "periodic-disk": periodic_disk,
+        "stumm-walther": stumm_walther,
+        "mixed": mixed,
+    }.items()
 }
 
 # Ranked by "auto".  Of equals the first wins.  pyrevolve is Revolve again, and

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeAlias
 
 from tabulate import tabulate
 
 from ..actions import Schedule
 from ..costs import Costs, format_bytes, format_seconds
 from ..errors import ArgumentError
+
+P = ParamSpec("P")
+Planner: TypeAlias = "Callable[[Costs, int, int | None], Plan]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class Plan:
         The planner's own numbers, such as the interval.
     candidates : tuple of Plan
         The plans this one was chosen from (including an equal of itself).
+    seal : tuple
+        What `sealing` vouches for; see `sealed`.
     """
 
     planner: str
@@ -66,10 +72,24 @@ class Plan:
     parameters: Mapping[str, float | int | str] = field(default_factory=dict)
     candidates: tuple[Plan, ...] = field(default=(), repr=False)
     why: str = ""
+    seal: tuple[object, ...] = field(default=(), repr=False, compare=False)
 
     def schedule(self) -> Schedule:
         """Return a fresh, lazy schedule of this plan."""
         return self.make()
+
+    @property
+    def sealed(self) -> bool:
+        """Whether this is what a planner of this package made, its schedule and its premises.
+
+        Schedules of sealed plans are run as they are; all others are judged
+        action by action.  Replacing `make`, `n_steps`, `slots` or `costs`
+        breaks the seal.
+        """
+        return self.seal == self._vouched()
+
+    def _vouched(self) -> tuple[object, ...]:
+        return self.make, self.n_steps, self.slots, self.costs
 
     @property
     def recompute_factor(self) -> float:
@@ -193,6 +213,21 @@ class Plan:
         lines = [head, "", self.table(), "", f"lower bound {format_seconds(self.lower_bound_s)}"]
         lines += [text for text in (self.note, self.why) if text]
         return "\n".join(lines)
+
+
+def sealing(planner: Callable[P, Plan]) -> Callable[P, Plan]:
+    """Return a planner of this package whose plans are sealed, see `Plan.sealed`.
+
+    What is sealed must have been tested: the tests run every planner of
+    `PLANNERS` through `check`.
+    """
+
+    @wraps(planner)
+    def sealed(*args: P.args, **kwargs: P.kwargs) -> Plan:
+        made = planner(*args, **kwargs)
+        return replace(made, seal=made._vouched())
+
+    return sealed
 
 
 def require_steps(n_steps: int | None, planner: str) -> int:

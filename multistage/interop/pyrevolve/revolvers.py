@@ -9,9 +9,9 @@ from typing import Any
 
 from ...costs import Budget, Costs
 from ...errors import ArgumentError
-from ...plan import Plan, Planner
+from ...plan import PLANNERS, Plan, Planner
+from ...plan.base import sealing
 from ...plan.levels import Level
-from ...plan.revolve import revolve
 from .base import TRANSIT, BaseRevolver, Tiers, defaults
 from .compression import init_compression
 from .crevolve import adjust
@@ -116,7 +116,9 @@ class SingleLevelRevolver(BaseRevolver):
         self._run_on(
             budget=Budget(slots=self._slots),
             tier=open_folder(filedir) if diskstorage else None,
-            planner=partial(revolve_on_disk, n_checkpoints) if diskstorage else revolve,
+            planner=sealing(partial(revolve_on_disk, n_checkpoints))
+            if diskstorage
+            else PLANNERS["revolve"],
             compression=compression,
             progress=progress,
             assumed=(1.0, 1.0),
@@ -283,7 +285,7 @@ class MultiLevelRevolver(BaseRevolver):
         self._run_on(
             budget=Budget(slots=max(1, self._slots)),
             tier=[storage.tier() for storage in slow] or None,
-            planner=partial(h_revolve_on_storages, levels, fast, float(uf)),
+            planner=sealing(partial(h_revolve_on_storages, levels, fast, float(uf))),
             progress=self._progress,
             assumed=(float(uf), float(ub)),
         )
