@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import sys
@@ -10,6 +11,7 @@ import numpy as np
 
 from .. import native
 from ..layout import Array
+from ..limits import node_free_bytes
 
 PAGE = 4096
 _HUGE = 2 << 20
@@ -46,7 +48,14 @@ def _area(size: int) -> mmap.mmap:
 
 
 def pages_of_node(nbytes: int, node: int) -> Array:
-    """Return memory like that of `pages`, bound to a NUMA node.  Raises OSError."""
+    """Return memory like that of `pages`, bound to a NUMA node.
+
+    Raises OSError, with ENOSPC where the node has no room: memory that is bound to a full
+    node is not refused by the kernel, which ends a process instead when it is touched.
+    """
+    free = node_free_bytes(node)
+    if free is not None and round_up(nbytes) > free:
+        raise OSError(errno.ENOSPC, f"memory node {node} has {free} bytes left, not {nbytes}")
     array = pages(nbytes, touch=False)
     failed = native.library().ms_bind(array.ctypes.data, array.nbytes, node)
     if failed:

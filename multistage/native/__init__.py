@@ -94,6 +94,8 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     ]
     library.ms_bind.restype = _INT64
     library.ms_bind.argtypes = [_BYTES, _INT64, _INT64]
+    library.ms_nodes_wanted.restype = _INT64
+    library.ms_nodes_wanted.argtypes = [_ARRAY, _INT64]
     library.ms_io_len.restype = _INT64
     library.ms_io_len.argtypes = []
     library.ms_io_start.restype = _INT64
@@ -216,6 +218,14 @@ def held_library() -> ctypes.PyDLL:
     """Return the functions of the C core that are called with the interpreter lock held."""
     assert HELD is not None
     return HELD
+
+
+def nodes_wanted() -> list[int]:
+    """Return the memory nodes this thread is bound to or prefers; none without the C core."""
+    if LIBRARY is None:
+        return []
+    nodes = (_INT64 * 1024)()
+    return nodes[: LIBRARY.ms_nodes_wanted(nodes, len(nodes))]
 
 
 def revolve_codes(start: int, stop: int, slots: int, keep_first: bool) -> Iterator[list[int]]:
