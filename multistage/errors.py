@@ -1,10 +1,55 @@
 """Every error and warning multistage raises, in one tree.
 
-A message states the rule that was broken, the values seen and the remedy.
+A message states the rule that was broken, the values seen and the remedy.  Values
+include the names of tiers, which are URLs: whatever may be a secret in one is left
+out of every message, in the one place that all of them pass.
 """
 
+from __future__ import annotations
 
-class MultistageError(Exception):
+import re
+
+# Options of a tier that are never secret; the values of all others are.
+OPTIONS = frozenset(
+    {"engine", "capacity", "buffers", "queue", "connections", "compress", "tolerance", "endpoint"}
+)
+_USER = re.compile(r"(?i)\b(?!file:///)([a-z][a-z0-9+.-]*)(://|%3a%2f%2f)[^>\n]*(@|%40)")
+_URL = re.compile(r"""(?i)\b[a-z][a-z0-9+.-]*:[^\s'">]+""")
+_OPTION = re.compile(r"([?&])([^=&?]+)(=?)([^&?]*)")
+
+
+def redacted(text: str) -> str:
+    """Return text with the secrets of the URLs in it replaced by `***`.
+
+    Users and passwords before a host, percent-encoded ones too, and the values of all
+    options but those that tiers are known to take.  Paths of files are left alone.
+
+    Examples
+    --------
+    >>> redacted("tier 's3://me:pa/ss@bucket/run?secret=abc&capacity=1GiB' is not known")
+    "tier 's3://***@bucket/run?secret=***&capacity=1GiB' is not known"
+    """
+    if ":" not in text:
+        return text
+    text = _USER.sub(r"\1\2***\3", text)
+    return _URL.sub(lambda url: _OPTION.sub(_option, url[0]), text)
+
+
+def _option(found: re.Match[str]) -> str:
+    mark, name, equals, _ = found.groups()
+    if name.lower() in OPTIONS:
+        return found[0]
+    return f"{mark}{name}=***" if equals else f"{mark}***"
+
+
+class _Redacted(Exception):
+    """An exception whose messages hold no secrets."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redacted(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+class MultistageError(_Redacted):
     """Base of every error raised by multistage."""
 
 
@@ -63,9 +108,9 @@ class ShotError(MultistageError):
         return f"shot {self.shot} failed: {self.args[1]}"
 
 
-class CheckpointWarning(UserWarning):
+class CheckpointWarning(_Redacted, UserWarning):
     """A checkpoint was refused or lost; the run goes on and recomputes it."""
 
 
-class SlowWarning(UserWarning):
+class SlowWarning(_Redacted, UserWarning):
     """The C core is not there, and slower Python works in its place; results are the same."""

@@ -9,7 +9,7 @@ adjoint to forward step, has drifted.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -19,7 +19,7 @@ from typing import Any, Generic, NoReturn, Self, SupportsIndex, TypeVar
 from .actions import Schedule
 from .backends.base import Store, StoreStats
 from .backends.streamed import StreamedStore
-from .backends.urls import open_store
+from .backends.urls import Tiers, open_store, tier_names
 from .chain import Chain, FunctionChain
 from .compressing import choose_compression
 from .costs import Budget, Costs
@@ -64,7 +64,7 @@ class Reversal(Generic[State, Adjoint]):
     budget : Budget, int or str, optional
         Fast memory for checkpoints: bytes, `"512 MiB"` or `"32 slots"`.
         Default: a quarter of the memory that is free.
-    tier : str, Store or a sequence of them, optional
+    tier : str, Path, Store or a sequence of them, optional
         Slow tiers, fastest first: `"file:///scratch"`, `"memory:"`,
         `"s3://bucket/run"` or a store; a cascade of two,
         `"file:///scratch?capacity=10GiB > s3://bucket/run"`, is one tier.
@@ -129,7 +129,7 @@ class Reversal(Generic[State, Adjoint]):
         *,
         tape_step: Callable[[State, int], tuple[State, object]] | None = None,
         budget: Budget | int | str | None = None,
-        tier: str | Store | Sequence[str | Store] | None = None,
+        tier: Tiers | None = None,
         planner: str | Plan | Planner = "auto",
         costs: Costs | None = None,
         checked: bool = False,
@@ -591,12 +591,8 @@ def _durable_alone(tier: object, states: object) -> None:
         raise ArgumentError("durable= takes states that are pytrees of NumPy arrays, not states=")
 
 
-def _stores(tier: str | Store | Sequence[str | Store] | None) -> tuple[Store, ...]:
-    if tier is None:
-        return ()
-    if isinstance(tier, Sequence) and not isinstance(tier, str):
-        return tuple(open_store(each) for each in tier)
-    return (open_store(tier),)
+def _stores(tier: Tiers | None) -> tuple[Store, ...]:
+    return tuple(open_store(each) for each in tier_names(tier))
 
 
 def drifted(assumed: Costs, seen: Costs) -> bool:
@@ -622,7 +618,7 @@ def reverse(
     *,
     tape_step: Callable[[State, int], tuple[State, object]] | None = None,
     budget: Budget | int | str | None = None,
-    tier: str | Store | Sequence[str | Store] | None = None,
+    tier: Tiers | None = None,
     planner: str | Plan | Planner = "auto",
     costs: Costs | None = None,
     progress: bool | None = None,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, CheckpointWarning, StoreError
+from ..errors import ArgumentError, CheckpointWarning, StoreError, redacted
 from ..layout import Array, Layout
 from .arena import round_up
 from .medium import Medium
@@ -89,11 +89,12 @@ class RemoteStore(StreamedStore):
             raise ArgumentError(f"url={url!r} must be one of fsspec's, as in s3://bucket/prefix")
         if protocol in _BUCKETS and not path.strip("/"):
             raise ArgumentError(f"url={url!r} must name a bucket, as in {protocol}://bucket/prefix")
-        if "@" in path.partition("/")[0]:
-            raise ArgumentError(
-                f"a {protocol} url must not hold credentials; set them in the environment or in "
-                "fsspec's configuration"
-            )
+        for address in (url, str((options or {}).get("endpoint_url", ""))):
+            if _has_credentials(address):
+                raise ArgumentError(
+                    f"the address of a {protocol} tier must not hold credentials; set them in the "
+                    "environment or in fsspec's configuration"
+                )
         if connections is not None and connections < 1:
             raise ArgumentError(f"connections={connections} must be at least 1")
         super().__init__(
@@ -128,7 +129,9 @@ class RemoteStore(StreamedStore):
         try:
             _try_out(filesystem, root, self.name)
         except Exception as error:
-            raise StoreError(f"tier {self.url!r} cannot be used: {_remedy(error)}") from error
+            raise StoreError(
+                f"tier {self.url!r} cannot be used: {_remedy(error)}"
+            ) from _without_secrets(error)
         return RemoteObjects(filesystem, root, connections)
 
 
@@ -249,9 +252,11 @@ def _filesystem(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
     except ValueError as error:
         raise StoreError(
             f"tier {url!r} cannot be used: {error}; name a protocol that fsspec knows"
-        ) from error
+        ) from _without_secrets(error)
     except Exception as error:
-        raise StoreError(f"tier {url!r} cannot be used: {_remedy(error)}") from error
+        raise StoreError(f"tier {url!r} cannot be used: {_remedy(error)}") from _without_secrets(
+            error
+        )
     return filesystem, root
 
 
@@ -264,6 +269,17 @@ def _try_out(filesystem: Any, root: str, protocol: str) -> None:
     if filesystem.cat_file(path, start=0, end=len(content)) != content:
         raise OSError(errno.EIO, "an object does not hold what was written to it")
     filesystem.rm_file(path)
+
+
+def _has_credentials(address: str) -> bool:
+    """Whether a URL names a user, with or without a password (which may hold slashes)."""
+    user, at, _ = address.partition("://")[2].rpartition("@")
+    return bool(at) and (":" in user or "/" not in user)
+
+
+def _without_secrets(error: Exception) -> Exception | None:
+    """Return an error as the cause of another, or None if its own message would tell a secret."""
+    return error if redacted(str(error)) == str(error) else None
 
 
 def _remedy(error: Exception) -> str:

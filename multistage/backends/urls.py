@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ..costs import parse_bytes
-from ..errors import ArgumentError
+from ..errors import OPTIONS, ArgumentError, redacted
 from .base import Store
 from .cascade import CascadeStore
 from .compressed import CompressedStore
@@ -24,12 +27,39 @@ _KNOWN = (
 _REMOTE = ("s3", "s3a", "gs", "gcs", "az", "abfs")
 
 
-def open_store(tier: str | Store) -> Store:
+TierName: TypeAlias = str | os.PathLike[str] | Store
+Tiers: TypeAlias = TierName | Sequence[TierName]
+
+
+def tier_names(tiers: Tiers | None) -> tuple[TierName, ...]:
+    """Return the tiers that were given as one or several, none or a sequence.
+
+    Raises
+    ------
+    ArgumentError
+        If they are neither.
+
+    Examples
+    --------
+    >>> tier_names("memory:"), tier_names(["memory:", "file:."]), tier_names(None)
+    (('memory:',), ('memory:', 'file:.'), ())
+    """
+    if tiers is None:
+        return ()
+    if isinstance(tiers, str | os.PathLike):
+        return (tiers,)
+    if isinstance(tiers, Iterable) and not isinstance(tiers, bytes):
+        return tuple(tiers)
+    return (tiers,)  # `open_store` says so if it is none
+
+
+def open_store(tier: TierName) -> Store:
     """Return the store a string names; a store is returned as it is.
 
     Parameters
     ----------
-    tier : str or Store
+    tier : str, Path or Store
+        A path is a folder, as `file:` and its name are; or
         `file:///scratch` or `file:relative/folder`, with options `engine`
         (auto, native, direct, aiofiles), `capacity` and `buffers` (sizes) and
         `queue`; `memory:` or `memory:1GiB`, with the same sizes; `numa:1`, the
@@ -52,17 +82,38 @@ def open_store(tier: str | Store) -> Store:
     >>> open_store("memory:64MiB > file:///scratch?capacity=10GiB").name
     'memory>file'
     """
+    if isinstance(tier, os.PathLike):
+        return FileStore(os.fsdecode(tier))
     if not isinstance(tier, str):
+        if not hasattr(tier, "put"):
+            raise ArgumentError(f"tier={tier!r} must be a string, a path or a store")
         return tier
     if ">" in tier:
         return _cascade(tier)
     return _store(tier)
 
 
+def told(tier: str) -> str:
+    """Return a tier as messages name it, without the values of options that may be secret.
+
+    Examples
+    --------
+    >>> told("s3://bucket?secret=4711&capacity=1GiB")
+    "'s3://bucket?secret=***&capacity=1GiB'"
+    """
+    place, mark, text = tier.partition("?")
+    options = [each.partition("=") for each in text.split("&")] if mark else []
+    kept = []
+    for name, equals, value in options:
+        secret = name not in OPTIONS or not equals
+        kept.append(f"{name}={'***' if secret else value}" if equals else "***")
+    return repr(redacted(place + mark + "&".join(kept)))
+
+
 def _cascade(tier: str) -> CascadeStore:
     names = [name.strip() for name in tier.split(">")]
     if not all(names):
-        raise ArgumentError(f"tier {tier!r} must name a tier on both sides of '>'")
+        raise ArgumentError(f"tier {told(tier)} must name a tier on both sides of '>'")
     levels = [_store(name) for name in names]
     found = levels.pop()
     while levels:
@@ -72,16 +123,19 @@ def _cascade(tier: str) -> CascadeStore:
 
 
 def _store(tier: str) -> StreamedStore:
+    shown = told(tier)
     try:
         parts = urlsplit(tier)
-    except ValueError as error:
-        raise ArgumentError(f"tier {tier!r} is no URL: {error}") from error
+    except ValueError:  # whose message may hold a password
+        raise ArgumentError(f"tier {shown} is not a valid URL") from None
     if parts.fragment:
-        raise ArgumentError(f"tier {tier!r}: write '#' in a path as %23")
+        raise ArgumentError(f"tier {shown}: write '#' in a path as %23")
+    if not all("=" in option for option in parts.query.split("&") if option):
+        raise ArgumentError(f"tier {shown}: write options as name=value")
     options: dict[str, str] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name in options:
-            raise ArgumentError(f"tier {tier!r} gives {name!r} twice; keep one")
+            raise ArgumentError(f"tier {shown} gives {name!r} twice; keep one")
         options[name] = value
     capacity = options.pop("capacity", None)
     capacity_bytes = None if capacity is None else parse_bytes(capacity)
@@ -89,11 +143,11 @@ def _store(tier: str) -> StreamedStore:
     buffer_bytes = parse_bytes(options.pop("buffers", "64MiB" if remote else "8MiB"))
     queue = options.pop("queue", "2")
     if not queue.isdecimal():
-        raise ArgumentError(f"tier {tier!r}: queue={queue!r} must be a whole number")
+        raise ArgumentError(f"tier {shown}: queue={queue!r} must be a whole number")
     store: StreamedStore
     if parts.scheme == "file":
         if parts.netloc or not parts.path:
-            raise ArgumentError(f"tier {tier!r} must name a folder, as in file:///scratch")
+            raise ArgumentError(f"tier {shown} must name a folder, as in file:///scratch")
         engine = options.pop("engine", "auto")
         store = FileStore(
             unquote(parts.path),
@@ -104,24 +158,22 @@ def _store(tier: str) -> StreamedStore:
         )
     elif parts.scheme == "memory":
         if parts.netloc:
-            raise ArgumentError(f"tier {tier!r} must be written as in memory:{parts.netloc}")
+            raise ArgumentError(f"tier {shown} must be written as in memory:{parts.netloc}")
         if parts.path.strip("/"):
             if capacity is not None:
-                raise ArgumentError(f"tier {tier!r} gives its capacity twice; keep one")
+                raise ArgumentError(f"tier {shown} gives its capacity twice; keep one")
             capacity_bytes = parse_bytes(parts.path.strip("/"))
         store = MemoryStore(capacity_bytes, buffer_bytes=buffer_bytes, queue_depth=int(queue))
     elif parts.scheme == "numa":
         if not parts.path.isdecimal():
-            raise ArgumentError(f"tier {tier!r} must name a node, as in numa:1")
+            raise ArgumentError(f"tier {shown} must name a node, as in numa:1")
         store = NumaStore(
             int(parts.path), capacity_bytes, buffer_bytes=buffer_bytes, queue_depth=int(queue)
         )
     elif remote:
         connections = options.pop("connections", None)
         if connections is not None and not connections.isdecimal():
-            raise ArgumentError(
-                f"tier {tier!r}: connections={connections!r} must be a whole number"
-            )
+            raise ArgumentError(f"tier {shown}: connections={connections!r} must be a whole number")
         url = f"{parts.scheme}://{unquote(parts.netloc + parts.path)}"
         if parts.scheme == "fsspec":
             url = unquote(parts.path)
@@ -134,17 +186,25 @@ def _store(tier: str) -> StreamedStore:
             queue_depth=int(queue),
             connections=None if connections is None else int(connections),
         )
+    elif parts.scheme == "pinned":
+        raise ArgumentError(
+            f"tier {shown} is for PyTorch alone: unroll() and offload() of multistage.torch take "
+            "it; here write 'memory:' or 'file:///folder'"
+        )
+    elif not parts.scheme and tier.startswith(("/", ".", "~")) and "@" not in tier:
+        raise ArgumentError(f"tier {shown} has no scheme; for a folder write 'file:{tier}'")
     else:
-        raise ArgumentError(f"tier {tier!r} is not known; write {_KNOWN}")
+        raise ArgumentError(f"tier {shown} is not known; write {_KNOWN}")
     compress, tolerance = options.pop("compress", None), options.pop("tolerance", None)
     if options:
-        raise ArgumentError(f"tier {tier!r} has unknown option {next(iter(options))!r}; {_KNOWN}")
+        name = next(iter(options))
+        raise ArgumentError(f"tier {shown} has unknown option {name!r}; {_KNOWN}")
     if compress is None:
         if tolerance is not None:
-            raise ArgumentError(f"tier {tier!r}: tolerance goes with compress=zfp")
+            raise ArgumentError(f"tier {shown}: tolerance goes with compress=zfp")
         return store
     try:
         bound = None if tolerance is None else float(tolerance)
     except ValueError:
-        raise ArgumentError(f"tier {tier!r}: tolerance={tolerance!r} must be a number") from None
+        raise ArgumentError(f"tier {shown}: tolerance={tolerance!r} must be a number") from None
     return CompressedStore(store, compress, tolerance=bound)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from tabulate import tabulate
 
 from ..backends.urls import open_store
 from ..costs import Budget, Costs, format_bytes, format_seconds
-from ..errors import ArgumentError
+from ..errors import ArgumentError, redacted
 from ..layout import Array, Layout
 from ..limits import free_bytes
 from ..plan import PLANNERS, Plan
@@ -153,7 +153,8 @@ def _differentiate(
     gradient = model.gradient(adjoint)
 
     say("\n== Predicted and measured")
-    say(f"misfit {misfit:.6g}; {gradient.size:,} derivatives; slow tier {args.tier or 'file'}\n")
+    slow = redacted(args.tier or "file")
+    say(f"misfit {misfit:.6g}; {gradient.size:,} derivatives; slow tier {slow}\n")
     say(str(report))
     if before is not None and peak is not None:
         whole = format_bytes(model.n_steps * costs.state_bytes)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends.base import CheckpointLost, Store
+from ..backends.urls import Tiers, tier_names
 from ..costs import parse_bytes
 from ..errors import ArgumentError, MultistageError
 from ..layout import Layout
@@ -59,7 +60,7 @@ class OffloadStats:
 
 @contextmanager
 def offload(
-    tiers: str | Store | Sequence[str | Store],
+    tiers: Tiers,
     *,
     min_bytes: int | str = "1 MiB",
     ahead: int = 4,
@@ -107,7 +108,7 @@ def offload(
     >>> stats.moved
     4
     """
-    names = (tiers,) if isinstance(tiers, str) or hasattr(tiers, "put") else tuple(tiers)
+    names = tier_names(tiers)
     if not names:
         raise ArgumentError("offload needs a tier, as in offload('pinned:8GiB')")
     if ahead < 0:
@@ -116,9 +117,9 @@ def offload(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = the_device(torch.device(device))
     least = parse_bytes(min_bytes)
-    give_back = take(names)  # type: ignore[arg-type]
+    give_back = take(names)
     try:
-        store = open_tiers(names, place)  # type: ignore[arg-type]
+        store = open_tiers(names, place)
         assert store is not None
         shelf = _Shelf(store, place, least, ahead, stays, give_back)
     except BaseException:

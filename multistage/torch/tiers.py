@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
 from ..backends.base import Store
-from ..backends.urls import open_store
+from ..backends.urls import TierName, open_store, told
 from ..costs import parse_bytes
 from ..errors import ArgumentError
 from .pinned import PinnedStore
@@ -21,7 +22,7 @@ _BETWEEN_BYTES = 256 << 20
 _taken: dict[int, Store] = {}
 
 
-def take(tiers: Sequence[str | Store]) -> Callable[[], None]:
+def take(tiers: Sequence[TierName]) -> Callable[[], None]:
     """Take stores for oneself; return what gives them back.
 
     Two computations in one store would overwrite each other's states.
@@ -31,7 +32,7 @@ def take(tiers: Sequence[str | Store]) -> Callable[[], None]:
     ArgumentError
         If one is taken.
     """
-    stores = [tier for tier in tiers if not isinstance(tier, str)]
+    stores = [tier for tier in tiers if not isinstance(tier, str | os.PathLike)]
     for store in stores:
         if id(store) in _taken:
             raise ArgumentError(
@@ -66,7 +67,7 @@ def end(close: Callable[[], None], give_back: Callable[[], None]) -> None:
         both()
 
 
-def open_tiers(tiers: Sequence[str | Store], device: torch.device) -> Store | None:
+def open_tiers(tiers: Sequence[TierName], device: torch.device) -> Store | None:
     """Return the store that some tiers make for states on a device, None for no tier.
 
     Parameters
@@ -100,8 +101,9 @@ def open_tiers(tiers: Sequence[str | Store], device: torch.device) -> Store | No
         size = str(found.pop(0)).partition(":")[2].strip("/")
         capacity = parse_bytes(size) if size else None
     if len(found) > 1:
+        names = ", ".join(told(str(tier)) for tier in tiers)
         raise ArgumentError(
-            f"tiers {tuple(tiers)!r} do not go together; give one, or pinned: and one below it"
+            f"tiers {names} do not go together; give one, or pinned: and one below it"
         )
     below = open_store(found[0]) if found else None
     if pinned:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..backends.base import Store
+from ..backends.urls import TierName, Tiers, tier_names
 from ..costs import Tier, parse_bytes
 from ..errors import ArgumentError, BudgetError, MultistageError
 from ..execute import Executor
@@ -74,7 +75,7 @@ def unroll(
     *,
     steps: int | None = None,
     memory: int | str | float | None = None,
-    tiers: str | Store | Sequence[str | Store] = (),
+    tiers: Tiers = (),
     chunk: int | None = None,
     fused: bool = False,
     outputs: Any = "stack",
@@ -179,7 +180,7 @@ def unroll(
         raise ArgumentError(f"chunk={chunk!r} must be an int, at least 1")
     known = Cell(cell, fused)
     sequence = Inputs(inputs, steps)
-    settings = _Settings(memory, _as_tiers(tiers), chunk, strategy, progress)
+    settings = _Settings(memory, tier_names(tiers), chunk, strategy, progress)
     leaves = pytree.tree_leaves(state)
     own = () if known.module is None else known.module.parameters()
     drawn_from = random_devices([*tensors_of(state), *own])
@@ -252,14 +253,10 @@ def _run(
 @dataclass(frozen=True, slots=True)
 class _Settings:
     memory: int | str | float | None
-    tiers: tuple[str | Store, ...]
+    tiers: tuple[TierName, ...]
     chunk: int | None
     strategy: Strategy
     progress: bool | None
-
-
-def _as_tiers(tiers: Any) -> tuple[str | Store, ...]:
-    return (tiers,) if isinstance(tiers, str) or hasattr(tiers, "put") else tuple(tiers)
 
 
 def _results(facts: Facts, values: Sequence[Tensor | None]) -> tuple[Tensor | None, Any]:

@@ -51,11 +51,25 @@ def test_a_store_is_itself() -> None:
     assert open_store(store) is store
 
 
+def test_a_path_is_a_folder(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "a ? # > folder")
+    assert isinstance(store, FileStore)
+    assert store.folder == tmp_path / "a ? # > folder"
+
+
+@pytest.mark.parametrize("what", [7, 1.5, b"file:.", object()])
+def test_what_is_no_tier(what: object) -> None:
+    with pytest.raises(ArgumentError, match="must be a string, a path or a store"):
+        open_store(what)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "is not known; write file:"),
-        ("/scratch", "is not known"),
+        ("/scratch", "has no scheme; for a folder write 'file:/scratch'"),
+        ("pinned:1GiB", "is for PyTorch alone: unroll"),
+        ("file:///x?fast", "write options as name=value"),
         ("ftp://host/folder", "is not known"),
         ("file:", "must name a folder, as in file:///scratch"),
         ("file://host/scratch", "must name a folder"),
@@ -72,7 +86,7 @@ def test_a_store_is_itself() -> None:
         ("memory:1GiB?capacity=2GiB", "twice"),
         ("file:///x?capacity=1GiB&capacity=2GiB", "'capacity' twice"),
         ("file:///runs#2", "%23"),
-        ("file://[no address]/x", "is no URL"),
+        ("file://[no address]/x", "is not a valid URL"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, message: str) -> None:

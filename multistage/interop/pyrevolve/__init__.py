@@ -36,12 +36,13 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+from ...backends.urls import Tiers
 from ...costs import Budget, Costs
 from ...errors import ArgumentError
 from ...plan import Plan, Planner
 from . import compression, crevolve, profiling, schedulers, storage
 from .base import BaseRevolver as BaseRevolver
-from .base import Tiers, set_defaults
+from .base import set_defaults
 from .crevolve import Action as Action
 from .crevolve import CRevolve as CRevolve
 from .crevolve import RevolveError as RevolveError

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ...actions import Answer, Await, Get, Put, Save
-from ...backends import Store
+from ...backends.urls import Tiers
 from ...costs import NOT_KEPT, Budget, Costs, Tier
 from ...errors import ArgumentError
 from ...plan import Plan, Planner
@@ -23,7 +23,6 @@ from .storage import Storage
 # States in memory on their way to or from a disk: two each way.
 TRANSIT = 4
 
-Tiers = str | Store | Sequence[str | Store]
 
 # What `install` gave for revolvers whose maker leaves the memory open.
 defaults: dict[str, Any] = {}

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ...backends.urls import Tiers
 from ...costs import Budget, Costs
 from ...errors import ArgumentError
 from ...plan import PLANNERS, Plan, Planner
 from ...plan.base import sealing
 from ...plan.levels import Level
-from .base import TRANSIT, BaseRevolver, Tiers, defaults
+from .base import TRANSIT, BaseRevolver, defaults
 from .compression import init_compression
 from .crevolve import adjust
 from .operators import Compression
