@@ -12,6 +12,7 @@ import platform
 import re
 import socket
 import subprocess
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import psutil
 
 from multistage import native
+from multistage.backends.nodes import memory_nodes
 from multistage.limits import free_bytes
 
 PACKAGES = (
@@ -102,21 +104,8 @@ def memory(root: Path = Path("/")) -> dict[str, Any]:
 
 def nodes(root: Path = Path("/")) -> list[dict[str, Any]]:
     """Return the memory nodes: a node without processors is MCDRAM, HBM or CXL memory."""
-    found = []
-    for folder in sorted(
-        (root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda p: int(p.name[4:])
-    ):
-        sizes = dict(re.findall(r"(MemTotal|MemFree):\s+(\d+) kB", _text(folder / "meminfo")))
-        found.append(
-            {
-                "node": int(folder.name[4:]),
-                "cpus": _text(folder / "cpulist").strip(),
-                "total_bytes": int(sizes.get("MemTotal", 0)) * 1024,
-                "free_bytes": int(sizes.get("MemFree", 0)) * 1024,
-                "distances": [int(x) for x in _text(folder / "distance").split()],
-            }
-        )
-    return found
+    found = memory_nodes(root, measure=root == Path("/"))
+    return [{**asdict(node), "distances": list(node.distances)} for node in found]
 
 
 def gpus() -> list[dict[str, str]]:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks._common import child
 from benchmarks.all import load_average, run, write
@@ -45,6 +46,8 @@ FORMAT = "multistage-node-1"
 SIZES = (64 << 10, 1 << 20, 16 << 20)
 # Beside compute: states of this size, so many of them.
 BESIDE_BYTES, BESIDE_COUNT = 8 << 20, 16
+# Above this share of all processors a machine is told to be busy.
+BUSY = 0.1
 
 
 def tiers(scratch: Path, nodes: Sequence[int]) -> dict[str, str]:
@@ -133,6 +136,11 @@ def beside(tier: str, count: int = BESIDE_COUNT) -> dict[str, float]:
             wall = timed(phase, work.run)
             found.append((computing + moving - wall) / min(computing, moving))
     return {phase: statistics.median(found) for phase, found in samples.items()}
+
+
+def busy_share(seconds: float = 1.0) -> float:
+    """Return the share of all processors' time that others take, over some seconds."""
+    return float(psutil.cpu_percent(interval=seconds)) / 100
 
 
 def copy_rate(nbytes: int = 256 << 20) -> float:
@@ -274,9 +282,16 @@ def measure(scratch: Path, full: bool, folder: Path, benchmarks: bool) -> dict[s
     data: dict[str, Any] = {
         "format": FORMAT,
         "mode": "full" if full else "quick",
+        "busy_before": busy_share(),  # first: all that follows makes the machine busy
         "facts": facts(scratch),
         "load_before": load_average(),
     }
+    if data["busy_before"] > BUSY:
+        data["warning"] = (
+            f"the machine was busy: {100 * data['busy_before']:.0f} % of its processors before "
+            "anything was measured; rates are too low and scatter. Run it again when it is idle"
+        )
+        print(f"bench-node: warning: {data['warning']}.", file=sys.stderr, flush=True)
     seconds = 3.0 if full else 0.6
     data["tiers"] = _tiers(scratch, data["facts"]["nodes"], seconds, full)
     data["copy_bytes_per_s"] = copy_rate()

@@ -10,6 +10,48 @@ from benchmarks.catalog import CATALOG
 from benchmarks.page import Raw, badge, document, picture, table, tiles
 from multistage.costs import format_bytes, format_seconds
 
+KEYS = {
+    "format": "version of this file's layout",
+    "mode": "quick, or full with --full",
+    "names": "host, user and folder; only with --names",
+    "busy_before": "share of all processors that other work took before anything was measured",
+    "warning": "why the figures are not to be trusted, if so",
+    "load_before, load_after": "load of the last 1, 5 and 15 minutes; afterwards mostly our own",
+    "seconds": "how long all of it, or one benchmark, took",
+    "facts": "the machine: processor, memory, memory nodes, GPUs, disks, filesystems, versions",
+    "facts.nodes": "memory nodes; cpus is empty for memory alone (MCDRAM, HBM, CXL); measured "
+    "tells whether the bandwidth was measured by copying or told by the firmware",
+    "copy_bytes_per_s": "bytes that one thread of NumPy copies per second",
+    "tiers": "what each slow tier does: memory, node K (memory node), shared memory (/dev/shm), "
+    "scratch with each engine, pinned (beside a GPU)",
+    "sizes": "one entry for each state size that was tried",
+    "state_bytes, state": "size of one state",
+    "write_s, read_s (T_W, T_R)": "seconds to write, read one state, one after the other at full "
+    "speed",
+    "write_bytes_per_s, read_bytes_per_s (write, read)": "the same as a rate",
+    "write_overhead_s, read_overhead_s (put, get)": "seconds that the computing thread itself "
+    "spends per state written, read",
+    "capacity_states": "states the tier holds; null if unbounded",
+    "queue_depth": "writes that may wait or be under way before an offer is refused",
+    "hidden": "share of transfers of 8 MiB that passes behind compute of equal length, 1 at best; "
+    "forward while writing, reverse while reading back",
+    "plans": "predictions for typical problems",
+    "name, tier": "the problem; the tier its states go to (none: fast memory alone)",
+    "steps, slots, step_s (T_A)": "steps of the problem, states that fit fast memory, seconds of a "
+    "forward step",
+    "planner": "the schedule with the shortest prediction",
+    "rho (T_W / T_A)": "seconds to write a state over seconds of a step: every rho-th state can be "
+    "streamed",
+    "makespan_s": "seconds from the first step to the last adjoint",
+    "recompute_factor": "forward steps run, recomputed ones included, over steps",
+    "gap (above the bound)": "how far the makespan lies above a lower bound for any schedule",
+    "revolve_over (Revolve over it)": "makespan of Revolve, without a tier, over this one's",
+    "benchmarks": "short benchmarks: ratios, or why one failed or was skipped",
+    "status, reason, warnings, output": "done, failed or skipped; why; what was warned of; the "
+    "end of what a failed benchmark printed",
+    "left_out, machine, seed": "of a benchmark: what --quick leaves out, where it ran, its seed",
+}
+
 
 def node_page(data: dict[str, Any], folder: Path) -> str:
     """Return the page of a node."""
@@ -21,6 +63,7 @@ def node_page(data: dict[str, Any], folder: Path) -> str:
         f"<h1>{_text(title)}</h1>",
         f"<p class='quiet'>--{data['mode']}, {data['seconds']:.0f} s; load before {load}; "
         f"{_text(about['system'])}; C core {'there' if about['c_core'] else 'not built'}</p>",
+        f"<p><strong>Warning: {_text(data['warning'])}.</strong></p>" if "warning" in data else "",
         tiles(
             [
                 (cpu["threads"], f"threads, {cpu['cores']} cores"),
@@ -68,6 +111,12 @@ def node_page(data: dict[str, Any], folder: Path) -> str:
         if record["status"] == "done":
             parts.append(picture(folder / f"{name}.png", titles[name]))
             parts.append(table(("ratio", "value"), record["ratios"].items(), narrow=True))
+    parts += [
+        "<h2>What the keys mean</h2><p class='quiet'>Of node.json, and of the columns above. A "
+        "benchmark's ratios are explained in its own file, as in <code>python -m "
+        "benchmarks.overlap --help</code>.</p>",
+        table(("key", "meaning"), KEYS.items()),
+    ]
     return document(title, "".join(parts))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,7 +18,7 @@ from tabulate import tabulate
 from . import __version__
 from .costs import Costs, Tier, format_bytes, format_seconds, parse_bytes
 from .demos.watching import add_progress, shown
-from .errors import ArgumentError, MultistageError
+from .errors import ArgumentError, MultistageError, redacted
 from .plan import PLANNERS, RANKED, Plan, plan
 from .plan.heterogeneous import STRATEGIES, ChainPlan, memory_curve, plan_chain
 from .stages import StageCosts
@@ -67,12 +69,19 @@ def _parser() -> argparse.ArgumentParser:
 
     probe = commands.add_parser(
         "probe",
-        help="measure what a folder can do as a slow tier",
-        description="Write and read states in a folder, with every engine, and show what it costs.",
+        help="measure what a folder or another tier can do; list memory nodes",
+        description="Write and read states in a tier, a folder with every engine, and show what "
+        "it costs. Without a tier: list the memory nodes (MCDRAM, HBM, CXL, sockets), and "
+        "propose where to compute and which tier to use.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n  multistage probe /scratch --sizes 64KiB,1MiB,16MiB",
+        epilog="examples:\n  multistage probe\n"
+        "  multistage probe /scratch --sizes 64KiB,1MiB,16MiB\n"
+        "  multistage probe 'file:///scratch?engine=direct'\n"
+        "  multistage probe numa:1",
     )
-    probe.add_argument("path", type=Path, help="an existing folder on the disk in question")
+    probe.add_argument(
+        "tier", nargs="?", help="a folder, or a tier as programs name it: file:///scratch, numa:1"
+    )
     probe.add_argument("--sizes", default="64KiB,1MiB,16MiB", help="state sizes (64KiB,1MiB,16MiB)")
     probe.add_argument("--json", action="store_true", help="print only JSON")
     add_progress(probe)
@@ -258,7 +267,7 @@ def _costs(args: argparse.Namespace) -> Costs:
 def _plan_chain(args: argparse.Namespace) -> int:
     costs = StageCosts.load(args.chain)
     memory = args.memory
-    if memory is not None and re.fullmatch(r"[01]?\.\d*", memory):
+    if memory is not None and re.fullmatch(r"[01]?\.\d+|[01]\.", memory):
         memory = float(memory)
     if args.curve:
         kind: Any = args.strategy
@@ -308,6 +317,8 @@ def _say_written(args: argparse.Namespace, *paths: Path | None) -> None:
 def _plan(args: argparse.Namespace) -> int:
     if args.chain is not None:
         return _plan_chain(args)
+    if args.memory is not None:
+        raise ArgumentError("--memory goes with --chain; the memory of uniform steps is --budget")
     made = plan(_costs(args), args.budget, args.steps, args.planner, progress=shown(args))
     if args.curve:
         from .plan.trade_off import trade_off
@@ -397,13 +408,17 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _probe(args: argparse.Namespace) -> int:
-    from .probe import probe_path
+    from .probe import probe_tier
 
+    if args.tier is None:
+        return _probe_nodes(args)
+    is_tier = re.match(r"[a-z][a-z0-9+.-]*:", args.tier) and not Path(args.tier).exists()
+    tier = args.tier if is_tier else Path(args.tier)
     sizes = [parse_bytes(size) for size in args.sizes.split(",")]
     for size in sizes:
         if size < 1:
             raise ArgumentError(f"state size {size} must be at least one byte")
-    rows = probe_path(args.path, sizes, progress=shown(args))
+    rows = probe_tier(tier, sizes, progress=shown(args))
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return 0
@@ -422,10 +437,46 @@ def _probe(args: argparse.Namespace) -> int:
     print(tabulate(table, headers="keys", disable_numparse=True, stralign="right"))
     print(
         "\nround trip: one state put and read back, small ones from the buffer they wait in.\n"
-        "put and get costs: what the computing thread spends per state.\n"
-        "aiofiles reads may come from the page cache; direct reads come from the disk\n"
-        "where the filesystem takes O_DIRECT."
+        "put and get costs: what the computing thread spends per state."
     )
+    if any(row.engine == "aiofiles" for row in rows):
+        print(
+            "aiofiles reads may come from the page cache; reads of the other engines come from\n"
+            "the disk where the filesystem takes O_DIRECT."
+        )
+    return 0
+
+
+def _probe_nodes(args: argparse.Namespace) -> int:
+    from .backends.nodes import advice, fast_node, memory_nodes
+
+    nodes = memory_nodes(measure=True)
+    fast = fast_node(nodes)
+    if args.json:
+        rows = [{**asdict(node), "fast": node is fast} for node in nodes]
+        print(json.dumps({"nodes": rows, "advice": advice(nodes)}, indent=2))
+        return 0
+    table = [
+        {
+            "node": f"{node.node}{' (fast)' if node is fast else ''}",
+            "processors": node.cpus or "none: memory alone",
+            "memory": format_bytes(node.total_bytes),
+            "free": format_bytes(node.free_bytes),
+            "bandwidth": "not known"
+            if node.bandwidth_bytes_per_s is None
+            else f"{format_bytes(node.bandwidth_bytes_per_s)}/s",
+            "known from": "copying"
+            if node.measured
+            else "firmware"
+            if node.bandwidth_bytes_per_s
+            else "",
+            "distances": " ".join(map(str, node.distances)),
+        }
+        for node in nodes
+    ]
+    if table:
+        print(tabulate(table, headers="keys", disable_numparse=True, stralign="right"), end="\n\n")
+    print("\n".join(advice(nodes)))
     return 0
 
 
@@ -447,13 +498,20 @@ def _clean(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status.
 
-    0 on success, 2 for bad input, 130 after Ctrl-C.
+    0 on success, 2 for bad input, 130 after Ctrl-C, 141 where the reader of a pipe has gone.
     """
     try:
         args = _parser().parse_args(argv)
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()  # or a broken pipe would show at exit only
+        return status
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough.  What is still buffered goes nowhere,
+        # or the interpreter would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
     except (MultistageError, OSError) as error:
-        print(f"multistage: error: {error}", file=sys.stderr)
+        print(f"multistage: error: {redacted(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("multistage: interrupted", file=sys.stderr)

@@ -19,10 +19,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,8 +34,10 @@ from .backends.cascade import CascadeStore
 from .backends.compressed import CompressedStore
 from .backends.files import FileStore, available_engines
 from .backends.memory import MemoryStore
+from .backends.urls import TierName, open_store
 from .chain import Chain, FunctionChain
 from .costs import NOT_KEPT, Costs, Tier
+from .errors import StoreError
 from .execute import Executor
 from .layout import Array, Layout, dense
 from .plan.revolve import revolve_schedule
@@ -525,41 +527,68 @@ class TierRow:
     get_s: float
 
 
-def probe_path(
-    path: str | Path,
+def probe_tier(
+    tier: TierName,
     sizes: Sequence[int] = (64 << 10, 1 << 20, 16 << 20),
     *,
     seconds: float = 0.5,
     progress: bool | None = None,
 ) -> list[TierRow]:
-    """Measure what a folder can do as a slow tier, for each engine and state size.
+    """Measure what a tier can do for each state size; a folder with each engine.
 
-    `progress` shows a bar; None: where somebody watches.
+    Parameters
+    ----------
+    tier : str, Path or Store
+        As `open_store` takes it.
+    sizes : sequence of int
+        Bytes of a state.
+    seconds : float
+        About how long for each row.
+    progress : bool or None
+        Show a bar; None: on a terminal or in a notebook.
 
     Raises
     ------
-    StoreError
-        If the folder cannot be used.
+    ArgumentError, StoreError
+        If the tier is not known or cannot be used, or holds not one such state.
     """
     rows = []
-    tried = [(engine, size) for engine in available_engines() for size in sizes]
+    tried = [(kind, size) for kind in _kinds(tier) for size in sizes]
     with counting("probing", len(tried), progress) as tick:
-        for engine, size in tried:
-            store, layout = FileStore(path, engine), Layout.of(np.zeros(size, np.uint8))
-            tier = probe_store(store, layout, seconds=seconds)
+        for kind, size in tried:
+            store, layout = open_store(kind), Layout.of(np.zeros(size, np.uint8))
+            name = store.engine if isinstance(store, FileStore) else store.name
+            measured = probe_store(store, layout, seconds=seconds)
+            if not measured.write_s:
+                raise StoreError(
+                    f"tier {store.name!r} took not one state of {size} bytes; raise its capacity "
+                    "or probe smaller states"
+                )
             rows.append(
                 TierRow(
-                    engine,
+                    name,
                     size,
-                    size / tier.write_s,
-                    size / tier.read_s,
+                    size / measured.write_s,
+                    size / measured.read_s,
                     _latency(store, layout),
-                    tier.write_overhead_s,
-                    tier.read_overhead_s,
+                    measured.write_overhead_s,
+                    measured.read_overhead_s,
                 )
             )
-            tick(engine)
+            tick(name)
     return rows
+
+
+def _kinds(tier: TierName) -> list[TierName]:
+    """Return a tier, or a folder once for each engine if none is named."""
+    if isinstance(tier, os.PathLike):
+        return [FileStore(os.fsdecode(tier), engine) for engine in available_engines()]
+    if isinstance(tier, str) and ">" not in tier and isinstance(open_store(tier), FileStore):
+        options = [option for option in tier.partition("?")[2].split("&") if option]
+        if not any(option.startswith("engine=") for option in options):
+            base = tier.partition("?")[0]
+            return [f"{base}?{'&'.join([*options, f'engine={e}'])}" for e in available_engines()]
+    return [tier]
 
 
 def _latency(store: Any, layout: Layout) -> float:

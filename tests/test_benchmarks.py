@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks import all as runner
-from benchmarks import catalog, chain_theorem, claims, docs, facts, node
+from benchmarks import catalog, chain_theorem, claims, docs, facts, node, node_page
 from benchmarks import page as pages
 from benchmarks.page import page
 from multistage.plan.heterogeneous import plan_chain, smallest_memory
@@ -483,6 +483,16 @@ def test_names_are_taken_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert scrubber.scrub("knl7.cluster.example: adaptive") == "HOST.DOMAIN: adaptive"
 
 
+def keys_of(data: Any, below: str = "") -> set[str]:
+    """Return the keys of nested data, but those of tiers and benchmarks, which are names."""
+    if isinstance(data, list):
+        return set().union(*map(keys_of, data))
+    if not isinstance(data, dict):
+        return set()
+    inner = set().union(*(keys_of(value, key) for key, value in data.items()))
+    return inner if below in ("tiers", "benchmarks", "hidden") else inner | set(data)
+
+
 def test_a_node_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -495,6 +505,7 @@ def test_a_node_is_measured(
     monkeypatch.setattr(node, "_in_child", lambda task: {"forward": 0.5, "reverse": 0.25})
     monkeypatch.setattr(node, "cuda", lambda: False)
     monkeypatch.setattr(node, "copy_rate", lambda: 1e10)
+    monkeypatch.setattr(node, "busy_share", lambda: 0.04)
     monkeypatch.setattr(node, "rooms", lambda about: {"memory": 1e10})
     monkeypatch.setattr(
         node,
@@ -515,9 +526,17 @@ def test_a_node_is_measured(
     assert [row["tier"] for row in data["plans"]] == ["none", "memory"]
     assert all(row["makespan_s"] > 0 for row in data["plans"])
     assert str(tmp_path) not in text and "names" not in data
-    assert_page((tmp_path / "out/node.html").read_text())
+    page = (tmp_path / "out/node.html").read_text()
+    assert_page(page)
+    explained = " ".join(node_page.KEYS)
+    for key in keys_of({k: v for k, v in data.items() if k != "facts"}):
+        assert re.search(rf"\b{key}\b", explained), f"{key} is not explained on the page"
+    assert "warning" not in data and "Warning:" not in page
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+    monkeypatch.setattr(node, "busy_share", lambda: 0.42)
     assert node.main([*arguments, "--names"]) == 0
+    assert "warning: the machine was busy: 42 %" in capsys.readouterr().err
+    assert "Warning: the machine was busy: 42 %" in (tmp_path / "out/node.html").read_text()
     assert json.loads((tmp_path / "out/node.json").read_text())["names"]["scratch"] == str(tmp_path)
     with pytest.raises(SystemExit):
         node.main(["--scratch", str(tmp_path / "nowhere")])

@@ -82,6 +82,63 @@ def test_probe(capsys, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("tier", "names"),
+    [
+        ("file:{}", None),
+        ("file:{}?engine=direct", {"direct"}),
+        ("file:{}?capacity=8MiB&engine=aiofiles", {"aiofiles"}),
+        ("memory:", {"memory"}),
+        ("memory:8MiB > file:{}", {"memory>file"}),
+    ],
+)
+def test_probe_takes_what_programs_take_as_tier(capsys, tmp_path: Path, tier, names) -> None:
+    folder = tmp_path / "of:files"
+    folder.mkdir()
+    assert main(["probe", tier.format(folder), "--sizes=4KiB", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["engine"] for row in rows} == (names or set(available_engines()))
+    assert list(folder.iterdir()) == []
+
+
+def test_probe_of_a_folder_whose_name_looks_like_a_tier(capsys, tmp_path, monkeypatch) -> None:
+    (tmp_path / "run:1").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["probe", "run:1", "--sizes=4KiB", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == len(available_engines())
+
+
+def test_probe_without_a_tier_lists_memory_nodes(capsys, monkeypatch) -> None:
+    from multistage.backends import nodes
+
+    two = [
+        nodes.MemoryNode(0, "0-63", 96 << 30, 80 << 30, (10, 20), 90e9),
+        nodes.MemoryNode(1, "", 16 << 30, 12 << 30, (20, 10), 400e9, True),
+    ]
+    monkeypatch.setattr(nodes, "memory_nodes", lambda measure: two)
+    assert main(["probe"]) == 0
+    text = capsys.readouterr().out
+    assert "1 (fast)" in text and "none: memory alone" in text and "copying" in text
+    assert "numactl --membind=1 python adjoint.py    # with tier='numa:0?capacity=61440MiB'" in text
+    assert main(["probe", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [node["fast"] for node in found["nodes"]] == [False, True]
+
+
+def test_a_reader_that_stops_reading_is_no_error(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    StageCosts.uniform(3000, Stage("layer", 1.0, 2.0, 10, 30), 10).save(costs)
+    command = [sys.executable, "-m", "multistage", "plan", "--chain", str(costs), "--json"]
+    with subprocess.Popen(
+        [*command, "--strategy=store-all"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as run:
+        assert run.stdout is not None and run.stderr is not None
+        run.stdout.readline()
+        run.stdout.close()
+        said = run.stderr.read()
+    assert (run.returncode, said) == (141, b"")
+
+
 def test_demo_trains_and_compares(capsys, tmp_path: Path) -> None:
     small = ["--steps=120", "--width=8", "--batch=2", "--sweeps=2", f"--output={tmp_path}"]
     assert main(["demo", "lstm", *small, "--json"]) == 0
@@ -135,6 +192,10 @@ def test_demo_differentiates_and_tests(capsys, tmp_path: Path, options: list[str
         (["simulate", *NUMBERS, "--picture=t.xyz"], "'t.xyz' ends in .xyz"),
         (["plan", *NUMBERS, f"--costs={sys.executable}"], "is not text"),
         (["probe", "/nonexistent"], "it does not exist; create it"),
+        (["probe", "file:/nonexistent"], "it does not exist; create it"),
+        (["probe", "ftp://x"], "'ftp://x' is not known"),
+        (["probe", "pinned:"], "is for PyTorch alone"),
+        (["plan", *NUMBERS, "--memory=."], "--memory goes with --chain"),
         (["demo", "lstm", "--steps=0"], "steps=0"),
         (["demo", "lstm", "--sweeps=0"], "sweeps=0"),
         (["demo", "lstm", "--steps=10", "--tier=ftp://x"], "'ftp://x' is not known"),
@@ -201,6 +262,8 @@ def test_a_chain_is_planned_from_its_file(tmp_path, capsys) -> None:
     for wrong, message in (
         (["--memory", "20"], "smallest limit"),
         (["--memory", "much"], "much"),
+        (["--memory", "."], "size '.' is no byte count"),
+        (["--memory", "1.2.3"], "'1.2.3'"),
         (["--curve", "--strategy", "periodic"], "--curve"),
     ):
         assert main([*options, *wrong]) != 0

@@ -20,7 +20,7 @@ from multistage.chain import FunctionChain, InPlaceChain
 from multistage.costs import Costs, Tier
 from multistage.errors import StateError, StoreError
 from multistage.layout import Layout
-from multistage.probe import measure, probe_path, probe_store
+from multistage.probe import measure, probe_store, probe_tier
 from multistage.slots import Copies
 
 
@@ -155,7 +155,7 @@ def test_a_store_that_fails_can_be_measured() -> None:
 
 
 def test_paths(tmp_path: Path) -> None:
-    rows = probe_path(tmp_path, (1000, 100_000), seconds=0.02)
+    rows = probe_tier(tmp_path, (1000, 100_000), seconds=0.02)
     assert [(row.engine, row.state_bytes) for row in rows] == [
         (engine, size) for engine in available_engines() for size in (1000, 100_000)
     ]
@@ -172,7 +172,7 @@ def test_what_cannot_be_measured(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="create it"):
         measure(chain, np.zeros(3), 5, FileStore(tmp_path / "missing"), seconds=0.01)
     with pytest.raises(StoreError, match="create it"):
-        probe_path(tmp_path / "missing")
+        probe_tier(tmp_path / "missing")
 
 
 @pytest.mark.parametrize("taped", [False, True])

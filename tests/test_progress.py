@@ -20,7 +20,7 @@ from chains import CHAINS, raw, store_all
 from multistage import Costs, Reversal, Stage, StageCosts, Tier, measure, plan, plan_chain, progress
 from multistage.chain import FunctionChain
 from multistage.plan.trade_off import trade_off
-from multistage.probe import probe_path
+from multistage.probe import probe_tier
 from multistage.progress import VARIABLE, Bars, counting, in_notebook, is_shown
 
 COSTS = Costs(1.0, 2.0, state_bytes=10)
@@ -216,7 +216,7 @@ def test_measuring_planning_and_solving_show_bars(
     trade_off(tiered, 50, ["revolve"])
     stages = [Stage(f"{i}", 1.0, 2.0, 10 + i, 30 + 2 * i) for i in range(20)]
     plan_chain(StageCosts(tuple(stages), 10), 0.4)
-    probe_path(tmp_path, [4096], seconds=0.02)
+    probe_tier(tmp_path, [4096], seconds=0.02)
     for what in ("measuring", "planning", "trade-off", "solving", "probing"):
         assert f"{what}:" in terminal.getvalue(), what
     assert "revolve" in terminal.getvalue()  # what it is at
