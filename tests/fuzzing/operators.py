@@ -36,14 +36,31 @@ class Slotted:
         self.parts = parts
 
 
+class Alive:
+    """Counts objects that somebody refers to."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def add(self, what: Any) -> None:
+        self.now += 1
+        weakref.finalize(what, self._gone).atexit = False
+
+    def _gone(self) -> None:
+        self.now -= 1
+
+    def look(self) -> None:
+        self.most = max(self.most, self.now)
+
+
 class Operators:
     """The operators of one case; `called` is told of every call before it runs."""
 
     def __init__(self, case: Case, called: Callable[[str, int], None] | None = None) -> None:
         self.case = case
         self.called = called
-        self.tapes_alive = 0
-        self.most_tapes = 0
+        self.tapes = Alive()
+        self.states = Alive()
         self.tape_bytes = 0
         self._work: dict[tuple[str, int], list[Any]] = {}
         self._kept: list[Any] = []  # memory that is lent
@@ -119,6 +136,8 @@ class Operators:
     # ------------------------------------------------------------------ forward
 
     def _tell(self, kind: str, i: int) -> None:
+        self.tapes.look()
+        self.states.look()
         if self.called is not None:
             self.called(kind, i)
 
@@ -132,6 +151,8 @@ class Operators:
         made: list[Any] = []
         for k, leaf in enumerate(case.leaves):
             made.append(self._next(k, leaf, old, made, key + bytes([k]), i))
+        if case.manners[0] == "new":
+            self.states.add(made[0])
         return self._contained(state, made, i)
 
     def _next(self, k: int, leaf: Leaf, old: list[Any], made: list[Any], key: bytes, i: int) -> Any:
@@ -292,12 +313,8 @@ class Operators:
         return None if self.case.tape == "none" else self._one[0]
 
     def _count(self, own: Any) -> None:
-        self.tapes_alive += 1
+        self.tapes.add(own)
         self.tape_bytes = own.nbytes
-        weakref.finalize(own, self._gone).atexit = False
-
-    def _gone(self) -> None:
-        self.tapes_alive -= 1
 
     def tape_parts(self, tape: Any) -> list[Any]:
         """Return what a tape holds, as arrays or numbers."""
@@ -336,7 +353,6 @@ class Operators:
     def adjoint(self, tape: Any, adjoint: Any, i: int) -> Any:
         """Return the adjoint of step i."""
         self._tell("adjoint", i)
-        self.most_tapes = max(self.most_tapes, self.tapes_alive)
         case = self.case
         if i == case.none_at:
             return None

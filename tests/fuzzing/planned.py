@@ -189,12 +189,13 @@ def _mutant(mutation: tuple[str, float], make: Callable[[], Schedule]) -> Callab
                 case "other step", Load(step) | Free(step) | Drop(step) | Get(step) if step:
                     answer = yield type(action)(step - 1)
                 case "swap", Free() | Save() | Load() | Drop() | Advance() | Reverse():
-                    following = inner.send(None)
+                    following = next(inner, None)
                     if isinstance(following, Put | Offer | Get | Await):
                         answer = yield following
                         yield action
                     else:
-                        yield following
+                        if following is not None:
+                            yield following
                         yield action
                 case _:
                     answer = yield action

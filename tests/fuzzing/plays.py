@@ -148,9 +148,15 @@ class Play:
             seen.outcomes["exact"] += 1
         if 0 <= case.none_at < case.n:
             seen.found("an adjoint step returned None, and nothing was raised", self._beside)
-        most, size = self.operators.most_tapes, self.operators.tape_bytes
+        most, size = self.operators.tapes.most, self.operators.tape_bytes
         room = planned.state_bytes(case) * case.slots + (case.in_bytes or 0)
-        over = (most - (case.block or 1)) * size - room
+        working = (case.block or 1) * (2 if case.adjoint == "of the tape" else 1)
+        over = (most - working) * size - room
+        # Beside the checkpoints: the live state, the one before it, the last one; those in a block.
+        beside = 3 + case.block
+        states = self.operators.states.most - beside
+        if states * planned.state_bytes(case) > room and not case.until:
+            seen.found(f"over the budget: {states} states and {beside} more lived", self._beside)
         if over > 0 and not case.one_tape:
             seen.found(
                 f"over the budget: {most} tapes of {size} bytes lived, {room} bytes given",
@@ -165,7 +171,9 @@ class Play:
     @contextlib.contextmanager
     def judged(self) -> Iterator[None]:
         """Accept documented errors, where the case is such that there may be one."""
-        self.fault.raised = None
+        if self.fault.raised is not None:
+            self.fault.raised = None  # its traceback refers to tapes
+            gc.collect()
         try:
             yield
         except BaseException as error:
