@@ -323,7 +323,11 @@ class Budget:
         """
         if isinstance(text, Budget):
             return text
-        if isinstance(text, str) and (match := re.fullmatch(r"\s*(\d+)\s*slots?\s*", text)):
+        if isinstance(text, str) and (match := re.fullmatch(r"\s*(.*?)\s*slots?\s*", text)):
+            _require(
+                match[1].isdecimal(),
+                f"budget {text!r}: slots must be a whole number >= 1, as in '32 slots'",
+            )
             return cls(slots=int(match[1]))
         return cls(bytes=parse_bytes(text))
 

@@ -67,8 +67,8 @@ class Jitter:
             0 <= self.sigma < 10 and 0 <= self.spike_probability <= 1 and self.spike_factor > 0
         ):
             raise ArgumentError(
-                f"{self}: sigma must lie in [0, 10), spike_probability in [0, 1] "
-                "and spike_factor above 0"
+                f"sigma={self.sigma} must lie in [0, 10), spike_probability="
+                f"{self.spike_probability} in [0, 1], spike_factor={self.spike_factor} above 0"
             )
 
     @classmethod
@@ -77,12 +77,12 @@ class Jitter:
         kind, _, numbers = text.partition(":")
         try:
             values = [float(number) for number in numbers.split(",")]
-            if kind == "lognormal" and len(values) == 1:
-                return cls(sigma=values[0])
-            if kind == "spikes" and len(values) == 2:
-                return cls(spike_probability=values[0], spike_factor=values[1])
         except ValueError:
-            pass
+            values = []
+        if kind == "lognormal" and len(values) == 1:
+            return cls(sigma=values[0])
+        if kind == "spikes" and len(values) == 2:
+            return cls(spike_probability=values[0], spike_factor=values[1])
         raise ArgumentError(
             f"jitter {text!r} must be 'lognormal:SIGMA' or 'spikes:PROBABILITY,FACTOR'"
         )

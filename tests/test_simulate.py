@@ -119,6 +119,20 @@ def test_jitter_is_seeded_and_has_mean_one() -> None:
     assert first != simulate(STREAMED, 3, COSTS, 1, jitter=jitter, seed=4)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("spikes:2,10", r"spike_probability=2.0 in \[0, 1\]"),
+        ("spikes:0.1,0", "spike_factor=0.0 above 0"),
+        ("lognormal:-1", "sigma=-1.0 must lie in"),
+        ("lognormal:nan", "sigma=nan must lie in"),
+    ],
+)
+def test_jitter_out_of_range_is_named(text: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Jitter.parse(text)
+
+
 @pytest.mark.parametrize("text", ["", "lognormal", "spikes:1", "gauss:1", "lognormal:x"])
 def test_bad_jitter(text: str) -> None:
     with pytest.raises(ArgumentError, match="lognormal:SIGMA"):
