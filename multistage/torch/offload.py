@@ -6,12 +6,17 @@ bounds on memory hold.  Writes are under way while the forward pass goes on;
 the backward pass asks for tensors in about the reverse order, and those before
 the one asked for are fetched ahead.
 
-What stays where it is: parameters and their views, small tensors, and whatever
-the tiers have no room for.
+What comes back is what kernels saw: the same bytes with the same strides, alignment
+and conjugate and negative bits, in memory shared as before (`geometry.py`).
+
+What stays where it is: parameters and their views, small tensors, whatever the
+tiers have no room for, and tensors that are more than their bytes: subclasses,
+sparse, nested, MKL-DNN and quantised ones, wrappers of `torch.func`.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,20 +26,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
 
 from ..backends.base import CheckpointLost, Store
 from ..backends.urls import Tiers, tier_names
 from ..costs import parse_bytes
 from ..errors import ArgumentError, MultistageError
 from ..layout import Layout
+from .geometry import Geometry, Place, extent, is_plain, whole
 from .streams import Home, the_device
-from .tensors import TensorLayout
 from .tiers import end, open_tiers, take
 
 PAGE_BYTES = 1 << 20
 _IN_FLIGHT = 4  # tensors whose writes may be under way
+_FEW_FAMILIES = 64  # before those that are gone are looked for
 
 
 @dataclass(slots=True)
@@ -97,6 +104,12 @@ def offload(
         In the backward, if a saved tensor was written to meanwhile, as plain
         autograd has it.
 
+    Notes
+    -----
+    Backwards may run on several threads.  A write that no version counter sees
+    (`.data`, `.numpy()`, kernels of one's own) to a tensor that was saved may or
+    may not reach the backward; in plain autograd it always does.
+
     Examples
     --------
     >>> import torch, multistage.torch as mst
@@ -125,32 +138,45 @@ def offload(
     except BaseException:
         give_back()
         raise
-    with torch.autograd.graph.saved_tensors_hooks(shelf.pack, shelf.unpack):
-        yield shelf.stats
-    shelf.settle()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(shelf.pack, shelf.unpack):
+            yield shelf.stats
+    finally:
+        shelf.settle()
 
 
 @dataclass(eq=False, slots=True)
-class _Packed:
-    """One saved tensor, in the tiers."""
+class _Piece:
+    """Elements of one storage at one version, in the tiers."""
 
     shelf: _Shelf
     number: int
-    keys: range
-    layout: TensorLayout
-    packing: Any
-    nbytes: int
-    versions: tuple[Tensor, int] | None  # the tensor and its version, while it is written
-    kept: _Kept | None = None  # where a write failed
+    geometry: Geometry
+    place: Place
+    versions: tuple[Tensor, int] | None  # a tensor that reads them, until they are written
+    home: Home  # the stream that they were saved on
+    keys: range = range(0)
+    kept: _Kept | None = None  # where there was no room, or a write failed
     fetched: bool = False
     spoiled: bool = False
-    back: weakref.ref[Tensor] | None = None
-    home: Home | None = None  # where that was made
     __weakref__: Any = field(init=False, repr=False)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is still to be put."""
+        return self.versions is not None and not self.keys
 
     def __del__(self) -> None:
         # Wherever it happens to be called: the store may be in the middle of something.
         self.shelf.gone.append((self.keys, self.versions))
+
+
+@dataclass(eq=False, slots=True)
+class _Moved:
+    """One saved tensor whose elements are in the tiers."""
+
+    piece: _Piece
+    geometry: Geometry
 
 
 class _Kept:
@@ -159,11 +185,44 @@ class _Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor, version: int | None = None) -> None:
-        self.tensor = tensor
+        # Detached: an output of the operation that saves it would keep its own graph for ever.
+        self.tensor = tensor.detach()
         self.version = tensor._version if version is None else version
+
+    def checked(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(_WRITTEN)
+        return self.tensor
+
+
+class _Family:
+    """Tensors that count their versions together, on one storage, at one version.
+
+    Tensors on one storage need not count together (`.data`, `from_numpy`): equal
+    versions mean equal bytes only within a family.
+    """
+
+    __slots__ = ("base", "pieces", "places", "storage")
+
+    def __init__(self, base: Tensor, storage: torch.UntypedStorage) -> None:
+        self.base = TensorWeakRef(base)
+        self.storage = StorageWeakRef(storage)  # no other storage has its address meanwhile
+        self.pieces: weakref.WeakValueDictionary[Any, _Piece] = weakref.WeakValueDictionary()
+        self.places: weakref.WeakValueDictionary[Any, Place] = weakref.WeakValueDictionary()
+
+    def is_gone(self) -> bool:
+        return self.storage.expired() or self.base() is None
 
 
 class _Shelf:
+    """What one `offload` holds.
+
+    Notes
+    -----
+    A backward may run on any thread, and on several at a time: a lock makes one
+    thread of them for the store.
+    """
+
     def __init__(
         self,
         store: Store,
@@ -175,145 +234,186 @@ class _Shelf:
     ) -> None:
         self._store, self._device, self._least, self._ahead = store, device, least, ahead
         self.stats = OffloadStats()
-        self._stays = {t.untyped_storage()._cdata: t for t in stays}
+        self._stays = {t.untyped_storage()._cdata: t for t in stays if is_plain(t.detach())}
         page = Layout.of((np.broadcast_to(np.uint8(0), (PAGE_BYTES,)),))
         store.open(page)
         weakref.finalize(self, end, store.close, give_back)
+        self._lock = threading.RLock()
         self._next_key = self._next_number = 0
-        self.gone: deque[tuple[range, Any]] = deque()  # of tensors nobody wants any more
-        self._packed: weakref.WeakValueDictionary[int, _Packed] = weakref.WeakValueDictionary()
-        self._same: dict[Any, tuple[StorageWeakRef, weakref.ref[_Packed]]] = {}
-        self._writing: deque[weakref.ref[_Packed]] = deque()
+        self.gone: deque[tuple[range, Any]] = deque()  # of pieces nobody wants any more
+        self._pieces: weakref.WeakValueDictionary[int, _Piece] = weakref.WeakValueDictionary()
+        self._families: dict[tuple[int, int], _Family] = {}  # by storage and version
+        self._crowd = _FEW_FAMILIES
+        self._saving: deque[tuple[tuple[int, int], weakref.ref[_Piece]]] = deque()
+        self._writing: deque[weakref.ref[_Piece]] = deque()
 
     # ----------------------------------------------------------------- forward
 
     def pack(self, tensor: Tensor) -> Any:
         """Put a tensor on the shelf; return what stands for it."""
-        self._tidy()
-        base = tensor._base if tensor._base is not None else tensor
-        is_parameter = base.is_leaf and base.requires_grad
-        nbytes = tensor.numel() * tensor.element_size()
-        strange = tensor.layout is not torch.strided or tensor.device != self._device
-        held = tensor.untyped_storage()._cdata in self._stays
-        if is_parameter or strange or held:
+        if not is_plain(tensor) or tensor.device != self._device:
             return _Kept(tensor)
-        # A view of little, expanded, holds little.
-        small = min(nbytes, tensor.untyped_storage().nbytes()) < self._least
-        if small:
-            return self._keep(tensor, nbytes)
-        key = (
-            tensor.untyped_storage()._cdata,
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor._version,
-        )
-        known = self._same.get(key)
-        if known is not None and not known[0].expired():
-            before = known[1]()
-            if before is not None:
+        base = tensor if tensor._base is None else tensor._base
+        is_parameter = isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
+        storage = tensor.untyped_storage()
+        if is_parameter or storage._cdata in self._stays:
+            return _Kept(tensor)
+        geometry = Geometry.of(tensor)
+        if not 0 < geometry.nbytes >= self._least:
+            return self._keep(tensor, geometry)
+        operation = threading.get_ident(), torch._C._autograd._get_sequence_nr()
+        with self._lock:
+            self._tidy()
+            self._put_finished(operation)
+            family = self._family(base, storage)
+            piece = family.pieces.get(geometry.elements)
+            if piece is not None:
                 self.stats.shared += 1
-                return before
-        packed = self._put(tensor, nbytes)
-        if packed is None:
-            return self._keep(tensor, nbytes)
-        self._same[key] = StorageWeakRef(tensor.untyped_storage()), weakref.ref(packed)
-        self.stats.moved += 1
-        self.stats.moved_bytes += nbytes
-        return packed
+                return _Moved(piece, geometry)
+            where = extent(storage, geometry)
+            place = family.places.get(where)
+            if place is None:
+                place = family.places[where] = Place(storage, where)
+            versions = tensor.detach(), tensor._version
+            home = Home(self._device)
+            piece = _Piece(self, self._next_number, geometry, place, versions, home)
+            self._next_number += 1
+            self._pieces[piece.number] = family.pieces[geometry.elements] = piece
+            self._saving.append((operation, weakref.ref(piece)))
+        return _Moved(piece, geometry)
 
-    def _keep(self, tensor: Tensor, nbytes: int) -> _Kept:
+    def _keep(self, tensor: Tensor, geometry: Geometry) -> _Kept:
         self.stats.kept += 1
-        self.stats.kept_bytes += nbytes
+        self.stats.kept_bytes += geometry.nbytes
         return _Kept(tensor)
 
-    def _put(self, tensor: Tensor, nbytes: int) -> _Packed | None:
+    def _family(self, base: Tensor, storage: torch.UntypedStorage) -> _Family:
+        """Return the family of a tensor with this base."""
+        key = storage._cdata, base._version
+        family = self._families.get(key)
+        if family is None or family.base() is not base:
+            if len(self._families) >= self._crowd:
+                self._families = {k: f for k, f in self._families.items() if not f.is_gone()}
+                self._crowd = max(_FEW_FAMILIES, 2 * len(self._families))
+            family = self._families[key] = _Family(base, storage)
+        return family
+
+    def _put_finished(self, operation: tuple[int, int] | None) -> None:
+        """Put what operations saved that are over now: all of the thread's but this one.
+
+        An operation may save a tensor before it fills it in, and not count that as
+        a write (`rrelu` does): until it is over there is nothing to copy.
+        """
+        waiting = []
+        while self._saving:
+            saver, reference = self._saving.popleft()
+            if operation is not None and (saver == operation or saver[0] != operation[0]):
+                waiting.append((saver, reference))
+            elif (piece := reference()) is not None and piece.waits:
+                self._put(piece)
+        self._saving.extend(waiting)
+
+    def _put(self, piece: _Piece) -> None:
+        assert piece.versions is not None
+        tensor, version = piece.versions
+        if tensor._version != version:
+            piece.spoiled, piece.versions = True, None
+            return
         while len(self._writing) >= _IN_FLIGHT:
             self._settle_oldest()
-        layout = TensorLayout([tensor], ["a saved tensor"])
-        (line,), packing = layout.pack([tensor])
-        pages = -(-nbytes // PAGE_BYTES)
+        with piece.home.context():  # whatever the stream of the operation that comes next
+            stored = self._stored(piece, tensor)
+        if stored:
+            self._writing.append(weakref.ref(piece))
+            self.stats.moved += 1
+            self.stats.moved_bytes += piece.geometry.nbytes
+        else:
+            piece.kept, piece.versions = self._keep(tensor, piece.geometry), None
+
+    def _stored(self, piece: _Piece, tensor: Tensor) -> bool:
+        """Put the pages of a piece; return whether there was room."""
+        line: Any = piece.geometry.line(tensor.untyped_storage())
+        if line.device.type == "cpu":
+            line = line.numpy()
+        pages = -(-len(line) // PAGE_BYTES)
         keys = range(self._next_key, self._next_key + pages)
         self._next_key += pages
         for page, key in enumerate(keys):
-            piece = line[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
-            if not self._store.put(key, [_filled(piece)], block=True):
+            part = line[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
+            if not self._store.put(key, [_filled(part)], block=True):
                 for other in keys[:page]:
                     self._store.wait_written(other)
                     self._store.drop(other)
-                return None
-        versions = tensor.detach(), tensor._version
-        packed = _Packed(self, self._next_number, keys, layout, packing, nbytes, versions)
-        self._next_number += 1
-        self._packed[packed.number] = packed
-        self._writing.append(weakref.ref(packed))
-        return packed
+                return False
+        piece.keys = keys
+        return True
 
     def _settle_oldest(self) -> None:
-        packed = self._writing.popleft()()
-        if packed is not None:
-            self._written(packed)
+        piece = self._writing.popleft()()
+        if piece is not None:
+            self._written(piece)
 
-    def _written(self, packed: _Packed) -> None:
-        """Wait until a tensor's pages have left it; let go of it."""
-        if packed.versions is None:
+    def _written(self, piece: _Piece) -> None:
+        """Wait until a piece's pages have left it; let go of it."""
+        if piece.versions is None:
             return
-        tensor, version = packed.versions
-        written = [self._store.wait_written(key) for key in packed.keys]  # for every one
+        tensor, version = piece.versions
+        written = [self._store.wait_written(key) for key in piece.keys]  # for every one
         if not all(written):
-            packed.kept = _Kept(tensor, version)
-        packed.spoiled = tensor._version != version
-        packed.versions = None
+            piece.kept = _Kept(tensor, version)
+        piece.spoiled = tensor._version != version
+        piece.versions = None
 
     def settle(self) -> None:
         """Wait for the writes under way: the forward pass is over."""
-        while self._writing:
-            self._settle_oldest()
-        self._same.clear()
+        with self._lock:
+            self._put_finished(None)
+            while self._writing:
+                self._settle_oldest()
+            self._families.clear()
 
     # ---------------------------------------------------------------- backward
 
-    def unpack(self, saved: Any) -> Tensor:
+    def unpack(self, saved: _Kept | _Moved) -> Tensor:
         """Return the tensor that stands behind what `pack` returned."""
         if isinstance(saved, _Kept):
-            if saved.tensor._version != saved.version:
+            return saved.checked()
+        piece, geometry = saved.piece, saved.geometry
+        with self._lock:
+            self._tidy()
+            if piece.waits:
+                self._put(piece)
+            self._written(piece)
+            if piece.kept is not None:
+                return geometry.on(whole(piece.kept.checked().untyped_storage()), 0)
+            if piece.spoiled:
                 raise RuntimeError(_WRITTEN)
-            return saved.tensor
-        packed: _Packed = saved
-        self._tidy()
-        self._written(packed)
-        if packed.kept is not None:
-            return self.unpack(packed.kept)
-        if packed.spoiled:
-            raise RuntimeError(_WRITTEN)
-        there = None if packed.back is None else packed.back()
-        if there is not None:
-            assert packed.home is not None
-            packed.home.hand(there)
-            return there
-        self._fetch_ahead(packed)
-        tensor = self._got(packed)
-        packed.back, packed.home = weakref.ref(tensor), Home(tensor.device)
-        packed.fetched = False
-        return tensor
+            root, shift = piece.place.root()
+            if not piece.place.has(piece.number, root):
+                self._fetch_ahead(piece)
+                piece.geometry.fill(root, shift, self._line(piece))
+                piece.place.filled(piece.number)
+                piece.fetched = False
+            return geometry.on(root, shift)
 
-    def _fetch_ahead(self, packed: _Packed) -> None:
-        for number in range(packed.number, max(-1, packed.number - self._ahead - 1), -1):
-            other = self._packed.get(number)
-            if other is not None and not other.fetched:
+    def _fetch_ahead(self, piece: _Piece) -> None:
+        for number in range(piece.number, max(-1, piece.number - self._ahead - 1), -1):
+            other = self._pieces.get(number)
+            if other is not None and other.keys and not other.fetched:
                 other.fetched = True
                 for key in other.keys:
                     self._store.prefetch(key)
 
-    def _got(self, packed: _Packed) -> Tensor:
+    def _line(self, piece: _Piece) -> Tensor:
+        """Return the bytes of a piece."""
+        nbytes = piece.geometry.nbytes
         line: Tensor | None = None
         try:
-            for page, key in enumerate(packed.keys):
-                (piece,) = self._store.get(key)
-                part = piece if isinstance(piece, Tensor) else torch.from_numpy(np.array(piece))
+            for page, key in enumerate(piece.keys):
+                (found,) = self._store.get(key)
+                part = found if isinstance(found, Tensor) else torch.from_numpy(np.array(found))
                 if line is None:
-                    line = torch.empty(packed.nbytes, dtype=torch.uint8, device=part.device)
+                    line = torch.empty(nbytes, dtype=torch.uint8, device=part.device)
                 here = line[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
                 here.copy_(part[: len(here)])
         except CheckpointLost as error:
@@ -321,11 +421,10 @@ class _Shelf:
                 f"a saved tensor is lost, and nothing can compute it again: {error}"
             ) from error
         assert line is not None
-        (tensor,) = packed.layout.unpack([line], packed.packing)
-        return tensor
+        return line
 
     def _tidy(self) -> None:
-        """Give back the pages of tensors that are gone."""
+        """Give back the pages of pieces that are gone."""
         while self.gone:
             keys, versions = self.gone.popleft()
             for key in keys:

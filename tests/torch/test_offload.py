@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import multistage.torch as mst
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, MultistageError
 from multistage.torch.meter import Meter
+from multistage.torch.offload import _Shelf
 from multistage.torch.pinned import PinnedStore
 
 
@@ -214,6 +216,85 @@ def test_a_graph_that_dies_in_a_thread_of_the_store() -> None:
     assert below.collected_on == "multistage-mover"
     z.sum().backward()
     assert x.grad is not None and torch.equal(x.grad, torch.cos(torch.sin(x)) * torch.cos(x))
+
+
+def test_what_came_back_and_was_written_to_comes_again() -> None:
+    class Overwrites(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            held.append(x)
+            return gradient * x.mul_(2)
+
+    held: list[Tensor] = []
+    x = torch.randn(10, requires_grad=True)
+    with mst.offload("memory:", min_bytes=0):
+        loss = Overwrites.apply(x.exp()).sum()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first, second)
+
+
+def test_a_small_result_does_not_keep_its_own_graph() -> None:
+    x = torch.randn(10, requires_grad=True)
+    with mst.offload("memory:"):
+        y = x.exp()  # saves its result, which stays
+    storage = StorageWeakRef(y.untyped_storage())
+    del y
+    gc.collect()
+    assert storage.expired()
+    assert not [t for t in threading.enumerate() if t.name.startswith("multistage")]
+
+
+def test_the_table_of_storages_does_not_grow() -> None:
+    x = torch.randn(10, requires_grad=True)
+    with mst.offload("memory:", min_bytes=0) as stats:
+        for _ in range(300):
+            x.exp().sin().sum().backward()
+        shelves = [o for o in gc.get_objects() if type(o) is _Shelf]
+        assert [len(shelf._families) < 100 for shelf in shelves] == [True]
+    assert stats.moved >= 300
+
+
+def test_a_body_that_raises_leaves_a_graph_that_works() -> None:
+    x = torch.randn(1 << 10, requires_grad=True)
+    with pytest.raises(KeyError), mst.offload("memory:", min_bytes=0):
+        loss = x.exp().sin().sum()
+        raise KeyError
+    loss.backward()
+    assert x.grad is not None and torch.equal(x.grad, x.exp().cos() * x.exp())
+
+
+def test_backwards_on_several_threads() -> None:
+    """Which share what one context saved."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 400)
+    for tier in ("memory:", "pinned:"):
+        leaves = [row.clone().requires_grad_() for row in x]
+        with mst.offload(tier, min_bytes=0):
+            common = torch.randn(400)
+            losses = [(leaf.exp().sin() * common * leaf).sum() for leaf in leaves]
+        ready = threading.Barrier(8)
+
+        def back(loss: Tensor, ready: threading.Barrier = ready) -> None:
+            ready.wait()
+            loss.backward()
+
+        threads = [threading.Thread(target=back, args=(loss,)) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for leaf in leaves:
+            plain = leaf.detach().requires_grad_()
+            (plain.exp().sin() * common * plain).sum().backward()
+            assert leaf.grad is not None and plain.grad is not None
+            assert torch.equal(leaf.grad, plain.grad)
 
 
 def test_bad_arguments() -> None:
