@@ -339,6 +339,7 @@ class Budget:
         BudgetError
             When not even one state fits.
         """
+        remedy = "raise the budget"
         if self.slots is not None:
             slots, have, need = self.slots, f"{self.slots} slots", "1 slot"
         else:
@@ -347,6 +348,12 @@ class Budget:
             have = f"budget of {self.bytes} bytes ({format_bytes(self.bytes)})"
             need = f"{state_bytes + buffer_bytes} bytes needed for one state of {state_bytes} bytes"
             need += f" and {buffer_bytes} bytes of I/O buffers" if buffer_bytes else ""
+            if state_bytes <= self.bytes:
+                remedy = (
+                    "the state alone would fit: make the buffers smaller, such as "
+                    "file:///scratch?buffers=1MiB, raise the budget, or give it in slots, "
+                    "which leaves the buffers out"
+                )
         if slots < 1:
-            raise BudgetError(f"{have} < {need}; raise the budget")
+            raise BudgetError(f"{have} < {need}; {remedy}")
         return slots

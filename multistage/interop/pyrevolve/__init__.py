@@ -40,9 +40,10 @@ from ...backends.urls import Tiers
 from ...costs import Budget, Costs
 from ...errors import ArgumentError
 from ...plan import Plan, Planner
-from . import compression, crevolve, profiling, schedulers, storage
+from . import compression, crevolve, profiling, pyrevolve, schedulers, storage, tools
 from .base import BaseRevolver as BaseRevolver
 from .base import set_defaults
+from .compression import init_compression
 from .crevolve import Action as Action
 from .crevolve import CRevolve as CRevolve
 from .crevolve import RevolveError as RevolveError
@@ -59,19 +60,31 @@ from .revolvers import MultiLevelRevolver as MultiLevelRevolver
 from .revolvers import Revolver as Revolver
 from .revolvers import SingleLevelRevolver as SingleLevelRevolver
 from .schedulers import Architecture as Architecture
+from .schedulers import HRevolve as HRevolve
+from .schedulers import base as _base_of_schedulers
+from .schedulers import crevolve as _crevolve_scheduler
+from .schedulers import hrevolve as _hrevolve_scheduler
 from .storage import BytesStorage as BytesStorage
 from .storage import DiskStorage as DiskStorage
 from .storage import NumpyStorage as NumpyStorage
 from .storage import Storage as Storage
+from .tools import OutputGrabber as OutputGrabber
+
+init = init_compression
+__version__ = "2.2.8"  # of the pyrevolve whose interface this is
 
 _MODULES: dict[str, ModuleType] = {
     "pyrevolve": sys.modules[__name__],
     "pyrevolve.compression": compression,
     "pyrevolve.crevolve": crevolve,
     "pyrevolve.profiling": profiling,
-    "pyrevolve.pyrevolve": sys.modules[__name__],
+    "pyrevolve.pyrevolve": pyrevolve,
     "pyrevolve.schedulers": schedulers,
+    "pyrevolve.schedulers.base": _base_of_schedulers,
+    "pyrevolve.schedulers.crevolve": _crevolve_scheduler,
+    "pyrevolve.schedulers.hrevolve": _hrevolve_scheduler,
     "pyrevolve.storage": storage,
+    "pyrevolve.tools": tools,
 }
 
 

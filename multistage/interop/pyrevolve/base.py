@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -16,9 +16,11 @@ from ...plan import Plan, Planner
 from ...plan.base import require_steps
 from ...report import Report
 from ...reversal import Reversal
+from .compression import init_compression
 from .operators import Compression, OperatorChain, OperatorStates
 from .profiling import Profiler
-from .storage import Storage
+from .schedulers import Scheduler
+from .storage import BytesStorage, DiskStorage, NumpyStorage, Storage
 
 # States in memory on their way to or from a disk: two each way.
 TRANSIT = 4
@@ -84,6 +86,13 @@ class BaseRevolver:
         self.timings = timings
         self.profiler = Profiler() if profiler is None else profiler
         self.storage_list = list(storage_list or ())
+        for name in ("save_checkpoint", "load_checkpoint", "remove_checkpoint"):
+            if hasattr(self, name):
+                raise ArgumentError(
+                    f"{type(self).__name__} defines {name}, which is never called; "
+                    "checkpoints are copied by get_data and get_data_location of the "
+                    "checkpoint, or by save and load of a storage of your own"
+                )
         for name, operator in (("fwd_operator", fwd_operator), ("rev_operator", rev_operator)):
             if not callable(getattr(operator, "apply", None)):
                 raise ArgumentError(f"{name}={operator!r} must have apply(t_start, t_end)")
@@ -92,6 +101,7 @@ class BaseRevolver:
         self._reversal: Reversal[Any, Any] | None = None
         self._assumed: Planner | None = None  # plans on costs that nobody measured
         self._closer: Callable[[], object] | None = None
+        self._given: dict[str, Any] = {}
 
     # -------------------------------------------------------------------- life
 
@@ -105,13 +115,22 @@ class BaseRevolver:
         compression: Compression | None = None,
         progress: bool | None = None,
         assumed: tuple[float, float] | None = None,
+        state_bytes: int | None = None,
     ) -> None:
         """Set up the sweeps.
 
         `assumed` are the costs of a forward and of an adjoint step for a
-        `planner` that needs no others.
+        `planner` that needs no others; `state_bytes` what `checkpoint` says if None.
         """
         self.close()
+        self._given = {
+            "budget": budget,
+            "tier": tier,
+            "planner": planner,
+            "compression": compression,
+            "progress": progress,
+            "assumed": assumed,
+        }
         self._assumed = None
         if assumed is not None:
             assert callable(planner) and not isinstance(planner, Plan)
@@ -120,10 +139,12 @@ class BaseRevolver:
                 forward_step_s=assumed[0],
                 reverse_step_s=assumed[1],
                 tape_step_s=0.0,  # part of the adjoint step, as pyrevolve counts
-                state_bytes=max(1, int(self.checkpoint.nbytes)),
+                state_bytes=state_bytes or max(1, int(self.checkpoint.nbytes)),
                 tape_bytes=NOT_KEPT,
                 tiers=() if tier is None else (Tier("disk"),),
             )
+        elif costs is not None and costs.tape_bytes < NOT_KEPT:
+            costs = replace(costs, tape_bytes=NOT_KEPT)  # of these operators one tape exists
         restored = self.n_timesteps > 1 or assumed is None  # measuring puts state 0 back
         self._states = OperatorStates(self.checkpoint, compression, restored=restored)
         self._reversal = Reversal(
@@ -170,13 +191,26 @@ class BaseRevolver:
         StateError
             If the arrays change their number, shape or dtype.
         """
+        self._ready()
+        self._size_up()
         reversal = self._ready()
-        assert self._states is not None
-        self._states.forget()
         try:
             reversal.forward(self.checkpoint)
         finally:
             self._flush("forward", taped="lastfw")
+
+    def _size_up(self) -> None:
+        """Count with the arrays as they are, where their dtype is not the checkpoint's."""
+        assert self._states is not None
+        self._states.forget()
+        if self._assumed is None or self.n_timesteps == 1:
+            return
+        found = sum(leaf.nbytes for leaf in self._states.layout(self.checkpoint).leaves)
+        assert self._reversal is not None
+        assert self._reversal.costs is not None
+        if found != self._reversal.costs.state_bytes:
+            self._run_on(**self._given, state_bytes=found)
+            self._states.forget()
 
     def apply_reverse(self) -> None:
         """Run the adjoint operator over all time steps, from the last to the first.
@@ -269,3 +303,69 @@ class BaseRevolver:
 
     def _is_fast(self, level: int) -> bool:
         return level == 0
+
+    # ---------------------------------------------------------------- storages
+
+    def addStorage(self, new_storage: Storage) -> None:
+        """Append a storage, with which `reload_scheduler` plans.
+
+        Raises
+        ------
+        ArgumentError
+            If this revolver has one storage, whose kind it was made with.
+        """
+        self._require_levels()
+        self.storage_list.append(new_storage)
+
+    def removeStorage(self, st_idx: int) -> None:
+        """Remove the storage of that index, if there is one."""
+        self._require_levels()
+        if st_idx < len(self.storage_list):
+            del self.storage_list[st_idx]
+
+    def resetStorageList(self) -> None:
+        """Remove all storages."""
+        self._require_levels()
+        self.storage_list.clear()
+
+    def addDiskStorage(
+        self, filedir: str = "./", singlefile: bool = False, wd: float = 0, rd: float = 0
+    ) -> int:
+        """Append a `DiskStorage` for all time steps; return its index."""
+        size, dtype = self.checkpoint.size, self.checkpoint.dtype
+        self.addStorage(
+            DiskStorage(
+                size, self.n_timesteps, dtype, self.profiler, filedir, singlefile, wd=wd, rd=rd
+            )
+        )
+        return len(self.storage_list) - 1
+
+    def addNumpyStorage(self, compression_params: Mapping[str, Any] | None = None) -> int:
+        """Append a `NumpyStorage`, or a `BytesStorage` if it compresses; return its index."""
+        if compression_params is not None and compression_params.get("scheme") is not None:
+            return self.addByteStorage(compression_params)
+        size, dtype = self.checkpoint.size, self.checkpoint.dtype
+        self.addStorage(NumpyStorage(size, self.n_timesteps, dtype, self.profiler))
+        return len(self.storage_list) - 1
+
+    def addByteStorage(self, compression_params: Mapping[str, Any]) -> int:
+        """Append a `BytesStorage`; return its index."""
+        compression = init_compression(compression_params)
+        nbytes, dtype = self.checkpoint.nbytes, self.checkpoint.dtype
+        self.addStorage(
+            BytesStorage(nbytes, self.n_timesteps, dtype, compression, profiler=self.profiler)
+        )
+        return len(self.storage_list) - 1
+
+    def _require_levels(self) -> None:
+        raise ArgumentError(
+            f"the storage of {type(self).__name__} is chosen when it is made: use DiskRevolver, "
+            "compression_params=, or MultiLevelRevolver for a list of storages"
+        )
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """A fresh scheduler of pyrevolve for these sweeps, to look at; nothing runs it."""
+        raise ArgumentError(
+            f"{type(self).__name__} has no scheduler; what it runs is plan.schedule()"
+        )

@@ -20,10 +20,17 @@ from ...layout import Array
 
 Params = Mapping[str, Any]
 
-_DEFAULTS: dict[str | None, dict[str, Any]] = {
+DEFAULTS: dict[str | None, dict[str, Any]] = {
     None: {},
     "blosc": {"chunk_size": 1 << 30},
     "zfp": {"tolerance": 1e-7},
+}
+_LOSSES = ("tolerance", "rate", "precision")
+# `parallel` is speed alone; what is compressed to is the same.
+_KNOWN: dict[str | None, set[str]] = {
+    None: set(),
+    "blosc": {"chunk_size"},
+    "zfp": {*_LOSSES, "parallel"},
 }
 
 
@@ -54,47 +61,45 @@ class CompressedObject:
         self.dtype = metadata["dtype"]
 
 
-def _plain(params: Params, array: Array) -> CompressedObject:
+def no_compression_in(params: Params, array: Array) -> CompressedObject:
     return CompressedObject(memoryview(array.tobytes()), array.shape, array.dtype)
 
 
-def _from_plain(params: Params, compressed: CompressedObject) -> Array:
+def no_compression_out(params: Params, compressed: CompressedObject) -> Array:
     return np.frombuffer(compressed.data, compressed.dtype).reshape(compressed.shape)
 
 
-def _blosc(params: Params, array: Array) -> CompressedObject:
+def blosc_compress(params: Params, array: Array) -> CompressedObject:
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     chunks = codecs.blosc(raw, array.dtype.itemsize, int(params["chunk_size"]))
     metadata = {"shape": array.shape, "dtype": array.dtype, "chunks": [len(c) for c in chunks]}
     return CompressedObject(b"".join(chunks), metadata=metadata)
 
 
-def _from_blosc(params: Params, compressed: CompressedObject) -> Array:
+def blosc_decompress(params: Params, compressed: CompressedObject) -> Array:
     ends = np.cumsum([0, *compressed.metadata["chunks"]]).tolist()
     chunks = (compressed.data[start:stop] for start, stop in pairwise(ends))
     return np.frombuffer(codecs.unblosc(chunks), compressed.dtype).reshape(compressed.shape)
 
 
-def _zfp(params: Params, array: Array) -> CompressedObject:
-    known = {name: params[name] for name in ("tolerance", "rate", "precision") if name in params}
-    if len(known) > 1:
-        known.pop("tolerance")
+def zfp_compress(params: Params, array: Array) -> CompressedObject:
+    known = {name: params[name] for name in _LOSSES if name in params}
     return CompressedObject(codecs.zfp(array, **known), array.shape, array.dtype)
 
 
-def _from_zfp(params: Params, compressed: CompressedObject) -> Array:
+def zfp_decompress(params: Params, compressed: CompressedObject) -> Array:
     return codecs.unzfp(compressed.data)
 
 
 compressors: dict[str | None, Callable[[Params, Array], CompressedObject]] = {
-    None: _plain,
-    "blosc": _blosc,
-    "zfp": _zfp,
+    None: no_compression_in,
+    "blosc": blosc_compress,
+    "zfp": zfp_compress,
 }
 decompressors: dict[str | None, Callable[[Params, CompressedObject], Array]] = {
-    None: _from_plain,
-    "blosc": _from_blosc,
-    "zfp": _from_zfp,
+    None: no_compression_out,
+    "blosc": blosc_decompress,
+    "zfp": zfp_decompress,
 }
 compressors_known = dict(codecs.PACKAGES)
 compressors_available: list[str | None] = [
@@ -117,7 +122,8 @@ def init_compression(
     Raises
     ------
     ArgumentError
-        For a scheme that is unknown or not installed.
+        For a scheme that is unknown or not installed, or a parameter that it
+        does not have.
 
     Examples
     --------
@@ -138,5 +144,14 @@ def init_compression(
         )
     if scheme is not None:
         codecs.require(scheme)
-    rest = {**_DEFAULTS[scheme], **rest}
+    if unknown := set(rest) - _KNOWN[scheme]:
+        raise ArgumentError(
+            f"scheme {scheme!r} has no parameters {sorted(unknown)}; "
+            f"it has {sorted(_KNOWN[scheme]) or 'none'}"
+        )
+    losses = sorted(set(rest) & set(_LOSSES))
+    if len(losses) > 1:
+        raise ArgumentError(f"{' and '.join(losses)} of zfp exclude each other; give one")
+    if not losses:
+        rest = {**DEFAULTS[scheme], **rest}
     return partial(compressors[scheme], rest), partial(decompressors[scheme], rest)

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
+from typing import ClassVar
 
 from ... import actions
 from ...errors import ArgumentError, MultistageError
 from ...plan.binomial import beta, nu, reverse_actions
+from .tools import OutputGrabber as OutputGrabber
 
 
 class RevolveError(MultistageError):
     """Kept for programs that catch it; a schedule of this package raises none."""
+
+    errCodes: ClassVar[dict[int, str]] = {}
 
 
 class Action(Enum):

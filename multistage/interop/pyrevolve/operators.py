@@ -44,7 +44,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of all arrays."""
+        """The dtype of the arrays, for their count in bytes; each is copied as it is."""
         raise NotImplementedError(f"{type(self).__name__} must define dtype")
 
     @property
@@ -186,17 +186,12 @@ class OperatorStates:
         return arrays
 
     def _checked(self, values: Iterable[Any], said: str) -> list[Array]:
-        dtype = np.dtype(self.checkpoint.dtype)
+        # Each array is copied as it is: pyrevolve would round it to the checkpoint's dtype.
         arrays = []
         for k, value in enumerate(values):
             if not isinstance(value, np.ndarray):
                 raise StateError(
                     f"array {k} of {said} is {type(value).__name__}; it must be a numpy.ndarray"
-                )
-            if value.dtype != dtype:
-                raise StateError(
-                    f"array {k} of {said} is {value.dtype}, the checkpoint's dtype is {dtype}; "
-                    "make them the same, a checkpoint in another precision would be rounded"
                 )
             arrays.append(value.view(np.ndarray))
         return arrays or [_NOTHING.copy()]  # a state without arrays is legal, and takes nothing
@@ -262,12 +257,12 @@ class _Snapshots(Copies):
 
     def _like_first(self, step: int, arrays: list[Array], said: str) -> list[Array]:
         leaves = self._layout.leaves
-        shapes = [array.shape for array in arrays]
-        if shapes != [leaf.shape for leaf in leaves]:
-            wanted = ", ".join(str(leaf.shape) for leaf in leaves)
-            found = ", ".join(map(str, shapes))
+        kinds = [(array.shape, array.dtype) for array in arrays]
+        if kinds != [(leaf.shape, leaf.dtype) for leaf in leaves]:
+            wanted = ", ".join(f"{leaf.shape} {leaf.dtype}" for leaf in leaves)
+            found = ", ".join(f"{shape} {dtype}" for shape, dtype in kinds)
             raise StateError(
-                f"{said}({step}) returned arrays of shapes {found}, get_data(0) of {wanted}; "
+                f"{said}({step}) returned arrays {found}, get_data(0) {wanted}; "
                 "every state must have the arrays of the first"
             )
         if self._states.period:

@@ -44,7 +44,7 @@ def h_revolve_on_storages(
     capacity = levels[0].capacity or 1
 
     def make() -> Schedule:
-        schedule = _on_storages(solved, capacity, first_tier=1 if fast else 0)
+        schedule = on_storages(solved, capacity, first_tier=1 if fast else 0)
         return overlap(schedule if fast else on_tier(schedule), slots, tape_slots=costs.tape_slots)
 
     steps = 0
@@ -69,7 +69,7 @@ def h_revolve_on_storages(
     )
 
 
-def _on_storages(solved: Hierarchy, capacity: int, first_tier: int) -> Schedule:
+def on_storages(solved: Hierarchy, capacity: int, first_tier: int) -> Schedule:
     """Yield a hierarchy's actions: level 0 in slots, level k on tier k - `first_tier`."""
     operations = solved.operations()
     answer: bool | None = None

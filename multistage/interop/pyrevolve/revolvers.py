@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from ...backends.urls import Tiers
 from ...costs import Budget, Costs
@@ -19,7 +19,7 @@ from .crevolve import adjust
 from .operators import Compression
 from .planners import h_revolve_on_storages, revolve_on_disk
 from .profiling import Profiler
-from .schedulers import Architecture
+from .schedulers import Architecture, CRevolve, HRevolve
 from .storage import BytesStorage, DiskStorage, NumpyStorage, Storage, open_folder
 
 
@@ -42,9 +42,10 @@ class SingleLevelRevolver(BaseRevolver):
     tiers : str, Store or sequence of them, optional
         Slow tiers such as `"file:///scratch"`, to which states are streamed.
     planner : str, Plan or callable, optional
-        As for `multistage.Reversal`; `"auto"` if `memory` or `tiers` is given.
+        As for `multistage.Reversal`; `"auto"` if another of these options is given.
     costs : Costs, optional
-        Assumed costs; measured in a few extra steps if not given.
+        Assumed costs; where any of these options is given without them, they
+        are measured in a few extra steps.
     progress : bool or None
         Show progress bars; None: on a terminal or in a notebook.
 
@@ -89,6 +90,11 @@ class SingleLevelRevolver(BaseRevolver):
                 costs = costs or defaults.get("costs")
                 progress = defaults.get("progress") if progress is None else progress
             n_checkpoints = adjust(n)
+        elif memory is not None:
+            raise ArgumentError(
+                f"n_checkpoints={n_checkpoints} and memory={memory!r}: give one, and None "
+                "in place of n_checkpoints"
+            )
         elif n_checkpoints < 1:
             raise ArgumentError(f"n_checkpoints={n_checkpoints} must be at least 1")
         self.n_checkpoints = n_checkpoints
@@ -97,8 +103,12 @@ class SingleLevelRevolver(BaseRevolver):
             if diskstorage or tiers is not None:
                 raise ArgumentError("compression_params are for checkpoints in memory alone")
             compression = init_compression(compression_params)
-        chosen = not (memory is None and tiers is None and planner is None)
+        chosen = any(option is not None for option in (memory, tiers, planner, costs))
+        self._chosen = chosen
+        if chosen and diskstorage and tiers is not None and filedir != "./":
+            raise ArgumentError(f"filedir={filedir!r} and tiers={tiers!r}: give one of them")
         self.filedir, self.singlefile = filedir, singlefile
+        self.compression_params = compression_params
         self._on_disk = diskstorage and not chosen
         self._add_description(compression)
         if chosen:
@@ -137,6 +147,14 @@ class SingleLevelRevolver(BaseRevolver):
             else BytesStorage(checkpoint.nbytes, count, dtype, compression, profiler=profiler)
         ]
 
+    @property
+    def scheduler(self) -> CRevolve:
+        """A fresh scheduler of pyrevolve for these sweeps, to look at; nothing runs it."""
+        if self._chosen:
+            return cast(CRevolve, super().scheduler)  # which raises
+        assert self.n_checkpoints is not None
+        return CRevolve(self.n_checkpoints, self.n_timesteps)
+
     def _is_fast(self, level: int) -> bool:
         return level == 0 and not self._on_disk
 
@@ -157,7 +175,12 @@ class MemoryRevolver(SingleLevelRevolver):
         timings: object = None,
         profiler: Profiler | None = None,
         compression_params: Mapping[str, Any] | None = None,
-        **options: Any,
+        *,
+        memory: Budget | int | str | None = None,
+        tiers: Tiers | None = None,
+        planner: str | Plan | Planner | None = None,
+        costs: Costs | None = None,
+        progress: bool | None = None,
     ) -> None:
         super().__init__(
             checkpoint,
@@ -168,7 +191,11 @@ class MemoryRevolver(SingleLevelRevolver):
             timings,
             profiler,
             compression_params,
-            **options,
+            memory=memory,
+            tiers=tiers,
+            planner=planner,
+            costs=costs,
+            progress=progress,
         )
 
 
@@ -189,7 +216,12 @@ class DiskRevolver(SingleLevelRevolver):
         profiler: Profiler | None = None,
         filedir: str | None = "./",
         singlefile: bool = True,
-        **options: Any,
+        *,
+        memory: Budget | int | str | None = None,
+        tiers: Tiers | None = None,
+        planner: str | Plan | Planner | None = None,
+        costs: Costs | None = None,
+        progress: bool | None = None,
     ) -> None:
         super().__init__(
             checkpoint,
@@ -203,7 +235,11 @@ class DiskRevolver(SingleLevelRevolver):
             True,
             filedir,
             singlefile,
-            **options,
+            memory=memory,
+            tiers=tiers,
+            planner=planner,
+            costs=costs,
+            progress=progress,
         )
 
 
@@ -218,7 +254,8 @@ class MultiLevelRevolver(BaseRevolver):
     storage_list : sequence of Storage
         Their `n_ckp`, `wd` and `rd` decide what is kept where.
     uf, ub, up : float
-        Cost of a forward step, of an adjoint step and of the turn.
+        Cost of a forward step, of an adjoint step and, without effect as in
+        pyrevolve, of the turn.
     progress : bool or None
         Show progress bars; None: on a terminal or in a notebook.
 
@@ -291,47 +328,14 @@ class MultiLevelRevolver(BaseRevolver):
             assumed=(float(uf), float(ub)),
         )
 
-    def addStorage(self, new_storage: Storage) -> None:
-        """Append a storage; `reload_scheduler` plans with it."""
-        self.storage_list.append(new_storage)
+    @property
+    def scheduler(self) -> HRevolve:
+        """A fresh scheduler of pyrevolve for these storages, to look at; nothing runs it."""
+        n = self.n_timesteps
+        return HRevolve(n, n, Architecture(self.storage_list), self.uf, self.ub, self.up)
 
-    def removeStorage(self, st_idx: int) -> None:
-        """Remove the storage of that index, if there is one."""
-        if st_idx < len(self.storage_list):
-            del self.storage_list[st_idx]
-
-    def resetStorageList(self) -> None:
-        """Remove all storages."""
-        self.storage_list.clear()
-
-    def addDiskStorage(
-        self, filedir: str = "./", singlefile: bool = False, wd: float = 0, rd: float = 0
-    ) -> int:
-        """Append a `DiskStorage` for all time steps; return its index."""
-        size, dtype = self.checkpoint.size, self.checkpoint.dtype
-        self.addStorage(
-            DiskStorage(
-                size, self.n_timesteps, dtype, self.profiler, filedir, singlefile, wd=wd, rd=rd
-            )
-        )
-        return len(self.storage_list) - 1
-
-    def addNumpyStorage(self, compression_params: Mapping[str, Any] | None = None) -> int:
-        """Append a `NumpyStorage`, or a `BytesStorage` if it compresses; return its index."""
-        if compression_params is not None and compression_params.get("scheme") is not None:
-            return self.addByteStorage(compression_params)
-        size, dtype = self.checkpoint.size, self.checkpoint.dtype
-        self.addStorage(NumpyStorage(size, self.n_timesteps, dtype, self.profiler))
-        return len(self.storage_list) - 1
-
-    def addByteStorage(self, compression_params: Mapping[str, Any]) -> int:
-        """Append a `BytesStorage`; return its index."""
-        compression = init_compression(compression_params)
-        nbytes, dtype = self.checkpoint.nbytes, self.checkpoint.dtype
-        self.addStorage(
-            BytesStorage(nbytes, self.n_timesteps, dtype, compression, profiler=self.profiler)
-        )
-        return len(self.storage_list) - 1
+    def _require_levels(self) -> None:
+        """Nothing: there may be any."""
 
     def _is_fast(self, level: int) -> bool:
         return level == 0 and type(self.storage_list[0]) is NumpyStorage

@@ -110,6 +110,11 @@ class Storage:
         return self.maxsize * int(np.dtype(self.dtype).itemsize)
 
     @property
+    def size(self) -> int:
+        """Numbers on its stack now."""
+        return self.size_ckp * (self._top + 1)
+
+    @property
     def nckp(self) -> int:
         """Checkpoints it holds at most."""
         return self.n_ckp
@@ -223,6 +228,14 @@ class DiskStorage(Storage):
 
     def tier(self) -> Store:
         return open_folder(self.filedir)
+
+    def checkFilesDir(self) -> None:
+        """Make the folder if it is not there."""
+        open_folder(self.filedir).close()
+
+    def removeDatdir(self) -> None:
+        """Give the disk space back; no folder is made for it."""
+        self.close()
 
     def close(self) -> None:
         """Give the disk space back."""
