@@ -16,7 +16,8 @@ import statistics
 from pathlib import Path
 
 from benchmarks._common import finish, options
-from multistage import PLANNERS, Costs, Tier, simulate
+from benchmarks._published import PUBLISHED
+from multistage import Costs, Tier, simulate
 from multistage.drawing.chart import COLORS
 from multistage.plan.binomial import nu
 from multistage.plan.interval import corrected_factor, printed_factor
@@ -43,7 +44,7 @@ def short_runs() -> dict[str, Simulation]:
     runs = {}
     for name in RUNS:
         slots = STEPS if name == "store-all" else SLOTS
-        made = PLANNERS[name](costs, slots, STEPS)
+        made = PUBLISHED[name](costs, slots, STEPS)
         runs[name] = simulate(made.schedule(), STEPS, costs, slots)
     return runs
 
@@ -57,7 +58,7 @@ def grid(depths: tuple[int, ...]) -> list[dict[str, float]]:
             for n in depths:
                 if n <= slots or n <= 2 * interval:
                     continue  # kept whole, or the rule falls back to Revolve
-                made = {name: PLANNERS[name](costs, slots, n) for name in RUNS[1:]}
+                made = {name: PUBLISHED[name](costs, slots, n) for name in RUNS[1:]}
                 if n <= 2_000:  # what longer ones take is known by their steady state
                     for name, plan in made.items():
                         run = simulate(plan.schedule(), n, costs, slots)
@@ -81,7 +82,7 @@ def streamed_whole() -> tuple[float, float]:
     worst, factor = 0.0, 0.0
     for rho in (0.25, 0.5, 1.0):
         costs = costs_at(rho)
-        made = PLANNERS["interval"](costs, SLOTS, 1_000)
+        made = PUBLISHED["interval"](costs, SLOTS, 1_000)
         run = simulate(made.schedule(), 1_000, costs, SLOTS)
         worst = max(worst, run.stall_s / run.makespan_s)
         factor = max(factor, run.forward_steps / 1_000)

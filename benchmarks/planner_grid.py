@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._common import finish, options
+from benchmarks._published import PUBLISHED
 from multistage import PLANNERS, Costs, Jitter, Tier, simulate
 from multistage.errors import ArgumentError
 from multistage.plan.bound import priced_bound
@@ -57,7 +58,7 @@ def grid(depths: tuple[int, ...], thin: int) -> list[dict[str, Any]]:
             continue
         read = k * write
         costs = Costs(1.0, turn, tiers=(Tier("slow", write, read),))
-        plans = {name: PLANNERS[name](costs, s, n) for name in COMPARED}
+        plans = {name: PUBLISHED[name](costs, s, n) for name in COMPARED}
         row: dict[str, Any] = {
             "n": n,
             "s": s,
@@ -107,7 +108,7 @@ def against_exact(thin: int) -> tuple[list[dict[str, float]], list[str]]:
                 "exact": exact,
                 "streaming": PLANNERS["streaming"](costs, s, n).makespan_s,
                 "revolve": PLANNERS["revolve"](costs, s, n).makespan_s,
-                "interval": PLANNERS["interval"](costs, s, n).makespan_s,
+                "interval": PUBLISHED["interval"](costs, s, n).makespan_s,
             }
         )
     return rows, given_up

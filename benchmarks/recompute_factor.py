@@ -12,7 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks._common import finish, options
-from multistage import PLANNERS, Costs, Tier
+from benchmarks._published import PUBLISHED
+from multistage import Costs, Tier
 from multistage.plan.interval import corrected_factor, printed_factor
 
 SLOTS = 100
@@ -26,7 +27,7 @@ def costs_at(interval: int) -> Costs:
 
 def factor(planner: str, costs: Costs, n_steps: int) -> float:
     """Return the recompute factor a planner predicts."""
-    return PLANNERS[planner](costs, SLOTS, n_steps).recompute_factor
+    return PUBLISHED[planner](costs, SLOTS, n_steps).recompute_factor
 
 
 def crossing(interval: int) -> int:

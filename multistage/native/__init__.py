@@ -92,6 +92,12 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         *[_BYTES] * 8,
         _INT64,
     ]
+    library.ms_sweep_len.restype = _INT64
+    library.ms_sweep_len.argtypes = [_INT64, _INT64]
+    library.ms_sweep.restype = _INT64
+    library.ms_sweep.argtypes = [ctypes.POINTER(SweepCall), _INT64, _BYTES, _BYTES, _BYTES]
+    library.ms_sweep_tables_len.restype = _INT64
+    library.ms_sweep_tables_len.argtypes = []
     library.ms_bind.restype = _INT64
     library.ms_bind.argtypes = [_BYTES, _INT64, _INT64]
     library.ms_nodes_wanted.restype = _INT64
@@ -137,6 +143,20 @@ class Chain(ctypes.Structure):
         ("tapes", _INT64),
     )
     owner: object = None
+
+
+class SweepCall(ctypes.Structure):
+    """`sweep_t` of sweep.c: a streaming schedule and its costs."""
+
+    _fields_ = (
+        *((name, _INT64) for name in ("n", "online", "slots", "tail_start", "depth")),
+        *((name, _INT64) for name in ("queue_depth", "drain_steps", "keep_from", "end_start")),
+        *((name, _INT64) for name in ("capacity", "reserve")),
+        *((name, ctypes.c_uint64) for name in ("extra", "skip")),
+        *((name, ctypes.c_double) for name in ("spacing", "end_spacing", "forward", "taping")),
+        *((name, ctypes.c_double) for name in ("reverse", "turn", "action", "write", "read")),
+        *((name, ctypes.c_double) for name in ("write_overhead", "read_overhead")),
+    )
 
 
 class Piece(ctypes.Structure):

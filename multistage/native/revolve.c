@@ -15,6 +15,8 @@
  */
 #include <stdint.h>
 
+#include "revolve.h"
+
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
 #else
@@ -25,7 +27,13 @@ typedef unsigned __int128 wide;
 
 #define SATURATED ((uint64_t)1 << 62)
 
-enum { ADVANCE, REVERSE, SAVE, LOAD, FREE };
+enum {
+    ADVANCE = REVOLVE_ADVANCE,
+    REVERSE = REVOLVE_REVERSE,
+    SAVE = REVOLVE_SAVE,
+    LOAD = REVOLVE_LOAD,
+    FREE = REVOLVE_FREE
+};
 enum { AT_STATE, AFTER_REVERSE, LAST_USE, DONE };
 
 /* Fields of the state array, all int64. */
@@ -48,6 +56,9 @@ static uint64_t beta(int64_t s, int64_t r)
     return b;
 }
 
+/* With more slots than these the repetitions are few. */
+enum { FEW = 8 };
+
 static int64_t repetitions(int64_t l, int64_t s)
 {
     if (l <= 1)
@@ -56,6 +67,19 @@ static int64_t repetitions(int64_t l, int64_t s)
         return l - 1;
     int64_t r = 0;
     uint64_t b = 1;
+    if (s <= FEW) { /* r may be large: bisect */
+        int64_t high = 1;
+        while (beta(s, high) < (uint64_t)l)
+            high *= 2;
+        while (r < high) {
+            const int64_t middle = r + (high - r) / 2;
+            if (beta(s, middle) < (uint64_t)l)
+                r = middle + 1;
+            else
+                high = middle;
+        }
+        return r;
+    }
     while (b < (uint64_t)l) {
         r++;
         wide next = (wide)b * (uint64_t)(s + r) / (uint64_t)r;
@@ -85,6 +109,21 @@ static int64_t first_advance(int64_t l, int64_t s, int64_t r, int64_t trajectory
         return max64(low, min64(max64((int64_t)beta(s, r - 2), l - upper), high));
     }
     return low + (high - low) / 2;
+}
+
+double revolve_nu(int64_t l, int64_t s)
+{
+    if (l <= 1)
+        return 0;
+    if (s <= 1)
+        return (double)((wide)l * (uint64_t)(l - 1) / 2);
+    const int64_t r = repetitions(l, s);
+    return (double)((wide)r * (uint64_t)l - beta(s + 1, r - 1));
+}
+
+int64_t revolve_first_advance(int64_t l, int64_t s)
+{
+    return first_advance(l, s, repetitions(l, s), MIDDLE);
 }
 
 /* Bytes are for the caller to allocate: int64 fields of `state` and of `stack`. */

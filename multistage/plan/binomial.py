@@ -14,6 +14,7 @@ the schedule need O(s) memory and O(1) work per action.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import chain
@@ -28,6 +29,9 @@ from ..layout import Array
 
 Trajectory = Literal["low", "middle", "high", "published"]
 TRAJECTORIES: tuple[Trajectory, ...] = ("low", "middle", "high", "published")
+
+# With more slots than these the repetitions are few.
+_FEW = 8
 
 # Patterns of segments up to this length are cached: the streaming planner
 # reverses thousands of short intervals of few different lengths.
@@ -52,6 +56,11 @@ def repetitions(length: int, slots: int) -> int:
     if slots == 1:
         return length - 1
     r, count = 0, 1
+    if slots <= _FEW:  # r may be large: bisect
+        high = 1
+        while comb(slots + high, slots) < length:
+            high *= 2
+        return bisect_left(range(high + 1), length, key=lambda r: comb(slots + r, slots))
     while count < length:
         r += 1
         count = count * (slots + r) // r
@@ -95,6 +104,28 @@ def nu_up_to(n_steps: int, slots: int) -> Array:
         part = slice(begin + 1, min(stop, n_steps) + 1)
         counts[part] = r * lengths[part] - beta(slots + 1, r - 1)
     return counts
+
+
+class NuTable:
+    """nu(length, slots) for arrays of lengths up to n, in doubles."""
+
+    def __init__(self, slots: int, n_steps: int) -> None:
+        ends, shifts, shift = [1], [0.0], 1  # beta(slots, r), and beta(slots + 1, r - 1)
+        while slots > 1 and ends[-1] < n_steps:
+            r = len(ends)
+            ends.append(ends[-1] * (slots + r) // r)
+            shifts.append(float(shift))
+            shift = shift * (slots + 1 + r) // r
+        self.slots = slots
+        self.ends = np.array([min(end, n_steps) for end in ends], dtype=float)
+        self.shifts = np.array(shifts)
+
+    def __call__(self, lengths: Array) -> Array:
+        if self.slots == 1:
+            return lengths * (lengths - 1.0) / 2
+        r = np.searchsorted(self.ends, lengths)
+        counts: Array = r * lengths.astype(float) - self.shifts[r]
+        return counts
 
 
 def first_advance(length: int, slots: int, trajectory: Trajectory = "middle") -> int:

@@ -14,17 +14,24 @@ forward steps of the offline optimum for s = 3..20, n <= 800.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+
+import numpy as np
 
 from ..actions import Advance, EndForward, Free, Load, Save, Schedule
 from ..costs import Costs
+from ..layout import Array
 from ..simulate import simulate
 from .base import Plan, require_steps
-from .binomial import nu, reverse_actions
+from .binomial import beta, nu, repetitions, reverse_actions
 from .bound import lower_bound
-from .streaming import streaming_spacing
-from .sweep import Sweep
+from .predict import SIMULATED_STEPS, Prediction, simulated
+from .reserve import Reservation
+from .revolve import ACTIONS_PER_STEP
+from .streaming import Form, ring_prediction, streaming_spacing
 
 IsLast = Callable[[int], bool]
 
@@ -106,11 +113,13 @@ def online_schedule(costs: Costs, slots: int, is_last: IsLast) -> Schedule:
     >>> [type(action).__name__ for action in schedule][:3]
     ['Save', 'Advance', 'Save']
     """
-    tier = costs.tier
-    if tier is None:
+    if costs.tier is None:
         return dynamic_schedule(slots, is_last)
-    spacing = streaming_spacing(costs)
-    return Sweep(slots, spacing, None, queue_depth=tier.queue_depth).schedule(None, is_last)
+    return _ring(costs).sweep(costs, slots, 0, Reservation(costs)).schedule(None, is_last)
+
+
+def _ring(costs: Costs) -> Form:
+    return Form(streaming_spacing(costs), None, online=True)
 
 
 def online(costs: Costs, slots: int, n_steps: int | None) -> Plan:
@@ -119,8 +128,11 @@ def online(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     The schedule itself never looks at `n_steps`; the figures do.
     """
     n = require_steps(n_steps, "online (for its prediction)")
-    make = partial(online_schedule, costs, slots, lambda i: i == n)
-    run = simulate(make(), None, costs, slots)
+    make = partial(online_schedule, costs, slots, partial(operator.eq, n))
+    if costs.tier is not None:
+        run = ring_prediction(_ring(costs), costs, slots, n)
+    else:
+        run = _dynamic_prediction(costs, slots, n)
     return Plan(
         planner="online",
         n_steps=n,
@@ -137,3 +149,63 @@ def online(costs: Costs, slots: int, n_steps: int | None) -> Plan:
         parameters={"offline_steps": nu(n, slots) + 1},
         note="Needs no knowledge of the number of steps.",
     )
+
+
+def checkpoints_after(slots: int, placed: int) -> Array:
+    """Return where `slots` >= 1 checkpoints stand once states 0..placed were offered to them.
+
+    What `_Levels` arrives at step by step, in O(slots): with m slots beside
+    that of state 0, all of them have level L after P(m, L) = beta(m, L+1) - 1
+    states.  Then the newest goes one level up, the ones beside it are used up
+    one after the other, the oldest first, and those behind it begin again.
+
+    Examples
+    --------
+    >>> checkpoints_after(3, 8).tolist()
+    [0, 6, 8]
+    """
+    held, base, m, left = [0], 0, slots - 1, placed
+    while m and left:
+        if left <= m:  # there is room yet
+            return np.concatenate((held, base + np.arange(1, left + 1)))
+        level = repetitions(left + 1, m) - 2  # the highest that all of them reached before
+        before = beta(m, level + 1) - 1  # states until then
+        since = left - before - 1  # states after the one that went up
+        above = base + before + 1
+        if since < m - 1:
+            kept = base + _all_at(m, level)[since : m - 1]
+            tail = np.arange(above, above + since + 1)
+            return np.concatenate((held, kept, tail))
+        held.append(above)
+        base, m, left = above, m - 1, since
+    return np.array(held)
+
+
+def _all_at(slots: int, level: int) -> Array:
+    """Return where all of `slots` checkpoints stand when they reach `level` together."""
+    # The first of m gets there after P(m, level-1) + 1 = beta(m, level) states.
+    steps, found = beta(slots, level), []
+    for m in range(slots, 0, -1):
+        found.append(steps)
+        steps = steps * m // (m + level)
+    return np.cumsum(found)
+
+
+def _dynamic_prediction(costs: Costs, slots: int, n: int) -> Prediction:
+    """Return the figures of `dynamic_schedule`; the driver's actions are an estimate."""
+    if costs.action_s and n <= SIMULATED_STEPS:
+        schedule = dynamic_schedule(slots, partial(operator.eq, n))
+        run = simulated(simulate(schedule, None, costs, slots, checked=False))
+        return replace(run, peak_slots=min(slots, n))
+    starts = checkpoints_after(slots, n - 1)
+    gaps = np.diff(np.append(starts, n))
+    # The k-th gap is reversed with its own slot and those of the gaps above it.
+    free = slots - np.arange(len(gaps))
+    once = gaps <= free + 1
+    recomputed = int((gaps[once] - 1).sum())
+    for length, left in zip(gaps[~once].tolist(), free[~once].tolist(), strict=True):
+        recomputed += nu(length, left)
+    # A save, an advance and a free for each state at first, then Revolve's.
+    driver_s = (3 + ACTIONS_PER_STEP) * n * costs.action_s
+    makespan_s = (n + recomputed) * costs.forward_step_s + n * costs.turn_s + driver_s
+    return Prediction(makespan_s, n + recomputed, min(slots, n), 0, 0, 0.0)

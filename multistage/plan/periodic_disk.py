@@ -24,9 +24,8 @@ import numpy as np
 
 from ..actions import Advance, Await, Drop, Free, Get, Load, Put, Schedule
 from ..costs import Costs
-from ..layout import Array
 from .base import Plan, require_steps
-from .binomial import beta, nu, reverse_actions
+from .binomial import NuTable, beta, nu, reverse_actions
 from .synchronous import Counts, reversed_piece, synchronous_plan, transfer_s, without_tier
 
 _ALL_PERIODS = 1 << 16
@@ -94,7 +93,7 @@ def best_period(
         return 0, 0
     longest = max(_ALL_PERIODS, 2 * asymptotic_period(slots, min(transfers_in_steps, n_steps)))
     periods = np.arange(1, min(n_steps - 1, longest, _MOST_PERIODS) + 1)
-    steps_of = _Nu(slots, n_steps)
+    steps_of = NuTable(slots, n_steps)
     each = periods + transfers_in_steps + steps_of(periods)
     most = (n_steps - 1) // periods
     if capacity is not None:
@@ -111,25 +110,6 @@ def best_period(
     total = low * each + steps_of(n_steps - low * periods)
     best = int(total.argmin())
     return (int(periods[best]), int(low[best])) if low[best] else (0, 0)
-
-
-class _Nu:
-    """nu(length, slots) for arrays of lengths up to n, in doubles."""
-
-    def __init__(self, slots: int, n_steps: int) -> None:
-        ends = [1]
-        while slots > 1 and ends[-1] < n_steps:
-            ends.append(ends[-1] * (slots + len(ends)) // len(ends))
-        self.slots = slots
-        self.ends = np.array([min(end, n_steps) for end in ends], dtype=float)
-        self.shifts = np.array([float(beta(slots + 1, r - 1)) for r in range(len(ends))])
-
-    def __call__(self, lengths: Array) -> Array:
-        if self.slots == 1:
-            return lengths * (lengths - 1.0) / 2
-        r = np.searchsorted(self.ends, lengths)
-        counts: Array = r * lengths.astype(float) - self.shifts[r]
-        return counts
 
 
 def periodic_disk(costs: Costs, slots: int, n_steps: int | None) -> Plan:

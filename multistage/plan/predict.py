@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..actions import Schedule
-from ..costs import Costs
-from ..simulate import Simulation, simulate
+from ..simulate import Simulation
 
 # Steps that are simulated in full: some 20 000 actions, a tenth of a second.
 SIMULATED_STEPS = 4096
+
+
+# Among so many numbers of periods one is found that is nearly whole.
+_PHASES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +28,19 @@ class Prediction:
 
 
 def predict(
-    make: Callable[[int], Schedule],
-    costs: Costs,
-    slots: int,
-    n_steps: int,
-    *,
-    period: float,
-    head: int = 0,
+    run: Callable[[int], Prediction], n_steps: int, *, period: float, head: int = 0
 ) -> Prediction:
-    """Return the figures of `make(n_steps)`.
+    """Return the figures of a schedule of `n_steps` steps.
 
     Up to `SIMULATED_STEPS` steps, or a dozen periods beyond `head`, the
-    schedule itself is simulated.  A longer one is in its steady state: its
+    schedule itself is run.  A longer one is in its steady state: its
     figures grow by the same amount with every whole number of periods, so two
-    shorter simulations are extended.
+    shorter runs are extended.
 
     Parameters
     ----------
-    make : callable
-        Returns a fresh schedule for a number of steps.
+    run : callable
+        Returns the figures of a number of steps, each a run in virtual time.
     period : float
         Steps after which the schedule repeats, in the mean.
     head : int
@@ -52,17 +48,20 @@ def predict(
     """
     enough = max(SIMULATED_STEPS, head + int(12 * period))
     if n_steps <= enough:
-        return _of(simulate(make(n_steps), n_steps, costs, slots))
+        return run(n_steps)
     # A span that holds nearly a whole number of periods, so that both short
     # runs end in the same phase as the long one.
     most = max(4, int(enough / (3 * period)))
-    periods = min(range(max(1, most // 2), most + 1), key=lambda k: (_phase(k * period), -k))
+    tried = range(max(1, most // 2, most - _PHASES), most + 1)
+    periods = min(tried, key=lambda k: (_phase(k * period), -k))
     span = max(1, round(periods * period))
     repeats = -(-(n_steps - enough) // span)
     long_steps = n_steps - repeats * span
-    long = simulate(make(long_steps), long_steps, costs, slots)
-    short_steps = long_steps - span
-    short = simulate(make(short_steps), short_steps, costs, slots, checked=False)
+    return extended(run(long_steps - span), run(long_steps), repeats)
+
+
+def extended(short: Prediction, long: Prediction, repeats: float) -> Prediction:
+    """Return what so many more of the differences between two runs come to."""
 
     def grown(name: str) -> float:
         a, b = getattr(long, name), getattr(short, name)
@@ -82,7 +81,8 @@ def _phase(length: float) -> float:
     return round(abs(length - round(length)), 6)
 
 
-def _of(run: Simulation) -> Prediction:
+def simulated(run: Simulation) -> Prediction:
+    """Return the figures of one simulation."""
     return Prediction(
         run.makespan_s, run.forward_steps, run.peak_slots, run.writes, run.reads, run.stall_s
     )

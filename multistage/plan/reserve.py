@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .. import native
 from ..costs import Costs
 from ..layout import Array
 from .binomial import first_advance, nu
@@ -40,6 +41,13 @@ class Reservation:
 
     costs: Costs
     _tables: dict[int, tuple[Array, Array]] = field(default_factory=dict, repr=False)
+    _kernels: Array | None = field(default=None, repr=False)
+
+    def kernel_tables(self) -> Array:
+        """Return what the C core keeps of these tables from one call to the next."""
+        if self._kernels is None:
+            self._kernels = np.zeros(int(native.library().ms_sweep_tables_len()), np.int64)
+        return self._kernels
 
     def advance(self, length: int, free: int) -> int:
         """Return the next advance of the spine, or 0 to give up the slot now."""

@@ -25,9 +25,8 @@ from ..costs import Costs, Tier
 from .base import Plan
 from .bound import lower_bound
 from .online import IsLast
-from .predict import predict
 from .reserve import Reservation
-from .streaming import Form, streaming, streaming_spacing
+from .streaming import Form, ring_prediction, streaming, streaming_spacing
 from .sweep import Sweep, SweepRun
 
 # The share of the forward sweep that unneeded writes may take from it, inverted.
@@ -49,14 +48,13 @@ def durable_plan(costs: Costs, slots: int, n_steps: int) -> Plan:
     if plan.writes:
         return plan
     sweep = _sweep(costs, slots, n_steps)
-    make = partial(_ring, costs, slots)
-    predicted = predict(make, costs, slots, n_steps, period=sweep.spacing, head=4 * slots)
+    predicted = ring_prediction(Form(sweep.spacing, None), costs, slots, n_steps)
     return Plan(
         planner="streaming",
         n_steps=n_steps,
         slots=slots,
         costs=costs,
-        make=partial(make, n_steps),
+        make=partial(_ring, costs, slots, n_steps),
         makespan_s=predicted.makespan_s,
         lower_bound_s=lower_bound(costs, slots, n_steps),
         forward_steps=predicted.forward_steps,

@@ -22,7 +22,8 @@ and the fastest is taken; so the plan is never slower than Revolve.  Not
 optimal: within 1 % of the exact optimum on average for n = 8..12; the gap to
 the lower bound is printed with every plan.  Cost per step in the steady
 state, for whole g: T_A (1 + nu(g, s) / g) + T_B, whatever n.  Long sequences
-are planned on a shorter one of the same steady state.  Known gap: nothing is
+are planned on a shorter one of the same steady state, and rings of many slots
+on shorter rings (within 1 % of the whole simulation).  Known gap: nothing is
 written during the reverse sweep.
 """
 
@@ -33,17 +34,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from .. import native
 from ..actions import Schedule
 from ..costs import Costs
-from ..simulate import simulate
 from .base import Plan, require_steps
 from .binomial import beta, nu
 from .bound import lower_bound
 from .interval import interval
-from .predict import Prediction, predict
+from .predict import Prediction, extended, predict
 from .reserve import Reservation
 from .revolve import revolve
 from .sweep import Sweep
+from .timed import timed
 
 # Lengths up to this are searched harder: every tail start, single positions moved.
 _SHORT = 24
@@ -51,8 +53,15 @@ _SHORT = 24
 _AS_GOOD = 0.01
 # Of the candidates judged best, this many are predicted in full.
 _PREDICTED = 6
-# Candidates are judged on this many steps, more where both ends want more.
-_JUDGED_STEPS = 512
+# Candidates are judged on this many steps, more where both ends want more, but
+# without the C core on no more than can be simulated.
+_JUDGED_STEPS, _SIMULATED = 512, 16_384
+_NEAR = 4 * _JUDGED_STEPS
+# More tails than about twice as many are thinned out.
+_TAILS = 6
+# Rings of more slots, or of more than so many times the spacing, are timed by
+# shorter ones, and wider spacings by narrower ones.
+_LONG_RING, _PERIODS, _WIDE = 2048, 32, 256.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,8 @@ class Form:
     depth : int
     end_spacing : float or None
         Spacing among the states that the ring keeps to the end, where it differs.
+    online : bool
+        A ring that does not know where the sequence ends.
     """
 
     spacing: float
@@ -80,11 +91,14 @@ class Form:
     reserve: bool = True
     depth: int = 4
     end_spacing: float | None = None
+    online: bool = False
 
     def sweep(self, costs: Costs, slots: int, n_steps: int, reservation: Reservation) -> Sweep:
         """Lay the form over `n_steps` steps."""
         tier = costs.tier
         assert tier is not None
+        if self.online:
+            return Sweep(slots, self.spacing, None, self.depth, tier.queue_depth)
         start = None
         if self.tail is not None:
             start = n_steps - self.tail
@@ -143,27 +157,34 @@ def streaming(costs: Costs, slots: int, n_steps: int | None) -> Plan:
         note="Streaming cannot pay here: plain Revolve from the fast slots.",
     )
     tier = costs.tier
-    if tier is None or n <= 2 or tier.capacity_states == 0:
+    # Where every state fits the slots, nothing can be spared.
+    if tier is None or n <= max(2, slots + 1) or tier.capacity_states == 0:
         return fallback
     reservation = Reservation(costs)
     least = 1.0 if tier.capacity_states is None else n / tier.capacity_states
-    judged = _judged_steps(costs, slots, n, least)
-    unbounded = replace(costs, tiers=(replace(tier, capacity_states=None), *costs.tiers[1:]))
-    judge_costs = costs if judged == n else unbounded
-    judged_forms = [
-        (_judge(form, judge_costs, slots, n, judged, reservation), form)
-        for form in dict.fromkeys(_forms(costs, slots, judged, least))
-    ]
+    judge = _Judge(costs, slots, n, least, reservation)
+    forms = dict.fromkeys(_forms(costs, slots, judge.steps(ring=False), least))
+    judged_forms = [(judge.seconds(form), form) for form in forms]
+    # Where states lie far apart, one step to the side is worth a look for few of them.
+    far = (
+        sorted(judged_forms, key=lambda pair: pair[0])[:_PREDICTED]
+        if judge.steps(ring=False) > _NEAR
+        else []
+    )
+    for _, form in far:
+        if form.tail is not None and form.shift is None:
+            moved = (replace(form, shift=shift) for shift in (0, 1))
+            judged_forms += [(judge.seconds(other), other) for other in moved]
     if not judged_forms:
         return fallback
     best, predicted = _best(judged_forms, costs, slots, n, reservation)
     if n <= _SHORT:
         sweep = best.sweep(costs, slots, n, reservation)
-        polished = _polish(sweep, costs, slots, n, predicted.makespan_s)
-        make = polished.schedule
-        predicted = predict(make, costs, slots, n, period=best.spacing)
+        polished = _polish(sweep, costs, n, predicted.makespan_s)
+        make = partial(polished.schedule, n)
+        predicted = timed(polished, costs, n)
     else:
-        make = partial(_schedule, best, costs, slots, reservation)
+        make = partial(_schedule, best, costs, slots, reservation, n)
     paper = interval(costs, slots, n)
     if min(predicted.makespan_s, paper.makespan_s) >= fallback.makespan_s:
         return fallback
@@ -174,7 +195,7 @@ def streaming(costs: Costs, slots: int, n_steps: int | None) -> Plan:
         n_steps=n,
         slots=slots,
         costs=costs,
-        make=partial(make, n),
+        make=make,
         makespan_s=predicted.makespan_s,
         lower_bound_s=lower_bound(costs, slots, n),
         forward_steps=predicted.forward_steps,
@@ -205,15 +226,7 @@ def _best(
     if share:
         shortlist[max(near, key=lambda form: form.spacing)] = None
     predictions = {
-        form: predict(
-            partial(_schedule, form, costs, slots, reservation),
-            costs,
-            slots,
-            n_steps,
-            period=form.spacing,
-            head=(form.tail or 0) + 4 * slots,
-        )
-        for form in shortlist
+        form: _prediction(form, costs, slots, n_steps, reservation) for form in shortlist
     }
     best = min(predictions, key=lambda form: predictions[form].makespan_s)
     if share:
@@ -233,26 +246,122 @@ def _schedule(
     return form.sweep(costs, slots, n_steps, reservation).schedule(n_steps)
 
 
-def _judge(
-    form: Form, costs: Costs, slots: int, n_steps: int, judged: int, reservation: Reservation
-) -> float:
-    """Return the form's makespan, simulated on `judged` steps and extended to `n_steps`.
+def _prediction(
+    form: Form, costs: Costs, slots: int, n_steps: int, reservation: Reservation
+) -> Prediction:
+    run = partial(_run, form, costs, slots, reservation)
+    head = 4 * slots if form.tail is None else form.tail
+    return predict(run, n_steps, period=form.spacing, head=head)
+
+
+def ring_prediction(form: Form, costs: Costs, slots: int, n_steps: int) -> Prediction:
+    """Return what a ring takes over `n_steps` steps, though the tier be full before the end."""
+    tier, reservation = costs.tier, Reservation(costs)
+    assert tier is not None
+    room = n_steps if tier.capacity_states is None else tier.capacity_states * form.spacing
+    if room >= n_steps:
+        return _prediction(form, costs, slots, n_steps, reservation)
+
+    capacity = tier.capacity_states or 0
+
+    def run(states: int) -> Prediction:
+        # Fewer states before the tier is full; what follows them is the same.
+        left = replace(costs, tiers=(replace(tier, capacity_states=states), *costs.tiers[1:]))
+        steps = n_steps - round((capacity - states) * form.spacing)
+        return timed(form.sweep(left, slots, steps, reservation), left, steps, online=form.online)
+
+    few = max(64, math.ceil(4 * slots / form.spacing) + 12)
+    if capacity <= 2 * few:
+        return run(capacity)
+    return extended(run(few), run(2 * few), capacity / few - 2)
+
+
+def _run(
+    form: Form, costs: Costs, slots: int, reservation: Reservation, n_steps: int
+) -> Prediction:
+    """Return what a form takes, a long ring's by those of shorter ones.
+
+    A ring of many slots looks like one of fewer slots and steps: what it
+    takes grows with both together, but for its ends and the rounding of
+    positions, which stay as they are.  So two smaller ones of the same shape
+    are extended; wide spacings shrink along, and the transfers with them.
+    """
+    if form.tail is None and form.spacing > _WIDE * (1 + 1e-9):
+        share = _WIDE / form.spacing
+
+        def shrunk(part: float) -> Prediction:
+            end = form.end_spacing and form.end_spacing * part
+            smaller = replace(form, spacing=form.spacing * part, end_spacing=end)
+            fewer, steps = max(1, round(slots * part)), max(2, round(n_steps * part))
+            faster = _faster(costs, part)
+            return _run(smaller, faster, fewer, Reservation(faster), steps)
+
+    elif form.tail is None and slots > max(_LONG_RING, _PERIODS * form.spacing):
+        share = max(_LONG_RING, _PERIODS * form.spacing) / slots
+
+        def shrunk(part: float) -> Prediction:
+            fewer, steps = int(slots * part), max(2, round(n_steps * part))
+            return _run(form, costs, fewer, reservation, steps)
+
+    else:
+        sweep = form.sweep(costs, slots, n_steps, reservation)
+        return timed(sweep, costs, n_steps, online=form.online)
+    found = extended(shrunk(share / 2), shrunk(share), 2 * (1 - share) / share)
+    return replace(found, peak_slots=min(slots, math.ceil(found.peak_slots / share)))
+
+
+def _faster(costs: Costs, share: float) -> Costs:
+    """Return costs whose first tier moves a state in a share of the time."""
+    tier, *others = costs.tiers
+    tier = replace(
+        tier,
+        write_s=tier.write_s * share,
+        read_s=tier.read_s * share,
+        write_overhead_s=tier.write_overhead_s * share,
+        read_overhead_s=tier.read_overhead_s * share,
+    )
+    return replace(costs, tiers=(tier, *others))
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """Tells what forms take on a part of the steps.
 
     The two ends, where slots are plenty, would flatter a short run; what a
     long one costs is in the difference of two.
     """
 
-    def seconds(steps: int) -> float:
-        schedule = form.sweep(costs, slots, steps, reservation).schedule(steps)
-        return simulate(schedule, steps, costs, slots, checked=False).makespan_s
+    costs: Costs
+    slots: int
+    n_steps: int
+    least: float
+    reservation: Reservation
 
-    if judged == n_steps:
-        return seconds(judged)
-    whole = seconds(judged)
-    span = max(1, round(max(1, round(judged / 3 / form.spacing)) * form.spacing))
-    if span >= judged:
-        return whole * n_steps / judged
-    return whole + (n_steps - judged) * (whole - seconds(judged - span)) / span
+    def steps(self, *, ring: bool) -> int:
+        """Return on how many steps forms are judged: enough for both ends and a steady middle."""
+        spacing = max(self.least, streaming_spacing(self.costs))
+        ends = 4 * (self.slots if ring else min(self.slots, math.ceil(spacing) + 2))
+        enough = max(_JUDGED_STEPS, int(8 * spacing) + ends)
+        if native.LIBRARY is None:
+            enough = min(enough, _SIMULATED)
+        return min(self.n_steps, enough)
+
+    def seconds(self, form: Form) -> float:
+        """Return the form's makespan on a part of the steps, extended to all of them."""
+        part = self.steps(ring=form.tail is None)
+        if part == self.n_steps:
+            return self._taken(form, self.costs, part)
+        tier, *others = self.costs.tiers
+        costs = replace(self.costs, tiers=(replace(tier, capacity_states=None), *others))
+        whole = self._taken(form, costs, part)
+        span = max(1, round(max(1, round(part / 3 / form.spacing)) * form.spacing))
+        if span >= part:
+            return whole * self.n_steps / part
+        less = self._taken(form, costs, part - span)
+        return whole + (self.n_steps - part) * (whole - less) / span
+
+    def _taken(self, form: Form, costs: Costs, n_steps: int) -> float:
+        return _run(form, costs, self.slots, self.reservation, n_steps).makespan_s
 
 
 def _note(form: Form) -> str:
@@ -260,12 +369,6 @@ def _note(form: Form) -> str:
     if form.tail is None:
         return f"{every}; the fast slots are a ring that keeps the last states."
     return f"{every}; the last {form.tail} steps are reversed from fast slots."
-
-
-def _judged_steps(costs: Costs, slots: int, n_steps: int, least: float) -> int:
-    spacing = max(least, streaming_spacing(costs))
-    # Enough for both ends and a steady middle.
-    return min(n_steps, max(_JUDGED_STEPS, int(8 * spacing) + 4 * slots), 32 * _JUDGED_STEPS)
 
 
 def _forms(costs: Costs, slots: int, n_steps: int, least: float) -> Iterator[Form]:
@@ -294,7 +397,7 @@ def _forms(costs: Costs, slots: int, n_steps: int, least: float) -> Iterator[For
                     yield Form(spacing, None, depth=depth, end_spacing=end)
         if rho > slots - 2:
             for tail in _tails(spacing, slots, n_steps):
-                for shift in (None, 0, 1):
+                for shift in (None, 0, 1) if n_steps <= _NEAR else (None,):
                     yield Form(spacing, tail, shift)
 
 
@@ -320,13 +423,17 @@ def _tails(spacing: float, slots: int, n_steps: int) -> list[int]:
     if n_steps <= _SHORT:
         return list(range(1, n_steps))
     per_step = 1 + nu(math.ceil(spacing), slots) / spacing
-    tails = {beta(slots, r) for r in range(1, int(per_step) + 3)}
+    most = int(per_step) + 2
+    # The best is near the last ones; where there are many, only some of the others.
+    few = {most // k for k in range(1, _TAILS)} | set(range(max(1, most - _TAILS), most + 1))
+    tails = {beta(slots, r) for r in (range(1, most + 1) if most <= 2 * _TAILS else few) if r}
     tails |= {int(spacing * f) for f in (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)}
-    tails |= {int(tail + spacing * k) for tail in tuple(tails) for k in (-1, 1)}
+    if n_steps <= _NEAR:
+        tails |= {int(tail + spacing * k) for tail in tuple(tails) for k in (-1, 1)}
     return sorted(tail for tail in tails if 0 < tail < n_steps)
 
 
-def _polish(sweep: Sweep, costs: Costs, slots: int, n_steps: int, best_s: float) -> Sweep:
+def _polish(sweep: Sweep, costs: Costs, n_steps: int, best_s: float) -> Sweep:
     """Move single positions of a short plan as long as that helps."""
     improved = True
     while improved:
@@ -337,7 +444,7 @@ def _polish(sweep: Sweep, costs: Costs, slots: int, n_steps: int, best_s: float)
                 replace(sweep, extra=sweep.extra ^ {i}),
                 replace(sweep, skip=sweep.skip ^ {i}),
             ):
-                run = simulate(other.schedule(n_steps), n_steps, costs, slots, checked=False)
-                if run.makespan_s < best_s * (1 - 1e-12):
-                    sweep, best_s, improved = other, run.makespan_s, True
+                seconds = timed(other, costs, n_steps).makespan_s
+                if seconds < best_s * (1 - 1e-12):
+                    sweep, best_s, improved = other, seconds, True
     return sweep

@@ -23,7 +23,7 @@ from multistage.actions import (
 from multistage.costs import NOT_KEPT, Costs, Tier
 from multistage.errors import ArgumentError, BudgetError
 from multistage.plan import PLANNERS, RANKED, Plan, plan
-from multistage.plan.interval import corrected_factor, printed_factor
+from multistage.plan.interval import corrected_factor, paper_interval, printed_factor
 from multistage.plan.online import dynamic_schedule, online_schedule
 from multistage.plan.predict import SIMULATED_STEPS
 from multistage.plan.streaming import streaming, streaming_spacing
@@ -164,7 +164,7 @@ def replay(made: Plan) -> list[Action]:
 
 def test_golden_replay_of_the_interval_rule() -> None:
     costs = Costs(1.0, 2.0, tiers=(Tier(write_s=2.0, read_s=2.0),))
-    assert [str(a) for a in replay(PLANNERS["interval"](costs, 3, 4))] == [
+    assert [str(a) for a in replay(paper_interval(costs, 3, 4))] == [
         "Put(step=0, tier=0)",
         "Advance(start=0, stop=2)",
         "Put(step=2, tier=0)",

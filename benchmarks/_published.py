@@ -1,0 +1,8 @@
+"""The planners as their papers have them: `interval` of ours may take longer intervals."""
+
+from __future__ import annotations
+
+from multistage import PLANNERS
+from multistage.plan.interval import paper_interval
+
+PUBLISHED = {**PLANNERS, "interval": paper_interval}
