@@ -481,17 +481,26 @@ def _probe_nodes(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from .durable.status import inspect
+    from .durable.status import inspect, rank_folders
 
-    found = inspect(args.folder)
-    print(json.dumps(asdict(found), indent=2) if args.json else found)
+    ranks = rank_folders(args.folder)
+    found = [inspect(folder) for folder in ranks or [args.folder]]
+    if args.json:
+        shown = [asdict(each) for each in found]
+        print(json.dumps(shown if ranks else shown[0], indent=2))
+    else:
+        print("\n\n".join(map(str, found)))
     return 0
 
 
 def _clean(args: argparse.Namespace) -> int:
-    from .durable.status import clean
+    from .durable.status import clean, clean_ranks, rank_folders
 
-    print(clean(args.folder, force=args.force, dry_run=args.dry_run))
+    if rank_folders(args.folder):
+        for each in clean_ranks(args.folder, force=args.force, dry_run=args.dry_run):
+            print(each)
+    else:
+        print(clean(args.folder, force=args.force, dry_run=args.dry_run))
     return 0
 
 

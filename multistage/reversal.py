@@ -135,7 +135,7 @@ class Reversal(Generic[State, Adjoint]):
         checked: bool = False,
         progress: bool | None = None,
         states: States | None = None,
-        durable: str | os.PathLike[str] | None = None,
+        durable: str | os.PathLike[str] | DurableRun | None = None,
         durable_every_s: float = 60.0,
         durable_label: str = "",
     ) -> None:
@@ -157,10 +157,13 @@ class Reversal(Generic[State, Adjoint]):
             n_steps = require_steps(n_steps, planner if isinstance(planner, str) else "given")
         self._durable: DurableRun | None = None
         if durable is not None:
-            _durable_alone(tier, states)
-            self._durable = DurableRun(durable, durable_every_s, durable_label)
+            if isinstance(durable, DurableRun):  # of a rank, whose store answers for all ranks
+                self._durable = durable
+            else:
+                _durable_alone(tier, states)
+                self._durable = DurableRun(durable, durable_every_s, durable_label)
+                tier = self._durable.store
             chain, states = self._durable.chain(chain), OrderedStates(chain.in_place)
-            tier = self._durable.store
         self._resumed: Resumed | None = None
         self._planner = planner_of(planner, n_steps)
         self._chain: Chain[State, Adjoint] = chain
@@ -253,6 +256,13 @@ class Reversal(Generic[State, Adjoint]):
                 finally:
                     if self._durable is not None:
                         self._durable.close(remove=self._durable.complete and not keep)
+
+    def _let_go(self) -> None:
+        """Forget a sweep under way and stop its threads; a durable folder stays open."""
+        self._ready = False
+        if self._executor is not None:
+            self._executor.abort()
+        self._close_stores()
 
     def _close_stores(self) -> None:
         if self._open:

@@ -71,13 +71,19 @@ def _given() -> Any:
 
 
 # Cases whose end `until` finds.
-FOUND = ("found", "short-found")
+FOUND = ("found", "short-found", "ranks-found")
+# Cases of several ranks, each with a folder of its own.
+TOGETHER = ("ranks", "ranks-found", "short-ranks")
+RANKS = 3
 # Name -> chain, array elements of a state, steps, slots.
 CASES: dict[str, tuple[Any, int, int, int]] = {
     "small": (lambda: FunctionChain(_advance, _reverse), 400, 3000, 12),
     "large": (lambda: FunctionChain(_advance, _reverse), 60_000, 40, 6),
     "in-place": (lambda: InPlaceChain(_forward, _reverse), 3000, 600, 8),
     "short": (lambda: FunctionChain(_advance, _reverse), 60, 12, 3),
+    "ranks": (lambda: FunctionChain(_advance, _reverse), 400, 400, 9),
+    "ranks-found": (lambda: FunctionChain(_advance, _reverse), 400, 400, 9),
+    "short-ranks": (lambda: FunctionChain(_advance, _reverse), 60, 12, 3),
     "found": (lambda: FunctionChain(_advance, _reverse), 2000, 800, 9),
     "short-found": (lambda: FunctionChain(_advance, _reverse), 60, 12, 3),
     "roomy": (lambda: FunctionChain(_advance, _reverse), 2000, 600, 10_000),
@@ -86,8 +92,15 @@ CASES: dict[str, tuple[Any, int, int, int]] = {
 
 def answer(name: str) -> list[str]:
     """Return the bits of the last state and of the gradient, every state kept."""
+    if name in TOGETHER:
+        each = [_answer(name, rank) for rank in range(RANKS)]
+        return [json.dumps([one[k] for one in each]) for k in range(2)]
+    return _answer(name, 0)
+
+
+def _answer(name: str, rank: int) -> list[str]:
     _, size, n, _ = CASES[name]
-    states = [_start(size)]
+    states = [_start(size) + rank]
     for i in range(n):
         states.append(_advance(states[-1], i))
     adjoint = _given()
@@ -136,8 +149,54 @@ class Deadly:
         return call
 
 
+def run_ranks(name: str, folder: Path) -> list[Any]:
+    """Run or resume a case on ranks that are threads; return what came of it, and what it took.
+
+    All are killed together, each wherever it is.  Each rank has states of its
+    own, and adjoints that digest them.
+    """
+    sys.path.insert(0, str(Path(__file__).parent / "interop"))
+    import fake_mpi
+
+    from multistage.interop.mpi import MPIReversal
+
+    sys.modules["mpi4py.MPI"] = fake_mpi.MPI  # type: ignore[assignment]
+    make, size, n, slots = CASES[name]
+
+    def work(comm: Any) -> Any:
+        until = (lambda _, i: i == n) if name in FOUND else None
+        with MPIReversal(
+            make(),
+            n_steps=None if name in FOUND else n,
+            comm=comm,
+            budget=f"{slots} slots",
+            durable=folder,
+            durable_every_s=0 if name.startswith("short") else 0.01,
+            costs=replace(COSTS, state_bytes=8 * size),
+        ) as reversal:
+            last = reversal.forward(_start(size) + comm.rank, until)
+            adjoint = reversal.reverse(_given())
+            counts = reversal.report().counts
+        return _facts(last, adjoint), counts
+
+    found = fake_mpi.succeed(fake_mpi.run_ranks(RANKS, work))
+    counts = [each for _, each in found]
+    facts = [json.dumps([one[k] for one, _ in found]) for k in range(2)]
+    return [
+        *facts,
+        max(one.forward_steps for one in counts),
+        max(one.reverse_steps for one in counts),
+        max(one.elapsed_s for one in counts),
+    ]
+
+
 def run(name: str, folder: Path, report: int, measured: bool) -> None:
     """Run or resume one case; write what came of it to a descriptor."""
+    if name in TOGETHER:
+        text = json.dumps(run_ranks(name, folder))
+        with os.fdopen(report, "w") as pipe:
+            pipe.write(text)
+        return
     make, size, n, slots = CASES[name]
     found = name in FOUND
     with Reversal(
@@ -187,7 +246,8 @@ def child(
     os.close(writer)
     if kill_s is not None:
         # Measuring and planning come first and are soon killed enough.
-        while begun and not (folder / "run").exists() and not _ended(pid):
+        first = folder / "rank-0000/run" if name in TOGETHER else folder / "run"
+        while begun and not first.exists() and not _ended(pid):
             time.sleep(1e-4)
         time.sleep(kill_s)
         os.kill(pid, signal.SIGKILL)
@@ -274,7 +334,7 @@ def _phase(folder: Path) -> str:
     """Say what the killed child had reached."""
     if not folder.exists():
         return "before or after the folder"
-    found = inspect(folder)
+    found = inspect(min(folder.glob("rank-*"), default=folder))
     if not found.begun:
         return "before the run began"
     if found.adjoint_step is not None:

@@ -94,6 +94,8 @@ class Folder:
     ----------
     run : bytes
         Number of the run that has the folder, known once it is locked.
+    made : bool
+        Whether it was made here.
 
     Raises
     ------
@@ -104,6 +106,7 @@ class Folder:
     def __init__(self, path: Path, *, create: bool = False) -> None:
         self.path = path
         self.run = bytes(16)
+        self.made = False
         self._nameless = hasattr(os, "O_TMPFILE")
         self._lock = -1
         self.fd = -1
@@ -111,6 +114,7 @@ class Folder:
             if create:
                 with contextlib.suppress(FileExistsError):
                     path.mkdir(0o700)
+                    self.made = True
             self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE)
         except OSError as error:
             raise self.refused(_reason(path, error, create)) from error

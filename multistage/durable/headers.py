@@ -202,6 +202,8 @@ class RunFacts:
         The caller's own mark.
     package : str
         Version of the package that began it.
+    rank, ranks : int
+        Which of how many ranks.
     """
 
     n_steps: int | None
@@ -211,11 +213,18 @@ class RunFacts:
     start: str
     label: str
     package: str
+    rank: int = 0
+    ranks: int = 1
 
     def difference(self, other: RunFacts) -> str | None:
         """Say how the run `other`, which is asked for, differs from this one; None if it is it."""
         if self.n_steps != other.n_steps:
             return f"it has {_length(self.n_steps)}, this run {_length(other.n_steps)}"
+        if (self.rank, self.ranks) != (other.rank, other.ranks):
+            return (
+                f"it is rank {self.rank} of {self.ranks}, "
+                f"this run's rank {other.rank} of {other.ranks}"
+            )
         if self.label != other.label:
             return f"its label is {plain(self.label)!r}, this run's {plain(other.label)!r}"
         if (self.structure, self.leaves) != (other.structure, other.leaves):
@@ -278,7 +287,9 @@ def parse_run(header: Header, table: bytes) -> tuple[RunFacts, Costs | None]:
         facts = RunFacts(
             **{name: data[name] for name in RunFacts.__slots__ if name != "leaves"}, leaves=leaves
         )
-        numbers = [facts.record_bytes] + [n for n in (facts.n_steps,) if n is not None]
+        numbers = [facts.record_bytes, facts.ranks, facts.rank + 1] + [
+            n for n in (facts.n_steps,) if n is not None
+        ]
         if not all(type(n) is int and 0 < n < 2**62 for n in numbers):
             raise ValueError("a number is out of range")
         if not all(type(text) is str for text in facts.texts()):

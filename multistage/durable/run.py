@@ -12,15 +12,22 @@ it holds is what was reached:
 =====================  ========================================================
 
 An adjoint is copied by the computing thread and written by the store's writer.
+
+Several ranks have a folder each; where they go on together, and at which steps
+they write adjoints, is agreed (`agreement`).  Everything that may raise where
+ranks agree raises on all of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +43,7 @@ from ..errors import ArgumentError, CheckpointWarning, StateError, StoreError
 from ..execute import Resumed
 from ..layout import Array
 from ..slots import ArrayStates
+from .agreement import Found, Pace, agree
 from .folder import LAST, LEFTOVERS, LOCK, RUN, Folder
 from .headers import (
     BadFile,
@@ -49,6 +57,7 @@ from .headers import (
     run_table,
     states_table,
 )
+from .peers import Alone, Peers
 from .records import OrderedLayout, checksum_of
 from .store import LINGER_S, DurableStore
 
@@ -109,6 +118,8 @@ class DurableRun:
         Must be the same when the run is resumed.
     clock : callable
         Seconds.
+    peers : Peers, optional
+        The ranks of the run, each of which keeps a folder of its own in `path`.
 
     Raises
     ------
@@ -122,12 +133,16 @@ class DurableRun:
         every_s: float = 60.0,
         label: str = "",
         clock: Callable[[], float] = time.monotonic,
+        *,
+        peers: Peers | None = None,
     ) -> None:
         if not isinstance(every_s, (int, float)) or not 0 <= every_s < 1e9:
             raise ArgumentError(f"durable_every_s={every_s!r} must be a number of seconds >= 0")
         if not isinstance(label, str):
             raise ArgumentError(f"durable_label={label!r} must be a str")
-        self.path = Path(path)
+        self._peers: Peers = Alone() if peers is None else peers
+        self._parent = None if peers is None else Path(path)
+        self.path = Path(path) if peers is None else Path(path) / rank_name(peers.rank)
         self.costs: Costs | None = None
         self.store = DurableStore(self._opened, linger_s=min(LINGER_S, every_s))
         self._probe = DurableStore(self._opened, "probe", lasting=False)
@@ -138,6 +153,7 @@ class DurableRun:
         self._taken = False  # and a sweep of this process goes on with it
         self._checked = False  # whether the adjoint's layout was seen to stay
         self._stored: list[int] = []
+        self._found_adjoints: list[Snapshot] = []
         self._last: list[Array] | None = None
         self._newest: Snapshot | None = None
         self._adjoint_layout: OrderedLayout | None = None
@@ -146,7 +162,9 @@ class DurableRun:
         self._busy = threading.Event()
         self._failure = ""
         self._buffer: Array | None = None
-        self._snapshots: list[str] = []
+        self._snapshots: list[int] = []
+        self._pace: Pace | None = None  # of several ranks
+        self._safe = 0  # the furthest adjoint on this rank's disk
         self.complete = False
         self.length: int | None = None
 
@@ -181,21 +199,85 @@ class DurableRun:
             start=layout.digest(packed).hex(),
             label=self._label,
             package=_package(),
+            rank=self._peers.rank,
+            ranks=self._peers.size,
         )
-        if self._folder is None:
-            folder = Folder(self.path, create=True)
-            try:
-                _ours_alone(folder)  # before a lock is left among the files of others
-                folder.lock()
-                self._look(folder)
-            except BaseException:
+        if self._folder is not None:
+            if self._taken:
+                self._restart()
+                return
+            facts = self._facts
+
+            def compared() -> None:
+                if self._begun and before is not None and (what := before.difference(facts)):
+                    raise self._another(self._opened(), what)
+
+            self._peers.gather(compared)
+            return
+        try:
+            self._agree(self._peers.gather(self._opening))
+        except BaseException:
+            folder, self._folder = self._folder, None
+            if folder is not None:
+                if folder.made:  # there was none: the ranks refuse each other's
+                    folder.remove()
+                    self._leave()
                 folder.close()
-                raise
-            self._folder = folder
-        elif self._taken:
-            self._restart()
-        elif self._begun and before is not None and (what := before.difference(self._facts)):
-            raise self._another(self._folder, what)
+            raise
+
+    def _opening(self) -> Found:
+        """Open the folder, and tell what it holds.  Raises StoreError."""
+        try:
+            if self._parent is not None:
+                _open_parent(self._parent)
+            self._folder = folder = Folder(self.path, create=True)
+            _ours_alone(folder)  # before a lock is left among the files of others
+            folder.lock()
+            return self._look(folder)
+        except OSError as error:
+            raise StoreError(
+                f"durable folder {str(self.path)!r} cannot be read: {error}; choose another"
+            ) from error
+
+    def _agree(self, found: Sequence[Found]) -> None:
+        """Go on where all ranks can.  Raises StoreError on all of them if they cannot."""
+        peers, folder, agreed = self._peers, self._opened(), agree(found)
+        if agreed.refusal:
+            raise peers.everywhere(folder.refused(agreed.refusal))
+        if not agreed.begun:
+            if self._begun:
+                self._begun = False
+                _anew(folder)
+                self.store.forget()
+            self._last = None
+            return
+        if agreed.length is None:
+            self._last, self.length = None, self._n_steps
+            self._found_adjoints = []
+        for each in self._found_adjoints:
+            if agreed.adjoint is not None and each.step < agreed.adjoint:
+                folder.unlink(each.name)  # a rank that was further goes back
+            elif each.step == agreed.adjoint:
+                self._newest = each
+        self._snapshots = [
+            each.step
+            for each in reversed(self._found_adjoints)
+            if agreed.adjoint is None or each.step >= agreed.adjoint
+        ]
+        below = agreed.length if agreed.adjoint is None else agreed.adjoint
+        steps = self.store.adopt(self._layout, folder, below)
+        if peers.size > 1:
+            held = peers.gather(lambda: array("q", steps).tobytes())
+            common = set.intersection(*(set(array("q", each)) for each in held))
+            steps = [step for step in steps if step in common]
+            self.store.keep(common)
+        self._stored = steps
+        self.complete = agreed.adjoint == 0
+
+    @property
+    def attached(self) -> bool:
+        """Whether the folder is open, and locked."""
+        return self._folder is not None
 
     @property
     def taken(self) -> bool:
@@ -217,15 +299,23 @@ class DurableRun:
         self.length = self._n_steps
         _anew(self._opened())
 
+    def _leave(self) -> None:
+        """Remove the folder of the ranks, if this was the last in it."""
+        if self._parent is not None:
+            with contextlib.suppress(OSError):
+                self._parent.rmdir()
+
     def _another(self, folder: Folder, difference: str) -> StoreError:
         return folder.refused(
             f"it holds another run: {difference}; finish that one, name another folder, "
             f"or remove it with `multistage clean --force {self.path}`"
         )
 
-    def _look(self, folder: Folder) -> None:
-        """Take up what is in the folder.  Raises StoreError if it is another run."""
+    def _look(self, folder: Folder) -> Found:
+        """Take up what is in the folder.  Raises OSError, and StoreError if it is another run."""
         self._begun = self.complete = False
+        self._last, self._newest, self._found_adjoints = None, None, []
+        self._stored, self._snapshots = [], []
         self.length = self._n_steps
         try:
             header, table = folder.header(RUN)
@@ -235,9 +325,8 @@ class DurableRun:
             if others := [name for name in folder.others(folder.run) if name != LOCK]:
                 raise _foreign(folder, others[0]) from None
             self.store.forget()
-            self.costs, self._last, self._newest = None, None, None
-            self._stored, self._snapshots = [], []
-            return
+            self.costs = None
+            return Found()
         except (OSError, BadFile) as error:
             if folder.owner(RUN) is None:
                 raise _foreign(folder, RUN) from error
@@ -253,15 +342,16 @@ class DurableRun:
         if costs is not None and costs.state_bytes != self._layout.nbytes:
             self.costs = None
         self._last = self._read_last(folder)
-        self._newest, self._snapshots = None, []
         if self._last is not None:
             assert self.length is not None
             found = snapshots(folder, header.run, self.length)
-            self._snapshots = [each.name for each in reversed(found)]
-            self._newest = next((each for each in found if intact(folder, each)), None)
-        below = self.length if self._newest is None else self._newest.step
-        self._stored = self.store.adopt(self._layout, folder, below)
-        self.complete = self._newest is not None and self._newest.step == 0
+            self._found_adjoints = [each for each in found if intact(folder, each)]
+        return Found(
+            header.run,
+            None if self._last is None else self.length,
+            tuple(each.step for each in self._found_adjoints),
+            self._last is not None or any(name.startswith("states-") for name in folder.names()),
+        )
 
     def _read_last(self, folder: Folder) -> list[Array] | None:
         """Return the arrays of the last state, whose step is noted; None if it is not there."""
@@ -298,13 +388,21 @@ class DurableRun:
                 assert end is not None
                 self.store.release(end)
             return Resumed(tuple(self._stored), self._last, end)
-        folder = self._opened()
-        assert self._facts is not None
-        try:
-            table = run_table(self._facts, costs)
-            folder.publish(RUN, [encode(Kind.RUN, folder.run, table, 0)])
-        except OSError as error:
-            raise folder.refused(f"nothing can be written to it: {error}") from error
+        folder, facts = self._opened(), self._facts
+        assert facts is not None
+
+        def published() -> None:
+            if folder.run != number:
+                folder.clear()
+                folder.number(number)
+            try:
+                table = run_table(facts, costs)
+                folder.publish(RUN, [encode(Kind.RUN, folder.run, table, 0)])
+            except OSError as error:
+                raise folder.refused(f"nothing can be written to it: {error}") from error
+
+        number = self._peers.gather(lambda: folder.run)[0]
+        self._peers.gather(published)  # no rank takes a step before all have begun
         self._begun = True
         return None
 
@@ -340,6 +438,28 @@ class DurableRun:
         StoreError
             If the one on the disk has become unreadable.
         """
+        newest = self._newest
+
+        def prepared() -> None:
+            self._prepare_adjoint(adjoint, newest)
+
+        self._peers.gather(prepared)
+        if newest is not None:
+            layout = self._adjoint_layout
+            assert layout is not None
+            restored: list[Any] = []
+            self._peers.gather(lambda: restored.append(self._restored(layout, newest)))
+            (adjoint,) = restored
+            self._newest = None
+        assert self.length is not None
+        self._safe = self.length if newest is None else newest.step
+        self._busy.clear()
+        self._due_s, self._checked = -np.inf, False
+        if self._peers.size > 1:
+            self._pace = Pace(self._safe - 1, self._every_s, self._clock())
+        return adjoint
+
+    def _prepare_adjoint(self, adjoint: Any, newest: Snapshot | None) -> None:
         try:
             layout: Any = OrderedLayout.of(adjoint)
         except StateError as error:
@@ -348,22 +468,15 @@ class DurableRun:
             ) from error
         packed, _ = layout.pack(layout.arrays(adjoint, "the adjoint"))
         given = layout.digest(packed)
-        newest = self._newest
-        if newest is not None:
-            if newest.given != given:
-                raise ArgumentError(
-                    f"the adjoint differs from the one this run was reversed with down to step "
-                    f"{newest.step}; give that one, or remove the run with "
-                    f"`multistage clean --force {self.path}`"
-                )
-            adjoint = self._restored(layout, newest)
-            self._newest = None
+        if newest is not None and newest.given != given:
+            raise ArgumentError(
+                f"the adjoint differs from the one this run was reversed with down to step "
+                f"{newest.step}; give that one, or remove the run with "
+                f"`multistage clean --force {self.path}`"
+            )
         self._adjoint_layout, self._given = layout, given
         size = layout.record_bytes
         self._buffer = pages(size)[:size]
-        self._busy.clear()
-        self._due_s, self._checked = -np.inf, False
-        return adjoint
 
     def _restored(self, layout: OrderedLayout, found: Snapshot) -> Any:
         try:
@@ -407,25 +520,49 @@ class DurableRun:
         self._due_s = self._clock() + self._every_s
         self._copy(adjoint, step)
 
-    def _copy(self, adjoint: Any, step: int) -> None:
+    def snapshot_together(self, adjoint: Any, step: int) -> None:
+        """Do the same at a step where all ranks do; agree on the next one."""
+        layout, pace = self._adjoint_layout, self._pace
+        assert layout is not None and pace is not None
+        if not self._checked:
+            layout.arrays(adjoint, f"the adjoint of step {step}")
+            self._checked = True
+        now = self._clock()
+        mine = pace.says(step, now, busy=self._busy.is_set(), safe=self._safe)
+        write, safe = pace.agreed(step, now, self._peers.most_of(mine))
+        self.store.release(safe)
+        if self._failure:
+            failure, self._failure = self._failure, ""
+            self._warn(failure)
+        if write and step:
+            self._copy(adjoint, step, safe)
+
+    def _copy(self, adjoint: Any, step: int, safe: int | None = None) -> None:
         layout, buffer = self._adjoint_layout, self._buffer
         assert layout is not None and buffer is not None
         layout.fill(buffer, layout.pack(layout.arrays(adjoint, f"the adjoint of step {step}"))[0])
         self._busy.set()
-        self.store.submit(partial(self._publish, buffer, step))
+        self.store.submit(partial(self._publish, buffer, step, safe))
 
-    def _publish(self, record: Array, step: int) -> None:
-        """Write an adjoint; on the writer."""
+    def _publish(self, record: Array, step: int, safe: int | None) -> None:
+        """Write an adjoint; on the writer.
+
+        Then those of steps after `safe` are of no use, the one of all ranks
+        (alone: this one), but one of them, in case that is damaged.
+        """
         name = f"adjoint-{step}"
         try:
             table = adjoint_table(step, checksum_of([record]), self._given)
             folder = self._opened()
             header = encode(Kind.ADJOINT, folder.run, table, len(record))
             folder.publish(name, [header, record])
-            self.store.release(step)
-            self._snapshots.append(name)
-            while len(self._snapshots) > 2:
-                folder.unlink(self._snapshots.pop(0))
+            self._safe = step
+            if self._peers.size == 1:
+                self.store.release(step)
+                safe = step
+            self._snapshots.append(step)
+            while safe is not None and len(self._snapshots) > 2 and self._snapshots[1] > safe:
+                folder.unlink(f"adjoint-{self._snapshots.pop(0)}")
         except Exception as error:  # the computing thread tells the caller
             self._failure = f"the adjoint at step {step} cannot be written: {error}"
         self._busy.clear()
@@ -439,8 +576,20 @@ class DurableRun:
             if self._failure:
                 failure, self._failure = self._failure, ""
                 self._warn(failure)
+        self._peers.gather(lambda: None)  # complete on all ranks, or to be resumed on all
         self.complete = True
         self._buffer = None
+
+    def discard(self) -> None:
+        """Remove what a complete run reached, on all ranks; `close` does the rest.
+
+        No rank's folder goes while another holds any progress: killed in
+        between, the next call would miss it.  The store is closed.
+        """
+        folder = self._folder
+        if folder is not None:
+            folder.clear(keep=[RUN])
+        self._peers.gather(lambda: None)
 
     def close(self, *, remove: bool) -> None:
         """Give the folder back; remove it and its files if wanted.  May be called twice.
@@ -453,6 +602,7 @@ class DurableRun:
             return
         if remove or not self._begun:  # or there is nothing to resume
             folder.remove()
+            self._leave()
         folder.close()
         self._begun = self._taken = False
 
@@ -475,6 +625,9 @@ class _Recorded(Generic[State, Adjoint]):
         self.advance = chain.advance
         self.tape = chain.tape
         step_back, clock, snapshot = chain.reverse, run._clock, run.snapshot
+        if run._peers.size > 1:
+            self.reverse = _together(step_back, run)
+            return
 
         def reverse(tape: object, adjoint: Adjoint, step: int) -> Adjoint:
             adjoint = step_back(tape, adjoint, step)
@@ -485,7 +638,49 @@ class _Recorded(Generic[State, Adjoint]):
         self.reverse = reverse
 
 
+def _together(
+    step_back: Callable[..., Adjoint], run: DurableRun
+) -> Callable[[object, Adjoint, int], Adjoint]:
+    """Return the adjoint step of one of several ranks, which act at agreed steps."""
+
+    def reverse(tape: object, adjoint: Adjoint, step: int) -> Adjoint:
+        adjoint = step_back(tape, adjoint, step)
+        pace = run._pace
+        if pace is not None and step <= pace.step:
+            run.snapshot_together(adjoint, step)
+        return adjoint
+
+    return reverse
+
+
+def rank_name(rank: int) -> str:
+    """Return the name of a rank's folder."""
+    return f"rank-{rank:04d}"
+
+
+RANK_NAME = re.compile(r"rank-[0-9]{4,9}")
+
+
+def _open_parent(path: Path) -> None:
+    """See that a folder is one for folders of ranks.  Raises StoreError."""
+    folder = Folder(path, create=True)
+    try:
+        for name in folder.names():
+            if not RANK_NAME.fullmatch(name):
+                raise folder.refused(
+                    f"it holds {name!r}, which is no folder of a rank; "
+                    "name a folder for this run alone"
+                )
+    finally:
+        folder.close()
+
+
 def _ours_alone(folder: Folder) -> None:
+    if any(RANK_NAME.fullmatch(name) for name in folder.strangers()):
+        raise folder.refused(
+            "it holds the folders of an MPI program's ranks; resume that with MPIReversal, "
+            "or name another folder"
+        )
     if strangers := folder.strangers():
         raise folder.refused(
             f"it holds files that no durable run wrote, such as {strangers[0]!r}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from tabulate import tabulate
 from ..costs import format_bytes, format_seconds
 from .folder import LAST, LEFTOVERS, LOCK, RUN, Folder
 from .headers import BadFile, Header, OtherVersion, RunFacts, parse_run, parse_states, plain
-from .run import intact, snapshots
+from .run import RANK_NAME, intact, snapshots
 
 # Of a label or the name of a leaf so much is shown.
 _SHOWN = 44
@@ -336,6 +337,35 @@ def clean(path: str | os.PathLike[str], *, force: bool = False, dry_run: bool = 
         return Cleaned(str(path), files, tuple(left), gone)
     finally:
         folder.close()
+
+
+def rank_folders(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the folders of an MPI program's ranks in a folder; none if it is not of one.
+
+    Raises
+    ------
+    StoreError
+        If there is no such folder, or it is refused.
+    """
+    folder = Folder(Path(path))
+    try:
+        return [folder.path / name for name in folder.names() if RANK_NAME.fullmatch(name)]
+    finally:
+        folder.close()
+
+
+def clean_ranks(
+    path: str | os.PathLike[str], *, force: bool = False, dry_run: bool = False
+) -> list[Cleaned]:
+    """Do what `clean` does in the folder of every rank, or in none if one is refused."""
+    folders = rank_folders(path)
+    would = [clean(folder, force=force, dry_run=True) for folder in folders]
+    if dry_run:
+        return would
+    done = [clean(folder, force=force) for folder in folders]
+    with contextlib.suppress(OSError):  # others' files are in it
+        Path(path).rmdir()
+    return done
 
 
 def _bytes(folder: Folder, name: str) -> int:

@@ -26,7 +26,7 @@ import time
 import warnings
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from enum import Enum
 from functools import partial
 
@@ -148,6 +148,7 @@ class DurableStore:
         self._open = False
         self._found: list[_Batch] = []
         self._below = NEVER
+        self._kept: Container[int] | None = None
         self._next_number = 0
 
     # ------------------------------------------------------------------- life
@@ -201,7 +202,8 @@ class DurableStore:
         self._batches[batch.number] = batch
         batch.live = 0
         for place, step in enumerate(batch.steps):
-            if step < self._below and self._index.get(step) is None:
+            wanted = step < self._below and (self._kept is None or step in self._kept)
+            if wanted and self._index.get(step) is None:
                 self._index[step] = batch.number << _PLACE_BITS | place
                 batch.live += 1
         self.stats.stored_bytes += len(batch.steps) * self._layout.record_bytes
@@ -219,7 +221,7 @@ class DurableStore:
         """
         steps: set[int] = set()
         below = NEVER if below is None else below
-        self._found, self._below = [], below
+        self._found, self._below, self._kept = [], below, None
         for name in folder.names():
             kind, _, number = name.partition("-")
             if kind != self._prefix:
@@ -248,9 +250,13 @@ class DurableStore:
         self._next_number = 1 + max((batch.number for batch in self._found), default=-1)
         return sorted(steps)
 
+    def keep(self, steps: Container[int]) -> None:
+        """Know only of these of the states taken over: other ranks lack the rest."""
+        self._kept = steps
+
     def forget(self) -> None:
         """Know of no files: the next `open` begins with none."""
-        self._found, self._below = [], NEVER
+        self._found, self._below, self._kept = [], NEVER, None
         self._next_number = 0
 
     def close(self) -> None:

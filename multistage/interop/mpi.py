@@ -14,12 +14,15 @@ a budget that is too small              BudgetError with that rank's message
 a slower tier or slower steps           the plan of the slowest rank
 a tier that slows down, is full         fewer states are stored, on all
 a checkpoint lost                       it is lost on all, and run again
+a durable folder of another run         StoreError with that rank's message
+killed at any moment                    durable: resumed from the least of all
 an operator raises, Ctrl-C              the message, and the end of the program
 ======================================  ======================================
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -30,6 +33,8 @@ from ..backends.base import Store
 from ..backends.urls import open_store
 from ..chain import Chain, FunctionChain
 from ..costs import Budget, Costs, Tier
+from ..durable.records import OrderedLayout
+from ..durable.run import DurableRun
 from ..errors import ArgumentError
 from ..layout import Layout
 from ..limits import default_budget_bytes
@@ -70,6 +75,13 @@ class MPIReversal(Generic[State, Adjoint]):
         one, or none has.
     costs : Costs, optional
         Given on all ranks or on none; the slowest count.
+    durable : str or Path, optional
+        A folder in which every rank keeps one of its own, `rank-0007` say, in
+        place of a tier: after a kill the same call goes on, on as many ranks,
+        from the least that all of them have on disk.  It may be one that all
+        ranks share, or one on a disk of each node.
+    durable_every_s, durable_label
+        As for `Reversal`, and alike on every rank.
     progress : bool or None
         Show progress bars, on rank 0 only; None: on a terminal.
     on_error : {"abort", "raise"}
@@ -124,6 +136,9 @@ class MPIReversal(Generic[State, Adjoint]):
         checked: bool = False,
         progress: bool | None = None,
         on_error: Literal["abort", "raise"] = "abort",
+        durable: str | os.PathLike[str] | None = None,
+        durable_every_s: float = 60.0,
+        durable_label: str = "",
     ) -> None:
         self._ranks = ranks = Ranks(comm)
         sharing = ranks.on_node()  # by all, whether they need it or not
@@ -143,12 +158,18 @@ class MPIReversal(Generic[State, Adjoint]):
                 tier=tier,
                 planner=planner,
                 costs=costs,
+                durable=durable,
+                durable_every_s=durable_every_s,
+                durable_label=durable_label,
             )
             return {
                 "n_steps": n_steps,
                 "planner": planner,
                 "on_error": on_error,
                 "having a tier": tier is not None,
+                "having a durable folder": durable is not None,
+                "durable_every_s": durable_every_s,
+                "durable_label": durable_label,
                 "having costs": costs is not None,
                 "having a tape": tape_step is not None
                 or not (callable(chain) or chain.state_is_tape),
@@ -169,7 +190,14 @@ class MPIReversal(Generic[State, Adjoint]):
         self._chain: Chain[State, Adjoint] = chain
         self._n_steps = n_steps
         self._budget = Budget.parse(budget)
-        self._own_store = None if tier is None else open_store(tier)
+        self._durable: DurableRun | None = None
+        if durable is not None:
+            self._durable = DurableRun(durable, durable_every_s, durable_label, peers=ranks)
+        self._own_store: Store | None = None
+        if self._durable is not None:
+            self._own_store = self._durable.store
+        elif tier is not None:
+            self._own_store = open_store(tier)
         self._store = None if self._own_store is None else AgreedStore(self._own_store, ranks)
         self._planner = planner
         self._given = costs
@@ -203,35 +231,48 @@ class MPIReversal(Generic[State, Adjoint]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None or error is self._ranks.shared:
+        if error is None:
             self.close()
             return
-        self._stop()
+        self._stop(keep=True)  # the gradient of a durable run may not have been saved yet
+        if error is self._ranks.shared:
+            self.close()
+            return
         if not isinstance(error, SystemExit) or error.code:
             self._fail(error)
 
     def close(self) -> None:
         """Forget a sweep under way, stop threads, remove files.
 
+        The folders of a durable run are removed if the run is complete.
         Collective; may be called twice.
         """
         if self._store is not None and self._run is not None:
             self._store.settle()
+        if self._durable is not None and self._durable.attached and self._durable.complete:
+            if self._run is not None:
+                self._run._let_go()
+            self._durable.discard()
         self._stop()
         self._ranks.free()
 
-    def _stop(self) -> None:
-        """Close what is this rank's own; the others may be anywhere."""
+    def _stop(self, *, keep: bool = False) -> None:
+        """Close what is this rank's own; the others may be anywhere.
+
+        With `keep` the folder of a durable run stays, complete or not.
+        """
         self._ready = False
         if self._run is not None:
-            self._run.close()
+            self._run._end(keep=keep)
+        if self._durable is not None:  # which may be open without a run
+            self._durable.close(remove=self._durable.complete and not keep)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            self._stop()
+            self._stop(keep=True)
             if self._run is not None:
                 with suppress(ArgumentError):  # stopped before the first step
                     self._report = self._run.report()  # how far this rank came
@@ -342,14 +383,21 @@ class MPIReversal(Generic[State, Adjoint]):
         return self._run
 
     def _forget(self) -> None:
-        """Drop the plan, and all that was made for it."""
-        self._stop()
+        """Drop the plan, and all that was made for it; a durable folder stays open."""
+        self._ready = False
+        if self._run is not None:
+            self._run._let_go()
         self._run = self.plan = None
 
     def _planned(self, state: State) -> Reversal[State, Adjoint]:
         """Measure what is not known and agree on slots, costs and the plan."""
         ranks, store, layout = self._ranks, self._store, self._layout
         assert layout is not None
+        if self._durable is not None:
+            ordered = OrderedLayout.like(Layout.of(state))
+            self._durable.attach(ordered, self._n_steps, state)
+            if self.costs is None and self._given is None:
+                self.costs = self._durable.costs
         buffers = 0 if store is None else store.buffer_bytes(layout)
         slots = min(ranks.gather(lambda: self._budget.slots_for(layout.nbytes, buffers)))
         # Where one rank's states are new, all measure again.
@@ -364,6 +412,7 @@ class MPIReversal(Generic[State, Adjoint]):
             costs=self.costs,
             checked=self._checked,
             progress=self._progress,
+            durable=self._durable,
         )
         if self._n_steps is not None:
 
@@ -381,6 +430,8 @@ class MPIReversal(Generic[State, Adjoint]):
     def _measured(self, state: State, layout: Layout) -> Costs:
         """Return this rank's costs: steps in step with the others, its tier by itself."""
         ranks, store = self._ranks, self._own_store
+        if self._durable is not None:
+            store = self._durable.probe
         most = self._n_steps or 10_000
         share = _PROBE_S if store is None else 2 / 3 * _PROBE_S
         costs = measure(
@@ -409,7 +460,7 @@ class MPIReversal(Generic[State, Adjoint]):
 
     def _learn(self, seen: Costs) -> None:
         """Correct the costs by what the ranks have seen; plan anew if they are others."""
-        if self._given is not None:
+        if self._given is not None or self._durable is not None:  # its folder is the run's
             return
         assert self.costs is not None and self._run is not None
         seen = self._slowest(seen)

@@ -129,6 +129,13 @@ class Ranks:
         """Return the largest of all ranks' values."""
         return self.most_later(value)()
 
+    def most_of(self, values: Sequence[float]) -> list[float]:
+        """Return the largest of all ranks' values, one by one."""
+        mine = np.array(values, np.float64)
+        found = np.zeros_like(mine)
+        self._own.Allreduce(mine, found, self._most)
+        return [float(value) for value in found]
+
     def most_later(self, value: float) -> Callable[[], float]:
         """Start finding the largest of all ranks' values; return what waits for it."""
         mine, found = np.array([value]), np.zeros(1)

@@ -69,7 +69,7 @@ def gradients(comm: Any, folder: Path) -> dict[str, Any]:
     log: list[str] = []
     forward = Executor.forward
 
-    def recorded(self: Any, schedule: Any, state: Any, *rest: Any) -> Any:
+    def recorded(self: Any, schedule: Any, state: Any, *rest: Any, **options: Any) -> Any:
         def passed() -> Any:
             answer = None
             try:
@@ -80,7 +80,7 @@ def gradients(comm: Any, folder: Path) -> dict[str, Any]:
             except StopIteration:
                 return
 
-        return forward(self, passed(), state, *rest)
+        return forward(self, passed(), state, *rest, **options)
 
     Executor.forward = recorded  # type: ignore[method-assign]
     warnings.simplefilter("ignore", CheckpointWarning)
