@@ -8,6 +8,7 @@ adjoint to forward step, has drifted.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -687,7 +688,9 @@ def reverse(
     ) as run:
         last = run.forward(state)
         start: Any = adjoint(last) if callable(adjoint) else adjoint
-        return Result(run.reverse(start), last, run.report())
+        # The reverse sweep runs steps again, perhaps in the very buffer that holds `last`.
+        kept = copy.deepcopy(last)
+        return Result(run.reverse(start), kept, run.report())
 
 
 @dataclass(frozen=True, slots=True)
@@ -699,6 +702,7 @@ class Result(Generic[State, Adjoint]):
     adjoint : pytree of arrays
         Adjoint of state 0.
     last_state : pytree of arrays
+        A copy, made before the reverse sweep.
     report : Report
     """
 

@@ -411,6 +411,24 @@ def test_errors_share_a_root() -> None:
         assert issubclass(error, MultistageError)
 
 
+@pytest.mark.parametrize("view", [False, True])
+def test_the_last_state_outlives_the_reverse_sweep(view: bool) -> None:
+    """Though steps write to two buffers of their own in turn."""
+    work = np.zeros((2, 4))
+    buffers = [work[0], work[1]] if view else [work[0].copy(), work[1].copy()]
+
+    def step(x: Any, i: int) -> Any:
+        np.add(np.sin(x), i, out=buffers[i % 2])
+        return buffers[i % 2]
+
+    def back(x: Any, a: Any, i: int) -> Any:
+        return np.cos(x) * a
+
+    begin = np.linspace(0, 1, 4)
+    result = reverse(step, back, begin, np.ones(4), N, budget="1 slot", costs=COSTS)
+    assert (result.last_state.tolist(), result.adjoint.tolist()) == sines_answer()
+
+
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_it_cannot_be_copied(how: Callable[[Any], Any]) -> None:
     """A copy would share stores and slots, and end the sweep of its original."""
