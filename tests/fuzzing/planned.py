@@ -71,13 +71,14 @@ def costs(case: Case) -> Costs | None:
         return None
     tape, write, read = (ratio * _STEP_S for ratio in case.ratios)
     names = case.tiers or (("durable",) if case.play == "durable" else ())
-    held = tape_bytes(case) if case.tape else 0
+    taped = case.tape and not (case.one_tape and case.block)  # blocks keep states there
+    held = tape_bytes(case) if taped else 0
     right = Costs(
         _STEP_S,
         2 * _STEP_S,
-        tape_step_s=tape if case.tape else None,
+        tape_step_s=tape if taped else None,
         state_bytes=state_bytes(case),
-        tape_bytes=NOT_KEPT if case.one_tape else held,
+        tape_bytes=NOT_KEPT if case.one_tape and taped else held,
         tiers=tuple(Tier(f"tier {k}", write, read) for k, _ in enumerate(names)),
     )
     match case.costs:

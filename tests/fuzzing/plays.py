@@ -322,7 +322,8 @@ class Play:
 
     def store(self) -> None:
         """One store in two runs: refused, or both exact."""
-        other = Play(replace(self.case, sweeps=1), self.folder, self.watch, self.seen)
+        case = replace(self.case, seed=self.case.seed + 1)  # another state 0
+        other = Play(case, self.folder, self.watch, self.seen)
         given = planned.tiers(self.case, self.folder)
         assert given is not None
         shared = [open_store(each) for each in given]
