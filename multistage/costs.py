@@ -289,8 +289,9 @@ class Costs:
 class Budget:
     """Fast memory for checkpoints: bytes or slots, exactly one of them.
 
-    The live state, the adjoint and one working tape belong to the computation
-    and are not counted; staging and landing slots are.  A budget in bytes
+    The live state, the adjoint, one working tape and state 0 (the caller's, or a
+    copy where steps could overwrite it) belong to the computation and are not
+    counted; staging and landing slots are.  A budget in bytes
     also pays for the I/O buffers of the tiers; one in slots does not.
 
     Attributes

@@ -389,7 +389,7 @@ class Executor(Generic[State, Adjoint]):
         advance, reverse, state_is_tape = chain.advance, chain.reverse, chain.state_is_tape
         one_tape = not state_is_tape and getattr(chain, "one_tape", False)
         slots, held, tapes = run.slots, run.held, run.tapes
-        keep, load, release = slots.keep, slots.load, slots.release
+        keep, load, release, trim = slots.keep, slots.load, slots.release, slots.trim
         copies, watched = chain.in_place, forward and self._watched
         send, answer = run.schedule.send, None
         live, at, end, tape_slots = run.live, run.at, run.end, self._tape_slots
@@ -444,8 +444,10 @@ class Executor(Generic[State, Adjoint]):
                         adjoint = reverse(live, adjoint, step)
                         at = -1
                     else:
-                        if tapes and used + tape_slots > peak:
-                            peak = used + tape_slots  # its tape stands beside them until it is used
+                        if tapes:  # its tape stands beside them until it is used
+                            trim()
+                            if used + tape_slots > peak:
+                                peak = used + tape_slots
                         adjoint = reverse(chain.tape(live, step)[1], adjoint, step)
                         at = -1
                     end = step
@@ -513,6 +515,8 @@ class Executor(Generic[State, Adjoint]):
                     if tapes:
                         if one_tape:
                             raise _only_latest(action, tapes)
+                        if not state_is_tape:
+                            trim()
                         used += tape_slots
                         if used > peak:
                             peak = used

@@ -101,6 +101,10 @@ class Slots(Protocol):
         """Give a kept state back."""
         ...
 
+    def trim(self) -> None:
+        """Let memory go that is only kept to be reused: something else takes its place."""
+        ...
+
     def release_all(self) -> None:
         """Give everything back, after an error or at the end of a run."""
         ...
@@ -161,10 +165,20 @@ class References:
                     del frozen[id(array)]
                     array.flags.writeable = True
 
+    def trim(self) -> None:
+        return
+
     def release_all(self) -> None:
         for array, _ in self._frozen.values():
             array.flags.writeable = True
         self._frozen.clear()
+
+
+def _owned(array: Array) -> bool:
+    """Whether the memory behind an array is NumPy's own."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array.base is None
 
 
 class Copies:
@@ -191,6 +205,9 @@ class Copies:
         return kept
 
     def adopt(self, arrays: list[Array], step: int) -> Kept:
+        # Views of a store's buffers take no memory of their own; copies take a slot's.
+        if self._pool and any(_owned(array) for array in arrays):
+            self._pool.pop()
         return Kept(step, arrays)
 
     def load(self, kept: Kept, live: Any) -> Any:
@@ -207,6 +224,9 @@ class Copies:
             self._recycle(kept)
             if kept is self._first:
                 self._first = None
+
+    def trim(self) -> None:
+        self._pool.clear()
 
     def release_all(self) -> None:
         for kept, _ in self._own.values():

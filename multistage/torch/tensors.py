@@ -177,6 +177,9 @@ class TensorSlots:
     def load(self, kept: Kept, live: Any) -> Any:
         return kept.state
 
+    def trim(self) -> None:
+        return
+
     def release(self, kept: Kept) -> None:
         """Nothing: whoever refers to a tensor keeps it."""
 
