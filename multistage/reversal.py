@@ -148,7 +148,7 @@ class Reversal(Generic[State, Adjoint]):
             raise ArgumentError("adjoint_step and tape_step go with a plain step, not with a Chain")
         if costs is not None and not isinstance(costs, Costs):
             raise ArgumentError(f"costs={costs!r} must be Costs, from measure() or made by hand")
-        if durable is not None and not isinstance(durable, str | os.PathLike):
+        if durable is not None and not isinstance(durable, str | os.PathLike | DurableRun):
             raise ArgumentError(f"durable={durable!r} must be the name of a folder")
         if isinstance(planner, Plan):
             n_steps = planner.n_steps if n_steps is None else n_steps

@@ -50,6 +50,7 @@ def ranks(
     until: bool = False,
     each: Callable[[int], dict[str, Any]] = lambda rank: {},
     seed: float = 1.0,
+    flush: bool = False,
     **options: Any,
 ) -> list[Any]:
     """Run a sweep on all ranks, or begin one that all break off; return what each gave."""
@@ -63,6 +64,9 @@ def ranks(
             return wave.step(state, i)
 
         def adjoint_step(state: Any, adjoint: Any, i: int) -> Any:
+            if flush:  # every adjoint is on the disk before the next step
+                assert run._durable is not None
+                run._durable.store.flush()
             if i == back:
                 raise BrokenOff
             return wave.adjoint_step(state, adjoint, i)
@@ -441,7 +445,7 @@ def test_an_older_adjoint_stays_until_every_rank_has_a_newer(
     monkeypatch.setattr(Folder, "publish", limited)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
-        broken_off(2, folder, back=5)
+        broken_off(2, folder, back=5, flush=True)
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", MPI)
     steps = [{int(p.name[8:]) for p in rank(folder, k).glob("adjoint-*")} for k in range(2)]
