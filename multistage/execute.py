@@ -23,8 +23,11 @@ all else is per slot or per stored checkpoint.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -48,8 +51,10 @@ from .actions import (
     Tape,
 )
 from .backends.base import CheckpointLost, Store
+from .backends.lifetimes import Birth
+from .backends.streamed import require_distinct
 from .chain import Chain
-from .errors import CheckpointWarning, MultistageError, ScheduleError, StateError
+from .errors import CheckpointWarning, MultistageError, ScheduleError, StateError, StoreError
 from .interrupts import Shield
 from .rules import Rules
 from .slots import ArrayStates, Kept, Slots, StateLayout, States
@@ -116,7 +121,7 @@ class _Transfer:
     failed: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class _Run(Generic[State, Adjoint]):
     """What one sweep holds."""
 
@@ -126,6 +131,7 @@ class _Run(Generic[State, Adjoint]):
     origin: Kept
     live: Any
     at: int = 0  # index of the live state, -1 when it is used up
+    stores: tuple[Store, ...] = ()
     end: int = 0  # the next adjoint step is end - 1
     held: dict[int, Kept | None] = field(default_factory=dict)  # None: landing
     lost: set[int] = field(default_factory=set)  # read in vain: a Free may still come
@@ -135,6 +141,22 @@ class _Run(Generic[State, Adjoint]):
     stored: list[StepSet] = field(default_factory=list)
     packings: dict[tuple[int, int], Any] = field(default_factory=dict)
     used: float = 0.0
+
+
+# The sweep under way in each store, by the store's identity: a sweep keeps its
+# stores alive, and its entry is gone when it is.
+_sweeps: weakref.WeakValueDictionary[int, _Run[Any, Any]] = weakref.WeakValueDictionary()
+# Re-entrant: a garbage collection may end another sweep while it is held.
+_sweeps_lock = threading.RLock()
+
+
+def _begin_anew() -> None:
+    """In a forked child, where nobody may be left to release the lock."""
+    global _sweeps_lock
+    _sweeps_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +238,7 @@ class Executor(Generic[State, Adjoint]):
         self._states: States = ArrayStates(chain.in_place) if states is None else states
         self._chain = chain
         self._stores = tuple(stores)
+        require_distinct(self._stores, "the stores of an executor")
         self._tape_slots = tape_slots
         self._make_rules = rules
         self._rules: Rules | None = None
@@ -226,6 +249,7 @@ class Executor(Generic[State, Adjoint]):
         self._layout: StateLayout | None = None
         self._begin = 0.0
         self._watched = False
+        self._birth = Birth.here()  # of the sweep
         self._shield = Shield()
         self.timeline = Timeline()
         self.counts = Counts()
@@ -261,10 +285,13 @@ class Executor(Generic[State, Adjoint]):
         StateError
             If `state` is no pytree of plain arrays, or a later state differs
             from it in structure, shape or dtype.
+        StoreError
+            If another sweep is under way in a store.
         ScheduleError
             If the schedule cannot be followed.
         """
         self.abort()
+        self._birth = Birth.here()
         layout = self._states.layout(state)
         if self._layout is None or self._slots is None or not layout.same_as(self._layout):
             self._layout = layout
@@ -277,8 +304,15 @@ class Executor(Generic[State, Adjoint]):
             slots=self._slots,
             origin=self._slots.keep(state, 0),
             live=state,
+            stores=self._stores,
             stored=[StepSet() for _ in self._stores],
         )
+        try:
+            self._occupy(self._run)
+        except BaseException:
+            self._run.stored = []  # nothing of ours is in them
+            self.abort()
+            raise
         if resumed is not None:
             self._take_up(self._run, resumed, state)
         self._rules, self._watched = None, watched
@@ -293,6 +327,29 @@ class Executor(Generic[State, Adjoint]):
         run = self._run
         assert run is not None
         return run.live  # type: ignore[no-any-return]
+
+    def _occupy(self, run: _Run[State, Adjoint]) -> None:
+        """Take the stores for this sweep; they are free when `run` is gone.
+
+        `open` keeps a second run out of a store.  This keeps a second sweep out
+        of one that its user opened himself, whatever class it is of.
+        """
+        with _sweeps_lock:
+            for store in self._stores:
+                other = _sweeps.get(id(store))
+                if other is not None and other is not run:
+                    raise StoreError(
+                        f"tier {store.name!r} holds the checkpoints of another sweep; end that one "
+                        "first with reverse() or abort(), or give each executor stores of its own"
+                    )
+            for store in self._stores:
+                _sweeps[id(store)] = run
+
+    def _leave(self, run: _Run[State, Adjoint]) -> None:
+        with _sweeps_lock:
+            for store in self._stores:
+                if _sweeps.get(id(store)) is run:
+                    del _sweeps[id(store)]
 
     @staticmethod
     def _take_up(run: _Run[State, Adjoint], resumed: Resumed, state: State) -> None:
@@ -338,8 +395,10 @@ class Executor(Generic[State, Adjoint]):
             run.schedule.close()
         finally:
             try:
-                self._settle(run)
+                if not self._birth.foreign:  # in a forked child it is the parent's sweep
+                    self._settle(run)
             finally:
+                self._leave(run)
                 run.slots.release_all()
 
     def _settle(self, run: _Run[State, Adjoint]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ from typing import Any, Generic, NoReturn, Self, SupportsIndex, TypeVar
 
 from .actions import Schedule
 from .backends.base import Store, StoreStats
-from .backends.streamed import StreamedStore
+from .backends.lifetimes import Birth, end, forked
+from .backends.streamed import StreamedStore, require_distinct
 from .backends.urls import Tiers, open_store, tier_names
 from .chain import Chain, FunctionChain
 from .compressing import choose_compression
@@ -45,6 +47,27 @@ Adjoint = TypeVar("Adjoint")
 # A plan is made again when a ratio it rests on has changed by this factor.
 _DRIFT = 1.3
 _UNKNOWN_STEPS = 10_000  # what a sweep of unknown length is measured for
+
+
+def _give_back(opened: list[Store], durable: DurableRun | None, *, remove: bool = False) -> None:
+    """Close what a run has opened, and its durable folder."""
+    with Shield(up=True):
+        try:
+            with ExitStack() as every:  # though one of them fails
+                for _ in opened:
+                    every.callback(_close_last, opened)
+        finally:
+            if durable is not None:
+                durable.close(remove=remove)
+
+
+def _close_last(opened: list[Store]) -> None:
+    try:
+        opened[-1].close()
+    except Exception:
+        opened.pop()  # trying again would not help; after Ctrl-C it does
+        raise
+    opened.pop()
 
 
 class Reversal(Generic[State, Adjoint]):
@@ -110,7 +133,13 @@ class Reversal(Generic[State, Adjoint]):
     Notes
     -----
     Used from one thread.  As a context manager it stops its threads and
-    removes its files at the end of the block; otherwise call `close`.
+    removes its files at the end of the block; otherwise call `close`.  One that
+    is dropped without it does so when the interpreter collects it.
+
+    A store belongs to one run from its first `forward` to `close`; a second run
+    in it is refused (StoreError).  In a forked child a run with a tier is
+    refused too; call `close` there, which leaves the parent's run alone, and
+    begin anew.
 
     Examples
     --------
@@ -185,7 +214,9 @@ class Reversal(Generic[State, Adjoint]):
         self._bars = Bars(progress)
         self._layout: Any = None
         self._executor: Executor[State, Adjoint] | None = None
-        self._open = False
+        self._opened: list[Store] = []  # those of the stores that are ours now
+        self._birth = Birth.here()  # of what was opened
+        self._dropped: weakref.finalize[..., Reversal[State, Adjoint]] | None = None
         self._ready = False
         self._stale = False  # the plan rests on costs that were seen to be others
         self._before: list[StoreStats] = []  # what the stores had counted before the sweep
@@ -251,26 +282,21 @@ class Reversal(Generic[State, Adjoint]):
             if self._executor is not None:
                 self._executor.abort()
         finally:  # though a second Ctrl-C ends the wait for writes
-            with Shield(up=True):
-                try:
-                    self._close_stores()
-                finally:
-                    if self._durable is not None:
-                        self._durable.close(remove=self._durable.complete and not keep)
+            complete = self._durable is not None and self._durable.complete
+            _give_back(self._opened, self._durable, remove=complete and not keep)
 
     def _let_go(self) -> None:
         """Forget a sweep under way and stop its threads; a durable folder stays open."""
         self._ready = False
         if self._executor is not None:
             self._executor.abort()
-        self._close_stores()
+        _give_back(self._opened, None)
 
-    def _close_stores(self) -> None:
-        if self._open:
-            with Shield(up=True), ExitStack() as every:  # though one of them fails
-                for store in self._stores:
-                    every.callback(store.close)
-                self._open = False
+    def _require_own(self) -> None:
+        """Raise StoreError in a forked child, if the stores were opened by its parent."""
+        attached = self._durable is not None and self._durable.attached
+        if (self._opened or attached) and self._birth.foreign:
+            raise forked("a Reversal with a tier")
 
     # ------------------------------------------------------------------ sweeps
 
@@ -295,14 +321,16 @@ class Reversal(Generic[State, Adjoint]):
         BudgetError
             If the budget holds not even one state.
         StoreError
-            If the tier cannot be used, or the durable folder is refused: in
-            use, not yours alone, of another run or format version.
+            If the tier cannot be used or holds another run, in a forked child,
+            or if the durable folder is refused: in use, not yours alone, of
+            another run or format version.
         """
         if (until is None) == (self._n_steps is None):
             raise ArgumentError(
                 "give either n_steps to the Reversal or until= to forward(), not "
                 + ("both" if until is not None else "neither")
             )
+        self._require_own()
         self._ready = False
         where = "before its first step, while costs were measured and planned"
         counts = None if self._executor is None else self._executor.counts
@@ -346,6 +374,7 @@ class Reversal(Generic[State, Adjoint]):
         StateError, BudgetError, StoreError
             As `forward` does.
         """
+        self._require_own()
         try:
             slots = self._prepare(state)
             self._ready_executor(slots)
@@ -368,10 +397,12 @@ class Reversal(Generic[State, Adjoint]):
         StateError
             Durable: if an adjoint step changes the adjoint's layout.
         StoreError
-            Durable: if the adjoint on the disk became unreadable since `forward`.
+            In a forked child; durable: if the adjoint on the disk became
+            unreadable since `forward`.
         """
         if not self._ready or self._executor is None:
             raise ArgumentError("reverse() needs a forward() before it, one for each reverse()")
+        self._require_own()
         if self._durable is not None:
             try:
                 adjoint = self._durable.start(adjoint)
@@ -480,7 +511,7 @@ class Reversal(Generic[State, Adjoint]):
             if self._executor is not None:
                 self._executor.abort()  # a sweep under way still holds the caller's arrays
             self._layout, self.plan, self._executor = layout, None, None
-            self._close_stores()
+            _give_back(self._opened, None)
             if not self._given:
                 self.costs = None
         probed = self._stores
@@ -501,7 +532,8 @@ class Reversal(Generic[State, Adjoint]):
     def _attach(self, durable: DurableRun, layout: Any, state: State) -> Store:
         """Open the durable folder, take its costs; return the store to measure with."""
         if durable.taken:
-            self._close_stores()
+            _give_back(self._opened, None)
+        self._birth = Birth.here()
         with Shield(up=True):  # or the folder might stay locked
             durable.attach(layout, self._n_steps, state)
         if durable.costs is not None and not self._given:
@@ -534,10 +566,14 @@ class Reversal(Generic[State, Adjoint]):
         assert self.costs is not None
         self._length = self._n_steps or 0
 
+        # Not `self`, which would then not go before its sweep does.
+        executor, run = self._executor, weakref.ref(self)
+
         def is_last(i: int) -> bool:
-            assert self._executor is not None and until is not None
-            if until(self._executor.live, i):
-                self._length = i
+            assert executor is not None and until is not None
+            if until(executor.live, i):
+                if (found := run()) is not None:
+                    found._length = i
                 return True
             return False
 
@@ -563,11 +599,19 @@ class Reversal(Generic[State, Adjoint]):
 
     def _ready_executor(self, slots: int) -> Executor[State, Adjoint]:
         assert self.costs is not None and self._layout is not None
-        if self._stores and not self._open:
-            self._open = True  # whatever of them opens is closed again after an error
+        if not self._opened:
+            self._birth = Birth.here()
+            if self._dropped is not None:
+                self._dropped.detach()
+            # It must not refer to the executor: a step is often a method of the
+            # object that has this Reversal, which would then live for ever.
+            give_back = partial(_give_back, self._opened, self._durable)
+            self._dropped = weakref.finalize(self, end, give_back, self._birth)
+            self._dropped.atexit = False  # media have finalizers of their own
             with Shield(up=True):
                 for store in self._stores:
                     store.open(self._layout)
+                    self._opened.append(store)  # after an error these are closed again
         if self._executor is None:
             rules = partial(
                 Rules,
@@ -607,7 +651,9 @@ def _durable_alone(tier: object, states: object) -> None:
 
 
 def _stores(tier: Tiers | None) -> tuple[Store, ...]:
-    return tuple(open_store(each) for each in tier_names(tier))
+    found = tuple(open_store(each) for each in tier_names(tier))
+    require_distinct(found, "the tiers")
+    return found
 
 
 def drifted(assumed: Costs, seen: Costs) -> bool:

@@ -208,8 +208,8 @@ class FaultyMedium:
 
 def spoil(store: StreamedStore, **spoilers: Any) -> StreamedStore:
     """Have the store work on a `FaultyMedium`."""
-    make = store._open_medium
-    store._open_medium = lambda extent_bytes: FaultyMedium(make(extent_bytes), **spoilers)  # type: ignore[arg-type]
+    make = store.medium
+    store.medium = lambda *of: FaultyMedium(make(*of), **spoilers)  # type: ignore[assignment,method-assign]
     return store
 
 

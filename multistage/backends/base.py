@@ -1,7 +1,8 @@
 """The Store protocol: a slow tier with asynchronous transfers.
 
 One computing thread calls a store; the store moves bytes on threads of its
-own.  Its life: `open` once, any number of puts, prefetches, gets and drops,
+own.  Its life: `open`, any number of puts, prefetches, gets and drops,
+`close`; then it can be opened again.  Whoever opens it has it alone until
 `close`.  A key (the step of the checkpoint) is put, then read any number of
 times, then dropped; a dropped key may be put again.
 
@@ -14,6 +15,8 @@ no room, queue full, ENOSPC    `put` returns False; nothing was stored
 the write fails later          `wait_written` returns False; the key is gone
 the read fails, bad checksum   `get` raises `CheckpointLost`; the key is gone
 the tier cannot be used        `open` raises `StoreError`
+it is open already             `open` raises `StoreError`; nothing has changed
+a forked child uses it         each method but `close` raises `StoreError`
 =============================  ===============================================
 """
 
@@ -99,7 +102,8 @@ class Store(Protocol):
         Raises
         ------
         StoreError
-            If the tier cannot be used, with the reason and the remedy.
+            If the tier cannot be used, with the reason and the remedy; or if
+            the store is open: it holds another run's checkpoints.
         """
         ...
 

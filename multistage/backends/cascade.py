@@ -47,7 +47,7 @@ from ..errors import ArgumentError, StoreError
 from ..layout import Array, Layout
 from .arena import pages, round_up
 from .medium import Medium, is_full
-from .streamed import StreamedStore
+from .streamed import StreamedStore, require_distinct
 
 _FAILURES = 3  # in a row, then nothing more is moved that way
 _SPARE_PART = 4  # extents go down from when less than this part is free: writes seldom wait
@@ -104,10 +104,10 @@ class CascadeStore(StreamedStore):
                 f"the upper level {upper.name!r} of a cascade needs a capacity, as in "
                 "file:///scratch?capacity=10GiB; what is beyond it moves on to the lower"
             )
+        require_distinct([upper, lower], "the levels of a cascade")
         below = lower.capacity_bytes
         super().__init__(
             f"{upper.name}>{lower.name}",
-            self._never,
             capacity_bytes=None if below is None else upper.capacity_bytes + below,
             buffer_bytes=max(upper._buffer_bytes, lower._buffer_bytes),
             queue_depth=upper.queue_depth,
@@ -116,10 +116,11 @@ class CascadeStore(StreamedStore):
         )
         self.levels = (upper, lower)
         self._cascade: _Cascade | None = None
+        self._lent: list[StreamedStore] = []  # levels that are ours now
 
-    @staticmethod
-    def _never(extent_bytes: int) -> Medium:
-        raise AssertionError("medium() makes it")
+    def parts(self) -> list[StreamedStore]:
+        """Return this store, its levels, and what those are built on."""
+        return [self, *(part for level in self.levels for part in level.parts())]
 
     def _per_extent(self, layout: Layout) -> int:
         count = super()._per_extent(layout)
@@ -153,11 +154,6 @@ class CascadeStore(StreamedStore):
             found.insert(0, self._cascade.moves())
         return found
 
-    def open(self, layout: Layout) -> None:
-        """Open both levels and start the threads.  Raises StoreError."""
-        self.close()
-        super().open(layout)
-
     def medium(self, layout: Layout, extent_bytes: int) -> Medium:
         """Open both levels as one medium."""
         upper, lower = (_slots(level, extent_bytes) for level in self.levels)
@@ -172,13 +168,14 @@ class CascadeStore(StreamedStore):
             self.capacity_bytes = (upper + lower) * extent_bytes
         opened: list[Medium] = []
         try:
-            opened.append(self.levels[0].medium(layout, extent_bytes))
-            opened.append(self.levels[1].medium(layout, extent_bytes))
+            for level in self.levels:
+                opened.append(level.lend(layout, extent_bytes))
+                self._lent.append(level)
             self._cascade = _Cascade(opened[0], opened[1], upper, lower, extent_bytes)
         except BaseException:
             for medium in opened:
                 medium.close()
-            self._release()
+            self._give_back()
             raise
         return self._cascade
 
@@ -186,17 +183,11 @@ class CascadeStore(StreamedStore):
         if self._cascade is not None:
             self._cascade.free(slot)
 
-    def close(self) -> None:
-        """Stop the threads and empty both levels.  May be called twice."""
-        try:
-            super().close()
-        finally:
-            self._release()
-
-    def _release(self) -> None:
+    def _give_back(self) -> None:
         self._cascade = None
-        for level in self.levels:
-            level.close()  # not open itself, but a folder may have been made for its medium
+        while self._lent:
+            self._lent[-1].close()  # not open itself, but a folder may be made for its medium
+            self._lent.pop()
 
 
 def _slots(store: StreamedStore, extent_bytes: int) -> int | None:

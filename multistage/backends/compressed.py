@@ -90,7 +90,6 @@ class CompressedStore(StreamedStore):
         codecs.require("zfp" if scheme == "zfp" else "blosc")
         super().__init__(
             f"{store.name}+{scheme}",
-            store._open_medium,
             capacity_bytes=store.capacity_bytes,
             buffer_bytes=store._buffer_bytes,
             queue_depth=store.queue_depth,
@@ -105,6 +104,7 @@ class CompressedStore(StreamedStore):
         self.choice: Literal["blosc", "zfp", "none"] = "none" if scheme == "auto" else scheme
         self.why = ""  # the choice was made
         self._compressed: _Compressed | None = None
+        self._lent = False
 
     def choose(self, choice: Literal["blosc", "none"], why: str = "") -> None:
         """Say what `auto` is to do from the next `open` on."""
@@ -115,14 +115,9 @@ class CompressedStore(StreamedStore):
         """Raise StoreError if the store cannot be used."""
         self.store.check()
 
-    def open(self, layout: Layout) -> None:
-        """Open the inner store's medium and start the threads.  Raises StoreError."""
-        self.close()
-        try:
-            super().open(layout)
-        except BaseException:
-            self.store.close()
-            raise
+    def parts(self) -> list[StreamedStore]:
+        """Return this store and the inner one."""
+        return [self, *self.store.parts()]
 
     def buffer_bytes(self, layout: Layout) -> int:
         """Return the bytes of I/O buffers, those of compressed bytes counted."""
@@ -137,16 +132,15 @@ class CompressedStore(StreamedStore):
             codec = _Zfp(layout, self.tolerance)
         else:
             codec = _Blosc(layout) if self.choice == "blosc" else _Nothing()
-        inner = self.store.medium(layout, extent_bytes)
+        inner = self.store.lend(layout, extent_bytes)
+        self._lent = True
         self._compressed = _Compressed(inner, codec, extent_bytes)
         return self._compressed
 
-    def close(self) -> None:
-        """Stop the threads, close the inner store.  May be called twice."""
-        try:
-            super().close()
-        finally:
+    def _give_back(self) -> None:
+        if self._lent:  # else it may be open for others
             self.store.close()
+            self._lent = False
 
     def notes(self) -> list[str]:
         """Return scheme, bound, ratio reached and, with `auto`, why."""

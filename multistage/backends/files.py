@@ -89,8 +89,6 @@ class FileStore(StreamedStore):
             engine = available_engines()[0]
         super().__init__(
             "file",
-            self._make_medium,
-            open_carrier=self._make_carrier if engine == "native" else None,
             capacity_bytes=capacity_bytes,
             buffer_bytes=buffer_bytes,
             queue_depth=queue_depth,
@@ -106,42 +104,38 @@ class FileStore(StreamedStore):
         private.remove()  # of a name: called on a passing object, its end would swallow Ctrl-C
 
     def open(self, layout: Layout) -> None:
-        """Make the private folder, clear leftovers of dead processes, start the threads."""
-        self.close()
+        """Make the private folder, clear leftovers of dead processes, start the threads.
+
+        Raises
+        ------
+        StoreError
+            If the folder cannot be used, the engine is not there, or the store is open.
+        """
         if self.engine not in available_engines():
             raise StoreError(
                 f"engine {self.engine!r} needs Linux and the C core, which was not built; "
                 "use engine 'auto'"
             )
-        try:
-            super().open(layout)
-        except BaseException:
-            self._remove()
-            raise
+        super().open(layout)
 
-    def close(self) -> None:
-        """Stop the threads and remove the files.  May be called twice."""
-        try:
-            super().close()
-        finally:
-            self._remove()
-
-    def _remove(self) -> None:
-        private, self._private = self._private, None
-        if private is not None:
-            private.remove()
-
-    def _make_carrier(self, extent_bytes: int) -> Carrier:
-        private = self._make_private()
-        return NativeFile(private.path, extent_bytes, self.capacity_bytes, dir_fd=private.fd)
-
-    def _make_medium(self, extent_bytes: int) -> Medium:
+    def medium(self, layout: Layout, extent_bytes: int) -> Medium:
         """Return a fresh medium; that of `direct` in place of the native engine's threads."""
         private = self._make_private()
         if self.engine == "aiofiles":
             return AioFiles(private.path, extent_bytes, dir_fd=private.fd)
         return DirectFile(private.path, extent_bytes, self.capacity_bytes, dir_fd=private.fd)
 
+    def _new_carrier(self, layout: Layout, extent_bytes: int) -> Carrier:
+        if self.engine != "native":
+            return super()._new_carrier(layout, extent_bytes)
+        private = self._make_private()
+        return NativeFile(private.path, extent_bytes, self.capacity_bytes, dir_fd=private.fd)
+
     def _make_private(self) -> PrivateFolder:
         self._private = PrivateFolder(self.folder)
         return self._private
+
+    def _give_back(self) -> None:
+        private, self._private = self._private, None
+        if private is not None:
+            private.remove()

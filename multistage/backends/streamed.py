@@ -30,6 +30,7 @@ from ..steps import StepMap
 from .arena import LandingPool, pages, round_up, whole_huge
 from .base import CheckpointLost, StoreStats, TransferRecord
 from .carrier import Carrier, Extent, State, ThreadCarrier
+from .lifetimes import Hold
 from .medium import Medium, is_full
 
 _SMALL = 4  # states per extent from which on they are coalesced
@@ -44,12 +45,9 @@ class StreamedStore:
     Parameters
     ----------
     name : str
-    open_medium : callable
+    open_medium : callable or None
         `open_medium(extent_bytes) -> Medium`; called when the store opens, and
-        by whoever builds another store on it.
-    open_carrier : callable or None
-        `open_carrier(extent_bytes) -> Carrier`: the store's own way to move
-        extents, in place of two Python threads and a medium.
+        by `lend`.  None in a subclass that overrides `medium`.
     capacity_bytes : int or None
         Space on the medium, in whole extents; None if unbounded.
     buffer_bytes : int
@@ -71,9 +69,8 @@ class StreamedStore:
     def __init__(
         self,
         name: str,
-        open_medium: Callable[[int], Medium],
+        open_medium: Callable[[int], Medium] | None = None,
         *,
-        open_carrier: Callable[[int], Carrier] | None = None,
         capacity_bytes: int | None = None,
         buffer_bytes: int = 8 << 20,
         queue_depth: int = 2,
@@ -93,12 +90,13 @@ class StreamedStore:
         self.stats = StoreStats()
         self.transfers: deque[TransferRecord] = deque(maxlen=100_000)
         self.exact = True  # what is read is what was put, bit for bit
-        self._open_medium, self._open_carrier = open_medium, open_carrier
+        self._open_medium = open_medium
         self._buffer_bytes = buffer_bytes
         self._bounces = bounces
         self._most_extent_bytes = extent_bytes
         self._chunk_bytes = chunk_bytes
         self._carrier: Carrier | None = None
+        self._hold = Hold(name)
 
     # ------------------------------------------------------------------- life
 
@@ -136,24 +134,60 @@ class StreamedStore:
         return []
 
     def medium(self, layout: Layout, extent_bytes: int) -> Medium:
-        """Return a fresh medium for extents of states of `layout`; whoever asks closes it.
+        """Return a fresh medium for extents of states of `layout`; `open` and `lend` call it.
 
         Raises
         ------
         OSError, StoreError
             If there can be none.
         """
+        assert self._open_medium is not None
         return self._open_medium(extent_bytes)
+
+    def _give_back(self) -> None:
+        """Give back what `medium` took besides the medium itself."""
 
     def _new_carrier(self, layout: Layout, extent_bytes: int) -> Carrier:
         """Return what moves this store's extents."""
-        if self._open_carrier is not None:
-            return self._open_carrier(extent_bytes)
         return ThreadCarrier(self.medium(layout, extent_bytes), verify=self.exact)
 
+    def parts(self) -> list[StreamedStore]:
+        """Return this store and those it is built on."""
+        return [self]
+
+    def lend(self, layout: Layout, extent_bytes: int) -> Medium:
+        """Return a fresh medium for a store that is built on this one.
+
+        That store closes the medium, then this one.
+
+        Raises
+        ------
+        OSError, StoreError
+            If there can be none, or the store is open or lent already.
+        """
+        self._hold.take()
+        try:
+            return self.medium(layout, extent_bytes)
+        except BaseException:
+            self.close()
+            raise
+
     def open(self, layout: Layout) -> None:
-        """Allocate buffers and start the threads.  Raises StoreError."""
-        StreamedStore.close(self)
+        """Allocate buffers and start the threads.
+
+        Raises
+        ------
+        StoreError
+            If the tier cannot be used, or is open.
+        """
+        self._hold.take()
+        try:
+            self._open(layout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, layout: Layout) -> None:
         count = self._per_extent(layout)
         extent_bytes = round_up(count * layout.nbytes)
         try:
@@ -187,14 +221,10 @@ class StreamedStore:
         try:
             self._start(carrier, layout)
         except (OSError, MemoryError, RuntimeError) as error:  # no memory, no thread
-            StreamedStore.close(self)
             raise StoreError(
                 f"tier {self.name!r} cannot be used: {error or 'no memory'}; it needs "
                 f"{self.buffer_bytes(layout)} bytes of buffers and two threads"
             ) from error
-        except BaseException:
-            StreamedStore.close(self)
-            raise
 
     def _start(self, carrier: Carrier, layout: Layout) -> None:
         """Allocate buffers and start the threads."""
@@ -212,13 +242,25 @@ class StreamedStore:
     def close(self) -> None:
         """Stop the threads, give back memory and files.  May be called twice.
 
-        Interrupted, it can be called again and does the rest.
+        Interrupted, it can be called again and does the rest.  In a forked
+        child it leaves threads and files to the parent, and the store can be
+        opened anew.
         """
-        if self._carrier is None:
+        if not self._hold.taken:
             return
-        with contextlib.suppress(OSError):  # what was in it is wanted no more
-            self._carrier.close()
-        self._carrier = None
+        try:
+            if self._carrier is not None:
+                if not self._hold.foreign:
+                    with contextlib.suppress(OSError):  # what was in it is wanted no more
+                        self._carrier.close()
+                self._carrier = None
+                self._forget()
+        finally:
+            self._give_back()
+        self._hold.give_back()
+
+    def _forget(self) -> None:
+        """Let go of all that `_open` made."""
         self._index.clear()
         self._extents.clear()
         self._holders.clear()
@@ -233,6 +275,7 @@ class StreamedStore:
 
     def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
         """Queue the write of one state; see `Store.put`."""
+        self._hold.check()
         if self._count == 1:
             return self._put_large(key, arrays, block)
         extent = self._filling
@@ -378,6 +421,7 @@ class StreamedStore:
 
     def wait_written(self, key: int) -> bool:
         """Block until the store is done with the arrays of `key`; False if they are lost."""
+        self._hold.check()
         self._poll()
         entry = self._find(key)
         if entry is None:
@@ -398,6 +442,7 @@ class StreamedStore:
 
     def prefetch(self, key: int) -> None:
         """Queue a read of `key`, behind its write if that is still under way."""
+        self._hold.check()
         entry = self._find(key)
         if entry is None:
             return
@@ -422,6 +467,7 @@ class StreamedStore:
 
     def get(self, key: int) -> list[Array]:
         """Block until the read of `key` is done; return its arrays.  Raises CheckpointLost."""
+        self._hold.check()
         self._poll()
         entry = self._find(key)
         if entry is None:
@@ -465,6 +511,7 @@ class StreamedStore:
 
     def drop(self, key: int) -> None:
         """Free the medium's copy of `key`.  Unknown keys are ignored."""
+        self._hold.check()
         entry = self._index.pop(key)
         if entry is None:
             return
@@ -524,3 +571,16 @@ class StreamedStore:
             extent.error = f"read failed: {error}"
         self.transfers.append(TransferRecord("read", extent.first, began, ended, extent.nbytes))
         extent.read_state = State.DONE if error is None else State.FAILED
+
+
+def require_distinct(stores: Sequence[object], what: str) -> None:
+    """Raise ArgumentError if a store, or what one is built on, is there twice."""
+    seen: set[int] = set()
+    for store in stores:
+        for part in store.parts() if isinstance(store, StreamedStore) else [store]:
+            if id(part) in seen:
+                raise ArgumentError(
+                    f"{what} name the store {getattr(part, 'name', part)!r} twice; it would "
+                    "overwrite its own checkpoints: give each a store of its own"
+                )
+            seen.add(id(part))

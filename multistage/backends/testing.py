@@ -17,7 +17,7 @@ from functools import cache
 
 import numpy as np
 
-from ..errors import CheckpointWarning
+from ..errors import CheckpointWarning, StoreError
 from ..layout import Array, Layout
 from .base import CheckpointLost, Store
 
@@ -264,7 +264,7 @@ _PARTS: tuple[Callable[[Store, Layout], None], ...] = (
 
 
 def _check_life(store: Store) -> None:
-    """Open, close, close, open again; the second time with other states, and left full."""
+    """Open, close, close, open again, with other states and left full; never open twice."""
     store.close()
     for state in (_STATES[1], _STATES[3], _STATES[0]):
         layout = Layout.of(state)
@@ -277,7 +277,14 @@ def _check_life(store: Store) -> None:
         store.close()
         store.close()
     store.open(layout)
-    store.open(layout)  # what was open is closed first
+    assert store.put(1, _arrays(layout, 1), block=True), "a reopened store refused a put"
+    try:
+        store.open(layout)
+    except StoreError:
+        pass
+    else:
+        raise AssertionError("open() of an open store did not raise StoreError: it is another's")
+    _assert_same(store.get(1), layout, 1, "after open() was refused")
     store.close()
 
 

@@ -32,6 +32,7 @@ from functools import partial
 
 from ..backends.arena import LandingPool, pages
 from ..backends.base import CheckpointLost, StoreStats, TransferRecord
+from ..backends.lifetimes import Hold
 from ..backends.medium import is_full
 from ..errors import CheckpointWarning
 from ..layout import Array, Layout
@@ -145,7 +146,16 @@ class DurableStore:
         self.transfers: deque[TransferRecord] = deque(maxlen=100_000)
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
-        self._open = False
+        self._hold = Hold(self.name)
+        self._index = StepMap()  # step -> number of the batch << 20 | place in it
+        self._batches: dict[int, _Batch] = {}
+        self._dead: list[_Batch] = []
+        self._filling: _Batch | None = None
+        self._waiting: deque[_Batch] = deque()
+        self._reading: dict[int, _Read] = {}
+        self._buffers: list[Array] = []
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._found: list[_Batch] = []
         self._below = NEVER
         self._kept: Container[int] | None = None
@@ -164,23 +174,24 @@ class DurableStore:
 
     def open(self, layout: Layout) -> None:
         """Start the threads.  Raises StoreError."""
-        self.close()
+        self._hold.take()
+        try:
+            self._begin(layout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, layout: Layout) -> None:
+        self._changed = threading.Condition()  # a fork may have left the old one locked
         self._plain = not isinstance(layout, OrderedLayout)
         self._layout = ordered = _ordered(layout)
         self._folder = self._folder_of()
         self._count = _per_batch(ordered)
         self.stats = StoreStats()
         self.transfers.clear()
-        self._index = StepMap()  # step -> number of the batch << 20 | place in it
-        self._batches: dict[int, _Batch] = {}
         self._dropped = StepSet()  # on the disk still, as far as the index knows them
-        self._dead: list[_Batch] = []
-        self._filling: _Batch | None = None
-        self._waiting: deque[_Batch] = deque()
-        self._reading: dict[int, _Read] = {}
         self._needed_below = self._buried_below = NEVER if self._lasting else 0
         self._full_warned = self._no_space = False
-        self._buffers: list[Array] = []
         if self._count > 1:
             size = self._count * ordered.record_bytes
             self._buffers = [pages(size)[:size] for _ in range(_BUFFERS)]
@@ -188,15 +199,11 @@ class DurableStore:
         for batch in self._found:
             self._enter(batch)
         self._found = []
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._reads: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=target, name=f"multistage-durable-{what}", daemon=True)
-            for what, target in (("writer", self._writer), ("reader", self._reader))
-        ]
-        for thread in self._threads:
+        self._jobs, self._reads = queue.SimpleQueue(), queue.SimpleQueue()
+        for what, target in (("writer", self._writer), ("reader", self._reader)):
+            thread = threading.Thread(target=target, name=f"multistage-durable-{what}", daemon=True)
             thread.start()
-        self._open = True
+            self._threads.append(thread)
 
     def _enter(self, batch: _Batch) -> None:
         self._batches[batch.number] = batch
@@ -260,20 +267,23 @@ class DurableStore:
         self._next_number = 0
 
     def close(self) -> None:
-        """Write what is queued, stop the threads.  May be called twice."""
-        if not self._open:
+        """Write what is queued, stop the threads.  May be called twice.
+
+        In a forked child it leaves threads and files to the parent.
+        """
+        if not self._hold.taken:
             return
-        self._open = False
-        with self._changed:
-            self._jobs.put(None)
-            self._changed.notify_all()
-        self._reads.put(None)
-        for thread in self._threads:
-            thread.join()
+        if not self._hold.foreign:
+            with self._changed:
+                self._jobs.put(None)
+                self._changed.notify_all()
+            self._reads.put(None)
+            for thread in self._threads:
+                thread.join()
+            if not self._lasting:
+                for batch in self._batches.values():
+                    self._folder.unlink(batch.name)
         self._threads = []
-        if not self._lasting:
-            for batch in self._batches.values():
-                self._folder.unlink(batch.name)
         self._batches.clear()
         self._reading.clear()
         self._waiting.clear()
@@ -282,11 +292,13 @@ class DurableStore:
         self._index.clear()
         self._filling = None
         self._pool = LandingPool(0, 0)
+        self._hold.give_back()
 
     # ------------------------------------------------------------------ writes
 
     def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
         """Queue the write of one state; see `Store.put`."""
+        self._hold.check()
         if self._revive(key):
             return True
         if self._no_space:
@@ -378,6 +390,7 @@ class DurableStore:
 
     def wait_written(self, key: int) -> bool:
         """Block until the store is done with the arrays of `key`; False if they are lost."""
+        self._hold.check()
         if not self._known(key):
             return False
         batch, _ = self._place(key)
@@ -408,6 +421,7 @@ class DurableStore:
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job` on the writer, after all that was queued before; it must not raise."""
+        self._hold.check()
         with self._changed:
             self._jobs.put(job)
             self._changed.notify_all()  # the writer may be waiting for a batch to fill
@@ -422,6 +436,7 @@ class DurableStore:
 
     def drop(self, key: int) -> None:
         """Do without `key`; its file goes when no resumed run would want it."""
+        self._hold.check()
         if not self._known(key):
             return
         batch, _ = self._place(key)
@@ -477,6 +492,7 @@ class DurableStore:
 
     def prefetch(self, key: int) -> None:
         """Queue a read of `key`, behind its write if that is still under way."""
+        self._hold.check()
         if not self._known(key) or key in self._reading:
             return
         batch, place = self._place(key)
@@ -485,6 +501,7 @@ class DurableStore:
 
     def get(self, key: int) -> list[Array]:
         """Block until the read of `key` is done; return its arrays.  Raises CheckpointLost."""
+        self._hold.check()
         if not self._known(key):
             raise CheckpointLost(f"the durable folder has no checkpoint {key}")
         self.prefetch(key)

@@ -119,15 +119,19 @@ class AgreedStore:
         StoreError
             On every rank, if it cannot be opened on one, with the message of that one.
         """
-        self.close()
+        self._pending = None
+        ours = False
 
         def opened() -> None:
+            nonlocal ours
             self._inner.open(layout)
+            ours = True
 
         try:
             self._ranks.gather(opened)
         except MultistageError:
-            self._inner.close()
+            if ours:  # else it may be open for others
+                self._inner.close()
             raise
         self.stats, self.transfers = self._inner.stats, self._inner.transfers
         self._reset()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,13 +31,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from ..backends.base import CheckpointLost, Store
+from ..backends.lifetimes import Birth, end
 from ..backends.urls import Tiers, tier_names
 from ..costs import parse_bytes
 from ..errors import ArgumentError, MultistageError
 from ..layout import Layout
 from .geometry import Geometry, Place, extent, is_plain, whole
 from .streams import Home, the_device
-from .tiers import end, open_tiers, take
+from .tiers import open_tiers
 
 PAGE_BYTES = 1 << 20
 _IN_FLIGHT = 4  # tensors whose writes may be under way
@@ -130,14 +131,9 @@ def offload(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = the_device(torch.device(device))
     least = parse_bytes(min_bytes)
-    give_back = take(names)
-    try:
-        store = open_tiers(names, place)
-        assert store is not None
-        shelf = _Shelf(store, place, least, ahead, stays, give_back)
-    except BaseException:
-        give_back()
-        raise
+    store = open_tiers(names, place)
+    assert store is not None
+    shelf = _Shelf(store, place, least, ahead, stays)
     try:
         with torch.autograd.graph.saved_tensors_hooks(shelf.pack, shelf.unpack):
             yield shelf.stats
@@ -230,14 +226,13 @@ class _Shelf:
         least: int,
         ahead: int,
         stays: Sequence[Tensor],
-        give_back: Callable[[], None],
     ) -> None:
         self._store, self._device, self._least, self._ahead = store, device, least, ahead
         self.stats = OffloadStats()
         self._stays = {t.untyped_storage()._cdata: t for t in stays if is_plain(t.detach())}
         page = Layout.of((np.broadcast_to(np.uint8(0), (PAGE_BYTES,)),))
         store.open(page)
-        weakref.finalize(self, end, store.close, give_back)
+        weakref.finalize(self, end, store.close, Birth.here())
         self._lock = threading.RLock()
         self._next_key = self._next_number = 0
         self.gone: deque[tuple[range, Any]] = deque()  # of pieces nobody wants any more

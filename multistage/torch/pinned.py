@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import CheckpointLost, Store, StoreStats, TransferRecord
+from ..backends.lifetimes import Hold
 from ..errors import ArgumentError, BudgetError, StoreError
 from ..layout import Layout
 from .streams import Event, Streams, streams_for, the_device
@@ -171,6 +172,9 @@ class PinnedStore:
         self._below = below
         self._given = streams
         self._streams: Streams | None = None
+        self._hold = Hold(self.name)
+        self._below_open = False
+        self._mover: threading.Thread | None = None
         self._changed = threading.Condition()
         self._entries: dict[int, _Entry] = {}
 
@@ -220,9 +224,19 @@ class PinnedStore:
         BudgetError
             For less than one state.
         StoreError
-            If there is no memory, no thread, or the tier below cannot be opened.
+            If there is no memory, no thread, the tier below cannot be opened,
+            or the store is open.
         """
-        self.close()
+        self._hold.take()
+        try:
+            self._open(layout)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, (RuntimeError, MemoryError)):  # no thread, no memory
+                raise StoreError(f"tier {self.name!r} cannot be used: {error}") from error
+            raise
+
+    def _open(self, layout: Layout) -> None:
         slots = self._slots(layout)
         least = 1 if self._below is None else _SPARE + 1
         if slots is not None and slots < least:
@@ -232,6 +246,7 @@ class PinnedStore:
                 f"tier {self.name!r}: its capacity of {self.capacity_bytes} bytes < "
                 f"{needed} bytes needed for {least} states; raise it"
             )
+        self._changed = threading.Condition()  # a fork may have left the old one locked
         self._layout = layout
         self._most = slots
         self.stats = StoreStats()
@@ -252,38 +267,45 @@ class PinnedStore:
         self._blocked = False  # the computing thread waits
         self._awaited: _Entry | None = None  # for this state, if it is for one
         self._closing = False
-        self._mover: threading.Thread | None = None
-        below = self._below
-        try:
-            self._streams = streams_for(self._device) if self._given is None else self._given
-            self._grow()
-            if below is not None:
-                below.open(layout)
-                self._mover = threading.Thread(
-                    target=self._work, name="multistage-mover", daemon=True
-                )
-                self._mover.start()
-        except BaseException as error:
-            self.close()
-            if below is not None:
-                below.close()
-            if isinstance(error, (RuntimeError, MemoryError)):  # no thread, no memory
-                raise StoreError(f"tier {self.name!r} cannot be used: {error}") from error
-            raise
+        self._streams = streams_for(self._device) if self._given is None else self._given
+        self._grow()
+        if self._below is not None:
+            self._below.open(layout)
+            self._below_open = True
+            self._mover = threading.Thread(target=self._work, name="multistage-mover", daemon=True)
+            self._mover.start()
 
     def close(self) -> None:
         """Stop everything, give memory back.  May be called twice."""
-        streams = self._streams
-        if streams is None:
+        if not self._hold.taken:
             return
+        if self._hold.foreign:
+            self._abandon()
+        else:
+            self._shut()
+        self._hold.give_back()
+
+    def _abandon(self) -> None:
+        """In a forked child: leave the threads to the parent."""
+        if self._below_open and self._below is not None:
+            self._below.close()
+        self._streams, self._mover, self._entries, self._below_open = None, None, {}, False
+
+    def _shut(self) -> None:
         if self._mover is not None:
             with self._changed:
                 self._closing = True
                 self._changed.notify_all()
             if self._mover.ident is not None:  # it was started
                 self._mover.join()
+            self._mover = None
+        if self._below_open:
             assert self._below is not None
             self._below.close()
+            self._below_open = False
+        streams = self._streams
+        if streams is None:
+            return
         streams.close()
         self._tell()
         self._streams = None
@@ -316,6 +338,7 @@ class PinnedStore:
 
     def put(self, key: int, arrays: Sequence[Any], *, block: bool = False) -> bool:
         """Queue the copy of one state; see `Store.put`."""
+        self._hold.check()
         streams = self._streams
         assert streams is not None
         slot = self._take(block)
@@ -381,6 +404,7 @@ class PinnedStore:
 
     def wait_written(self, key: int) -> bool:
         """Block until the copy of `key` has left its source; False if it is lost."""
+        self._hold.check()
         entry = self._entries.get(key)
         if entry is None:
             return False
@@ -394,6 +418,7 @@ class PinnedStore:
 
     def prefetch(self, key: int) -> None:
         """Queue the copy of `key` to the device, when it is in pinned memory."""
+        self._hold.check()
         entry = self._entries.get(key)
         if entry is None:
             return
@@ -433,6 +458,7 @@ class PinnedStore:
 
     def get(self, key: int) -> list[Any]:
         """Return the state's tensors, for the compute stream.  Raises CheckpointLost."""
+        self._hold.check()
         entry = self._entries.get(key)
         if entry is None:
             raise CheckpointLost(f"tier {self.name!r} has no checkpoint {key}")
@@ -461,6 +487,7 @@ class PinnedStore:
 
     def drop(self, key: int) -> None:
         """Free the copy of `key`."""
+        self._hold.check()
         entry = self._entries.get(key)
         if entry is not None:
             self._forget(entry)

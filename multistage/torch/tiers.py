@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -16,55 +14,6 @@ from .pinned import PinnedStore
 
 # Pinned memory between a CUDA device and a tier that knows host memory only.
 _BETWEEN_BYTES = 256 << 20
-
-
-# Stores given as objects, while somebody's states are in them.
-_taken: dict[int, Store] = {}
-
-
-def take(tiers: Sequence[TierName]) -> Callable[[], None]:
-    """Take stores for oneself; return what gives them back.
-
-    Two computations in one store would overwrite each other's states.
-
-    Raises
-    ------
-    ArgumentError
-        If one is taken.
-    """
-    stores = [tier for tier in tiers if not isinstance(tier, str | os.PathLike)]
-    for store in stores:
-        if id(store) in _taken:
-            raise ArgumentError(
-                f"the store {store.name!r} holds states of another sequence whose backward is "
-                "still to come; name the tier by a string, or give another store"
-            )
-    _taken.update((id(store), store) for store in stores)
-
-    def give_back() -> None:
-        for store in stores:
-            _taken.pop(id(store), None)
-
-    return give_back
-
-
-def end(close: Callable[[], None], give_back: Callable[[], None]) -> None:
-    """Close stores and give them back: what finalizers call, from whatever thread.
-
-    A garbage collection may run in a store's own thread, which cannot wait for
-    its own end: then another does.
-    """
-
-    def both() -> None:
-        try:
-            close()
-        finally:
-            give_back()
-
-    if threading.current_thread().name.startswith("multistage-"):
-        threading.Thread(target=both, name="closing", daemon=True).start()
-    else:
-        both()
 
 
 def open_tiers(tiers: Sequence[TierName], device: torch.device) -> Store | None:

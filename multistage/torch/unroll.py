@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..backends.base import Store
+from ..backends.lifetimes import Birth, end
 from ..backends.urls import TierName, Tiers, tier_names
 from ..costs import Tier, parse_bytes
 from ..errors import ArgumentError, BudgetError, MultistageError
@@ -37,7 +38,7 @@ from .offload import PAGE_BYTES, offload
 from .replay import RandomState, cuda_or_cpu, random_devices, refuse_hidden_draws
 from .tensors import TensorLayout, TensorState, TensorStates
 from .through_time import Collector, Inputs, ThroughTime
-from .tiers import end, open_tiers, take
+from .tiers import open_tiers
 
 _OUTPUTS = ("stack", "sum", "last")
 _DEVICE_SHARE = 0.9  # of the free memory of a CUDA device, where no limit is given
@@ -197,15 +198,10 @@ def unroll(
         return _plain(known, facts, state, sequence, outputs, chunk, graph=False)
     involved = [*leaves, *tensors_of(x), *facts.parameters]
     device, devices = cuda_or_cpu(involved), random_devices(involved)
-    give_back = take(settings.tiers)
-    try:
-        store = open_tiers(settings.tiers, device)
-        collector = Collector(facts, sequence.steps, outputs, known.fused)
-        chain = ThroughTime(known, facts, sequence, collector, 1, True, devices, device)
-        return _run(chain, state, store, settings, outputs, give_back)
-    except BaseException:
-        give_back()
-        raise
+    store = open_tiers(settings.tiers, device)
+    collector = Collector(facts, sequence.steps, outputs, known.fused)
+    chain = ThroughTime(known, facts, sequence, collector, 1, True, devices, device)
+    return _run(chain, state, store, settings, outputs)
 
 
 def _run(
@@ -214,7 +210,6 @@ def _run(
     store: Store | None,
     settings: _Settings,
     outputs: Any,
-    give_back: Callable[[], None],
 ) -> Unrolled:
     """Plan and run a sequence that wants gradients."""
     known, facts, sequence, device = chain.cell, chain.facts, chain.inputs, chain.device
@@ -225,7 +220,6 @@ def _run(
     layout = TensorLayout(first.tensors, names)
     chosen = _planned(chain, leaves, layout, store, settings)
     if chosen.plan is None:
-        give_back()
         tapes: Any = contextlib.nullcontext()
         if chosen.strategy == "offload":
             held = [t for t in [*leaves, sequence.given] if isinstance(t, Tensor)]
@@ -236,10 +230,9 @@ def _run(
     refuse_hidden_draws([known.module], known.name)
     chain.chunk = chosen.chunk
     if not chosen.plan.writes:
-        give_back()
         store = None
     bars = Bars(settings.progress)
-    run = _Run(chain, first, chosen, store, layout, names, give_back, bars)
+    run = _Run(chain, first, chosen, store, layout, names, bars)
     try:
         found = _ThroughAutograd.apply(run, *wanted)
     except BaseException:
@@ -306,7 +299,6 @@ class _Run:
         store: Store | None,
         layout: TensorLayout,
         names: Sequence[str],
-        give_back: Callable[[], None],
         bars: Bars,
     ) -> None:
         self.chain = chain
@@ -325,7 +317,7 @@ class _Run:
             states=TensorStates(names),
             progress=bars.update if bars.shown else None,
         )
-        self._end = weakref.finalize(self, _end, self._executor, store, give_back)
+        self._end = weakref.finalize(self, _end, self._executor, store, Birth.here())
 
     def close(self) -> None:
         """Forget the sweep; close the tier and give it back."""
@@ -359,15 +351,13 @@ class _Run:
                 return self._executor.reverse(adjoint)  # type: ignore[no-any-return]
 
 
-def _end(
-    executor: Executor[TensorState, Any], store: Store | None, give_back: Callable[[], None]
-) -> None:
+def _end(executor: Executor[TensorState, Any], store: Store | None, birth: Birth) -> None:
     def close() -> None:
         executor.abort()
         if store is not None:
             store.close()
 
-    end(close, give_back)
+    end(close, birth)
 
 
 class _ThroughAutograd(torch.autograd.Function):

@@ -20,6 +20,7 @@ from multistage.costs import Costs, Tier
 from multistage.errors import CheckpointWarning, MultistageError
 from multistage.execute import Executor
 from multistage.interop.mpi import MPIReversal
+from multistage.layout import Layout
 
 N = 60
 COSTS = Costs(1e-4, 2e-4, state_bytes=10, tiers=(Tier("file", 2.5e-4, 2.5e-4),))
@@ -32,8 +33,8 @@ class Jittery(FileStore):
         super().__init__(folder, "direct", buffer_bytes=0)  # whose medium is Python's
         self._rank = rank
 
-    def _make_medium(self, extent_bytes: int) -> Medium:
-        medium, rank = super()._make_medium(extent_bytes), self._rank
+    def medium(self, layout: Layout, extent_bytes: int) -> Medium:
+        medium, rank = super().medium(layout, extent_bytes), self._rank
         write, chance, never = medium.write, random.Random(rank), threading.Event()
 
         def slow(slot: int, offset: int, data: Any) -> None:

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import multistage.torch as mst
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
-from multistage.errors import ArgumentError, MultistageError
+from multistage.errors import ArgumentError, MultistageError, StoreError
 from multistage.torch.meter import Meter
 from multistage.torch.offload import _Shelf
 from multistage.torch.pinned import PinnedStore
@@ -208,7 +208,7 @@ def test_a_graph_that_dies_in_a_thread_of_the_store() -> None:
                 with mst.offload(store, min_bytes=1000, device="cpu"):
                     z = torch.sin(torch.sin(x))
                 break
-            except ArgumentError:  # holds states of the other graph
+            except StoreError:  # holds states of the other graph
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
     finally:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 import multistage.torch as mst
 from multistage.backends import MemoryStore
-from multistage.errors import ArgumentError, BudgetError, MultistageError, StateError
+from multistage.errors import ArgumentError, BudgetError, MultistageError, StateError, StoreError
 from multistage.torch.cell_costs import Sample, choose
 from multistage.torch.meter import Meter
 
@@ -693,9 +693,9 @@ def test_a_store_serves_one_sequence_at_a_time() -> None:
         return mst.unroll(cell, h, x, memory="100 KiB", tiers=[store], strategy="stream", chunk=1)
 
     out = run()
-    with pytest.raises(ArgumentError, match="holds states of another sequence"):
+    with pytest.raises(StoreError, match="holds the checkpoints of another run"):
         run()
-    with pytest.raises(ArgumentError, match="holds states"), mst.offload(store):
+    with pytest.raises(StoreError, match="another run"), mst.offload(store):
         pass
     assert out.loss is not None
     out.loss.backward()

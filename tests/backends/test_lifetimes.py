@@ -1,0 +1,318 @@
+"""A store belongs to one run at a time and to one process; what is dropped ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multistage import Costs, Reversal, Tier
+from multistage.backends import (
+    CascadeStore,
+    CompressedStore,
+    FileStore,
+    MemoryStore,
+    RemoteStore,
+    Store,
+)
+from multistage.chain import FunctionChain
+from multistage.errors import ArgumentError, StoreError
+from multistage.execute import Executor
+from multistage.layout import Layout
+from multistage.plan import PLANNERS
+
+N = 40
+STATE = np.linspace(0.0, 1.0, 600)
+LAYOUT = Layout.of(STATE)
+COSTS = Costs(1e-3, 1e-3, state_bytes=STATE.nbytes, tiers=(Tier("memory", 1e-3, 1e-3),))
+STORES: dict[str, Callable[[Path], Any]] = {
+    "memory": lambda folder: MemoryStore(),
+    "native": lambda folder: FileStore(folder, "native"),
+    "direct": lambda folder: FileStore(folder, "direct"),
+    "aiofiles": lambda folder: FileStore(folder, "aiofiles"),
+    "remote": lambda folder: RemoteStore("memory://lifetimes"),
+    "cascade": lambda folder: CascadeStore(
+        MemoryStore(40_000, buffer_bytes=0), FileStore(folder, "direct")
+    ),
+    "compressed": lambda folder: CompressedStore(MemoryStore()),
+}
+
+
+def step(x: np.ndarray, i: int) -> np.ndarray:
+    return np.sin(x) + 0.01 * i
+
+
+def adjoint_step(x: np.ndarray, a: np.ndarray, i: int) -> np.ndarray:
+    return np.cos(x) * a
+
+
+def run(store: Any, **options: Any) -> Reversal[Any, Any]:
+    options.setdefault("planner", "streaming")
+    return Reversal(step, adjoint_step, N, budget="6 slots", tier=store, costs=COSTS, **options)
+
+
+def plain(state: np.ndarray = STATE) -> bytes:
+    states = [state]
+    for i in range(N):
+        states.append(step(states[-1], i))
+    adjoint = np.ones_like(state)
+    for i in reversed(range(N)):
+        adjoint = adjoint_step(states[i], adjoint, i)
+    return adjoint.tobytes()
+
+
+@pytest.fixture(autouse=True)
+def forks_beside_threads() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        yield
+
+
+# ------------------------------------------------------------------ one run at a time
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_a_second_run_in_a_store_is_refused_and_the_first_is_exact(
+    name: str, tmp_path: Path
+) -> None:
+    store = STORES[name](tmp_path)
+    with run(store) as first, run(store) as second:
+        first.forward(STATE)
+        with pytest.raises(StoreError, match="holds the checkpoints of another run"):
+            second.forward(STATE + 1)
+        second.close()  # which closes nothing of the first one's
+        assert first.reverse(np.ones_like(STATE)).tobytes() == plain()
+        first.forward(STATE)  # two sweeps of one run are one run
+        assert first.reverse(np.ones_like(STATE)).tobytes() == plain()
+        first.close()
+        second.forward(STATE + 1)
+        assert second.reverse(np.ones_like(STATE)).tobytes() == plain(STATE + 1)
+
+
+def test_a_level_belongs_to_the_store_built_on_it(tmp_path: Path) -> None:
+    file = FileStore(tmp_path, "direct")
+    cascade = CascadeStore(MemoryStore(40_000, buffer_bytes=0), file)
+    for taken, others in (
+        (cascade, [file, CompressedStore(file), CascadeStore(MemoryStore(40_000), file)]),
+        (file, [cascade, CompressedStore(file)]),
+        (CompressedStore(file), [file, cascade]),
+    ):
+        with run(taken) as first:
+            first.forward(STATE)
+            for other in others:
+                with run(other) as second, pytest.raises(StoreError, match="another run"):
+                    second.forward(STATE + 1)
+            assert first.reverse(np.ones_like(STATE)).tobytes() == plain()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_twice_in_one_run_is_refused() -> None:
+    store = MemoryStore(1 << 20)
+    for twice in (
+        lambda: run([store, store]),
+        lambda: run([CompressedStore(store), store]),
+        lambda: CascadeStore(store, store),
+        lambda: CascadeStore(store, CascadeStore(MemoryStore(1 << 20), store)),
+        lambda: Executor(FunctionChain(step, adjoint_step), [store, store]),
+    ):
+        with pytest.raises(ArgumentError, match="'memory' twice"):
+            twice()
+    with run(["memory:1MiB", "memory:1MiB"], planner="h-revolve") as named:  # two stores
+        named.prepare(STATE)
+
+
+def test_a_sweep_keeps_others_out_of_a_store_its_user_opened() -> None:
+    chain = FunctionChain(step, adjoint_step)
+    store, plan = MemoryStore(), PLANNERS["streaming"](COSTS, 6, N)
+    first, second = Executor(chain, [store]), Executor(chain, [store])
+    store.open(LAYOUT)
+    try:
+        first.forward(plan.schedule(), STATE)
+        with pytest.raises(StoreError, match="another sweep"):
+            second.forward(plan.schedule(), STATE + 1)
+        assert first.reverse(np.ones_like(STATE)).tobytes() == plain()
+        second.forward(plan.schedule(), STATE + 1)
+        del second  # dropped in the middle
+        first.forward(plan.schedule(), STATE)
+        first.abort()
+        assert STATE.flags.writeable
+    finally:
+        store.close()
+
+
+def test_of_threads_that_race_for_a_store_one_gets_it() -> None:
+    store, start = MemoryStore(), threading.Barrier(8)
+    found: list[bool] = []
+
+    def race() -> None:
+        start.wait(60)
+        try:
+            store.open(LAYOUT)
+            found.append(True)
+        except StoreError:
+            found.append(False)
+
+    for _ in range(20):
+        threads = [threading.Thread(target=race) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert found.count(True) == 1 and len(found) == 8
+        found.clear()
+        store.close()
+
+
+def test_a_closed_store_says_so() -> None:
+    store = MemoryStore()
+    for use in uses(store):
+        with pytest.raises(StoreError, match="closed"):
+            use()
+    store.open(LAYOUT)
+    store.close()
+    for use in uses(store):
+        with pytest.raises(StoreError, match="closed"):
+            use()
+
+
+def uses(store: Store) -> list[Callable[[], object]]:
+    return [
+        lambda: store.put(1, [STATE]),
+        lambda: store.put(2, [STATE], block=True),
+        lambda: store.wait_written(0),
+        lambda: store.prefetch(0),
+        lambda: store.get(0),
+        lambda: store.drop(0),
+    ]
+
+
+# --------------------------------------------------------------------- one process
+
+
+def in_child(work: Callable[[], None]) -> None:
+    """Do something in a forked child that is killed if it hangs; raise what it raised."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if not pid:
+        signal.setitimer(signal.ITIMER_REAL, 20.0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        said = b"done"
+        try:
+            work()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}".encode()
+        os.write(theirs, said)
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as pipe:
+        said = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert (code, said) == (0, b"done")
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_a_forked_child_is_refused_at_its_first_call(name: str, tmp_path: Path) -> None:
+    store = STORES[name](tmp_path)
+    store.open(LAYOUT)
+    assert all(store.put(key, [STATE + key], block=True) for key in range(30))
+
+    def child() -> None:
+        for use in [*uses(store), lambda: store.open(LAYOUT)]:
+            with pytest.raises(StoreError, match="forked child"):
+                use()
+        store.close()
+        store.close()
+        if name == "remote":
+            return  # fsspec's own loop has no thread there
+        store.open(LAYOUT)
+        assert all(store.put(key, [STATE - key], block=True) for key in range(30))
+        assert store.get(3)[0].tolist() == (STATE - 3).tolist()
+        store.close()
+
+    in_child(child)
+    for key in reversed(range(30)):
+        assert store.get(key)[0].tolist() == (STATE + key).tolist()
+    store.close()
+
+
+@pytest.mark.parametrize("name", [*STORES, "durable"])
+def test_a_sweep_under_way_is_its_processes(name: str, tmp_path: Path) -> None:
+    tier = {"durable": tmp_path / "kept"} if name == "durable" else {}
+    ours = run(
+        None if tier else STORES[name](tmp_path),
+        **tier,
+        **({} if not tier else {"planner": "auto"}),
+    )
+    with ours:
+        ours.forward(STATE)
+
+        def child() -> None:
+            for use in (
+                lambda: ours.reverse(np.ones_like(STATE)),
+                lambda: ours.forward(STATE),
+                lambda: ours.prepare(STATE),
+            ):
+                with pytest.raises(StoreError, match="forked child"):
+                    use()
+            ours.close()
+            ours.close()
+            if name in ("memory", "native"):
+                ours.forward(STATE)
+                assert ours.reverse(np.ones_like(STATE)).tobytes() == plain()
+                ours.close()
+
+        in_child(child)
+        if name == "durable":
+            assert {"run", "last", "lock"} <= {path.name for path in (tmp_path / "kept").iterdir()}
+        assert ours.reverse(np.ones_like(STATE)).tobytes() == plain()
+    assert STATE.flags.writeable
+
+
+def test_a_sweep_in_fast_memory_alone_goes_on_in_a_child() -> None:
+    with run(None, planner="auto") as ours:
+        ours.forward(STATE)
+
+        def child() -> None:
+            assert ours.reverse(np.ones_like(STATE)).tobytes() == plain()
+
+        in_child(child)
+        assert ours.reverse(np.ones_like(STATE)).tobytes() == plain()
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("native", "exit"), ("direct", "exit"), ("aiofiles", "error"), ("cascade", "_exit")],
+)
+def test_however_a_child_ends_its_parents_files_stay(name: str, end: str, tmp_path: Path) -> None:
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import numpy as np, warnings
+from pathlib import Path
+from test_lifetimes import STATE, STORES, plain, run
+warnings.simplefilter("ignore", DeprecationWarning)
+ours = run(STORES[{name!r}](Path(sys.argv[1])))
+ours.forward(STATE)
+if not (pid := os.fork()):
+    {{"exit": sys.exit, "_exit": os._exit, "error": ours.reverse}}[{end!r}](0)
+os.waitpid(pid, 0)
+assert os.listdir(sys.argv[1])
+assert ours.reverse(np.ones_like(STATE)).tobytes() == plain()
+ours.close()
+assert not os.listdir(sys.argv[1])
+print("exact")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == "exact\n", done.stderr
