@@ -12,6 +12,7 @@ import errno
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -22,6 +23,7 @@ import xxhash
 
 from ..layout import Array, Layout
 from .arena import round_up
+from .lifetimes import Birth, end
 from .medium import Medium
 
 
@@ -74,6 +76,7 @@ class Extent:
 
 
 # An extent was moved, from when to when (`perf_counter`), and what went wrong.
+# Interrupted, it is called again for the same transfer.
 Finished = Callable[[Extent, float, float, Exception | None], None]
 
 
@@ -112,8 +115,12 @@ class Carrier(Protocol):
         """Tell of what was finished.  Never blocks."""
         ...
 
-    def wait_for(self, ready: Callable[[], bool]) -> None:
-        """Block until `ready()`, which is asked again after every transfer."""
+    def wait_for(self, ready: Callable[[], bool]) -> bool:
+        """Block until `ready()`, which is asked again after every transfer.
+
+        Returns False if it is not ready and nothing is under way that could
+        make it so: a transfer was interrupted before it was queued.
+        """
         ...
 
     def close(self) -> None:
@@ -139,91 +146,45 @@ class _Flight:
         self.done = False
 
 
-class ThreadCarrier:
-    """Carries extents to and from a medium on two threads of the interpreter.
+class _Threads:
+    """What the two threads of a `ThreadCarrier` share: they refer to this, and never to it.
 
-    Parameters
-    ----------
-    medium : Medium
-        Closed with the carrier.
-    verify : bool
-        Whether what is read must have the checksum of what was written.
-
-    Notes
-    -----
-    The threads work on flights, whose `done` they set under the condition
-    `_changed`, and look at nothing of an extent that may change meanwhile.
+    So a carrier that is dropped can be collected, and its finalizer ends them.
     """
 
-    def __init__(self, medium: Medium, *, verify: bool = True) -> None:
+    def __init__(self, medium: Medium, verify: bool) -> None:
         self.medium = medium
+        self.writes: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        self.reads: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        # Rung once for each flight that ends, after `done` is set.
+        self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._verify = verify
-        self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
-        self._writes: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
-        self._reads: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
-        self._writing: deque[_Flight] = deque()  # in order, until told of
-        self._reading: deque[_Flight] = deque()
+        self._written = threading.Condition()  # for the reader, which waits for writes
+        self._running: list[threading.Thread] = []
 
-    def start(
-        self, layout: Layout, bounce: Array | None, wrote: Finished, landed: Finished
-    ) -> None:
-        """Start the threads; see `Carrier`."""
+    def start(self, layout: Layout, bounce: Array | None) -> None:
         self._layout, self._bounce = layout, bounce
-        self._wrote, self._landed = wrote, landed
         for what, lane, work in (
-            ("writer", self._writes, self._write),
-            ("reader", self._reads, self._read),
+            ("writer", self.writes, self._write),
+            ("reader", self.reads, self._read),
         ):
             thread = threading.Thread(
                 target=self._run, args=(lane, work), name=f"multistage-{what}", daemon=True
             )
             thread.start()
-            self._threads.append(thread)
+            self._running.append(thread)
 
-    def queue_write(self, extent: Extent, data: Array | None) -> None:
-        """Queue the write of an extent's pages `data`, or of its arrays."""
-        flight = _Flight(extent, data)
-        self._writing.append(flight)
-        self._writes.put(flight)
+    def stop(self) -> None:
+        """Finish what is queued, end the threads, close the medium.
 
-    def queue_read(self, extent: Extent, landing: Array) -> None:
-        """Queue a read into `landing`, behind the extent's write if that is under way."""
-        behind = next((flight for flight in self._writing if flight.extent is extent), None)
-        flight = _Flight(extent, landing, behind)
-        self._reading.append(flight)
-        self._reads.put(flight)
-
-    def poll(self) -> None:
-        """Tell of every transfer that was finished.  Never blocks."""
-        for flights, tell in ((self._writing, self._wrote), (self._reading, self._landed)):
-            while flights and flights[0].done:
-                flight = flights.popleft()
-                flight.extent.checksum = flight.checksum
-                tell(flight.extent, flight.began, flight.ended, flight.error)
-
-    def wait_for(self, ready: Callable[[], bool]) -> None:
-        """Block until `ready()`, which is asked again after every transfer."""
-
-        def polled() -> bool:
-            self.poll()
-            return ready()
-
-        with self._changed:
-            self._changed.wait_for(polled)
-
-    def close(self) -> None:
-        """Finish what is under way, stop the threads, close the medium."""
-        self._writes.put(None)
-        self._reads.put(None)
-        for thread in self._threads:
+        Interrupted, it can be called again and does the rest.
+        """
+        self.writes.put(None)
+        self.reads.put(None)
+        for thread in self._running:
             thread.join()
-        self._threads = []
-        if self._writing or self._reading:  # or it may never have started
-            self.poll()
+        self._running = []
         self.medium.close()
-
-    # ----------------------------------------------------------------- threads
 
     def _run(
         self, lane: queue.SimpleQueue[_Flight | None], work: Callable[[_Flight], None]
@@ -242,13 +203,14 @@ class ThreadCarrier:
             # What landed is referred to by its extent alone from here on, or
             # the pool would take it to be in use.
             flight.data = flight.behind = failure = None
-            with self._changed:
+            with self._written:
                 flight.done = True
-                self._changed.notify_all()
+                self._written.notify_all()
+            self.bell.put(None)
 
     def _await(self, flight: _Flight) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: flight.done)
+        with self._written:
+            self._written.wait_for(lambda: flight.done)
 
     def _write(self, flight: _Flight) -> None:
         extent, data = flight.extent, flight.data
@@ -303,3 +265,86 @@ class ThreadCarrier:
         found = xxhash.xxh3_64_intdigest(landing[: extent.nbytes].data)
         if self._verify and found != flight.checksum:
             raise OSError(errno.EIO, "the checksum does not match: the bytes were changed")
+
+
+class ThreadCarrier:
+    """Carries extents to and from a medium on two threads of the interpreter.
+
+    Parameters
+    ----------
+    medium : Medium
+        Closed with the carrier.
+    verify : bool
+        Whether what is read must have the checksum of what was written.
+
+    Notes
+    -----
+    The threads work on flights, whose `done` they set, and look at nothing of
+    an extent that may change meanwhile.
+
+    Ctrl-C may come between any two instructions of the computing thread.  It
+    takes no lock, which it could be made to keep; it tells of a flight before
+    it forgets it, and tells again what it was interrupted in; and a flight is
+    noted only when it is queued, so that whatever is noted ends.
+    """
+
+    def __init__(self, medium: Medium, *, verify: bool = True) -> None:
+        self._threads = _Threads(medium, verify)
+        self._writing: deque[_Flight] = deque()  # in order, until told of
+        self._reading: deque[_Flight] = deque()
+        self._dropped = weakref.finalize(self, end, self._threads.stop, Birth.here())
+
+    @property
+    def medium(self) -> Medium:
+        """Where the extents lie."""
+        return self._threads.medium
+
+    def start(
+        self, layout: Layout, bounce: Array | None, wrote: Finished, landed: Finished
+    ) -> None:
+        """Start the threads; see `Carrier`."""
+        self._wrote, self._landed = wrote, landed
+        self._threads.start(layout, bounce)
+
+    def queue_write(self, extent: Extent, data: Array | None) -> None:
+        """Queue the write of an extent's pages `data`, or of its arrays."""
+        flight = _Flight(extent, data)
+        self._threads.writes.put(flight)
+        self._writing.append(flight)
+
+    def queue_read(self, extent: Extent, landing: Array) -> None:
+        """Queue a read into `landing`, behind the extent's write if that is under way."""
+        behind = next((flight for flight in self._writing if flight.extent is extent), None)
+        flight = _Flight(extent, landing, behind)
+        self._threads.reads.put(flight)
+        self._reading.append(flight)
+
+    def poll(self) -> None:
+        """Tell of every transfer that was finished.  Never blocks."""
+        for flights, tell in ((self._writing, self._wrote), (self._reading, self._landed)):
+            while flights and flights[0].done:
+                flight = flights[0]
+                if flight.error is None:
+                    flight.extent.checksum = flight.checksum
+                tell(flight.extent, flight.began, flight.ended, flight.error)
+                flights.popleft()
+        bell = self._threads.bell
+        while bell.qsize() > len(self._writing) + len(self._reading):
+            bell.get_nowait()  # nobody waits for these: they must not pile up
+
+    def wait_for(self, ready: Callable[[], bool]) -> bool:
+        """Block until `ready()`; see `Carrier`."""
+        while True:
+            self.poll()
+            if ready():
+                return True
+            if not self._writing and not self._reading:
+                return False
+            self._threads.bell.get()
+
+    def close(self) -> None:
+        """Finish what is under way, stop the threads, close the medium."""
+        self._threads.stop()
+        self._dropped.detach()
+        if self._writing or self._reading:  # or it may never have started
+            self.poll()

@@ -284,7 +284,10 @@ class _Cascade:
         self._upper, self._lower = _Level(upper, upper_slots), _Level(lower, lower_slots)
         self._nested = lower if isinstance(lower, _Cascade) else None
         self._buffer = pages(extent_bytes)
-        self._changed = threading.Condition()
+        # The computing thread takes the lock itself: entering a Condition, which
+        # is Python code, it could be interrupted when it has the lock already.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._places: dict[int, _Place] = {}
         self._above: OrderedDict[_Place, None] = OrderedDict()  # the oldest first
         self._below: OrderedDict[_Place, None] = OrderedDict()
@@ -368,7 +371,7 @@ class _Cascade:
 
     def free(self, slot: int) -> None:
         """Forget an extent that no thread of the store is at.  Never blocks for long."""
-        with self._changed:
+        with self._lock:
             self._forget(slot)
             self._changed.notify_all()
 
@@ -396,7 +399,7 @@ class _Cascade:
                 self._nested.free(place.below)
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._changed.notify_all()
         self._mover.join()

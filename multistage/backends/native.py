@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import native
-from ..errors import StoreError
 from ..layout import Array, Layout
 from .arena import pages
 from .direct import DirectFile
@@ -66,8 +65,9 @@ class NativeFile:
 
     Notes
     -----
-    For one computing thread.  `wait_for` and `close` may block.  In a forked
-    child there are no threads: everything but `close` raises StoreError.
+    For one computing thread.  `wait_for` and `close` may block.  A job is noted
+    before it is submitted, since the C core works on its memory; Ctrl-C between
+    the two leaves a job that counts as failed.
     """
 
     def __init__(
@@ -149,7 +149,6 @@ class NativeFile:
 
     def queue_write(self, extent: Extent, data: Array | None) -> None:
         """Queue the write of an extent's pages `data`, or of its arrays."""
-        self._assert_owner()
         if data is not None:
             job, gathered = native.Job(data=data.ctypes.data), None
         else:
@@ -159,6 +158,7 @@ class NativeFile:
                 piece.data = extent.arrays[at].ctypes.data
         job.nbytes = extent.nbytes
         job.position = extent.slot * self._extent_bytes
+        job.state, job.error = _FAILED, errno.EINTR  # until it is submitted, if it ever is
         self._flights[_WRITE].append(_Flight(extent, job, extent.arrays, gathered))
         self._held.ms_io_submit(self._engine, job, _WRITE)
 
@@ -169,12 +169,13 @@ class NativeFile:
 
     def queue_read(self, extent: Extent, landing: Array) -> None:
         """Queue a read into `landing`, behind the extent's write if that is under way."""
-        self._assert_owner()
         job = native.Job(
             data=landing.ctypes.data,
             nbytes=extent.nbytes,
             position=extent.slot * self._extent_bytes,
             sum=extent.checksum,
+            state=_FAILED,
+            error=errno.EINTR,
         )
         written = next((f.job for f in self._flights[_WRITE] if f.extent is extent), None)
         if written is not None:
@@ -185,31 +186,35 @@ class NativeFile:
     def poll(self) -> None:
         """Tell of every transfer that was finished.  Never blocks."""
         writes, reads = self._flights
-        # A lane finishes its jobs in order.
+        # A lane finishes its jobs in order.  Each is told of, then forgotten: of
+        # one that is interrupted between the two it is told again.
         while writes and writes[0].job.state:
+            self._tell(writes[0], self._wrote)
             flight = writes.popleft()
-            self._finish(flight, self._wrote)
             # A read that was queued behind this write may still look at its job.
             if flight.gathered is not None and not reads:
                 self._spare.append(flight.gathered)
         while reads and reads[0].job.state:
-            self._finish(reads.popleft(), self._landed)
+            self._tell(reads[0], self._landed)
+            reads.popleft()
 
-    def _finish(self, flight: _Flight, tell: Finished) -> None:
+    def _tell(self, flight: _Flight, tell: Finished) -> None:
         extent, job = flight.extent, flight.job
         error = _error(job.error) if self._held.ms_io_state(job) == _FAILED else None
-        extent.checksum = job.sum
+        if error is None:
+            extent.checksum = job.sum
         tell(extent, 1e-9 * job.start_ns, 1e-9 * job.stop_ns, error)
 
-    def wait_for(self, ready: Callable[[], bool]) -> None:
-        """Block until `ready()`, which is asked again after every transfer."""
-        self._assert_owner()
+    def wait_for(self, ready: Callable[[], bool]) -> bool:
+        """Block until `ready()`; see `Carrier`."""
         wait, engine = self._library.ms_io_wait, self._engine
         while True:
             seen = wait(engine, 0, 0)
             self.poll()
             if ready():
-                return
+                return True
+            if not any(self._flights):
+                return False
             wait(engine, seen, _PATIENCE_MS)
 
     def close(self) -> None:
@@ -217,13 +222,6 @@ class NativeFile:
         self._stop()
         if os.getpid() == self._owner:
             self.poll()
-
-    def _assert_owner(self) -> None:
-        if os.getpid() != self._owner:
-            raise StoreError(
-                "a file store cannot be used in a forked child, which has none of its threads; "
-                "open one there, or use the 'spawn' start method"
-            )
 
 
 def _stop(owner: int, engine: int, file: DirectFile, kept: object) -> None:
@@ -237,4 +235,6 @@ def _error(code: int) -> OSError:
         return OSError(errno.EIO, "the checksum does not match: the bytes were changed")
     if code == errno.ENODATA:
         return OSError(errno.EIO, "the file ends before the checkpoint does")
+    if code == errno.EINTR:
+        return OSError(code, "it was interrupted before it was queued")
     return OSError(code, os.strerror(code))

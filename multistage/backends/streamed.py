@@ -20,6 +20,8 @@ So a `put` takes no lock.
 from __future__ import annotations
 
 import contextlib
+import errno
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -317,14 +319,26 @@ class StreamedStore:
             self._carrier.poll()
 
     def _wait_for(self, ready: Callable[[], bool]) -> None:
+        """Block until `ready()`, or until nothing is under way that could make it so.
+
+        Then Ctrl-C came before a transfer was queued: it has failed.
+        """
         assert self._carrier is not None
-        self._carrier.wait_for(ready)
+        if self._carrier.wait_for(ready):
+            return
+        interrupted = OSError(errno.EINTR, "it was interrupted before it was queued")
+        now = time.perf_counter()
+        for extent in list(self._extents.values()):
+            if extent.state is State.FILLING and extent is not self._filling:
+                extent.state = State.QUEUED
+            self._wrote(extent, now, now, interrupted)
+            self._landed(extent, now, now, interrupted)
 
     def _new_small(self, key: int, block: bool) -> Extent | None:
         """Return a fresh extent with a staging buffer, or None if there is no room."""
         self._poll()
         number = self._free_buffer()
-        while number is None and block:
+        if number is None and block:
             self._wait_for(lambda: self._free_buffer() is not None)
             number = self._free_buffer()
         slot = None if number is None else self._take_slot()
@@ -551,26 +565,32 @@ class StreamedStore:
 
     # -------------------------------------------------- what the carrier tells
 
+    # Interrupted they are called again, hence the look at the state, which is
+    # set before what is only counted.
+
     def _wrote(self, extent: Extent, began: float, ended: float, error: Exception | None) -> None:
-        if error is None:
-            self.stats.bytes_written += extent.nbytes
-        else:
-            if is_full(error):
-                self._no_space = True
+        if extent.state is not State.QUEUED:
+            return
+        if error is not None:
+            self._no_space = self._no_space or is_full(error)
             extent.error = f"write failed: {error}"
-        self.transfers.append(TransferRecord("write", extent.first, began, ended, extent.nbytes))
         self._serial += 1
         extent.arrays = None
         extent.serial = self._serial
         extent.state = State.DONE if error is None else State.FAILED
+        if error is None:
+            self.stats.bytes_written += extent.nbytes
+        self.transfers.append(TransferRecord("write", extent.first, began, ended, extent.nbytes))
 
     def _landed(self, extent: Extent, began: float, ended: float, error: Exception | None) -> None:
+        if extent.read_state is not State.QUEUED:
+            return
+        if error is not None:
+            extent.error = f"read failed: {error}"
+        extent.read_state = State.DONE if error is None else State.FAILED
         if error is None:
             self.stats.bytes_read += extent.nbytes
-        else:
-            extent.error = f"read failed: {error}"
         self.transfers.append(TransferRecord("read", extent.first, began, ended, extent.nbytes))
-        extent.read_state = State.DONE if error is None else State.FAILED
 
 
 def require_distinct(stores: Sequence[object], what: str) -> None:

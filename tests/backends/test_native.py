@@ -25,7 +25,6 @@ from leaks import descriptors, native_threads
 from multistage import native
 from multistage.backends import CheckpointLost, FileStore
 from multistage.backends.files import available_engines
-from multistage.backends.medium import Ram
 from multistage.backends.native import NativeFile
 from multistage.backends.streamed import StreamedStore
 from multistage.backends.testing import check_store
@@ -57,10 +56,11 @@ def pread(fd: int, address: int, nbytes: int, position: int) -> int:
 def hooked(
     folder: Path, *, write: Hook = pwrite, read: Hook = pread, buffer_bytes: int = 8 << 20
 ) -> StreamedStore:
-    def carrier(extent_bytes: int) -> NativeFile:
-        return NativeFile(folder, extent_bytes, pwrite=write, pread=read)
-
-    return StreamedStore("hooked", Ram, open_carrier=carrier, buffer_bytes=buffer_bytes, bounces=2)
+    store = StreamedStore("hooked", buffer_bytes=buffer_bytes, bounces=2)
+    store._new_carrier = lambda layout, extent_bytes: NativeFile(  # type: ignore[method-assign]
+        folder, extent_bytes, pwrite=write, pread=read
+    )
+    return store
 
 
 def failing(move: Hook, at: int, answer: int) -> Hook:

@@ -65,13 +65,10 @@ class Gates:
             return self.made[-1]
 
         store = StreamedStore(
-            "gated",
-            made,
-            open_carrier=made if self._kind is NativeGate else None,
-            buffer_bytes=buffer_bytes,
-            queue_depth=queue_depth,
-            bounces=2,
+            "gated", made, buffer_bytes=buffer_bytes, queue_depth=queue_depth, bounces=2
         )
+        if self._kind is NativeGate:
+            store._new_carrier = lambda layout, nbytes: made(nbytes)  # type: ignore[method-assign]
         store.open(LAYOUT)
         return store
 

@@ -1,0 +1,118 @@
+"""Ctrl-C at every instruction of a carrier: no wait is left that never ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multistage.backends import CascadeStore, CheckpointLost, FileStore, MemoryStore
+from multistage.backends.files import available_engines
+from multistage.layout import Layout
+
+# Of the store those functions that hand extents to a carrier, or are told of them.
+_STORE = {"_poll", "_wait_for", "_wait", "_queue_write", "_queue_read", "_wrote", "_landed"}
+_FILES = ("carrier.py", "native.py")
+
+
+class CtrlC:
+    """Raises KeyboardInterrupt before one instruction of this thread."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __enter__(self) -> CtrlC:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> Any:
+        code = frame.f_code
+        if "backends" in code.co_filename and (
+            code.co_filename.endswith(_FILES)
+            or (code.co_filename.endswith("streamed.py") and code.co_name in _STORE)
+        ):
+            frame.f_trace_opcodes = True
+            return self._instruction
+        return None
+
+    def _instruction(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "opcode":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self._instruction
+
+
+@pytest.fixture(autouse=True)
+def hangs_end() -> Iterator[None]:
+    def hung(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError("a wait did not end")
+
+    before = signal.signal(signal.SIGALRM, hung)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+STORES: dict[str, Callable[[Path], Any]] = {
+    "memory, large": lambda folder: MemoryStore(buffer_bytes=0),
+    "memory, small": lambda folder: MemoryStore(buffer_bytes=6 * 40 << 10),
+    "native, large": lambda folder: FileStore(folder, "native", buffer_bytes=0),
+    "native, small": lambda folder: FileStore(folder, "native", buffer_bytes=6 * 40 << 10),
+    "cascade": lambda folder: CascadeStore(
+        MemoryStore(3 * 8192, buffer_bytes=0), MemoryStore(buffer_bytes=0)
+    ),
+}
+_COUNT = 6
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_no_wait_is_left_that_never_ends(name: str, tmp_path: Path) -> None:
+    if name.startswith("native") and "native" not in available_engines():
+        pytest.skip("the C core was not built")
+    states = [np.full(1024, float(key)) for key in range(_COUNT)]
+    at, stride, hit = 1, 17, True
+    while hit:
+        hit = False
+        store = STORES[name](tmp_path)
+        store.open(Layout.of(states[0]))
+        signal.setitimer(signal.ITIMER_REAL, 30.0)
+        try:
+            with CtrlC(at):
+                for key, state in enumerate(states):
+                    store.put(key, [state], block=True)
+                for key in reversed(range(_COUNT)):
+                    store.wait_written(key)
+                    store.prefetch(key)
+                    store.get(key)
+        except KeyboardInterrupt:
+            hit = True
+        except CheckpointLost:
+            pass
+        lost = 0
+        for key, state in enumerate(states):
+            store.wait_written(key)
+            try:
+                assert store.get(key)[0].tolist() == state.tolist()
+            except CheckpointLost:
+                lost += 1
+            store.drop(key)
+        assert lost <= _COUNT if hit else not lost
+        for key, state in enumerate(states):
+            assert store.put(100 + key, [state], block=True)
+        for key, state in enumerate(states):
+            assert store.wait_written(100 + key)
+            assert store.get(100 + key)[0].tolist() == state.tolist()
+        store.close()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        at += stride
+    assert at > 150
