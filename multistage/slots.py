@@ -13,6 +13,7 @@ copies (in-place chains)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -120,6 +121,8 @@ class References:
         self._layout = layout
         self._single = layout.single
         self._frozen: dict[int, list[Any]] = {}  # id -> [array, holders]
+        # Of a sweep that is dropped, not ended: the caller gets the arrays back as they were.
+        weakref.finalize(self, _thaw, self._frozen).atexit = False
 
     def keep(self, state: Any, where: int | str) -> Kept:
         frozen, copied = self._frozen, False
@@ -169,9 +172,13 @@ class References:
         return
 
     def release_all(self) -> None:
-        for array, _ in self._frozen.values():
-            array.flags.writeable = True
-        self._frozen.clear()
+        _thaw(self._frozen)
+
+
+def _thaw(frozen: dict[int, list[Any]]) -> None:
+    for array, _ in frozen.values():
+        array.flags.writeable = True
+    frozen.clear()
 
 
 def _owned(array: Array) -> bool:

@@ -23,6 +23,7 @@ import contextlib
 import errno
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -31,7 +32,7 @@ from ..layout import Array, Layout
 from ..steps import StepMap
 from .arena import LandingPool, pages, round_up, whole_huge
 from .base import CheckpointLost, StoreStats, TransferRecord
-from .carrier import Carrier, Extent, State, ThreadCarrier
+from .carrier import Carrier, Extent, Finished, State, ThreadCarrier
 from .lifetimes import Hold
 from .medium import Medium, is_full
 
@@ -239,7 +240,7 @@ class StreamedStore:
         else:
             nbytes = self._bounce_bytes(layout)
             bounce = pages(whole_huge(nbytes))[:nbytes]
-        carrier.start(layout, bounce, self._wrote, self._landed)
+        carrier.start(layout, bounce, _weak(self._wrote), _weak(self._landed))
 
     def close(self) -> None:
         """Stop the threads, give back memory and files.  May be called twice.
@@ -591,6 +592,17 @@ class StreamedStore:
         if error is None:
             self.stats.bytes_read += extent.nbytes
         self.transfers.append(TransferRecord("read", extent.first, began, ended, extent.nbytes))
+
+
+def _weak(told: Finished) -> Finished:
+    """Return a method that does not keep its store: one that is dropped goes at once."""
+    method = weakref.WeakMethod(told)
+
+    def tell(extent: Extent, began: float, ended: float, error: Exception | None) -> None:
+        if (found := method()) is not None:
+            found(extent, began, ended, error)
+
+    return tell
 
 
 def require_distinct(stores: Sequence[object], what: str) -> None:

@@ -280,11 +280,6 @@ class DurableRun:
         return self._folder is not None
 
     @property
-    def attached(self) -> bool:
-        """Whether the folder is open."""
-        return self._folder is not None
-
-    @property
     def taken(self) -> bool:
         """Whether a sweep of this process has gone on with the run: the next begins anew.
 

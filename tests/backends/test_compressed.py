@@ -255,6 +255,7 @@ def test_leftovers_of_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(StateError):
         store.open(Layout.of(np.zeros(3, int)))
     store.open(Layout.of(np.zeros(3)))
+    store.close()
     store.open(Layout.of(np.zeros(4)))
     assert len(list(tmp_path.iterdir())) == 1
     store.close()

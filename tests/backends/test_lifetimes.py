@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
+from leaks import descriptors, native_threads
 
 from multistage import Costs, Reversal, Tier
 from multistage.backends import (
@@ -24,6 +28,8 @@ from multistage.backends import (
     RemoteStore,
     Store,
 )
+from multistage.backends.carrier import _Threads
+from multistage.backends.lifetimes import Birth, end
 from multistage.chain import FunctionChain
 from multistage.errors import ArgumentError, StoreError
 from multistage.execute import Executor
@@ -295,7 +301,7 @@ def test_a_sweep_in_fast_memory_alone_goes_on_in_a_child() -> None:
 def test_however_a_child_ends_its_parents_files_stay(name: str, end: str, tmp_path: Path) -> None:
     script = f"""
 import os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
 import numpy as np, warnings
 from pathlib import Path
 from test_lifetimes import STATE, STORES, plain, run
@@ -316,3 +322,120 @@ print("exact")
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.stdout == "exact\n", done.stderr
+
+
+# ---------------------------------------------------------------- dropped, not closed
+
+
+def threads_of_ours() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("multistage")]
+
+
+def left(folder: Path) -> object:
+    for thread in threading.enumerate():
+        if thread.name == "multistage-closing":
+            thread.join(60)
+    return threads_of_ours(), native_threads(), sorted(descriptors()), list(folder.iterdir())
+
+
+@pytest.mark.parametrize("when", ["opened", "in the sweep", "after it"])
+@pytest.mark.parametrize("name", STORES)
+def test_a_dropped_run_leaves_nothing(name: str, when: str, tmp_path: Path) -> None:
+    if name == "remote":
+        fsspec.filesystem("memory").makedirs("/lifetimes", exist_ok=True)  # its loop begins
+    before, state = left(tmp_path), STATE.copy()
+    ours = run(STORES[name](tmp_path))
+    ours.prepare(state)
+    if when != "opened":
+        ours.forward(state)
+        assert not state.flags.writeable
+    if when == "after it":
+        ours.reverse(np.ones_like(state))
+    del ours
+    assert left(tmp_path) == before
+    assert state.flags.writeable
+
+
+@pytest.mark.parametrize("name", ["memory", "native", "direct"])
+def test_a_dropped_store_leaves_nothing(name: str, tmp_path: Path) -> None:
+    before = left(tmp_path)
+    store = STORES[name](tmp_path)
+    store.open(LAYOUT)
+    assert all(store.put(key, [STATE], block=True) for key in range(200))
+    del store
+    assert left(tmp_path) == before
+
+
+def test_a_run_whose_step_is_a_method_of_its_owner_is_collected(tmp_path: Path) -> None:
+    """The owner has the run, the run the owner's method: a finalizer must not keep both."""
+
+    class Model:
+        def __init__(self) -> None:
+            self.run = Reversal(
+                self.step, self.adjoint_step, budget="6 slots", tier=FileStore(tmp_path, "direct"),
+                costs=COSTS,
+            )  # fmt: skip
+
+        def step(self, x: np.ndarray, i: int) -> np.ndarray:
+            return step(x, i)
+
+        def adjoint_step(self, x: np.ndarray, a: np.ndarray, i: int) -> np.ndarray:
+            return adjoint_step(x, a, i)
+
+    before, state, model = left(tmp_path), STATE.copy(), Model()
+    model.run.forward(state, until=lambda x, i: i == N)
+    owner = weakref.ref(model)
+    del model
+    gc.collect()
+    assert owner() is None
+    assert left(tmp_path) == before
+    assert state.flags.writeable
+
+
+def test_a_run_that_a_traceback_held_goes_with_it(tmp_path: Path) -> None:
+    before, state = left(tmp_path), STATE.copy()
+
+    def fails() -> None:
+        ours = run(FileStore(tmp_path, "direct"))
+        ours.forward(state)
+        raise ZeroDivisionError
+
+    held: list[BaseException] = []
+    try:
+        fails()
+    except ZeroDivisionError as error:
+        held.append(error)
+    assert left(tmp_path) != before
+    held.clear()
+    assert left(tmp_path) == before
+    assert state.flags.writeable
+
+
+def test_what_another_thread_collects_is_closed_in_a_thread_of_its_own() -> None:
+    """The collector may run in a thread that the store's threads wait for."""
+    names: list[str] = []
+    store = MemoryStore()
+    store.open(LAYOUT)
+    before = threads_of_ours()
+    held = [store]
+    del store
+    stop = _Threads.stop
+
+    def noted(self: Any) -> None:
+        names.append(threading.current_thread().name)
+        stop(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Threads, "stop", noted)
+        held[0]._carrier._dropped.detach()
+        carrier = held[0]._carrier
+        carrier._dropped = weakref.finalize(carrier, end, carrier._threads.stop, Birth.here())
+        del carrier
+        other = threading.Thread(target=held.clear)
+        other.start()
+        other.join(60)
+        for thread in threading.enumerate():
+            if thread.name == "multistage-closing":
+                thread.join(60)
+    assert names == ["multistage-closing"]
+    assert len(before) == 2 and threads_of_ours() == []
