@@ -16,6 +16,7 @@ a tier that slows down, is full         fewer states are stored, on all
 a checkpoint lost                       it is lost on all, and run again
 a durable folder of another run         StoreError with that rank's message
 killed at any moment                    durable: resumed from the least of all
+another method called                   ArgumentError, both methods named
 an operator raises, Ctrl-C              the message, and the end of the program
 ======================================  ======================================
 """
@@ -89,7 +90,8 @@ class MPIReversal(Generic[State, Adjoint]):
         anything else inside the `with` block: its traceback on standard error
         and the end of all ranks (`comm.Abort`), since the others may be
         waiting in a communication that will never be answered; or just the
-        exception, for programs that see to the other ranks themselves.
+        exception, for programs that see to the other ranks themselves; all
+        of them then need another `MPIReversal`.
         Errors that this class raises on every rank never abort.
 
     Attributes
@@ -206,6 +208,8 @@ class MPIReversal(Generic[State, Adjoint]):
         self._layout: Layout | None = None
         self._run: Reversal[State, Adjoint] | None = None
         self._ready = False
+        self._left = False  # by an exception of this rank's own
+        self._closed = False
         self._report: Report | None = None
         self.costs: Costs | None = None
         self.plan: Plan | None = None
@@ -238,6 +242,7 @@ class MPIReversal(Generic[State, Adjoint]):
         if error is self._ranks.shared:
             self.close()
             return
+        self._left = True
         if not isinstance(error, SystemExit) or error.code:
             self._fail(error)
 
@@ -246,7 +251,21 @@ class MPIReversal(Generic[State, Adjoint]):
 
         The folders of a durable run are removed if the run is complete.
         Collective; may be called twice.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, if another calls something else; all are stopped then.
         """
+        if self._left or self._closed or self._ranks.apart:
+            self._stop(keep=True)  # the others may be anywhere
+            return
+        self._closed = True
+        try:
+            self._ranks.gather(lambda: None, "close()")
+        except BaseException:
+            self._stop(keep=True)
+            raise
         if self._store is not None and self._run is not None:
             self._store.settle()
         if self._durable is not None and self._durable.attached and self._durable.complete:
@@ -255,6 +274,14 @@ class MPIReversal(Generic[State, Adjoint]):
             self._durable.discard()
         self._stop()
         self._ranks.free()
+
+    def _require_in_step(self) -> None:
+        if self._left or self._ranks.apart:
+            why = "an exception" if self._left else "calling something else"
+            raise ArgumentError(
+                f"this rank left the order of the others by {why}, and they may be anywhere; "
+                "make another MPIReversal on every rank"
+            )
 
     def _stop(self, *, keep: bool = False) -> None:
         """Close what is this rank's own; the others may be anywhere.
@@ -281,6 +308,7 @@ class MPIReversal(Generic[State, Adjoint]):
             raise
 
     def _fail(self, error: BaseException) -> None:
+        self._left = True
         if self._on_error != "raise":
             self._ranks.abort(error)
 
@@ -299,9 +327,10 @@ class MPIReversal(Generic[State, Adjoint]):
         ArgumentError, BudgetError, StateError, StoreError
             On every rank, before the first step of a sweep.
         """
+        self._require_in_step()
         self._ready = False
         with self._guarded():
-            run = self._prepared(state, until is not None)
+            run = self._prepared(state, until is not None, "forward()")
             last = run.forward(state, until)
         self._ready = True
         return last
@@ -314,8 +343,9 @@ class MPIReversal(Generic[State, Adjoint]):
         ArgumentError, BudgetError, StateError, StoreError
             As `forward` does.
         """
+        self._require_in_step()
         with self._guarded():
-            run = self._prepared(state, self._n_steps is None)
+            run = self._prepared(state, self._n_steps is None, "prepare()")
             return run.prepare(state) if self.plan is None else self.plan
 
     def reverse(self, adjoint: Adjoint) -> Adjoint:
@@ -329,20 +359,24 @@ class MPIReversal(Generic[State, Adjoint]):
         Raises
         ------
         ArgumentError
-            If no forward sweep stands ready: each serves one reverse sweep.
+            On every rank, if no forward sweep stands ready on one: each serves
+            one reverse sweep.
         """
-        if not self._ready or self._run is None:
-            raise self._ranks.everywhere(
-                ArgumentError("reverse() needs a forward() before it, one for each reverse()")
-            )
+        self._require_in_step()
+        self._ranks.gather(self._require_forward, "reverse()")
         self._ready = False
         with self._guarded():
+            assert self._run is not None
             result = self._run.reverse(adjoint)
             self.plan, self._report = self._run.plan, self._run.report()
             if self._store is not None:
                 self._store.settle()
             self._learn(self._report.seen)
         return result
+
+    def _require_forward(self) -> None:
+        if not self._ready or self._run is None:
+            raise ArgumentError("reverse() needs a forward() before it, one for each reverse()")
 
     def report(self) -> Report:
         """Return what this rank did in the last sweeps beside what was predicted.
@@ -358,7 +392,7 @@ class MPIReversal(Generic[State, Adjoint]):
 
     # --------------------------------------------------------------- agreement
 
-    def _prepared(self, state: State, online: bool) -> Reversal[State, Adjoint]:
+    def _prepared(self, state: State, online: bool, call: str) -> Reversal[State, Adjoint]:
         """Return the reversal to run, a new one if states or costs are others than before."""
         ranks = self._ranks
 
@@ -374,7 +408,7 @@ class MPIReversal(Generic[State, Adjoint]):
                 self._layout, self.costs = layout, None
             return {"the number of arrays in a state": len(layout.leaves)}, self._run is None
 
-        found = ranks.gather(facts)
+        found = ranks.gather(facts, call)
         ranks.same([one for one, _ in found], "states have the same tree on every rank")
         if any(changed for _, changed in found):
             self._forget()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -46,6 +47,9 @@ class Ranks:
     rank, size : int
     shared : Exception or None
         The last error that was raised on every rank.
+    apart : bool
+        Whether the ranks have called different things, so that nothing can be
+        agreed any more.
 
     Raises
     ------
@@ -68,6 +72,10 @@ class Ranks:
         self._least, self._most, self._node = mpi.MIN, mpi.MAX, mpi.COMM_TYPE_SHARED
         self.rank, self.size = self._own.Get_rank(), self._own.Get_size()
         self.shared: BaseException | None = None
+        self.apart = False
+        # MPI writes into the buffers of a reduction whether or not anything waits for it.
+        self._unfinished: list[tuple[Any, object]] = []
+        weakref.finalize(self, _outlive, self._unfinished).atexit = False
 
     @property
     def _own(self) -> Communicator:
@@ -75,16 +83,18 @@ class Ranks:
             raise ArgumentError("this was closed; make a new one")
         return self._comm
 
-    def gather(self, work: Callable[[], T]) -> list[T]:
+    def gather(self, work: Callable[[], T], call: str = "the same") -> list[T]:
         """Do local work on every rank; return all results, or raise on all what one raised.
 
-        `work` returns something small that can be pickled.
+        `work` returns something small that can be pickled; `call` is what the
+        program has called.
 
         Raises
         ------
         MultistageError
             Of the class raised on the first rank that failed, with its number
-            and its message.
+            and its message; an ArgumentError if another rank has called
+            something else.
         """
         mine: tuple[str, str] | None = None
         result: Any = None
@@ -93,10 +103,20 @@ class Ranks:
             result = work()
         except MultistageError as error:
             cause, mine = error, (type(error).__name__, str(error))
-        found: list[tuple[tuple[str, str] | None, T]] = self._own.allgather((mine, result))
-        failed = [(rank, failure) for rank, (failure, _) in enumerate(found) if failure is not None]
+        found: list[tuple[str, tuple[str, str] | None, T]]
+        found = self._own.allgather((call, mine, result))
+        for rank, (other, _, _) in enumerate(found):
+            if other != found[0][0]:
+                self.apart = True
+                raise self.everywhere(
+                    ArgumentError(
+                        f"rank 0 calls {found[0][0]} and rank {rank} {other}; call the same "
+                        "methods in the same order on every rank"
+                    )
+                )
+        failed = [(rank, failure) for rank, (_, failure, _) in enumerate(found) if failure]
         if not failed:
-            return [one for _, one in found]
+            return [one for _, _, one in found]
         first, (kind, message) = failed[0]
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         error_type = getattr(errors, kind, MultistageError)
@@ -138,11 +158,13 @@ class Ranks:
 
     def most_later(self, value: float) -> Callable[[], float]:
         """Start finding the largest of all ranks' values; return what waits for it."""
+        self._unfinished[:] = [each for each in self._unfinished if not each[0].Test()]
         mine, found = np.array([value]), np.zeros(1)
         request = self._own.Iallreduce(mine, found, self._most)
+        self._unfinished.append((request, (mine, found)))
 
         def wait() -> float:
-            request.Wait()  # the request keeps `mine`
+            request.Wait()
             return float(found[0])
 
         return wait
@@ -177,6 +199,14 @@ class Ranks:
         comm, self._comm = self._comm, None
         if comm is not None:
             comm.Free()
+
+
+# Reductions that nothing waited for, of ranks that are gone: see `Ranks`.
+_outliving: list[tuple[Any, object]] = []
+
+
+def _outlive(unfinished: list[tuple[Any, object]]) -> None:
+    _outliving.extend(each for each in unfinished if not each[0].Test())
 
 
 def slowest(costs: Sequence[Costs], rank: int) -> Costs:

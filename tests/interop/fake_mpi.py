@@ -8,6 +8,7 @@ waits for one that has left.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ class World:
         self.left: set[int] = set()
         self.aborted = False
         self.sent: dict[tuple[Any, ...], dict[int, tuple[str, Any]]] = {}
+        self.dropped: list[Any] = []  # reductions whose buffers were given back under way
         self.collectives = 0  # begun, of all communicators
 
     def post(self, where: tuple[Any, ...], rank: int, kind: str, value: Any) -> None:
@@ -115,12 +117,32 @@ class Comm:
         )
 
     def Iallreduce(self, send: Any, receive: Any, op: Callable[..., Any]) -> Any:
-        where = self._post("Iallreduce", send.copy())
+        return Request(self, self._post("Iallreduce", send.copy()), receive, op)
 
-        def wait() -> None:
-            receive[...] = op.reduce(self.world.collect(where, self.rank))  # type: ignore[attr-defined]
 
-        return SimpleNamespace(Wait=wait)
+class Request:
+    """A reduction under way; its buffers belong to MPI until it is complete."""
+
+    def __init__(
+        self, comm: Comm, where: tuple[Any, ...], receive: Any, op: Callable[..., Any]
+    ) -> None:
+        self.comm, self.where, self.receive, self.op = comm, where, receive, op
+        self.dropped = weakref.finalize(self, comm.world.dropped.append, where)
+
+    def Wait(self) -> None:
+        self._complete(self.comm.world.collect(self.where, self.comm.rank))
+
+    def Test(self) -> bool:
+        world = self.comm.world
+        with world.changed:
+            sent = world.sent[self.where]
+        if complete := len(sent) == world.size:
+            self._complete([value for _, value in sent.values()])
+        return complete
+
+    def _complete(self, sent: list[Any]) -> None:
+        self.receive[...] = self.op.reduce(sent)  # type: ignore[attr-defined]
+        self.dropped.detach()
 
 
 def run_ranks(size: int, work: Callable[[Comm], Any], world: World | None = None) -> list[Any]:

@@ -139,6 +139,26 @@ def fails(comm: Any, folder: Path) -> str:
     return "nothing was raised"
 
 
+def out_of_order(comm: Any, folder: Path) -> list[str]:
+    """One rank reverses first; one closes while the others run; then all is well again."""
+    wave, rank, said = Wave(comm), comm.Get_rank(), []
+    tier = f"file:{folder}"
+
+    def made() -> Any:
+        return MPIReversal(wave.step, wave.adjoint_step, N, budget="6 slots", tier=tier)
+
+    run = made()
+    said.append(error_of(lambda: run.reverse(wave.seed)))  # all of them: nothing to reverse
+    calls = [lambda: run.forward(wave.start), lambda: run.reverse(wave.seed)]
+    said.append(error_of(calls[rank == 1]))
+    run = made()
+    said.append(error_of(run.close if rank == 1 else lambda: run.forward(wave.start)))
+    with made() as run:
+        run.forward(wave.start)
+        run.reverse(wave.seed)
+    return said
+
+
 def main(case: str, parent: str) -> None:
     from mpi4py import MPI
 
@@ -150,6 +170,7 @@ def main(case: str, parent: str) -> None:
         "disagree": disagree,
         "scratch": scratch,
         "fails": fails,
+        "out of order": out_of_order,
     }
     (folder / "result").write_bytes(pickle.dumps(cases[case](comm, folder)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -299,6 +300,92 @@ def test_reverse_needs_forward_and_serves_once() -> None:
         assert "needs a forward()" in str(error)
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_reverse_without_forward_on_one_rank_is_an_error_on_all(wrong: int) -> None:
+    def work(comm: Comm) -> Any:
+        wave, reversal = waves(comm, tier="memory:")
+        with reversal as run:
+            run.forward(wave.start)
+            if comm.rank == wrong:
+                run._ready = False  # as if this rank had not run it
+            with pytest.raises(ArgumentError, match=rf"^rank {wrong}: reverse\(\) needs a forward"):
+                run.reverse(wave.seed)
+            run.forward(wave.start)  # and all are in step still
+            return run.reverse(wave.seed)
+
+    assert whole(succeed(run_ranks(3, work))).tobytes() == store_all(N).tobytes()
+
+
+@pytest.mark.parametrize("first", ["forward", "reverse", "close", "prepare"])
+@pytest.mark.parametrize("other", ["forward", "reverse", "close", "prepare"])
+def test_different_calls_are_an_error_on_all(first: str, other: str) -> None:
+    if first == other:
+        return
+
+    def work(comm: Comm) -> None:
+        wave, run = waves(comm, tier="memory:")
+        arguments = {"forward": (wave.start,), "prepare": (wave.start,), "reverse": (wave.seed,)}
+        run.forward(wave.start)
+        name = first if comm.rank == 0 else other
+        try:
+            getattr(run, name)(*arguments.get(name, ()))
+        finally:
+            for again in ("forward", "reverse", "prepare"):
+                with pytest.raises(ArgumentError, match=r"make another|closed"):
+                    getattr(run, again)(*arguments[again])
+            run.close()  # local now
+
+    for error in errors(2, work):
+        assert type(error) is ArgumentError
+        assert str(error).startswith(f"rank 0 calls {first}() and rank 1 {other}()")
+
+
+def test_a_reduction_under_way_is_not_dropped() -> None:
+    """MPI would write into memory that was given back."""
+
+    def work(comm: Comm) -> Any:
+        with MPIReversal(
+            lambda x, i: x + 0.1,
+            lambda x, a, i: 2 * a,
+            200,
+            comm=comm,
+            budget="5 slots",
+            tier="memory:",
+            costs=COSTS,
+        ) as run:
+            run.forward(np.zeros(10))
+            assert run._store is not None
+            assert run._store._pending is not None
+            run.forward(np.zeros(20))  # another layout: the stores are closed
+            return run.reverse(np.ones(20))[0]
+
+    for size in (1, 3):
+        world = World(size)
+        assert succeed(run_ranks(size, work, world)) == [2.0**200] * size
+        gc.collect()
+        assert world.dropped == []
+
+
+def test_a_rank_that_left_by_an_exception_needs_another_reversal() -> None:
+    def fails_at_ten(state: Any, i: int) -> bool:
+        return i == 10 and 1 // 0 == 1
+
+    def work(comm: Comm) -> Any:
+        wave, run = waves(comm, None, tier="memory:", on_error="raise")
+        with pytest.raises(ZeroDivisionError):
+            run.forward(wave.start, fails_at_ten)
+        for call in (run.forward, run.prepare, run.reverse):
+            with pytest.raises(ArgumentError, match="make another MPIReversal"):
+                call(wave.start)
+        run.close()
+        _, another = waves(comm, tier="memory:")
+        with another:
+            another.forward(wave.start)
+            return another.reverse(wave.seed)
+
+    assert whole(succeed(run_ranks(2, work))).tobytes() == store_all(N).tobytes()
+
+
 def test_plans_that_differ_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(comm: Comm) -> None:
         wave, reversal = waves(comm)
@@ -393,7 +480,7 @@ def test_what_was_closed_ends_nobody() -> None:
             run.close()
             with pytest.raises(ArgumentError, match="closed"):
                 run.forward(wave.start)
-            with pytest.raises(ArgumentError, match="needs a forward"):
+            with pytest.raises(ArgumentError, match=r"closed|left the order"):
                 run.reverse(wave.seed)
             raise KeyError(comm.rank)
 
