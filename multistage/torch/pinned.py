@@ -43,8 +43,9 @@ from torch import Tensor
 from ..backends.base import CheckpointLost, Store, StoreStats, TransferRecord
 from ..backends.lifetimes import Hold
 from ..errors import ArgumentError, BudgetError, StoreError
+from ..interrupts import Shield
 from ..layout import Layout
-from .streams import Event, Streams, streams_for, the_device
+from .streams import CopyFailed, Event, Streams, streams_for, the_device
 
 logger = logging.getLogger(__name__)
 
@@ -175,10 +176,16 @@ class PinnedStore:
         self._hold = Hold(self.name)
         self._below_open = False
         self._mover: threading.Thread | None = None
-        self._changed = threading.Condition()
+        self._new_lock()
         self._entries: dict[int, _Entry] = {}
 
     # -------------------------------------------------------------------- life
+
+    def _new_lock(self) -> None:
+        # The computing thread takes the lock itself: entering a Condition, which
+        # is Python code, Ctrl-C could come when it has the lock already.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     @property
     def transfers(self) -> deque[TransferRecord]:
@@ -246,7 +253,7 @@ class PinnedStore:
                 f"tier {self.name!r}: its capacity of {self.capacity_bytes} bytes < "
                 f"{needed} bytes needed for {least} states; raise it"
             )
-        self._changed = threading.Condition()  # a fork may have left the old one locked
+        self._new_lock()  # a fork may have left the old one locked
         self._layout = layout
         self._most = slots
         self.stats = StoreStats()
@@ -293,7 +300,7 @@ class PinnedStore:
 
     def _shut(self) -> None:
         if self._mover is not None:
-            with self._changed:
+            with self._lock:
                 self._closing = True
                 self._changed.notify_all()
             if self._mover.ident is not None:  # it was started
@@ -345,6 +352,14 @@ class PinnedStore:
         if slot is None:
             self.stats.refused += 1
             return False
+        with Shield(up=True):  # half queued it would be waited for in vain
+            self._fill(slot, key, arrays)
+        return True
+
+    def _fill(self, slot: _Slot, key: int, arrays: Sequence[Any]) -> None:
+        """Queue the copy of a state into a slot."""
+        streams = self._streams
+        assert streams is not None
         streams.wait("out", streams.record("compute"))
         if slot.used is not None:
             streams.wait("out", slot.used)
@@ -357,7 +372,7 @@ class PinnedStore:
         self._copies["write"].append((key, began, written))
         entry = _Entry(key, slot, written, sources)
         stats, nbytes = self.stats, self._layout.nbytes
-        with self._changed:
+        with self._lock:
             self._entries[key] = entry
             self._order.append(entry)
             stats.stored_bytes += nbytes
@@ -365,10 +380,9 @@ class PinnedStore:
         stats.bytes_written += nbytes
         stats.peak_stored_bytes = max(stats.peak_stored_bytes, stats.stored_bytes)
         self._make_room()
-        return True
 
     def _take(self, block: bool) -> _Slot | None:
-        with self._changed:
+        with self._lock:
             if self._free or self._grow():
                 return self._free.popleft()
             if block:
@@ -390,7 +404,7 @@ class PinnedStore:
         """Have the mover take the oldest states down, so that some slots stay free."""
         if self._below is None or self._most is None:
             return
-        with self._changed:
+        with self._lock:
             left = len(self._free) + self._most - self._taken + self._downs
             while left < _SPARE and self._order and not self._below_full:
                 entry = self._order.popleft()
@@ -409,10 +423,17 @@ class PinnedStore:
         if entry is None:
             return False
         assert self._streams is not None and entry.written is not None
-        self._streams.synchronize(entry.written)
+        try:
+            self._streams.synchronize(entry.written)
+        except CopyFailed as error:
+            self._lose(entry, error)
         entry.sources = []
         self._tell()
         return not entry.lost
+
+    def _lose(self, entry: _Entry, error: Exception) -> None:
+        with self._lock:
+            entry.lost = entry.lost or f"checkpoint {entry.key} could not be copied: {error}"
 
     # ------------------------------------------------------------------- reads
 
@@ -422,13 +443,14 @@ class PinnedStore:
         entry = self._entries.get(key)
         if entry is None:
             return
-        with self._changed:
-            entry.read = False
-            if entry.slot is None or entry.moving:
-                entry.wanted = True
-                self._fetch(entry)
-                return
-        self._land(entry)
+        with Shield(up=True):
+            with self._lock:
+                entry.read = False
+                if entry.slot is None or entry.moving:
+                    entry.wanted = True
+                    self._fetch(entry)
+                    return
+            self._land(entry)
 
     def _fetch(self, entry: _Entry) -> None:
         """Have the mover bring a state up.  Holds the lock."""
@@ -465,22 +487,28 @@ class PinnedStore:
         streams = self._streams
         assert streams is not None
         self.prefetch(key)
-        with self._changed, self._waiting(entry):
+        with self._lock, self._waiting(entry):
             self._changed.wait_for(
                 lambda: entry.lost or (entry.slot is not None and not entry.moving)
             )
         if entry.lost:
             self._forget(entry)
             raise CheckpointLost(entry.lost)
-        self._land(entry)
-        assert entry.landed is not None
-        streams.wait("compute", entry.landed)
+        try:
+            self._land(entry)
+            # Of the way out, too: a copy that failed left another state's bytes in the slot.
+            streams.wait("compute", entry.written)
+            streams.wait("compute", entry.landed)
+        except CopyFailed as error:
+            self._lose(entry, error)
+            self._forget(entry)
+            raise CheckpointLost(entry.lost) from error
         self.stats.reads += 1
         self.stats.bytes_read += self._layout.nbytes
         self._tell()
         found, entry.landing, entry.landed = entry.landing, [], None
         streams.used_by("compute", found)
-        with self._changed:
+        with self._lock:
             entry.wanted, entry.read = False, True
             self._changed.notify_all()
         return found
@@ -490,7 +518,8 @@ class PinnedStore:
         self._hold.check()
         entry = self._entries.get(key)
         if entry is not None:
-            self._forget(entry)
+            with Shield(up=True):
+                self._forget(entry)
 
     def _forget(self, entry: _Entry) -> None:
         streams = self._streams
@@ -502,7 +531,7 @@ class PinnedStore:
         if entry.sources:
             streams.used_by("out", entry.sources)
             entry.sources = []
-        with self._changed:
+        with self._lock:
             entry.gone = True
             self._entries.pop(entry.key, None)
             self.stats.stored_bytes -= self._layout.nbytes
@@ -544,7 +573,7 @@ class PinnedStore:
     def _move(self) -> None:
         """Move states between pinned memory and the tier below; the only one to call that."""
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._urgent or self._tasks or self._closing)
                 if self._closing:
                     return
@@ -556,20 +585,20 @@ class PinnedStore:
                     assert self._below is not None
                     self._below.drop(entry.key)
                 elif not self._up(entry):
-                    with self._changed:
+                    with self._lock:
                         if not self._urgent and not self._tasks:
                             self._changed.wait(_RETRY_S)
                         self._tasks.append((task, entry))
                     continue
             except Exception as error:  # whatever a tier raises: the state is lost, not the run
-                with self._changed:
+                with self._lock:
                     entry.lost = (
                         f"tier {self.name!r} could not move checkpoint {entry.key}: {error}"
                     )
                     entry.moving = False
                     if entry.gone:
                         self._release(entry)
-            with self._changed:
+            with self._lock:
                 self._downs -= task == "down"
                 self._ups -= task == "ahead"
                 self._changed.notify_all()
@@ -583,7 +612,7 @@ class PinnedStore:
             streams.synchronize(entry.written)
             lines = [line.numpy() for line in slot.lines]
             kept = below.put(entry.key, lines, block=True) and below.wait_written(entry.key)
-        with self._changed:
+        with self._lock:
             entry.moving, entry.below = False, kept
             if entry.gone:
                 self._release(entry)
@@ -622,7 +651,7 @@ class PinnedStore:
         """
         below, streams = self._below, self._streams
         assert below is not None and streams is not None
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(
                 lambda: (
                     self._found_slot(unread=self._awaited is entry)
@@ -642,15 +671,16 @@ class PinnedStore:
             slot = self._free.popleft()
         try:
             if slot.used is not None:
-                streams.synchronize(slot.used)
+                with contextlib.suppress(CopyFailed):  # of the state that had the slot before
+                    streams.synchronize(slot.used)
             for line, array in zip(slot.lines, below.get(entry.key), strict=True):
                 np.copyto(line.numpy(), array)
         except BaseException:
-            with self._changed:
+            with self._lock:
                 self._free.append(slot)
             raise
         slot.used = None
-        with self._changed:
+        with self._lock:
             entry.slot, entry.moving = slot, False
             if entry.gone:
                 self._release(entry)

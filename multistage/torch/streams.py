@@ -17,6 +17,11 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+
+class CopyFailed(Exception):
+    """A copy that an event comes after could not be made."""
+
+
 Lane: TypeAlias = Literal["compute", "out", "in"]
 Event: TypeAlias = Any
 
@@ -40,7 +45,10 @@ class Streams(Protocol):
         ...
 
     def wait(self, lane: Lane, event: Event) -> None:
-        """Let what is queued on a lane from now on run after an event."""
+        """Let what is queued on a lane from now on run after an event.
+
+        May raise CopyFailed on the compute stream, as `synchronize`.
+        """
         ...
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
@@ -52,7 +60,13 @@ class Streams(Protocol):
         ...
 
     def synchronize(self, event: Event) -> None:
-        """Block until an event has happened."""
+        """Block until an event has happened.
+
+        Raises
+        ------
+        CopyFailed
+            If a copy between the lane's event before and this one failed.
+        """
         ...
 
     def span(self, began: Event, ended: Event) -> tuple[float, float] | None:
@@ -126,10 +140,15 @@ class CudaStreams:
 
 
 class HostStreams:
-    """Two threads that copy within host memory; the compute stream is the caller itself."""
+    """Two threads that copy within host memory; the compute stream is the caller itself.
+
+    A copy that fails does not end its thread, or every later event would be
+    waited for in vain: the next event of its lane has the error, and raises it
+    in whoever waits for that on the compute stream.
+    """
 
     def __init__(self) -> None:
-        self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {
+        self._queues: dict[str, queue.SimpleQueue[_Task | None]] = {
             lane: queue.SimpleQueue() for lane in ("out", "in")
         }
         self._threads: list[threading.Thread] = []
@@ -153,15 +172,16 @@ class HostStreams:
     def record(self, lane: Lane) -> Event:
         event = _HostEvent()
         if lane == "compute":
-            event.set()
+            event.set(None)
         else:
-            self._queues[lane].put(event.set)
+            self._queues[lane].put(event)
         return event
 
     def wait(self, lane: Lane, event: Event) -> None:
         if lane == "compute":
-            event.wait()
+            event.result()
         else:
+            # For the order alone: what failed before the event is no fault of what comes after.
             self._queues[lane].put(event.wait)
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
@@ -176,7 +196,7 @@ class HostStreams:
         """Nothing: what is queued refers to its memory."""
 
     def synchronize(self, event: Event) -> None:
-        event.wait()
+        event.result()
 
     def span(self, began: Event, ended: Event) -> tuple[float, float] | None:
         return (began.at, ended.at) if ended.at else None
@@ -191,19 +211,38 @@ class HostStreams:
 class _HostEvent:
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._error: Exception | None = None
         self.at = 0.0
 
-    def set(self) -> None:
+    def set(self, error: Exception | None) -> None:
+        self._error = error
         self.at = time.perf_counter()  # 0.0 before
         self._event.set()
 
     def wait(self) -> None:
         self._event.wait()
 
+    def result(self) -> None:
+        self._event.wait()
+        if self._error is not None:
+            raise CopyFailed(f"{type(self._error).__name__}: {self._error}") from self._error
 
-def _work(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+
+_Task: TypeAlias = _HostEvent | Callable[[], object]
+
+
+def _work(tasks: queue.SimpleQueue[_Task | None]) -> None:
+    failed: Exception | None = None  # since the last event
     while (task := tasks.get()) is not None:
-        task()
+        if isinstance(task, _HostEvent):
+            task.set(failed)
+            failed = None
+            continue
+        try:
+            task()
+        except Exception as error:  # whatever it is, somebody waits for the event after it
+            failed = failed or error
+        del task
 
 
 class Home:

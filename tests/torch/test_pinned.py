@@ -477,3 +477,47 @@ def test_pinned_memory_above_a_cascade_in_one_string() -> None:
         assert np.asarray(found).tobytes() == _line(key, 4096).tobytes()
         store.drop(key)
     store.close()
+
+
+class Failing(HostStreams):
+    """Copies fail as told, by lane and number."""
+
+    def __init__(self, lane: str, number: int) -> None:
+        super().__init__()
+        self._told, self._numbers = (lane, number), {"out": 0, "in": 0}
+
+    def copy(self, lane: Any, target: Tensor, source: Tensor) -> None:
+        told = (lane, self._numbers[lane]) == self._told
+        self._numbers[lane] += 1
+        # A source of another length: NumPy refuses on the thread.
+        super().copy(lane, target, torch.zeros(3, dtype=torch.uint8) if told else source)
+
+
+@pytest.mark.parametrize("lane", ["out", "in"])
+@pytest.mark.parametrize("below", [None, "memory"])
+def test_a_copy_that_fails_on_its_thread_loses_one_state(lane: str, below: str | None) -> None:
+    """And nothing waits for ever: the thread goes on."""
+    states = [np.full(4096, key % 251, np.uint8) for key in range(12)]
+    for number in range(12):
+        store = PinnedStore(
+            5 * 4096 if below else None,
+            torch.device("cpu"),
+            None if below is None else MemoryStore(),
+            Failing(lane, number),
+        )
+        store.open(Layout.of(states[0]))
+        lost = []
+        for key, state in enumerate(states):
+            assert store.put(key, [state], block=True)
+        for key in reversed(range(12)):
+            try:
+                assert store.get(key)[0].tolist() == states[key].tolist()
+            except CheckpointLost as error:
+                assert "could not" in str(error)
+                lost.append(key)
+            store.drop(key)
+        assert len(lost) == 1, (lost, number)
+        assert store.put(99, [states[3]], block=True)
+        assert store.wait_written(99)
+        assert store.get(99)[0].tolist() == states[3].tolist()
+        store.close()
