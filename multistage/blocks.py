@@ -6,12 +6,13 @@ the driver would be felt (a microsecond or two per action), and operators that
 advance many time steps in one call.  What it costs is memory inside a block,
 beside the budget:
 
-====================  ========================================================
-tape of the chain     while the adjoint of a block runs
-====================  ========================================================
-the state itself      the block's steps are run again, size - 1 states kept
-something else        the tapes of the block's steps are its tape: size tapes
-====================  ========================================================
+=====================  =======================================================
+tape of the chain      while the adjoint of a block runs
+=====================  =======================================================
+the state itself       the block's steps are run again, size - 1 states kept
+the latest only        the same, each step taped before its adjoint
+something else         the tapes of the block's steps are its tape: size tapes
+=====================  =======================================================
 
 The adjoint steps are the chain's own, in the same order, so the adjoint is the
 same to the last bit.
@@ -25,7 +26,7 @@ from typing import Any, Generic, TypeVar, cast
 from .chain import Chain
 from .errors import ArgumentError
 from .layout import Layout
-from .slots import ArrayStates, Kept, Slots
+from .slots import ArrayStates, Kept, Slots, no_adjoint
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -76,6 +77,8 @@ class Blocks(Generic[State, Adjoint]):
         self._size = _count("size", size)
         self._n_steps = None if n_steps is None else _count("n_steps", n_steps)
         self.n_blocks = None if self._n_steps is None else -(-self._n_steps // self._size)
+        # A chain with one tape cannot tape a block: its steps are run again, too.
+        self._again = bool(getattr(chain, "one_tape", False))
         self._states: Slots | None = None
         self._layout: Layout | None = None
 
@@ -85,7 +88,11 @@ class Blocks(Generic[State, Adjoint]):
 
     @property
     def state_is_tape(self) -> bool:
-        return self._chain.state_is_tape
+        return self._again or self._chain.state_is_tape
+
+    @property
+    def one_tape(self) -> bool:
+        return False  # that of a block is the state it begins with
 
     def _first(self, block: int) -> int:
         """Return the first step of a block; that after the last is n_steps."""
@@ -102,34 +109,48 @@ class Blocks(Generic[State, Adjoint]):
         return self._chain.advance(state, self._first(start), self._first(stop))
 
     def tape(self, state: State, step: int) -> tuple[State, object]:
-        tapes = []
-        for i in range(self._first(step), self._first(step + 1)):
-            state, tape = self._chain.tape(state, i)
-            tapes.append(tape)
-        return state, tapes
+        slots = self._slots(state)
+        kept: list[Kept] = []
+        try:
+            for i in range(self._first(step), self._first(step + 1)):
+                before = state
+                state, tape = self._chain.tape(state, i)
+                kept.append(slots.keep_tape(tape, (before, state), i))
+                tape = None  # or it would be another reference to what the state holds
+                slots.check(state, i + 1)
+            return state, [each.state for each in kept]
+        finally:
+            slots.release_all()
 
     def reverse(self, tape: object, adjoint: Adjoint, step: int) -> Adjoint:
         first, stop = self._first(step), self._first(step + 1)
-        if self._chain.state_is_tape:
-            return self._again(cast(State, tape), adjoint, first, stop)
-        tapes = cast(list[Any], tape)
+        if self.state_is_tape:
+            return self._run_again(cast(State, tape), adjoint, first, stop)
+        tapes, wanted = cast(list[Any], tape), adjoint is not None
         for i in reversed(range(first, stop)):
             adjoint = self._chain.reverse(tapes.pop(), adjoint, i)  # popped: free after its use
+            if adjoint is None and wanted:
+                raise no_adjoint(i)
         return adjoint
 
-    def _again(self, state: State, adjoint: Adjoint, first: int, stop: int) -> Adjoint:
+    def _run_again(self, state: State, adjoint: Adjoint, first: int, stop: int) -> Adjoint:
         """Run the steps of a block again keeping their states, then their adjoints."""
-        chain, slots = self._chain, self._slots(state)
+        chain, slots, wanted = self._chain, self._slots(state), adjoint is not None
         kept: list[Kept] = []
         try:
             for i in range(first, stop - 1):
                 kept.append(slots.keep(state, i))
                 state = chain.advance(state, i, i + 1)
-            adjoint = chain.reverse(state, adjoint, stop - 1)
-            for i in reversed(range(first, stop - 1)):
-                state = slots.load(kept[-1], state)
-                adjoint = chain.reverse(state, adjoint, i)
-                slots.release(kept.pop())
+                slots.check(state, i + 1)
+            for i in reversed(range(first, stop)):
+                if i < stop - 1:
+                    state = slots.load(kept[-1], state)
+                tape = state if chain.state_is_tape else chain.tape(state, i)[1]
+                adjoint = slots.apart(chain.reverse(tape, adjoint, i), state)
+                if adjoint is None and wanted:
+                    raise no_adjoint(i)
+                if i < stop - 1:
+                    slots.release(kept.pop())
             return adjoint
         finally:
             slots.release_all()

@@ -6,20 +6,20 @@ never holds checkpoints; it only runs steps.
 Who owns a buffer: a functional chain (`in_place` false) returns new states
 and leaves its arguments alone, so checkpoints are kept by reference.  To make
 that promise hold, arrays under a checkpoint are marked read-only while they
-are kept, and arrays that are views of something else are copied: a step that
+are kept, and arrays that do not own their memory are copied: a step that
 overwrites its input then raises instead of spoiling a gradient.  One hole is
-left: writing to an array through a view of it that was made earlier.  An in-place
-chain overwrites the arrays of its live state, so checkpoints are copies, and
-what a tape shares with that state is copied too.
+left: writing to an array through a view of it that was made earlier.  Containers
+are not shared at all: each step is given lists and dicts of its own, in which it
+may exchange arrays.  An in-place chain overwrites the arrays of its live state,
+so checkpoints are copies, and what a tape shares with that state is copied too.
+Arrays of a tape are marked read-only while it is held, and copied where they
+borrow memory that the operator can reach.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar, cast
-
-import numpy as np
-import optree
+from typing import Generic, Protocol, TypeVar
 
 from .errors import ArgumentError
 
@@ -38,11 +38,9 @@ class Chain(Protocol[State, Adjoint]):
     state_is_tape : bool
         Whether the tape of a step is its input state; `tape` is then never
         called and `reverse` gets the state itself.
-
-    Notes
-    -----
-    A chain that sets `one_tape` to true has but one tape, the latest, such as
-    operators that leave it in arrays of their own; plans then keep states only.
+    one_tape : bool
+        Whether there is but one tape, the latest, such as that of operators
+        that leave it in arrays of their own; plans then keep states only.
     """
 
     @property
@@ -50,6 +48,9 @@ class Chain(Protocol[State, Adjoint]):
 
     @property
     def state_is_tape(self) -> bool: ...
+
+    @property
+    def one_tape(self) -> bool: ...
 
     def advance(self, state: State, start: int, stop: int) -> State:
         """Run steps start..stop-1 from `state`, keeping nothing; return the state after them."""
@@ -77,6 +78,14 @@ class FunctionChain(Generic[State, Adjoint]):
     tape_step : callable, optional
         `tape_step(state, i) -> (state, tape)`: step i keeping what
         `adjoint_step` needs.
+    one_tape : bool
+        Whether `tape_step` leaves the tape in arrays of its own, which the
+        next call overwrites: then one tape is held at a time.
+
+    Raises
+    ------
+    ArgumentError
+        If a function is not callable, or `one_tape` is set without a tape.
 
     Examples
     --------
@@ -86,12 +95,15 @@ class FunctionChain(Generic[State, Adjoint]):
     """
 
     in_place = False
+    one_tape = False
 
     def __init__(
         self,
         step: Callable[[State, int], State],
         adjoint_step: Callable[..., Adjoint],
         tape_step: Callable[[State, int], tuple[State, object]] | None = None,
+        *,
+        one_tape: bool = False,
     ) -> None:
         for name, function in (("step", step), ("adjoint_step", adjoint_step)):
             if not callable(function):
@@ -101,6 +113,9 @@ class FunctionChain(Generic[State, Adjoint]):
         self._step = step
         self._adjoint_step = adjoint_step
         self._tape_step = tape_step
+        if one_tape:
+            _needs_a_tape(tape_step, "tape_step")
+            self.one_tape = True
 
     @property
     def state_is_tape(self) -> bool:
@@ -141,8 +156,24 @@ class InPlaceChain(Generic[State, Adjoint]):
         `state`, and return what `reverse` needs: copies of some fields only,
         or something else altogether.  Restart data and adjoint data then
         differ (mixed checkpointing).  Arrays of the tape that share memory
-        with the state are copied; buffers of the operator's own must not be
-        written to again, since several tapes are held at once.
+        with the state are copied by those who hold it; buffers of the
+        operator's own must not be written to again, since several tapes are
+        held at once.
+    one_tape : bool
+        Whether `tape` leaves what `reverse` needs in arrays of the operator's
+        own, which the next call overwrites: then one tape is held at a time.
+
+    Raises
+    ------
+    ArgumentError
+        If a function is not callable, or `one_tape` is set without a tape.
+
+    Notes
+    -----
+    `forward` and `tape` find the state in the tree that they are given.  They
+    may also swap its arrays between leaves, put NumPy scalars in place of 0-d
+    arrays, or new arrays that nothing else refers to in place of others; any
+    other exchange, and a changed shape, dtype or structure, is a StateError.
 
     Examples
     --------
@@ -172,12 +203,15 @@ class InPlaceChain(Generic[State, Adjoint]):
     """
 
     in_place = True
+    one_tape = False
 
     def __init__(
         self,
         forward: Callable[[State, int, int], object],
         reverse: Callable[..., Adjoint],
         tape: Callable[[State, int], object] | None = None,
+        *,
+        one_tape: bool = False,
     ) -> None:
         for name, function in (("forward", forward), ("reverse", reverse)):
             if not callable(function):
@@ -187,6 +221,9 @@ class InPlaceChain(Generic[State, Adjoint]):
         self._forward = forward
         self._reverse = reverse
         self._tape = tape
+        if one_tape:
+            _needs_a_tape(tape, "tape")
+            self.one_tape = True
 
     @property
     def state_is_tape(self) -> bool:
@@ -199,24 +236,13 @@ class InPlaceChain(Generic[State, Adjoint]):
     def tape(self, state: State, step: int) -> tuple[State, object]:
         if self._tape is None:
             raise AssertionError("an in-place chain tapes by copying its state")
-        return state, _apart(self._tape(state, step), state)
+        return state, self._tape(state, step)
 
     @property
     def reverse(self) -> Callable[[object, Adjoint, int], Adjoint]:
         return self._reverse
 
 
-def _apart(tape: object, state: object) -> object:
-    """Return the tape with every array copied that shares memory with the state.
-
-    The next step overwrites the state: a tape that referred to it would change
-    before it is used, and the gradient with it.
-    """
-    held = [a for a in optree.tree_leaves(cast(Any, state)) if isinstance(a, np.ndarray)]
-
-    def copied(leaf: object) -> object:
-        if isinstance(leaf, np.ndarray) and any(np.may_share_memory(leaf, a) for a in held):
-            return leaf.copy(order="K")
-        return leaf
-
-    return optree.tree_map(copied, cast(Any, tape), none_is_leaf=True)
+def _needs_a_tape(tape: object, name: str) -> None:
+    if tape is None:
+        raise ArgumentError(f"one_tape=True needs {name}=; a state as tape is one of many")

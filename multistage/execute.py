@@ -54,10 +54,10 @@ from .backends.base import CheckpointLost, Store
 from .backends.lifetimes import Birth
 from .backends.streamed import require_distinct
 from .chain import Chain
-from .errors import CheckpointWarning, MultistageError, ScheduleError, StateError, StoreError
+from .errors import CheckpointWarning, MultistageError, ScheduleError, StoreError
 from .interrupts import Shield
 from .rules import Rules
-from .slots import ArrayStates, Kept, Slots, StateLayout, States
+from .slots import ArrayStates, Kept, Slots, StateLayout, States, no_adjoint, overwritten
 from .steps import StepSet
 from .timeline import Timeline
 
@@ -298,13 +298,16 @@ class Executor(Generic[State, Adjoint]):
             self._slots = self._states.slots(layout)
         if not hasattr(schedule, "send"):
             schedule = (action for action in schedule)
+        slots = self._slots
+        origin = slots.keep(state, 0)
         self._run = _Run(
             schedule=schedule,  # type: ignore[arg-type]
             layout=self._layout,
-            slots=self._slots,
-            origin=self._slots.keep(state, 0),
-            live=state,
             stores=self._stores,
+            slots=slots,
+            origin=origin,
+            # A functional step may put other arrays into its containers: not into the caller's.
+            live=state if slots.shared or self._chain.in_place else slots.load(origin, state),
             stored=[StepSet() for _ in self._stores],
         )
         try:
@@ -371,6 +374,7 @@ class Executor(Generic[State, Adjoint]):
         """
         if self._run is None:
             raise MultistageError("reverse() needs a forward() before it, once per sweep")
+        adjoint = self._run.slots.adopt_adjoint(adjoint, self._run.live)
         result = self._guarded(adjoint, forward=False)
         left = self._run.end
         self.abort()
@@ -426,11 +430,8 @@ class Executor(Generic[State, Adjoint]):
                 self.counts.elapsed_s += self._clock() - began
         except BaseException as error:
             self.abort()
-            if isinstance(error, ValueError) and "read-only" in str(error):
-                raise StateError(
-                    f"an operator wrote to a state that a checkpoint refers to ({error}); "
-                    "return new arrays, or use InPlaceChain for operators that overwrite"
-                ) from error
+            if (told := overwritten(error)) is not error:
+                raise told from error
             raise
         finally:
             switching.restore(self)
@@ -450,6 +451,11 @@ class Executor(Generic[State, Adjoint]):
         slots, held, tapes = run.slots, run.held, run.tapes
         keep, load, release, trim = slots.keep, slots.load, slots.release, slots.trim
         copies, watched = chain.in_place, forward and self._watched
+        shared, apart = slots.shared, slots.apart
+        # What a functional step returns is looked at once here, then where it is kept.
+        check = slots.check if copies or forward else None
+        hold = _not_held if one_tape else slots.keep_tape
+        wanted = adjoint is not None  # None is the adjoint of operators that keep it themselves
         send, answer = run.schedule.send, None
         live, at, end, tape_slots = run.live, run.at, run.end, self._tape_slots
         # Whatever refers to a state or a tape that is done with keeps memory that
@@ -475,26 +481,35 @@ class Executor(Generic[State, Adjoint]):
                     if step != end - 1:
                         raise _illegal(action, f"the next adjoint step is {end - 1}")
                     if tapes and step in tapes:
+                        tape = tapes.pop(step)
                         if not state_is_tape:
-                            adjoint = reverse(tapes.pop(step), adjoint, step)
-                        else:
-                            tape = tapes.pop(step)
-                            if copies and 0 <= at < step:
-                                # The tape goes through the live arrays, whose state
-                                # the schedule may still want: put that aside.
-                                if used + 1 > peak:
-                                    peak = used + 1
-                                aside = keep(live, at)
-                                adjoint = reverse(load(tape, live), adjoint, step)
-                                live = load(aside, live)
-                                release(aside)
-                                del aside
-                            else:
-                                adjoint = reverse(load(tape, live), adjoint, step)
-                                if copies:
-                                    at = -1
+                            release(tape)  # first: an adjoint step may overwrite its tape
+                            hand.append(tape.state)
+                            del tape
+                            adjoint = reverse(hand.pop(), adjoint, step)
+                        elif not copies:
+                            adjoint = reverse(load(tape, live), adjoint, step)
                             release(tape)
                             del tape
+                        else:
+                            # The tape goes through the live arrays, whose state
+                            # the schedule may still want: put that aside.
+                            aside = None
+                            if 0 <= at < step:
+                                aside = keep(live, at)
+                                if used + 1 > peak:
+                                    peak = used + 1
+                            live = load(tape, live)
+                            release(tape)
+                            del tape
+                            adjoint = reverse(live, adjoint, step)
+                            if aside is None:
+                                at = -1
+                            else:
+                                adjoint = apart(adjoint, live)
+                                live = load(aside, live)
+                                release(aside)
+                            del aside
                         if tapes:
                             used -= tape_slots
                     elif at != step:
@@ -509,6 +524,10 @@ class Executor(Generic[State, Adjoint]):
                                 peak = used + tape_slots
                         adjoint = reverse(chain.tape(live, step)[1], adjoint, step)
                         at = -1
+                    if copies and at < 0:
+                        adjoint = apart(adjoint, live)
+                    if adjoint is None and wanted:
+                        raise no_adjoint(step)
                     end = step
                     now = clock()
                     reverse_s += now - last
@@ -529,6 +548,10 @@ class Executor(Generic[State, Adjoint]):
                     if watched:
                         run.live = live
                     at = stop
+                    if check is not None:
+                        check(live, at)
+                        if not copies:
+                            check = None
                     now = clock()
                     forward_s += now - last
                     last = now
@@ -542,7 +565,7 @@ class Executor(Generic[State, Adjoint]):
                         run.used = used
                         kept = self._find(at, live)
                         used = run.used
-                    live = load(kept, live) if copies else kept.state
+                    live = kept.state if shared else load(kept, live)
                     kept = None
                     continue
                 elif kind is Save:
@@ -579,12 +602,18 @@ class Executor(Generic[State, Adjoint]):
                         used += tape_slots
                         if used > peak:
                             peak = used
+                    before = live
                     if state_is_tape:
                         tapes[step] = keep(live, step)
                         live = advance(live, step, step + 1)
                     else:
-                        live, tapes[step] = chain.tape(live, step)
+                        before = live
+                        live, tape = chain.tape(live, step)
+                        tapes[step] = hold(tape, (before, live), step)
+                        before = tape = None  # or they would be references that nobody counts
                     at = step + 1
+                    if copies:
+                        slots.check(live, at)
                     now = clock()
                     forward_s += now - last
                     last = now
@@ -862,6 +891,11 @@ def _only_latest(action: Action, tapes: Iterable[int]) -> ScheduleError:
         action,
         f"the chain has only its latest tape (one_tape), and that of step {step} is wanted still",
     )
+
+
+def _not_held(tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+    """Wrap the only tape of a chain, which is in the operators' own arrays."""
+    return Kept(tape, ())
 
 
 def _illegal(action: Action, seen: str) -> ScheduleError:

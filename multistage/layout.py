@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 import optree
@@ -12,8 +12,9 @@ import optree
 from .errors import StateError
 
 Array = np.ndarray[Any, np.dtype[Any]]
-# For each array the axes that restore its order, None for plain C order.
-Packing = Sequence[tuple[int, ...] | None]
+# For each leaf the axes that restore its order, None for plain C order, or that it is a scalar.
+Packing = Sequence[tuple[int, ...] | Literal["scalar"] | None]
+SCALAR: Final = "scalar"
 _ALIGN = 64
 
 
@@ -31,8 +32,10 @@ class Leaf:
 class Layout:
     """Tree, shapes and dtypes that every state of a computation shares.
 
-    A *record* is one state as raw bytes: its arrays one after the other, each
-    at a multiple of 64 bytes.
+    A leaf is an array, or a NumPy scalar where a step returns one in place of
+    a 0-d array: the two give different bits in some operators (`x**3`), so each
+    stays what it is.  A *record* is one state as raw bytes: its leaves one
+    after the other, each at a multiple of 64 bytes.
 
     Attributes
     ----------
@@ -41,6 +44,12 @@ class Layout:
         Bytes of one record.
     single : (shape, dtype) or None
         Of the one array that is the whole state, if it is one.
+    spec : optree.PyTreeSpec
+    flat : type or None
+        Tuple, list or dict, if the state is one of arrays only.
+    fixed : bool
+        Whether no leaf of a state can be exchanged for another: its tree is
+        made of tuples only.
 
     Examples
     --------
@@ -50,15 +59,17 @@ class Layout:
     """
 
     def __init__(self, spec: optree.PyTreeSpec, leaves: tuple[Leaf, ...], nbytes: int) -> None:
-        self._spec = spec
+        self.spec = spec
         self.leaves = leaves
         self.nbytes = nbytes
         self.single = (
             (leaves[0].shape, leaves[0].dtype) if spec.is_leaf() and len(leaves) == 1 else None
         )
-        # A plain tuple of arrays is checked without walking a tree.
-        flat = spec.type is tuple and all(child.is_leaf() for child in spec.children())
-        self._flat = [(leaf.shape, leaf.dtype) for leaf in leaves] if flat else None
+        self.fixed = _is_fixed(spec)
+        # A plain tuple, list or dict of arrays is looked into without walking a tree.
+        flat = spec.type in (tuple, list, dict) and all(c.is_leaf() for c in spec.children())
+        self.flat = spec.type if flat else None
+        self._kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
 
     @classmethod
     def of(cls, state: object) -> Layout:
@@ -79,6 +90,7 @@ class Layout:
             array = _plain(value, name)
             leaves.append(Leaf(name, array.shape, array.dtype, offset, array.nbytes))
             offset += -(-array.nbytes // _ALIGN) * _ALIGN
+        _hashable(spec, state)
         return cls(spec, tuple(leaves), max(offset, _ALIGN))
 
     def arrays(self, state: object, where: int | str = "the state") -> list[Array]:
@@ -95,25 +107,27 @@ class Layout:
             If tree, shape or dtype differ from this layout; the message names
             the leaf and both values.
         """
-        if type(state) is np.ndarray and (state.shape, state.dtype) == self.single:
-            return [state]
-        if type(state) is tuple and self._flat is not None:
-            for value in state:
+        kind = type(state)
+        if kind is np.ndarray and (state.shape, state.dtype) == self.single:  # type: ignore[attr-defined]
+            return [cast(Array, state)]
+        if kind is self.flat:
+            found = self._level(state)
+            for value in found:
                 if type(value) is not np.ndarray:
                     break
             else:
-                if [(value.shape, value.dtype) for value in state] == self._flat:
-                    return list(state)
+                if [(value.shape, value.dtype) for value in found] == self._kinds:
+                    return found
         values, spec = optree.tree_flatten(cast(Any, state), none_is_leaf=True)
-        if spec != self._spec:
+        if spec != self.spec:
             where = f"state {where}" if isinstance(where, int) else where
             raise StateError(
-                f"{where} changed its structure from {self._spec} to {spec}; "
+                f"{where} changed its structure from {self.spec} to {spec}; "
                 "every state must have the tree of the first"
             )
         arrays = []
         for leaf, value in zip(self.leaves, values, strict=True):
-            array = _plain(value, leaf.path)
+            array = _plain(value, leaf.path, where)
             if array.shape != leaf.shape or array.dtype != leaf.dtype:
                 where = f"state {where}" if isinstance(where, int) else where
                 raise StateError(
@@ -123,13 +137,22 @@ class Layout:
             arrays.append(array)
         return arrays
 
+    def _level(self, state: Any) -> list[Any]:
+        """Return the leaves of a tuple, list or dict; none if its keys are others."""
+        if self.flat is not dict:
+            return list(state)
+        try:
+            return self.spec.flatten_up_to(state)
+        except ValueError:
+            return []
+
     def state(self, arrays: Sequence[Array]) -> Any:
-        """Return the state made of `arrays`, the inverse of `arrays()`."""
+        """Return the state made of `arrays`, the inverse of `arrays()`: a tree of its own."""
         if self.single is not None:
             return arrays[0]
-        if self._flat is not None:
+        if self.flat is tuple:
             return tuple(arrays)
-        return optree.tree_unflatten(self._spec, arrays)
+        return optree.tree_unflatten(self.spec, arrays)
 
     def views(self, record: Array) -> list[Array]:
         """Return the arrays of a record as views into its bytes (uint8, at least `nbytes`)."""
@@ -143,7 +166,7 @@ class Layout:
         packed = [dense(array) for array in arrays]
         # Stores know shapes in C order only: same bytes, reshaped.
         flat = [
-            array if axes is None else array.reshape(leaf.shape)
+            array if axes is None or axes == SCALAR else array.reshape(leaf.shape)
             for (array, axes), leaf in zip(packed, self.leaves, strict=True)
         ]
         packing = [axes for _, axes in packed]
@@ -156,41 +179,84 @@ class Layout:
         return [
             array
             if order is None
+            else array[()]
+            if order == SCALAR
             else array.reshape([array.shape[k] for k in np.argsort(order)]).transpose(order)
             for array, order in zip(arrays, packing, strict=True)
         ]
 
     def same_as(self, other: Layout) -> bool:
         """Whether both describe the same states."""
-        return self._spec == other._spec and self.leaves == other.leaves
+        return self.spec == other.spec and self.leaves == other.leaves
 
 
-def _plain(value: object, path: str) -> Array:
-    if isinstance(value, np.generic):
-        value = np.asarray(value)
-    if type(value) is not np.ndarray:
+def _plain(value: object, path: str, where: int | str = "") -> Array:
+    """Return a leaf: an array, or a NumPy scalar, which has all that is asked of an array here."""
+    if type(value) is not np.ndarray and (
+        not isinstance(value, np.generic) or isinstance(value, np.void)  # which can be written to
+    ):
+        within = f"state {where}: " if isinstance(where, int) else where and f"{where}: "
         raise StateError(
-            f"leaf {path or 'of the state'} is {type(value).__name__}; every leaf must be a "
-            "plain numpy.ndarray (wrap numbers with numpy.asarray)"
+            f"{within}leaf {path or 'of the state'} is {type(value).__name__}; every leaf must be "
+            "a plain numpy.ndarray (wrap numbers with numpy.asarray)"
         )
-    if value.dtype.hasobject:
+    leaf = cast(Array, value)
+    if leaf.dtype.hasobject:
         raise StateError(
-            f"leaf {path or 'of the state'} has dtype {value.dtype}, which holds Python objects; "
+            f"leaf {path or 'of the state'} has dtype {leaf.dtype}, which holds Python objects; "
             "use a numeric dtype"
         )
-    return value
+    return leaf
 
 
-def dense(array: Array) -> tuple[Array, tuple[int, ...] | None]:
+def _is_fixed(spec: optree.PyTreeSpec) -> bool:
+    if spec.is_leaf():
+        return True
+    kind = spec.type
+    immutable = kind is tuple or optree.is_namedtuple_class(kind) or optree.is_structseq_class(kind)
+    return immutable and all(map(_is_fixed, spec.children()))
+
+
+def _hashable(spec: optree.PyTreeSpec, state: Any) -> None:
+    """Raise StateError if a registered node keeps in its metadata what a step could change.
+
+    A tree is made again with the metadata it had at first; a list in them
+    would be the one that the step has changed since.
+    """
+    if spec.is_leaf() or _is_fixed(spec):
+        return
+    kind = cast(type, spec.type)
+    children, metadata, _, _ = optree.tree_flatten_one_level(state, none_is_leaf=True)
+    if kind.__module__ not in ("builtins", "collections"):
+        try:
+            hash(metadata)
+        except TypeError as error:
+            raise StateError(
+                f"pytree node {kind.__name__} has metadata that can change ({error}); "
+                "make them hashable, or children of the node"
+            ) from None
+    for child, inner in zip(spec.children(), children, strict=True):
+        _hashable(child, inner)
+
+
+def axis_order(array: Array) -> tuple[int, ...]:
+    """Return the axes as they lie in memory, the outermost first."""
+    strides = array.strides
+    return tuple(sorted(range(array.ndim), key=lambda axis: (-abs(strides[axis]), axis)))
+
+
+def dense(array: Array) -> tuple[Array, tuple[int, ...] | Literal["scalar"] | None]:
     """Return a C-contiguous array of the same bytes, and the axes that restore its order.
 
     `restored = dense_array.transpose(axes)` has the axis order in memory of the
     original, so that operators sensitive to it give the same bits.  The first
     result is a view where the original is dense, else a copy; the second is
-    None for plain C order.
+    None for plain C order, `SCALAR` for a NumPy scalar.
     """
+    if type(array) is not np.ndarray:
+        return np.asarray(array), SCALAR
     if array.flags.c_contiguous:
         return array, None
-    order = sorted(range(array.ndim), key=lambda axis: (-abs(array.strides[axis]), axis))
+    order = axis_order(array)
     axes = tuple(int(a) for a in np.argsort(order))
     return np.ascontiguousarray(array.transpose(order)), axes

@@ -43,7 +43,7 @@ from .layout import Array, Layout, dense
 from .plan.revolve import revolve_schedule
 from .plan.sweep import Sweep
 from .progress import counting
-from .slots import ArrayStates, Slots, States
+from .slots import ArrayStates, Slots, States, overwritten
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -148,7 +148,7 @@ def _measure(
             if getattr(chain, "one_tape", False):
                 tape_bytes = NOT_KEPT
             else:
-                tape_bytes = _tape_bytes(chain, start(), n_steps)
+                tape_bytes = _tape_bytes(chain, start(), n_steps, slots)
             tick("tapes")
         if adjoint is None:
             reverse_s = _GUESSED_RATIO * forward_s
@@ -187,14 +187,17 @@ def starting(
     chain: Chain[State, Adjoint], state: State, slots: Slots
 ) -> Iterator[Callable[[], State]]:
     """Give a function that returns state 0 again and again; leave `state` as it was."""
-    if not chain.in_place:
-        yield lambda: state
-        return
     kept = slots.keep(state, 0)
     try:
         yield lambda: slots.load(kept, state)
+    except ValueError as error:
+        if (told := overwritten(error)) is not error:
+            raise told from error
+        raise
     finally:
-        slots.load(kept, state)
+        if chain.in_place:
+            slots.load(kept, state)
+        slots.release_all()
 
 
 def sample(
@@ -380,7 +383,7 @@ def _per_item(
             return max(_settled(samples), 1e-9), count
 
 
-def _tape_bytes(chain: Chain[State, Adjoint], state: State, n_steps: int) -> int:
+def _tape_bytes(chain: Chain[State, Adjoint], state: State, n_steps: int, slots: Slots) -> int:
     """Return the bytes that one more tape holds; 0 if no array is found in it.
 
     What two tapes share, such as a table both refer to, is held anyway.  A
@@ -390,7 +393,9 @@ def _tape_bytes(chain: Chain[State, Adjoint], state: State, n_steps: int) -> int
     tape: Any = None
     for i in range(min(2, n_steps)):
         before, last = held, tape  # the tape stays, or its memory would be used again
+        given = state
         state, tape = chain.tape(state, i)
+        tape = slots.keep_tape(tape, (given, state), i).state
         held = {}
         for leaf in optree.tree_leaves(tape):
             if isinstance(leaf, np.ndarray):

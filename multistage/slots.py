@@ -9,24 +9,52 @@ references (functional chains)
     its memory is copied: whoever owns it could still write to it.
 copies (in-place chains)
     A kept state is copied into pooled arrays, and copied back on load.
+
+The containers of a state (lists, dicts, ...) belong to the user's steps, which
+may put other arrays into them.  What is kept has containers of its own, and
+each load of a reference makes new ones.
 """
 
 from __future__ import annotations
 
-import weakref
+import operator
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
+import optree
 
-from .layout import Array, Layout
+from .errors import StateError
+from .layout import Array, Layout, axis_order
+from .sharing import Frozen, Memory, lone_owners, overlap, owner, references
+
+Adjoint = TypeVar("Adjoint")
 
 
 class Kept(NamedTuple):
-    """One kept state; give it back with `release`."""
+    """One kept state or tape; give it back with `release`."""
 
     state: Any
     arrays: Sequence[Any]
+
+
+def no_adjoint(step: int) -> StateError:
+    """Return the error for an adjoint step that returned None."""
+    return StateError(
+        f"the adjoint of step {step} returned None; an adjoint step returns the adjoint of the "
+        "state before it, also where it has overwritten its argument"
+    )
+
+
+def overwritten(error: BaseException) -> BaseException:
+    """Return a StateError for an operator that wrote to a read-only array, or the error itself."""
+    if type(error) is not ValueError or "read-only" not in str(error):
+        return error
+    return StateError(
+        f"an operator wrote to a state that a checkpoint refers to, or to a tape that is held "
+        f"({error}); return new arrays, or use InPlaceChain for operators that overwrite"
+    )
 
 
 class StateLayout(Protocol):
@@ -80,11 +108,16 @@ class ArrayStates:
         return Layout.of(state)
 
     def slots(self, layout: Layout) -> Slots:
-        return Copies(layout) if self._in_place else References(layout)
+        return InPlace(layout) if self._in_place else References(layout)
 
 
 class Slots(Protocol):
-    """Keeps states of one layout."""
+    """Keeps states of one layout, and tapes beside them."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether a kept state is its `state`: it need not be loaded."""
+        ...
 
     def keep(self, state: Any, where: int | str) -> Kept:
         """Keep a state.  Raises StateError if it is not of the layout."""
@@ -98,8 +131,24 @@ class Slots(Protocol):
         """Return the live state equal to `kept`; copies overwrite `live`."""
         ...
 
+    def check(self, live: Any, where: int | str) -> None:
+        """Raise StateError if the live state is of another layout, or could not be restored."""
+        ...
+
+    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+        """Keep the tape of a step; `states` are those before and after it.  Raises StateError."""
+        ...
+
+    def adopt_adjoint(self, adjoint: Adjoint, live: Any) -> Adjoint:
+        """Return a user's adjoint, copied where it shares memory with what a sweep holds."""
+        ...
+
+    def apart(self, adjoint: Adjoint, live: Any) -> Adjoint:
+        """Return what an adjoint step returned, copied where the next load would change it."""
+        ...
+
     def release(self, kept: Kept) -> None:
-        """Give a kept state back."""
+        """Give a kept state or tape back."""
         ...
 
     def trim(self) -> None:
@@ -114,26 +163,67 @@ class Slots(Protocol):
 _kept = tuple.__new__  # what Kept(...) does, without the call around it
 
 
+def keep_tape(
+    frozen: Frozen, tape: Any, states: tuple[Any, Any], memory: Memory | None, said: str
+) -> Kept:
+    """Return a tape as a tree of its own, its arrays marked read-only.
+
+    Parameters
+    ----------
+    states : pair of states
+        Before and after the step, which a tape may refer to.
+    memory : Memory, optional
+        What later steps overwrite; the tape is copied where it shares it.
+    said : str
+        What the tape is, for messages.
+    """
+    leaves, spec = optree.tree_flatten(tape, none_is_leaf=True)
+    if memory is not None:
+        leaves = [memory.leaf(leaf, said) for leaf in leaves]
+    arrays: list[Any] = []
+    views = [k for k, leaf in enumerate(leaves) if _is_view(leaf)]
+    if views:
+        # The operator may write through the array that it made a view of.  The view is copied
+        # unless that array is a state's, or read-only, or nothing but the tape refers to it.
+        given = {id(a) for a in optree.tree_leaves(cast(Any, states)) if isinstance(a, np.ndarray)}
+        lone = lone_owners([leaves[k] for k in views])
+        for k in views:
+            whole = owner(leaves[k])
+            if whole.flags.owndata and (id(whole) in given or not whole.flags.writeable):
+                arrays.append(whole)
+            elif id(whole) not in lone:
+                leaves[k] = leaves[k].copy(order="K")
+    arrays += [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+    for array in arrays:
+        frozen.hold(array)
+    return Kept(spec.unflatten(leaves), arrays)
+
+
+def _is_view(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and not leaf.flags.owndata
+
+
 class References:
     """Slots of a functional chain."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._single = layout.single
-        self._frozen: dict[int, list[Any]] = {}  # id -> [array, holders]
-        # Of a sweep that is dropped, not ended: the caller gets the arrays back as they were.
-        weakref.finalize(self, _thaw, self._frozen).atexit = False
+        self._frozen = Frozen()
+        self._entries = self._frozen.entries
+        self.shared = layout.fixed
+        self._later: optree.PyTreeSpec | None = None  # of a state that a step returned
 
     def keep(self, state: Any, where: int | str) -> Kept:
-        frozen, copied = self._frozen, False
+        frozen, copied = self._entries, False
         if type(state) is np.ndarray and (state.shape, state.dtype) == self._single:
             # The same as below for the commonest case.
             entry = frozen.get(id(state))
             if entry is not None:
                 entry[1] += 1
                 return _kept(Kept, (state, (state,)))
-            if state.base is None:
-                flags = state.flags
+            flags = state.flags
+            if flags.owndata:
                 if flags.writeable:
                     flags.writeable = False
                     frozen[id(state)] = [state, 1]
@@ -144,22 +234,50 @@ class References:
             if entry is not None:
                 entry[1] += 1
                 continue
-            if array.base is not None:
+            if type(array) is not np.ndarray:
+                continue  # a scalar: nothing can write to it
+            flags = array.flags
+            if not flags.owndata:
                 arrays[k] = array = array.copy(order="K")
-                copied = True
-            if array.flags.writeable:
-                array.flags.writeable = False
+                flags, copied = array.flags, True
+            if flags.writeable:
+                flags.writeable = False
                 frozen[id(array)] = [array, 1]
-        return Kept(self._layout.state(arrays) if copied else state, arrays)
+        if self.shared:
+            return Kept(self._layout.state(arrays) if copied else state, arrays)
+        if self._later is None and where != 0:
+            self._later = optree.tree_structure(state, none_is_leaf=True)
+        if self._layout.flat is dict and not copied:
+            return Kept(state.copy(), arrays)  # in a tenth of the time that its structure takes
+        return Kept(optree.tree_structure(state, none_is_leaf=True), arrays)
 
     def adopt(self, arrays: list[Array], step: int) -> Kept:
-        return Kept(self._layout.state(arrays), arrays)
+        if self.shared:
+            return Kept(self._layout.state(arrays), arrays)
+        # With the keys of dicts in the order in which steps return them.
+        return Kept(self._later if step and self._later else self._layout.spec, arrays)
 
     def load(self, kept: Kept, live: Any) -> Any:
-        return kept.state
+        made = kept.state
+        if self.shared:
+            return made
+        return made.copy() if type(made) is dict else made.unflatten(kept.arrays)
+
+    def check(self, live: Any, where: int | str) -> None:
+        self._layout.arrays(live, where)
+
+    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+        return keep_tape(self._frozen, tape, states, None, "")
+
+    def adopt_adjoint(self, adjoint: Adjoint, live: Any) -> Adjoint:
+        held = [array for array, _ in self._entries.values()]
+        return Memory([*held, *self._layout.arrays(live)]).apart(adjoint, "the adjoint")
+
+    def apart(self, adjoint: Adjoint, live: Any) -> Adjoint:
+        return adjoint  # what is held cannot be written to
 
     def release(self, kept: Kept) -> None:
-        frozen = self._frozen
+        frozen = self._entries
         for array in kept.arrays:
             entry = frozen.get(id(array))
             if entry is not None:
@@ -172,28 +290,17 @@ class References:
         return
 
     def release_all(self) -> None:
-        _thaw(self._frozen)
-
-
-def _thaw(frozen: dict[int, list[Any]]) -> None:
-    for array, _ in frozen.values():
-        array.flags.writeable = True
-    frozen.clear()
-
-
-def _owned(array: Array) -> bool:
-    """Whether the memory behind an array is NumPy's own."""
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array.base is None
+        self._frozen.free_all()
 
 
 class Copies:
-    """Slots of an in-place chain; freed arrays are reused by later checkpoints.
+    """Slots that copy arrays, whoever owns them; freed arrays are reused by later checkpoints.
 
     State 0 is kept once for however many hold it: the caller's copy of it and
     the checkpoint that most schedules begin with are the same.
     """
+
+    shared = False
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -213,13 +320,25 @@ class Copies:
 
     def adopt(self, arrays: list[Array], step: int) -> Kept:
         # Views of a store's buffers take no memory of their own; copies take a slot's.
-        if self._pool and any(_owned(array) for array in arrays):
+        if self._pool and any(owner(array).base is None for array in arrays):
             self._pool.pop()
         return Kept(step, arrays)
 
     def load(self, kept: Kept, live: Any) -> Any:
-        self._copy_back(self._places(live, kept.state), kept)
+        self._copy_back(self._layout.arrays(live, kept.state), kept)
         return live
+
+    def check(self, live: Any, where: int | str) -> None:
+        """Nothing: the arrays are not the live state's."""
+
+    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+        return Kept(tape, ())  # the operators' own
+
+    def adopt_adjoint(self, adjoint: Adjoint, live: Any) -> Adjoint:
+        return adjoint
+
+    def apart(self, adjoint: Adjoint, live: Any) -> Adjoint:
+        return adjoint
 
     def release(self, kept: Kept) -> None:
         entry = self._own.get(id(kept))
@@ -258,6 +377,206 @@ class Copies:
         """Return the arrays to copy from."""
         return self._layout.arrays(state, where)
 
-    def _places(self, live: Any, where: int | str) -> list[Array]:
-        """Return the arrays to copy back into."""
-        return self._layout.arrays(live, where)
+
+class InPlace(Copies):
+    """Slots of an in-place chain, whose live state is a tree that steps overwrite.
+
+    Steps find their state in the tree that they are given.  They may write into
+    its arrays, swap them, or put others in their place; a load restores the
+    tree.  Which arrays it may write into is the question: those that the sweep
+    began with, since the caller gave them to be overwritten.  In place of any
+    other a new array is put.  An operator that knows an array by another name
+    too, such as an attribute of its own, would not see that, and an array that
+    is written to elsewhere would change what was restored: arrays that the sweep
+    did not begin with are refused unless nothing else refers to them.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self._frozen = Frozen()
+        self._home: list[Any] = []  # the arrays that the sweep began with
+        self._simple = True  # arrays only, no scalars
+        self._overlap: bool | None = None  # not known yet
+        self._orders: list[tuple[int, ...]] = []  # of their axes, and those of the pool
+        self._places: dict[int, int] = {}  # id -> where in `_home`
+        self._memory = Memory(())
+
+    def load(self, kept: Kept, live: Any) -> Any:
+        leaves = self._leaves(live)
+        if self._is_home(leaves) and all(type(array) is np.ndarray for array in kept.arrays):
+            self._copy_back(leaves, kept)
+            return live
+        for k, value in enumerate(kept.arrays):
+            if type(value) is not np.ndarray:
+                leaves[k] = value
+            elif id(leaves[k]) in self._places and axis_order(leaves[k]) == axis_order(value):
+                _put_back(leaves[k], value, self._layout.leaves[k].path)
+            else:
+                leaves[k] = value.copy(order="K")
+        return _replaced(live, self._layout.state(leaves))
+
+    def check(self, live: Any, where: int | str) -> None:
+        self._live(live, where)
+
+    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+        memory = self._memory_of(states[1])
+        return keep_tape(self._frozen, tape, states, memory, f"the tape of step {step}")
+
+    def adopt_adjoint(self, adjoint: Adjoint, live: Any) -> Adjoint:
+        return self._memory_of(live).apart(adjoint, "the adjoint")
+
+    def apart(self, adjoint: Adjoint, live: Any) -> Adjoint:
+        return self._memory_of(live).visibly_apart(adjoint)
+
+    def release(self, kept: Kept) -> None:
+        super().release(kept)
+        if self._frozen.entries:
+            for array in kept.arrays:
+                self._frozen.free(array)
+
+    def release_all(self) -> None:
+        super().release_all()
+        self._frozen.free_all()
+        self._home = []
+        self._places = {}
+        self._memory = Memory(())
+
+    def _leaves(self, state: Any, where: int | str = "the live state") -> list[Any]:
+        """Return the leaves of a state; those of the first one looked at may be overwritten."""
+        leaves = self._layout.arrays(state, where)
+        if not self._home:
+            self._begin(leaves, self._layout.arrays(state, where))
+        return leaves
+
+    def _begin(self, home: list[Any], again: list[Any]) -> None:
+        for leaf, one, other in zip(self._layout.leaves, home, again, strict=True):
+            if one is not other and type(one) is np.ndarray:
+                raise StateError(
+                    f"leaf {leaf.path} is another array each time the state is looked at; an "
+                    "in-place chain's state must hold the arrays that its steps overwrite"
+                )
+        self._home = home
+        self._simple = all(type(array) is np.ndarray for array in home)
+        self._overlap = None
+        orders = [axis_order(array) for array in home]
+        if orders != self._orders:
+            self._orders = orders
+            self._pool.clear()  # copies keep the order of axes: it may decide the last bit
+        self._places = {id(array): k for k, array in enumerate(home)}
+        self._memory = Memory(home)
+
+    def _is_home(self, leaves: list[Any]) -> bool:
+        """Whether a state has the arrays that the sweep began with, each in its place."""
+        return self._simple and all(map(operator.is_, leaves, self._home))
+
+    def _memory_of(self, live: Any) -> Memory:
+        leaves = self._leaves(live)
+        return self._memory if self._is_home(leaves) else Memory(leaves)
+
+    def _live(self, state: Any, where: int | str) -> list[Array]:
+        """Return the arrays to copy from.  Raises StateError if they could not be restored."""
+        leaves = self._leaves(state, where)
+        if not self._is_home(leaves):
+            self._judge(leaves, where)
+        return leaves
+
+    def _judge(self, leaves: list[Any], where: int | str) -> None:
+        """Raise StateError if a leaf was replaced by an array that something else refers to."""
+        if self._overlap is None:
+            self._overlap = overlap(self._home)
+        if self._overlap:
+            raise StateError(
+                f"state {where} has other arrays in place of leaves that share memory with one "
+                "another; such a state must keep the arrays it began with"
+            )
+        found: set[int] = set()
+        views: list[int] = []
+        for k in range(len(leaves)):  # by number: a name would be one more reference
+            if type(leaves[k]) is not np.ndarray:
+                continue
+            place = self._places.get(id(leaves[k]))
+            if place is None:
+                # The tree and the list here.
+                if references(leaves, k) != 2:
+                    raise self._refused(k, where, "another array, which something else refers to")
+                if not leaves[k].flags.owndata:
+                    views.append(k)
+            elif place in found:
+                raise self._refused(k, where, "an array that is another leaf too")
+            else:
+                found.add(place)
+                if place != k and leaves[k].strides != self._home[k].strides:
+                    raise self._refused(k, where, "another leaf's array, of another memory layout")
+        lone = lone_owners([leaves[k] for k in views]) if views else ()
+        for k in views:
+            if id(leaves[k].base) not in lone:
+                raise self._refused(k, where, "a view of memory that something else refers to")
+
+    def _refused(self, k: int, where: int | str, what: str) -> StateError:
+        path = self._layout.leaves[k].path
+        if not path:
+            return StateError(
+                f"state {where} is another array than the one given; an in-place chain must "
+                "return the state it was given"
+            )
+        return StateError(
+            f"state {where}: leaf {path} was replaced by {what}; an in-place step writes into the "
+            f"arrays of its state, as in state{path}[...] = value, swaps them, or puts new arrays "
+            "in their place that it refers to nowhere else"
+        )
+
+    def _copied(self, arrays: list[Array]) -> Sequence[Any]:
+        if self._is_home(arrays):
+            return super()._copied(arrays)
+        spare = self._pool.pop() if self._pool else [np.empty_like(array) for array in self._home]
+        copies: list[Any] = list(spare)
+        for k, array in enumerate(arrays):
+            if type(array) is not np.ndarray:
+                copies[k] = array  # a scalar stays one
+            elif type(copies[k]) is np.ndarray and axis_order(copies[k]) == axis_order(array):
+                np.copyto(copies[k], array)
+            else:
+                copies[k] = array.copy(order="K")
+        return tuple(copies)
+
+    def _copy_back(self, targets: list[Array], kept: Kept) -> None:
+        for target, array, leaf in zip(targets, kept.arrays, self._layout.leaves, strict=True):
+            _put_back(target, array, leaf.path)
+
+    def _recycle(self, kept: Kept) -> None:
+        arrays = kept.arrays
+        if type(arrays) is tuple:  # of an exchanged state
+            like = zip(arrays, self._orders, self._home, strict=True)
+            arrays = [
+                array
+                if type(array) is np.ndarray and axis_order(array) == order
+                else np.empty_like(home)
+                for array, order, home in like
+            ]
+        self._pool.append(arrays)
+
+
+def _put_back(target: Array, array: Array, path: str) -> None:
+    if target.flags.writeable:
+        np.copyto(target, array)
+    elif target.tobytes() != array.tobytes():
+        raise StateError(
+            f"leaf {path} is read-only and has changed since its state was kept; an in-place "
+            "chain's state is copied back into its arrays, which must be writeable"
+        )
+
+
+def _replaced(live: Any, made: Any) -> Any:
+    """Return `live` with the leaves of `made`; a container that cannot change is exchanged."""
+    kind = type(live)
+    if kind in (dict, OrderedDict, defaultdict):
+        for key in live:
+            live[key] = _replaced(live[key], made[key])
+    elif kind in (list, deque):
+        for k, value in enumerate(made):
+            live[k] = _replaced(live[k], value)
+    elif kind is type(made) and hasattr(live, "__dict__"):  # a registered node
+        vars(live).update(vars(made))
+    else:
+        return made
+    return live

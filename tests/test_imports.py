@@ -16,7 +16,18 @@ ROOT = Path(multistage.__file__).parent
 # A module may import from its own layer and from those above it in this list.
 LAYERS = [
     {"errors", "native", "progress", "interrupts", "switching"},
-    {"layout", "slots", "chain", "blocks", "timeline", "actions", "rules", "limits", "steps"},
+    {
+        "layout",
+        "sharing",
+        "slots",
+        "chain",
+        "blocks",
+        "timeline",
+        "actions",
+        "rules",
+        "limits",
+        "steps",
+    },
     {"costs"},
     {"stages"},
     {"backends"},

@@ -12,8 +12,10 @@ from multistage.chain import FunctionChain, InPlaceChain
 from multistage.costs import Costs, Tier
 from multistage.errors import ArgumentError
 from multistage.execute import Executor
+from multistage.layout import Layout
 from multistage.plan import PLANNERS
 from multistage.reversal import Reversal
+from multistage.slots import ArrayStates
 
 N = 41
 
@@ -99,13 +101,19 @@ def test_what_a_tape_shares_with_the_state_is_copied() -> None:
 
     table, state = np.arange(3.0), start()
     chain: InPlaceChain[Any, Any] = InPlaceChain(forward, whole, tape)
-    after, held = chain.tape(state, 0)
+    slots = ArrayStates(in_place=True).slots(Layout.of(state))
+    slots.keep(state, 0)
+    after, tape_0 = chain.tape(state, 0)
+    held = slots.keep_tape(tape_0, (state, after), 0).state
     assert after is state
     expected = state["u"].tolist(), state["v"][1:3].tolist()
     chain.advance(state, 1, 9)
     assert (held[0].tolist(), held[1]["part"].tolist()) == expected
     assert held[2:4] == [None, 7]
-    assert held[4] is table  # nothing that stays as it is
+    assert held[4] is table  # held as it is: it is read-only until the tape is used
+    assert not table.flags.writeable
+    slots.release_all()
+    assert table.flags.writeable
 
 
 def test_what_is_not_callable_is_refused() -> None:

@@ -21,7 +21,7 @@ from multistage.costs import Costs, Tier
 from multistage.errors import StateError, StoreError
 from multistage.layout import Layout
 from multistage.probe import measure, probe_store, probe_tier
-from multistage.slots import Copies
+from multistage.slots import InPlace
 
 
 def _check(costs: Costs, state: Any) -> None:
@@ -80,7 +80,8 @@ def test_the_adjoint_is_left_alone_unless_given() -> None:
 
 
 def test_the_bytes_of_a_tape_are_what_one_more_of_them_holds() -> None:
-    table = np.zeros(1000)
+    table, constant = np.zeros(1000), np.zeros(1000)
+    constant.flags.writeable = False
 
     def in_place(tape: Any) -> InPlaceChain[Any, Any]:
         return InPlaceChain(lambda x, i, j: x.__iadd__(1), lambda x, a, i: a, tape)
@@ -91,7 +92,8 @@ def test_the_bytes_of_a_tape_are_what_one_more_of_them_holds() -> None:
     for chain, expected in (
         (in_place(lambda x, i: {"some": x[:3].copy(), "all": x}), 24 + 80),
         (in_place(lambda x, i: (x.astype(np.float32), i, "note", table)), 40),
-        (in_place(lambda x, i: table[i:]), 0),
+        (in_place(lambda x, i: table[i:]), 8 * 999),  # a copy: `table` might be written to
+        (in_place(lambda x, i: constant[i:]), 0),
         (functional(lambda x, i: (x + 1, x.sum(keepdims=True))), 8),
         (functional(lambda x, i: (x + 1, (x * 2)[:1])), 80),  # the view keeps all of it
         (functional(lambda x, i: (x + 1, [x, x, x[1:]])), 80),
@@ -110,16 +112,16 @@ def test_the_bytes_of_a_tape_are_what_one_more_of_them_holds() -> None:
 
 def test_the_copy_of_a_large_state_is_not_part_of_its_step(monkeypatch: Any) -> None:
     copies: list[Any] = []
-    load = Copies.load
+    load = InPlace.load
 
-    def slowly(slots: Copies, kept: Any, live: Any) -> Any:
+    def slowly(slots: InPlace, kept: Any, live: Any) -> Any:
         copies.append(kept)
         until = time.perf_counter() + 0.02
         while time.perf_counter() < until:
             pass
         return load(slots, kept, live)
 
-    monkeypatch.setattr(Copies, "load", slowly)
+    monkeypatch.setattr(InPlace, "load", slowly)
     chain: InPlaceChain[Any, Any] = InPlaceChain(lambda x, i, j: None, lambda x, a, i: a)
     costs = measure(chain, np.zeros(4), 1, seconds=0.1)
     assert copies

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import xxhash
 
-from ..layout import Array, Layout, Packing
+from ..layout import SCALAR, Array, Layout, Packing
 
 _ROWS = 1 << 14  # of an array with padding, digested at a time
 # x86's extended precision: ten bytes of a value, in twelve or sixteen.
@@ -20,7 +20,8 @@ class OrderedLayout(Layout):
 
     Stores know arrays in C order only; how to restore an array's own order is
     kept by the executor, which a killed process takes along.  Here it is part
-    of the record, under the same checksum.
+    of the record, under the same checksum: a byte for each axis, and one for a
+    leaf without axes, which tells a NumPy scalar (1) from an array (0).
 
     Examples
     --------
@@ -33,12 +34,12 @@ class OrderedLayout(Layout):
     @classmethod
     def like(cls, layout: Layout) -> OrderedLayout:
         """Return the same layout, ordered."""
-        return cls(layout._spec, layout.leaves, layout.nbytes)
+        return cls(layout.spec, layout.leaves, layout.nbytes)
 
     @property
     def record_bytes(self) -> int:
         """Bytes of one record: arrays, then the order of their axes."""
-        return self.nbytes + sum(len(leaf.shape) for leaf in self.leaves)
+        return self.nbytes + sum(len(leaf.shape) or 1 for leaf in self.leaves)
 
     def pack(self, arrays: Sequence[Array]) -> tuple[list[Array], Packing | None]:
         flat, packing = super().pack(arrays)
@@ -47,10 +48,13 @@ class OrderedLayout(Layout):
     def order(self, packing: Packing | None) -> Array:
         """Return the order of axes as bytes."""
         axes = packing or [None] * len(self.leaves)
-        orders = [
-            tuple(range(len(leaf.shape))) if order is None else order
-            for leaf, order in zip(self.leaves, axes, strict=True)
-        ]
+        orders: list[tuple[int, ...]] = []
+        for leaf, order in zip(self.leaves, axes, strict=True):
+            if leaf.shape:
+                plain = tuple(range(len(leaf.shape)))
+                orders.append(plain if order is None or order == SCALAR else order)
+            else:
+                orders.append((int(order == SCALAR),))
         return np.array([axis for order in orders for axis in order], np.uint8)
 
     def unpack(self, arrays: Sequence[Array], packing: Packing | None) -> list[Array]:
@@ -60,9 +64,15 @@ class OrderedLayout(Layout):
 
     def axes(self, order: Array) -> Packing | None:
         """Return the order of each array's axes, or None if the bytes hold no such thing."""
-        packing: list[tuple[int, ...] | None] = []
+        packing: list[tuple[int, ...] | Literal["scalar"] | None] = []
         at = 0
         for leaf in self.leaves:
+            if not leaf.shape:
+                if order[at] > 1:
+                    return None
+                packing.append(SCALAR if order[at] else None)
+                at += 1
+                continue
             plain = tuple(range(len(leaf.shape)))
             axes = tuple(int(axis) for axis in order[at : at + len(plain)])
             if tuple(sorted(axes)) != plain:
@@ -100,7 +110,7 @@ class OrderedLayout(Layout):
     def describe(self) -> tuple[str, tuple[tuple[str, str, str], ...]]:
         """Return tree and leaves as text."""
         leaves = tuple((leaf.path, str(leaf.shape), str(leaf.dtype)) for leaf in self.leaves)
-        return str(self._spec), leaves
+        return str(self.spec), leaves
 
     def digest(self, packed: Sequence[Array]) -> bytes:
         """Return what tells this value, its layout and the order of its axes from any other.
@@ -125,7 +135,9 @@ class OrderedLayout(Layout):
         return [
             [
                 int(axis)
-                for axis in (range(len(leaf.shape)) if each is None else np.argsort(each))
+                for axis in (
+                    range(len(leaf.shape)) if each is None or each == SCALAR else np.argsort(each)
+                )
                 if leaf.shape[axis] != 1
             ]
             for leaf, each in zip(self.leaves, axes, strict=True)

@@ -621,7 +621,7 @@ class _Recorded(Generic[State, Adjoint]):
     def __init__(self, chain: Chain[State, Adjoint], run: DurableRun) -> None:
         self.in_place = chain.in_place
         self.state_is_tape = chain.state_is_tape
-        self.one_tape = getattr(chain, "one_tape", False)
+        self.one_tape = bool(getattr(chain, "one_tape", False))  # chains of before it was required
         self.advance = chain.advance
         self.tape = chain.tape
         step_back, clock, snapshot = chain.reverse, run._clock, run.snapshot
@@ -631,7 +631,7 @@ class _Recorded(Generic[State, Adjoint]):
 
         def reverse(tape: object, adjoint: Adjoint, step: int) -> Adjoint:
             adjoint = step_back(tape, adjoint, step)
-            if clock() >= run._due_s:
+            if clock() >= run._due_s and adjoint is not None:  # None is the executor's to refuse
                 snapshot(adjoint, step)
             return adjoint
 

@@ -161,6 +161,8 @@ def _from_numpy(array: Any) -> Tensor:
 class TensorSlots:
     """Fast slots: references, and copies of views that would keep more alive than themselves."""
 
+    shared = True
+
     def __init__(self, layout: TensorLayout) -> None:
         self._layout = layout
 
@@ -179,6 +181,18 @@ class TensorSlots:
 
     def trim(self) -> None:
         return
+
+    def check(self, live: Any, where: int | str) -> None:
+        self._layout.arrays(live, where)
+
+    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+        return Kept(tape, ())
+
+    def adopt_adjoint(self, adjoint: Any, live: Any) -> Any:
+        return adjoint
+
+    def apart(self, adjoint: Any, live: Any) -> Any:
+        return adjoint
 
     def release(self, kept: Kept) -> None:
         """Nothing: whoever refers to a tensor keeps it."""

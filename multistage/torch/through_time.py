@@ -235,6 +235,7 @@ class ThroughTime:
 
     in_place = False
     state_is_tape = True
+    one_tape = False
 
     def __init__(
         self,

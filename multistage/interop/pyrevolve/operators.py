@@ -235,7 +235,7 @@ class _Snapshots(Copies):
 
     def load(self, kept: Kept, live: Any) -> Any:
         began = perf_counter()
-        live = super().load(kept, live)
+        self._copy_back(self._places(kept.state), kept)
         meter = self._states.loaded
         meter.seconds += perf_counter() - began
         meter.calls += 1
@@ -248,8 +248,8 @@ class _Snapshots(Copies):
             return states.rotating[where % states.period]
         return self._like_first(where, states.source(where), "get_data")
 
-    def _places(self, live: Any, where: int | str) -> list[Array]:
-        assert isinstance(where, int)
+    def _places(self, where: int) -> list[Array]:
+        """Return the arrays to copy a state back into."""
         states = self._states
         if states.period and where % states.period in states.rotating:
             return states.rotating[where % states.period]

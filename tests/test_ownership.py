@@ -1,0 +1,922 @@
+"""Who owns what: states, tapes and adjoints stay as they were, or the run says what is wrong.
+
+The oracle keeps deep copies of every state and tape.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optree
+import pytest
+from borrowed import borrowed
+from chains import digest as crc
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multistage.blocks import Blocks
+from multistage.chain import FunctionChain, InPlaceChain
+from multistage.costs import Costs, Tier
+from multistage.errors import ArgumentError, StateError
+from multistage.execute import Executor
+from multistage.plan.revolve import revolve_schedule
+from multistage.plan.store_all import store_all_schedule
+from multistage.reversal import Reversal
+
+N = 17
+COSTS = Costs(1.0, 2.0, state_bytes=128, tiers=(Tier("memory", 1.5, 1.5),))
+
+
+def told(tree: Any, adjoint: Any, step: int) -> Any:
+    """Return a digest of all that an adjoint step was given, as an array."""
+    return np.asarray(crc(tree, int(adjoint), step))
+
+
+def oracle(chain: Any, state: Any, adjoint: Any, n: int = N) -> Any:
+    """Return the adjoint with every state or tape kept as a deep copy."""
+    tapes = []
+    state = copy.deepcopy(state)
+    for i in range(n):
+        if chain.state_is_tape:
+            tapes.append(copy.deepcopy(state))
+            state = chain.advance(state, i, i + 1)
+        else:
+            state, tape = chain.tape(state, i)
+            tapes.append(copy.deepcopy(tape))
+    for i in reversed(range(n)):
+        adjoint = chain.reverse(tapes[i], adjoint, i)
+    return adjoint
+
+
+def reversed_by(chain: Any, state: Any, adjoint: Any, n: int = N, slots: int = 3) -> Any:
+    executor: Executor[Any, Any] = Executor(chain, ())
+    executor.forward(revolve_schedule(slots, n), state)
+    return executor.reverse(adjoint)
+
+
+def everywhere(
+    chain: Callable[[], Any], start: Callable[[], Any], tmp_path: Path, *, measured: bool = False
+) -> None:
+    """Compare with the oracle: in fast slots, through a tier, durably."""
+    expected = oracle(chain(), start(), np.asarray(1))
+    assert reversed_by(chain(), start(), np.asarray(1)) == expected
+    for options in (
+        {"tier": "memory:", "planner": "streaming", "costs": COSTS},
+        {"tier": "memory:", "planner": "interval", "costs": COSTS, "checked": True},
+        {"durable": tmp_path / "run", "costs": COSTS},
+        *([{}] if measured else []),  # steps are called before the sweep
+    ):
+        with Reversal(chain(), n_steps=N, budget="3 slots", **options) as run:  # type: ignore[arg-type]
+            run.forward(start())
+            assert run.reverse(np.asarray(1)) == expected, options
+
+
+# ------------------------------------------------------------------- containers
+
+Point = namedtuple("Point", "x v")
+
+
+class Pair:
+    def __init__(self, x: Any, v: Any, label: object = "pair") -> None:
+        self.x, self.v, self.label = x, v, label
+
+
+NODES = "multistage-tests"
+optree.register_pytree_node(
+    Pair,
+    lambda p: ((p.x, p.v), p.label, ("x", "v")),
+    lambda label, children: Pair(*children, label),
+    namespace=optree.registry.__GLOBAL_NAMESPACE,  # type: ignore[attr-defined]
+)
+
+
+def _both() -> tuple[Any, Any]:
+    return np.linspace(0, 1, 4), np.linspace(1, 2, 4)
+
+
+def _items(state: Any, i: int) -> Any:
+    x, v = ("x", "v") if isinstance(state, dict) else (0, 1)
+    state[x] = np.sin(state[x] + i)
+    state[v] = state[v] * 0.5 + state[x]
+    return state
+
+
+def _nested(state: Any, i: int) -> Any:
+    state["inner"][0] = np.cos(state["inner"][0]) + state["pair"].x
+    state["pair"] = Point(state["inner"][0] / (i + 1), state["pair"].v)
+    return state
+
+
+def _attributes(state: Any, i: int) -> Any:
+    state.x = np.sin(state.x + state.v)
+    state.v = state.v * 0.5 + i
+    return state
+
+
+CONTAINERS: dict[str, tuple[Callable[[Any, int], Any], Callable[[], Any]]] = {
+    "dict": (_items, lambda: dict(zip("xv", _both(), strict=True))),
+    "dict in another order": (_items, lambda: dict(zip("vx", _both(), strict=True))),
+    "list": (_items, lambda: list(_both())),
+    "ordered": (_items, lambda: OrderedDict(zip("xv", _both(), strict=True))),
+    "defaultdict": (_items, lambda: defaultdict(list, zip("xv", _both(), strict=True))),
+    "deque": (_items, lambda: deque(_both(), maxlen=2)),
+    "nested": (_nested, lambda: {"inner": [_both()[0]], "pair": Point(*_both())}),
+    "registered": (_attributes, lambda: Pair(*_both())),
+    "list of one": (lambda s, i: _items([*s, s[0]], i)[:1], lambda: [_both()[0]]),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_functional_step_may_rebind_inside_its_containers(name: str, tmp_path: Path) -> None:
+    step, start = CONTAINERS[name]
+    everywhere(lambda: FunctionChain(step, told), start, tmp_path, measured=name == "dict")
+    mine = start()
+    before = optree.tree_leaves(mine)
+    reversed_by(FunctionChain(step, told), mine, 1)
+    assert all(map(lambda one, other: one is other, optree.tree_leaves(mine), before))
+    assert type(mine) is type(start()) and all(leaf.flags.writeable for leaf in before)
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_an_in_place_step_may_rebind_inside_its_containers(name: str, tmp_path: Path) -> None:
+    step, start = CONTAINERS[name]
+    if name == "list of one":
+        return
+
+    def forward(state: Any, first: int, stop: int) -> None:
+        for i in range(first, stop):
+            step(state, i)
+
+    measured = name in ("nested", "registered")
+    everywhere(lambda: InPlaceChain(forward, told), start, tmp_path, measured=measured)
+
+
+def test_steps_see_the_keys_in_the_order_they_return_them() -> None:
+    def step(state: Any, i: int) -> Any:
+        total = functools.reduce(lambda a, b: a * 0.7 + b, state.values())
+        return {"z": np.sin(total), "a": total / 3 + i, "m": state["a"]}
+
+    start = {"a": np.ones(3), "m": np.full(3, 0.1), "z": np.full(3, 0.3)}
+    chain = FunctionChain(step, told)
+    expected = oracle(chain, start, 1)
+    assert reversed_by(chain, start, 1) == expected
+    with Reversal(chain, n_steps=N, budget="3 slots", tier="memory:", costs=COSTS) as run:
+        run.forward(start)
+        assert run.reverse(1) == expected
+
+
+def test_metadata_that_can_change_are_refused() -> None:
+    chain = FunctionChain(_attributes, told)
+    with pytest.raises(StateError, match=r"pytree node Pair has metadata that can change"):
+        reversed_by(chain, {"p": [Pair(*_both(), label=[0])]}, 1)
+    assert reversed_by(chain, Pair(*_both(), label=(0,)), 1) == oracle(chain, Pair(*_both()), 1)
+
+
+# --------------------------------------------------------------------- scalars
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_scalar_stays_a_scalar(dtype: Any, tmp_path: Path) -> None:
+    """`x**3` of a scalar and of a 0-d array differ in the last bit."""
+
+    def step(x: Any, i: int) -> Any:
+        return abs(x) ** 3 * dtype(0.9) + dtype(0.1 + i / 99)
+
+    def adjoint(x: Any, a: Any, i: int) -> Any:
+        return told(np.asarray(x**3), a, i)
+
+    everywhere(lambda: FunctionChain(step, adjoint), lambda: np.array(0.73, dtype), tmp_path)
+
+
+def test_scalars_within_a_tree(tmp_path: Path) -> None:
+    def step(state: Any, i: int) -> Any:
+        t = abs(state["t"]) ** 3 + 0.3
+        return {
+            "x": np.sin(state["x"] + t),
+            "t": t if i % 3 else np.asarray(t),
+            "k": state["k"] + 1,
+        }
+
+    def start() -> Any:
+        return {"x": _both()[0], "t": np.array(0.37), "k": np.array(0)}
+
+    everywhere(lambda: FunctionChain(step, told), start, tmp_path)
+
+    def forward(state: Any, first: int, stop: int) -> None:
+        for i in range(first, stop):
+            state.update(step(state, i))
+
+    everywhere(lambda: InPlaceChain(forward, told), start, tmp_path)
+
+
+def test_structured_scalars_are_refused() -> None:
+    cell = np.zeros(1, [("a", "f8")])
+    with pytest.raises(StateError, match="is void; every leaf must be a plain"):
+        Executor(FunctionChain(lambda x, i: x, told), ()).forward(revolve_schedule(1, 2), cell[0])
+
+
+# ------------------------------------------------------------- borrowed memory
+
+
+class Rotating:
+    """An operator that returns its two buffers in turn, as arrays without a base."""
+
+    def __init__(self, lend: Callable[[Any, int], Any]) -> None:
+        self.memory, self.lend = np.zeros(8), lend
+
+    def step(self, x: Any, i: int) -> Any:
+        out = self.lend(self.memory, 4 * (i % 2))
+        out[...] = np.sin(x + i)
+        return out
+
+
+LENT: dict[str, Callable[[Any, int], Any]] = {
+    "without a base": lambda memory, k: borrowed(memory, k, 4),
+    "a view": lambda memory, k: memory[k : k + 4],
+    "a buffer": lambda memory, k: np.frombuffer(memory, count=4, offset=8 * k),
+    "by address": lambda memory, k: np.ctypeslib.as_array(
+        ctypes.cast(memory.ctypes.data + 8 * k, ctypes.POINTER(ctypes.c_double)), (4,)
+    ),
+}
+
+
+@pytest.mark.parametrize("lent", LENT)
+def test_arrays_that_borrow_memory_are_copied(lent: str, tmp_path: Path) -> None:
+    def chain() -> Any:
+        return FunctionChain(Rotating(LENT[lent]).step, told)
+
+    def within() -> Any:
+        step = Rotating(LENT[lent]).step
+        return FunctionChain(lambda s, i: {"x": [step(s["x"][0], i)]}, told)
+
+    everywhere(chain, lambda: np.linspace(0, 1, 4), tmp_path)
+    everywhere(within, lambda: {"x": [np.linspace(0, 1, 4)]}, tmp_path)
+    everywhere(lambda: Blocks(chain(), 3), lambda: np.linspace(0, 1, 4), tmp_path)
+
+
+def test_a_state_0_that_borrows_memory_is_copied() -> None:
+    memory = np.linspace(0, 1, 4)
+    executor: Executor[Any, Any] = Executor(FunctionChain(lambda x, i: np.sin(x), told), ())
+    expected = oracle(FunctionChain(lambda x, i: np.sin(x), told), memory, 1)
+    executor.forward(revolve_schedule(2, N), borrowed(memory, 0, 4))
+    memory[...] = np.nan
+    assert executor.reverse(1) == expected
+
+
+# -------------------------------------------------- what an in-place step may do
+
+
+class Solver:
+    """Knows an array of its state by another name, and has arrays that must not be written to."""
+
+    def __init__(self) -> None:
+        self.cache: Any = None
+        self.constant, self.table = np.full(3, 0.25), np.linspace(0, 1, 60).reshape(20, 3)
+
+
+def _scale(s: Any, i: int, o: Solver) -> None:
+    s["a"] *= 0.9
+    s["a"] += np.sin(s["b"]) + i
+
+
+def _new(s: Any, i: int, o: Solver) -> None:
+    s["a"] = np.sin(s["a"] + s["b"])
+
+
+def _swap(s: Any, i: int, o: Solver) -> None:
+    s["a"], s["b"] = s["b"], s["a"]
+
+
+def _tick(s: Any, i: int, o: Solver) -> None:
+    s["t"] = abs(np.sin(s["t"])) ** 3 + 0.1
+
+
+def _untick(s: Any, i: int, o: Solver) -> None:
+    s["t"] = np.asarray(s["t"] * 2)
+
+
+def _time(s: Any, i: int, o: Solver) -> None:
+    s["t"] += 0.1
+    s["b"] += s["t"]
+
+
+def _rows(s: Any, i: int, o: Solver) -> None:
+    s["a"], s["b"] = np.stack([s["b"] + 1, np.cos(s["a"])])
+
+
+def _turned(s: Any, i: int, o: Solver) -> None:
+    s["m"] = np.asfortranarray(s["m"] * 0.5 + s["t"])
+
+
+def _inner(s: Any, i: int, o: Solver) -> None:
+    s["l"][1] = (s["l"][0] * 2, s["l"][1][0] + 1)
+
+
+def _used(s: Any, i: int, o: Solver) -> None:
+    s["b"] += s["l"][1][0] + s["m"].sum() + (0 if o.cache is None else o.cache)
+
+
+def _constant(s: Any, i: int, o: Solver) -> None:
+    s["a"] = o.constant
+
+
+def _table(s: Any, i: int, o: Solver) -> None:
+    s["a"] = o.table[i]
+
+
+def _alias(s: Any, i: int, o: Solver) -> None:
+    s["a"] = s["b"]
+
+
+def _backwards(s: Any, i: int, o: Solver) -> None:
+    s["a"] = s["a"][::-1]
+
+
+def _cached(s: Any, i: int, o: Solver) -> None:
+    o.cache = s["a"] = s["a"] + 1
+
+
+def _other_dtype(s: Any, i: int, o: Solver) -> None:
+    s["a"] = s["a"].astype(np.float32)
+
+
+def _other_shape(s: Any, i: int, o: Solver) -> None:
+    s["b"] = np.append(s["b"], 1.0)
+
+
+def _number(s: Any, i: int, o: Solver) -> None:
+    s["t"] = float(s["t"]) + 1
+
+
+def _other_tree(s: Any, i: int, o: Solver) -> None:
+    s["new"] = s["a"]
+
+
+OPERATIONS = {
+    name: globals()[f"_{name}"]
+    for name in (
+        *("scale", "new", "swap", "tick", "untick", "time", "rows", "turned", "inner", "used"),
+        *("constant", "table", "alias", "backwards", "cached"),
+        *("other_dtype", "other_shape", "number", "other_tree"),
+    )
+}
+REFUSED = tuple(OPERATIONS)[10:]
+
+
+def _operating(steps: list[list[str]]) -> InPlaceChain[Any, int]:
+    solver = Solver()
+
+    def forward(state: Any, first: int, stop: int) -> None:
+        for i in range(first, stop):
+            for name in steps[i % len(steps)]:
+                OPERATIONS[name](state, i, solver)
+
+    return InPlaceChain(forward, told)
+
+
+def _operated() -> Any:
+    x, v = _both()
+    return {
+        "a": x[:3].copy(),
+        "b": v[1:].copy(),
+        "t": np.array(0.37),
+        "m": np.arange(6.0).reshape(2, 3) / 7,
+        "l": [np.ones(3), (np.zeros(3), np.full(3, 0.1))],
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from(tuple(OPERATIONS)[:10]), max_size=3), min_size=1, max_size=6),
+    st.integers(1, 5),
+)
+def test_in_place_steps_that_exchange_leaves(steps: list[list[str]], slots: int) -> None:
+    expected = oracle(_operating(steps), _operated(), 1)
+    assert reversed_by(_operating(steps), _operated(), 1, slots=slots) == expected
+    blocks = Blocks(_operating(steps), 3, N)
+    assert reversed_by(blocks, _operated(), 1, 6, slots) == expected
+    with Reversal(
+        _operating(steps), n_steps=N, budget=f"{slots + 1} slots", tier="memory:", costs=COSTS
+    ) as run:
+        run.forward(_operated())
+        assert run.reverse(1) == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from(tuple(OPERATIONS)), max_size=3), min_size=1, max_size=20),
+    st.integers(1, 5),
+)
+def test_the_exact_gradient_or_an_error(steps: list[list[str]], slots: int) -> None:
+    for chain, n in ((_operating(steps), N), (Blocks(_operating(steps), 3, N), 6)):
+        try:
+            found = reversed_by(chain, _operated(), 1, n, slots)
+        except ValueError:  # a StateError, or the steps' own
+            continue
+        assert found == oracle(_operating(steps), _operated(), 1)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_leaf_is_refused_at_the_first_step_that_returns_it(name: str) -> None:
+    chain = _operating([["scale"]] * 5 + [[name]] + [["scale"]] * 12)
+    expected = r"state 6\b.*leaf \['\w'\]|state 6\b.*structure"
+    with pytest.raises(StateError, match=expected):
+        Executor(chain, ()).forward(_single(N), _operated())
+
+
+def _single(n: int) -> Any:
+    from multistage.actions import Advance, EndForward
+
+    yield from (Advance(i, i + 1) for i in range(n))
+    yield EndForward()
+
+
+def test_another_state_than_the_one_given_is_refused() -> None:
+    class Chain(InPlaceChain[Any, Any]):
+        def advance(self, state: Any, start: int, stop: int) -> Any:
+            return state + (stop - start)
+
+    chain = Chain(lambda s, i, j: None, told)
+    with pytest.raises(StateError, match="must return the state it was given"):
+        reversed_by(chain, np.zeros(3), 1)
+
+
+def test_leaves_that_share_memory_stay_where_they_are() -> None:
+    def forward(state: Any, first: int, stop: int) -> None:
+        for i in range(first, stop):
+            state["whole"] *= 0.9
+            state["part"] += i
+
+    def start() -> Any:
+        whole = np.linspace(0, 1, 6)
+        return {"whole": whole, "part": whole[2:4], "same": whole}
+
+    class Deep(InPlaceChain[Any, Any]):  # the oracle's copies do not share memory
+        pass
+
+    executor: Executor[Any, Any] = Executor(InPlaceChain(forward, told), ())
+    state, states = start(), []
+    for i in range(N):
+        states.append(copy.deepcopy(state))
+        forward(state, i, i + 1)
+    expected = 1
+    for i in reversed(range(N)):
+        expected = told(states[i], expected, i)
+    executor.forward(revolve_schedule(3, N), start())
+    assert executor.reverse(1) == expected
+
+    def exchanged(state: Any, first: int, stop: int) -> None:
+        state["part"] = state["part"] + 1
+
+    with pytest.raises(StateError, match="share memory with one another"):
+        reversed_by(InPlaceChain(exchanged, told), start(), 1)
+
+
+def test_a_leaf_made_anew_at_each_look_is_refused() -> None:
+    class Fleeting:
+        def __init__(self, x: float) -> None:
+            self.x = x
+
+    optree.register_pytree_node(
+        Fleeting,
+        lambda f: ((np.asarray(f.x),), None),
+        lambda _, children: Fleeting(float(children[0])),
+        namespace=optree.registry.__GLOBAL_NAMESPACE,  # type: ignore[attr-defined]
+    )
+
+    def forward(state: Any, first: int, stop: int) -> None:
+        state.x += stop - first
+
+    with pytest.raises(StateError, match="another array each time the state is looked at"):
+        reversed_by(InPlaceChain(forward, told), Fleeting(1.0), 1)
+
+
+def test_a_read_only_leaf_may_stay_as_it_is() -> None:
+    def forward(state: Any, first: int, stop: int) -> None:
+        for _ in range(first, stop):
+            state["x"] *= state["c"]
+
+    def start(writeable: bool = False) -> Any:
+        c = np.full(4, 0.9)
+        c.flags.writeable = writeable
+        return {"x": np.linspace(1, 2, 4), "c": c}
+
+    chain = InPlaceChain(forward, told)
+    assert reversed_by(chain, start(), 1) == oracle(chain, start(True), 1)
+
+    def spoiled(state: Any, first: int, stop: int) -> None:
+        state["c"].flags.writeable = True
+        state["c"] *= 0.5
+        state["c"].flags.writeable = False
+
+    with pytest.raises(StateError, match=r"leaf \['c'\] is read-only and has changed"):
+        reversed_by(InPlaceChain(spoiled, told), start(), 1)
+
+
+# ----------------------------------------------------------------------- tapes
+
+
+@dataclass
+class Record:
+    x: Any
+    scale: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    parts: tuple[Any, ...]
+
+
+class Plain:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+def _grow(x: Any, start: int, stop: int) -> None:
+    for i in range(start, stop):
+        x *= 0.9
+        x += np.sin(x) + i
+
+
+def _taping(wrap: Callable[[Any], Any]) -> Callable[[Any, int], Any]:
+    def tape(x: Any, i: int) -> Any:
+        _grow(x, i, i + 1)
+        return wrap(x)
+
+    return tape
+
+
+def _read(tape: Any, adjoint: int, i: int) -> int:
+    match tape:
+        case Record():
+            tape = tape.x * tape.scale
+        case Frozen():
+            tape = tape.parts[0] * 2
+    return told(np.asarray(tape), adjoint, i)
+
+
+@pytest.mark.parametrize("wrap", [Record, lambda x: Record(x[1:3]), lambda x: Frozen((x, x[1:]))])
+@pytest.mark.parametrize("n", [1, 6])
+def test_dataclasses_are_copied_where_they_share_memory(wrap: Any, n: int) -> None:
+    chain = InPlaceChain(_grow, _read, _taping(wrap))
+    executor: Executor[Any, Any] = Executor(chain, ())
+    executor.forward(store_all_schedule(n), np.linspace(0, 1, 4))
+    assert executor.reverse(1) == oracle(chain, np.linspace(0, 1, 4), 1, n)
+
+
+def _pointer(x: Any) -> Any:
+    return x.ctypes.data_as(ctypes.POINTER(ctypes.c_double))
+
+
+def _generator(x: Any) -> Any:
+    yield x
+
+
+class Vector:
+    """What a tensor of another package shows of itself."""
+
+    def __init__(self, x: Any) -> None:
+        self.__array_interface__ = x.__array_interface__
+
+
+OPAQUE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "Plain": (Plain, "shares memory"),
+    "Slotted": (Slotted, "shares memory"),
+    "function": (lambda x: lambda a: a * x, "shares memory"),
+    "partial": (lambda x: functools.partial(np.multiply, x), "shares memory"),
+    "method": (lambda x: Plain(x).__eq__, "shares memory"),
+    "memoryview": (lambda x: memoryview(x), "shares memory"),
+    "set": (lambda x: {Slotted(x[1:])}, "shares memory"),
+    "generator": (_generator, "shares memory"),
+    "LP_c_double": (_pointer, "shares memory"),
+    "nditer": (lambda x: np.nditer(x), "unseen"),
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_tapes_that_cannot_be_copied_are_refused(name: str) -> None:
+    wrap, why = OPAQUE[name]
+    for tape in (wrap, lambda x: (np.zeros(2), [wrap(x)])):
+        chain = InPlaceChain(_grow, _read, _taping(tape))
+        for made in (chain, Blocks(chain, 2, 6)):
+            executor: Executor[Any, Any] = Executor(made, ())
+            with pytest.raises(StateError, match=f"the tape of step 0 holds a .*{name}.* {why}"):
+                executor.forward(store_all_schedule(3), np.linspace(0, 1, 4))
+
+
+def test_opaque_tapes_of_their_own_are_held() -> None:
+    def copied(x: Any) -> Any:
+        x = x.copy()
+        return Plain(x), Slotted(x), memoryview(x), lambda a: a * x, np.random.default_rng(0)
+
+    def read(tape: Any, adjoint: int, i: int) -> int:
+        return told((tape[0].x, np.asarray(tape[2]), tape[3](2.0)), adjoint, i)
+
+    chain = InPlaceChain(_grow, read, _taping(copied))
+    state = np.linspace(0, 1, 4)
+    executor: Executor[Any, Any] = Executor(chain, ())
+    executor.forward(store_all_schedule(5), state)
+    executor.reverse(1)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_operator_that_overwrites_a_tape_it_returned_is_seen(in_place: bool) -> None:
+    work = np.zeros(4)
+
+    def tape(x: Any, i: int) -> Any:
+        np.cos(x, out=work)
+        if in_place:
+            _grow(x, i, i + 1)
+            return [work]
+        return np.sin(x), [work]
+
+    chain: Any = (
+        InPlaceChain(_grow, _read, tape)
+        if in_place
+        else FunctionChain(lambda x, i: np.sin(x), _read, tape)
+    )
+    for made in (chain, Blocks(chain, 3, 6)):
+        executor: Executor[Any, Any] = Executor(made, ())
+        with pytest.raises(StateError, match="to a tape that is held"):
+            executor.forward(store_all_schedule(2), np.linspace(0, 1, 4))
+        assert work.flags.writeable
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_views_in_tapes_are_copied_unless_they_are_the_states(in_place: bool) -> None:
+    work, kept = np.zeros((2, 4)), []
+
+    def tape(x: Any, i: int) -> Any:
+        np.cos(x, out=work[i % 2])
+        fresh = np.tanh(x).reshape(2, 2)
+        after = np.sin(x + i)
+        if in_place:
+            x[...] = after
+        kept.append(optree.tree_map(lambda a: a, [work[i % 2], x[1:], after[::2], fresh]))
+        return kept[-1] if in_place else (after, kept[-1])
+
+    def read(tape: Any, adjoint: int, i: int) -> int:
+        return told(optree.tree_map(np.asarray, tape), adjoint, i)
+
+    def step(x: Any, i: int) -> Any:
+        return np.sin(x + i)
+
+    def forward(x: Any, first: int, stop: int) -> None:
+        raise AssertionError("taped")
+
+    chain: Any = InPlaceChain(forward, read, tape) if in_place else FunctionChain(step, read, tape)
+    expected = oracle(chain, np.linspace(0, 1, 4), 1, 7)
+    executor: Executor[Any, Any] = Executor(chain, ())
+    executor.forward(store_all_schedule(7), np.linspace(0, 1, 4))
+    assert executor.reverse(1) == expected
+
+
+def test_a_tape_container_that_is_used_again() -> None:
+    tapes: list[Any] = [None, None]
+
+    def tape(x: Any, i: int) -> Any:
+        tapes[0], tapes[1] = np.cos(x), np.sin(x)
+        return tapes[1], tapes
+
+    chain = FunctionChain(lambda x, i: np.sin(x), told, tape)
+    executor: Executor[Any, Any] = Executor(chain, ())
+    executor.forward(store_all_schedule(7), np.linspace(0, 1, 4))
+    assert executor.reverse(1) == oracle(chain, np.linspace(0, 1, 4), 1, 7)
+
+
+def test_an_adjoint_step_may_overwrite_its_tape() -> None:
+    def reverse(tape: Any, adjoint: Any, i: int) -> Any:
+        tape *= adjoint
+        return tape
+
+    chain = FunctionChain(lambda x, i: np.sin(x), reverse, lambda x, i: (np.sin(x), np.cos(x)))
+    start, seed = np.linspace(0, 1, 4), np.ones(4)
+    executor: Executor[Any, Any] = Executor(chain, ())
+    executor.forward(store_all_schedule(5), start)
+    assert np.array_equal(executor.reverse(seed), oracle(chain, start, seed, 5))
+    assert seed.tolist() == [1] * 4
+
+
+# -------------------------------------------------------------------- adjoints
+
+
+def _halve(state: Any, start: int, stop: int) -> None:
+    for i in range(start, stop):
+        state["u"] *= 0.5
+        state["u"] += np.sin(state["v"] + i)
+        state["v"] *= 0.9
+
+
+def _halved_back(state: Any, adjoint: Any, i: int) -> Any:
+    u, v = adjoint["u"], adjoint["v"]
+    v *= 0.9
+    v += np.cos(state["v"] + i) * u
+    u *= 0.5
+    return adjoint
+
+
+def _two() -> Any:
+    return dict(zip("uv", _both(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        lambda last: last,
+        lambda last: {"u": last["u"], "v": np.ones(4)},
+        lambda last: {"u": np.ones(4), "v": last["u"][::-1]},
+    ],
+)
+@pytest.mark.parametrize("way", ["fast", "durable", "blocks"])
+def test_the_last_state_is_copied_when_it_is_the_adjoint(
+    shared: Any, way: str, tmp_path: Path
+) -> None:
+    chain: Any = InPlaceChain(_halve, _halved_back)
+    last = _two()
+    _halve(last, 0, N)
+    expected = oracle(chain, _two(), copy.deepcopy(shared(last)))
+    n, options = N, {"costs": COSTS}
+    if way == "blocks":
+        chain, n = Blocks(chain, 3, N), 6
+    if way == "durable":
+        options["durable"] = tmp_path / "run"  # type: ignore[assignment]
+    with Reversal(chain, n_steps=n, budget="3 slots", **options) as run:  # type: ignore[arg-type]
+        found = run.reverse(shared(run.forward(_two())))
+    assert optree.tree_map(np.ndarray.tolist, found) == optree.tree_map(np.ndarray.tolist, expected)
+
+
+def test_an_adjoint_in_a_dataclass_is_copied_and_in_an_object_refused() -> None:
+    def reverse(tape: Any, adjoint: Any, i: int) -> Any:
+        adjoint.x *= np.cos(tape)
+        return adjoint
+
+    chain = InPlaceChain(_grow, reverse)
+    last = np.linspace(0, 1, 4)
+    _grow(last, 0, N)
+    expected = oracle(chain, np.linspace(0, 1, 4), Record(last.copy())).x
+    found = reversed_by(chain, live := np.linspace(0, 1, 4), Record(live))
+    assert np.array_equal(found.x, expected)
+    with pytest.raises(StateError, match=r"the adjoint holds a .*Plain that shares memory"):
+        reversed_by(chain, live := np.linspace(0, 1, 4), Plain(live))
+    assert np.array_equal(reversed_by(chain, live, Plain(last.copy())).x.shape, (4,))
+
+
+@pytest.mark.parametrize("taped", [False, True])
+def test_an_adjoint_step_may_return_its_tape(taped: bool) -> None:
+    """The derivative of x²/2: where the adjoint is one, what is returned is x itself."""
+
+    def forward(state: Any, start: int, stop: int) -> None:
+        for _ in range(start, stop):
+            np.multiply(state[0], state[0] / 2 + 0.1, out=state[0])
+
+    def reverse(tape: Any, adjoint: Any, i: int) -> Any:
+        adjoint = adjoint[0] * 1.5
+        tape[0][...] += 0  # what is read is there
+        return [adjoint, tape[0] if i % 2 else tape[0][1:]]
+
+    def tape(state: Any, i: int) -> Any:
+        forward(state, i, i + 1)
+        return [state[0]]
+
+    def seen(tape: Any, adjoint: Any, i: int) -> Any:
+        total.append(int(told(adjoint, 0, i)))
+        return reverse(tape, adjoint, i)
+
+    total: list[int] = []
+    chain = InPlaceChain(forward, seen, tape if taped else None)
+    start = [np.linspace(0.5, 1, 4)]
+    oracle(chain, start, [np.ones(4), np.ones(4)])
+    expected, total = total, []
+    reversed_by(chain, copy.deepcopy(start), [np.ones(4), np.ones(4)])
+    assert total == expected
+
+
+def test_a_functional_chain_given_its_last_state() -> None:
+    def reverse(x: Any, adjoint: Any, i: int) -> Any:
+        adjoint[0] *= np.cos(x[0])
+        return adjoint
+
+    def start() -> Any:
+        return [np.linspace(0, 1, 4), np.ones(2)]
+
+    chain = FunctionChain(lambda x, i: [np.sin(x[0]), x[1]], reverse)
+    states = start()
+    for i in range(N):
+        states = chain.advance(states, i, i + 1)
+    expected = oracle(chain, start(), copy.deepcopy(states))
+    executor: Executor[Any, Any] = Executor(chain, ())
+    found = executor.reverse(executor.forward(revolve_schedule(3, N), start()))
+    assert [a.tolist() for a in found] == [a.tolist() for a in expected]
+
+
+@pytest.mark.parametrize("at", [0, 4, N - 1])
+@pytest.mark.parametrize("kind", ["functional", "taped", "in place", "durable", "blocks"])
+def test_an_adjoint_step_that_returns_none_is_named(kind: str, at: int, tmp_path: Path) -> None:
+    def reverse(tape: Any, adjoint: Any, i: int) -> Any:
+        return None if i == at else adjoint
+
+    step = lambda x, i: np.sin(x)  # noqa: E731
+    chain: Any = FunctionChain(step, reverse)
+    n = N
+    costs = COSTS
+    if kind == "taped":
+        chain = FunctionChain(step, reverse, lambda x, i: (np.sin(x), x))
+        costs = replace(COSTS, tape_step_s=1.0, tape_bytes=32)
+    if kind == "in place":
+        chain = InPlaceChain(_grow, reverse)
+    if kind == "blocks":
+        chain, n = Blocks(chain, 3, N), 6
+    options: dict[str, Any] = {"durable": tmp_path / "r", "durable_every_s": 0.0}
+    with Reversal(
+        chain, n_steps=n, budget="3 slots", costs=costs, **(options if kind == "durable" else {})
+    ) as run:
+        run.forward(np.linspace(0, 1, 4))
+        with pytest.raises(StateError, match=f"the adjoint of step {at} returned None"):
+            run.reverse(np.ones(4))
+
+
+# -------------------------------------------------------------------- one tape
+
+
+class _Operators:
+    """Leave their tape in arrays of their own."""
+
+    def __init__(self) -> None:
+        self.left = np.zeros(4)
+
+    def step(self, x: Any, i: int) -> Any:
+        return np.sin(x + i)
+
+    def tape_step(self, x: Any, i: int) -> Any:
+        np.cos(x + i, out=self.left)
+        return self.step(x, i), self
+
+    def forward(self, x: Any, first: int, stop: int) -> None:
+        for i in range(first, stop):
+            np.sin(x + i, out=x)
+
+    def tape(self, x: Any, i: int) -> Any:
+        np.cos(x + i, out=self.left)
+        self.forward(x, i, i + 1)
+        return self
+
+    def reverse(self, tape: Any, adjoint: Any, i: int) -> Any:
+        return adjoint * tape.left
+
+    def chain(self, in_place: bool) -> Any:
+        if in_place:
+            return InPlaceChain(self.forward, self.reverse, self.tape, one_tape=True)
+        return FunctionChain(self.step, self.reverse, self.tape_step, one_tape=True)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("size", [1, 3, 40])
+def test_blocks_of_a_chain_with_one_tape(size: int, in_place: bool, tmp_path: Path) -> None:
+    blocks = Blocks(_Operators().chain(in_place), size, N)
+    assert (blocks.one_tape, blocks.state_is_tape) == (False, True)
+    start = np.linspace(0, 1, 4)
+    one = _Operators()
+    states = [start.copy()]
+    for i in range(N):
+        states.append(one.step(states[-1], i))
+    expected = np.ones(4)
+    for i in reversed(range(N)):
+        expected = expected * np.cos(states[i] + i)
+    for options in ({"costs": COSTS}, {"tier": "memory:"}, {"durable": tmp_path / "run"}):
+        with Reversal(blocks, n_steps=blocks.n_blocks, budget="2 slots", **options) as run:  # type: ignore[arg-type]
+            assert np.array_equal(run.forward(start.copy()), states[-1])
+            assert np.array_equal(run.reverse(np.ones(4)), expected)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_one_tape_is_known_everywhere(in_place: bool, tmp_path: Path) -> None:
+    from multistage.durable.run import DurableRun
+    from multistage.progress import Bars
+
+    chain = _Operators().chain(in_place)
+    assert chain.one_tape
+    assert DurableRun(tmp_path / "run").chain(chain).one_tape
+    bars = Bars(True)
+    assert bars.watch(chain, 1.0).one_tape
+    bars.close()
+    for make in (
+        lambda: FunctionChain(lambda x, i: x, told, one_tape=True),
+        lambda: InPlaceChain(lambda x, i, j: None, told, one_tape=True),
+    ):
+        with pytest.raises(ArgumentError, match="one_tape=True needs tape"):
+            make()
