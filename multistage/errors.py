@@ -113,4 +113,4 @@ class CheckpointWarning(_Redacted, UserWarning):
 
 
 class SlowWarning(_Redacted, UserWarning):
-    """The C core is not there, and slower Python works in its place; results are the same."""
+    """Something slower works in place of the C core or direct transfers; results are the same."""

@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import warnings
 from pathlib import Path
 
+from ..errors import SlowWarning
 from ..layout import Array
+from .arena import PAGE, pages
 
 # Larger requests gain nothing and keep the interpreter from being told of signals.
 _CHUNK = 4 << 20
@@ -57,6 +60,21 @@ class DirectFile:
                 raise
             self.direct = False  # the filesystem takes no O_DIRECT
             self._fd = _open_nameless(folder, 0, dir_fd)
+        if self.direct and not _takes_pages(self._fd):
+            self.direct = False
+            os.close(self._fd)
+            self._fd = _open_nameless(folder, 0, dir_fd)
+            try:
+                warnings.warn(
+                    f"folder {str(folder.parent)!r} takes no direct transfers (O_DIRECT) of "
+                    f"{PAGE} bytes, its device has larger blocks: files are written through the "
+                    "page cache, which is slower; for direct ones name a folder on another device",
+                    SlowWarning,
+                    stacklevel=2,
+                )
+            except BaseException:  # where warnings are errors
+                self.close()
+                raise
 
     @property
     def fd(self) -> int:
@@ -109,6 +127,22 @@ class DirectFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _takes_pages(fd: int) -> bool:
+    """Whether a file opened with O_DIRECT takes a page at a multiple of a page.
+
+    The kernel wants lengths, positions and addresses to be multiples of the
+    device's blocks.  These are larger than a page on some devices and network
+    filesystems, and only newer kernels tell (statx), not for all filesystems.
+    So one page is written; the file is empty again after it.
+    """
+    try:
+        os.pwritev(fd, [memoryview(pages(PAGE))], PAGE)  # type: ignore[arg-type]
+        os.ftruncate(fd, 0)
+    except OSError as error:
+        return error.errno != errno.EINVAL  # of all else the first checkpoint tells
+    return True
 
 
 def _open_nameless(folder: Path, flags: int, dir_fd: int | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -16,13 +17,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from leaks import descriptors
 
 from multistage.backends import CheckpointLost, FileStore
 from multistage.backends.aio import AioFiles
 from multistage.backends.direct import DirectFile
 from multistage.backends.files import available_engines
 from multistage.costs import Costs, Tier
-from multistage.errors import ArgumentError, CheckpointWarning, StoreError
+from multistage.errors import ArgumentError, CheckpointWarning, SlowWarning, StoreError
 from multistage.layout import Layout
 from multistage.reversal import Reversal
 
@@ -315,6 +317,29 @@ def test_filesystems_without_direct_transfers(
     medium.close()
     medium.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("engine", ["native", "direct"])
+def test_devices_with_larger_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Any
+) -> None:
+    """O_DIRECT is taken at `open`, and every transfer of a page is refused (EINVAL)."""
+    if engine not in available_engines():
+        pytest.skip("the C core was not built")
+
+    def pwritev(fd: int, *_: object) -> int:
+        assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    before, store = descriptors(), FileStore(tmp_path, engine, buffer_bytes=0)
+    layout = Layout.of(np.zeros(1000))
+    with pytest.warns(SlowWarning, match="larger blocks"):
+        store.open(layout)
+    assert store.put(1, [np.arange(1000.0)], block=True)
+    assert store.get(1)[0].tolist() == list(range(1000))
+    store.close()
+    assert descriptors() == before
 
 
 def test_the_disk_taken_stays_within_the_capacity(tmp_path: Path) -> None:
