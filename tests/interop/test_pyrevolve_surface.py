@@ -352,6 +352,11 @@ def test_arguments_that_would_have_no_effect_are_refused(tmp_path: Path) -> None
     ):
         with pytest.raises(ArgumentError, match=message):
             ours.compression.init_compression(params)
+    with pytest.raises(ArgumentError, match=r"no parameters \['schema'\]"):
+        ours.Revolver(*three, 5, 9, compression_params={"schema": "blosc"})
+    levels = ours.MultiLevelRevolver(*three, 9, _one(ours, three, 2))
+    with pytest.raises(ArgumentError, match=r"no parameters \['schema'\]"):
+        levels.addNumpyStorage({"schema": "blosc"})
     with pytest.raises(ArgumentError, match="scheduler= is not supported"):
         ours.BaseRevolver(*three, 3, 9, scheduler=ours.pyrevolve.CRevolve(3, 9))
     revolver = ours.Revolver(*three, 3, 9)

@@ -342,8 +342,10 @@ class BaseRevolver:
 
     def addNumpyStorage(self, compression_params: Mapping[str, Any] | None = None) -> int:
         """Append a `NumpyStorage`, or a `BytesStorage` if it compresses; return its index."""
-        if compression_params is not None and compression_params.get("scheme") is not None:
-            return self.addByteStorage(compression_params)
+        if compression_params is not None:
+            init_compression(compression_params)  # which checks them
+            if compression_params.get("scheme") is not None:
+                return self.addByteStorage(compression_params)
         size, dtype = self.checkpoint.size, self.checkpoint.dtype
         self.addStorage(NumpyStorage(size, self.n_timesteps, dtype, self.profiler))
         return len(self.storage_list) - 1

@@ -98,11 +98,11 @@ class SingleLevelRevolver(BaseRevolver):
         elif n_checkpoints < 1:
             raise ArgumentError(f"n_checkpoints={n_checkpoints} must be at least 1")
         self.n_checkpoints = n_checkpoints
-        compression = None
-        if compression_params is not None and compression_params.get("scheme") is not None:
-            if diskstorage or tiers is not None:
-                raise ArgumentError("compression_params are for checkpoints in memory alone")
-            compression = init_compression(compression_params)
+        compression = None if compression_params is None else init_compression(compression_params)
+        if compression_params is None or compression_params.get("scheme") is None:
+            compression = None
+        elif diskstorage or tiers is not None:
+            raise ArgumentError("compression_params are for checkpoints in memory alone")
         chosen = any(option is not None for option in (memory, tiers, planner, costs))
         self._chosen = chosen
         if chosen and diskstorage and tiers is not None and filedir != "./":
