@@ -291,6 +291,8 @@ class Reversal(Generic[State, Adjoint]):
         if self._executor is not None:
             self._executor.abort()
         _give_back(self._opened, None)
+        if self._dropped is not None:  # or the end of this object would close the folder
+            self._dropped.detach()
 
     def _require_own(self) -> None:
         """Raise StoreError in a forked child, if the stores were opened by its parent."""

@@ -352,6 +352,30 @@ def test_sweeps_of_one_program_begin_anew(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_states_of_another_layout_begin_another_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def work(comm: Comm) -> Any:
+        with MPIReversal(
+            lambda x, i: x + i,
+            lambda x, a, i: a + x,
+            10,
+            comm=comm,
+            durable=folder,
+            costs=COSTS,
+            on_error="raise",
+        ) as run:
+            found = []
+            for size in (3, 3, 5):
+                run.forward(np.zeros(size))
+                found.append(run.reverse(np.zeros(size)).tolist())
+        return found
+
+    for found in succeed(run_ranks(2, work)):
+        assert found == [3 * [120.0], 3 * [120.0], 5 * [120.0]]
+    assert not folder.exists()
+
+
 def test_a_gradient_that_was_not_saved_is_there_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
 
