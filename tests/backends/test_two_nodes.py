@@ -204,7 +204,7 @@ def test_a_full_node_is_a_full_tier() -> None:
         adjoint = run.reverse(np.ones(1 << 17))
         report = run.report()
     assert adjoint.tobytes() == store_all(120).tobytes()
-    assert 0 < report.tiers[0].peak_stored_bytes <= left
+    assert 0 < report.tiers[0].peak_stored_bytes < 40 * MIB
     assert where(ballast[: 16 * MIB]) == {1: 16 * MIB // PAGE}
     with pytest.raises(OSError, match=r"memory node 1 has \d+ bytes left"):
         pages_of_node(free, 1)
