@@ -23,6 +23,7 @@ all else is per slot or per stored checkpoint.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -54,11 +55,18 @@ from .backends.base import CheckpointLost, Store
 from .backends.lifetimes import Birth
 from .backends.streamed import require_distinct
 from .chain import Chain
-from .errors import CheckpointWarning, MultistageError, ScheduleError, StoreError
+from .errors import (
+    BudgetError,
+    CheckpointWarning,
+    MultistageError,
+    ScheduleError,
+    StoreError,
+)
 from .interrupts import Shield
 from .rules import Rules
 from .slots import ArrayStates, Kept, Slots, StateLayout, States, no_adjoint, overwritten
 from .steps import StepSet
+from .tapes import WEIGHED, own_bytes
 from .timeline import Timeline
 
 State = TypeVar("State")
@@ -196,6 +204,12 @@ class Executor(Generic[State, Adjoint]):
         The slow tiers, opened; addressed by the actions' tier index.
     tape_slots : float
         Slots one tape beyond the first takes.
+    slots : float
+        Fast slots of the budget: a schedule that takes more is stopped.
+    heavier : callable, optional
+        `heavier(step, nbytes)`, called for a tape that is larger than
+        `tape_slots`; it may raise.  The tapes are taken to be so large from
+        then on.
     rules : callable, optional
         Makes the legality machine that judges every action before it is
         performed; for schedules that were not made by a planner of this package.
@@ -230,6 +244,8 @@ class Executor(Generic[State, Adjoint]):
         stores: Sequence[Store],
         *,
         tape_slots: float = 1.0,
+        slots: float = math.inf,
+        heavier: Callable[[int, int], None] | None = None,
         rules: Callable[[], Rules] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         progress: Callable[[int, int], None] | None = None,
@@ -239,7 +255,9 @@ class Executor(Generic[State, Adjoint]):
         self._chain = chain
         self._stores = tuple(stores)
         require_distinct(self._stores, "the stores of an executor")
-        self._tape_slots = tape_slots
+        self.tape_slots = tape_slots
+        self._limit = slots + 1e-9
+        self._heavier = heavier
         self._make_rules = rules
         self._rules: Rules | None = None
         self._clock = clock
@@ -457,7 +475,7 @@ class Executor(Generic[State, Adjoint]):
         hold = _not_held if one_tape else slots.keep_tape
         wanted = adjoint is not None  # None is the adjoint of operators that keep it themselves
         send, answer = run.schedule.send, None
-        live, at, end, tape_slots = run.live, run.at, run.end, self._tape_slots
+        live, at, end, tape_slots = run.live, run.at, run.end, self.tape_slots
         # Whatever refers to a state or a tape that is done with keeps memory that
         # nobody counts: `live` alone refers to the live state from here on.
         run.live = None
@@ -465,6 +483,7 @@ class Executor(Generic[State, Adjoint]):
         forward_steps = reverse_steps = 0
         forward_s = reverse_s = 0.0
         used, peak, window_s = run.used, counts.peak_slots, _WINDOW_S
+        limit = self._limit
         window = last = clock()
         try:
             while True:
@@ -496,9 +515,11 @@ class Executor(Generic[State, Adjoint]):
                             # the schedule may still want: put that aside.
                             aside = None
                             if 0 <= at < step:
-                                aside = keep(live, at)
                                 if used + 1 > peak:
                                     peak = used + 1
+                                    if peak > limit:
+                                        raise self._over(action, peak)
+                                aside = keep(live, at)
                             live = load(tape, live)
                             release(tape)
                             del tape
@@ -517,12 +538,22 @@ class Executor(Generic[State, Adjoint]):
                     elif state_is_tape:
                         adjoint = reverse(live, adjoint, step)
                         at = -1
-                    else:
-                        if tapes:  # its tape stands beside them until it is used
-                            trim()
-                            if used + tape_slots > peak:
-                                peak = used + tape_slots
+                    elif not tapes:
                         adjoint = reverse(chain.tape(live, step)[1], adjoint, step)
+                        at = -1
+                    else:  # its tape stands beside them until it is used
+                        trim()
+                        made = chain.tape(live, step)[1]
+                        if len(tapes) + 1 in WEIGHED:
+                            more = self._weigh(step, made, tapes, tape_slots)
+                            tape_slots += more
+                            used += more * (len(tapes) - 1)
+                        if used + tape_slots > peak:
+                            peak = used + tape_slots
+                            if peak > limit:
+                                raise self._over(action, peak)
+                        adjoint = reverse(made, adjoint, step)
+                        del made
                         at = -1
                     if copies and at < 0:
                         adjoint = apart(adjoint, live)
@@ -572,10 +603,12 @@ class Executor(Generic[State, Adjoint]):
                     step = action.step
                     if step != at:
                         raise _illegal(action, f"the live state is {at}")
-                    held[step] = keep(live, step)
                     used += 1
                     if used > peak:
                         peak = used
+                        if peak > limit:
+                            raise self._over(action, peak)
+                    held[step] = keep(live, step)
                     continue
                 elif kind is Free:
                     if action.step not in held:
@@ -602,13 +635,22 @@ class Executor(Generic[State, Adjoint]):
                         used += tape_slots
                         if used > peak:
                             peak = used
-                    before = live
+                            if peak > limit:
+                                raise self._over(action, peak)
                     if state_is_tape:
                         tapes[step] = keep(live, step)
                         live = advance(live, step, step + 1)
                     else:
                         before = live
                         live, tape = chain.tape(live, step)
+                        if len(tapes) + 1 in WEIGHED:
+                            more = self._weigh(step, tape, tapes, tape_slots)
+                            if more:
+                                tape_slots += more
+                                used += more * len(tapes)
+                                peak = max(peak, used)
+                                if peak > limit:
+                                    raise self._over(action, peak)
                         tapes[step] = hold(tape, (before, live), step)
                         before = tape = None  # or they would be references that nobody counts
                     at = step + 1
@@ -685,6 +727,26 @@ class Executor(Generic[State, Adjoint]):
                 self.timeline.add(
                     kind, kind, start_s - begin, stop_s - begin, first=key, nbytes=nbytes
                 )
+
+    def _weigh(self, step: int, tape: Any, tapes: dict[int, Any], tape_slots: float) -> float:
+        """Return how many slots more than assumed a tape takes beside those held."""
+        run = self._run
+        assert run is not None
+        nbytes = own_bytes(tape, next(reversed(tapes.values())).state)
+        more = nbytes / run.layout.nbytes - tape_slots
+        if more <= 1e-9:
+            return 0.0
+        if self._heavier is not None:
+            self._heavier(step, nbytes)
+        self.tape_slots = tape_slots + more
+        return more
+
+    def _over(self, action: Action, slots: float) -> BudgetError:
+        return BudgetError(
+            f"{action} takes {slots:.4g} fast slots of the {self._limit:.4g} in the budget, a tape "
+            f"being {self.tape_slots:.4g} of them; raise the budget, or call forward() again: "
+            "the next sweep is planned with the tapes as they are"
+        )
 
     # --------------------------------------------------------------- transfers
 

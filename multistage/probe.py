@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
-import optree
 
 from .actions import Answer, Schedule
 from .backends.base import CheckpointLost, Store
@@ -44,6 +43,7 @@ from .plan.revolve import revolve_schedule
 from .plan.sweep import Sweep
 from .progress import counting
 from .slots import ArrayStates, Slots, States, overwritten
+from .tapes import own_bytes
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -384,26 +384,13 @@ def _per_item(
 
 
 def _tape_bytes(chain: Chain[State, Adjoint], state: State, n_steps: int, slots: Slots) -> int:
-    """Return the bytes that one more tape holds; 0 if no array is found in it.
-
-    What two tapes share, such as a table both refer to, is held anyway.  A
-    view counts as the whole array behind it, which it keeps alive.
-    """
-    held: dict[int, int] = {}
+    """Return the bytes that one more tape holds; 0 if no array is found in it."""
     tape: Any = None
     for i in range(min(2, n_steps)):
-        before, last = held, tape  # the tape stays, or its memory would be used again
-        given = state
+        last, given = tape, state
         state, tape = chain.tape(state, i)
         tape = slots.keep_tape(tape, (given, state), i).state
-        held = {}
-        for leaf in optree.tree_leaves(tape):
-            if isinstance(leaf, np.ndarray):
-                while isinstance(leaf.base, np.ndarray):
-                    leaf = leaf.base
-                held[id(leaf)] = leaf.nbytes
-    del last
-    return sum(nbytes for key, nbytes in held.items() if key not in before)
+    return own_bytes(tape, last)
 
 
 def _write(

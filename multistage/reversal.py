@@ -9,6 +9,7 @@ adjoint to forward step, has drifted.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import weakref
 from collections.abc import Callable
@@ -614,7 +615,17 @@ class Reversal(Generic[State, Adjoint]):
                 for store in self._stores:
                     store.open(self._layout)
                     self._opened.append(store)  # after an error these are closed again
+        if self._executor is not None and self._executor.tape_slots != self.costs.tape_slots:
+            self._executor.abort()
+            self._executor = None
         if self._executor is None:
+            run = weakref.ref(self)  # or a Reversal that is dropped would not end at once
+
+            def heavier(step: int, nbytes: int) -> None:
+                alive = run()
+                assert alive is not None
+                alive._heavier(step, nbytes)
+
             rules = partial(
                 Rules,
                 self._n_steps,
@@ -629,11 +640,28 @@ class Reversal(Generic[State, Adjoint]):
                 self._bars.watch(self._chain, self.costs.forward_step_s),
                 self._stores,
                 tape_slots=self.costs.tape_slots,
+                slots=slots,
+                heavier=heavier,
                 rules=rules,
                 progress=self._bars.update if self._bars.shown else None,
                 states=self._states,
             )
         return self._executor
+
+    def _heavier(self, step: int, nbytes: int) -> None:
+        """Refuse given costs for smaller tapes than that of `step`; correct measured ones."""
+        assert self.costs is not None and self._layout is not None
+        assumed = self.costs.tape_slots * self._layout.nbytes
+        if self._given:
+            raise ArgumentError(
+                f"the tape of step {step} takes {nbytes} bytes beside others, the costs say "
+                f"{assumed:.0f} (tape_bytes / state_bytes times the {self._layout.nbytes} bytes of "
+                "a state); give its bytes as tape_bytes, or no costs to have them measured"
+            )
+        self.costs = replace(
+            self.costs, tape_bytes=math.ceil(nbytes * self.costs.state_bytes / self._layout.nbytes)
+        )
+        self._stale = True
 
     def _learn(self, seen: Costs) -> None:
         """Correct the costs by what the sweep has shown; drop a plan that rests on others."""
@@ -641,7 +669,8 @@ class Reversal(Generic[State, Adjoint]):
         if self._given:
             return
         if drifted(self.costs, seen):
-            self.costs, self._stale = seen, True
+            self.costs = replace(seen, tape_bytes=self.costs.tape_bytes)
+            self._stale = True
 
 
 def _durable_alone(tier: object, states: object) -> None:

@@ -239,3 +239,72 @@ def test_a_plan_that_keeps_states_only_serves_a_chain_with_one_tape() -> None:
             found = run.reverse(np.ones(50))
         assert expected is None or (found == expected).all()
         expected = found
+
+
+class Opaque:
+    """A tape that no tree of arrays is made of."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
+TAPES: dict[str, Callable[[Any], Any]] = {
+    "array": lambda array: array,
+    "tuple": lambda array: (1, array[: len(array) // 2], array[len(array) // 2 :]),
+    "object": Opaque,
+    "closure": lambda array: lambda: array,
+    "memoryview": memoryview,
+}
+
+
+def heavy(kind: str, size: int = 1000, grows: bool = False) -> FunctionChain[Any, float]:
+    """Return a chain whose tapes have `size` numbers, twenty times its state."""
+    table = np.zeros(100_000)  # all tapes refer to it: held anyway
+
+    def tape(x: Any, i: int) -> tuple[Any, Any]:
+        made = np.full(size * (i + 1 if grows else 1), x[0])
+        return np.sin(x), (table, TAPES[kind](made))
+
+    return FunctionChain(lambda x, i: np.sin(x), lambda tape, a, i: a + i, tape)
+
+
+def costs_of(tape_bytes: int) -> Costs:
+    return Costs(1.0, 2.0, tape_step_s=1.0, state_bytes=400, tape_bytes=tape_bytes)
+
+
+@pytest.mark.parametrize("kind", TAPES)
+@pytest.mark.parametrize("planner", ["store-all", "periodic", "recursive", "mixed"])
+def test_costs_for_smaller_tapes_are_refused_at_the_second_tape(planner: str, kind: str) -> None:
+    run = Reversal(heavy(kind), n_steps=30, planner=planner, budget="40 slots", costs=costs_of(0))
+    with run, pytest.raises(ArgumentError, match=r"the tape of step \d+ takes 8000 bytes .* 448"):
+        run.forward(start())
+        run.reverse(1.0)
+    assert run.report().counts.forward_steps < 32
+    with Reversal(
+        heavy(kind), n_steps=30, planner=planner, budget="900 slots", costs=costs_of(8000)
+    ) as run:
+        run.forward(start())
+        assert run.reverse(1.0) == 1 + sum(range(30))
+
+
+def test_tapes_that_grow_are_stopped_at_the_budget_and_planned_anew() -> None:
+    """Costs are measured at the first steps; what shows later is held to the budget, too."""
+    chain = heavy("array", 50, grows=True)
+    with Reversal(chain, n_steps=24, planner="store-all", budget="60 slots") as run:
+        with pytest.raises(BudgetError, match=r"Tape.*fast slots of the 60 in the budget"):
+            run.forward(start())
+        assert run.costs is not None
+        assert run.costs.tape_slots >= 4
+        with pytest.raises(BudgetError, match="store-all needs"):
+            run.forward(start())
+    with Reversal(chain, n_steps=24, planner="store-all", budget="600 slots") as run:
+        run.forward(start())
+        assert run.reverse(1.0) == 1 + sum(range(24))
+        assert run.report().counts.peak_slots > 100  # as tapes are, not as they were measured
+        assert run.prepare(start()).costs.tape_slots >= 14
+
+
+def test_the_executor_stops_a_schedule_beyond_the_budget() -> None:
+    executor: execute.Executor[Any, Any] = execute.Executor(in_place(), (), slots=1)
+    with pytest.raises(BudgetError, match=r"Save\(step=1\) takes 2 fast slots of the 1"):
+        executor.forward([Save(0), Advance(0, 1), Save(1)], start())

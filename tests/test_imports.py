@@ -19,6 +19,7 @@ LAYERS = [
     {
         "layout",
         "sharing",
+        "tapes",
         "slots",
         "chain",
         "blocks",
