@@ -27,6 +27,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from ..errors import ArgumentError, CheckpointWarning, StoreError
 from ..layout import Array, Layout
 from ..steps import StepMap
@@ -217,7 +219,7 @@ class StreamedStore:
         self._waiting: deque[Extent] = deque()  # large writes not known to be done
         self._full_warned = self._no_space = False
         self._staging: list[Array] = []
-        self._places: list[list[list[Array] | None]] = []
+        self._lines: list[list[Array]] = []
         self._holders: list[Extent | None] = [None] * _STAGING
         self._pool = LandingPool(extent_bytes, _STAGING if count > 1 else 8)
         self._serial = 0
@@ -236,7 +238,7 @@ class StreamedStore:
         if count > 1:
             arena = pages(whole_huge(_STAGING * extent_bytes))
             self._staging = list(arena[: _STAGING * extent_bytes].reshape(_STAGING, extent_bytes))
-            self._places = [[None] * count for _ in range(_STAGING)]
+            self._lines = [_lines(layout, count, buffer) for buffer in self._staging]
         else:
             nbytes = self._bounce_bytes(layout)
             bounce = pages(whole_huge(nbytes))[:nbytes]
@@ -270,7 +272,7 @@ class StreamedStore:
         self._staging.clear()
         self._waiting.clear()
         self._zombies.clear()
-        self._places = []
+        self._lines = []
         self._filling = self._latest = self._read_last = None
         self._pool = LandingPool(0, 0)
 
@@ -289,13 +291,8 @@ class StreamedStore:
                 return False
         at, number = extent.filled, extent.buffer
         assert number is not None
-        places = self._places[number][at]
-        if places is None:
-            start = at * self._layout.nbytes
-            record = self._staging[number][start : start + self._layout.nbytes]
-            places = self._places[number][at] = self._layout.views(record)
-        for place, array in zip(places, arrays, strict=True):
-            place[...] = array
+        for line, array in zip(self._lines[number], arrays, strict=True):
+            line[at] = array
         self._index[key] = extent.number * self._count + at
         extent.filled = at + 1
         extent.live += 1
@@ -592,6 +589,29 @@ class StreamedStore:
         if error is None:
             self.stats.bytes_read += extent.nbytes
         self.transfers.append(TransferRecord("read", extent.first, began, ended, extent.nbytes))
+
+
+def _lines(layout: Layout, count: int, buffer: Array) -> list[Array]:
+    """Return for each leaf one array over its places in all records of a buffer.
+
+    A view for each place would take more memory than small states do.
+    """
+    lines = []
+    for leaf in layout.leaves:
+        strides, step = [], leaf.dtype.itemsize
+        for length in reversed(leaf.shape):
+            strides.append(step)
+            step *= length
+        lines.append(
+            np.ndarray(
+                (count, *leaf.shape),
+                leaf.dtype,
+                buffer=buffer.data,
+                offset=leaf.offset,
+                strides=(layout.nbytes, *reversed(strides)),
+            )
+        )
+    return lines
 
 
 def _weak(told: Finished) -> Finished:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -224,4 +225,24 @@ def test_reading_without_dropping_keeps_little_in_memory() -> None:
     extents = store._extents
     assert len(extents) == 25
     assert sum(extent.landing is not None for extent in extents.values()) <= 4
+    store.close()
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (0,)])
+def test_small_states_take_the_buffers_they_say(shape: tuple[int, ...]) -> None:
+    """By tracemalloc, besides pages: a view for each of 65 535 places took 14 MiB."""
+    store, state = MemoryStore(), {"x": np.zeros(shape), "y": np.zeros(1, np.int8)}
+    layout = Layout.of(state)
+    count = 3 * store._per_extent(layout)
+    arrays = layout.arrays(state)
+    store.open(layout)
+    store.put(0, arrays, block=True)
+    tracemalloc.start()
+    for key in range(1, count):
+        store.put(key, arrays, block=True)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count > 30_000
+    assert held < 3 << 20  # what the index takes of it is some 16 bytes a state
+    assert [array.shape for array in store.get(7)] == [shape, (1,)]
     store.close()
