@@ -160,6 +160,7 @@ class Slots(Protocol):
         ...
 
 
+_NOTHING: Any = object()  # no state
 _kept = tuple.__new__  # what Kept(...) does, without the call around it
 
 
@@ -397,11 +398,15 @@ class InPlace(Copies):
         self._home: list[Any] = []  # the arrays that the sweep began with
         self._simple = True  # arrays only, no scalars
         self._overlap: bool | None = None  # not known yet
+        self._only: Any = _NOTHING  # the array that is the whole state, if it is one
         self._orders: list[tuple[int, ...]] = []  # of their axes, and those of the pool
         self._places: dict[int, int] = {}  # id -> where in `_home`
         self._memory = Memory(())
 
     def load(self, kept: Kept, live: Any) -> Any:
+        if live is self._only and type(kept.arrays[0]) is np.ndarray:
+            _put_back(live, kept.arrays[0], "")
+            return live
         leaves = self._leaves(live)
         if self._is_home(leaves) and all(type(array) is np.ndarray for array in kept.arrays):
             self._copy_back(leaves, kept)
@@ -416,7 +421,8 @@ class InPlace(Copies):
         return _replaced(live, self._layout.state(leaves))
 
     def check(self, live: Any, where: int | str) -> None:
-        self._live(live, where)
+        if live is not self._only:
+            self._live(live, where)
 
     def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
         memory = self._memory_of(states[1])
@@ -438,6 +444,7 @@ class InPlace(Copies):
         super().release_all()
         self._frozen.free_all()
         self._home = []
+        self._only = _NOTHING
         self._places = {}
         self._memory = Memory(())
 
@@ -458,6 +465,7 @@ class InPlace(Copies):
         self._home = home
         self._simple = all(type(array) is np.ndarray for array in home)
         self._overlap = None
+        self._only = home[0] if self._simple and self._layout.single is not None else _NOTHING
         orders = [axis_order(array) for array in home]
         if orders != self._orders:
             self._orders = orders
@@ -470,6 +478,8 @@ class InPlace(Copies):
         return self._simple and all(map(operator.is_, leaves, self._home))
 
     def _memory_of(self, live: Any) -> Memory:
+        if live is self._only:
+            return self._memory
         leaves = self._leaves(live)
         return self._memory if self._is_home(leaves) else Memory(leaves)
 
