@@ -9,6 +9,7 @@ is refused, as is one that nothing can be seen of.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -247,10 +248,15 @@ def _name(kind: type) -> str:
 
 
 class Frozen:
-    """Arrays that may not be written to while somebody holds them."""
+    """Arrays that may not be written to while somebody holds them.
+
+    NumPy makes no view of a read-only array writeable: one that is given back
+    while the owner of its memory is held becomes so together with the owner.
+    """
 
     def __init__(self) -> None:
-        self.entries: dict[int, list[Any]] = {}  # id -> [array, holders]
+        # id -> [array, holders, views of it that were given back before it ...]
+        self.entries: dict[int, list[Any]] = {}
         # Of a sweep that is dropped, not ended: the caller gets the arrays back as they were.
         weakref.finalize(self, _thaw, self.entries).atexit = False
 
@@ -270,17 +276,30 @@ class Frozen:
             entry[1] -= 1
             if not entry[1]:
                 del self.entries[id(array)]
-                entry[0].flags.writeable = True
+                thaw(self.entries, entry)
 
     def free_all(self) -> None:
         """Give back all of them."""
         _thaw(self.entries)
 
 
+def thaw(entries: dict[int, list[Any]], entry: list[Any]) -> None:
+    """Make the array of an entry that was taken out writeable, and views of it that wait for it."""
+    array, _, *views = entry
+    whole = owner(array)
+    held = entries.get(id(whole))
+    if held is not None:
+        held += [array, *views]
+        return
+    for each in (array, *views):
+        with contextlib.suppress(ValueError):  # another run holds the owner
+            each.flags.writeable = True
+
+
 def _thaw(entries: dict[int, list[Any]]) -> None:
-    for array, _ in entries.values():
-        array.flags.writeable = True
-    entries.clear()
+    while entries:
+        _, entry = entries.popitem()
+        thaw(entries, entry)
 
 
 def references(values: Sequence[Any], k: int) -> int:

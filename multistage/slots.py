@@ -27,7 +27,7 @@ import optree
 
 from .errors import StateError
 from .layout import Array, Layout, axis_order
-from .sharing import Frozen, Memory, lone_owners, overlap, owner, references
+from .sharing import Frozen, Memory, lone_owners, overlap, owner, references, thaw
 
 Adjoint = TypeVar("Adjoint")
 
@@ -271,7 +271,7 @@ class References:
         return keep_tape(self._frozen, tape, states, None, "")
 
     def adopt_adjoint(self, adjoint: Adjoint, live: Any) -> Adjoint:
-        held = [array for array, _ in self._entries.values()]
+        held = [array for array, *_ in self._entries.values()]
         return Memory([*held, *self._layout.arrays(live)]).apart(adjoint, "the adjoint")
 
     def apart(self, adjoint: Adjoint, live: Any) -> Adjoint:
@@ -285,7 +285,10 @@ class References:
                 entry[1] -= 1
                 if not entry[1]:
                     del frozen[id(array)]
-                    array.flags.writeable = True
+                    if len(entry) == 2 and array.flags.owndata:  # nearly all
+                        array.flags.writeable = True
+                    else:
+                        thaw(frozen, entry)
 
     def trim(self) -> None:
         return

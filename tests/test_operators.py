@@ -138,3 +138,26 @@ def test_a_state_that_is_its_tape_has_no_tape_step() -> None:
     assert not InPlaceChain(forward, some, copied).state_is_tape
     with pytest.raises(AssertionError, match="by copying its state"):
         InPlaceChain(forward, whole).tape(start(), 0)
+
+
+@pytest.mark.parametrize("length", [3, 8, 9])
+def test_a_view_in_a_tape_is_writeable_again_when_its_owner_is(length: int) -> None:
+    """NumPy makes no view of a read-only array writeable: it waits for the state it looks into."""
+    seen: list[Any] = []
+
+    def taped(x: Any, i: int) -> tuple[Any, Any]:
+        view = x["kept"][...]
+        seen.append((view, view.flags.writeable))
+        return {"u": np.sin(x["u"]), "kept": view}, (np.cos(x["u"]), x["kept"], view)
+
+    def back(tape: Any, adjoint: Any, i: int) -> Any:
+        return tape[0] * adjoint
+
+    begin = {"u": np.linspace(0, 1, 3), "kept": np.ones(3)}
+    chain = FunctionChain(lambda x, i: taped(x, i)[0], back, taped)
+    costs = Costs(1.0, 2.0, 1.0, state_bytes=128, tape_bytes=72)
+    with Reversal(chain, n_steps=length, budget="3 slots", planner="mixed", costs=costs) as run:
+        run.forward(begin)
+        run.reverse(np.ones(3))
+    assert begin["kept"].flags.writeable
+    assert all(view.flags.writeable == before for view, before in seen)

@@ -112,6 +112,9 @@ CORPUS: dict[str, Case] = {
     "a step that writes to its input is measured": replace(
         _TWO, manners=("writes input", "new"), costs="measured"
     ),
+    "a tape with views of states": replace(
+        _TAPED, n=9, manners=("new", "input view"), tape="before", planner="mixed"
+    ),
     "values with padding": replace(
         _IN_PLACE, play="durable", n=1, leaves=(Leaf("clongdouble", (2, 3)),) * 2
     ),
