@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ArgumentError, BudgetError
+from .values import LEAST_STEP_S, MOST, seconds, shown, whole
 
 # As `tape_bytes`: more than any budget holds, so that no planner keeps a second tape.
 NOT_KEPT = 1 << 62
@@ -53,19 +54,24 @@ def parse_bytes(text: str | int) -> int:
     >>> parse_bytes("512 MiB")
     536870912
     """
-    if isinstance(text, bool) or not isinstance(text, int | str):
-        raise ArgumentError(f"size {text!r} must be an int or a string such as '512 MiB'")
-    if isinstance(text, int):
-        if text < 0:
-            raise ArgumentError(f"size {text} must not be negative")
-        return text
+    if not isinstance(text, str):
+        if isinstance(text, bool) or not hasattr(text, "__index__"):
+            raise ArgumentError(
+                f"size {shown(text)} must be a whole number of bytes, or a string such as "
+                "'512 MiB' or '32 slots'"
+            )
+        return whole(text, "size")
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise ArgumentError(
-            f"size {text!r} is no byte count; write a number and a unit such as '512 MiB' or '2GB'"
+            f"size {shown(text)} is no byte count; write a number and a unit such as '512 MiB' "
+            "or '2GB'"
         )
-    return int(float(match[1]) * unit)
+    count = float(match[1]) * unit
+    if count > MOST:
+        raise ArgumentError(f"size {shown(text)} must be at most 2^62 bytes")
+    return int(count)
 
 
 def format_bytes(count: float) -> str:
@@ -101,11 +107,6 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ArgumentError(message)
-
-
 @dataclass(frozen=True, slots=True)
 class Tier:
     """What one state costs on a slow tier.
@@ -134,17 +135,15 @@ class Tier:
     queue_depth: int = 2
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ArgumentError(f"name={shown(self.name)} of a tier must be a string")
+        of = f" of tier {shown(self.name)}"
         for name in ("write_s", "read_s", "write_overhead_s", "read_overhead_s"):
-            value = getattr(self, name)
-            _require(
-                value >= 0 and math.isfinite(value),
-                f"{name}={value} of tier {self.name!r} must be a finite number of seconds >= 0",
-            )
-        _require(self.queue_depth >= 1, f"queue_depth={self.queue_depth} must be at least 1")
-        _require(
-            self.capacity_states is None or self.capacity_states >= 0,
-            f"capacity_states={self.capacity_states} must not be negative",
-        )
+            object.__setattr__(self, name, seconds(getattr(self, name), name + of))
+        object.__setattr__(self, "queue_depth", whole(self.queue_depth, "queue_depth" + of, 1))
+        if self.capacity_states is not None:
+            capacity = whole(self.capacity_states, "capacity_states" + of)
+            object.__setattr__(self, "capacity_states", capacity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,18 +185,21 @@ class Costs:
     action_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(
-            self.forward_step_s > 0 and math.isfinite(self.forward_step_s),
-            f"forward_step_s={self.forward_step_s} must be a finite number of seconds > 0",
-        )
-        for name in ("reverse_step_s", "tape_step_s", "action_s"):
+        for name in ("forward_step_s", "reverse_step_s", "tape_step_s", "action_s"):
             value = getattr(self, name)
-            _require(
-                value is None or (value >= 0 and math.isfinite(value)),
-                f"{name}={value} must be a finite number of seconds >= 0",
+            if value is not None or name != "tape_step_s":
+                object.__setattr__(self, name, seconds(value, name))
+        if self.forward_step_s < LEAST_STEP_S:
+            raise ArgumentError(
+                f"forward_step_s={self.forward_step_s:g} must be a number of seconds > 0, "
+                f"at least {LEAST_STEP_S:g}"
             )
-        _require(self.state_bytes >= 1, f"state_bytes={self.state_bytes} must be at least 1")
-        _require(self.tape_bytes >= 0, f"tape_bytes={self.tape_bytes} must not be negative")
+        object.__setattr__(self, "state_bytes", whole(self.state_bytes, "state_bytes", 1))
+        object.__setattr__(self, "tape_bytes", whole(self.tape_bytes, "tape_bytes"))
+        tiers = tuple(self.tiers) if isinstance(self.tiers, list | tuple) else (self.tiers,)
+        if not all(isinstance(tier, Tier) for tier in tiers):
+            raise ArgumentError(f"tiers={shown(self.tiers)} must be a tuple of Tier")
+        object.__setattr__(self, "tiers", tiers)
 
     @property
     def state_is_tape(self) -> bool:
@@ -255,7 +257,7 @@ class Costs:
         """
         try:
             data: Any = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ArgumentError(f"no costs file: {error}") from error
         if not isinstance(data, dict) or data.pop("format", None) != "multistage-costs-1":
             raise ArgumentError('no costs file: "format" must be "multistage-costs-1"')
@@ -306,12 +308,13 @@ class Budget:
     slots: int | None = None
 
     def __post_init__(self) -> None:
-        _require(
-            (self.bytes is None) != (self.slots is None),
-            f"give a budget as bytes or as slots, not bytes={self.bytes}, slots={self.slots}",
-        )
-        value = self.bytes if self.slots is None else self.slots
-        _require(value is not None and value >= 0, f"budget {value} must not be negative")
+        if (self.bytes is None) == (self.slots is None):
+            raise ArgumentError(
+                f"give a budget as bytes or as slots, not bytes={shown(self.bytes)}, "
+                f"slots={shown(self.slots)}"
+            )
+        name = "bytes" if self.slots is None else "slots"
+        object.__setattr__(self, name, whole(getattr(self, name), f"budget: {name}"))
 
     @classmethod
     def parse(cls, text: str | int | Budget) -> Budget:
@@ -325,10 +328,11 @@ class Budget:
         if isinstance(text, Budget):
             return text
         if isinstance(text, str) and (match := re.fullmatch(r"\s*(.*?)\s*slots?\s*", text)):
-            _require(
-                match[1].isdecimal(),
-                f"budget {text!r}: slots must be a whole number >= 1, as in '32 slots'",
-            )
+            if not re.fullmatch(r"[0-9]{1,19}", match[1]):
+                raise ArgumentError(
+                    f"budget {shown(text)}: slots must be a whole number >= 1, as in '32 slots', "
+                    f"at most {MOST}"
+                )
             return cls(slots=int(match[1]))
         return cls(bytes=parse_bytes(text))
 

@@ -50,6 +50,7 @@ from .actions import (
     drive,
 )
 from .errors import ArgumentError, ScheduleError
+from .values import number, shown, whole
 
 
 @dataclass(slots=True)
@@ -442,6 +443,26 @@ class Legality:
     actions: int
 
 
+def run_arguments(
+    schedule: Schedule | Iterable[Action], n_steps: int | None, slots: float
+) -> tuple[int | None, float]:
+    """Return the number of steps and of slots, in numbers of Python's.
+
+    Raises
+    ------
+    ArgumentError
+        If one of the three is out of range.
+    """
+    if not isinstance(schedule, Iterable):
+        raise ArgumentError(f"schedule={shown(schedule)} must be an iterable of actions")
+    if n_steps is not None:
+        n_steps = whole(n_steps, "n_steps", 1)
+    slots = number(slots, "slots")
+    if not slots >= 0:
+        raise ArgumentError(f"slots={slots} must not be negative")
+    return n_steps, slots
+
+
 def check(
     schedule: Schedule | Iterable[Action],
     n_steps: int | None,
@@ -490,15 +511,21 @@ def check(
     >>> used.forward_steps
     1
     """
-    if n_steps is not None and n_steps < 1:
-        raise ArgumentError(f"n_steps={n_steps} must be at least 1")
-    if slots < 0:
-        raise ArgumentError(f"slots={slots} must not be negative")
+    n_steps, slots = run_arguments(schedule, n_steps, slots)
+    tape_slots = number(tape_slots, "tape_slots")
+    if not tape_slots >= 0:
+        raise ArgumentError(f"tape_slots={tape_slots} must not be negative")
+    if not isinstance(tier_slots, dict | None):
+        raise ArgumentError(f"tier_slots={shown(tier_slots)} must map tiers to states they hold")
+    limits = {
+        tier: whole(states, f"tier_slots[{shown(tier)}]")
+        for tier, states in (tier_slots or {}).items()
+    }
     rules = Rules(
         n_steps,
         slots,
         tape_slots,
-        dict(tier_slots or {}),
+        limits,
         state_is_tape=state_is_tape,
         in_place=in_place,
         one_tape=one_tape,

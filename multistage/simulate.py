@@ -37,8 +37,9 @@ from .actions import (
 )
 from .costs import Costs, Tier
 from .errors import ArgumentError
-from .rules import Rules
+from .rules import Rules, run_arguments
 from .timeline import Timeline
+from .values import number, shown, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,12 @@ class Jitter:
     spike_factor: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("sigma", "spike_probability", "spike_factor"):
+            object.__setattr__(self, name, number(getattr(self, name), name))
         if not (
-            0 <= self.sigma < 10 and 0 <= self.spike_probability <= 1 and self.spike_factor > 0
+            0 <= self.sigma < 10
+            and 0 <= self.spike_probability <= 1
+            and 0 < self.spike_factor < math.inf
         ):
             raise ArgumentError(
                 f"sigma={self.sigma} must lie in [0, 10), spike_probability="
@@ -74,7 +79,7 @@ class Jitter:
     @classmethod
     def parse(cls, text: str) -> Jitter:
         """Return the jitter written as `lognormal:SIGMA` or `spikes:PROBABILITY,FACTOR`."""
-        kind, _, numbers = text.partition(":")
+        kind, _, numbers = str(text).partition(":")
         try:
             values = [float(number) for number in numbers.split(",")]
         except ValueError:
@@ -84,7 +89,7 @@ class Jitter:
         if kind == "spikes" and len(values) == 2:
             return cls(spike_probability=values[0], spike_factor=values[1])
         raise ArgumentError(
-            f"jitter {text!r} must be 'lognormal:SIGMA' or 'spikes:PROBABILITY,FACTOR'"
+            f"jitter {shown(text)} must be 'lognormal:SIGMA' or 'spikes:PROBABILITY,FACTOR'"
         )
 
     def sampler(self, seed: int) -> Callable[[], float]:
@@ -208,7 +213,12 @@ def simulate(
     >>> simulate([Tape(0), EndForward(), Reverse(0)], 1, costs, slots=0).makespan_s
     3.0
     """
-    factor = _factors(jitter, seed)
+    n_steps, slots = run_arguments(schedule, n_steps, slots)
+    if not isinstance(costs, Costs):
+        raise ArgumentError(f"costs={shown(costs)} must be multistage.Costs")
+    if not isinstance(jitter, Jitter | None):
+        raise ArgumentError(f"jitter={shown(jitter)} must be a Jitter, or None for none")
+    factor = _factors(jitter, whole(seed, "seed"))
     channels = [_Channels(tier, factor) for tier in costs.tiers]
     rules = Rules(
         n_steps,

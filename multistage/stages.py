@@ -25,7 +25,6 @@ here                     there
 from __future__ import annotations
 
 import json
-import math
 import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -36,9 +35,11 @@ from tabulate import tabulate
 
 from .costs import format_bytes, format_seconds
 from .errors import ArgumentError
+from .values import seconds, shown, whole
 
 MAX_BYTES = 1 << 60
 _FORMAT = "multistage-stages-1"
+_MOST_STAGES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,7 @@ class Stage:
             object.__setattr__(self, "gradient_bytes", self.output_bytes)
         for name in ("forward_s", "backward_s", "spared_s"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise ArgumentError(
-                    f"stage {self.name!r}: {name}={value!r} must be a number, at least 0"
-                )
+            object.__setattr__(self, name, seconds(value, f"stage {shown(self.name)}: {name}"))
         for field in fields(self):
             if field.name.endswith("_bytes"):
                 value = _size(getattr(self, field.name), f"stage {self.name!r}: {field.name}")
@@ -119,6 +117,12 @@ class StageCosts:
     input_gradient_bytes: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.stages, list | tuple):
+            raise ArgumentError(f"stages={shown(self.stages)} must be a tuple of Stage")
+        for stage in self.stages:
+            if not isinstance(stage, Stage):
+                raise ArgumentError(f"stages hold {shown(stage)}, which must be a Stage")
+        object.__setattr__(self, "stages", tuple(self.stages))
         if not self.stages:
             raise ArgumentError("a chain needs at least one stage")
         for name in ("input_bytes", "input_gradient_bytes"):
@@ -133,7 +137,7 @@ class StageCosts:
         >>> len(StageCosts.uniform(5, Stage("layer", 1.0, 2.0, 10, 30), 10).stages)
         5
         """
-        return cls((stage,) * count, input_bytes)
+        return cls((stage,) * whole(count, "count", 1, _MOST_STAGES), input_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the costs as plain data."""
@@ -173,15 +177,17 @@ class StageCosts:
         """Return the costs that `to_json` wrote.  Raises ArgumentError."""
         try:
             return cls.from_dict(json.loads(text))
-        except json.JSONDecodeError as error:
+        except (TypeError, ValueError, RecursionError) as error:
+            if isinstance(error, ArgumentError):
+                raise
             raise ArgumentError(f"not the costs of a chain: {error}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Return the costs saved in a file.  Raises ArgumentError."""
         try:
-            return cls.from_json(Path(path).read_text())
-        except OSError as error:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
             raise ArgumentError(f"the costs {str(path)!r} cannot be read: {error}") from error
 
     def __str__(self) -> str:
@@ -204,9 +210,9 @@ class StageCosts:
 
 def _size(value: object, name: str) -> int:
     try:
-        size = operator.index(value)  # type: ignore[arg-type]
+        size = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise ArgumentError(f"{name}={value!r} must be a number of bytes") from None
+        raise ArgumentError(f"{name}={shown(value)} must be a number of bytes") from None
     if not 0 <= size <= MAX_BYTES:
-        raise ArgumentError(f"{name}={size} must be from 0 to 2^60 bytes")
+        raise ArgumentError(f"{name}={shown(size)} must be from 0 to 2^60 bytes")
     return size

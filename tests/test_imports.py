@@ -16,6 +16,7 @@ ROOT = Path(multistage.__file__).parent
 # A module may import from its own layer and from those above it in this list.
 LAYERS = [
     {"errors", "native", "progress", "interrupts", "switching"},
+    {"values"},
     {
         "layout",
         "sharing",

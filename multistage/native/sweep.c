@@ -500,12 +500,16 @@ static void ring(run_t *r)
     while ((p->online || i < p->n - 1) && !r->status) {
         if (i == p->end_start)
             spacing = p->end_spacing;
-        if (p->online && r->stored == p->capacity && r->used == p->slots && i >= (int64_t)at &&
-            !r->staged && !count(&r->written) && count(&r->fresh) && p->n - i > 1 &&
+        int64_t steps = p->n - i - 1;
+        const int full = r->stored == p->capacity && i >= (int64_t)at;
+        if (!full)
+            steps = at - (double)i < (double)steps ? (int64_t)at - i : steps;
+        if (p->online && steps > count(&r->fresh) && r->used == p->slots && !r->staged &&
+            !count(&r->written) && count(&r->fresh) &&
             r->fresh.step[r->fresh.head] == i - count(&r->fresh)) {
-            /* Nothing is written any more: the last states move through the slots. */
-            const int64_t steps = p->n - i - 1;
-            r->now += (double)steps * (p->forward + 4 * p->action);
+            /* Nothing is written for a while, or any more: the last states move through the
+             * slots, each step a save, a free, an advance, and an offer where the tier is full. */
+            r->now += (double)steps * (p->forward + (full ? 4 : 3) * p->action);
             r->forward_steps += (double)steps;
             for (int64_t k = r->fresh.head; k < r->fresh.tail; k++)
                 r->fresh.step[k] += steps;

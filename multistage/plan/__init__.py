@@ -6,14 +6,17 @@ holds them by name and `plan` ranks them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from functools import wraps
 
 from ..costs import Budget, Costs, format_seconds
 from ..errors import ArgumentError, BudgetError
 from ..progress import counting
+from ..values import shown, whole
 from .base import Plan as Plan
 from .base import Planner as Planner
-from .base import require_steps, sealing
+from .base import require_costs, require_steps, sealing
 from .hierarchy import disk_revolve, h_revolve, worth_ranking
 from .interval import interval
 from .mixed import mixed, worth_trying
@@ -26,8 +29,20 @@ from .store_all import store_all
 from .streaming import streaming
 from .stumm_walther import stumm_walther
 
+
+def _checked(planner: Planner) -> Planner:
+    """Return the planner with its arguments checked, NumPy's integers made Python's."""
+
+    @wraps(planner)
+    def checked(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+        require_costs(costs)
+        return planner(costs, whole(slots, "slots", 1), n_steps)
+
+    return checked
+
+
 PLANNERS: dict[str, Planner] = {
-    name: sealing(planner)
+    name: sealing(_checked(planner))
     for name, planner in {
         "store-all": store_all,
         "streaming": streaming,
@@ -96,12 +111,15 @@ def plan(
     >>> chosen.planner, round(chosen.recompute_factor, 2)
     ('streaming', 1.75)
     """
-    slots = Budget.parse(budget).slots_for(costs.state_bytes, buffer_bytes)
+    require_costs(costs)
+    room = whole(buffer_bytes, "buffer_bytes")
+    slots = Budget.parse(budget).slots_for(costs.state_bytes, room)
     n = require_steps(n_steps, planner)
-    if planner != "auto":
-        if planner not in PLANNERS:
+    if not isinstance(planner, str) or planner != "auto":
+        if not isinstance(planner, str) or planner not in PLANNERS:
             raise ArgumentError(
-                f"planner {planner!r} is not known; choose 'auto' or one of {', '.join(PLANNERS)}"
+                f"planner {shown(planner)} is not known; "
+                f"choose 'auto' or one of {', '.join(PLANNERS)}"
             )
         return PLANNERS[planner](costs, slots, n)
     plans: list[Plan] = []
@@ -139,7 +157,9 @@ def _why(plans: list[Plan]) -> str:
     if len(plans) == 1:
         return f"Chosen: {best.planner}, the only planner that fits the budget."
     second = plans[1]
-    faster = second.makespan_s / best.makespan_s - 1
+    faster = 0.0 if second.makespan_s == best.makespan_s else math.inf
+    if best.makespan_s:
+        faster = second.makespan_s / best.makespan_s - 1
     head = f"Chosen: {best.planner}, the shortest predicted makespan"
     if faster < 1e-9:
         return f"{head} (equal to {second.planner})."

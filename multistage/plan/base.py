@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -14,6 +15,9 @@ from tabulate import tabulate
 from ..actions import Schedule
 from ..costs import Costs, format_bytes, format_seconds
 from ..errors import ArgumentError
+from ..values import shown
+
+MOST_STEPS = 1 << 40
 
 P = ParamSpec("P")
 Planner: TypeAlias = "Callable[[Costs, int, int | None], Plan]"
@@ -104,6 +108,8 @@ class Plan:
     @property
     def gap(self) -> float:
         """How far the makespan lies above the lower bound, 0 at best."""
+        if not self.lower_bound_s:  # steps that take no time
+            return 0.0 if not self.makespan_s else math.inf
         return self.makespan_s / self.lower_bound_s - 1
 
     def row(self) -> dict[str, str | int | float]:
@@ -246,6 +252,15 @@ def require_steps(n_steps: int | None, planner: str) -> int:
         n = -1 if isinstance(n_steps, bool) else operator.index(n_steps)  # NumPy's ints too
     except TypeError:
         n = -1
-    if n < 1:
-        raise ArgumentError(f"n_steps={n_steps!r} must be an int, at least 1")
+    if not 1 <= n <= MOST_STEPS:
+        raise ArgumentError(f"n_steps={shown(n_steps)} must be an int, at least 1 and at most 2^40")
     return n
+
+
+def require_costs(costs: Costs) -> None:
+    """Raise ArgumentError unless these are costs of uniform steps."""
+    if not isinstance(costs, Costs):
+        raise ArgumentError(
+            f"costs={shown(costs)} must be multistage.Costs; for stages that differ there is "
+            "plan_chain"
+        )

@@ -50,6 +50,8 @@ from ..costs import format_bytes, format_seconds, parse_bytes
 from ..errors import ArgumentError, BudgetError
 from ..progress import counting
 from ..stages import StageCosts
+from ..values import shown
+from ..values import whole as whole_number
 from .chain_memory import actions_of, use_of
 from .chain_table import Sizes, Table, Trace, default_threads, judge, smallest
 
@@ -62,6 +64,9 @@ _MORE = 1.15
 _RUNG = 1.3
 # Rounding errors of float32 sums over a chain, as a share of its forward work.
 _FLOAT = 1e-5
+
+
+_MOST_SLOTS, _MOST_THREADS = 1 << 20, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +265,16 @@ def plan_chain(
     >>> plan.peak_bytes <= plan.memory_bytes, plan.makespan_s / plan.plain_s < 1.3
     (True, True)
     """
-    if strategy not in STRATEGIES:
-        raise ArgumentError(f"strategy {strategy!r} is not known; choose one of {STRATEGIES}")
-    if slots < 16:
-        raise ArgumentError(f"slots={slots} must be at least 16")
-    if segments is not None and (strategy != "periodic" or segments < 1):
-        raise ArgumentError("segments, at least 1, goes with strategy 'periodic'")
+    _require_chain(costs)
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
+        raise ArgumentError(f"strategy {shown(strategy)} is not known; choose one of {STRATEGIES}")
+    slots = whole_number(slots, "slots", 16, _MOST_SLOTS)
+    if segments is not None:
+        segments = whole_number(segments, "segments", 1)
+        if strategy != "periodic":
+            raise ArgumentError("segments, at least 1, goes with strategy 'periodic'")
+    if threads is not None:
+        threads = whole_number(threads, "threads", 0, _MOST_THREADS)
     plain = use_of(_store_all(costs), costs)
     limit = _limit(memory, plain.peak_bytes)
     fits = limit is None or plain.peak_bytes <= limit
@@ -313,8 +322,22 @@ def smallest_memory(costs: StageCosts, strategy: Literal["optimal", "revolve"] =
     >>> smallest_memory(StageCosts.uniform(4, Stage("layer", 1.0, 2.0, 10, 30), 10))
     70
     """
+    _require_chain(costs)
+    _require_either(strategy)
     least, _ = smallest(Sizes.of(costs), tapes=strategy == "optimal")
     return least + costs.input_bytes
+
+
+def _require_chain(costs: StageCosts) -> None:
+    if not isinstance(costs, StageCosts):
+        raise ArgumentError(
+            f"costs={shown(costs)} must be multistage.StageCosts; for uniform steps there is plan"
+        )
+
+
+def _require_either(strategy: str) -> None:
+    if not isinstance(strategy, str) or strategy not in ("optimal", "revolve"):
+        raise ArgumentError(f"strategy {shown(strategy)} must be 'optimal' or 'revolve'")
 
 
 def memory_curve(
@@ -336,6 +359,11 @@ def memory_curve(
     >>> curve[0][0], curve[-1]
     (70, (150, 12.0))
     """
+    _require_chain(costs)
+    _require_either(strategy)
+    slots = whole_number(slots, "slots", 16, _MOST_SLOTS)
+    if threads is not None:
+        threads = whole_number(threads, "threads", 0, _MOST_THREADS)
     true = Sizes.of(costs)
     plain = use_of(_store_all(costs), costs)
     _, trace = smallest(true, tapes=strategy == "optimal")
@@ -437,7 +465,7 @@ def _limit(memory: int | str | float | None, plain_bytes: int) -> int | None:
     if isinstance(memory, float):
         if not 0 < memory <= 1:
             raise ArgumentError(
-                f"memory={memory} as a fraction of plain training must be above 0 and at most 1; "
+                f"memory={memory:g} as a fraction of plain training must be above 0 and at most 1; "
                 "bytes are an int or a string such as '4 GiB'"
             )
         return int(memory * plain_bytes)

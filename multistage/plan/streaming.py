@@ -286,7 +286,8 @@ def _run(
     positions, which stay as they are.  So two smaller ones of the same shape
     are extended; wide spacings shrink along, and the transfers with them.
     """
-    if form.tail is None and form.spacing > _WIDE * (1 + 1e-9):
+    slots = min(slots, 2 * n_steps + 64)  # more make no difference
+    if form.tail is None and _WIDE * (1 + 1e-9) < form.spacing <= 4 * slots:
         share = _WIDE / form.spacing
 
         def shrunk(part: float) -> Prediction:

@@ -46,10 +46,11 @@ def timed(sweep: Sweep, costs: Costs, n_steps: int, *, online: bool = False) -> 
 def _by_kernel(sweep: Sweep, costs: Costs, n_steps: int, online: bool) -> Prediction | None:
     tier = costs.tier
     assert tier is not None
+    slots = min(sweep.slots, 2 * n_steps + _MASK_STEPS)  # more make no difference
     call = native.SweepCall(
         n=n_steps,
         online=online,
-        slots=sweep.slots,
+        slots=slots,
         tail_start=-1 if sweep.tail_start is None else sweep.tail_start,
         depth=sweep.depth,
         queue_depth=tier.queue_depth,
@@ -81,7 +82,7 @@ def _by_kernel(sweep: Sweep, costs: Costs, n_steps: int, online: bool) -> Predic
         offered = min(offered, tier.capacity_states)
     room = int(offered + kept) + _MASK_STEPS
     library = native.library()
-    work = np.empty(int(library.ms_sweep_len(room, sweep.slots)))
+    work = np.empty(int(library.ms_sweep_len(room, slots)))
     out = np.empty(6)
     tables = None if sweep.reservation is None else sweep.reservation.kernel_tables().ctypes.data
     status = library.ms_sweep(ctypes.byref(call), room, work.ctypes.data, tables, out.ctypes.data)

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from ..costs import Costs
 from ..errors import ArgumentError, BudgetError
 from ..progress import counting
+from ..values import shown, whole
 from . import PLANNERS, RANKED
-from .base import Plan, require_steps
+from .base import Plan, require_costs, require_steps
 
 
 def trade_off(
@@ -54,16 +55,26 @@ def trade_off(
     >>> [plan.makespan_s for plan in curves["revolve"]]
     [1046.0, 423.0, 300.0]
     """
+    require_costs(costs)
     n = require_steps(n_steps, "trade_off")
-    unknown = [name for name in planners if name not in PLANNERS]
+    if isinstance(planners, str) or not isinstance(planners, Iterable):
+        raise ArgumentError(f"planners={shown(planners)} must be several names of planners")
+    names = list(planners)
+    unknown = [name for name in names if not isinstance(name, str) or name not in PLANNERS]
     if unknown:
-        raise ArgumentError(f"planners {unknown} are not known; choose from {', '.join(PLANNERS)}")
-    chosen = set(_ladder(n) if slots is None else slots) | ({also} if also else set())
-    if min(chosen, default=0) < 1:
-        raise ArgumentError(f"slots={sorted(chosen)} must be numbers of at least 1")
+        raise ArgumentError(
+            f"planners {shown(unknown)} are not known; choose from {', '.join(PLANNERS)}"
+        )
+    if not isinstance(slots, Iterable | None):
+        raise ArgumentError(f"slots={shown(slots)} must be several numbers of slots")
+    chosen = {whole(count, "slots", 1) for count in (_ladder(n) if slots is None else slots)}
+    if also is not None:
+        chosen.add(whole(also, "also", 1))
+    if not chosen:
+        raise ArgumentError("slots=[] must hold at least one number of slots")
     curves: dict[str, tuple[Plan, ...]] = {}
-    with counting("trade-off", len(planners) * len(chosen), progress, " plans") as tick:
-        for name in planners:
+    with counting("trade-off", len(names) * len(chosen), progress, " plans") as tick:
+        for name in names:
             found = []
             for count in sorted(chosen):
                 with contextlib.suppress(BudgetError):  # too few for this one

@@ -32,7 +32,7 @@ def test_one_step() -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(ArgumentError, match=r"planners \['fast'\] are not known"):
         trade_off(COSTS, 9, ["fast"])
-    with pytest.raises(ArgumentError, match=r"slots=\[0, 3\] must be numbers of at least 1"):
+    with pytest.raises(ArgumentError, match=r"slots=0 must be at least 1"):
         trade_off(COSTS, 9, slots=[0, 3])
     with pytest.raises(ArgumentError, match="n_steps=0"):
         trade_off(COSTS, 0)
