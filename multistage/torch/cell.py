@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -90,6 +91,9 @@ class Facts:
         Buffers it changes.
     parameters : tuple of Tensor
         That the gradient is wanted of.
+    weight : (int, int)
+        Nodes of a step's graph, and bytes of what they return: cells that differ
+        in neither code nor parameters may differ here.
     """
 
     spec: pytree.TreeSpec
@@ -103,6 +107,7 @@ class Facts:
     graded: bool
     buffers: Buffers
     parameters: tuple[Tensor, ...]
+    weight: tuple[int, int]
 
     def wants_at(self, chunk: int) -> tuple[bool, ...]:
         """Return which leaves of the state before a chunk take part in the gradient."""
@@ -179,6 +184,7 @@ def _explored(
         graded=graded,
         buffers=looked.buffers,
         parameters=tuple(known),
+        weight=looked.weight,
     )
 
 
@@ -193,6 +199,7 @@ class _Look:
     buffers: Buffers
     found: list[Tensor]
     results: list[Tensor]
+    weight: tuple[int, int]
 
 
 def _look(
@@ -263,6 +270,7 @@ def _look(
         changed,
         found,
         [t.detach() for t in [*new_leaves, *ys]],
+        graph_weight(roots, marker._sequence_nr()),
     )
 
 
@@ -346,3 +354,20 @@ def leaves_below(
                 "part in the gradient; give it in parameters=[...]"
             )
         stack += [below for below, _ in node.next_functions]
+
+
+def graph_weight(roots: Sequence[Tensor], begun: int) -> tuple[int, int]:
+    """Return how many nodes a graph has from a sequence number on, and the bytes they return."""
+    stack = [t.grad_fn for t in roots]
+    seen: set[Any] = set()
+    nbytes = 0
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen or node._sequence_nr() < begun:
+            continue
+        seen.add(node)
+        for result in node._input_metadata:
+            if not result.is_nested_tensor:
+                nbytes += prod(result.shape) * result.dtype.itemsize
+        stack += [below for below, _ in node.next_functions]
+    return len(seen), nbytes

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,34 +14,25 @@ from torch.utils import _pytree as pytree
 
 from ..backends.base import Store
 from ..backends.lifetimes import Birth, end
-from ..backends.urls import TierName, Tiers, tier_names
-from ..costs import Tier, parse_bytes
-from ..errors import ArgumentError, BudgetError, MultistageError
+from ..backends.urls import Tiers, tier_names
+from ..errors import ArgumentError, MultistageError
 from ..execute import Executor
-from ..limits import default_budget_bytes
 from ..progress import Bars
 from .cell import Cell, Facts, explore
 from .cell_costs import (
     STRATEGIES,
     Strategy,
     UnrollPlan,
-    choose,
-    keep_bytes,
-    offloaded,
-    sample_chunks,
-    tier_of,
 )
 from .exploring import tensors_of
-from .offload import PAGE_BYTES, offload
+from .offload import offload
+from .planning import TRAVELS_BYTES, Settings, planned
 from .replay import RandomState, cuda_or_cpu, random_devices, refuse_hidden_draws
 from .tensors import TensorLayout, TensorState, TensorStates
 from .through_time import Collector, Inputs, ThroughTime
 from .tiers import open_tiers
 
 _OUTPUTS = ("stack", "sum", "last")
-_DEVICE_SHARE = 0.9  # of the free memory of a CUDA device, where no limit is given
-_REMEMBERED = 64
-_OFFLOADED = 256 << 10  # tapes' tensors of at least this travel
 _FEW = 8  # steps of a fused cell to look at
 
 
@@ -181,7 +170,7 @@ def unroll(
         raise ArgumentError(f"chunk={chunk!r} must be an int, at least 1")
     known = Cell(cell, fused)
     sequence = Inputs(inputs, steps)
-    settings = _Settings(memory, tier_names(tiers), chunk, strategy, progress)
+    settings = Settings(memory, tier_names(tiers), chunk, strategy, progress)
     leaves = pytree.tree_leaves(state)
     own = () if known.module is None else known.module.parameters()
     drawn_from = random_devices([*tensors_of(state), *own])
@@ -208,7 +197,7 @@ def _run(
     chain: ThroughTime,
     state: Any,
     store: Store | None,
-    settings: _Settings,
+    settings: Settings,
     outputs: Any,
 ) -> Unrolled:
     """Plan and run a sequence that wants gradients."""
@@ -218,12 +207,12 @@ def _run(
     names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
     first = chain.first(leaves)
     layout = TensorLayout(first.tensors, names)
-    chosen = _planned(chain, leaves, layout, store, settings)
+    chosen = planned(chain, leaves, layout, store, settings)
     if chosen.plan is None:
         tapes: Any = contextlib.nullcontext()
         if chosen.strategy == "offload":
             held = [t for t in [*leaves, sequence.given] if isinstance(t, Tensor)]
-            tapes = offload(settings.tiers, min_bytes=_OFFLOADED, stays=held, device=device)
+            tapes = offload(settings.tiers, min_bytes=TRAVELS_BYTES, stays=held, device=device)
         with tapes:
             result = _plain(known, facts, state, sequence, outputs, settings.chunk, graph=True)
         return Unrolled(result.state, result.loss, result.outputs, chosen)
@@ -241,15 +230,6 @@ def _run(
     loss, reduced = _results(facts, found[len(leaves) :])
     last = pytree.tree_unflatten(list(found[: len(leaves)]), spec)
     return Unrolled(last, loss, reduced, chosen)
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    memory: int | str | float | None
-    tiers: tuple[TierName, ...]
-    chunk: int | None
-    strategy: Strategy
-    progress: bool | None
 
 
 def _results(facts: Facts, values: Sequence[Tensor | None]) -> tuple[Tensor | None, Any]:
@@ -392,105 +372,3 @@ class _ThroughAutograd(torch.autograd.Function):
         of_inputs = chain.inputs.gradients(chain.of_inputs)
         sums, chain.sums, chain.of_inputs = chain.sums, [], {}
         return (None, *of_state, *of_inputs, *sums)
-
-
-# --------------------------------------------------------------------- planning
-
-_lock = threading.Lock()
-_plans: OrderedDict[object, UnrollPlan] = OrderedDict()
-_measured_tiers: OrderedDict[object, Tier] = OrderedDict()
-
-
-def _planned(
-    chain: ThroughTime,
-    leaves: Sequence[Tensor],
-    layout: TensorLayout,
-    store: Store | None,
-    settings: _Settings,
-) -> UnrollPlan:
-    """Return the plan for such a sequence, measured once."""
-    cell, facts, inputs = chain.cell, chain.facts, chain.inputs
-    key = (
-        _identity(cell),
-        _kinds(leaves),
-        inputs.steps,
-        settings,
-        facts.wants,
-        cell.fused,
-        layout.nbytes,
-        _kinds(facts.parameters),
-        _kinds(tensors_of(inputs.many(0, 1) if cell.fused else inputs.at(0))),
-        chain.autocast,
-    )
-    with _lock:
-        known = _plans.get(key)
-    if known is not None:
-        return known
-    limit = settings.memory
-    if limit is None:
-        limit = _free(chain.device)
-    most = parse_bytes(limit) if not isinstance(limit, float) else 1 << 62
-    samples = sample_chunks(chain, leaves, chunk=settings.chunk, most_bytes=most)
-    if isinstance(limit, float):
-        if not 0 < limit <= 1:
-            raise ArgumentError(f"memory={limit!r} as a fraction must lie in (0, 1]")
-        limit = int(limit * keep_bytes(samples, inputs.steps))
-    tier = None
-    if store is not None:
-        tier_key = (settings.tiers, chain.device, layout.nbytes)
-        tier = _measured_tiers.get(tier_key)
-        if tier is None:
-            tier = _measured_tiers[tier_key] = tier_of(store, layout, chain.first(leaves).tensors)
-    travelling = None
-    if store is not None and settings.strategy in ("auto", "offload"):
-        page_key = (settings.tiers, chain.device, "page")
-        page = _measured_tiers.get(page_key)
-        if page is None:
-            blank = torch.empty(PAGE_BYTES, dtype=torch.uint8, device=chain.device)
-            page_layout = TensorLayout([blank], ["a page"])
-            try:
-                page = _measured_tiers[page_key] = tier_of(store, page_layout, [blank])
-            except BudgetError:  # room for states, but for no page of tapes
-                if settings.strategy == "offload":
-                    raise
-        if page is not None:
-            travelling = offloaded(samples[-1], inputs.steps, _OFFLOADED, page, PAGE_BYTES)
-    plan = choose(
-        samples,
-        inputs.steps,
-        parse_bytes(limit),
-        layout.nbytes,
-        tier=tier,
-        buffer_bytes=0 if store is None else store.buffer_bytes(layout.record),
-        strategy=settings.strategy,
-        chunk=settings.chunk,
-        offload=travelling,
-    )
-    with _lock:
-        _plans[key] = plan
-        for remembered in (_plans, _measured_tiers):
-            while len(remembered) > _REMEMBERED:
-                remembered.popitem(last=False)
-    return plan
-
-
-def _identity(cell: Cell) -> object:
-    """Return what tells cells of one kind from others; plans of a kind are shared."""
-    if cell.module is not None:
-        shapes = tuple(
-            (p.shape, p.dtype, p.device, p.requires_grad) for p in cell.module.parameters()
-        )
-        return type(cell.module), cell.name, shapes, cell.module.training
-    return getattr(cell.given, "__code__", cell.given)
-
-
-def _kinds(leaves: Sequence[Tensor]) -> object:
-    return tuple((t.shape, t.dtype, t.device) for t in leaves)
-
-
-def _free(device: torch.device) -> int:
-    if device.type != "cuda":
-        return default_budget_bytes()
-    free, _ = torch.cuda.mem_get_info(device)
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(_DEVICE_SHARE * (free + idle))

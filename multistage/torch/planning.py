@@ -1,0 +1,212 @@
+"""Plans of `unroll`: measured once for a kind of cell, made again where memory has changed."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..backends.base import Store
+from ..backends.urls import TierName
+from ..costs import Tier, parse_bytes
+from ..errors import ArgumentError, BudgetError
+from ..limits import default_budget_bytes
+from .cell import Cell
+from .cell_costs import (
+    Sample,
+    Strategy,
+    UnrollPlan,
+    choose,
+    keep_bytes,
+    offloaded,
+    sample_chunks,
+    tier_of,
+)
+from .exploring import tensors_of
+from .offload import PAGE_BYTES
+from .tensors import TensorLayout
+from .through_time import ThroughTime
+
+TRAVELS_BYTES = 256 << 10  # tapes' tensors of at least this travel
+_DEVICE_SHARE = 0.9  # of the free memory of a CUDA device, where no limit is given
+_REMEMBERED = 64
+
+_V = TypeVar("_V")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `unroll` was told of memory and plans."""
+
+    memory: int | str | float | None
+    tiers: tuple[TierName, ...]
+    chunk: int | None
+    strategy: Strategy
+    progress: bool | None
+
+
+class _Memory(Generic[_V]):
+    """What was found last, by kind; for all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: OrderedDict[object, _V] = OrderedDict()
+
+    def get(self, key: object) -> _V | None:
+        with self._lock:
+            return self._found.get(key)
+
+    def put(self, key: object, value: _V) -> _V:
+        with self._lock:
+            self._found[key] = value
+            self._found.move_to_end(key)
+            while len(self._found) > _REMEMBERED:
+                self._found.popitem(last=False)
+        return value
+
+    def got(self, key: object, find: Callable[[], _V]) -> _V:
+        """Return what is known, or else find it; two threads may both find it."""
+        known = self.get(key)
+        return self.put(key, find()) if known is None else known
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A plan, what it was made from, and the weight of the cell that was measured."""
+
+    samples: Sequence[Sample]
+    weight: tuple[int, int]
+    plan: UnrollPlan
+
+    def fits(self, weight: tuple[int, int]) -> bool:
+        """Whether a cell of some weight takes no more memory than what was measured."""
+        return all(now <= then for now, then in zip(weight, self.weight, strict=True))
+
+    def holds(self, limit: int) -> bool:
+        """Whether the plan is still right where so much memory is free."""
+        if self.plan.peak_bytes > limit:
+            return False
+        return self.plan.strategy == "keep" or limit <= 2 * self.plan.memory_bytes
+
+
+_plans: _Memory[_Known] = _Memory()
+_tiers: _Memory[Tier] = _Memory()
+
+
+def planned(
+    chain: ThroughTime,
+    leaves: Sequence[Tensor],
+    layout: TensorLayout,
+    store: Store | None,
+    settings: Settings,
+) -> UnrollPlan:
+    """Return the plan for a sequence.
+
+    Cells of a kind are measured once: the same module type and parameters, or the
+    same code, and a graph of about the same weight.  Where no limit is given, a plan
+    is made again from those measurements when it no longer fits what is free, or
+    more than twice as much is.
+
+    Raises
+    ------
+    ArgumentError, BudgetError
+        If there is none.
+    """
+    cell, facts, inputs = chain.cell, chain.facts, chain.inputs
+    key = (
+        _identity(cell),
+        _kinds(leaves),
+        inputs.steps,
+        settings,
+        facts.wants,
+        cell.fused,
+        layout.nbytes,
+        _kinds(facts.parameters),
+        _kinds(tensors_of(inputs.many(0, 1) if cell.fused else inputs.at(0))),
+        chain.autocast,
+        tuple(number.bit_length() for number in facts.weight),
+    )
+    known = _plans.get(key)
+    if known is not None and not known.fits(facts.weight):
+        known = None
+    if known is not None and settings.memory is not None:
+        return known.plan
+    limit: int | str | float
+    if settings.memory is None:
+        limit = _free(chain.device)
+        if known is not None and known.holds(limit):
+            return known.plan
+    else:
+        limit = settings.memory
+    if known is not None:
+        samples = known.samples
+    else:
+        most = parse_bytes(limit) if not isinstance(limit, float) else 1 << 62
+        samples = sample_chunks(chain, leaves, chunk=settings.chunk, most_bytes=most)
+    if isinstance(limit, float):
+        if not 0 < limit <= 1:
+            raise ArgumentError(f"memory={limit!r} as a fraction must lie in (0, 1]")
+        limit = int(limit * keep_bytes(samples, inputs.steps))
+    tier = None
+    if store is not None:
+        tier = _tiers.got(
+            (settings.tiers, chain.device, layout.nbytes),
+            lambda: tier_of(store, layout, chain.first(leaves).tensors),
+        )
+    travelling = None
+    if store is not None and settings.strategy in ("auto", "offload"):
+        page = _page_tier(store, chain.device, settings)
+        if page is not None:
+            travelling = offloaded(samples[-1], inputs.steps, TRAVELS_BYTES, page, PAGE_BYTES)
+    plan = choose(
+        samples,
+        inputs.steps,
+        parse_bytes(limit),
+        layout.nbytes,
+        tier=tier,
+        buffer_bytes=0 if store is None else store.buffer_bytes(layout.record),
+        strategy=settings.strategy,
+        chunk=settings.chunk,
+        offload=travelling,
+    )
+    weight = facts.weight if known is None else known.weight
+    return _plans.put(key, _Known(samples, weight, plan)).plan
+
+
+def _page_tier(store: Store, device: torch.device, settings: Settings) -> Tier | None:
+    """Return a tier as pages of tapes see it; None if it has room for none."""
+    blank = torch.empty(PAGE_BYTES, dtype=torch.uint8, device=device)
+    layout = TensorLayout([blank], ["a page"])
+    try:
+        return _tiers.got((settings.tiers, device, "page"), lambda: tier_of(store, layout, [blank]))
+    except BudgetError:  # room for states, but for no page of tapes
+        if settings.strategy == "offload":
+            raise
+        return None
+
+
+def _identity(cell: Cell) -> object:
+    """Return what tells cells of one kind from others; plans of a kind are shared."""
+    if cell.module is not None:
+        shapes = tuple(
+            (p.shape, p.dtype, p.device, p.requires_grad) for p in cell.module.parameters()
+        )
+        return type(cell.module), cell.name, shapes, cell.module.training
+    return getattr(cell.given, "__code__", cell.given)
+
+
+def _kinds(leaves: Sequence[Tensor]) -> object:
+    return tuple((t.shape, t.dtype, t.device) for t in leaves)
+
+
+def _free(device: torch.device) -> int:
+    if device.type != "cuda":
+        return default_budget_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(_DEVICE_SHARE * (free + idle))

@@ -1,0 +1,133 @@
+"""Plans of `unroll` are remembered for cells of a kind, and only while they hold."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multistage.torch as mst
+from multistage.errors import BudgetError
+from multistage.torch import planning
+from multistage.torch.meter import Meter
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Forget plans; return a list that gets an entry for each measurement."""
+    measured: list[int] = []
+    sample_chunks = planning.sample_chunks
+
+    def counted(*args: Any, **options: Any) -> Any:
+        measured.append(options["most_bytes"])
+        return sample_chunks(*args, **options)
+
+    monkeypatch.setattr(planning, "_plans", planning._Memory())
+    monkeypatch.setattr(planning, "_tiers", planning._Memory())
+    monkeypatch.setattr(planning, "sample_chunks", counted)
+    return measured
+
+
+class Inner(nn.Module):
+    """A cell of n steps of its own."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+        self.weight = nn.Parameter(torch.ones(256))
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        for _ in range(self.n):
+            h = torch.tanh(h * self.weight)
+        return h + x
+
+
+def inner(n: int) -> Callable[..., Tensor]:
+    weight = torch.ones(256, requires_grad=True)
+
+    def cell(h: Tensor, x: Tensor) -> Tensor:
+        for _ in range(n):
+            h = torch.tanh(h * weight)
+        return h + x
+
+    return cell
+
+
+def test_a_plan_holds_while_it_fits_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, nothing_known: list[int]
+) -> None:
+    free = [1 << 30]
+    monkeypatch.setattr(planning, "_free", lambda device: free[0])
+    cell, h, x = Inner(2), torch.zeros(256), torch.randn(100, 256)
+
+    def plan_with(limit: int) -> Any:
+        free[0] = limit
+        return mst.unroll(cell, h, x).plan
+
+    first = plan_with(1 << 30)
+    assert first.strategy == "keep"
+    assert plan_with(1 << 29) is first
+    tight = plan_with(first.keep_bytes // 3)
+    assert tight.strategy == "recompute"
+    assert tight.peak_bytes <= first.keep_bytes // 3
+    assert plan_with(tight.memory_bytes + 100) is tight
+    assert plan_with(1 << 30).strategy == "keep"
+    with pytest.raises(BudgetError, match="smallest limit that works"):
+        plan_with(1000)
+    assert len(nothing_known) == 1
+
+
+@pytest.mark.parametrize("make", [Inner, inner])
+def test_cells_of_equal_code_and_unequal_weight(make: Any, nothing_known: list[int]) -> None:
+    h, x = torch.zeros(256), torch.randn(200, 256)
+    light = mst.unroll(make(1), h, x, memory="200 KiB").plan
+    cell = make(40)
+    with Meter(torch.device("cpu")) as meter:
+        meter.ignore([x, h])
+        out = mst.unroll(cell, h, x, memory="200 KiB", outputs=None)
+        out.state.sum().backward()
+        assert meter.peak_bytes < 260 << 10  # gradients of parameters and results besides
+    heavy = out.plan
+    assert light is not None and heavy is not None
+    assert heavy.keep_bytes > 5 * light.keep_bytes
+    assert len(nothing_known) == 2
+    assert mst.unroll(make(40), h, x, memory="200 KiB").plan is heavy
+    assert mst.unroll(make(1), h, x, memory="200 KiB").plan is light
+    assert len(nothing_known) == 2
+
+
+def test_a_lighter_cell_of_a_kind_takes_the_plan_of_a_heavier_one(nothing_known: list[int]) -> None:
+    h, x = torch.zeros(256), torch.randn(50, 256)
+    known = mst.unroll(Inner(21), h, x, memory="200 KiB").plan
+    assert mst.unroll(Inner(20), h, x, memory="200 KiB").plan is known
+    assert mst.unroll(Inner(22), h, x, memory="200 KiB").plan is not known
+    assert len(nothing_known) == 2
+
+
+def test_many_threads_plan_at_once() -> None:
+    """With more kinds than are remembered, in tiers that are measured."""
+    memory: planning._Memory[int] = planning._Memory()
+    wrong: list[object] = []
+    ready = threading.Barrier(4)
+
+    def work(offset: int) -> None:
+        ready.wait()
+        for k in range(2000):
+            key = (k * 7 + offset) % 200
+            try:
+                if memory.got(key, lambda key=key: key) != key:
+                    wrong.append(key)
+            except BaseException as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(memory._found) == 64
