@@ -836,7 +836,7 @@ def test_an_adjoint_step_that_returns_none_is_named(kind: str, at: int, tmp_path
     costs = COSTS
     if kind == "taped":
         chain = FunctionChain(step, reverse, lambda x, i: (np.sin(x), x))
-        costs = replace(COSTS, tape_step_s=1.0, tape_bytes=32)
+        costs = replace(COSTS, tape_step_s=1.0, state_bytes=64, tape_bytes=32)
     if kind == "in place":
         chain = InPlaceChain(_grow, reverse)
     if kind == "blocks":
