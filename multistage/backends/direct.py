@@ -60,11 +60,11 @@ class DirectFile:
                 raise
             self.direct = False  # the filesystem takes no O_DIRECT
             self._fd = _open_nameless(folder, 0, dir_fd)
-        if self.direct and not _takes_pages(self._fd):
-            self.direct = False
-            os.close(self._fd)
-            self._fd = _open_nameless(folder, 0, dir_fd)
-            try:
+        try:
+            if self.direct and not _takes_pages(self._fd):
+                self.direct = False
+                self.close()
+                self._fd = _open_nameless(folder, 0, dir_fd)
                 warnings.warn(
                     f"folder {str(folder.parent)!r} takes no direct transfers (O_DIRECT) of "
                     f"{PAGE} bytes, its device has larger blocks: files are written through the "
@@ -72,9 +72,9 @@ class DirectFile:
                     SlowWarning,
                     stacklevel=2,
                 )
-            except BaseException:  # where warnings are errors
-                self.close()
-                raise
+        except BaseException:  # no memory, or warnings are errors
+            self.close()
+            raise
 
     @property
     def fd(self) -> int:

@@ -12,6 +12,7 @@ the look and the use.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import grp
 import os
@@ -177,7 +178,8 @@ def _make(place: int) -> tuple[str, int, int]:
             lock = os.open(_LOCK, flags, 0o600, dir_fd=folder)
             undo.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            os.write(lock, _marker(name))
+            if os.write(lock, _marker(name)) < len(_marker(name)):
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
             if _is_there(name, place, folder):
                 undo.pop_all()
                 return name, folder, lock
