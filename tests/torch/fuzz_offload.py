@@ -114,7 +114,7 @@ VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: x.diagonal() if x.dim() > 1 else x,
     lambda x: x.as_strided(x.shape, x.stride(), x.storage_offset()),
     lambda x: x.detach(),
-    lambda x: x.data,
+    lambda x: x.data.clone(),  # itself counts writes apart: plain autograd sees them, or not
     lambda x: x.unsqueeze(0),
     lambda x: x.clone(),
     lambda x: x.contiguous(),
