@@ -744,8 +744,8 @@ class Executor(Generic[State, Adjoint]):
     def _over(self, action: Action, slots: float) -> BudgetError:
         return BudgetError(
             f"{action} takes {slots:.4g} fast slots of the {self._limit:.4g} in the budget, a tape "
-            f"being {self.tape_slots:.4g} of them; raise the budget, or call forward() again: "
-            "the next sweep is planned with the tapes as they are"
+            f"being {self.tape_slots:.4g} of them; raise the budget, or plan with the tapes as "
+            "they are: give their bytes as tape_bytes, or call forward() again if measured"
         )
 
     # --------------------------------------------------------------- transfers

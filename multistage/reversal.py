@@ -615,8 +615,9 @@ class Reversal(Generic[State, Adjoint]):
                 for store in self._stores:
                     store.open(self._layout)
                     self._opened.append(store)  # after an error these are closed again
-        if self._executor is not None and self._executor.tape_slots != self.costs.tape_slots:
-            self._executor.abort()
+        executor, weight = self._executor, self.costs.tape_slots
+        if executor is not None and not self._given and executor.tape_slots != weight:
+            executor.abort()
             self._executor = None
         if self._executor is None:
             run = weakref.ref(self)  # or a Reversal that is dropped would not end at once
@@ -649,15 +650,10 @@ class Reversal(Generic[State, Adjoint]):
         return self._executor
 
     def _heavier(self, step: int, nbytes: int) -> None:
-        """Refuse given costs for smaller tapes than that of `step`; correct measured ones."""
+        """Correct measured costs by the tape of `step`, which is larger than they say."""
         assert self.costs is not None and self._layout is not None
-        assumed = self.costs.tape_slots * self._layout.nbytes
         if self._given:
-            raise ArgumentError(
-                f"the tape of step {step} takes {nbytes} bytes beside others, the costs say "
-                f"{assumed:.0f} (tape_bytes / state_bytes times the {self._layout.nbytes} bytes of "
-                "a state); give its bytes as tape_bytes, or no costs to have them measured"
-            )
+            return  # the executor goes on with the tapes as they are
         self.costs = replace(
             self.costs, tape_bytes=math.ceil(nbytes * self.costs.state_bytes / self._layout.nbytes)
         )
