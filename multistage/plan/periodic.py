@@ -169,20 +169,51 @@ def recursive(costs: Costs, slots: int, n_steps: int | None) -> Plan:
         if _fits(length, free, weight):
             spared = 2 if costs.state_is_tape and not last else 1
             return _Count(0, length - 1, max(0, length - spared) * weight, 2 * length - 1)
-        cuts = _cut(0, length, branch)
-        saves = len(cuts) - 2
+        part = -(-length // (branch + 1))  # as `_cut` does
+        saves = -(-length // part) - 1
         if not 1 <= saves <= free:
             return None
-        advanced, taped, peak, actions = cuts[-2], 0, float(saves), 4 * saves
-        for k, (a, b) in enumerate(pairwise(cuts)):
-            below = count(b - a, free - k, branch, last and k == saves)
-            if below is None:
-                return None
-            advanced += below.advanced
-            taped += below.taped
-            peak = max(peak, k + below.peak)
-            actions += below.actions
-        return _Count(advanced, taped, peak, actions)
+        # The last part first: it has the fewest slots, and most often decides that none fit.
+        end = count(length - saves * part, free - saves, branch, last)
+        others = None if end is None else alike(part, free, branch, 0, saves - 1)
+        if end is None or others is None:
+            return None
+        return _Count(
+            saves * part + end.advanced + others.advanced,
+            end.taped + others.taped,
+            max(saves, saves + end.peak, others.peak),
+            4 * saves + end.actions + others.actions,
+        )
+
+    def alike(part: int, free: int, branch: int, first: int, final: int) -> _Count | None:
+        """Count equal parts, of which part k of first..final has `free` - k slots.
+
+        More slots never make a part run more steps, so parts between two that
+        count alike count like them; only where the two differ is there more to see.
+        """
+        least = count(part, free - final, branch, False)
+        most = least if first == final else count(part, free - first, branch, False)
+        if least is None or most is None:
+            return None
+        if least == most:
+            parts = final - first + 1
+            return _Count(
+                parts * least.advanced,
+                parts * least.taped,
+                final + least.peak,
+                parts * least.actions,
+            )
+        middle = (first + final) // 2
+        one = alike(part, free, branch, first, middle)
+        other = alike(part, free, branch, middle + 1, final)
+        if one is None or other is None:
+            return None
+        return _Count(
+            one.advanced + other.advanced,
+            one.taped + other.taped,
+            max(one.peak, other.peak),
+            one.actions + other.actions,
+        )
 
     # A step that is taped on the way down is not taped again at its turn.
     retaped_s = costs.turn_s - costs.reverse_step_s
