@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +12,32 @@ import pytest
 from fuzz_gradients import run_case, simplest
 from fuzzing.cases import PLAYS, Case, draw
 from fuzzing.contents import DTYPES, Leaf, Lender, content, values
+from fuzzing.corpus import CORPUS
 from fuzzing.operators import Operators
 from fuzzing.oracle import store_all
 from signals import ctrl_c_works as ctrl_c_works
 
 FUZZ = Path(__file__).with_name("fuzz_gradients.py")
-EACH = 24  # cases of each play
+EACH = 20  # cases of each play
+
+
+@pytest.mark.parametrize("play", PLAYS)
+def test_random_cases_are_exact_or_refused(play: str, tmp_path: Path) -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(EACH):
+        case = draw(seed, play)
+        if case.costs == "measured":  # for half a second
+            case = replace(case, costs="right")
+        seen = run_case(case, tmp_path)
+        assert seen.findings == [], str(case)
+        outcomes += seen.outcomes
+    assert outcomes["exact"], outcomes
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_what_once_failed(name: str, tmp_path: Path) -> None:
+    assert run_case(CORPUS[name], tmp_path).findings == [], str(CORPUS[name])
 
 
 def test_a_case_follows_from_its_number() -> None:
@@ -78,3 +100,15 @@ def test_what_is_left_behind_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(PLAYED, "sweeps", leaving)
     found = "\n".join(run_case(Case(0)).findings)
     assert "file forgotten" in found and "switch interval" in found
+
+
+def test_the_script(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, FUZZ, "--cases", "12", "--seed", "100"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "12 cases in" in done.stdout and ": 0 findings" in done.stdout
+    assert list(tmp_path.iterdir()) == []

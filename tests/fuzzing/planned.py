@@ -73,6 +73,9 @@ def costs(case: Case) -> Costs | None:
     names = case.tiers or (("durable",) if case.play == "durable" else ())
     taped = case.tape and not (case.one_tape and case.block)  # blocks keep states there
     held = tape_bytes(case) if taped else 0
+    if taped and case.tape not in ("arrays", "none", "number"):  # those of states beside its own
+        shared = sum(2 * leaf.nbytes + 64 for leaf in case.leaves)
+        held += (shared + 64) * (case.block or 1)
     right = Costs(
         _STEP_S,
         2 * _STEP_S,
