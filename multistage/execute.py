@@ -412,6 +412,8 @@ class Executor(Generic[State, Adjoint]):
         """Forget the sweep under way: close its schedule, give all slots back."""
         run, self._run = self._run, None
         if run is None:
+            if self._slots is not None:  # Ctrl-C came when they held state 0, but no run them
+                self._slots.release_all()
             return
         try:
             run.schedule.close()

@@ -588,6 +588,13 @@ def _replaced(live: Any, made: Any) -> Any:
     elif kind in (list, deque):
         for k, value in enumerate(made):
             live[k] = _replaced(live[k], value)
+    elif kind is type(made) and (
+        kind is tuple or hasattr(kind, "_make")
+    ):  # what hangs below it may change
+        parts = [_replaced(one, other) for one, other in zip(live, made, strict=True)]
+        if all(map(operator.is_, parts, live)):
+            return live
+        return kind._make(parts) if hasattr(kind, "_make") else tuple(parts)
     elif kind is type(made) and hasattr(live, "__dict__"):  # a registered node
         vars(live).update(vars(made))
     else:

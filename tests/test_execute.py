@@ -568,3 +568,24 @@ def test_memory_does_not_grow_with_the_steps(planner: str) -> None:
     # Slots, the timeline (bounded) and the index of what is in the tier.
     assert peak < (slots + 4) * state.nbytes + 500 * executor.counts.writes + (8 << 20)
     assert peak < n * state.nbytes / 10
+
+
+@pytest.mark.parametrize("chain", ["nested", "in-place"])
+def test_ctrl_c_between_keeping_state_0_and_the_run(
+    chain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """State 0 is given back, and the next sweep may begin with another."""
+    plan = planned("revolve", chain, tier=False)
+    executor = Executor(CHAINS[chain][0](), ())
+    state = CHAINS[chain][1]()
+
+    def interrupted(**_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("multistage.execute._Run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            executor.forward(plan.schedule(), state)
+    executor.abort()
+    assert all(array.flags.writeable for array in Layout.of(state).arrays(state))
+    run_once(executor, plan, chain)

@@ -247,3 +247,13 @@ def test_a_cascade_is_measured_level_by_level(tmp_path: Path) -> None:
     assert costs.tier.capacity_states == 5 << 20 >> 12
     assert costs.tier.write_s > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_whose_leaves_are_replaced_below_a_tuple_is_left_as_it_was() -> None:
+    def forward(state: Any, start: int, stop: int) -> None:
+        for _ in range(start, stop):
+            state[0]["t"] = state[0]["t"] + 0.1  # a NumPy scalar now
+
+    state = ({"t": np.array(1.0)}, np.ones(3))
+    measure(InPlaceChain(forward, lambda x, a, i: a), state, 5, seconds=0.02)
+    assert float(state[0]["t"]) == 1.0
