@@ -183,6 +183,8 @@ class Case:
             or self.mutation[0]
             or self.costs not in ("right", "measured")
             or self.play in ("store", "misuse", "pyrevolve")
+            # Something else refers to the array that a leaf is replaced by.
+            or ("rebind" in self.manners and self.tape)
             # Then there are buffers to be paid for.
             or (self.in_bytes is not None and (self.tiers or self.play == "durable"))
             or (self.play == "durable" and (self.adjoint != "digest" or self.begin != "fresh"))
@@ -358,11 +360,14 @@ def _settled(source: random.Random, one: Case) -> Case:
         front = "own" if one.one_tape else "adapter" if front == "plain" else front
     changes["front"] = front
     tape = one.tape
-    if tape in ("before", "after") and not one.in_place:
+    if tape not in ("", "arrays", "nested", "none", "number") and not one.in_place:
         shared = {"rotating", "borrowed", "lent view", "writes input"} & set(changes["manners"])
         tape = "arrays" if shared else tape  # the next step would overwrite it: the user's fault
     if one.one_tape and tape not in ("arrays", "none"):
         tape = "arrays"
+    written = {"rotating", "borrowed", "lent view"} & set(changes["manners"]) and not one.in_place
+    if one.adjoint == "of the tape" and (one.one_tape or written):
+        changes["adjoint"] = "digest"  # the operators themselves overwrite that tape
     if one.block and one.tape in TAPES_ODD and one.in_place and one.front == "own":
         tape = "arrays"
     changes["tape"] = tape

@@ -115,6 +115,14 @@ CORPUS: dict[str, Case] = {
     "a tape with views of states": replace(
         _TAPED, n=9, manners=("new", "input view"), tape="before", planner="mixed"
     ),
+    "a scalar below a tuple, measured": replace(
+        _IN_PLACE,
+        n=1,
+        tree="deep",
+        leaves=_NUMBER,
+        manners=("scalar", "overwrite"),
+        costs="measured",
+    ),
     "values with padding": replace(
         _IN_PLACE, play="durable", n=1, leaves=(Leaf("clongdouble", (2, 3)),) * 2
     ),
