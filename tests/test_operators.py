@@ -145,15 +145,16 @@ def test_a_view_is_writeable_again_when_its_owner_is() -> None:
     """NumPy makes no view of a read-only array writeable: one given back first waits."""
     whole = np.zeros(4)
     views = [whole[:2], whole[1:]]
-    for free in (
-        lambda: [frozen.free(array) for array in (*views, whole)],
-        lambda: frozen.free_all(),
-    ):
+    for one_by_one in (True, False):
         frozen = Frozen()
         for array in (whole, *views):
             frozen.hold(array)
         assert not any(array.flags.writeable for array in (whole, *views))
-        free()
+        if one_by_one:
+            for array in (*views, whole):
+                frozen.free(array)
+        else:
+            frozen.free_all()
         assert all(array.flags.writeable for array in (whole, *views))
     other = Frozen()  # of another run, which goes on
     view = whole[2:]
