@@ -7,14 +7,17 @@ error is raised, or the very exception that an operator raised; nothing is left.
 from __future__ import annotations
 
 import contextlib
+import dis
 import gc
 import random
 import signal
 import sys
 import threading
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +266,7 @@ class Play:
             nonlocal left
             if event == ("opcode" if opcodes else "line"):
                 left -= 1
-                if left == 0:
+                if left <= 0 and frame.f_lasti not in _never_interrupted(frame.f_code):
                     sys.settrace(None)
                     self.fault.raised = KeyboardInterrupt()
                     signal.raise_signal(signal.SIGINT)
@@ -409,6 +412,21 @@ class Play:
 
     def pyrevolve(self) -> None:
         dropin(self)
+
+
+@cache
+def _never_interrupted(code: types.CodeType) -> set[int]:
+    """Return where Python looks for no signal, though it traces: at both ends of a `with`."""
+    found: set[int] = set()
+    steps = list(dis.get_instructions(code))
+    for k, step in enumerate(steps):
+        if step.opname in ("BEFORE_WITH", "SETUP_WITH"):
+            found |= {each.offset for each in steps[k : k + 2]}
+        if [each.argval for each in steps[k : k + 3]] == [None] * 3 and all(
+            each.opname == "LOAD_CONST" for each in steps[k : k + 3]
+        ):
+            found |= {each.offset for each in steps[k : k + 6]}
+    return found
 
 
 def _where(error: BaseException) -> str:
