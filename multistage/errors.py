@@ -14,8 +14,14 @@ OPTIONS = frozenset(
     {"engine", "capacity", "buffers", "queue", "connections", "compress", "tolerance", "endpoint"}
 )
 _USER = re.compile(r"(?i)\b(?!file:///)([a-z][a-z0-9+.-]*)(://|%3a%2f%2f)[^>\n]*(@|%40)")
+# Of a URL that lacks its slashes, or its scheme.
+_PASSWORD = re.compile(
+    r"""(?i)(?<![\w.+:/~-])(?!file:)([a-z0-9][^\s'">:@]{0,100}:(?!//))[^\s'">]*(@|%40)"""
+)
 _URL = re.compile(r"""(?i)\b[a-z][a-z0-9+.-]*:[^\s'">]+""")
 _OPTION = re.compile(r"([?&])([^=&?]+)(=?)([^&?]*)")
+# A tier's own options come after its "?": those of a URL within it are percent-encoded.
+_ENCODED = re.compile(r"(?i)(%3f|%26)((?:(?!%3f|%26|%3d)[^=&?])+)(=|%3d|)((?:(?!%3f|%26)[^&?])*)")
 
 
 def redacted(text: str) -> str:
@@ -31,15 +37,20 @@ def redacted(text: str) -> str:
     """
     if ":" not in text:
         return text
-    text = _USER.sub(r"\1\2***\3", text)
-    return _URL.sub(lambda url: _OPTION.sub(_option, url[0]), text)
+    text = _PASSWORD.sub(r"\1***\2", _USER.sub(r"\1\2***\3", text))
+    return _URL.sub(_without_options, text)
+
+
+def _without_options(url: re.Match[str]) -> str:
+    text = _OPTION.sub(_option, url[0])
+    return text if text[:5].lower() == "file:" else _ENCODED.sub(_option, text)
 
 
 def _option(found: re.Match[str]) -> str:
     mark, name, equals, _ = found.groups()
     if name.lower() in OPTIONS:
         return found[0]
-    return f"{mark}{name}=***" if equals else f"{mark}***"
+    return f"{mark}{name}{equals}***" if equals else f"{mark}***"
 
 
 class _Redacted(Exception):

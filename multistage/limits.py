@@ -31,6 +31,9 @@ _Version: TypeAlias = tuple[tuple[str, ...], str, str]
 _V2: _Version = (("memory.max", "memory.high"), "memory.current", "inactive_file")
 _V1: _Version = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
 
 def free_bytes(root: Path = Path("/")) -> int:
     """Return the bytes this process may still take.
@@ -84,10 +87,12 @@ def _watermark_kib(node: int, root: Path) -> int:
 def _bound_nodes(root: Path) -> set[int]:
     """Return the memory nodes that the process is bound to or prefers; none if it may use all."""
     there = {int(p.name[4:]) for p in (root / "sys/devices/system/node").glob("node[0-9]*")}
-    found = re.search(r"^Mems_allowed_list:\s*(\S+)", _text(root / "proc/self/status"), re.M)
+    # On its own line: an empty list must not take the next line for its value.
+    found = re.search(
+        r"^Mems_allowed_list:[ \t]*([0-9,-]+)$", _text(root / "proc/self/status"), re.M
+    )
     allowed = set(native.nodes_wanted())
-    for part in found[1].split(",") if found and not allowed else ():
-        first, _, last = part.partition("-")
+    for first, last in _RANGE.findall(found[1]) if found and not allowed else ():
         allowed |= set(range(int(first), int(last or first) + 1))
     return set() if there <= allowed else there & allowed
 
@@ -141,8 +146,13 @@ def _mounts(root: Path) -> Iterator[tuple[str, list[str], str, str]]:
         before, _, after = line.partition(" - ")
         first, last = before.split(), after.split()
         if len(first) > 4 and len(last) > 2:
-            point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), first[4])
-            yield last[0], last[2].split(","), first[3], point
+            # Both are escaped: systemd's names of groups hold backslashes ("docker\\x2d1.scope").
+            folder, point = (_ESCAPED.sub(_character, text) for text in first[3:5])
+            yield last[0], last[2].split(","), folder, point
+
+
+def _character(escaped: re.Match[str]) -> str:
+    return chr(int(escaped[1], 8))
 
 
 def _text(path: Path) -> str:

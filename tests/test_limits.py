@@ -117,6 +117,13 @@ def test_containers(machine: Machine, path: str, mounted: str) -> None:
     assert machine.free() == 4 * GIB
 
 
+def test_a_part_of_the_hierarchy_whose_name_mountinfo_escapes(machine: Machine) -> None:
+    _v2(machine, r"/a.slice/docker\x2d1.scope/job", r"/a.slice/docker\134x2d1.scope")
+    machine.group("sys/fs/cgroup", 5 * GIB, GIB)
+    machine.group("sys/fs/cgroup/job", 3 * GIB, GIB)
+    assert machine.free() == 2 * GIB
+
+
 def test_version_1_beside_version_2(machine: Machine) -> None:
     machine.write(
         "proc/self/cgroup",
@@ -169,6 +176,9 @@ def test_nodes_that_the_process_is_bound_to(
     assert machine.free() == 64 * GIB
     machine.write("proc/self/status", "Name:\tx\nMems_allowed_list:\t0,2-3\n")
     assert machine.free() == 2 * 460 << 20
+    for unknown in ("\nvoluntary_ctxt_switches:\t5", "(null)"):
+        machine.write("proc/self/status", f"Mems_allowed_list:\t{unknown}\n")
+        assert machine.free() == 64 * GIB
     monkeypatch.setattr(native, "nodes_wanted", lambda: [1])
     assert machine.free() == 4600 << 20
 
