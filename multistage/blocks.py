@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar, cast
 from .chain import Chain
 from .errors import ArgumentError
 from .layout import Layout
-from .slots import ArrayStates, Kept, Slots, no_adjoint
+from .slots import ArrayStates, Kept, Slots, apart_from, no_adjoint
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -146,7 +146,10 @@ class Blocks(Generic[State, Adjoint]):
                 if i < stop - 1:
                     state = slots.load(kept[-1], state)
                 tape = state if chain.state_is_tape else chain.tape(state, i)[1]
-                adjoint = slots.apart(chain.reverse(tape, adjoint, i), state)
+                adjoint = chain.reverse(tape, adjoint, i)
+                if not chain.state_is_tape:
+                    adjoint = apart_from(adjoint, tape)
+                adjoint = slots.apart(adjoint, state)
                 if adjoint is None and wanted:
                     raise no_adjoint(i)
                 if i < stop - 1:

@@ -64,7 +64,16 @@ from .errors import (
 )
 from .interrupts import Shield
 from .rules import Rules
-from .slots import ArrayStates, Kept, Slots, StateLayout, States, no_adjoint, overwritten
+from .slots import (
+    ArrayStates,
+    Kept,
+    Slots,
+    StateLayout,
+    States,
+    apart_from,
+    no_adjoint,
+    overwritten,
+)
 from .steps import StepSet
 from .tapes import WEIGHED, own_bytes
 from .timeline import Timeline
@@ -507,11 +516,16 @@ class Executor(Generic[State, Adjoint]):
                             release(tape)  # first: an adjoint step may overwrite its tape
                             hand.append(tape.state)
                             del tape
-                            adjoint = reverse(hand.pop(), adjoint, step)
+                            if one_tape:  # in the operators' own arrays
+                                adjoint = reverse(hand[0], adjoint, step)
+                                adjoint = apart_from(adjoint, hand.pop())
+                            else:
+                                adjoint = reverse(hand.pop(), adjoint, step)
                         elif not copies:
-                            adjoint = reverse(load(tape, live), adjoint, step)
+                            given = load(tape, live)
+                            adjoint = apart(reverse(given, adjoint, step), given)
                             release(tape)
-                            del tape
+                            del tape, given
                         else:
                             # The tape goes through the live arrays, whose state
                             # the schedule may still want: put that aside.
@@ -541,7 +555,9 @@ class Executor(Generic[State, Adjoint]):
                         adjoint = reverse(live, adjoint, step)
                         at = -1
                     elif not tapes:
-                        adjoint = reverse(chain.tape(live, step)[1], adjoint, step)
+                        made = chain.tape(live, step)[1]
+                        adjoint = apart_from(reverse(made, adjoint, step), made)
+                        del made
                         at = -1
                     else:  # its tape stands beside them until it is used
                         trim()
@@ -554,10 +570,10 @@ class Executor(Generic[State, Adjoint]):
                             peak = used + tape_slots
                             if peak > limit:
                                 raise self._over(action, peak)
-                        adjoint = reverse(made, adjoint, step)
+                        adjoint = apart_from(reverse(made, adjoint, step), made)
                         del made
                         at = -1
-                    if copies and at < 0:
+                    if at < 0 and (copies or state_is_tape):
                         adjoint = apart(adjoint, live)
                     if adjoint is None and wanted:
                         raise no_adjoint(step)

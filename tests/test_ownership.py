@@ -806,6 +806,50 @@ def test_an_adjoint_step_may_return_its_tape(taped: bool) -> None:
     assert total == expected
 
 
+@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("kind", ["state", "tape", "tape in place"])
+def test_an_adjoint_step_may_return_what_operators_make_again(
+    kind: str, blocks: bool, slots: int
+) -> None:
+    """What it returns by reference lies in buffers of the operators."""
+    buffers = np.zeros((3, 4))
+
+    def step(x: Any, i: int) -> Any:
+        return np.sin(x + i, out=buffers[i % 2] if kind == "state" else None)
+
+    def forward(x: Any, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            np.sin(x + i, out=x)
+
+    def tape(x: Any, i: int) -> Any:
+        buffers[2] = x
+        if kind == "tape":
+            return np.sin(x + i), buffers[2]
+        forward(x, i, i + 1)
+        return buffers[2]
+
+    def reverse(x: Any, adjoint: Any, i: int) -> Any:
+        return np.cos(x + i) * adjoint[0], x, adjoint[1] * i + adjoint[2]
+
+    chain: Any = FunctionChain(step, reverse)
+    if kind == "tape":
+        chain = FunctionChain(step, reverse, tape, one_tape=True)
+    elif kind == "tape in place":
+        chain = InPlaceChain(forward, reverse, tape, one_tape=True)
+    start, adjoint = np.linspace(0.1, 1, 4), (np.ones(4), np.zeros(4), np.zeros(4))
+    plain = FunctionChain(lambda x, i: np.sin(x + i), reverse)
+    expected = oracle(plain, start.copy(), copy.deepcopy(adjoint))
+    n = N
+    if blocks:
+        chain = Blocks(chain, 2, N)
+        n = chain.n_blocks
+    executor: Executor[Any, Any] = Executor(chain, ())
+    executor.forward(revolve_schedule(slots, n), start.copy())
+    found = executor.reverse(copy.deepcopy(adjoint))
+    assert [a.tolist() for a in found] == [a.tolist() for a in expected]
+
+
 def test_a_functional_chain_given_its_last_state() -> None:
     def reverse(x: Any, adjoint: Any, i: int) -> Any:
         adjoint[0] *= np.cos(x[0])
