@@ -46,6 +46,9 @@ class Shield:
             if callable(self._previous):  # not ignored, nor left to the system
                 signal.signal(signal.SIGINT, self._handle)
                 self._installed = True
+                if self.pending and not self.up:
+                    self.__exit__(None, None, None)
+                    return self.__enter__()  # the handler of before went on
         return self
 
     def __exit__(
@@ -55,20 +58,29 @@ class Shield:
         trace: TracebackType | None,
     ) -> None:
         if self._installed:
-            self._installed = False
             if signal.getsignal(signal.SIGINT) == self._handle:  # nobody put another in its place
                 assert callable(self._previous)
                 signal.signal(signal.SIGINT, self._previous)
+            self._installed = False
         self.up = False
         self.let_go()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.up and not self.pending:
+        # Raised while the handler is being set or reset it would stay for ever.
+        if (self.up and not self.pending) or self._changes(frame):
             self.pending = True
             return
         self.pending = False
         assert callable(self._previous)
         self._previous(number, frame)
+
+    def _changes(self, frame: FrameType | None) -> bool:
+        """Whether `__enter__` or `__exit__` was interrupted, in a frame or in what that called."""
+        while frame is not None:
+            if frame.f_code in _CHANGING and frame.f_locals.get("self") is self:
+                return True
+            frame = frame.f_back
+        return False
 
     def let_go(self) -> None:
         """Raise what was put off."""
@@ -76,3 +88,6 @@ class Shield:
             self.pending = False
             assert callable(self._previous)
             self._previous(signal.SIGINT, None)
+
+
+_CHANGING = (Shield.__enter__.__code__, Shield.__exit__.__code__)

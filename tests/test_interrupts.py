@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 from signals import ctrl_c_works as ctrl_c_works
+
+from multistage.interrupts import Shield
 
 CHILD = """
 import gc, json, os, random, signal, sys, threading
@@ -261,3 +264,30 @@ def test_the_command_line_tells_how_far_it_came(when: str, tmp_path: Path) -> No
     told = "Interrupted in the forward sweep: [0-9]+ of 400 steps run forward, 0 reversed"
     assert bool(re.search(told, done.stderr)) == (when == "sweeping")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("up", [False, True])
+@pytest.mark.parametrize("call", ["signal", "getsignal"])
+@pytest.mark.parametrize("leaving", [False, True])
+def test_ctrl_c_while_a_shield_is_set_or_lowered(
+    leaving: bool, call: str, up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    real = getattr(signal, call)
+
+    def struck(*args: Any) -> Any:
+        found = real(*args)
+        monkeypatch.setattr(signal, call, real)
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            if not leaving:
+                monkeypatch.setattr(signal, call, struck)
+            with Shield(up):
+                if leaving:
+                    monkeypatch.setattr(signal, call, struck)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
