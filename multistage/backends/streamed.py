@@ -253,16 +253,22 @@ class StreamedStore:
         """
         if not self._hold.taken:
             return
+        failure: Exception | None = None
         try:
             if self._carrier is not None:
                 if not self._hold.foreign:
-                    with contextlib.suppress(OSError):  # what was in it is wanted no more
-                        self._carrier.close()
+                    try:
+                        with contextlib.suppress(OSError):  # what was in it is wanted no more
+                            self._carrier.close()
+                    except Exception as error:  # its finalizer tries once more
+                        failure = error
                 self._carrier = None
                 self._forget()
         finally:
             self._give_back()
         self._hold.give_back()
+        if failure is not None:
+            raise failure
 
     def _forget(self) -> None:
         """Let go of all that `_open` made."""

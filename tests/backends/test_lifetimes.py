@@ -190,6 +190,29 @@ def test_a_closed_store_says_so() -> None:
             use()
 
 
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_store_whose_medium_cannot_be_closed_is_free_again(
+    levels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = MemoryStore(1 << 20)
+    store = one if levels == 1 else CascadeStore(one, MemoryStore())
+    threads = threading.active_count()
+
+    def close(medium: object) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("the server is gone")
+
+    store.open(LAYOUT)
+    monkeypatch.setattr("multistage.backends.medium.Ram.close", close)
+    with pytest.raises(RuntimeError, match="server"):
+        store.close()
+    gc.collect()
+    assert threading.active_count() == threads
+    store.open(LAYOUT)
+    assert store.put(1, [STATE])
+    store.close()
+
+
 def uses(store: Store) -> list[Callable[[], object]]:
     return [
         lambda: store.put(1, [STATE]),
