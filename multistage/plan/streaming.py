@@ -41,7 +41,7 @@ from .base import Plan, require_steps
 from .binomial import beta, nu
 from .bound import lower_bound
 from .interval import interval
-from .predict import Prediction, extended, predict
+from .predict import SIMULATED_STEPS, Prediction, extended, predict
 from .reserve import Reservation
 from .revolve import revolve
 from .sweep import Sweep
@@ -251,7 +251,18 @@ def _prediction(
 ) -> Prediction:
     run = partial(_run, form, costs, slots, reservation)
     head = 4 * slots if form.tail is None else form.tail
-    return predict(run, n_steps, period=form.spacing, head=head)
+    found = predict(run, n_steps, period=form.spacing, head=head)
+    return _at_least(found, costs, slots, n_steps)
+
+
+def _at_least(found: Prediction, costs: Costs, slots: int, n_steps: int) -> Prediction:
+    """Return a prediction that rests on shorter runs, not below what is possible."""
+    least_s = lower_bound(costs, slots, n_steps)
+    return replace(
+        found,
+        makespan_s=max(found.makespan_s, least_s),
+        forward_steps=max(found.forward_steps, n_steps),
+    )
 
 
 def ring_prediction(form: Form, costs: Costs, slots: int, n_steps: int) -> Prediction:
@@ -273,7 +284,8 @@ def ring_prediction(form: Form, costs: Costs, slots: int, n_steps: int) -> Predi
     few = max(64, math.ceil(4 * slots / form.spacing) + 12)
     if capacity <= 2 * few:
         return run(capacity)
-    return extended(run(few), run(2 * few), capacity / few - 2)
+    found = extended(run(few), run(2 * few), capacity / few - 2)
+    return _at_least(found, costs, slots, n_steps)
 
 
 def _run(
@@ -286,8 +298,10 @@ def _run(
     positions, which stay as they are.  So two smaller ones of the same shape
     are extended; wide spacings shrink along, and the transfers with them.
     """
+    if form.tail is not None or n_steps <= (_SIMULATED if native.available() else SIMULATED_STEPS):
+        return _timed(form, costs, slots, reservation, n_steps)
     slots = min(slots, 2 * n_steps + 64)  # more make no difference
-    if form.tail is None and _WIDE * (1 + 1e-9) < form.spacing <= 4 * slots:
+    if _WIDE * (1 + 1e-9) < form.spacing <= 4 * slots:
         share = _WIDE / form.spacing
 
         def shrunk(part: float) -> Prediction:
@@ -297,7 +311,7 @@ def _run(
             faster = _faster(costs, part)
             return _run(smaller, faster, fewer, Reservation(faster), steps)
 
-    elif form.tail is None and slots > max(_LONG_RING, _PERIODS * form.spacing):
+    elif slots > max(_LONG_RING, _PERIODS * form.spacing):
         share = max(_LONG_RING, _PERIODS * form.spacing) / slots
 
         def shrunk(part: float) -> Prediction:
@@ -305,10 +319,27 @@ def _run(
             return _run(form, costs, fewer, reservation, steps)
 
     else:
-        sweep = form.sweep(costs, slots, n_steps, reservation)
-        return timed(sweep, costs, n_steps, online=form.online)
-    found = extended(shrunk(share / 2), shrunk(share), 2 * (1 - share) / share)
-    return replace(found, peak_slots=min(slots, math.ceil(found.peak_slots / share)))
+        return _timed(form, costs, slots, reservation, n_steps)
+    repeats = 2 * (1 - share) / share
+    found = extended(shrunk(share / 2), shrunk(share), repeats)
+    # Whole steps make the shorter rings a fraction of a step too long or too
+    # short, and extending them makes a thousand steps of it.
+    half, whole = (max(2, round(n_steps * part)) for part in (share / 2, share))
+    right = n_steps / (whole + repeats * (whole - half))
+    return replace(
+        found,
+        makespan_s=found.makespan_s * right,
+        forward_steps=round(found.forward_steps * right),
+        stall_s=found.stall_s * right,
+        peak_slots=min(slots, math.ceil(found.peak_slots / share)),
+    )
+
+
+def _timed(
+    form: Form, costs: Costs, slots: int, reservation: Reservation, n_steps: int
+) -> Prediction:
+    sweep = form.sweep(costs, slots, n_steps, reservation)
+    return timed(sweep, costs, n_steps, online=form.online)
 
 
 def _faster(costs: Costs, share: float) -> Costs:
@@ -359,7 +390,8 @@ class _Judge:
         if span >= part:
             return whole * self.n_steps / part
         less = self._taken(form, costs, part - span)
-        return whole + (self.n_steps - part) * (whole - less) / span
+        # More steps take no less, however the ends of a short run fall.
+        return whole + (self.n_steps - part) * max(0.0, whole - less) / span
 
     def _taken(self, form: Form, costs: Costs, n_steps: int) -> float:
         return _run(form, costs, self.slots, self.reservation, n_steps).makespan_s

@@ -134,12 +134,54 @@ LONG = [
 def test_rings_of_many_slots_are_timed_by_shorter_ones(form: Form, rho: float, slots: int) -> None:
     """Within 1 % of the whole simulation, 0.3 % where states lie closer than 100 steps."""
     costs = Costs(1.0, 1.0, tiers=(Tier(write_s=rho, read_s=2 * rho),))
-    for n in (slots + slots // 3, 5 * slots):
+    for n in (8 * slots, 20 * slots):
         found = ring_prediction(form, costs, slots, n)
         whole = timed.timed(form.sweep(costs, slots, n, Reservation(costs)), costs, n)
         error = 3e-3 if form.spacing < 100 else 1e-2
         assert found.makespan_s == pytest.approx(whole.makespan_s, rel=error)
         assert found.peak_slots <= slots
+
+
+# Write and read seconds, slots, steps: of each the prediction lay below the bound.
+BELOW = [
+    (3.0, 3.0, 3_000, 16_384),
+    (300.0, 5.0, 16_000, 10**6),
+    (5000.0, 5000.0, 10**6, 10**9),
+    (0.1, 7.0, 16_000, 10**9),
+    (900.0, 20.0, 3_000, 4_096),
+]
+
+
+@needs_core
+@pytest.mark.parametrize(("write_s", "read_s", "slots", "n"), BELOW)
+def test_no_extended_prediction_is_below_the_bound(
+    write_s: float, read_s: float, slots: int, n: int
+) -> None:
+    tier = Tier("slow", write_s, read_s, 0.1, 0.1)
+    for name in ("online", "streaming"):
+        made = PLANNERS[name](Costs(1.0, 2.0, tiers=(tier,)), slots, n)
+        assert made.makespan_s >= made.lower_bound_s
+        assert made.forward_steps >= n
+        assert made.peak_slots <= slots
+
+
+@needs_core
+@pytest.mark.parametrize(("spacing", "slots", "n"), [(300.0, 1469, 1354), (900.0, 1110, 3368)])
+def test_short_rings_of_wide_spacing_are_timed_exactly(spacing: float, slots: int, n: int) -> None:
+    tier = Tier("slow", spacing, 4.6, 4.6)
+    costs = Costs(1.0, 60.0, tiers=(tier,))
+    made = PLANNERS["online"](costs, slots, n)
+    run = simulate(made.schedule(), n, costs, slots, checked=False)
+    assert made.makespan_s == pytest.approx(run.makespan_s, rel=1e-9)
+
+
+@needs_core
+@pytest.mark.parametrize(("write_s", "read_s"), [(3.0, 3.0), (0.1, 7.0)])
+def test_streaming_plans_for_one_slot_over_a_small_tier(write_s: float, read_s: float) -> None:
+    """Judged on two short runs, the longer one quicker, a form seemed to take negative time."""
+    tier = Tier("slow", write_s, read_s, 0.1, 0.1, capacity_states=40)
+    made = PLANNERS["streaming"](Costs(1.0, 2.0, tiers=(tier,)), 1, 4_096)
+    assert made.makespan_s >= made.lower_bound_s
 
 
 @needs_core
