@@ -10,7 +10,8 @@ The rule makes a plan slower where a tier gets faster: with quicker writes but
 slow reads more states are read back, and nothing hides the reads (40 % slower
 where T_W falls from 4 to 1 and T_R stays 20).  A longer interval is always
 open to a faster tier, and so is Revolve: `interval` takes the best of them,
-and so never gains by a slower tier.
+and so never gains by a slower tier.  `shortest_interval` is for those who want
+the tier used where that does not pay.
 
 The paper prints T = n R(I, s) T_A + n T_B, which leaves out the forward
 sweep.  Correct is T = n T_A (1 + nu(I, s) / I) + n T_B, so that its promise
@@ -171,6 +172,25 @@ def paper_interval(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     if least >= n or least > max(1, math.ceil(costs.rho - 1e-9)):
         return _revolve(costs, slots, n)
     return _over(costs, slots, n, least)
+
+
+def shortest_interval(costs: Costs, slots: int, n_steps: int) -> Plan | None:
+    """Return the plan that writes the most the tier keeps up with, even where Revolve is faster.
+
+    Where the tier keeps up with no interval, state 0 alone is written.  None for
+    a single step, and where the tier has no room for a state.
+
+    Examples
+    --------
+    >>> from multistage.costs import Tier
+    >>> costs = Costs(1.0, 1.0, tiers=(Tier(write_s=4.0, read_s=4.0),))
+    >>> interval(costs, 30, 20).writes, shortest_interval(costs, 30, 20).writes
+    (0, 5)
+    """
+    tier = costs.tier
+    if n_steps < 2 or tier is None or tier.capacity_states == 0:
+        return None
+    return _over(costs, slots, n_steps, min(n_steps, _least_length(costs, n_steps)))
 
 
 def _least_length(costs: Costs, n_steps: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from ..drawing import page, save_text
 from ..drawing.plans import plan_parts
 from ..errors import ArgumentError, BudgetError
 from ..plan import Plan, plan
+from ..plan.interval import shortest_interval
 from ..probe import action_seconds, probe_store, with_driver
 from .cell import Facts
 from .exploring import untouched
@@ -316,15 +316,16 @@ def offloaded(
 
 def _scheduled(costs: Costs, slots: int, n: int, strategy: Strategy) -> Plan:
     """Return the best schedule; with strategy "stream" one that writes, if any can."""
-    budget = Budget(slots=slots)
-    best = plan(costs, budget, n)
-    if strategy == "stream" and not best.writes:
-        for planner in ("streaming", "interval"):
-            with contextlib.suppress(BudgetError):
-                other = plan(costs, budget, n, planner)
-                if other.writes:
-                    return other
-    return best
+    best = plan(costs, Budget(slots=slots), n)
+    if strategy != "stream" or best.writes:
+        return best
+    # Where nothing pays, ranked planners fall back to running again: asked for by name, the
+    # tier is used all the same.
+    writing = [candidate for candidate in best.candidates if candidate.writes]
+    if not writing:
+        forced = shortest_interval(costs, slots, n)
+        writing = [best if forced is None else forced]
+    return min(writing, key=lambda candidate: candidate.makespan_s)
 
 
 def choose(
@@ -395,7 +396,10 @@ def choose(
                 f"strategy {strategy!r} needs a tier, as in tiers=['file:///scratch']"
             )
         if memory >= min(least):
-            raise BudgetError(f"no schedule of strategy {strategy!r} pays here; use 'auto'")
+            raise BudgetError(
+                f"strategy {strategy!r} has no state to write: steps={steps} is one chunk, or the "
+                "tier holds no state; give a smaller chunk or a larger tier, or use 'auto'"
+            )
         raise BudgetError(
             f"memory={memory} bytes < {min(least)} bytes ({format_bytes(min(least))}), the "
             "smallest limit that works here; raise the limit, or give a smaller chunk"

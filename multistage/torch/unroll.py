@@ -294,6 +294,7 @@ class _Run:
         self._executor: Executor[TensorState, Any] = Executor(
             bars.watch(chain, plan.plan.costs.forward_step_s),
             stores,
+            slots=plan.plan.slots,
             states=TensorStates(names),
             progress=bars.update if bars.shown else None,
         )

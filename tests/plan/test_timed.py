@@ -15,7 +15,13 @@ from multistage import native
 from multistage.costs import Costs, Tier
 from multistage.errors import ArgumentError, BudgetError
 from multistage.plan import PLANNERS, plan, timed
-from multistage.plan.interval import _over, interval, interval_schedule, paper_interval
+from multistage.plan.interval import (
+    _over,
+    interval,
+    interval_schedule,
+    paper_interval,
+    shortest_interval,
+)
 from multistage.plan.online import _Levels, checkpoints_after
 from multistage.plan.predict import Prediction, simulated
 from multistage.plan.reserve import Reservation
@@ -277,3 +283,25 @@ def test_interval_is_the_papers_where_reads_keep_up() -> None:
         ours, papers = interval(costs, 100, 10**6), paper_interval(costs, 100, 10**6)
         assert ours.parameters == papers.parameters == {"interval": rho}
         assert ours.makespan_s == papers.makespan_s
+
+
+@settings(max_examples=150, deadline=None)
+@given(costs=costs(), slots=st.integers(1, 40), n=st.integers(1, 60))
+def test_the_shortest_interval_writes_where_a_state_has_room(
+    costs: Costs, slots: int, n: int
+) -> None:
+    made = shortest_interval(costs, slots, n)
+    assert (made is None) == (n == 1 or costs.tiers[0].capacity_states == 0)
+    if made is not None:
+        assert made.writes >= 1
+        found = Prediction(
+            made.makespan_s,
+            made.forward_steps,
+            made.peak_slots,
+            made.writes,
+            made.reads,
+            made.stall_s,
+        )
+        run = simulated(simulate(made.make(), n, costs, slots))
+        same(found, run)
+        assert run.peak_slots <= found.peak_slots <= slots

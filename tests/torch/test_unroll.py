@@ -20,7 +20,9 @@ from torch.utils import _pytree as pytree
 
 import multistage.torch as mst
 from multistage.backends import MemoryStore
+from multistage.costs import Tier
 from multistage.errors import ArgumentError, BudgetError, MultistageError, StateError, StoreError
+from multistage.plan import PLANNERS
 from multistage.torch.cell_costs import Sample, choose
 from multistage.torch.meter import Meter
 
@@ -624,6 +626,21 @@ def test_plain_autograd_wins_where_it_fits() -> None:
         )
         assert plan.strategy == expected
         assert plan.seconds <= 1.02 * plan.alternatives[0][2]
+
+
+@pytest.mark.parametrize("write_s", [1e-3, 0.35, 1e3])
+def test_a_tier_asked_for_by_name_is_used_where_it_does_not_pay(write_s: float) -> None:
+    """Every state fits in fast memory; the tier may be too slow for any but the first."""
+    samples = [Sample(1, 0.1, 0.3, 1 << 10), Sample(2, 0.2, 0.6, 2 << 10)]
+    tier = Tier("slow", write_s, 2 * write_s, write_overhead_s=1e-3)
+    options: dict[str, Any] = {"tier": tier, "buffer_bytes": 0, "chunk": 1}
+    chosen = choose(samples, 60, 70 << 10, 1 << 10, strategy="stream", **options)
+    assert chosen.strategy == "stream" and chosen.plan is not None
+    assert chosen.plan.writes == {1e-3: 60, 0.35: 15, 1e3: 1}[write_s]
+    assert chosen.plan.makespan_s > PLANNERS["revolve"](chosen.plan.costs, 60, 60).makespan_s
+    assert choose(samples, 60, 70 << 10, 1 << 10, strategy="auto", **options).strategy != "stream"
+    with pytest.raises(BudgetError, match="steps=1 is one chunk"):
+        choose(samples, 1, 70 << 10, 1 << 10, strategy="stream", **options)
 
 
 def test_bad_arguments() -> None:
