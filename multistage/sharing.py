@@ -13,6 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import operator
 import sys
 import types
 import weakref
@@ -64,9 +65,12 @@ class Memory:
         return any(np.may_share_memory(array, a) for a in self._arrays)
 
     def visibly_apart(self, tree: T) -> T:
-        """Return a tree with the arrays copied that share this memory; other objects are left."""
+        """Return a tree with the arrays copied that share this memory, in dataclasses too.
+
+        Other objects are left: to look into them takes long.
+        """
         kind = type(tree)
-        if kind in _ATOMS:
+        if kind in _ATOMS or not self._arrays:
             return tree
         if kind is np.ndarray:
             return cast(T, self._array(tree))
@@ -84,9 +88,11 @@ class Memory:
         else:
             return tree
         found = optree.tree_leaves(cast(Any, tree), none_is_leaf=True)
-        if any(isinstance(leaf, np.ndarray) and self.meets(leaf) for leaf in found):
-            return cast(T, optree.tree_map(self._array, cast(Any, tree), none_is_leaf=True))
-        return tree
+        apart = list(map(self._visible, found))
+        if all(map(operator.is_, apart, found)):
+            return tree
+        spec = optree.tree_structure(cast(Any, tree), none_is_leaf=True)
+        return cast(T, spec.unflatten(apart))
 
     def apart(self, tree: T, said: str) -> T:
         """Return a tree with what shares this memory copied, or refused if it is no array.
@@ -98,6 +104,11 @@ class Memory:
         """
         leaves, spec = optree.tree_flatten(cast(Any, tree), none_is_leaf=True)
         return cast(T, spec.unflatten([self.leaf(leaf, said, strict=False) for leaf in leaves]))
+
+    def _visible(self, leaf: Any) -> Any:
+        if is_record(leaf):
+            return self.leaf(leaf, "the adjoint", strict=False)
+        return self._array(leaf)
 
     def _array(self, leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray) and self.meets(leaf):
@@ -128,7 +139,7 @@ class Memory:
         found = self._shared_by(leaf, strict)
         if not found:
             return leaf
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        if is_record(leaf):
             return self._fields(leaf, said, strict)
         raise StateError(
             f"{said} holds a {_name(type(leaf))} that {found}, and the state is overwritten; give "
@@ -159,6 +170,11 @@ class Memory:
         except _Unseen as unseen:
             return f"may refer to the state unseen, through a {unseen}" if strict else ""
         return ""
+
+
+def is_record(leaf: Any) -> bool:
+    """Whether a leaf is an instance of a dataclass."""
+    return hasattr(type(leaf), "__dataclass_fields__")
 
 
 class _Unseen(Exception):

@@ -850,6 +850,35 @@ def test_an_adjoint_step_may_return_what_operators_make_again(
     assert [a.tolist() for a in found] == [a.tolist() for a in expected]
 
 
+@dataclass
+class Carried:
+    x: Any
+    total: Any
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_adjoint_in_a_dataclass_that_refers_to_its_state(in_place: bool) -> None:
+    buffers = np.zeros((2, 4))
+
+    def forward(x: Any, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            np.sin(x + i, out=x)
+
+    def reverse(x: Any, adjoint: Any, i: int) -> Any:
+        return Carried(x, adjoint.x * i + adjoint.total)
+
+    def step(x: Any, i: int) -> Any:
+        return np.sin(x + i, out=buffers[i % 2])
+
+    plain = FunctionChain(lambda x, i: np.sin(x + i), reverse)
+    expected = oracle(plain, start := np.linspace(0.1, 1, 4), Carried(np.zeros(4), np.zeros(4)))
+    chain: Any = InPlaceChain(forward, reverse) if in_place else FunctionChain(step, reverse)
+    executor: Executor[Any, Any] = Executor(chain, ())
+    executor.forward(revolve_schedule(2, N), start)
+    found = executor.reverse(Carried(np.zeros(4), np.zeros(4)))
+    assert found.total.tolist() == expected.total.tolist()
+
+
 def test_a_functional_chain_given_its_last_state() -> None:
     def reverse(x: Any, adjoint: Any, i: int) -> Any:
         adjoint[0] *= np.cos(x[0])
