@@ -282,7 +282,8 @@ class DurableStore:
                 thread.join()
             if not self._lasting:
                 for batch in self._batches.values():
-                    self._folder.unlink(batch.name)
+                    with contextlib.suppress(OSError):  # the next run clears up
+                        self._folder.unlink(batch.name)
         self._threads = []
         self._batches.clear()
         self._reading.clear()

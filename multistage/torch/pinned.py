@@ -286,11 +286,14 @@ class PinnedStore:
         """Stop everything, give memory back.  May be called twice."""
         if not self._hold.taken:
             return
+        failure: Exception | None = None
         if self._hold.foreign:
             self._abandon()
         else:
-            self._shut()
+            failure = self._shut()
         self._hold.give_back()
+        if failure is not None:
+            raise failure
 
     def _abandon(self) -> None:
         """In a forked child: leave the threads to the parent."""
@@ -298,7 +301,9 @@ class PinnedStore:
             self._below.close()
         self._streams, self._mover, self._entries, self._below_open = None, None, {}, False
 
-    def _shut(self) -> None:
+    def _shut(self) -> Exception | None:
+        """Give everything back; return what failed: the rest is given back all the same."""
+        failure: Exception | None = None
         if self._mover is not None:
             with self._lock:
                 self._closing = True
@@ -308,17 +313,24 @@ class PinnedStore:
             self._mover = None
         if self._below_open:
             assert self._below is not None
-            self._below.close()
+            try:
+                self._below.close()
+            except Exception as error:
+                failure = error
             self._below_open = False
         streams = self._streams
         if streams is None:
-            return
-        streams.close()
-        self._tell()
+            return failure
+        try:
+            streams.close()
+            self._tell()
+        except Exception as error:  # of the device
+            failure = failure or error
         self._streams = None
         self._free.clear()
         self._order.clear()
         self._entries = {}
+        return failure
 
     def _grow(self) -> bool:
         """Take another block of memory; return whether there was any to take."""

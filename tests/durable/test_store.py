@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -55,6 +56,22 @@ def value(store: DurableStore, key: int) -> float:
 def test_contract(folder: Folder) -> None:
     check_store(lambda: DurableStore(lambda: folder, "probe", lasting=False))
     assert folder.names() == []
+
+
+def test_a_file_that_cannot_be_removed_does_not_keep_the_store(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unlink(folder: Folder, name: str) -> bool:
+        raise OSError(errno.EIO, "bad block")
+
+    store = DurableStore(lambda: folder, "probe", lasting=False)
+    store.open(LARGE)
+    assert store.put(0, packed(LARGE, 0))
+    assert store.wait_written(0)
+    monkeypatch.setattr(Folder, "unlink", unlink)
+    store.close()
+    store.open(LARGE)
+    store.close()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -521,3 +521,21 @@ def test_a_copy_that_fails_on_its_thread_loses_one_state(lane: str, below: str |
         assert store.wait_written(99)
         assert store.get(99)[0].tolist() == states[3].tolist()
         store.close()
+
+
+def test_a_tier_below_that_cannot_be_closed_does_not_keep_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def close(medium: object) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("the server is gone")
+
+    layout = Layout.of(np.zeros(64, np.uint8))
+    store = PinnedStore(None, CPU, MemoryStore())
+    store.open(layout)
+    monkeypatch.setattr("multistage.backends.medium.Ram.close", close)
+    with pytest.raises(RuntimeError, match="server"):
+        store.close()
+    store.open(layout)
+    assert store.put(1, [torch.zeros(64, dtype=torch.uint8)], block=True)
+    store.close()
