@@ -338,6 +338,12 @@ def test_what_is_written_is_grabbed(tmp_path: Path) -> None:
 # ------------------------------------------------- no argument without effect
 
 
+@pytest.mark.parametrize("count", ["5", 2.5, True, -1, 0])
+def test_a_number_of_checkpoints_is_a_whole_number(count: Any) -> None:
+    with pytest.raises(ArgumentError, match="n_checkpoints="):
+        ours.MemoryRevolver(*Problem().operators(), count, 9)
+
+
 def test_arguments_that_would_have_no_effect_are_refused(tmp_path: Path) -> None:
     three = Problem().operators()
     with pytest.raises(ArgumentError, match="n_checkpoints=5 and memory='9 slots'"):

@@ -13,6 +13,7 @@ from ...errors import ArgumentError
 from ...plan import PLANNERS, Plan, Planner
 from ...plan.base import sealing
 from ...plan.levels import Level
+from ...values import whole
 from .base import TRANSIT, BaseRevolver, defaults
 from .compression import init_compression
 from .crevolve import adjust
@@ -95,8 +96,8 @@ class SingleLevelRevolver(BaseRevolver):
                 f"n_checkpoints={n_checkpoints} and memory={memory!r}: give one, and None "
                 "in place of n_checkpoints"
             )
-        elif n_checkpoints < 1:
-            raise ArgumentError(f"n_checkpoints={n_checkpoints} must be at least 1")
+        else:
+            n_checkpoints = whole(n_checkpoints, "n_checkpoints", 1)
         self.n_checkpoints = n_checkpoints
         compression = None if compression_params is None else init_compression(compression_params)
         if compression_params is None or compression_params.get("scheme") is None:
