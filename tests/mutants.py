@@ -41,6 +41,7 @@ def _of(path: str, line: str, instead: str, *tests: str) -> Mutant:
 
 PLANNERS = "plan/test_planners.py"
 EXECUTE = "test_execute.py"
+OWNERSHIP = "test_ownership.py"
 CONTRACT = "backends/test_contract.py"
 STREAMED = "backends/test_streamed.py"
 
@@ -195,12 +196,37 @@ MUTANTS = (
         "if other is not None and best < start:",
         EXECUTE,
     ),
+    _of("slots.py", "            if not flags.owndata:", "            if False:", OWNERSHIP),
+    # what keeps states, tapes and adjoints apart, and budgets and runs from each other
+    _of("slots.py", "return made.copy() if type", "return made if type", OWNERSHIP),
+    _of("sharing.py", 'return "shares memory with the state"', 'return ""', OWNERSHIP),
     _of(
-        "slots.py",
-        "        if array.base is not None:\n                arrays[k]",
-        "        if False:\n                arrays[k]",
-        EXECUTE,
+        "execute.py",
+        "adjoint = self._run.slots.adopt_adjoint(adjoint, self._run.live)",
+        "pass",
+        OWNERSHIP,
     ),
+    _of("execute.py", "if adjoint is None and wanted:", "if False:", OWNERSHIP),
+    _of(
+        "execute.py",
+        "if one_tape:\n                            raise",
+        "if False:\n                            raise",
+        "test_one_tape.py",
+    ),
+    _of("rules.py", "if self.tapes and not self.state_is_tape:", "if False:", "test_rules.py"),
+    _of("blocks.py", 'bool(getattr(chain, "one_tape", False))', "False", OWNERSHIP),
+    _of("reversal.py", "return self.plan.sealed", "return True", "test_given.py"),
+    _of(
+        "given.py", "if theirs.state_is_tape != costs.state_is_tape:", "if False:", "test_given.py"
+    ),
+    _of(
+        "backends/streamed.py",
+        "self._hold.take()\n        try:\n            self._open(layout)",
+        "try:\n            self._open(layout)",
+        "backends/test_lifetimes.py",
+    ),
+    _of("limits.py", "yield from inner.parents", "pass", "test_limits.py"),
+    _of("errors.py", "text = _USER.sub", "_USER.sub", "test_secrets.py"),
     # stores
     _of(
         "backends/streamed.py",
@@ -278,16 +304,19 @@ MUTANTS = (
         "self._above.move_to_end(place)",
         "backends/test_cascade.py",
     ),
-    _of(
-        "durable/store.py", "if batch.least < self._needed_below or", "if", "durable/test_store.py"
-    ),
+    _of("durable/store.py", "if batch.least < needed_below or", "if", "durable/test_store.py"),
     _of(
         "durable/folder.py",
         "os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)",
         "os.rename(temporary, name + '-', src_dir_fd=self.fd, dst_dir_fd=self.fd)",
         "durable/test_folder.py",
     ),
-    _of("durable/run.py", "if newest.given != given:", "if False:", "durable/test_run.py"),
+    _of(
+        "durable/run.py",
+        "if newest is not None and newest.given != given:",
+        "if False:",
+        "durable/test_run.py",
+    ),
     _of(
         "torch/pinned.py",
         "entry = self._order.popleft()",
