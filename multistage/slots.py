@@ -209,18 +209,53 @@ def apart_from(adjoint: Adjoint, given: Any) -> Adjoint:
     That is a state or a tape which is done with: operators may make the next one
     in the same arrays.
     """
-    if type(given) is np.ndarray and type(adjoint) is np.ndarray:
-        mine, theirs = [adjoint], [given]
+    if type(given) is type(adjoint) is np.ndarray:
+        if adjoint is not given and adjoint.flags.owndata and given.flags.owndata:
+            return adjoint  # the commonest case
+        return Memory([given]).visibly_apart(adjoint)
+    mine, theirs = _owned(adjoint), _owned(given)
+    if mine is not None and theirs is not None and not _meet(mine, theirs):
+        return adjoint
+    given = optree.tree_leaves(given, none_is_leaf=True)
+    return Memory(given).visibly_apart(adjoint)
+
+
+def _meet(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether one of some objects is one of the others; of few, in less time than sets take."""
+    for one in some:
+        for other in others:
+            if one is other:
+                return True
+    return False
+
+
+def _owned(tree: Any) -> Sequence[Any] | None:
+    """Return the leaves of a tree, None if one borrows its memory or refers to arrays."""
+    kind = type(tree)
+    leaves: Sequence[Any]
+    if kind is tuple or kind is list:
+        leaves = tree
+    elif kind is np.ndarray:
+        leaves = (tree,)
+    elif kind is dict:
+        leaves = tuple(tree.values())
     else:
-        mine = optree.tree_leaves(cast(Any, adjoint), none_is_leaf=True)
-        theirs = optree.tree_leaves(given, none_is_leaf=True)
-    for leaf in mine + theirs:
-        if is_record(leaf) or (isinstance(leaf, np.ndarray) and not leaf.flags.owndata):
+        leaves = optree.tree_leaves(tree, none_is_leaf=True)
+    for leaf in leaves:
+        if type(leaf) is not np.ndarray:
+            leaves = optree.tree_leaves(tree, none_is_leaf=True)
             break
-    else:  # the commonest case, in a third of the time
-        if set(map(id, theirs)).isdisjoint(map(id, mine)):
-            return adjoint
-    return Memory(theirs).visibly_apart(adjoint)
+        if not leaf.flags.owndata:
+            return None
+    else:
+        return leaves
+    for leaf in leaves:
+        if isinstance(leaf, np.ndarray):
+            if not leaf.flags.owndata:
+                return None
+        elif is_record(leaf):
+            return None
+    return leaves
 
 
 def _is_view(leaf: Any) -> bool:
