@@ -10,10 +10,11 @@ import numpy as np
 import optree
 
 from .errors import StateError
+from .strides import Geometry, c_strides, flattened, geometry, restored
 
 Array = np.ndarray[Any, np.dtype[Any]]
-# For each leaf the axes that restore its order, None for plain C order, or that it is a scalar.
-Packing = Sequence[tuple[int, ...] | Literal["scalar"] | None]
+# For each leaf how it lies in memory, None for plain C order, or that it is a scalar.
+Packing = Sequence[Geometry | Literal["scalar"] | None]
 SCALAR: Final = "scalar"
 _ALIGN = 64
 
@@ -70,6 +71,7 @@ class Layout:
         flat = spec.type in (tuple, list, dict) and all(c.is_leaf() for c in spec.children())
         self.flat = spec.type if flat else None
         self._kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        self._plain = [c_strides(leaf.shape, leaf.dtype.itemsize) for leaf in leaves]
 
     @classmethod
     def of(cls, state: object) -> Layout:
@@ -163,26 +165,31 @@ class Layout:
 
     def pack(self, arrays: Sequence[Array]) -> tuple[list[Array], Packing | None]:
         """Return what a store takes, C-contiguous arrays, and what `unpack` needs besides."""
-        packed = [dense(array) for array in arrays]
-        # Stores know shapes in C order only: same bytes, reshaped.
-        flat = [
-            array if axes is None or axes == SCALAR else array.reshape(leaf.shape)
-            for (array, axes), leaf in zip(packed, self.leaves, strict=True)
-        ]
-        packing = [axes for _, axes in packed]
-        return flat, packing if any(axes is not None for axes in packing) else None
+        flat: list[Array] = []
+        packing: list[Geometry | Literal["scalar"] | None] = []
+        plain = True
+        for array, strides in zip(arrays, self._plain, strict=True):
+            where: Geometry | Literal["scalar"] | None = None
+            if type(array) is not np.ndarray:
+                array, where = np.asarray(array), SCALAR
+            elif array.strides != strides or not array.flags.aligned:
+                if array.nbytes:
+                    where = geometry(array)
+                    array = flattened(array, where)
+                else:
+                    array = np.ascontiguousarray(array).reshape(array.shape)
+            flat.append(array)
+            packing.append(where)
+            plain = plain and where is None
+        return flat, None if plain else packing
 
     def unpack(self, arrays: Sequence[Array], packing: Packing | None) -> list[Array]:
         """Return the arrays that `pack` was given, from the store's copies."""
         if packing is None:
             return list(arrays)
         return [
-            array
-            if order is None
-            else array[()]
-            if order == SCALAR
-            else array.reshape([array.shape[k] for k in np.argsort(order)]).transpose(order)
-            for array, order in zip(arrays, packing, strict=True)
+            array if where is None else array[()] if where == SCALAR else restored(array, where)
+            for array, where in zip(arrays, packing, strict=True)
         ]
 
     def same_as(self, other: Layout) -> bool:
@@ -237,26 +244,3 @@ def _hashable(spec: optree.PyTreeSpec, state: Any) -> None:
             ) from None
     for child, inner in zip(spec.children(), children, strict=True):
         _hashable(child, inner)
-
-
-def axis_order(array: Array) -> tuple[int, ...]:
-    """Return the axes as they lie in memory, the outermost first."""
-    strides = array.strides
-    return tuple(sorted(range(array.ndim), key=lambda axis: (-abs(strides[axis]), axis)))
-
-
-def dense(array: Array) -> tuple[Array, tuple[int, ...] | Literal["scalar"] | None]:
-    """Return a C-contiguous array of the same bytes, and the axes that restore its order.
-
-    `restored = dense_array.transpose(axes)` has the axis order in memory of the
-    original, so that operators sensitive to it give the same bits.  The first
-    result is a view where the original is dense, else a copy; the second is
-    None for plain C order, `SCALAR` for a NumPy scalar.
-    """
-    if type(array) is not np.ndarray:
-        return np.asarray(array), SCALAR
-    if array.flags.c_contiguous:
-        return array, None
-    order = axis_order(array)
-    axes = tuple(int(a) for a in np.argsort(order))
-    return np.ascontiguousarray(array.transpose(order)), axes

@@ -38,7 +38,7 @@ from .chain import Chain, FunctionChain
 from .costs import NOT_KEPT, Costs, Tier
 from .errors import StoreError
 from .execute import Executor
-from .layout import Array, Layout, dense
+from .layout import Array, Layout
 from .plan.revolve import revolve_schedule
 from .plan.sweep import Sweep
 from .progress import counting
@@ -269,7 +269,7 @@ def probe_store(
     """
     if arrays is None:
         record = np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8)
-        arrays = [dense(view)[0] for view in layout.views(record)]
+        arrays = layout.views(record)
     if isinstance(store, CascadeStore):
         return _probe_cascade(store, layout, seconds, most, arrays, sweep_s)
     store.open(layout)

@@ -25,6 +25,7 @@ import optree
 
 from .errors import StateError
 from .layout import Array
+from .strides import duplicate
 
 T = TypeVar("T")
 
@@ -112,7 +113,7 @@ class Memory:
 
     def _array(self, leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray) and self.meets(leaf):
-            return leaf.copy(order="K")
+            return duplicate(leaf)
         return leaf
 
     def leaf(self, leaf: Any, said: str, *, strict: bool = True) -> Any:

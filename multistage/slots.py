@@ -6,7 +6,7 @@ nobody overwrites, or a copy.  Which of the two depends on the chain:
 references (functional chains)
     The arrays of a kept state are marked read-only and get their flag back
     when the last slot that holds them is freed.  An array that does not own
-    its memory is copied: whoever owns it could still write to it.
+    its memory is copied, strides included: whoever owns it could still write to it.
 copies (in-place chains)
     A kept state is copied into pooled arrays, and copied back on load.
 
@@ -26,8 +26,9 @@ import numpy as np
 import optree
 
 from .errors import StateError
-from .layout import Array, Layout, axis_order
+from .layout import Array, Layout
 from .sharing import Frozen, Memory, is_record, lone_owners, overlap, owner, references, thaw
+from .strides import Geometry, alike, duplicate, geometry, room
 
 Adjoint = TypeVar("Adjoint")
 
@@ -196,7 +197,7 @@ def keep_tape(
             if whole.flags.owndata and (id(whole) in given or not whole.flags.writeable):
                 arrays.append(whole)
             elif id(whole) not in lone:
-                leaves[k] = leaves[k].copy(order="K")
+                leaves[k] = duplicate(leaves[k])
     arrays += [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
     for array in arrays:
         frozen.hold(array)
@@ -297,7 +298,7 @@ class References:
                 continue  # a scalar: nothing can write to it
             flags = array.flags
             if not flags.owndata:
-                arrays[k] = array = array.copy(order="K")
+                arrays[k] = array = duplicate(array)
                 flags, copied = array.flags, True
             if flags.writeable:
                 flags.writeable = False
@@ -423,10 +424,14 @@ class Copies:
         self._first = None
 
     def _copied(self, arrays: list[Array]) -> Sequence[Any]:
-        copies = self._pool.pop() if self._pool else [np.empty_like(array) for array in arrays]
+        copies = self._pool.pop() if self._pool else self._made(arrays)
         for copy, array in zip(copies, arrays, strict=True):
             np.copyto(copy, array)
         return copies
+
+    def _made(self, arrays: list[Array]) -> list[Array]:
+        """Return arrays for copies of these."""
+        return [np.empty_like(array) for array in arrays]
 
     def _copy_back(self, targets: list[Array], kept: Kept) -> None:
         for target, array in zip(targets, kept.arrays, strict=True):
@@ -460,7 +465,7 @@ class InPlace(Copies):
         self._simple = True  # arrays only, no scalars
         self._overlap: bool | None = None  # not known yet
         self._only: Any = _NOTHING  # the array that is the whole state, if it is one
-        self._orders: list[tuple[int, ...]] = []  # of their axes, and those of the pool
+        self._geometries: list[Geometry] = []  # theirs, and those of the pool
         self._places: dict[int, int] = {}  # id -> where in `_home`
         self._memory = Memory(())
 
@@ -475,10 +480,10 @@ class InPlace(Copies):
         for k, value in enumerate(kept.arrays):
             if type(value) is not np.ndarray:
                 leaves[k] = value
-            elif id(leaves[k]) in self._places and axis_order(leaves[k]) == axis_order(value):
+            elif id(leaves[k]) in self._places and alike(leaves[k], value):
                 _put_back(leaves[k], value, self._layout.leaves[k].path)
             else:
-                leaves[k] = value.copy(order="K")
+                leaves[k] = duplicate(value)
         return _replaced(live, self._layout.state(leaves))
 
     def check(self, live: Any, where: int | str) -> None:
@@ -527,10 +532,10 @@ class InPlace(Copies):
         self._simple = all(type(array) is np.ndarray for array in home)
         self._overlap = None
         self._only = home[0] if self._simple and self._layout.single is not None else _NOTHING
-        orders = [axis_order(array) for array in home]
-        if orders != self._orders:
-            self._orders = orders
-            self._pool.clear()  # copies keep the order of axes: it may decide the last bit
+        geometries = [geometry(array) for array in home]
+        if geometries != self._geometries:
+            self._geometries = geometries
+            self._pool.clear()  # copies keep the strides: they may decide the last bit
         self._places = {id(array): k for k, array in enumerate(home)}
         self._memory = Memory(home)
 
@@ -596,18 +601,20 @@ class InPlace(Copies):
             "in their place that it refers to nowhere else"
         )
 
+    def _made(self, arrays: list[Array]) -> list[Array]:
+        return [room(array) for array in arrays]
+
     def _copied(self, arrays: list[Array]) -> Sequence[Any]:
         if self._is_home(arrays):
             return super()._copied(arrays)
-        spare = self._pool.pop() if self._pool else [np.empty_like(array) for array in self._home]
-        copies: list[Any] = list(spare)
+        copies: list[Any] = list(self._pool.pop() if self._pool else self._made(self._home))
         for k, array in enumerate(arrays):
             if type(array) is not np.ndarray:
                 copies[k] = array  # a scalar stays one
-            elif type(copies[k]) is np.ndarray and axis_order(copies[k]) == axis_order(array):
+            elif type(copies[k]) is np.ndarray and alike(copies[k], array):
                 np.copyto(copies[k], array)
             else:
-                copies[k] = array.copy(order="K")
+                copies[k] = duplicate(array)
         return tuple(copies)
 
     def _copy_back(self, targets: list[Array], kept: Kept) -> None:
@@ -617,12 +624,10 @@ class InPlace(Copies):
     def _recycle(self, kept: Kept) -> None:
         arrays = kept.arrays
         if type(arrays) is tuple:  # of an exchanged state
-            like = zip(arrays, self._orders, self._home, strict=True)
+            like = zip(arrays, self._geometries, self._home, strict=True)
             arrays = [
-                array
-                if type(array) is np.ndarray and axis_order(array) == order
-                else np.empty_like(home)
-                for array, order, home in like
+                array if type(array) is np.ndarray and geometry(array) == where else room(home)
+                for array, where, home in like
             ]
         self._pool.append(arrays)
 

@@ -68,7 +68,7 @@ def forged_file(data: bytes) -> None:
 
 
 def record(data: bytes) -> None:
-    """A record of states with the order of their axes."""
+    """A record of states with their strides."""
     import numpy as np
 
     layout = OrderedLayout.of({"a": np.zeros((2, 3)), "b": np.zeros(5, np.int8)})

@@ -22,6 +22,7 @@ LAYERS = [
         "sharing",
         "tapes",
         "slots",
+        "strides",
         "chain",
         "blocks",
         "timeline",

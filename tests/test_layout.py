@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from multistage.errors import StateError
-from multistage.layout import Layout, dense
+from multistage.layout import Layout
 
 
 def test_a_nested_state_round_trips_through_a_record() -> None:
@@ -59,15 +59,3 @@ def test_a_changed_layout_is_named(first: object, later: object, rule: str) -> N
     layout = Layout.of(first)
     with pytest.raises(StateError, match=rule):
         layout.arrays(later, "state 7")
-
-
-def test_dense_arrays_keep_their_axis_order() -> None:
-    base = np.arange(24.0).reshape(2, 3, 4)
-    for array in (base, base.T, base.transpose(1, 0, 2), base[:, ::2], base[..., 1], base[0, 0, 0]):
-        array = np.asarray(array)
-        packed, axes = dense(array)
-        assert packed.flags.c_contiguous
-        restored = packed if axes is None else packed.transpose(axes)
-        assert np.array_equal(restored, array)
-        order = np.argsort([-s for s in array.strides], kind="stable")
-        assert list(np.argsort([-s for s in restored.strides], kind="stable")) == list(order)

@@ -44,7 +44,7 @@ from ..costs import Costs
 from ..errors import ArgumentError, MultistageError
 
 MAGIC = b"MSDURABL"
-VERSION = 2
+VERSION = 3
 PRELUDE = struct.Struct("<8sII16sQQQQ")
 _SUMMED = PRELUDE.size - 8
 IDENTITY_BYTES = 32

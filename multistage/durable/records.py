@@ -1,4 +1,4 @@
-"""The records of a durable folder: a state or an adjoint as bytes, with the order of its axes."""
+"""The records of a durable folder: a state or an adjoint as bytes, with its strides."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import xxhash
 
 from ..layout import SCALAR, Array, Layout, Packing
+from ..strides import Geometry, is_sound
 
 _ROWS = 1 << 14  # of an array with padding, digested at a time
 # x86's extended precision: ten bytes of a value, in twelve or sixteen.
@@ -16,19 +17,20 @@ _EXTENDED_BYTES = 10
 
 
 class OrderedLayout(Layout):
-    """A layout whose packed form carries the order of axes as one more array.
+    """A layout whose packed form carries the strides of arrays as one more array.
 
-    Stores know arrays in C order only; how to restore an array's own order is
+    Stores know arrays in C order only; how to restore an array's own strides is
     kept by the executor, which a killed process takes along.  Here it is part
-    of the record, under the same checksum: a byte for each axis, and one for a
-    leaf without axes, which tells a NumPy scalar (1) from an array (0).
+    of the record, under the same checksum: for each leaf how many bytes it is
+    off its alignment (-1 for a NumPy scalar), then its strides in bytes, all
+    as 64-bit integers.
 
     Examples
     --------
     >>> layout = OrderedLayout.of(np.zeros((2, 3), order="F"))
     >>> packed, _ = layout.pack([np.zeros((2, 3), order="F")])
-    >>> packed[-1].tolist(), layout.record_bytes
-    ([1, 0], 66)
+    >>> packed[-1].view("<i8").tolist(), layout.record_bytes
+    ([0, 8, 16], 88)
     """
 
     @classmethod
@@ -38,53 +40,53 @@ class OrderedLayout(Layout):
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one record: arrays, then the order of their axes."""
-        return self.nbytes + sum(len(leaf.shape) or 1 for leaf in self.leaves)
+        """Bytes of one record: arrays, then their strides."""
+        return self.nbytes + sum(8 * (1 + len(leaf.shape)) for leaf in self.leaves)
 
     def pack(self, arrays: Sequence[Array]) -> tuple[list[Array], Packing | None]:
         flat, packing = super().pack(arrays)
         return [*flat, self.order(packing)], None
 
     def order(self, packing: Packing | None) -> Array:
-        """Return the order of axes as bytes."""
-        axes = packing or [None] * len(self.leaves)
-        orders: list[tuple[int, ...]] = []
-        for leaf, order in zip(self.leaves, axes, strict=True):
-            if leaf.shape:
-                plain = tuple(range(len(leaf.shape)))
-                orders.append(plain if order is None or order == SCALAR else order)
-            else:
-                orders.append((int(order == SCALAR),))
-        return np.array([axis for order in orders for axis in order], np.uint8)
+        """Return the strides as bytes."""
+        numbers: list[int] = []
+        for k, where in enumerate(packing or [None] * len(self.leaves)):
+            strides, shift = (
+                (self._plain[k], 0 if where is None else -1)
+                if where is None or where == SCALAR
+                else where
+            )
+            numbers += [shift, *strides]
+        return np.array(numbers, "<i8").view(np.uint8)
 
     def unpack(self, arrays: Sequence[Array], packing: Packing | None) -> list[Array]:
-        axes = self.axes(arrays[-1])
-        assert axes is not None  # judged when the record was read
-        return super().unpack(arrays[:-1], axes)
+        packing = self.packing(arrays[-1])
+        assert packing is not None  # judged when the record was read
+        return super().unpack(arrays[:-1], packing)
 
-    def axes(self, order: Array) -> Packing | None:
-        """Return the order of each array's axes, or None if the bytes hold no such thing."""
-        packing: list[tuple[int, ...] | Literal["scalar"] | None] = []
+    def packing(self, order: Array) -> Packing | None:
+        """Return what `unpack` needs, or None if the bytes hold no such thing."""
+        numbers = order.view("<i8").tolist()
+        packing: list[Geometry | Literal["scalar"] | None] = []
         at = 0
-        for leaf in self.leaves:
-            if not leaf.shape:
-                if order[at] > 1:
-                    return None
-                packing.append(SCALAR if order[at] else None)
-                at += 1
-                continue
-            plain = tuple(range(len(leaf.shape)))
-            axes = tuple(int(axis) for axis in order[at : at + len(plain)])
-            if tuple(sorted(axes)) != plain:
+        for leaf, plain in zip(self.leaves, self._plain, strict=True):
+            end = at + 1 + len(leaf.shape)
+            where = Geometry(tuple(numbers[at + 1 : end]), numbers[at])
+            at = end
+            if where == (plain, 0):
+                packing.append(None)
+            elif where.shift == -1 and not leaf.shape:
+                packing.append(SCALAR)
+            elif is_sound(where, leaf.shape, leaf.dtype):
+                packing.append(where)
+            else:
                 return None
-            packing.append(None if axes == plain else axes)
-            at += len(plain)
         return packing
 
     def split(self, record: Array) -> list[Array] | None:
         """Return the packed arrays of a record as views; None if it is none."""
         order = record[self.nbytes :]
-        if len(record) != self.record_bytes or self.axes(order) is None:
+        if len(record) != self.record_bytes or self.packing(order) is None:
             return None
         return [*self.views(record), order]
 
@@ -113,7 +115,7 @@ class OrderedLayout(Layout):
         return str(self.spec), leaves
 
     def digest(self, packed: Sequence[Array]) -> bytes:
-        """Return what tells this value, its layout and the order of its axes from any other.
+        """Return what tells this value, its layout and its strides from any other.
 
         Values count bit by bit, so that signs of zeros and payloads of NaNs
         do; bytes that no value uses do not.
@@ -122,25 +124,25 @@ class OrderedLayout(Layout):
         for array_ in packed[:-1]:
             for piece in _value_bytes(array_):
                 seen.update(piece.data)
-        seen.update(repr(self._memory_orders(packed[-1])).encode())
+        seen.update(repr(self._strides(packed[-1])).encode())
         return seen.digest()
 
-    def _memory_orders(self, order: Array) -> list[list[int]]:
-        """Return the axes of each array, slowest first; without those of one element.
+    def _strides(self, order: Array) -> list[list[int]]:
+        """Return the strides of each array, without those of axes of one element.
 
-        The stride of such an axis is arbitrary, and so is its place in the order.
+        The stride of such an axis is arbitrary.
         """
-        axes = self.axes(order)
-        assert axes is not None
+        packing = self.packing(order)
+        assert packing is not None
         return [
             [
-                int(axis)
-                for axis in (
-                    range(len(leaf.shape)) if each is None or each == SCALAR else np.argsort(each)
+                step
+                for n, step in zip(
+                    leaf.shape, where.strides if isinstance(where, Geometry) else plain, strict=True
                 )
-                if leaf.shape[axis] != 1
+                if n != 1
             ]
-            for leaf, each in zip(self.leaves, axes, strict=True)
+            for leaf, plain, where in zip(self.leaves, self._plain, packing, strict=True)
         ]
 
 

@@ -68,7 +68,7 @@ _CHUNK = 4 << 20
 
 
 class OrderedStates(ArrayStates):
-    """Pytrees of NumPy arrays whose packed form tells the order of their axes."""
+    """Pytrees of NumPy arrays whose packed form tells their strides."""
 
     def layout(self, state: Any) -> OrderedLayout:
         return OrderedLayout.of(state)  # type: ignore[return-value]

@@ -519,7 +519,7 @@ class DurableStore:
         arrays = self._layout.split(record)
         if arrays is None:
             self._lose(key)
-            raise CheckpointLost("read failed: the order of its axes is none")
+            raise CheckpointLost("read failed: its strides are none of an array")
         return arrays[:-1] if self._plain else arrays
 
     # ----------------------------------------------------------------- threads

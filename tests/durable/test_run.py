@@ -17,6 +17,7 @@ from leaks import no_leak as no_leak
 
 from multistage import Costs, FunctionChain, Reversal, Tier, reverse
 from multistage.durable.folder import Folder
+from multistage.durable.headers import VERSION
 from multistage.durable.status import inspect
 from multistage.errors import ArgumentError, CheckpointWarning, StateError, StoreError
 
@@ -387,7 +388,9 @@ def test_another_format_version_is_refused(tmp_path: Path) -> None:
     data = bytearray((folder / "run").read_bytes())
     data[8] += 1
     (folder / "run").write_bytes(data)
-    with pytest.raises(StoreError, match="format version 3, this package writes 2"):
+    with pytest.raises(
+        StoreError, match=rf"format version {VERSION + 1}, this package writes {VERSION}"
+    ):
         simple(folder).forward(np.ones(3))
     assert not inspect(folder).resumable
 
