@@ -136,7 +136,8 @@ def test_a_reader_that_stops_reading_is_no_error(tmp_path: Path) -> None:
         run.stdout.readline()
         run.stdout.close()
         said = run.stderr.read()
-    assert (run.returncode, said) == (141, b"")
+    # Status 0 where all of it fitted into the pipe before the reader went.
+    assert (run.returncode, said) in {(141, b""), (0, b"")}
 
 
 def test_demo_trains_and_compares(capsys, tmp_path: Path) -> None:

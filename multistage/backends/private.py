@@ -178,8 +178,12 @@ def _make(place: int) -> tuple[str, int, int]:
             lock = os.open(_LOCK, flags, 0o600, dir_fd=folder)
             undo.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.write(lock, _marker(name)) < len(_marker(name)):
-                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+            left = _marker(name)
+            while left:  # a write may be short
+                done = os.write(lock, left)
+                if not done:
+                    raise OSError(errno.EIO, "a write wrote nothing")
+                left = left[done:]
             if _is_there(name, place, folder):
                 undo.pop_all()
                 return name, folder, lock

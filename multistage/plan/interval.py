@@ -149,7 +149,7 @@ def interval(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     >>> from multistage.costs import Tier
     >>> slow_reads = Costs(1.0, 1.0, tiers=(Tier(write_s=1.0, read_s=20.0),))
     >>> paper_interval(slow_reads, 30, 1000).makespan_s, interval(slow_reads, 30, 1000).makespan_s
-    (20979.0, 2951.0)
+    (20982.0, 2931.0)
     """
     n = require_steps(n_steps, "interval")
     plain = _revolve(costs, slots, n)

@@ -26,6 +26,7 @@ from multistage.drawing.timeline import timeline_chart
 from multistage.drawing.tradeoff import chain_trade_off_chart, trade_off_chart
 from multistage.errors import ArgumentError, BudgetError
 from multistage.plan import PLANNERS
+from multistage.plan.interval import paper_interval
 from multistage.plan.trade_off import trade_off
 from multistage.timeline import Timeline
 
@@ -47,7 +48,7 @@ def close(found: Any, expected: Any) -> bool:
 
 
 def stalling() -> tuple[Any, Any]:
-    made = PLANNERS["interval"](Costs(1e-3, 2e-3, state_bytes=1 << 20, tiers=(SLOW,)), 6, 60)
+    made = paper_interval(Costs(1e-3, 2e-3, state_bytes=1 << 20, tiers=(SLOW,)), 6, 60)
     return made, simulate(made.schedule(), 60, made.costs, 6)
 
 
