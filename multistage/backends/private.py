@@ -182,7 +182,7 @@ def _make(place: int) -> tuple[str, int, int]:
             while left:  # a write may be short
                 done = os.write(lock, left)
                 if not done:
-                    raise OSError(errno.EIO, "a write wrote nothing")
+                    raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
                 left = left[done:]
             if _is_there(name, place, folder):
                 undo.pop_all()
