@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import functools
 import mmap
 import os
-import sys
+import weakref
+from collections import deque
 
 import numpy as np
 
@@ -64,55 +66,91 @@ def pages_of_node(nbytes: int, node: int) -> Array:
     return array
 
 
+def landing_bytes(nbytes: int) -> int:
+    """Return the bytes of `landing_pool(nbytes)` when nobody refers to a buffer of it."""
+    return nbytes if nbytes >= _HUGE else whole_huge(_few(nbytes) * _paged(nbytes))
+
+
+def landing_pool(nbytes: int) -> LandingPool:
+    """Return a pool for states that each land in a buffer of their own.
+
+    It keeps one buffer of a huge page and more, or a few smaller ones.
+    """
+    return LandingPool(nbytes, 1 if nbytes >= _HUGE else _few(nbytes))
+
+
+def _few(nbytes: int) -> int:
+    return min(4, max(2, _HUGE // _paged(nbytes)))
+
+
+def _paged(nbytes: int) -> int:
+    return max(PAGE, round_up(nbytes))
+
+
 class LandingPool:
     """Buffers that checkpoints are read into, reused when nobody refers to them.
 
     A state handed out is a set of views of its buffer, and nothing tells when
     its user is done: a step may pass an array on to the next state, an adjoint
     may keep one for an hour.  Overwriting the buffer then would change a state
-    behind its user's back: a wrong gradient without an error.  So the pool
-    asks the interpreter: every view refers to the buffer's array, hence a
-    buffer whose reference count is back at that of an untouched one is free.
-    If none is, a new one is made; those beyond `size` are not kept.
+    behind its user's back: a wrong gradient without an error.  So a buffer is
+    an array that every view refers to, over memory that comes back to the pool
+    when the interpreter frees the array.  The pool keeps the memory of at most
+    `size` buffers that nobody refers to; what comes back beyond them is freed.
 
     Buffers smaller than a huge page share one area: a disk reads a megabyte
     into huge pages in a third of the time it takes into small ones.  Each is
     an array of its own over that area, no view of another, which would hide
-    references to it.
+    references to it.  They stay as long as the pool; those made when all are
+    in use do not.
 
-    `take` is for one thread alone.  That others drop their views meanwhile is
-    harmless: a count can only fall then, and nobody but the pool can make it
-    rise from that of an idle buffer.
+    Buffers come back from whichever thread drops the last view.
     """
 
     def __init__(self, nbytes: int, size: int) -> None:
         self._nbytes = nbytes
-        self._buffers: list[Array] = []
-        sample = [np.empty(1, np.uint8)]
-        for buffer in sample:  # counted as in `take`
-            self._idle = _references(buffer)
-        view = sample[0][:]
-        for buffer in sample:
-            # An interpreter that does not count like this gets no reuse at all.
-            self._size = size if _references(buffer) > self._idle else 0
-        del view
+        self._size = size
+        # Memory that nobody refers to: an area, and where in it.
+        self._idle: deque[tuple[mmap.mmap, int]] = deque(maxlen=size)
+        self._lent: dict[int, weakref.ref[Array]] = {}
+        self._next = 0
+        self._shared = False
 
     def take(self) -> Array:
         """Return a buffer that nobody else refers to."""
-        for buffer in self._buffers:
-            if _references(buffer) <= self._idle:
-                return buffer
-        if self._size and not self._buffers and self._nbytes < _HUGE:
-            nbytes = max(PAGE, round_up(self._nbytes))
-            area = _area(whole_huge(self._size * nbytes))
-            for at in range(self._size):
-                self._buffers.append(np.frombuffer(area, np.uint8, nbytes, at * nbytes))
-            return self.take()
-        fresh = pages(self._nbytes, touch=False)
-        if len(self._buffers) < self._size:
-            self._buffers.append(fresh)
-        return fresh
+        try:
+            area, at = self._idle.pop()
+        except IndexError:
+            if self._shared or not self._size:
+                return pages(self._nbytes, touch=False)
+            area, at = self._new()
+        buffer = np.frombuffer(area, np.uint8, _paged(self._nbytes), at)
+        number = self._next
+        self._next += 1
+        # It refers to the area, but not to the pool: a pool that is gone gets nothing back.
+        back = functools.partial(_came_back, self._idle, self._lent, number, area, at)
+        self._lent[number] = weakref.ref(buffer, back)
+        return buffer
+
+    def _new(self) -> tuple[mmap.mmap, int]:
+        """Return memory for a buffer; for small ones, keep that of the others."""
+        nbytes = _paged(self._nbytes)
+        if nbytes >= _HUGE:
+            return _area(nbytes), 0
+        area = _area(whole_huge(self._size * nbytes))
+        self._shared = True
+        self._idle.extend((area, at * nbytes) for at in range(1, self._size))
+        return area, 0
 
 
-def _references(buffer: Array) -> int:
-    return sys.getrefcount(buffer)
+def _came_back(
+    idle: deque[tuple[mmap.mmap, int]],
+    lent: dict[int, weakref.ref[Array]],
+    number: int,
+    area: mmap.mmap,
+    at: int,
+    _buffer: weakref.ref[Array],
+) -> None:
+    """Keep the memory of a buffer that nobody refers to any more, in place of the oldest."""
+    lent.pop(number, None)
+    idle.append((area, at))

@@ -32,7 +32,7 @@ import numpy as np
 from ..errors import ArgumentError, CheckpointWarning, StoreError
 from ..layout import Array, Layout
 from ..steps import StepMap
-from .arena import LandingPool, pages, round_up, whole_huge
+from .arena import PAGE, LandingPool, landing_bytes, landing_pool, pages, round_up, whole_huge
 from .base import CheckpointLost, StoreStats, TransferRecord
 from .carrier import Carrier, Extent, Finished, State, ThreadCarrier
 from .lifetimes import Hold
@@ -110,15 +110,17 @@ class StreamedStore:
         extent = min(self._most_extent_bytes, self._buffer_bytes // (2 * _STAGING))
         if self.capacity_bytes is not None:
             extent = min(extent, self.capacity_bytes // 4)
+        if extent >= 64 * PAGE:  # or huge pages would make the buffers exceed their bytes
+            extent -= extent % PAGE
         count = extent // layout.nbytes
         return count if count >= _SMALL else 1
 
     def buffer_bytes(self, layout: Layout) -> int:
-        """Return the bytes of I/O buffers held for such states."""
+        """Return the bytes of I/O buffers held for such states, idle ones included."""
         count = self._per_extent(layout)
         if count > 1:
-            return 2 * _STAGING * round_up(count * layout.nbytes)
-        return self._bounce_bytes(layout)
+            return 2 * whole_huge(_STAGING * round_up(count * layout.nbytes))
+        return whole_huge(self._bounce_bytes(layout)) + landing_bytes(round_up(layout.nbytes))
 
     def _bounce_bytes(self, layout: Layout) -> int:
         """Return the bytes that a large state passes through on its way out."""
@@ -221,7 +223,8 @@ class StreamedStore:
         self._staging: list[Array] = []
         self._lines: list[list[Array]] = []
         self._holders: list[Extent | None] = [None] * _STAGING
-        self._pool = LandingPool(extent_bytes, _STAGING if count > 1 else 8)
+        small = count > 1
+        self._pool = LandingPool(extent_bytes, _STAGING) if small else landing_pool(extent_bytes)
         self._serial = 0
         try:
             self._start(carrier, layout)

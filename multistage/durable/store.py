@@ -30,7 +30,9 @@ from collections.abc import Callable, Container, Sequence
 from enum import Enum
 from functools import partial
 
-from ..backends.arena import LandingPool, pages
+import numpy as np
+
+from ..backends.arena import landing_bytes, landing_pool, pages
 from ..backends.base import CheckpointLost, StoreStats, TransferRecord
 from ..backends.lifetimes import Hold
 from ..backends.medium import is_full
@@ -164,9 +166,10 @@ class DurableStore:
     # ------------------------------------------------------------------- life
 
     def buffer_bytes(self, layout: Layout) -> int:
-        """Return the bytes of the batches that wait or are under way; large states need none."""
+        """Return the bytes of batches on their way, and of idle buffers for large states."""
+        size = _ordered(layout).record_bytes
         count = _per_batch(_ordered(layout))
-        return _BUFFERS * count * _ordered(layout).record_bytes if count > 1 else 0
+        return _BUFFERS * count * size if count > 1 else landing_bytes(size)
 
     def capacity_states(self, layout: Layout) -> int | None:
         """Return None: bounded by the disk alone."""
@@ -195,7 +198,7 @@ class DurableStore:
         if self._count > 1:
             size = self._count * ordered.record_bytes
             self._buffers = [pages(size)[:size] for _ in range(_BUFFERS)]
-        self._pool = LandingPool(ordered.record_bytes, 8)
+        self._pool = landing_pool(ordered.record_bytes)
         for batch in self._found:
             self._enter(batch)
         self._found = []
@@ -292,7 +295,7 @@ class DurableStore:
         self._dead.clear()
         self._index.clear()
         self._filling = None
-        self._pool = LandingPool(0, 0)
+        self._pool = landing_pool(0)
         self._hold.give_back()
 
     # ------------------------------------------------------------------ writes
@@ -588,9 +591,10 @@ class DurableStore:
             try:
                 if batch.state is _State.FAILED:
                     raise OSError(errno.EIO, batch.error)
-                landing = self._pool.take()
+                # A page for each small state would be more than the state.
+                landing = np.empty(size, np.uint8) if self._count > 1 else self._pool.take()
                 record = landing[:size]
-                del landing  # or it would count as somebody's reference
+                del landing  # or its memory would not come back while this thread waits
                 place = batch.offset + read.place * size
                 self._folder.read(batch.name, batch.file_bytes, place, record)
                 if checksum_of([record]) != batch.checksums[read.place]:

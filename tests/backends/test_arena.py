@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from multistage.backends.arena import PAGE, LandingPool, pages, round_up
+from multistage.backends.arena import (
+    PAGE,
+    LandingPool,
+    landing_bytes,
+    landing_pool,
+    pages,
+    round_up,
+)
 
 
 @pytest.mark.parametrize(("nbytes", "rounded"), [(0, 0), (1, PAGE), (PAGE, PAGE), (4097, 8192)])
@@ -67,9 +75,36 @@ def test_more_than_its_size_is_not_kept() -> None:
     pool = LandingPool(PAGE, 2)
     held = [pool.take() for _ in range(6)]
     assert len({address(buffer) for buffer in held}) == 6
-    assert len(pool._buffers) == 2
     held.clear()
-    assert len({address(pool.take()) for _ in range(9)}) == 1
+    assert len(pool._idle) == 2
+    assert not pool._lent
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux only")
+@pytest.mark.parametrize("nbytes", [300 << 10, 1 << 20, 3 << 19, 2 << 20, 12 << 20])
+def test_idle_buffers_take_what_is_said(nbytes: int) -> None:
+    pool = landing_pool(nbytes)
+    before = resident_bytes()
+    held = [pool.take() for _ in range(40 if nbytes < 12 << 20 else 12)]
+    for buffer in held:
+        buffer[::PAGE] = 1
+    assert resident_bytes() - before >= len(held) * nbytes
+    del buffer
+    held.clear()
+    assert resident_bytes() - before <= landing_bytes(nbytes) + (1 << 20)
+    assert len({address(pool.take()) for _ in range(5)}) == 1
+
+
+def test_buffers_outlive_the_pool() -> None:
+    pool = landing_pool(PAGE)
+    buffer = pool.take()
+    buffer[:] = 7
+    del pool
+    assert (buffer == 7).all()
 
 
 def test_references_dropped_by_another_thread() -> None:
@@ -97,4 +132,5 @@ def test_no_pool_no_reuse() -> None:
     pool = LandingPool(PAGE, 0)
     one, two = pool.take(), pool.take()
     assert address(one) != address(two)
-    assert pool._buffers == []
+    del one, two
+    assert not pool._idle
