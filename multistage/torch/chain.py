@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import ArgumentError
+from .recording import by_recording
 from .tracing import Traced, attribute_of, by_export, by_fx
 
 
@@ -141,8 +142,9 @@ def to_chain(model: nn.Module, sample_input: Any) -> Stages:
     """Return the stages between the articulation points of a model's graph.
 
     Traced by `torch.fx`, in the mode (train or eval) the model is in.  Where
-    that fails or finds no cut, `torch.export` is used: the stages then take
-    inputs of the sample's shapes only.
+    that fails or finds no cut, a run of the model on the sample is recorded
+    (and if that fails, `torch.export` is used): the stages then take inputs of
+    the sample's shapes only.
 
     Parameters
     ----------
@@ -171,7 +173,7 @@ def to_chain(model: nn.Module, sample_input: Any) -> Stages:
     """
     reasons: list[str] = []
     uncut = ""
-    for trace in (by_fx, by_export):
+    for trace in (by_fx, by_recording, by_export):
         try:
             traced = trace(model, sample_input)
         except ArgumentError as error:

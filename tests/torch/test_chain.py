@@ -164,5 +164,5 @@ class Branching(nn.Module):
 def test_what_cannot_be_cut_is_told_why() -> None:
     with pytest.raises(ArgumentError, match="at least 2 tensors pass at every point"):
         mst.to_chain(Uncut(), torch.ones(3))
-    with pytest.raises(ArgumentError, match="cannot be traced"):
+    with pytest.raises(ArgumentError, match="cannot be cut"):
         mst.to_chain(Branching(), torch.ones(3))
