@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -13,9 +12,13 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, StateError
 from .exploring import attributes_of, check_attributes, tensors_of, untouched
+from .graphs import graph_begins, graph_weight, leaves_below
+from .inputs import Inputs
 from .replay import Autocast, RandomState, autocast, device_types, random_devices
 
 Buffers: TypeAlias = tuple[tuple[nn.Module, str], ...]
+Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
+_FEW = 8  # steps of a fused cell to look at
 
 
 class Cell:
@@ -46,6 +49,13 @@ class Cell:
         if isinstance(given, nn.RNNBase):
             if given.batch_first:
                 raise ArgumentError(f"{self.name} has batch_first=True; time must come first")
+            if given.bidirectional:
+                raise ArgumentError(
+                    f"{self.name} has bidirectional=True: the direction back begins at the end of "
+                    "the sequence, and would begin anew in each chunk; unroll one module for each "
+                    "direction, the second on inputs.flip(0), flip its outputs back, and join them "
+                    "with torch.cat([forth, back.flip(0)], -1)"
+                )
             self.fused = True
 
             def whole(state: Any, x: Tensor) -> Any:
@@ -80,8 +90,6 @@ class Facts:
     wants : tuple of tuple of bool
         Which leaves of state 0, 1, ... take part in the gradient; the last
         holds for all later ones.
-    same : tuple of (int, int)
-        Leaves of y that are leaves of the state, the same tensors.
     draws : bool
         Whether it draws random numbers.
     graded : bool
@@ -94,6 +102,8 @@ class Facts:
     weight : (int, int)
         Nodes of a step's graph, and bytes of what they return: cells that differ
         in neither code nor parameters may differ here.
+    x_kinds : tuple of (shape, dtype, device)
+        Of the tensors of the inputs looked at.
     """
 
     spec: pytree.TreeSpec
@@ -102,24 +112,58 @@ class Facts:
     summed: tuple[bool, ...]
     differentiable: tuple[bool, ...]
     wants: tuple[tuple[bool, ...], ...]
-    same: tuple[tuple[int, int], ...]
     draws: bool
     graded: bool
     buffers: Buffers
     parameters: tuple[Tensor, ...]
     weight: tuple[int, int]
+    x_kinds: tuple[Kind, ...]
 
     def wants_at(self, chunk: int) -> tuple[bool, ...]:
         """Return which leaves of the state before a chunk take part in the gradient."""
         return self.wants[min(chunk, len(self.wants) - 1)]
 
-    def split(self, result: Any) -> tuple[Any, Any]:
-        """Return the state and y of what the cell returned."""
-        return result if self.returns_y else (result, None)
+    def split(self, result: Any, name: str, t: int) -> tuple[Any, Any]:
+        """Return the state and y of what a cell returned at step t."""
+        if not self.returns_y:
+            return result, None
+        if type(result) is not tuple or len(result) != 2:
+            raise StateError(
+                f"{name} returned (state, y) at first and {type(result).__name__} at step {t}"
+            )
+        return result
+
+    def leaves(self, state: Any, name: str, t: int) -> list[Tensor]:
+        """Return the leaves of a state.  Raises StateError if it has another structure."""
+        return _leaves(state, self.spec, f"{name} returned a state", t)
+
+    def y_leaves(self, y: Any, name: str, t: int) -> list[Tensor]:
+        """Return the leaves of y.  Raises StateError if it has another structure."""
+        assert self.y_spec is not None
+        return _leaves(y, self.y_spec, f"{name} returned an output y", t)
+
+
+def _leaves(tree: Any, spec: pytree.TreeSpec, what: str, t: int) -> list[Tensor]:
+    """Return the leaves of a tree in the order of a structure: dicts may have any order."""
+    try:
+        leaves = [tree] if spec.is_leaf() else spec.flatten_up_to(tree)
+        fits = all(isinstance(leaf, Tensor) for leaf in leaves)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise StateError(
+            f"{what} of structure {pytree.tree_structure(tree)} at step {t}, and at first one of "
+            f"{spec} with tensors for leaves; it must be the same at every step"
+        )
+    return leaves
 
 
 def explore(
-    cell: Cell, state: Any, x: Any, parameters: Sequence[Tensor] | None, draws: bool | None
+    cell: Cell,
+    state: Any,
+    inputs: Inputs,
+    parameters: Sequence[Tensor] | None,
+    draws: bool | None,
 ) -> Facts:
     """Run a cell a few times and return what it does; everything is put back.
 
@@ -140,38 +184,39 @@ def explore(
             )
     own = () if cell.module is None else cell.module.parameters()
     known = list(parameters if parameters is not None else (p for p in own if p.requires_grad))
+    known += [t for t in inputs.repeated if not any(t is p for p in known)]
     if any(hasattr(p, "full_tensor") for p in known):
         raise ArgumentError(
             f"the parameters of {cell.name} are sharded; shard the module that calls unroll "
             "(fully_shard on it gathers them around the whole sequence), not the cell"
         )
-    with autocast(Autocast.capture(device_types([*leaves, *known]))):
-        return _explored(cell, leaves, spec, x, known, draws)
+    with autocast(Autocast.capture(device_types([*leaves, *known, *inputs.held()]))):
+        return _explored(cell, leaves, spec, inputs, known, draws)
 
 
 def _explored(
     cell: Cell,
     leaves: Sequence[Tensor],
     spec: pytree.TreeSpec,
-    x: Any,
+    inputs: Inputs,
     known: list[Tensor],
     draws: bool | None,
 ) -> Facts:
     modules = [] if cell.module is None else [cell.module]
-    state = list(leaves)
+    involved = [*leaves, *known, *inputs.held()]
+
+    def look(wants: Sequence[bool]) -> _Look:
+        with untouched(modules, involved), torch.enable_grad():
+            return _look(cell, leaves, spec, inputs, wants, known)
+
     wants = [tuple(leaf.requires_grad for leaf in leaves)]
-    with untouched(modules, [state, x, *known]), torch.enable_grad():
-        looked = _look(cell, leaves, spec, x, wants[0], known)
-        known += [p for p in looked.found if not any(p is k for k in known)]
-        after = tuple(a or b for a, b in zip(looked.wants, wants[0], strict=True))
+    looked = look(wants[0])
+    known += looked.found
+    after = tuple(a or b for a, b in zip(looked.wants, wants[0], strict=True))
     while after != wants[-1]:
         wants.append(after)
-        with untouched(modules, [state, x, *known]), torch.enable_grad():
-            looked = _look(cell, leaves, spec, x, after, known)
+        looked = look(after)
         after = tuple(a or b for a, b in zip(looked.wants, after, strict=True))
-    with untouched(modules, [state, x, *known]), torch.no_grad():
-        result = cell.call(pytree.tree_unflatten([t.detach() for t in leaves], spec), x)
-        graded = not _same_bits(pytree.tree_leaves(result), looked.results)
     return Facts(
         spec=spec,
         returns_y=looked.returns_y,
@@ -179,13 +224,42 @@ def _explored(
         summed=tuple(y.dim() == 0 and y.is_floating_point() for y in looked.ys),
         differentiable=tuple(y.requires_grad for y in looked.ys),
         wants=tuple(wants),
-        same=looked.same,
         draws=looked.draws if draws is None else draws,
-        graded=graded,
+        graded=_graded(cell, leaves, spec, inputs, looked, involved),
         buffers=looked.buffers,
         parameters=tuple(known),
         weight=looked.weight,
+        x_kinds=looked.x_kinds,
     )
+
+
+def _graded(
+    cell: Cell,
+    leaves: Sequence[Tensor],
+    spec: pytree.TreeSpec,
+    inputs: Inputs,
+    looked: _Look,
+    involved: Sequence[Tensor],
+) -> bool:
+    """Whether a step returns other bits without a graph, from state 0 or the one after it.
+
+    State 0 is often zeros, from which many kernels round alike.
+    """
+    modules = [] if cell.module is None else [cell.module]
+
+    def step(state: Sequence[Tensor], wants: Sequence[bool] | None) -> list[Tensor]:
+        given = [t.detach() for t in state]
+        if wants is not None:
+            given = [t.requires_grad_(w) for t, w in zip(given, wants, strict=True)]
+        x = inputs.sample(_FEW, fused=cell.fused, leaves=[])
+        with untouched(modules, involved), torch.set_grad_enabled(wants is not None):
+            result = cell.call(pytree.tree_unflatten(given, spec), x)
+        return [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+
+    if not _same_bits(step(leaves, None), looked.results):
+        return True
+    after = looked.results[: len(leaves)]
+    return not _same_bits(step(after, None), step(after, looked.wants))
 
 
 @dataclass(slots=True)
@@ -194,36 +268,36 @@ class _Look:
     y_spec: pytree.TreeSpec | None
     ys: list[Tensor]
     wants: tuple[bool, ...]
-    same: tuple[tuple[int, int], ...]
     draws: bool
     buffers: Buffers
     found: list[Tensor]
     results: list[Tensor]
     weight: tuple[int, int]
+    x_kinds: tuple[Kind, ...]
 
 
 def _look(
     cell: Cell,
     leaves: Sequence[Tensor],
     spec: pytree.TreeSpec,
-    x: Any,
+    inputs: Inputs,
     wants: Sequence[bool],
     known: Sequence[Tensor],
 ) -> _Look:
     given = [t.detach().requires_grad_(w) for t, w in zip(leaves, wants, strict=True)]
-    x_leaf = pytree.tree_map(_leaf, x)
-    devices = random_devices([*given, *tensors_of(x), *known])
+    devices = random_devices([*given, *known, *inputs.held()])
     random = RandomState.capture(devices)
     module = cell.module
     attributes = {} if module is None else attributes_of(module)
     owned = [] if module is None else list(_owned(module))
     before = [(m, k, b, b._version, b.detach().clone()) for m, k, b in owned]
-    marker = torch.ones(1, requires_grad=True).clone().grad_fn
-    assert marker is not None
+    begun = graph_begins()
+    taken: list[Any] = []
+    x = inputs.sample(_FEW, fused=cell.fused, leaves=taken)
     # Copies, so that a cell that writes to its state is found out, not stopped by autograd.
     copies = [t.clone() for t in given]
     versions = [t._version for t in copies]
-    result = cell.call(pytree.tree_unflatten(copies, spec), x_leaf)
+    result = cell.call(pytree.tree_unflatten(copies, spec), x)
     for tensor, version in zip(copies, versions, strict=True):
         if tensor._version != version:
             raise StateError(
@@ -257,20 +331,20 @@ def _look(
     for leaf in ys:
         if not isinstance(leaf, Tensor):
             raise StateError(f"{cell.name} returns {type(leaf).__name__} in y; tensors only")
-    inputs = {id(t) for t in [*given, *tensors_of(x_leaf)]}
+    own = {id(t) for t in [*given, *(leaf for _, leaf in taken)]}
     roots = [t for t in [*new_leaves, *ys] if t.requires_grad]
-    found = list(leaves_below(roots, inputs, known, marker._sequence_nr(), cell.name))
+    found = list(leaves_below(roots, own, known, begun, cell.name))
     return _Look(
         returns_y,
         y_spec,
         ys,
         tuple(t.requires_grad for t in new_leaves),
-        tuple((j, k) for j, y in enumerate(ys) for k, t in enumerate(new_leaves) if y is t),
         not random.same_as(RandomState.capture(devices)),
         changed,
         found,
         [t.detach() for t in [*new_leaves, *ys]],
-        graph_weight(roots, marker._sequence_nr()),
+        graph_weight(roots, begun),
+        tuple((t.shape, t.dtype, t.device) for t in tensors_of(x)),
     )
 
 
@@ -280,12 +354,6 @@ def _same_bits(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
         for a, b in zip(ones, others, strict=True)
     )
-
-
-def _leaf(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
 
 
 def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
@@ -306,68 +374,3 @@ def _returns_y(cell: Cell, result: Any, spec: pytree.TreeSpec) -> bool:
         f"{cell.name} got a state of structure {spec} and returned "
         f"{pytree.tree_structure(result)}; it must return a state like it, or (state, y)"
     )
-
-
-def leaves_below(
-    roots: Sequence[Tensor],
-    inputs: set[int],
-    known: Sequence[Tensor],
-    begun: int,
-    name: str,
-) -> Iterator[Tensor]:
-    """Yield the leaves of a graph that are neither inputs nor known.
-
-    Parameters
-    ----------
-    roots : sequence of Tensor
-        Of the graph.
-    inputs : set of int
-        Identities of tensors that belong to it.
-    known : sequence of Tensor
-        Parameters; where they are no leaves, the graph ends at them.
-    begun : int
-        Sequence number of autograd nodes from which on they are the cell's.
-
-    Raises
-    ------
-    ArgumentError
-        If the cell uses a tensor that was computed before, with a graph.
-    """
-    ends = {p.grad_fn for p in known}
-    passed = inputs | {id(p) for p in known}
-    stack = [t.grad_fn for t in roots]
-    seen: set[Any] = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen or node in ends:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            if id(variable) not in passed:
-                passed.add(id(variable))
-                yield variable
-            continue
-        if node._sequence_nr() < begun:
-            raise ArgumentError(
-                f"{name} uses a tensor that was computed outside of it ({node.name()}) and takes "
-                "part in the gradient; give it in parameters=[...]"
-            )
-        stack += [below for below, _ in node.next_functions]
-
-
-def graph_weight(roots: Sequence[Tensor], begun: int) -> tuple[int, int]:
-    """Return how many nodes a graph has from a sequence number on, and the bytes they return."""
-    stack = [t.grad_fn for t in roots]
-    seen: set[Any] = set()
-    nbytes = 0
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen or node._sequence_nr() < begun:
-            continue
-        seen.add(node)
-        for result in node._input_metadata:
-            if not result.is_nested_tensor:
-                nbytes += prod(result.shape) * result.dtype.itemsize
-        stack += [below for below, _ in node.next_functions]
-    return len(seen), nbytes

@@ -27,7 +27,6 @@ from .cell_costs import (
     sample_chunks,
     tier_of,
 )
-from .exploring import tensors_of
 from .offload import PAGE_BYTES
 from .tensors import TensorLayout
 from .through_time import ThroughTime
@@ -127,7 +126,7 @@ def planned(
         cell.fused,
         layout.nbytes,
         _kinds(facts.parameters),
-        _kinds(tensors_of(inputs.many(0, 1) if cell.fused else inputs.at(0))),
+        facts.x_kinds,
         chain.autocast,
         tuple(number.bit_length() for number in facts.weight),
     )

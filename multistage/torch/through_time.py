@@ -19,198 +19,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, StateError
-from .cell import Cell, Facts, leaves_below
+from .cell import Cell, Facts
+from .collector import Collector
+from .graphs import graph_begins, leaves_below
+from .inputs import InputGradients, Inputs, Place
 from .replay import Autocast, RandomState, autocast
 from .tensors import TensorState
 
 Gradients = tuple[Tensor | None, ...]
-
-
-class Inputs:
-    """What the cell gets at each step: from a tensor with time first, a sequence, a function.
-
-    Parameters
-    ----------
-    given : Tensor, sequence, callable or None
-    steps : int or None
-        Of a function; of a shorter run than the sequence.
-
-    Raises
-    ------
-    ArgumentError
-        If the number of steps is not known, below 1 or beyond the sequence.
-    """
-
-    def __init__(self, given: Any, steps: int | None) -> None:
-        self.given = given
-        if isinstance(given, Tensor):
-            if given.dim() == 0:
-                raise ArgumentError("inputs is a single number; time must be its first dimension")
-            length: int | None = given.shape[0]
-        elif callable(given) or given is None:
-            length = None
-        elif hasattr(given, "__len__") and hasattr(given, "__getitem__"):
-            length = len(given)
-        else:
-            raise ArgumentError(
-                f"inputs is {type(given).__name__}; give a tensor with time first, a sequence, or "
-                "a function of the step"
-            )
-        if steps is None and length is None:
-            raise ArgumentError("inputs as a function need steps=, the number of time steps")
-        self.steps: int = length if steps is None else steps  # type: ignore[assignment]
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise ArgumentError(f"the sequence has {self.steps!r} steps; at least 1 is needed")
-        if length is not None and self.steps > length:
-            raise ArgumentError(f"steps={steps}, but inputs has {length}")
-        self._wanting = (
-            given.requires_grad
-            if isinstance(given, Tensor)
-            else isinstance(given, (list, tuple))
-            and any(isinstance(x, Tensor) and x.requires_grad for x in given)
-        )
-
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors whose gradients are wanted."""
-        if not self._wanting:
-            return []
-        return [self.given] if isinstance(self.given, Tensor) else self._wanted()
-
-    def _wanted(self) -> list[Tensor]:
-        steps = self.given[: self.steps]
-        return [x for x in steps if isinstance(x, Tensor) and x.requires_grad]
-
-    def version(self) -> int:
-        """Return a number that changes when a tensor that was given is written to."""
-        if isinstance(self.given, Tensor):
-            return self.given._version
-        if isinstance(self.given, (list, tuple)):
-            return sum(x._version for x in self.given if isinstance(x, Tensor))
-        return 0
-
-    def at(self, t: int) -> Any:
-        """Return x_t."""
-        given = self.given
-        if given is None:
-            return None
-        return given(t) if callable(given) and not isinstance(given, Tensor) else given[t]
-
-    def many(self, start: int, stop: int) -> Any:
-        """Return the inputs of several steps, time first."""
-        if isinstance(self.given, Tensor):
-            return self.given[start:stop]
-        return torch.stack([self.at(t) for t in range(start, stop)])
-
-    def wants(self) -> bool:
-        """Whether any input wants a gradient."""
-        return self._wanting
-
-    def gradients(self, of_steps: dict[int, Tensor]) -> list[Tensor | None]:
-        """Return the gradients of `tensors()` from those of chunks, by their first step."""
-        if not self._wanting:
-            return []
-        if isinstance(self.given, Tensor):
-            whole = torch.zeros_like(self.given)
-            for start, gradient in of_steps.items():
-                whole[start : start + gradient.shape[0]] = gradient
-            return [whole]
-        return [
-            of_steps[t][0] if t in of_steps else None
-            for t in range(self.steps)
-            if isinstance(self.given[t], Tensor) and self.given[t].requires_grad
-        ]
-
-
-class Collector:
-    """Reduces what the cell returns at each step besides its state.
-
-    Parameters
-    ----------
-    facts : Facts
-    steps : int
-    mode : {"stack", "sum", "last"}, None or callable
-        For what is no loss; see `multistage.torch.unroll`.
-    fused : bool
-    graph : bool
-        Whether the results are to carry a graph.
-    """
-
-    def __init__(
-        self, facts: Facts, steps: int, mode: Any, fused: bool, *, graph: bool = False
-    ) -> None:
-        self._steps = steps
-        self._fused = fused
-        self._graph = graph
-        self._callback = mode if callable(mode) else None
-        kept = "none" if mode is None or callable(mode) else mode
-        self.kinds = ["sum" if summed else kept for summed in facts.summed]
-        self._losses = facts.summed
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin anew."""
-        self._values: list[Tensor | None] = [None] * len(self.kinds)
-        self._lists: list[list[Tensor]] = [[] for _ in self.kinds]
-
-    def values(self) -> list[Tensor | None]:
-        """Return the reduced leaves of y."""
-        join = torch.cat if self._fused else torch.stack
-        return [
-            value if not parts else sum(parts[1:], parts[0]) if kind == "sum" else join(parts)
-            for kind, value, parts in zip(self.kinds, self._values, self._lists, strict=True)
-        ]
-
-    def add(self, t: int, y: Any) -> None:
-        """Take y of the steps from t on."""
-        if not self._graph:
-            y = pytree.tree_map(torch.Tensor.detach, y)
-        if self._callback is not None:
-            self._callback(t, pytree.tree_map(torch.Tensor.detach, y) if self._graph else y)
-        leaves = pytree.tree_leaves(y)
-        if len(leaves) != len(self.kinds):
-            raise StateError(
-                f"step {t} returned {len(leaves)} outputs in place of {len(self.kinds)}"
-            )
-        for j, (kind, leaf) in enumerate(zip(self.kinds, leaves, strict=True)):
-            before = self._values[j]
-            if self._graph and (kind == "stack" or (kind == "sum" and not self._losses[j])):
-                self._lists[j].append(leaf)
-            elif kind == "sum":
-                first = leaf if self._graph else leaf.clone()
-                self._values[j] = first if before is None else before + leaf
-            elif kind == "last":
-                last = leaf[-1] if self._fused else leaf
-                self._values[j] = last if self._graph else last.clone()
-            elif kind == "stack":
-                if before is None:
-                    size = leaf.shape[1:] if self._fused else leaf.shape
-                    before = self._values[j] = leaf.new_empty((self._steps, *size))
-                place = before[t : t + leaf.shape[0]] if self._fused else before[t]
-                if place.shape != leaf.shape or place.dtype != leaf.dtype:
-                    raise StateError(
-                        f"step {t} returned an output of {tuple(leaf.shape)} {leaf.dtype} where "
-                        f"{tuple(place.shape)} {place.dtype} came before; outputs that are stacked "
-                        "must all be alike"
-                    )
-                place.copy_(leaf)
-
-    def gradient(self, j: int, t: int, leaf: Tensor, gradient: Tensor | None) -> Tensor | None:
-        """Return the gradient of leaf j of y of the steps from t on, from that of its reduction."""
-        kind = self.kinds[j]
-        if gradient is None or kind == "none":
-            return None
-        if kind == "sum":
-            return gradient
-        if kind == "stack":
-            return gradient[t : t + leaf.shape[0]] if self._fused else gradient[t]
-        last = t + leaf.shape[0] == self._steps if self._fused else t + 1 == self._steps
-        if not last:
-            return None
-        if not self._fused:
-            return gradient
-        whole = torch.zeros_like(leaf)
-        whole[-1] = gradient
-        return whole
 
 
 class ThroughTime:
@@ -250,10 +66,11 @@ class ThroughTime:
     ) -> None:
         self.cell, self.facts, self.inputs, self.collector = cell, facts, inputs, collector
         self.chunk = chunk
-        self.n_steps = -(-inputs.steps // chunk)
         self.front = 0  # chunks whose outputs were collected
         self.sums: list[Tensor | None] = []
-        self.of_inputs: dict[int, Tensor] = {}
+        self.of_inputs: InputGradients | None = None  # while a backward runs
+        # For the state after each chunk, with y of its last step: who is the same tensor as whom.
+        self.patterns: dict[int, tuple[int, ...]] = {}
         self.output_gradients: Sequence[Tensor | None] = ()
         self._watch = watch
         self.generators, self.device = list(generators), device or torch.device("cpu")
@@ -261,7 +78,10 @@ class ThroughTime:
         modules = [] if cell.module is None else list(cell.module.modules())
         self._training = [(m, m.training) for m in modules]
         self._versions = [(p, p._version) for p in facts.parameters]
-        self._inputs_version = inputs.version()
+
+    @property
+    def n_steps(self) -> int:
+        return -(-self.inputs.steps // self.chunk)
 
     # ------------------------------------------------------------------ states
 
@@ -274,6 +94,7 @@ class ThroughTime:
 
     def first(self, leaves: Sequence[Tensor]) -> TensorState:
         """Return state 0, with what is in the generators and buffers now."""
+        self.patterns[-1] = pattern_of(leaves)
         return TensorState([*(t.detach() for t in leaves), *self._surroundings()])
 
     def _surroundings(self) -> list[Tensor]:
@@ -306,7 +127,7 @@ class ThroughTime:
         StateError
             If a parameter or an input was changed since.
         """
-        if self.inputs.version() != self._inputs_version:
+        if self.inputs.changed():
             raise StateError("inputs was changed in place between forward and backward")
         for parameter, version in self._versions:
             if parameter._version != version:
@@ -351,39 +172,49 @@ class ThroughTime:
         return k * self.chunk, min((k + 1) * self.chunk, self.inputs.steps)
 
     def run(
-        self, state: Any, start: int, stop: int, take: Callable[[int, Any], None], x: Any
-    ) -> Any:
-        """Run time steps; hand each y to `take`; return the user's state after them."""
-        call, returns_y = self.cell.call, self.facts.returns_y
+        self,
+        state: Any,
+        start: int,
+        stop: int,
+        take: Callable[[int, list[Tensor]], None],
+        x: Callable[..., Any],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Run time steps; hand the leaves of each y to `take`.
+
+        Returns
+        -------
+        leaves, ys : lists of Tensor
+            Of the state after them, and of y of the last.
+        """
+        call, facts, name = self.cell.call, self.facts, self.cell.name
+        ys: list[Tensor] = []
         if self.cell.fused:
             result = call(state, x(start, stop))
-            state, y = self.facts.split(result)
-            if returns_y:
-                take(start, y)
-            return state
-        if not returns_y:
+            state, y = facts.split(result, name, start)
+            if facts.returns_y:
+                ys = facts.y_leaves(y, name, start)
+                take(start, ys)
+        elif not facts.returns_y:
             for t in range(start, stop):
                 state = call(state, x(t))
-            return state
-        for t in range(start, stop):
-            result = call(state, x(t))
-            if type(result) is not tuple or len(result) != 2:
-                raise StateError(
-                    f"{self.cell.name} returned (state, y) at first and {type(result).__name__} "
-                    f"at step {t}"
-                )
-            state, y = result
-            take(t, y)
-        return state
+        else:
+            for t in range(start, stop):
+                state, y = facts.split(call(state, x(t)), name, t)
+                ys = facts.y_leaves(y, name, t)
+                take(t, ys)
+        return facts.leaves(state, name, stop - 1), ys
 
-    def _leaves(self, state: Any, t: int) -> list[Tensor]:
-        leaves, spec = pytree.tree_flatten(state)
-        if spec != self.facts.spec or not all(isinstance(x, Tensor) for x in leaves):
+    def _noted(self, k: int, leaves: Sequence[Tensor], ys: Sequence[Tensor]) -> tuple[int, ...]:
+        """Note which results of a chunk are the same tensor; return it."""
+        pattern = pattern_of(leaves if self.cell.fused else [*leaves, *ys])
+        before = self.patterns.setdefault(k, pattern)
+        if pattern != before:
             raise StateError(
-                f"{self.cell.name} returned a state of structure {spec} at step {t}, not "
-                f"{self.facts.spec}"
+                f"{self.cell.name} returned other tensors twice after step {self._steps(k)[1] - 1} "
+                f"when it was run again than at first ({pattern} and {before}); it must do the "
+                "same every time"
             )
-        return leaves
+        return pattern
 
     def advance(self, state: TensorState, start: int, stop: int) -> TensorState:
         x = self.inputs.many if self.cell.fused else self.inputs.at
@@ -391,21 +222,62 @@ class ThroughTime:
             for k in range(start, stop):
                 take = self.collector.add if k >= self.front else _ignore
                 self.front = max(self.front, k + 1)
-                tensors = state.checked()
-                count = self.facts.spec.num_leaves
-                self._surround(tensors[count:])
+                given = self._given(state, k, graph=self.facts.graded)
                 first, last = self._steps(k)
-                given = tensors[:count]
-                if self.facts.graded:
-                    wants = self.facts.wants_at(k)
-                    given = tuple(
-                        t.detach().requires_grad_(w) for t, w in zip(given, wants, strict=True)
-                    )
                 user = pytree.tree_unflatten(list(given), self.facts.spec)
-                leaves = self._leaves(self.run(user, first, last, take, x), last - 1)
+                leaves, ys = self.run(user, first, last, take, x)
+                self._noted(k, leaves, ys)
                 state.checked()
                 state = TensorState([*(t.detach() for t in leaves), *self._surroundings()])
         return state
+
+    def _given(self, state: TensorState, k: int, *, graph: bool) -> list[Tensor]:
+        """Return the state before a chunk for the cell to run on, in the surroundings of then."""
+        tensors = state.checked()
+        count = self.facts.spec.num_leaves
+        self._surround(tensors[count:])
+        pattern, wants = self.patterns[k - 1], self.facts.wants_at(k)
+        given: list[Tensor] = []
+        for i, tensor in enumerate(tensors[:count]):
+            if pattern[i] < i:
+                given.append(given[pattern[i]])
+            else:
+                given.append(tensor.detach().requires_grad_(graph and wants[i]))
+        return given
+
+    def results(self, last: Sequence[Tensor]) -> tuple[list[Tensor], list[bool], list[int | None]]:
+        """Return the results of the sequence, whether each takes part in the gradient, and places.
+
+        The places are those of the state's leaves and y's among the results.  One
+        tensor in several places is one result, so that its gradient is added up
+        as plain autograd does it.
+        """
+        count = len(last)
+        pattern = self.patterns[self.n_steps - 1]
+        results: list[Tensor] = []
+        flags: list[bool] = []
+        places: list[int | None] = []
+        for i, leaf in enumerate(last):
+            if pattern[i] < i:
+                places.append(places[pattern[i]])
+                continue
+            places.append(len(results))
+            results.append(leaf.view_as(leaf))
+            flags.append(self.facts.wants[-1][i])
+        for j, value in enumerate(self.collector.values()):
+            kept = not self.cell.fused and self.collector.kinds[j] == "last"
+            same = pattern[count + j] if kept else count + j
+            if value is None:
+                places.append(None)
+            elif same < count or (
+                same < count + j and self.collector.kinds[same - count] == "last"
+            ):
+                places.append(places[same])
+            else:
+                places.append(len(results))
+                results.append(value)
+                flags.append(self.facts.differentiable[j])
+        return results, flags, places
 
     def tape(self, state: TensorState, step: int) -> tuple[TensorState, object]:
         raise AssertionError("a state is its own tape")
@@ -417,113 +289,142 @@ class ThroughTime:
             return self._reverse(tape, adjoint, step)
 
     def _reverse(self, before: TensorState, adjoint: Gradients, k: int) -> Gradients:
-        facts, count = self.facts, self.facts.spec.num_leaves
-        tensors = before.checked()
-        self._surround(tensors[count:])
-        given = [
-            t.detach().requires_grad_(w)
-            for t, w in zip(tensors[:count], facts.wants_at(k), strict=True)
-        ]
+        facts, inputs = self.facts, self.inputs
+        given = self._given(before, k, graph=True)
         first, last = self._steps(k)
-        xs: list[tuple[int, Tensor]] = []
+        xs: list[tuple[Place, Tensor]] = []
         ys: list[tuple[int, list[Tensor]]] = []
-        begun = 0
-        if self._watch:
-            marker = torch.ones(1, requires_grad=True).clone().grad_fn
-            assert marker is not None
-            begun = marker._sequence_nr()
-
-        def x(t: int, *until: int) -> Any:
-            value = self.inputs.many(t, *until) if until else self.inputs.at(t)
-            if isinstance(value, Tensor) and value.requires_grad:
-                value = value.detach().requires_grad_()
-                xs.append((t, value))
-            return value
-
-        state = self.run(
+        begun = graph_begins() if self._watch else 0
+        leaves, last_ys = self.run(
             pytree.tree_unflatten(given, facts.spec),
             first,
             last,
-            lambda t, y: ys.append((t, pytree.tree_leaves(y))),
-            x,
+            lambda t, y: ys.append((t, y)),
+            (lambda t, until: inputs.many(t, until, xs))
+            if self.cell.fused
+            else (lambda t: inputs.at(t, xs)),
         )
-        roots: list[Tensor] = []
-        gradients: list[Tensor] = []
-        for leaf, gradient in zip(self._leaves(state, last - 1), adjoint, strict=True):
-            if gradient is not None and leaf.requires_grad:
-                roots.append(leaf)
-                gradients.append(gradient)
-        same = dict(self._same)
-        for t, leaves in ys:
-            for j, leaf in enumerate(leaves):
-                if t + 1 == last < self.inputs.steps and j in same:
-                    continue  # went into the chunk above, where it comes first
-                given_y = self.collector.gradient(j, t, leaf, self.output_gradients[j])
-                if given_y is not None and leaf.requires_grad:
-                    roots.append(leaf)
-                    gradients.append(given_y)
-        wanted = [t for t in given if t.requires_grad]
+        self._check_wants(k, leaves, ys)
+        roots: list[tuple[Tensor, Tensor | None]] = list(zip(leaves, adjoint, strict=True))
+        roots += self._of_outputs(k, given, ys, self._noted(k, leaves, last_ys))
+        roots = [(t, g) for t, g in roots if g is not None and t.requires_grad]
+        wanted = [t for i, t in enumerate(given) if t.requires_grad and self._is_first(k, i)]
         if self._watch:
-            own = {id(t) for t in [*given, *(x for _, x in xs)]}
-            for leaf in leaves_below(roots, own, facts.parameters, begun, self.cell.name):
-                raise ArgumentError(
-                    f"{self.cell.name} uses a tensor of shape {tuple(leaf.shape)} that wants a "
-                    f"gradient at step {first}, but did not at the first; give it in "
-                    "parameters=[...]"
-                )
+            self._refuse_unknown([t for t, _ in roots], [*given, *(x for _, x in xs)], begun, first)
         if not roots:
-            return (None,) * count
+            return (None,) * len(given)
         self._watch = self._watch and self.cell.module is None
-        before_these = list(zip(facts.parameters, self.sums, strict=True))
-        before_these += self._outputs_before(given, first)
-        for tensor, so_far in before_these:
+        # Made last, and so served first: the sums of the chunks above.
+        for tensor, so_far in zip(facts.parameters, self.sums, strict=True):
             if so_far is not None:
-                roots.append(tensor.view_as(tensor))
-                gradients.append(so_far)
+                roots.append((tensor.view_as(tensor), so_far))
         with _without_hooks(facts.parameters):
             found = torch.autograd.grad(
-                roots,
+                [t for t, _ in roots],
                 [*wanted, *(x for _, x in xs), *facts.parameters],
-                gradients,
+                [g for _, g in roots],
                 allow_unused=True,
             )
-        for (t, _), gradient in zip(xs, found[len(wanted) :], strict=False):
-            if gradient is not None:
-                self.of_inputs[t] = gradient if self.cell.fused else gradient[None]
+        for (place, _), gradient in zip(xs, found[len(wanted) :], strict=False):
+            if gradient is not None and self.of_inputs is not None:
+                self.of_inputs.put(place, gradient)
         self.sums = list(found[len(wanted) + len(xs) :])
         of_state = iter(found[: len(wanted)])
-        return tuple(next(of_state) if t.requires_grad else None for t in given)
+        return tuple(
+            next(of_state) if t.requires_grad and self._is_first(k, i) else None
+            for i, t in enumerate(given)
+        )
 
-    @property
-    def _same(self) -> tuple[tuple[int, int], ...]:
-        """Leaves of y that are leaves of the state, where steps are single."""
-        return () if self.cell.fused else self.facts.same
+    def _is_first(self, k: int, i: int) -> bool:
+        """Whether leaf i of the state before a chunk is no other leaf over again."""
+        return self.patterns[k - 1][i] == i
 
-    def _outputs_before(
-        self, given: Sequence[Tensor], first: int
+    def _of_outputs(
+        self,
+        k: int,
+        given: Sequence[Tensor],
+        ys: Sequence[tuple[int, list[Tensor]]],
+        pattern: Sequence[int],
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """Return states that were outputs of the step before, with those outputs' gradients."""
-        if first == 0:
-            return []
-        return [
-            (leaf, self.collector.gradient(j, first - 1, leaf, self.output_gradients[j]))
-            for j, k in self._same
-            if (leaf := given[k]).requires_grad
-        ]
+        """Return a chunk's outputs with their gradients, in the order plain autograd adds them.
+
+        Reductions are made one after the other, and served in reverse.  The last
+        output of a chunk that is the state after it belongs to the chunk above,
+        where its gradient comes before those of the steps there.
+        """
+        first, last = self._steps(k)
+        count, before = len(given), self.patterns[k - 1]
+        found: list[tuple[Tensor, Tensor | None]] = []
+        for j in reversed(range(len(self.collector.kinds))):
+            of_y = self.output_gradients[j]
+            if not self.cell.fused and first > 0 and before[count + j] < count:
+                leaf = given[before[count + j]]
+                found.append((leaf, self.collector.gradient(j, first - 1, leaf, of_y)))
+            for t, leaves in ys:
+                above = not self.cell.fused and t + 1 == last < self.inputs.steps
+                if not (above and pattern[count + j] < count):
+                    found.append((leaves[j], self.collector.gradient(j, t, leaves[j], of_y)))
+        return found
+
+    def _check_wants(
+        self, k: int, leaves: Sequence[Tensor], ys: Sequence[tuple[int, list[Tensor]]]
+    ) -> None:
+        """Raise StateError if a result takes part in the gradient that was not known to."""
+        facts, name = self.facts, self.cell.name
+        for i, (leaf, wants) in enumerate(zip(leaves, facts.wants_at(k + 1), strict=True)):
+            if leaf.requires_grad and not wants:
+                raise StateError(
+                    f"leaf {i} of the state of {name} takes part in the gradient after step "
+                    f"{self._steps(k)[1] - 1}, and did not after the first; let that leaf of "
+                    "state 0 require a gradient"
+                )
+        for t, of_step in ys:
+            for j, leaf in enumerate(of_step):
+                if leaf.requires_grad and not facts.differentiable[j]:
+                    raise StateError(
+                        f"leaf {j} of y of {name} takes part in the gradient at step {t}, and did "
+                        "not at the first; let it have a graph there too, as by adding 0 * h.sum()"
+                    )
+
+    def _refuse_unknown(
+        self, roots: Sequence[Tensor], known: Sequence[Tensor], begun: int, first: int
+    ) -> None:
+        """Raise ArgumentError if a chunk's graph ends in a leaf that nobody told of."""
+        own = {id(t) for t in known}
+        for leaf in leaves_below(roots, own, self.facts.parameters, begun, self.cell.name):
+            raise ArgumentError(
+                f"{self.cell.name} uses a tensor of shape {tuple(leaf.shape)} that wants a "
+                f"gradient at step {first} or soon after, but did not at the first; give it in "
+                "parameters=[...]"
+            )
+
+
+def pattern_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return for each tensor the number of the first that is the same object."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(t), i) for i, t in enumerate(tensors))
 
 
 @contextlib.contextmanager
 def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Keep the users' hooks from seeing the gradient of a part: they see the whole, once."""
+    """Keep the users' hooks from seeing the gradient of a part: they see the whole, once.
+
+    So does `.grad` of a tensor that is no leaf and retains its gradient.
+    """
     aside = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    retained = [(p, p.grad) for p in parameters if p.retains_grad]
     for hooks, _ in aside:
         hooks.clear()
+    for parameter, _ in retained:
+        parameter.grad = None
     try:
         yield
     finally:
         for hooks, kept in aside:
             hooks.update(kept)
+        for parameter, gradient in retained:
+            parameter.grad = gradient
 
 
-def _ignore(t: int, y: Any) -> None:
+def _ignore(t: int, leaves: list[Tensor]) -> None:
     """Outputs were collected the first time."""

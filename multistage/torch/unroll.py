@@ -19,21 +19,17 @@ from ..errors import ArgumentError, MultistageError
 from ..execute import Executor
 from ..progress import Bars
 from .cell import Cell, Facts, explore
-from .cell_costs import (
-    STRATEGIES,
-    Strategy,
-    UnrollPlan,
-)
-from .exploring import tensors_of
+from .cell_costs import STRATEGIES, Strategy, UnrollPlan
+from .collector import Collector
+from .inputs import InputGradients, Inputs
 from .offload import offload
 from .planning import TRAVELS_BYTES, Settings, planned
-from .replay import RandomState, cuda_or_cpu, random_devices, refuse_hidden_draws
+from .replay import cuda_or_cpu, random_devices, refuse_hidden_draws
 from .tensors import TensorLayout, TensorState, TensorStates
-from .through_time import Collector, Inputs, ThroughTime
+from .through_time import ThroughTime
 from .tiers import open_tiers
 
 _OUTPUTS = ("stack", "sum", "last")
-_FEW = 8  # steps of a fused cell to look at
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +85,10 @@ def unroll(
     state : pytree of Tensor
         State 0; every state has its structure, shapes, dtypes and devices.
     inputs : Tensor, sequence, callable or None
-        x_t: a tensor with time first, a sequence, or a function of t (called
-        again when steps are run again), so that inputs need not fit in memory.
+        x_t: a tensor with time first, a list or tuple of trees of tensors, or a
+        function of t or other sequence, which is called again when steps are run
+        again, so that inputs need not fit in memory.  It is part of the cell:
+        parameters it uses get gradients.
     steps : int, optional
         Time steps; needed for a function.
     memory : int, str, float or None
@@ -172,20 +170,12 @@ def unroll(
     sequence = Inputs(inputs, steps)
     settings = Settings(memory, tier_names(tiers), chunk, strategy, progress)
     leaves = pytree.tree_leaves(state)
-    own = () if known.module is None else known.module.parameters()
-    drawn_from = random_devices([*tensors_of(state), *own])
-    random_before = RandomState.capture(drawn_from)
-    x = sequence.many(0, min(_FEW, sequence.steps)) if known.fused else sequence.at(0)
-    if not random_before.same_as(RandomState.capture(drawn_from)):
-        raise ArgumentError(
-            "inputs draws random numbers; it is called again when steps are run again and must "
-            "return the same x_t each time: draw from a generator seeded with t"
-        )
-    facts = explore(known, state, x, parameters, random)
+    facts = explore(known, state, sequence, parameters, random)
     wanted = [*leaves, *sequence.tensors(), *facts.parameters]
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
         return _plain(known, facts, state, sequence, outputs, chunk, graph=False)
-    involved = [*leaves, *tensors_of(x), *facts.parameters]
+    sequence.known_as(facts.parameters)
+    involved = [*leaves, *sequence.held(), *facts.parameters]
     device, devices = cuda_or_cpu(involved), random_devices(involved)
     store = open_tiers(settings.tiers, device)
     collector = Collector(facts, sequence.steps, outputs, known.fused)
@@ -227,8 +217,9 @@ def _run(
     except BaseException:
         run.close()  # now: a traceback may keep it for long
         raise
-    loss, reduced = _results(facts, found[len(leaves) :])
-    last = pytree.tree_unflatten(list(found[: len(leaves)]), spec)
+    values = [None if n is None else found[n] for n in run.places]
+    loss, reduced = _results(facts, values[len(leaves) :])
+    last = pytree.tree_unflatten(values[: len(leaves)], spec)
     return Unrolled(last, loss, reduced, chosen)
 
 
@@ -263,7 +254,8 @@ def _plain(
     size = inputs.steps if chunk is None else chunk
     last = state
     for start in range(0, inputs.steps, size):
-        last = chain.run(last, start, min(start + size, inputs.steps), collector.add, x)
+        leaves, _ = chain.run(last, start, min(start + size, inputs.steps), collector.add, x)
+        last = pytree.tree_unflatten(leaves, facts.spec)
     loss, outputs = _results(facts, collector.values())
     return Unrolled(last, loss, outputs, None)
 
@@ -286,6 +278,7 @@ class _Run:
         self._first = first
         self._plan = plan
         self._ready = False
+        self.places: list[int | None] = []  # in the results, of the state's leaves and y's
         stores: tuple[Store, ...] = ()
         if store is not None:
             store.open(layout.record)
@@ -320,7 +313,7 @@ class _Run:
         chain = self.chain
         chain.output_gradients = outputs
         chain.sums = [None] * len(chain.facts.parameters)
-        chain.of_inputs = {}
+        chain.of_inputs = InputGradients(chain.inputs)
         with chain.replaying():
             if not self._ready:  # a second backward: stand where the forward sweep ended
                 assert self._plan.plan is not None
@@ -351,10 +344,8 @@ class _ThroughAutograd(torch.autograd.Function):
         chain = run.chain
         facts = chain.facts
         last = run.forward().tensors[: facts.spec.num_leaves]
-        reduced = chain.collector.values()
+        results, flags, run.places = chain.results(last)
         chain.collector.clear()  # a result that leads to its graph must not be part of it
-        results = [*(t.view_as(t) for t in last), *reduced]
-        flags = [*facts.wants[-1], *facts.differentiable]
         ctx.mark_non_differentiable(
             *(t for t, flag in zip(results, flags, strict=True) if t is not None and not flag)
         )
@@ -368,8 +359,13 @@ class _ThroughAutograd(torch.autograd.Function):
                 "memory enough to keep every tape, or strategy='keep'"
             )
         chain = ctx.run.chain
-        count = chain.facts.spec.num_leaves
-        of_state = ctx.run.backward(gradients[:count], gradients[count:])
-        of_inputs = chain.inputs.gradients(chain.of_inputs)
-        sums, chain.sums, chain.of_inputs = chain.sums, [], {}
+        count, places = chain.facts.spec.num_leaves, ctx.run.places
+        # A result that stands at several places has one gradient, that of its first.
+        each = [
+            None if n is None or n in places[:i] else gradients[n] for i, n in enumerate(places)
+        ]
+        of_state = ctx.run.backward(tuple(each[:count]), each[count:])
+        assert chain.of_inputs is not None
+        of_inputs, sums = chain.of_inputs.values(), chain.sums
+        chain.of_inputs, chain.sums = None, []
         return (None, *of_state, *of_inputs, *sums)

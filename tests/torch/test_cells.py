@@ -1,0 +1,359 @@
+"""Cells that do at some later step what they did not at the first: equal, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multistage.torch as mst
+from multistage.errors import ArgumentError, MultistageError, StateError
+
+WIDTH, BATCH, STEPS = 8, 4, 20
+
+
+class Cell(nn.Module):
+    """A step of an Elman network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.linear(h) + x)
+        return h, h * 2
+
+
+def zeros() -> Tensor:
+    return torch.zeros(BATCH, WIDTH)
+
+
+def sequence(*, wants: bool = False) -> Tensor:
+    return torch.randn(STEPS, BATCH, WIDTH, requires_grad=wants)
+
+
+def unrolled(cell: Any, state: Any, inputs: Any, kept: bool, chunk: int = 3, **options: Any) -> Any:
+    """Unroll by plain autograd, or running chunks again."""
+    how: dict[str, Any] = {"strategy": "keep"} if kept else {"strategy": "recompute"}
+    if not kept or options.get("fused"):
+        how["chunk"] = chunk
+    return mst.unroll(cell, state, inputs, **how, **options)
+
+
+def assert_alike(run: Callable[[bool], Sequence[Tensor | None]]) -> None:
+    """Compare what a run returns where everything is kept, and where chunks are run again."""
+    found = []
+    for kept in (True, False):
+        torch.manual_seed(0)
+        found.append(run(kept))
+    for number, (a, b) in enumerate(zip(*found, strict=True)):
+        assert (a is None) == (b is None), number
+        assert a is None or torch.equal(a, b), number  # type: ignore[arg-type]
+
+
+def gradients(*tensors: Any) -> list[Tensor | None]:
+    every = [list(t.parameters()) if isinstance(t, nn.Module) else [t] for t in tensors]
+    return [t.grad for of_one in every for t in of_one]
+
+
+def refused(run: Callable[[bool], Any], message: str, kind: type[MultistageError]) -> None:
+    """Check that nothing is returned where chunks are run again."""
+    torch.manual_seed(0)
+    with pytest.raises(kind, match=message):
+        run(False)
+
+
+# ------------------------------------------------------------- recurrent modules
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_two_directions_are_refused(kind: Any) -> None:
+    cell = kind(WIDTH, WIDTH, bidirectional=True)
+    state = torch.zeros(2, BATCH, WIDTH)
+    with pytest.raises(ArgumentError, match=r"bidirectional=True.*inputs.flip\(0\)"):
+        mst.unroll(cell, (state, state) if kind is nn.LSTM else state, sequence())
+
+
+def test_two_directions_as_the_message_has_it() -> None:
+    """One module for each: the same numbers as the bidirectional one."""
+    torch.manual_seed(0)
+    both = nn.GRU(WIDTH, WIDTH, bidirectional=True)
+    one, other = nn.GRU(WIDTH, WIDTH), nn.GRU(WIDTH, WIDTH)
+    weights = dict(both.named_parameters())
+    one.load_state_dict({k: v for k, v in weights.items() if not k.endswith("_reverse")})
+    other.load_state_dict(
+        {k.removesuffix("_reverse"): v for k, v in weights.items() if k.endswith("_reverse")}
+    )
+    x, h = sequence(), torch.zeros(1, BATCH, WIDTH)
+    forth = unrolled(one, h, x, False).outputs
+    back = unrolled(other, h, x.flip(0), False).outputs
+    torch.testing.assert_close(torch.cat([forth, back.flip(0)], -1), both(x)[0])
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_a_projection_is_part_of_the_state() -> None:
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        cell, x = nn.LSTM(WIDTH, WIDTH, 2, proj_size=3), sequence(wants=True)
+        state = torch.zeros(2, BATCH, 3), torch.zeros(2, BATCH, WIDTH)
+        out = unrolled(cell, state, x, kept, chunk=4, fused=True)
+        out.outputs.square().sum().backward()
+        return gradients(x, cell)
+
+    assert_alike(run)
+
+
+def test_packed_sequences_are_refused() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.randn(5, WIDTH), torch.randn(3, WIDTH)])
+    state = torch.zeros(1, 2, WIDTH)
+    with pytest.raises(ArgumentError, match=r"PackedSequence.*torch.where\(mask_t"):
+        mst.unroll(nn.GRU(WIDTH, WIDTH), state, packed)
+
+
+# ------------------------------------------------------------ gradients of inputs
+
+
+def test_a_list_for_a_fused_cell() -> None:
+    """Only the first of each chunk had a gradient."""
+
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        cell, xs = nn.GRU(WIDTH, WIDTH), list(sequence().unbind())
+        for x in xs:
+            x.requires_grad_()
+        out = unrolled(cell, torch.zeros(1, BATCH, WIDTH), xs, kept, chunk=4, fused=True)
+        out.outputs.square().sum().backward()
+        return gradients(cell, *xs)
+
+    assert_alike(run)
+
+
+def test_an_encoder_called_by_a_function() -> None:
+    """Its parameters had no gradient."""
+
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        cell, encoder, data = Cell(), nn.Linear(WIDTH, WIDTH), sequence()
+        out = unrolled(cell, zeros(), lambda t: encoder(data[t]), kept, steps=STEPS)
+        out.outputs.square().sum().backward()
+        return gradients(cell, encoder)
+
+    assert_alike(run)
+
+
+def test_a_function_that_draws() -> None:
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        cell = Cell()
+        torch.manual_seed(1)
+        out = unrolled(cell, zeros(), lambda t: torch.randn(BATCH, WIDTH), kept, steps=STEPS)
+        out.outputs.square().sum().backward()
+        return [*gradients(cell), out.outputs, torch.rand(2)]
+
+    assert_alike(run)
+
+
+def test_trees_in_a_list() -> None:
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        cell = Cell()
+        xs = [{"x": x.clone().requires_grad_(), "mask": torch.ones(BATCH, 1)} for x in sequence()]
+        out = unrolled(lambda h, x: cell(h, x["x"] * x["mask"]), zeros(), xs, kept)
+        out.outputs.square().sum().backward()
+        return gradients(cell, *(x["x"] for x in xs))
+
+    assert_alike(run)
+
+
+def test_a_later_input_that_wants_a_gradient() -> None:
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h + x)
+        return h, h * 2
+
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        xs = list(sequence().unbind())
+        for x in xs[5:]:
+            x.requires_grad_()
+        unrolled(cell, zeros(), xs, kept).outputs.square().sum().backward()
+        return gradients(*xs)
+
+    assert_alike(run)
+
+
+def test_one_input_at_many_steps() -> None:
+    """Its gradients are added last step first."""
+
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        cell, a, b = Cell(), zeros().normal_().requires_grad_(), zeros().normal_().requires_grad_()
+        xs = [a if t % 3 else b for t in range(STEPS)]
+        unrolled(cell, zeros(), xs, kept).outputs.square().sum().backward()
+        return gradients(cell, a, b)
+
+    assert_alike(run)
+
+
+class Elements(Sequence[Tensor]):
+    """A sequence of one's own."""
+
+    def __init__(self, elements: Sequence[Tensor]) -> None:
+        self.elements = elements
+
+    def __len__(self) -> int:
+        return len(self.elements)
+
+    def __getitem__(self, t: Any) -> Any:
+        return self.elements[t]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_leaves_in_a_sequence_of_ones_own_are_refused(kept: bool) -> None:
+    """Whatever the strategy: nothing tells beforehand which there are."""
+    xs = [zeros().requires_grad_() for _ in range(STEPS)]
+    with pytest.raises(ArgumentError, match=r"x_1 of inputs \(Elements\).*list\(inputs\)"):
+        unrolled(Cell(), zeros(), Elements(xs), kept)
+    out = unrolled(Cell(), zeros(), Elements(xs), kept, parameters=xs)
+    out.outputs.sum().backward()
+    assert all(x.grad is not None for x in xs)
+
+
+@pytest.mark.parametrize("where", ["output", "state", "nowhere"])
+def test_an_input_returned_as_it_came(where: str) -> None:
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        net, x = Cell(), sequence(wants=True)
+
+        def cell(state: Any, x: Tensor) -> Any:
+            h, before = state
+            h = torch.tanh(net.linear(h) + (before if where == "state" else 1))
+            return (h, x if where == "state" else before), x if where == "output" else h * 2
+
+        out = unrolled(cell, (zeros(), zeros()), x, kept)
+        (out.outputs.square().sum() + out.state[0].sum() + out.state[1].sum()).backward()
+        return gradients(net, x)
+
+    assert_alike(run)
+
+
+# -------------------------------------------------- decided at the first step
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("mode", ["stack", "sum", "last"])
+def test_an_output_that_is_the_state_at_some_steps_only(mode: str, chunk: int) -> None:
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        net = Cell()
+
+        def cell(state: Any, x: Tensor) -> Any:
+            h = torch.tanh(net.linear(state[0]) + x)
+            return (h, state[1] + 1), h if state[1] < 11 else torch.zeros_like(h)
+
+        start = zeros(), torch.zeros(())
+        out = unrolled(cell, start, sequence(), kept, chunk, outputs=mode)
+        (out.outputs.square().sum() + out.state[0].sum()).backward()
+        return gradients(net)
+
+    assert_alike(run)
+
+
+def test_outputs_in_another_order_of_keys() -> None:
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        net = Cell()
+
+        def cell(state: Any, x: Tensor) -> Any:
+            h = torch.tanh(net.linear(state["h"]) + x)
+            y = {"loss": h.sum(), "much": 1000 + h.square().sum()}
+            if state["t"] > 5:
+                y = {key: y[key] for key in ("much", "loss")}
+                return {"t": state["t"] + 1, "h": h}, y
+            return {"h": h, "t": state["t"] + 1}, y
+
+        out = unrolled(cell, {"h": zeros(), "t": torch.zeros(())}, sequence(), kept)
+        by_hand = torch.zeros(())
+        state: Any = {"h": zeros(), "t": torch.zeros(())}
+        torch.manual_seed(0)
+        Cell()
+        for x in sequence():
+            state, y = cell(state, x)
+            by_hand = by_hand + y["loss"]
+        assert torch.equal(out.loss, by_hand)
+        out.loss.backward()
+        return [out.loss, *gradients(net)]
+
+    assert_alike(run)
+
+
+@pytest.mark.parametrize("mode", ["stack", "sum", "last"])
+def test_one_tensor_twice_in_state_and_output(mode: str) -> None:
+    """Gradients of both places were added in another order."""
+
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        net, h0 = Cell(), zeros().normal_().requires_grad_()
+
+        def cell(state: Any, x: Tensor) -> Any:
+            a, b = state
+            h = torch.tanh(net.linear(a) * b.sigmoid() + net.linear(b) * 0.3 + x * a)
+            return (h, h), (h, h, h)
+
+        out = unrolled(cell, (h0, h0), sequence(), kept, outputs=mode)
+        one, two, three = out.outputs
+        loss = one.square().sum() + (two * out.state[0].exp()).sum() + three.cos().sum()
+        (loss + out.state[1].sin().sum()).backward()
+        return gradients(net, h0)
+
+    assert_alike(run)
+
+
+def test_what_takes_part_in_the_gradient_only_later_is_refused() -> None:
+    weight = torch.randn(WIDTH, requires_grad=True)
+
+    def late_state(state: Any, x: Tensor) -> Any:
+        h, m, t = state
+        h = torch.tanh(h * weight + x + m)
+        return (h, m + h if t > 10 else m, t + 1), h * 2
+
+    def late_loss(state: Any, x: Tensor) -> Any:
+        h, m, t = state
+        h = torch.tanh(h * weight + x)
+        return (h, m, t + 1), h.sum() if t > 10 else torch.zeros(())
+
+    start = zeros(), zeros(), torch.zeros(())
+
+    def run(cell: Any) -> None:
+        out = unrolled(cell, start, sequence(), False)
+        (out.state[0].sum() + (out.loss if out.outputs is None else out.outputs.sum())).backward()
+
+    refused(lambda _: run(late_state), "leaf 1 of the state of cell late_state", StateError)
+    refused(lambda _: run(late_loss), "leaf 0 of y of cell late_loss", StateError)
+    assert weight.grad is None
+
+    def mended(kept: bool) -> Sequence[Tensor | None]:
+        weight.grad = None
+        start = zeros(), zeros().requires_grad_(), torch.zeros(())
+        unrolled(late_state, start, sequence(), kept).outputs.sum().backward()
+        return gradients(weight, start[1])
+
+    assert_alike(mended)
+
+
+def test_one_of_several_views_given_as_a_parameter() -> None:
+    """The graph was cut at the node that both come from."""
+    both = (torch.randn(2, WIDTH, requires_grad=True) * 2).unbind()
+
+    def cell(h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(h * both[0] + x) * both[1]
+
+    with pytest.raises(ArgumentError, match="computed outside"):
+        unrolled(cell, zeros(), sequence(), False, parameters=[both[0]])
+
+
+def test_a_parameter_that_retains_its_gradient() -> None:
+    """It held the sum of all partial sums."""
+
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        leaf = torch.randn(WIDTH, WIDTH, requires_grad=True)
+        weight = leaf * 2
+        weight.retain_grad()
+        out = unrolled(
+            lambda h, x: torch.tanh(h @ weight + x), zeros(), sequence(), kept, parameters=[weight]
+        )
+        out.state.sum().backward()
+        return gradients(leaf, weight)
+
+    assert_alike(run)
