@@ -9,16 +9,24 @@ the one asked for are fetched ahead.
 What comes back is what kernels saw: the same bytes with the same strides, alignment
 and conjugate and negative bits, in memory shared as before (`geometry.py`).
 
-What stays where it is: parameters and their views, small tensors, whatever the
-tiers have no room for, and tensors that are more than their bytes: subclasses,
-sparse, nested, MKL-DNN and quantised ones, wrappers of `torch.func`.
+A tensor moves once nothing but the graph holds its memory.  Nothing can write to it
+any more by then, neither an operator that fills in a tensor after saving it nor one of the
+writes that no version counter sees (`.data`, `.numpy()`, another module's kernel); and a
+tensor that is held elsewhere would not give up its memory by moving.
+
+What stays where it is: parameters and their views, small tensors, memory that PyTorch
+does not own, whatever is held elsewhere or the tiers have no room for, and tensors that
+are more than their bytes: subclasses, sparse, nested, MKL-DNN and quantised ones, wrappers
+of `torch.func`.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +51,8 @@ from .tiers import open_tiers
 PAGE_BYTES = 1 << 20
 _IN_FLIGHT = 4  # tensors whose writes may be under way
 _FEW_FAMILIES = 64  # before those that are gone are looked for
+_LOOKS = 8  # at a tensor that was just saved, one at each save, before it counts as held
+_HELD_LOOKS = 2  # at tensors that are held, at each save
 
 
 @dataclass(slots=True)
@@ -54,7 +64,7 @@ class OffloadStats:
     moved, moved_bytes : int
         Tensors that went to the tiers.
     kept, kept_bytes : int
-        That stayed because they are small or because there was no room.
+        That stayed: small, held elsewhere when the context ended, no room.
     shared : int
         Saved again though they were there already.
     """
@@ -77,7 +87,8 @@ def offload(
 ) -> Iterator[OffloadStats]:
     """Move what autograd saves in this context to slow tiers, until the backward asks for it.
 
-    Plain PyTorch code as it stands; the numbers are the same bits.
+    Plain PyTorch code as it stands; the numbers are the same bits.  What is held elsewhere
+    (a variable, a module's buffer, a list of outputs) until the context ends is not moved.
 
     Parameters
     ----------
@@ -107,9 +118,7 @@ def offload(
 
     Notes
     -----
-    Backwards may run on several threads.  A write that no version counter sees
-    (`.data`, `.numpy()`, kernels of one's own) to a tensor that was saved may or
-    may not reach the backward; in plain autograd it always does.
+    Backwards may run on several threads.
 
     Examples
     --------
@@ -151,6 +160,7 @@ class _Piece:
     place: Place
     versions: tuple[Tensor, int] | None  # a tensor that reads them, until they are written
     home: Home  # the stream that they were saved on
+    looks: int = 0  # how often its memory was found held elsewhere
     keys: range = range(0)
     kept: _Kept | None = None  # where there was no room, or a write failed
     fetched: bool = False
@@ -239,7 +249,9 @@ class _Shelf:
         self._pieces: weakref.WeakValueDictionary[int, _Piece] = weakref.WeakValueDictionary()
         self._families: dict[tuple[int, int], _Family] = {}  # by storage and version
         self._crowd = _FEW_FAMILIES
-        self._saving: deque[tuple[tuple[int, int], weakref.ref[_Piece]]] = deque()
+        self._saved: deque[weakref.ref[_Piece]] = deque()  # of late
+        self._held: deque[weakref.ref[_Piece]] = deque()  # longer, and held elsewhere
+        self._ours: Counter[int] = Counter()  # tensors of pieces, by the storage they hold
         self._writing: deque[weakref.ref[_Piece]] = deque()
 
     # ----------------------------------------------------------------- forward
@@ -251,15 +263,15 @@ class _Shelf:
         base = tensor if tensor._base is None else tensor._base
         is_parameter = isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
         storage = tensor.untyped_storage()
-        if is_parameter or storage._cdata in self._stays:
+        if is_parameter or storage._cdata in self._stays or _is_foreign(storage):
             return _Kept(tensor)
         geometry = Geometry.of(tensor)
         if not 0 < geometry.nbytes >= self._least:
-            return self._keep(tensor, geometry)
-        operation = threading.get_ident(), torch._C._autograd._get_sequence_nr()
+            self._count_kept(geometry)
+            return _Kept(tensor)
         with self._lock:
             self._tidy()
-            self._put_finished(operation)
+            self._put_ready()
             family = self._family(base, storage)
             piece = family.pieces.get(geometry.elements)
             if piece is not None:
@@ -274,13 +286,13 @@ class _Shelf:
             piece = _Piece(self, self._next_number, geometry, place, versions, home)
             self._next_number += 1
             self._pieces[piece.number] = family.pieces[geometry.elements] = piece
-            self._saving.append((operation, weakref.ref(piece)))
+            self._saved.append(weakref.ref(piece))
+            self._ours[storage._cdata] += 1
         return _Moved(piece, geometry)
 
-    def _keep(self, tensor: Tensor, geometry: Geometry) -> _Kept:
+    def _count_kept(self, geometry: Geometry) -> None:
         self.stats.kept += 1
         self.stats.kept_bytes += geometry.nbytes
-        return _Kept(tensor)
 
     def _family(self, base: Tensor, storage: torch.UntypedStorage) -> _Family:
         """Return the family of a tensor with this base."""
@@ -293,26 +305,35 @@ class _Shelf:
             family = self._families[key] = _Family(base, storage)
         return family
 
-    def _put_finished(self, operation: tuple[int, int] | None) -> None:
-        """Put what operations saved that are over now: all of the thread's but this one.
+    def _put_ready(self) -> None:
+        """Put what nothing else holds any more, of what was saved of late and some of the rest."""
+        for _ in range(len(self._saved)):
+            piece = self._saved.popleft()()
+            if piece is not None and not self._put_if_sole(piece):
+                piece.looks += 1
+                queue = self._saved if piece.looks < _LOOKS else self._held
+                queue.append(weakref.ref(piece))
+        for _ in range(min(_HELD_LOOKS, len(self._held))):
+            piece = self._held.popleft()()
+            if piece is not None and not self._put_if_sole(piece):
+                self._held.append(weakref.ref(piece))
 
-        An operation may save a tensor before it fills it in, and not count that as
-        a write (`rrelu` does): until it is over there is nothing to copy.
-        """
-        waiting = []
-        while self._saving:
-            saver, reference = self._saving.popleft()
-            if operation is not None and (saver == operation or saver[0] != operation[0]):
-                waiting.append((saver, reference))
-            elif (piece := reference()) is not None and piece.waits:
-                self._put(piece)
-        self._saving.extend(waiting)
+    def _put_if_sole(self, piece: _Piece) -> bool:
+        """Put a piece if nothing else holds its memory; return whether that was so."""
+        assert piece.versions is not None
+        tensor, _ = piece.versions
+        (uses, references), (one_use, few) = _holders(tensor), _alone()
+        if uses - self._ours[_number(tensor)] >= one_use or references > few:
+            return False
+        self._put(piece)
+        return True
 
     def _put(self, piece: _Piece) -> None:
         assert piece.versions is not None
         tensor, version = piece.versions
         if tensor._version != version:
-            piece.spoiled, piece.versions = True, None
+            piece.spoiled = True
+            self._let_go(piece)
             return
         while len(self._writing) >= _IN_FLIGHT:
             self._settle_oldest()
@@ -323,7 +344,26 @@ class _Shelf:
             self.stats.moved += 1
             self.stats.moved_bytes += piece.geometry.nbytes
         else:
-            piece.kept, piece.versions = self._keep(tensor, piece.geometry), None
+            self._keep_piece(piece)
+
+    def _keep_piece(self, piece: _Piece) -> None:
+        assert piece.versions is not None
+        tensor, version = piece.versions
+        self._count_kept(piece.geometry)
+        piece.kept = _Kept(tensor, version)
+        self._let_go(piece)
+
+    def _let_go(self, piece: _Piece) -> None:
+        """Let go of what a piece was saved from."""
+        assert piece.versions is not None
+        self._drop(piece.versions[0])
+        piece.versions = None
+
+    def _drop(self, tensor: Tensor) -> None:
+        number = _number(tensor)
+        self._ours[number] -= 1
+        if not self._ours[number]:
+            del self._ours[number]
 
     def _stored(self, piece: _Piece, tensor: Tensor) -> bool:
         """Put the pages of a piece; return whether there was room."""
@@ -356,13 +396,18 @@ class _Shelf:
         written = [self._store.wait_written(key) for key in piece.keys]  # for every one
         if not all(written):
             piece.kept = _Kept(tensor, version)
-        piece.spoiled = tensor._version != version
-        piece.versions = None
+        self._let_go(piece)
 
     def settle(self) -> None:
         """Wait for the writes under way: the forward pass is over."""
         with self._lock:
-            self._put_finished(None)
+            self._tidy()
+            for reference in (*self._saved, *self._held):
+                piece = reference()
+                if piece is not None and not self._put_if_sole(piece):
+                    self._keep_piece(piece)
+            self._saved.clear()
+            self._held.clear()
             while self._writing:
                 self._settle_oldest()
             self._families.clear()
@@ -377,10 +422,11 @@ class _Shelf:
         with self._lock:
             self._tidy()
             if piece.waits:
-                self._put(piece)
+                assert piece.versions is not None
+                return _again(_Kept(*piece.versions), piece.geometry, geometry)
             self._written(piece)
             if piece.kept is not None:
-                return geometry.on(whole(piece.kept.checked().untyped_storage()), 0)
+                return _again(piece.kept, piece.geometry, geometry)
             if piece.spoiled:
                 raise RuntimeError(_WRITTEN)
             root, shift = piece.place.root()
@@ -426,11 +472,44 @@ class _Shelf:
                 if versions is not None:
                     self._store.wait_written(key)
                 self._store.drop(key)
+            if versions is not None:
+                self._drop(versions[0])
 
 
 _WRITTEN = (
     "one of the variables needed for gradient computation has been modified by an inplace operation"
 )
+
+
+def _number(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _holders(tensor: Tensor) -> tuple[int, int]:
+    """Return how many hold a tensor's storage, and how many the object that stands for it."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+@functools.cache
+def _alone() -> tuple[int, int]:
+    """Return `_holders` of a storage that a single tensor holds."""
+    return _holders(torch.empty(1, device="cpu"))
+
+
+def _is_foreign(storage: torch.UntypedStorage) -> bool:
+    """Whether others may write to a storage unseen: NumPy, other processes."""
+    return not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared())
+
+
+def _again(kept: _Kept, own: Geometry, geometry: Geometry) -> Tensor:
+    """Return a tensor on the storage of one that was kept, which counts its versions too."""
+    tensor = kept.checked()
+    if own == geometry:
+        return tensor.detach()
+    root = tensor.detach()
+    root.data = whole(tensor.untyped_storage())
+    return geometry.on(root, 0)
 
 
 def _filled(piece: Any) -> Any:

@@ -114,7 +114,7 @@ VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: x.diagonal() if x.dim() > 1 else x,
     lambda x: x.as_strided(x.shape, x.stride(), x.storage_offset()),
     lambda x: x.detach(),
-    lambda x: x.data.clone(),  # itself counts writes apart: plain autograd sees them, or not
+    lambda x: x.data,
     lambda x: x.unsqueeze(0),
     lambda x: x.clone(),
     lambda x: x.contiguous(),
@@ -128,6 +128,8 @@ WRITES: tuple[Callable[[Tensor], Any], ...] = (
     lambda x: x[..., :2].mul_(3),
     lambda x: x.tanh_(),
     lambda x: x.copy_(x.flip(-1)),
+    lambda x: x.data.mul_(0.5),  # plain autograd does not see it, and reads the new values
+    lambda x: x.detach().numpy().fill(0.25),
 )
 
 
@@ -231,6 +233,8 @@ def _program(seed: int, context: Any) -> tuple[list[Tensor | None], list[str]]:
                 ends.append("")
             except Exception as error:  # whatever an operator does not take; the same both ways
                 ends.append(type(error).__name__)
+            if len(pool) > 3 and chance.random() < 0.5:  # what is held does not move
+                del pool[chance.randrange(len(pool) - 1)]
         if inside:
             back()
     if not inside:

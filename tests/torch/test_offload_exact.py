@@ -219,6 +219,25 @@ def test_strides_alignment_and_memory_come_back() -> None:
     assert found[0][4][:5] == [0, 1, 2, 3, 4]  # queries, keys, values lie together again
 
 
+def selective_scan(x: Tensor) -> Tensor:
+    """As in Mamba: chunks of one product, expanded decays, slices of time steps."""
+    torch.manual_seed(5)
+    mixed = x @ torch.randn(x.shape[-1], 3 * x.shape[-1])
+    u, delta, gate = mixed.chunk(3, -1)
+    a = -torch.rand(x.shape[-1], 4).exp()
+    decay = (nn.functional.softplus(delta).unsqueeze(-1) * a.expand(x.shape[0], 1, -1, -1)).exp()
+    state, outs = torch.zeros(x.shape[0], x.shape[-1], 4), []
+    for t in range(x.shape[1]):
+        state = decay[:, t] * state + u[:, t, :, None].expand(-1, -1, 4)
+        outs.append((state @ a[0].softmax(0)[:, None].expand(4, 1)).squeeze(-1))
+    return torch.stack(outs, 1) * nn.functional.silu(gate)
+
+
+def test_a_selective_scan() -> None:
+    stats = both_ways(selective_scan, torch.randn(3, 6, 17))
+    assert stats.moved > 6
+
+
 def test_a_tensor_that_an_operator_fills_in_after_it_was_saved() -> None:
     """`rrelu` saves its noise before it draws it, and does not count that as a write."""
     stats = both_ways(lambda x: nn.functional.rrelu(-x.exp(), 0.1, 0.9, True), torch.randn(50))
