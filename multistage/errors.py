@@ -125,3 +125,7 @@ class CheckpointWarning(_Redacted, UserWarning):
 
 class SlowWarning(_Redacted, UserWarning):
     """Something slower works in place of the C core or direct transfers; results are the same."""
+
+
+class DifferenceWarning(_Redacted, UserWarning):
+    """A check with `check="warn"` found other numbers than plain training's; the run goes on."""

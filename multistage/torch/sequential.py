@@ -16,6 +16,7 @@ from ..limits import default_budget_bytes
 from ..plan.heterogeneous import ChainPlan, Strategy, plan_chain
 from ..stages import StageCosts
 from .chain import Part, Stages
+from .checking import Check, Checked, check_chain, checked_choice, room_for_tapes
 from .exploring import tensors_of
 from .measure import Profile, grouped, measure, sharded
 from .replay import Autocast, device_types, refuse_hidden_draws
@@ -35,6 +36,7 @@ class _Planned:
 
     profile: Profile
     plan: ChainPlan
+    checked: Checked
 
 
 class Sequential(nn.Module):
@@ -70,11 +72,17 @@ class Sequential(nn.Module):
     replan : bool
         Whether inputs of another kind (shapes, dtypes, modes) are profiled
         when they come; else they are an error.
+    check : {"error", "warn", "off"}
+        Whether the model and the chain are run once each, when inputs of a kind
+        are first planned for, and compared bit for bit; if they differ, raise
+        StateError, or issue a DifferenceWarning.  See `checked`.
 
     Attributes
     ----------
     plan : ChainPlan or None
         The plan used last; None before the first.
+    checked : Checked or None
+        What the check for that plan found, and the seconds it took.
 
     Raises
     ------
@@ -110,8 +118,10 @@ class Sequential(nn.Module):
         segments: int | None = None,
         costs: StageCosts | None = None,
         replan: bool = True,
+        check: Check = "error",
     ) -> None:
         super().__init__()
+        self._check = checked_choice(check)
         self._calls = self._register(model)
         if not self._calls:
             raise ArgumentError("a chain needs at least one stage")
@@ -120,6 +130,7 @@ class Sequential(nn.Module):
         self.segments = segments
         self.replan = replan
         self.plan: ChainPlan | None = None
+        self.checked: Checked | None = None
         self._given_costs = costs
         self._known: OrderedDict[object, _Planned] = OrderedDict()
         if sample_input is not None:
@@ -215,12 +226,35 @@ class Sequential(nn.Module):
                 self.strategy,
                 segments=self.segments,
             )
-            known = self._known[kind] = _Planned(profile, plan)
+            checked = self._compared(profile, plan, state)
+            known = self._known[kind] = _Planned(profile, plan, checked)
             if len(self._known) > _KINDS:
                 self._known.popitem(last=False)
         self._known.move_to_end(kind)
-        self.plan = known.plan
+        self.plan, self.checked = known.plan, known.checked
         return known
+
+    def _compared(self, profile: Profile, plan: ChainPlan, state: Any) -> Checked:
+        """Run the model and the chain once each, and compare."""
+        stages = self.stages()
+        first = stages[0]
+        model = first.model if isinstance(first, Part) else None
+        if self._check == "off":
+            return Checked("off")
+        if plan.keeps_all and model is None:
+            return Checked("equal; nothing is run again")
+        if _collective(self):
+            return Checked("not checked; ranks run these stages together")
+        return check_chain(
+            self._model,
+            lambda given: self._run(profile, plan, given),
+            state,
+            name=type(self if model is None else model).__name__,
+            stages=stages if model is None else [model, *stages],
+            room_bytes=room_for_tapes(profile, stages, plan.memory_bytes),
+            writes=profile.traits[0].changes_input,
+            check=self._check,
+        )
 
     def _limit(self, state: Any) -> int | str | float | None:
         if self.memory is not None or self.strategy == "store-all":
@@ -237,23 +271,31 @@ class Sequential(nn.Module):
     # ---------------------------------------------------------------- running
 
     def forward(self, state: Any) -> Any:
-        stages = self.stages()
         wanting = torch.is_grad_enabled() and (
             any(t.requires_grad for t in tensors_of(state))
             or any(p.requires_grad for p in self.parameters())
         )
         if not wanting:
-            first = stages[0]
-            if isinstance(first, Part):  # its model serves every shape and mode
-                positional, named = arguments(state)
-                return first.model(*positional, **named)
-            return _plain(stages, state)
+            return self._model(state)
         known = self._planned(_kind(self, state), state, together=_collective(self))
-        if known.plan.keeps_all:
+        return self._run(known.profile, known.plan, state)
+
+    def _model(self, state: Any) -> Any:
+        """Run what the chain was made of, plainly."""
+        stages = self.stages()
+        first = stages[0]
+        if isinstance(first, Part):  # its model serves every shape and mode
+            positional, named = arguments(state)
+            return first.model(*positional, **named)
+        return _plain(stages, state)
+
+    def _run(self, profile: Profile, plan: ChainPlan, state: Any) -> Any:
+        """Run the chain by a plan."""
+        stages = self.stages()
+        if plan.keeps_all:
             return _plain(stages, state)
         refuse_hidden_draws([self], "the chain")
-        calls = grouped(stages, known.profile.groups)
-        return Run(calls, known.profile.traits, known.plan.actions).forward(state)
+        return Run(grouped(stages, profile.groups), profile.traits, plan.actions).forward(state)
 
     # -------------------------------------------------------- as other modules
 
@@ -269,7 +311,7 @@ class Sequential(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Profiles point at modules and at devices: a copy profiles anew.
-        return {**self.__dict__, "_known": OrderedDict(), "plan": None}
+        return {**self.__dict__, "_known": OrderedDict(), "plan": None, "checked": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sequential:
         from copy import deepcopy

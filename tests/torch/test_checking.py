@@ -1,0 +1,348 @@
+"""The check of a chain against its model: what it finds, what it leaves, what it takes."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import multistage.torch as mst
+from multistage.errors import ArgumentError, DifferenceWarning, StateError
+from multistage.torch.checking import Checked, check_chain, room_for_tapes
+from multistage.torch.measure import measure
+from multistage.torch.meter import Meter
+from multistage.torch.plainly import TooDear, Windowed
+
+WIDTH = 16
+Call = Callable[[Any], Any]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.linear(x)))
+
+
+def a_model(depth: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(depth)))
+
+
+def checked(model: nn.Module, chain: Call, x: Any, **more: Any) -> Checked:
+    return check_chain(
+        model,
+        chain,
+        x,
+        name="Model",
+        stages=[model],
+        room_bytes=more.pop("room_bytes", float("inf")),
+        writes=False,
+        check=more.pop("check", "error"),
+    )
+
+
+class Scaled(torch.autograd.Function):
+    """The identity with another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (1 + 2**-20)
+
+
+def _another_output(model: nn.Sequential, x: Tensor) -> Tensor:
+    x = model[1](model[0](x)) * (1 + 2**-20)
+    return model[3](model[2](x))
+
+
+def _another_gradient(model: nn.Sequential, x: Tensor) -> Tensor:
+    x = Scaled.apply(model[1](model[0](x)))
+    return model[3](model[2](x))
+
+
+def _a_count_less(model: nn.Sequential, x: Tensor) -> Tensor:
+    x = model(x)
+    model[2].norm.num_batches_tracked -= 1
+    return x
+
+
+def _an_attribute(model: nn.Sequential, x: Tensor) -> Tensor:
+    model[3].calls += 1
+    return model(x)
+
+
+def _a_helper(model: nn.Sequential, x: Tensor) -> Tensor:
+    model.helper["count"].append(1)
+    return model(x)
+
+
+def _a_draw(model: nn.Sequential, x: Tensor) -> Tensor:
+    torch.rand(1)
+    return model(x)
+
+
+def _python_draws(model: nn.Sequential, x: Tensor) -> Tensor:
+    random.random()
+    return model(x)
+
+
+def _a_detached_input(model: nn.Sequential, x: Tensor) -> Tensor:
+    return model(x.detach())
+
+
+@pytest.mark.parametrize(
+    ("chain", "message"),
+    [
+        (
+            _another_output,
+            r"output 0.* first at the output of module '2\.linear', Linear \(the las",
+        ),
+        (_another_gradient, r"does: the gradient of .*2 more|the gradient of 1\..* and \d+ more"),
+        (_a_count_less, r"does: buffer 2\.norm\.num_batches_tracked differs"),
+        (_an_attribute, r"does: attribute 3\.calls differs"),
+        (_a_helper, r"does: attribute helper differs"),
+        (_a_draw, r"does: the generator of cpu differs"),
+        (_python_draws, r"does: Python's random differs"),
+        (_a_detached_input, r"does: the gradient of input 0 differs"),
+    ],
+)
+def test_what_differs_is_named(chain: Call, message: str) -> None:
+    model, x = a_model(), torch.randn(8, WIDTH, requires_grad=True)
+    model.helper = {"count": []}  # type: ignore[assignment]
+    with pytest.raises(StateError, match=message):
+        checked(model, lambda given: chain(model, given), x)
+    with pytest.warns(DifferenceWarning, match=message):
+        found = checked(model, lambda given: chain(model, given), x, check="warn")
+    assert found.outcome.startswith("differs: the chain does not do what Model does")
+
+
+@pytest.mark.parametrize("room_bytes", [float("inf"), 3000])
+def test_everything_is_left_as_it_was(room_bytes: float) -> None:
+    model = a_model()
+    model.add_module("drop", nn.Dropout(0.5))
+    model.helper = {"count": [], "of": {1}}  # type: ignore[assignment]
+    model.own = torch.Generator().manual_seed(4)  # type: ignore[assignment]
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    fired: list[str] = []
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        parameter.register_hook(lambda _g: fired.append("hook"))
+        parameter.register_post_accumulate_grad_hook(lambda _p: fired.append("post"))
+    model[1].register_full_backward_hook(lambda *_: fired.append("full"))
+    x.register_hook(lambda _g: fired.append("input"))
+
+    def run(given: Tensor) -> Tensor:
+        model.helper["count"].append(random.random())
+        model.helper["of"].add(2)
+        model.cached = given
+        model[0].calls += 1
+        return model(given) + torch.rand(WIDTH, generator=model.own)
+
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    random.seed(1)
+    torch.manual_seed(1)
+    before = torch.get_rng_state(), random.getstate(), model.own.get_state()
+    found = check_chain(
+        run, run, x, name="M", stages=[model], room_bytes=room_bytes, writes=False, check="error"
+    )
+    assert found.outcome == "equal"
+    assert found.seconds > 0
+    assert fired == []
+    assert x.grad is None
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert model.helper == {"count": [], "of": {1}}
+    assert model[0].calls == 0
+    assert not hasattr(model, "cached")
+    after = torch.get_rng_state(), random.getstate(), model.own.get_state()
+    assert torch.equal(before[0], after[0])
+    assert before[1] == after[1]
+    assert torch.equal(before[2], after[2])
+    model(x).sum().backward()
+    assert sorted(set(fired)) == ["full", "hook", "input", "post"]
+
+
+def test_hidden_state_is_told_from_rounding() -> None:
+    model, x = a_model(), torch.randn(8, WIDTH)
+    hidden = torch.Generator().manual_seed(0)
+
+    def noisy(size: float) -> Call:
+        return lambda given: model(given) + size * torch.randn(8, WIDTH, generator=hidden)
+
+    def check(call: Call) -> Checked:
+        return check_chain(
+            call, call, x, name="M", stages=[model], room_bytes=1e9, writes=False, check="error"
+        )
+
+    with pytest.raises(StateError, match="M returns other numbers each time it is run"):
+        check(noisy(0.1))
+    assert check(noisy(1e-7)).outcome.startswith("agrees to rounding")
+
+
+def test_gradients_that_cannot_be_compared_alone_are_left_out() -> None:
+    model, x = a_model(), torch.randn(8, WIDTH, requires_grad=True)
+
+    def reentrant(given: Tensor) -> Tensor:
+        return model[1:](checkpoint(model[0], given, use_reentrant=True))
+
+    found = check_chain(
+        reentrant,
+        reentrant,
+        x,
+        name="M",
+        stages=[model],
+        room_bytes=1e9,
+        writes=False,
+        check="error",
+    )
+    assert found.outcome.startswith("equal; gradients not compared, reentrant checkpoint")
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_that_plain_training_refuses_is_not_judged() -> None:
+    model, x = a_model(), torch.randn(8, WIDTH, requires_grad=True)
+
+    def overwritten(given: Tensor) -> Tensor:
+        y = model(given).exp()
+        y.add_(1)
+        return y
+
+    found = check_chain(
+        overwritten,
+        overwritten,
+        x,
+        name="M",
+        stages=[model],
+        room_bytes=1e9,
+        writes=False,
+        check="error",
+    )
+    assert found.outcome.startswith("not checked; plain training of M fails: a tensor saved")
+
+
+# ------------------------------------------------------------------ the plain run in windows
+
+
+@pytest.mark.parametrize("room_bytes", [1, 1000, 3000, 1e9])
+def test_windows_give_plain_gradients(room_bytes: float) -> None:
+    model, x = a_model(6), torch.randn(8, WIDTH, requires_grad=True)
+    model.eval()
+    run = Windowed(lambda: model(x), nullcontext, room_bytes, model.parameters())
+    wanted = [x, *model.parameters()]
+    y = run.forward()
+    found = torch.autograd.grad(y.square().sum(), wanted)
+    for a, b in zip(found, torch.autograd.grad(model(x).square().sum(), wanted), strict=True):
+        assert torch.equal(a, b)
+    assert (run.runs == 1) == (room_bytes == 1e9)
+
+
+def test_too_small_a_room_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multistage.torch.checking._SECONDS", 0)
+    model, x = a_model(6), torch.randn(8, WIDTH, requires_grad=True)
+    run = Windowed(lambda: model(x), nullcontext, 1)
+    y = run.forward()
+    run.most_runs = 3
+    with pytest.raises(TooDear):
+        y.sum().backward()
+    found = checked(model, model, x, room_bytes=1)
+    assert found.outcome.startswith("equal; gradients not compared, the limit")
+    with pytest.raises(StateError, match="output 0"):
+        checked(model, lambda given: _another_output(model, given), x, room_bytes=1)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.5, 0.3])
+def test_the_check_stays_within_the_limit(share: float) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(12)]
+    model, x = nn.Sequential(*layers), torch.randn(256, 64, requires_grad=True)
+    profile = measure(list(model), [str(n) for n in range(12)], x, seconds=0)
+    chain = mst.Sequential(model, memory=share, costs=profile.costs)
+    plan = chain.prepare(x)
+    with Meter(torch.device("cpu")) as meter:
+        meter.ignore([x, *chain.parameters()])
+        found = check_chain(
+            model,
+            chain,
+            x,
+            name="M",
+            stages=[model],
+            room_bytes=room_for_tapes(profile, list(model), plan.memory_bytes),
+            writes=False,
+            check="error",
+        )
+    assert found.outcome == "equal"
+    assert plan.memory_bytes is not None
+    assert meter.peak_bytes + x.nbytes <= plan.memory_bytes
+
+
+# ------------------------------------------------------------------------ by Sequential
+
+
+class Counting(nn.Module):
+    """Does something else each time, by state in an object no one looks into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        counts = iter(range(1, 10**6))
+        self.count = lambda: next(counts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) * self.count())
+
+
+def test_a_chain_is_checked_once_per_kind_of_input() -> None:
+    model, x = a_model(8), torch.randn(8, WIDTH)
+    chain = mst.Sequential(model, memory=0.6)
+    assert chain.checked is None
+    chain(x).sum().backward()
+    first = chain.checked
+    assert first is not None and first.outcome == "equal" and first.seconds > 0
+    chain(x).sum().backward()
+    assert chain.checked is first
+    chain(torch.randn(4, WIDTH)).sum().backward()
+    assert chain.checked is not first
+    chain(x)
+    assert chain.checked is first
+
+
+def test_a_stage_with_hidden_state_is_refused() -> None:
+    model, x = nn.Sequential(*(Counting() for _ in range(12))), torch.randn(8, WIDTH)
+    with pytest.raises(StateError, match="returns other numbers each time it is run"):
+        mst.Sequential(model, x, memory=0.6)
+    with pytest.warns(DifferenceWarning, match="returns other numbers each time it is run"):
+        chain = mst.Sequential(model, x, memory=0.7, check="warn")
+    assert str(chain.checked).startswith("differs: ")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert str(mst.Sequential(model, x, memory=0.7, check="off").checked) == "off"
+        assert mst.Sequential(model, x).checked == Checked("equal; nothing is run again")
+
+
+def test_a_failed_check_changes_nothing() -> None:
+    model, x = nn.Sequential(*(Counting() for _ in range(12))), torch.randn(8, WIDTH)
+    chain = mst.Sequential(model, memory=0.6)
+    for _ in range(2):  # nothing is remembered of the first
+        with pytest.raises(StateError, match="each time"):
+            chain(x)
+        assert chain.plan is None and chain.checked is None
+
+
+def test_another_value_of_check_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="check='maybe' is not known"):
+        mst.Sequential(a_model(), check="maybe")  # type: ignore[arg-type]
