@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, StateError
+from .checksums import checksum
 from .exploring import attributes_of, check_attributes, tensors_of, untouched
-from .graphs import graph_begins, graph_weight, leaves_below
+from .graphs import graph_begins, graph_weight, held_elsewhere, leaves_below
 from .inputs import Inputs
 from .replay import Autocast, RandomState, autocast, device_types, random_devices
 
@@ -211,7 +212,7 @@ def _explored(
 
     wants = [tuple(leaf.requires_grad for leaf in leaves)]
     looked = look(wants[0])
-    known += looked.found
+    known += held_elsewhere(looked.found)
     after = tuple(a or b for a, b in zip(looked.wants, wants[0], strict=True))
     while after != wants[-1]:
         wants.append(after)
@@ -222,7 +223,7 @@ def _explored(
         returns_y=looked.returns_y,
         y_spec=looked.y_spec,
         summed=tuple(y.dim() == 0 and y.is_floating_point() for y in looked.ys),
-        differentiable=tuple(y.requires_grad for y in looked.ys),
+        differentiable=looked.differentiable,
         wants=tuple(wants),
         draws=looked.draws if draws is None else draws,
         graded=_graded(cell, leaves, spec, inputs, looked, involved),
@@ -243,8 +244,11 @@ def _graded(
 ) -> bool:
     """Whether a step returns other bits without a graph, from state 0 or the one after it.
 
-    State 0 is often zeros, from which many kernels round alike.
+    State 0 is often zeros, from which many kernels round alike.  The compiler makes
+    other kernels for either, which may differ only later.
     """
+    if is_compiled(cell):
+        return True
     modules = [] if cell.module is None else [cell.module]
 
     def step(state: Sequence[Tensor], wants: Sequence[bool] | None) -> list[Tensor]:
@@ -256,17 +260,26 @@ def _graded(
             result = cell.call(pytree.tree_unflatten(given, spec), x)
         return [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
 
-    if not _same_bits(step(leaves, None), looked.results):
+    if checksum(step(leaves, None)) != checksum(looked.results):
         return True
     after = looked.results[: len(leaves)]
-    return not _same_bits(step(after, None), step(after, looked.wants))
+    return checksum(step(after, None)) != checksum(step(after, looked.wants))
+
+
+def is_compiled(cell: Cell) -> bool:
+    """Whether `torch.compile` made the cell, or a part of its module."""
+    modules = [] if cell.module is None else list(cell.module.modules())
+    return hasattr(cell.given, "_torchdynamo_orig_callable") or any(
+        type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in modules
+    )
 
 
 @dataclass(slots=True)
 class _Look:
     returns_y: bool
     y_spec: pytree.TreeSpec | None
-    ys: list[Tensor]
+    ys: list[Tensor]  # without their graph, as `results`
+    differentiable: tuple[bool, ...]
     wants: tuple[bool, ...]
     draws: bool
     buffers: Buffers
@@ -337,7 +350,8 @@ def _look(
     return _Look(
         returns_y,
         y_spec,
-        ys,
+        [t.detach() for t in ys],
+        tuple(t.requires_grad for t in ys),
         tuple(t.requires_grad for t in new_leaves),
         not random.same_as(RandomState.capture(devices)),
         changed,
@@ -345,14 +359,6 @@ def _look(
         [t.detach() for t in [*new_leaves, *ys]],
         graph_weight(roots, begun),
         tuple((t.shape, t.dtype, t.device) for t in tensors_of(x)),
-    )
-
-
-def _same_bits(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether tensors are equal, NaN to NaN."""
-    return all(
-        torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
-        for a, b in zip(ones, others, strict=True)
     )
 
 

@@ -50,15 +50,16 @@ class Sample:
         Seconds forward with a graph and back.
     peak_bytes : int
         Allocated at most during that, beyond the state before.
-    saved : tuple of int
-        Sizes of the storages its graph saves, parameters and the state not counted.
+    saved : tuple of int or None
+        Sizes of the storages its graph saves, parameters and the state not counted;
+        None if that is not known, or hooks on saved tensors are not possible.
     """
 
     chunk: int
     forward_s: float
     turn_s: float
     peak_bytes: int
-    saved: tuple[int, ...] = ()
+    saved: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ def sample_chunks(
     *,
     chunk: int | None,
     most_bytes: int,
+    tapes: bool,
 ) -> list[Sample]:
     """Measure chunks of 1, 2, 4, ... steps until they are long enough, or large.
 
@@ -171,6 +173,8 @@ def sample_chunks(
         The only size wanted; 1 is measured besides.
     most_bytes : int
         Larger chunks are of no use.
+    tapes : bool
+        Whether it matters what the graphs save.
     """
     cell, inputs = chain.cell, chain.inputs
     found: list[Sample] = []
@@ -181,7 +185,7 @@ def sample_chunks(
         for size in sizes:
             if size > inputs.steps or (found and size == found[-1].chunk):
                 break
-            found.append(_sample(chain, state, size))
+            found.append(_sample(chain, state, size, tapes))
             # Three at least: what comes once, or twice from two steps on (gradients of
             # parameters that are added up), would be taken to come with every step.
             late = time.perf_counter() - began > _PROBE_S
@@ -192,7 +196,7 @@ def sample_chunks(
     return found
 
 
-def _sample(whole: ThroughTime, state: Sequence[Tensor], chunk: int) -> Sample:
+def _sample(whole: ThroughTime, state: Sequence[Tensor], chunk: int, tapes: bool) -> Sample:
     cell, facts, inputs, device = whole.cell, whole.facts, whole.inputs, whole.device
     few = Inputs(inputs.given, chunk)
     collector = Collector(facts, chunk, "stack", cell.fused)
@@ -201,7 +205,7 @@ def _sample(whole: ThroughTime, state: Sequence[Tensor], chunk: int) -> Sample:
     chain.of_inputs = InputGradients(few)
     first = chain.first(state)
     forwards, turns, peak = [], [], 0
-    saved: tuple[int, ...] = ()
+    saved: tuple[int, ...] | None = None
     with chain.settled(keep=False):
         # The first turn is for what comes once, as workspaces of libraries; it is not measured.
         for number in range(5):
@@ -219,7 +223,7 @@ def _sample(whole: ThroughTime, state: Sequence[Tensor], chunk: int) -> Sample:
                     chain.reverse(first, adjoint, 0)
                     peak = meter.peak_bytes
             elif number == 2:
-                saved = _saved(chain, first, adjoint, facts)
+                saved = _saved(chain, first, adjoint, facts) if tapes else None
             else:
                 chain.sums = [None] * len(facts.parameters)
                 turns.append(seconds_of(lambda: chain.reverse(first, adjoint, 0), device))  # noqa: B023
@@ -228,8 +232,8 @@ def _sample(whole: ThroughTime, state: Sequence[Tensor], chunk: int) -> Sample:
 
 def _saved(
     chain: ThroughTime, first: TensorState, adjoint: tuple[Tensor | None, ...], facts: Facts
-) -> tuple[int, ...]:
-    """Return the sizes of the storages that a chunk's graph saves."""
+) -> tuple[int, ...] | None:
+    """Return the sizes of the storages that a chunk's graph saves; None if it allows no hooks."""
     held = [*first.tensors, *facts.parameters, chain.inputs.given]
     known = {t.untyped_storage()._cdata for t in held if isinstance(t, Tensor)}
     sizes: dict[int, int] = {}
@@ -240,8 +244,13 @@ def _saved(
             sizes[storage._cdata] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        chain.reverse(first, adjoint, 0)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            chain.reverse(first, adjoint, 0)
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):  # as `torch.func` has it
+            raise
+        return None
     return tuple(sizes.values())
 
 
@@ -305,6 +314,7 @@ def offloaded(
     page_bytes : int
     """
     chunks = steps / sample.chunk
+    assert sample.saved is not None
     staying = sum(n for n in sample.saved if n < least)
     moving = [n for n in sample.saved if n >= least]
     pages = sum(-(-n // page_bytes) for n in moving)
@@ -396,7 +406,8 @@ def choose(
     if not found:
         if not least:
             raise ArgumentError(
-                f"strategy {strategy!r} needs a tier, as in tiers=['file:///scratch']"
+                f"strategy {strategy!r} needs a tier, as in tiers=['file:///scratch'], and for "
+                "'offload' a cell that allows hooks on saved tensors (torch.func does not)"
             )
         if memory >= min(least):
             raise BudgetError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
@@ -84,6 +86,20 @@ def leaves_below(
                 "an earlier step computed it"
             )
         stack += node.next_functions
+
+
+def held_elsewhere(leaves: list[Tensor], *, collect: bool = False) -> list[Tensor]:
+    """Return those of some leaves that outlive their graph, which nobody else may hold any more.
+
+    A cell may make leaves of its own, as `h.detach().requires_grad_()` for
+    `torch.autograd.grad`: they are gone with the graph.  The list is emptied.
+    With `collect`, cycles are broken up first.
+    """
+    references = [weakref.ref(leaf) for leaf in leaves]
+    leaves.clear()
+    if collect:
+        gc.collect()
+    return [leaf for reference in references if (leaf := reference()) is not None]
 
 
 def graph_weight(roots: Sequence[Tensor], begun: int) -> tuple[int, int]:

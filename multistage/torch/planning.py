@@ -142,11 +142,12 @@ def planned(
             return known.plan
     else:
         limit = settings.memory
+    tapes = store is not None and settings.strategy in ("auto", "offload")
     if known is not None:
         samples = known.samples
     else:
         most = parse_bytes(limit) if not isinstance(limit, float) else 1 << 62
-        samples = sample_chunks(chain, leaves, chunk=settings.chunk, most_bytes=most)
+        samples = sample_chunks(chain, leaves, chunk=settings.chunk, most_bytes=most, tapes=tapes)
     if isinstance(limit, float):
         if not 0 < limit <= 1:
             raise ArgumentError(f"memory={limit!r} as a fraction must lie in (0, 1]")
@@ -158,7 +159,7 @@ def planned(
             lambda: tier_of(store, layout, chain.first(leaves).tensors),
         )
     travelling = None
-    if store is not None and settings.strategy in ("auto", "offload"):
+    if store is not None and tapes and samples[-1].saved is not None:
         page = _page_tier(store, chain.device, settings)
         if page is not None:
             travelling = offloaded(samples[-1], inputs.steps, TRAVELS_BYTES, page, PAGE_BYTES)
@@ -196,7 +197,9 @@ def _identity(cell: Cell) -> object:
             (p.shape, p.dtype, p.device, p.requires_grad) for p in cell.module.parameters()
         )
         return type(cell.module), cell.name, shapes, cell.module.training
-    return getattr(cell.given, "__code__", cell.given)
+    # No object that keeps the cell, or what it refers to, alive.
+    function = getattr(cell.given, "func", cell.given)  # of a partial
+    return getattr(function, "__code__", type(function))
 
 
 def _kinds(leaves: Sequence[Tensor]) -> object:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, StateError
 from .cell import Cell, Facts
+from .checksums import Checksums
 from .collector import Collector
-from .graphs import graph_begins, leaves_below
+from .graphs import graph_begins, held_elsewhere, leaves_below
 from .inputs import InputGradients, Inputs, Place
 from .replay import Autocast, RandomState, autocast
 from .tensors import TensorState
@@ -67,6 +69,7 @@ class ThroughTime:
         self.cell, self.facts, self.inputs, self.collector = cell, facts, inputs, collector
         self.chunk = chunk
         self.front = 0  # chunks whose outputs were collected
+        self.checksums: Checksums | None = None  # of the first run
         self.sums: list[Tensor | None] = []
         self.of_inputs: InputGradients | None = None  # while a backward runs
         # For the state after each chunk, with y of its last step: who is the same tensor as whom.
@@ -218,15 +221,19 @@ class ThroughTime:
 
     def advance(self, state: TensorState, start: int, stop: int) -> TensorState:
         x = self.inputs.many if self.cell.fused else self.inputs.at
+        if self.checksums is None:
+            self.checksums = Checksums(self.n_steps, self.device)
         with torch.set_grad_enabled(self.facts.graded):
             for k in range(start, stop):
-                take = self.collector.add if k >= self.front else _ignore
+                new = k >= self.front
                 self.front = max(self.front, k + 1)
                 given = self._given(state, k, graph=self.facts.graded)
                 first, last = self._steps(k)
                 user = pytree.tree_unflatten(list(given), self.facts.spec)
-                leaves, ys = self.run(user, first, last, take, x)
+                leaves, ys = self.run(user, first, last, self.collector.add if new else _ignore, x)
                 self._noted(k, leaves, ys)
+                if new:
+                    self.checksums.note(k, [*leaves, *ys])
                 state.checked()
                 state = TensorState([*(t.detach() for t in leaves), *self._surroundings()])
         return state
@@ -289,31 +296,21 @@ class ThroughTime:
             return self._reverse(tape, adjoint, step)
 
     def _reverse(self, before: TensorState, adjoint: Gradients, k: int) -> Gradients:
-        facts, inputs = self.facts, self.inputs
-        given = self._given(before, k, graph=True)
-        first, last = self._steps(k)
-        xs: list[tuple[Place, Tensor]] = []
-        ys: list[tuple[int, list[Tensor]]] = []
-        begun = graph_begins() if self._watch else 0
-        leaves, last_ys = self.run(
-            pytree.tree_unflatten(given, facts.spec),
-            first,
-            last,
-            lambda t, y: ys.append((t, y)),
-            (lambda t, until: inputs.many(t, until, xs))
-            if self.cell.fused
-            else (lambda t: inputs.at(t, xs)),
-        )
-        self._check_wants(k, leaves, ys)
-        roots: list[tuple[Tensor, Tensor | None]] = list(zip(leaves, adjoint, strict=True))
-        roots += self._of_outputs(k, given, ys, self._noted(k, leaves, last_ys))
+        facts = self.facts
+        again = self._again(before, k)
+        given, xs = again.given, again.xs
+        roots: list[tuple[Tensor, Tensor | None]]
+        roots = list(zip(again.leaves, adjoint, strict=True)) + self._of_outputs(k, again)
         roots = [(t, g) for t, g in roots if g is not None and t.requires_grad]
-        wanted = [t for i, t in enumerate(given) if t.requires_grad and self._is_first(k, i)]
-        if self._watch:
-            self._refuse_unknown([t for t, _ in roots], [*given, *(x for _, x in xs)], begun, first)
         if not roots:
             return (None,) * len(given)
-        self._watch = self._watch and self.cell.module is None
+        unknown: list[Tensor] = []
+        if self._watch:
+            own = {id(t) for t in [*given, *(x for _, x in xs)]}
+            below = [t for t, _ in roots]
+            unknown += leaves_below(below, own, facts.parameters, again.begun, self.cell.name)
+            del below
+        wanted = [t for i, t in enumerate(given) if t.requires_grad and self._is_first(k, i)]
         # Made last, and so served first: the sums of the chunks above.
         for tensor, so_far in zip(facts.parameters, self.sums, strict=True):
             if so_far is not None:
@@ -330,22 +327,64 @@ class ThroughTime:
                 self.of_inputs.put(place, gradient)
         self.sums = list(found[len(wanted) + len(xs) :])
         of_state = iter(found[: len(wanted)])
-        return tuple(
+        result = tuple(
             next(of_state) if t.requires_grad and self._is_first(k, i) else None
             for i, t in enumerate(given)
         )
+        if unknown:
+            del again, given, xs, roots, wanted  # the cell's own leaves go with the graph
+            self._refuse(held_elsewhere(unknown, collect=True), k)
+        return result
+
+    def _again(self, before: TensorState, k: int) -> _Again:
+        """Run a chunk again, with a graph; check that it did the same."""
+        inputs, fused = self.inputs, self.cell.fused
+        given = self._given(before, k, graph=True)
+        first, last = self._steps(k)
+        xs: list[tuple[Place, Tensor]] = []
+        ys: list[tuple[int, list[Tensor]]] = []
+        begun = graph_begins() if self._watch else 0
+        leaves, last_ys = self.run(
+            pytree.tree_unflatten(given, self.facts.spec),
+            first,
+            last,
+            lambda t, y: ys.append((t, y)),
+            (lambda t, until: inputs.many(t, until, xs)) if fused else lambda t: inputs.at(t, xs),
+        )
+        if self.checksums is not None and self.checksums.differs(k, [*leaves, *last_ys]):
+            self._refuse_other(k)
+        self._check_wants(k, leaves, ys)
+        return _Again(given, leaves, xs, ys, self._noted(k, leaves, last_ys), begun)
+
+    def verify(self) -> None:
+        """Raise StateError if a chunk gave other results on a device when it was run again."""
+        k = None if self.checksums is None else self.checksums.bad()
+        if k is not None:
+            self._refuse_other(k)
+
+    def _refuse_other(self, k: int) -> None:
+        first, last = self._steps(k)
+        raise StateError(
+            f"{self.cell.name} returned other numbers at steps {first} to {last - 1} when they "
+            "were run again than at first: it must depend on its state, inputs, parameters and "
+            "buffers alone; return what it remembers in the state, and choose deterministic "
+            "operators (torch.use_deterministic_algorithms)"
+        )
+
+    def _refuse(self, leaves: Sequence[Tensor], k: int) -> None:
+        first, last = self._steps(k)
+        for leaf in leaves:
+            raise ArgumentError(
+                f"{self.cell.name} uses a tensor of shape {tuple(leaf.shape)} that wants a "
+                f"gradient at steps {first} to {last - 1}, but did not at the first; give it in "
+                "parameters=[...]"
+            )
 
     def _is_first(self, k: int, i: int) -> bool:
         """Whether leaf i of the state before a chunk is no other leaf over again."""
         return self.patterns[k - 1][i] == i
 
-    def _of_outputs(
-        self,
-        k: int,
-        given: Sequence[Tensor],
-        ys: Sequence[tuple[int, list[Tensor]]],
-        pattern: Sequence[int],
-    ) -> list[tuple[Tensor, Tensor | None]]:
+    def _of_outputs(self, k: int, again: _Again) -> list[tuple[Tensor, Tensor | None]]:
         """Return a chunk's outputs with their gradients, in the order plain autograd adds them.
 
         Reductions are made one after the other, and served in reverse.  The last
@@ -353,16 +392,16 @@ class ThroughTime:
         where its gradient comes before those of the steps there.
         """
         first, last = self._steps(k)
-        count, before = len(given), self.patterns[k - 1]
+        count, before = len(again.given), self.patterns[k - 1]
         found: list[tuple[Tensor, Tensor | None]] = []
         for j in reversed(range(len(self.collector.kinds))):
             of_y = self.output_gradients[j]
             if not self.cell.fused and first > 0 and before[count + j] < count:
-                leaf = given[before[count + j]]
+                leaf = again.given[before[count + j]]
                 found.append((leaf, self.collector.gradient(j, first - 1, leaf, of_y)))
-            for t, leaves in ys:
+            for t, leaves in again.ys:
                 above = not self.cell.fused and t + 1 == last < self.inputs.steps
-                if not (above and pattern[count + j] < count):
+                if not (above and again.pattern[count + j] < count):
                     found.append((leaves[j], self.collector.gradient(j, t, leaves[j], of_y)))
         return found
 
@@ -386,17 +425,17 @@ class ThroughTime:
                         "not at the first; let it have a graph there too, as by adding 0 * h.sum()"
                     )
 
-    def _refuse_unknown(
-        self, roots: Sequence[Tensor], known: Sequence[Tensor], begun: int, first: int
-    ) -> None:
-        """Raise ArgumentError if a chunk's graph ends in a leaf that nobody told of."""
-        own = {id(t) for t in known}
-        for leaf in leaves_below(roots, own, self.facts.parameters, begun, self.cell.name):
-            raise ArgumentError(
-                f"{self.cell.name} uses a tensor of shape {tuple(leaf.shape)} that wants a "
-                f"gradient at step {first} or soon after, but did not at the first; give it in "
-                "parameters=[...]"
-            )
+
+@dataclass(slots=True)
+class _Again:
+    """A chunk that was run again."""
+
+    given: list[Tensor]  # the state before it
+    leaves: list[Tensor]  # and after
+    xs: list[tuple[Place, Tensor]]
+    ys: list[tuple[int, list[Tensor]]]
+    pattern: tuple[int, ...]  # which results of its last step are one tensor
+    begun: int
 
 
 def pattern_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -322,7 +322,9 @@ class _Run:
             assert self._plan.plan is not None
             with contextlib.closing(self._bars) as bars:
                 bars.back(self._plan.plan.n_steps)
-                return self._executor.reverse(adjoint)  # type: ignore[no-any-return]
+                gradients: tuple[Tensor | None, ...] = self._executor.reverse(adjoint)
+            chain.verify()
+            return gradients
 
 
 def _end(executor: Executor[TensorState, Any], store: Store | None, birth: Birth) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -355,5 +359,90 @@ def test_a_parameter_that_retains_its_gradient() -> None:
         )
         out.state.sum().backward()
         return gradients(leaf, weight)
+
+    assert_alike(run)
+
+
+# --------------------------------------------------------------- kinds of cells
+
+
+def test_torch_func_inside_a_cell() -> None:
+    """It allows no hooks on saved tensors, with which tapes are measured."""
+
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        net = Cell()
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            slope = torch.func.grad(lambda h: (torch.tanh(net.linear(h)) * x).sum())(h)
+            h = h - 0.1 * slope
+            return h, h.sum()
+
+        out = unrolled(cell, zeros(), sequence(), kept, memory="1 MiB", tiers="memory:")
+        out.loss.backward()
+        return gradients(net)
+
+    assert_alike(run)
+
+
+def test_leaves_that_a_cell_makes_itself() -> None:
+    """They were taken for parameters that nobody told of."""
+
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        net = Cell()
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.enable_grad():
+                at = h if h.requires_grad else h.detach().requires_grad_()
+                inner = (torch.tanh(net.linear(at)) * x).sum()
+                (slope,) = torch.autograd.grad(inner, at, create_graph=True)
+            return h - 0.1 * slope, h.sum()
+
+        out = unrolled(cell, zeros(), sequence(), kept)
+        out.state.sum().backward()
+        return gradients(net)
+
+    assert_alike(run)
+
+
+@dataclass
+class Dataclass:
+    """A cell that cannot be hashed."""
+
+    weight: Tensor
+
+    def __call__(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(h @ self.weight + x)
+
+
+def test_a_dataclass() -> None:
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        cell = Dataclass(torch.randn(WIDTH, WIDTH, requires_grad=True))
+        unrolled(cell, zeros(), sequence(), kept).state.sum().backward()
+        return gradients(cell.weight)
+
+    assert_alike(run)
+
+
+def test_no_cell_is_kept_alive() -> None:
+    """The table of plans held those that had no code of their own."""
+    gone = []
+    for make in (lambda w: Dataclass(w), lambda w: functools.partial(Dataclass(w))):
+        cell = make(torch.randn(WIDTH, WIDTH, requires_grad=True))
+        unrolled(cell, zeros(), sequence(), False).state.sum().backward()
+        gone.append(weakref.ref(cell))
+        del cell
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_a_compiled_cell() -> None:
+    """By a compiler that makes the kernels of plain PyTorch."""
+
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        net = Cell()
+        cell = torch.compile(net, backend="aot_eager")
+        unrolled(cell, zeros(), sequence(), kept).outputs.square().sum().backward()
+        return gradients(net)
 
     assert_alike(run)
