@@ -15,8 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from ..errors import StateError
-from .replay import RandomState, random_devices
+from .environment import Environment, generators_of
+from .holders import is_same
 from .runner import Traits
+from .scope import Scope, buffers_among
 
 Call = Callable[[Any], Any]
 _PLAIN = (bool, int, float, str, bytes, type(None), tuple)
@@ -45,41 +47,37 @@ def fresh_copy(state: Any, *, wants: bool | None = None) -> Any:
 
 @contextlib.contextmanager
 def untouched(stages: Sequence[Call], sample: Any) -> Iterator[None]:
-    """Put buffers and the random state back at the end."""
-    modules = {id(m): m for s in stages if isinstance(s, nn.Module) for m in s.modules()}
-    tensors = [*tensors_of(sample), *parameters_of(stages)]
-    random = RandomState.capture(random_devices(tensors))
-    buffers = [
-        (module, key, buffer, buffer.detach().clone())
-        for module in modules.values()
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    """Put buffers, attributes and random generators back at the end; see `environment`."""
+    scope = Scope(stages)
+    found = scope.look()
+    generators = generators_of([scope], tensors_of(sample))
+    random = generators.capture()
+    values = [(b, b.detach().clone()) for _, _, b in buffers_among(found.modules)]
     try:
         yield
     finally:
-        random.restore()
+        generators.restore(random)
+        for holder, contents in zip(found.holders, found.contents, strict=True):
+            if not is_same(contents, holder.read()):
+                holder.write(contents)
         with torch.no_grad():
-            for module, key, buffer, value in buffers:
-                module._buffers[key] = buffer
+            for buffer, value in values:
                 if not _equal(buffer, value):
                     buffer.copy_(value)
 
 
-def parameters_of(stages: Sequence[Call]) -> list[nn.Parameter]:
-    return [p for s in stages if isinstance(s, nn.Module) for p in s.parameters()]
+def parameters_of(stages: Sequence[Call]) -> list[Tensor]:
+    """Return the parameters of stages, and other tensors they refer to that want gradients."""
+    return Scope(stages).parameters()
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a.device.type != "meta" and torch.equal(a, b)
 
 
-def buffers_of(stage: Call) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    if isinstance(stage, nn.Module):
-        for module in stage.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield module, key, buffer
+def buffers_of(stage: Call) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return the buffers that a stage refers to: owner, name, tensor."""
+    return Scope.of(stage).buffers()
 
 
 def attributes_of(stage: Call) -> dict[tuple[str, str], object]:
@@ -108,6 +106,7 @@ def explore(
     one that made the storage are joined.
     """
     state = fresh_copy(sample, wants=False)
+    scopes = [Scope.of(stage) for stage in stages]
     # References keep the addresses of storages from being used again.
     storages = [_storages(state)]
     starts = list(range(len(stages)))  # the first stage of the group that stage i is in
@@ -115,19 +114,22 @@ def explore(
     draws: list[bool] = []
     graded: list[bool] = []
     changes_first = False
+    moved: set[int] = set()  # storages of buffers that some stage changes
     for i, stage in enumerate(stages):
         inputs = tensors_of(state)
-        devices = random_devices([*inputs, *parameters_of([stage])])
-        random = RandomState.capture(devices)
         versions = [tensor._version for tensor in inputs]
         # By value: batch norm's kernels change statistics behind the versions' back.
-        buffers = [(m, k, b, b._version, b.detach().clone()) for m, k, b in buffers_of(stage)]
-        attributes = attributes_of(stage)
+        buffers = [(m, k, b, b._version, b.detach().clone()) for m, k, b in scopes[i].buffers()]
+        around = Environment(scopes[i], f"stage {names[i]}", [(m, k) for m, k, *_ in buffers])
+        generators = generators_of([scopes[i]], inputs)
+        random = generators.capture()
         given = state
         with torch.no_grad():
             state = stage(state)
-        check_attributes(f"stage {names[i]}", attributes, attributes_of(stage))
-        draws.append(not random.same_as(RandomState.capture(devices)))
+        after = generators.capture()
+        around.drew(generators, random, after)
+        around.verify()
+        draws.append(bool(generators.drawn(random, after)))
         changed.append(
             [
                 (m, k)
@@ -135,6 +137,11 @@ def explore(
                 if m._buffers[k] is not b or b._version != version or not _equal(b, value)
             ]
         )
+        moved |= {
+            b.untyped_storage()._cdata
+            for m, k, b, *_ in buffers
+            if (m, k) in changed[i] and b.layout is torch.strided
+        }
         written = {
             tensor.untyped_storage()._cdata
             for tensor, version in zip(inputs, versions, strict=True)
@@ -148,33 +155,26 @@ def explore(
             for k in range(max(j, 0), i + 1):
                 starts[k] = starts[max(j, 0)]
         storages.append(_storages(state))
-        graded.append(not written and _differs_with_grad(stage, given, state, random, buffers))
-    return _groups(starts, names, changed, draws, graded, changes_first)
+        graded.append(not written and _differs_with_grad(stage, given, state, around))
+    # Who only reads a buffer that another stage changes must keep its values too.
+    for stage_changes, scope in zip(changed, scopes, strict=True):
+        stage_changes += [
+            (m, k)
+            for m, k, b in scope.buffers()
+            if b.layout is torch.strided
+            and b.untyped_storage()._cdata in moved
+            and (m, k) not in stage_changes
+        ]
+    return _groups(starts, stages, names, changed, draws, graded, changes_first)
 
 
-def _differs_with_grad(
-    stage: Call,
-    given: Any,
-    result: Any,
-    random: RandomState,
-    buffers: Sequence[tuple[nn.Module, str, Tensor, int, Tensor]],
-) -> bool:
+def _differs_with_grad(stage: Call, given: Any, result: Any, around: Environment) -> bool:
     """Whether a stage returns other bits with a graph than it returned without.
 
     Some kernels do, such as oneDNN's LSTM.
     """
-    now = RandomState.capture([device for device, _ in random.devices])
-    owned = [(m, k, m._buffers[k]) for m, k, *_ in buffers]
-    try:
-        random.restore()
-        for module, key, _, _, value in buffers:
-            module._buffers[key] = value.clone()
-        with torch.enable_grad():
-            again = stage(_wanting(given))
-    finally:
-        now.restore()
-        for module, key, buffer in owned:
-            module._buffers[key] = buffer
+    with around.again(), torch.enable_grad():
+        again = stage(_wanting(given))
     return any(
         a.device.type != "meta" and not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
         for a, b in zip(tensors_of(result), tensors_of(again), strict=True)
@@ -199,6 +199,7 @@ def _storages(state: Any) -> dict[int, StorageWeakRef]:
 
 def _groups(
     starts: list[int],
+    stages: Sequence[Call],
     names: Sequence[str],
     changed: list[list[tuple[nn.Module, str]]],
     draws: list[bool],
@@ -221,6 +222,7 @@ def _groups(
                 draws=any(draws[i] for i in group),
                 graded=any(graded[i] for i in group),
                 changes_input=changes_first and number == 0,
+                scope=Scope([stages[i] for i in group]),
             )
         )
     return tuple(tuple(group) for group in groups), tuple(traits)

@@ -138,7 +138,7 @@ def _measure_groups(
     input_gradient = _bytes(t for t in tensors_of(sample) if t.requires_grad)
     stages = []
     share = seconds / len(calls)
-    parameters: list[Tensor] = [*parameters_of(calls)]
+    parameters = parameters_of(calls)
     with _gradients_put_back(parameters) if sharded(parameters) else contextlib.nullcontext():
         for call, trait in zip(calls, traits, strict=True):
             stage, state = _measure_stage(call, trait, state, device, share, parameters)

@@ -65,7 +65,9 @@ def by_recording(model: nn.Module, sample: Any) -> Traced:
 
     Raises ArgumentError.
     """
-    first, again = _recorded(model, sample), _recorded(model, sample)
+    # Not put back in between, or both would draw the same.
+    with untouched([model], sample):
+        first, again = _recorded(model, sample), _recorded(model, sample)
     if _identity(first) != _identity(again):
         raise ArgumentError(
             "recording: forward did something else when it ran again on the same input"
@@ -85,7 +87,6 @@ def _recorded(model: nn.Module, sample: Any) -> Traced:
     try:
         with (
             torch.enable_grad(),
-            untouched([model], leaves),
             torch.autograd.graph.saved_tensors_hooks(_drop, _never),
         ):
             # With gradients, so that Functions are found; no leaves, which must not be written to.

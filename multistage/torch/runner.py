@@ -22,9 +22,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -33,10 +34,16 @@ from torch.utils import _pytree as pytree
 
 from ..actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
 from ..errors import MultistageError, StateError
-from .replay import Surroundings
+from .environment import Environment, cloned
+from .holders import LEAVES
+from .randomness import Generators, State
+from .scope import Found, Scope
+from .settings import Settings
 from .streams import Home
 
-_Kind: TypeAlias = tuple[torch.Size, torch.dtype]
+# Of a tensor that a stage saves: shape, dtype, strides, which parameter or buffer it is
+# (None: none of them), and how many nodes the stage's graph had by then.
+_Kind: TypeAlias = tuple[torch.Size, torch.dtype, tuple[int, ...], int | None, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,8 @@ class Traits:
     changes_input : bool
         Whether it writes to its input; true of a first stage only, others are
         joined to the stage before.
+    scope : Scope, optional
+        What it refers to; searched for if not given.
     """
 
     name: str
@@ -62,6 +71,7 @@ class Traits:
     draws: bool = False
     graded: bool = False
     changes_input: bool = False
+    scope: Scope | None = None
 
 
 class Run:
@@ -81,7 +91,13 @@ class Run:
         actions: Sequence[Action],
     ) -> None:
         self._stages, self._traits, self._actions = stages, traits, actions
-        self._around: dict[int, Surroundings] = {}
+        self._scopes = [t.scope or Scope.of(s) for s, t in zip(stages, traits, strict=True)]
+        self._around: dict[int, Environment] = {}
+        self._settings: Settings | None = None  # of the forward sweep
+        self._holds_in: int | None = None  # a backward pass in which they were found to hold
+        self._devices: set[torch.device] = set()
+        self._generators = Generators()
+        self._random: tuple[State, ...] = ()  # of the generators, between two stages
         self._kinds: dict[int, list[_Kind]] = {}  # of the tensors each dropped stage saved
         self._wants: dict[int, tuple[bool, ...]] = {}  # of the leaves of each state, at first
         self._saved: dict[int, _State] = {}
@@ -96,9 +112,21 @@ class Run:
         self._lock = threading.RLock()
 
     def forward(self, state: Any) -> Any:
-        """Run all stages; return the last state."""
+        """Run all stages; return the last state.
+
+        Raises
+        ------
+        StateError
+            If a stage changes what it did not change when it was profiled.
+        """
+        self._watch({t.device for scope in self._scopes for t in scope.look().tensors})
+        self._watch({t.device for t in _tensors(state)})
+        self._settings = settings = Settings.capture(self._device_types())
         first = _State.of(state)
-        self._saved[0] = first.cloned() if self._traits[0].changes_input else first
+        if self._traits[0].changes_input:
+            _refuse_shared(_tensors(state))
+            first = first.cloned()
+        self._saved[0] = first
         for action in self._actions_left():
             match action:
                 case Save(step):
@@ -108,12 +136,33 @@ class Run:
                         state = self._dropped(i, state)
                 case Tape(step):
                     if step < len(self._stages):
-                        state = self._run_first(step, state, contextlib.nullcontext())
+                        state = self._run_first(step, state)
                 case EndForward():
                     break
                 case _:
                     raise AssertionError(f"{action} in the forward sweep")
+        changed = settings.differences(Settings.capture(self._device_types()))
+        if changed:
+            raise StateError(
+                f"a stage changed a setting and left it changed: {', '.join(changed)}; stages "
+                "cannot be run again as they were: change it outside of the chain"
+            )
+        self._random = ()
         return state
+
+    def _watch(self, devices: set[torch.device]) -> None:
+        """Look at the generators of these devices too."""
+        if torch.cuda.is_initialized():
+            devices.add(torch.device("cuda", torch.cuda.current_device()))
+        if not self._random or not devices <= self._devices:
+            self._devices |= devices
+            own = {id(g): (name, g) for scope in self._scopes for name, g in scope.generators()}
+            others = [d for d in self._devices if d.type not in ("cpu", "meta")]
+            self._generators = Generators(sorted(others, key=str), own.values())
+            self._random = self._generators.capture()
+
+    def _device_types(self) -> list[str]:
+        return sorted({"cpu", *(device.type for device in self._devices)} - {"meta"})
 
     def _actions_left(self) -> Iterator[Action]:
         """Yield the actions from where the last one left off."""
@@ -122,23 +171,35 @@ class Run:
             self._next += 1
             yield action
 
-    def _run_first(self, i: int, state: Any, hooks: AbstractContextManager[Any]) -> Any:
-        tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
+    def _run_first(
+        self,
+        i: int,
+        state: Any,
+        hooks: AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008
+    ) -> Any:
+        """Run stage i in the forward sweep; remember and verify its environment."""
+        leaves = pytree.tree_leaves(state)
+        if any(isinstance(x, Tensor) and x.device not in self._devices for x in leaves):
+            self._watch({t.device for t in _tensors(state)})
+        self._wants[i] = _wants(leaves)
         trait = self._traits[i]
-        around = Surroundings.capture(self._stages[i], trait.name, tensors, trait.buffers)
-        self._wants[i] = _wants(pytree.tree_leaves(state))
+        around = self._around[i] = Environment(
+            self._scopes[i], f"stage {trait.name}", trait.buffers
+        )
         with hooks:
             state = self._stages[i](state)
-        around.after_first_run()
-        self._around[i] = around
+        before, self._random = self._random, self._generators.capture()
+        around.drew(self._generators, before, self._random)
+        around.verify()
         return state
 
     def _dropped(self, i: int, state: Any) -> Any:
         """Run stage i; its graph keeps numbers in place of tensors."""
         kinds: list[_Kind] = []
+        begun = _nodes_made()
 
         def pack(tensor: Tensor) -> int:
-            kinds.append((tensor.shape, tensor.dtype))
+            kinds.append(_kind(tensor, self._around[i].places(), begun))
             return len(kinds) - 1
 
         def unpack(number: int) -> Tensor:
@@ -160,15 +221,26 @@ class Run:
             for j in [j for j in self._tapes if j > i]:
                 self._forget(j)  # nothing above is asked for any more
             if i not in self._tapes:
-                if i >= self._at:
-                    with self._home.context():
+                with self._as_at_first():
+                    if i >= self._at:
                         self._start_over()
-                with self._home.context():
                     self._drive(i)
             self._at = i
             tensor = self._take(i, number)
             self._home.hand(tensor)
             return tensor
+
+    @contextlib.contextmanager
+    def _as_at_first(self) -> Iterator[None]:
+        """Return to the stream and the settings of the forward sweep."""
+        settings = self._settings
+        assert settings is not None
+        task = torch._C._current_graph_task_id()  # of the backward pass; -1 outside of any
+        if task < 0 or task != self._holds_in:
+            self._holds_in = task if settings.hold() else None
+        holds = self._holds_in == task
+        with self._home.context(), contextlib.nullcontext() if holds else settings.context():
+            yield
 
     def _take(self, i: int, number: int) -> Tensor:
         tape, given = self._tapes[i], self._given[i]
@@ -179,7 +251,7 @@ class Run:
             tensor = reference() if reference is not None else None
             if tensor is None:
                 self._live = self._inputs[i]
-                with self._home.context():
+                with self._as_at_first():
                     self._tape(i, alone=True)
                 self._live = None
                 return self._take(i, number)
@@ -233,40 +305,59 @@ class Run:
             )
 
     def _tape(self, i: int, *, alone: bool) -> None:
-        """Run stage i again, catching what it saves; if `alone`, its output is not wanted."""
+        """Run stage i again, catching what it saves; if `alone`, its output is not wanted.
+
+        Raises
+        ------
+        StateError
+            If it saves something else than when it first ran.
+        """
         state = self._live
         assert state is not None
-        tape: list[Tensor | None] = []
-        versions: list[int] = []
+        first = self._kinds[i]
+        caught, output = self._catch(i, state, len(first) if alone else None)
+        if caught.kinds != first and alone:
+            # Or it would have saved more: look at all it saves.
+            del caught, output
+            caught, output = self._catch(i, state, None)
+        if [kind[:-1] for kind in caught.kinds] != [kind[:-1] for kind in first]:
+            raise StateError(
+                f"stage {self._traits[i].name} saved other tensors when it was run again than at "
+                f"first ({_difference(first, caught.kinds)}); a stage must do the same every time"
+            )
+        self._tapes[i], self._given[i] = caught.tape, [None] * len(caught.tape)
+        self._versions[i] = caught.versions
+        self._inputs[i] = state
+        self._live = None if alone else _State.of(output)
 
-        expected = len(self._kinds[i])
+    def _catch(self, i: int, state: _State, enough: int | None) -> tuple[_Caught, Any]:
+        """Run stage i again up to `enough` saved tensors, to the end if None."""
+        # Not with the output in it, whose graph leads here.
+        caught = _Caught()
+        output = None
+        changes_input = self._traits[i].changes_input
+        begun = 0
 
         def catch(tensor: Tensor) -> None:
-            tape.append(tensor.detach())
-            versions.append(tensor._version)
-            if alone and len(tape) == expected:
+            if len(caught.tape) == enough:  # the stage has suppressed what should have ended it
+                raise _Complete
+            caught.tape.append(tensor.detach())
+            caught.versions.append(tensor._version)
+            caught.kinds.append(_kind(tensor, around.places(), begun))
+            if len(caught.tape) == enough:
                 raise _Complete
 
-        output = None
+        around = self._around[i]
         with (
             contextlib.suppress(_Complete),
             torch.enable_grad(),
-            self._around[i].again(),
+            around.again(),
             torch.autograd.graph.saved_tensors_hooks(catch, _never),
         ):
-            inputs = state.fresh(self._wants[i], self._traits[i].changes_input)
+            inputs = state.fresh(self._wants[i], changes_input)
+            begun = _nodes_made()
             output = self._stages[i](inputs)
-        kinds = [(tensor.shape, tensor.dtype) for tensor in tape if tensor is not None]
-        if kinds != self._kinds[i]:
-            raise StateError(
-                f"stage {self._traits[i].name} saved other tensors when it was run again than at "
-                f"first ({len(kinds)} and {len(self._kinds[i])}, or other shapes); a stage must "
-                "do the same every time"
-            )
-        self._tapes[i], self._given[i] = tape, [None] * len(tape)
-        self._versions[i] = versions
-        self._inputs[i] = state
-        self._live = None if alone else _State.of(output)
+        return caught, output
 
     def _start_over(self) -> None:
         """Stand where the forward sweep ended, by running forward again."""
@@ -295,12 +386,60 @@ class Run:
         self._live = None
 
 
-class _Complete(Exception):
-    """All that a stage saves is caught: the rest of it need not run."""
+class _Complete(BaseException):
+    """All that a stage saves is caught: the rest of it need not run.
+
+    No Exception, which a stage may catch for reasons of its own.
+    """
+
+
+@dataclass(slots=True)
+class _Caught:
+    """What a stage saved when it ran again."""
+
+    tape: list[Tensor | None] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kinds: list[_Kind] = field(default_factory=list)
 
 
 def _never(_packed: object) -> Tensor:
     raise AssertionError("the graph of a run again is never walked")
+
+
+_sequence_nr: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+
+
+def _nodes_made() -> int:
+    """Return how many nodes of graphs this thread has made."""
+    return _sequence_nr()
+
+
+def _kind(tensor: Tensor, places: dict[int, int], begun: int) -> _Kind:
+    nodes = _sequence_nr() - begun
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return torch.Size(), tensor.dtype, (), None, nodes
+    place = places.get(tensor.data_ptr()) if type(tensor) in _PLAIN_TENSORS else None
+    return tensor.shape, tensor.dtype, tensor.stride(), place, nodes
+
+
+_PLAIN_TENSORS = {Tensor, nn.Parameter}
+
+
+def _difference(first: Sequence[_Kind], again: Sequence[_Kind]) -> str:
+    """Say where two lists of saved tensors differ."""
+    if len(first) != len(again):
+        return f"{len(again)} in place of {len(first)}"
+    for number, (a, b) in enumerate(zip(first, again, strict=True)):
+        if a[:3] != b[:3]:
+            kinds = [f"{tuple(k[0])} {k[1]} with strides {k[2]}" for k in (a, b)]
+            return f"number {number} is {kinds[1]} in place of {kinds[0]}"
+        if a[3] != b[3]:
+            return f"number {number} is a parameter or buffer in one run and not in the other"
+    return "the same"
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
 
 
 def _wants(leaves: Sequence[Any]) -> tuple[bool, ...]:
@@ -309,30 +448,51 @@ def _wants(leaves: Sequence[Any]) -> tuple[bool, ...]:
 
 @dataclass(slots=True)
 class _State:
-    """A state without its graph, held by reference: whoever writes to it is found out."""
+    """A state without its graph, held by reference: whoever writes to it is found out.
+
+    A leaf that comes twice comes twice again: some functions compute another
+    way when they get one tensor as two arguments.
+    """
 
     leaves: list[Any]
     spec: pytree.TreeSpec
     versions: list[int]
+    objects: Found | None  # leaves that are neither tensors nor plain values
 
     @classmethod
     def of(cls, state: Any) -> _State:
         leaves, spec = pytree.tree_flatten(state)
-        return cls._holding([x.detach() if isinstance(x, Tensor) else x for x in leaves], spec)
+        once: dict[int, Tensor] = {}
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and id(leaf) not in once:
+                once[id(leaf)] = leaf.detach()
+        return cls._holding([once.get(id(x), x) for x in leaves], spec)
 
     @classmethod
     def _holding(cls, leaves: list[Any], spec: pytree.TreeSpec) -> _State:
-        return cls(leaves, spec, [x._version if isinstance(x, Tensor) else 0 for x in leaves])
+        versions = [x._version if isinstance(x, Tensor) else 0 for x in leaves]
+        others = [x for x in leaves if not isinstance(x, LEAVES)]
+        return cls(leaves, spec, versions, Scope(others).look() if others else None)
 
     def cloned(self) -> _State:
-        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        copies = iter(cloned(self._given()))
+        leaves = [next(copies) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return self._holding(leaves, self.spec)
+
+    def _given(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def fresh(self, wants: tuple[bool, ...], to_be_changed: bool) -> Any:
         """Return the state for a stage to run on, of leaves unless the stage writes to them.
 
         `wants` says which tensors want gradients: those that did at first.
-        Raises RuntimeError if a tensor was written to since it was kept.
+
+        Raises
+        ------
+        RuntimeError
+            If a tensor was written to since it was kept.
+        StateError
+            If another object was.
         """
         for leaf, version in zip(self.leaves, self.versions, strict=True):
             if isinstance(leaf, Tensor) and leaf._version != version:
@@ -340,10 +500,42 @@ class _State:
                     "a state that a stage is to be run again from, the chain's input or between "
                     "two stages, has been modified by an inplace operation"
                 )
-        leaves = [
-            leaf.detach().requires_grad_(wanted) if isinstance(leaf, Tensor) else leaf
-            for leaf, wanted in zip(self.leaves, wants, strict=True)
-        ]
+        if self.objects is not None and (found := self.objects.differences()):
+            raise StateError(
+                f"an object in a state between two stages was changed after it was made "
+                f"({', '.join(found[:4])}); a stage that is run again from it would see the "
+                "change: return a new object, or keep such objects out of the state"
+            )
+        given = self.leaves
         if to_be_changed:
-            leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return pytree.tree_unflatten(leaves, self.spec)
+            copies = iter(cloned(self._given()))
+            given = [next(copies) if isinstance(leaf, Tensor) else leaf for leaf in given]
+        once: dict[int, Any] = {}
+        for leaf, wanted in zip(given, wants, strict=True):
+            if isinstance(leaf, Tensor) and id(leaf) not in once:
+                new = leaf.detach().requires_grad_(wanted)
+                once[id(leaf)] = _writable(new) if to_be_changed and wanted else new
+        return pytree.tree_unflatten([once.get(id(leaf), leaf) for leaf in given], self.spec)
+
+
+def _refuse_shared(tensors: Sequence[Tensor]) -> None:
+    """Refuse to copy views of one another that want gradients: they would be apart."""
+    once = list({id(t): t for t in tensors}.values())
+    storages = Counter(t.untyped_storage()._cdata for t in once if t.layout is torch.strided)
+    for tensor in once:
+        if tensor.requires_grad and storages[tensor.untyped_storage()._cdata] > 1:
+            raise StateError(
+                "the first stage writes to an input that wants a gradient and shares memory with "
+                f"another input (shape {tuple(tensor.shape)}); give the chain a clone of one"
+            )
+
+
+def _writable(leaf: Tensor) -> Tensor:
+    """Return a copy of a leaf that may be written to."""
+    copy = leaf.clone()
+    if copy.stride() != leaf.stride():
+        raise StateError(
+            "the first stage writes to an input that wants a gradient and is a view with gaps "
+            f"(shape {tuple(leaf.shape)}, strides {leaf.stride()}); give the chain x.contiguous()"
+        )
+    return copy

@@ -19,8 +19,9 @@ from .chain import Part, Stages
 from .checking import Check, Checked, check_chain, checked_choice, room_for_tapes
 from .exploring import tensors_of
 from .measure import Profile, grouped, measure, sharded
-from .replay import Autocast, device_types, refuse_hidden_draws
+from .randomness import device_types, refuse_hidden_draws
 from .runner import Run
+from .settings import Settings
 from .tracing import arguments
 
 Call = Callable[[Any], Any]
@@ -101,11 +102,14 @@ class Sequential(nn.Module):
 
     Notes
     -----
-    A stage that is run again must do what it did: state that it keeps outside
-    of its buffers is an error when it is profiled; control flow that depends
-    on anything but its input is not seen.  Forward hooks of recomputed stages
-    run again too.  Double backward through recomputed stages is an error;
-    a second backward (`retain_graph=True`) is right, and slower.
+    A stage that is run again finds what it found at first: parameters, buffers,
+    attributes, modes, variables of closures, random generators and settings
+    such as autocast, as objects and with the same values, whatever has changed
+    since.  Nothing shows that it ran again: neither its counters nor lists that
+    its forward hooks append to.  A tensor that was written to since is an error
+    (`multistage.torch.environment` tells the rules).  Double backward through
+    recomputed stages is an error; a second backward (`retain_graph=True`) is
+    right, and slower.
     """
 
     def __init__(
@@ -357,10 +361,10 @@ def _kind(model: nn.Module, state: Any) -> object:
         else type(x)
         for x in leaves
     )
-    autocast = Autocast.capture(device_types(tensors_of(state)))
+    settings = Settings.capture(device_types(tensors_of(state)))
     modes = hash(tuple((m.training) for m in model.modules()))
     wishes = hash(tuple(p.requires_grad for p in model.parameters()))
-    return str(spec), of_leaves, autocast, modes, wishes
+    return str(spec), of_leaves, settings, modes, wishes
 
 
 def _collective(model: nn.Module) -> bool:

@@ -428,21 +428,6 @@ def test_a_state_written_to_is_refused(which: str) -> None:
         loss.backward()
 
 
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * self.calls
-
-
-def test_state_that_cannot_be_put_back_is_named() -> None:
-    with pytest.raises(StateError, match="1 Counting changes its attribute 'calls'"):
-        mst.Sequential(nn.Sequential(nn.Tanh(), Counting()), torch.randn(4), memory=0.9)
-
-
 def test_a_parameter_changed_between_forward_and_backward() -> None:
     x = torch.randn(128, WIDTH)
     ours = mst.Sequential(a_chain(*("linear", "tanh") * 6), x, memory=0.6)

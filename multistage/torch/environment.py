@@ -1,0 +1,345 @@
+"""What a stage or a cell must find when it is run again, to do exactly what it did.
+
+The principle.  A stage or cell is a function of its inputs and of an
+environment:
+
+- parameters and buffers, as objects, with their versions and their wishes for
+  gradients, and which of them share memory;
+- the modes, attributes, children and forward hooks of its modules;
+- variables that functions take from closures, globals and small helper objects;
+- random generators: torch's, Python's, NumPy's, and its own;
+- settings: autocast, backends, precision, default dtype, threads, modes.
+
+The environment is captured when a stage first runs, reinstalled when it runs
+again, and compared where it cannot be reinstalled: tensors that were written to
+meanwhile.  Whatever was decided from a sample, such as which buffers a stage
+changes, is verified on every run.  A difference is an error that names it,
+before a number leaves us.  What a run leaves behind in the environment is put
+back, so that running a stage again goes unnoticed.
+
+`Scope` knows which objects belong to an environment, `Generators` and
+`Settings` what lies outside of modules.  Costs: a few microseconds for each
+module, identities and versions only, never values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import StateError
+from .holders import is_same
+from .randomness import Generators, State, random_devices
+from .scope import Scope, buffers_among
+
+Buffers: TypeAlias = Sequence[tuple[nn.Module, str]]
+
+
+class Environment:
+    """What one run of a stage or cell depends on besides its inputs and the settings.
+
+    Parameters
+    ----------
+    scope : Scope
+        Of the stage.
+    name : str
+        For messages, such as `stage 3 Linear`.
+    changing : sequence of (module, buffer name)
+        Buffers that the stage changes: kept by value.
+    keep_values : bool
+        Whether to keep those values; else the caller does.
+    """
+
+    __slots__ = (
+        "_changing",
+        "_flags",
+        "_found",
+        "_generators",
+        "_kept",
+        "_name",
+        "_places",
+        "_pointers",
+        "_random",
+        "_tensors",
+        "_versions",
+    )
+
+    def __init__(
+        self, scope: Scope, name: str, changing: Buffers = (), *, keep_values: bool = True
+    ) -> None:
+        found = scope.look()
+        self._found, self._name, self._changing = found, name, changing
+        self._generators: Generators | None = None
+        self._random: tuple[State | None, ...] | None = None
+        buffers = [module._buffers[key] for module, key in changing]
+        own = {id(buffer) for buffer in buffers}
+        tensors = found.tensors
+        self._tensors: Sequence[Tensor] = (
+            [t for t in tensors if id(t) not in own] if own else tensors
+        )
+        self._versions = [t._version for t in self._tensors]
+        self._flags = [t.requires_grad for t in self._tensors]
+        self._pointers = [] if _exchanges_memory() else [_address(t) for t in self._tensors]
+        self._places: dict[int, int] | None = None
+        self._kept = cloned(buffers) if keep_values else []
+
+    # ------------------------------------------------------------- first run
+
+    def drew(self, generators: Generators, before: Sequence[State], after: Sequence[State]) -> None:
+        """Remember the states of generators that the first run drew from."""
+        self._random = generators.only_drawn(before, after)
+        self._generators = generators if self._random is not None else None
+
+    def verify(self) -> None:
+        """Check after the first run that it changed no tensor but the buffers said to change.
+
+        Raises
+        ------
+        StateError
+            It names the tensor.
+        """
+        for tensor, version in zip(self._tensors, self._versions, strict=True):
+            if tensor._version != version:
+                self._refuse_written(tensor)
+        self._verify_buffers()
+
+    def _refuse_written(self, tensor: Tensor) -> None:
+        what = self._found.name_of(tensor)
+        if what.startswith("buffer"):
+            raise StateError(
+                f"{self._name} changed {what}, a buffer that it left alone when it was profiled; "
+                "profile it in the mode it is trained in, or keep its tape"
+            )
+        raise StateError(
+            f"{self._name} writes to {what} in place when it runs; running it again would write "
+            "once more: register it as a buffer, or write to it outside of the chain"
+        )
+
+    def _verify_buffers(self) -> None:
+        changing = {(id(module), key) for module, key in self._changing}
+        known = {id(tensor) for tensor in self._tensors}
+        for module, key, buffer in buffers_among(self._found.modules):
+            if id(buffer) in known or (id(module), key) in changing:
+                continue
+            if not buffer.is_inference():
+                raise StateError(
+                    f"{self._name} exchanged buffer {key!r} of {type(module).__name__}, which it "
+                    "left alone when it was profiled; profile it in the mode it is trained in, "
+                    "or keep its tape"
+                )
+
+    def places(self) -> dict[int, int]:
+        """Return the addresses of parameters and unchanged buffers, each with a number."""
+        if self._places is None:
+            # Copies stand in for the others.
+            skipped = {id(module._buffers[key]) for module, key in self._changing}
+            held = [
+                x
+                for m in self._found.modules
+                for x in (
+                    *m._parameters.values(),
+                    *(b for key, b in m._buffers.items() if key not in _STATISTICS),
+                )
+                if x is not None and id(x) not in skipped
+            ]
+            found = [(_address(x), number) for number, x in enumerate(held)]
+            self._places = {at: number for at, number in found if at}
+        return self._places
+
+    # ------------------------------------------------------------- comparing
+
+    def differences(self) -> list[str]:
+        """Return the names of what is different now, but for buffers said to change."""
+        skipped = {f"buffer {key!r}" for _, key in self._changing}
+        found = [
+            name
+            for name in self._found.differences()
+            if not (skipped and name.startswith("buffer") and _last_of(name) in skipped)
+        ]
+        found += [
+            self._found.name_of(tensor)
+            for tensor, version in zip(self._tensors, self._versions, strict=True)
+            if tensor._version != version
+        ]
+        return list(dict.fromkeys(found))
+
+    def refuse_differences(self, when: str) -> None:
+        """Raise StateError if anything is different now; see `differences`."""
+        found = self.differences()
+        if found:
+            raise StateError(
+                f"{self._name} changes {', '.join(found[:4])} when it runs ({when}); running it "
+                "again would change it once more: make it part of the state, or keep it in a buffer"
+            )
+
+    def _said(self, tensor: Tensor) -> str:
+        return f"{self._found.name_of(tensor)} of {self._name}, of shape {tuple(tensor.shape)},"
+
+    def _refuse_changed(self) -> None:
+        """Raise StateError if a tensor was changed since it was captured."""
+        for tensor, version in zip(self._tensors, self._versions, strict=True):
+            if tensor._version != version:
+                raise StateError(
+                    f"{self._said(tensor)} was changed in place between forward and backward; "
+                    f"{_REMEDY}"
+                )
+        if not self._pointers or _exchanges_memory():
+            return
+        for tensor, pointer in zip(self._tensors, self._pointers, strict=True):
+            if _address(tensor) != pointer:
+                raise StateError(
+                    f"{self._said(tensor)} was given other memory between forward and backward "
+                    f"(by .data, .to(), .double() or the like); {_REMEDY}"
+                )
+
+    # ---------------------------------------------------------- running again
+
+    @contextlib.contextmanager
+    def again(self, *, buffers: bool = True, random: bool = True) -> Iterator[None]:
+        """Make everything as it was; put the present back at the end.
+
+        Parameters
+        ----------
+        buffers, random : bool
+            Whether to do so with the buffers that change, and with generators;
+            else the caller does.
+
+        Raises
+        ------
+        StateError
+            If a tensor of the environment was changed since.
+        """
+        self._refuse_changed()
+        present = [holder.read() for holder in self._found.holders]
+        keys: dict[int, Any] = {}  # of those that are others now
+        exchanged: list[tuple[dict[str, Any], str, Any]] = []
+        drawn: tuple[State, ...] | None = None
+        flags = self._toggled()
+        try:
+            then = zip(self._found.holders, self._found.contents, present, strict=True)
+            for holder, before, now in then:
+                if not is_same(before, now):
+                    keys[id(holder)] = holder.keys()
+                    holder.write(before)
+            for tensor, flag, _ in flags:
+                tensor.requires_grad_(flag)
+            if buffers:
+                for owner, key, value in self._stand_ins():
+                    exchanged.append((owner, key, owner[key]))
+                    owner[key] = value
+            if random and self._generators is not None and self._random is not None:
+                drawn = self._generators.capture()
+                self._generators.restore(self._random)
+            yield
+        finally:
+            if drawn is not None and self._generators is not None and self._random is not None:
+                kept = zip(drawn, self._random, strict=True)
+                self._generators.restore([a if b is not None else None for a, b in kept])
+            for owner, key, value in reversed(exchanged):
+                owner[key] = value
+            for tensor, _, flag in flags:
+                tensor.requires_grad_(flag)
+            for holder, now in zip(self._found.holders, present, strict=True):
+                if not is_same(now, holder.read()):
+                    holder.write(now, keys.get(id(holder)))
+
+    def _toggled(self) -> list[tuple[Tensor, bool, bool]]:
+        """Return tensors with other wishes for gradients now, with the wishes then and now."""
+        found = []
+        for tensor, flag in zip(self._tensors, self._flags, strict=True):
+            if tensor.requires_grad != flag:
+                if not tensor.is_leaf:
+                    raise StateError(
+                        f"{self._said(tensor)} was detached, or made part of a graph, between "
+                        f"forward and backward; {_REMEDY}"
+                    )
+                found.append((tensor, flag, tensor.requires_grad))
+        return found
+
+    def _stand_ins(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """Yield places of buffers with copies, for a run to write to."""
+        for (module, key), value in zip(self._changing, cloned(self._kept), strict=True):
+            yield module._buffers, key, value
+        # Batch norm's kernels change statistics behind the versions' back: the sample
+        # may not have shown it.
+        changing = {(id(module), key) for module, key in self._changing}
+        hidden = [
+            (module, key)
+            for module in self._found.modules
+            for key in module._buffers
+            if key in _STATISTICS and (id(module), key) not in changing
+        ]
+        copies = cloned([module._buffers[key] for module, key in hidden])
+        for (module, key), value in zip(hidden, copies, strict=True):
+            yield module._buffers, key, value
+
+
+_REMEDY = "it cannot be run again as it was: call backward first"
+_STATISTICS = ("running_mean", "running_var")
+
+
+def _last_of(name: str) -> str:
+    kind, _, path = name.partition(" ")
+    last = path.strip("'").rpartition(".")[2]
+    return f"{kind} {last!r}"
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where a tensor's elements lie, 0 if that says nothing."""
+    if type(tensor) not in _ADDRESSED or tensor.layout is not torch.strided:
+        return 0
+    return tensor.data_ptr()
+
+
+_ADDRESSED = {Tensor, nn.Parameter, nn.Buffer}
+
+
+def _exchanges_memory() -> bool:
+    """Whether parameters may come and go with the memory they lie in (sharded ones)."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def cloned(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Return copies that are one object, or share memory, where the given tensors do.
+
+    They have the strides of the given tensors too.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor or None
+
+    Returns
+    -------
+    list of Tensor or None
+    """
+    once = {id(t): t for t in tensors if t is not None}
+    strided = {k: t for k, t in once.items() if _address(t) and not (t.is_conj() or t.is_neg())}
+    sharing = Counter(t.untyped_storage()._cdata for t in strided.values())
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies: dict[int, Tensor] = {}
+    for key, tensor in once.items():
+        at = tensor.untyped_storage()._cdata if key in strided else 0
+        if sharing[at] <= 1:
+            copy = tensor.detach().clone()
+            if key not in strided or copy.stride() == tensor.stride():
+                copies[key] = copy
+                continue
+        if at not in storages:
+            storages[at] = tensor.untyped_storage().clone()
+        blank = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        copies[key] = blank.set_(
+            storages[at], tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+    return [None if t is None else copies[id(t)] for t in tensors]
+
+
+def generators_of(scopes: Sequence[Scope], tensors: Sequence[Tensor]) -> Generators:
+    """Return the generators that stages may draw from when they run on some tensors."""
+    involved = [*tensors, *(p for scope in scopes for p in scope.parameters())]
+    own = {id(g): (name, g) for scope in scopes for name, g in scope.generators()}
+    return Generators(random_devices(involved), own.values())

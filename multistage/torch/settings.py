@@ -1,0 +1,236 @@
+"""Settings outside of any module that decide what a computation computes.
+
+Autocast; which kernels may run (attention's backends, cuDNN, oneDNN, precision
+of matrix products, deterministic algorithms); the default dtype and device;
+how many threads share a sum; modes that intercept functions and operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The autocast settings of one device type."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def capture(cls, device_types: Sequence[str]) -> tuple[Autocast, ...]:
+        """Return the present settings."""
+        return tuple(
+            cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in device_types
+        )
+
+    def context(self) -> Any:
+        """Return a context with these settings; weights cast anew, not taken from a cache."""
+        return torch.autocast(
+            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
+        )
+
+
+@contextlib.contextmanager
+def autocast(settings: Sequence[Autocast]) -> Iterator[None]:
+    """Return a context with the settings of several device types."""
+    with contextlib.ExitStack() as stack:
+        for each in settings:
+            stack.enter_context(each.context())
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All settings at one moment; equal to others that let the same kernels run."""
+
+    autocast: tuple[Autocast, ...]
+    flags: tuple[Any, ...]
+    modes: tuple[object, ...]  # what the function modes are: each `with` makes new ones
+    function_modes: tuple[Any, ...] = field(compare=False)
+    operator_modes: tuple[Any, ...] = field(compare=False)
+
+    @classmethod
+    def capture(cls, device_types: Sequence[str]) -> Settings:
+        """Return the present settings; autocast's of some device types."""
+        modes = tuple(_function_modes()) if torch._C._len_torch_function_stack() else ()
+        return cls(
+            Autocast.capture(device_types),
+            tuple([flag.get() for flag in _FLAGS]),
+            tuple([(type(mode), getattr(mode, "device", None)) for mode in modes]),
+            modes,
+            tuple(_operator_modes()) if torch._C._len_torch_dispatch_stack() else (),
+        )
+
+    def differences(self, now: Settings) -> list[str]:
+        """Return the names of settings that are others now."""
+        pairs = zip(_FLAGS, self.flags, now.flags, strict=True)
+        found = [f"{flag.name} ({a} and {b})" for flag, a, b in pairs if a != b]
+        if self.autocast != now.autocast:
+            found.append("autocast")
+        if self.modes != now.modes:
+            found.append("modes that intercept functions, such as a default device")
+        return found
+
+    def hold(self) -> bool:
+        """Whether they are the present ones, with nothing to enter for them."""
+        now = Settings.capture([each.device_type for each in self.autocast])
+        return (
+            now == self
+            and now.function_modes == self.function_modes
+            and now.operator_modes == self.operator_modes
+            and not any(each.enabled for each in self.autocast)
+        )
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Return a context with these settings, whatever they are outside of it."""
+        now = Settings.capture(())
+        with contextlib.ExitStack() as stack:
+            if now.flags != self.flags:
+                stack.callback(_set_flags, now.flags)
+                _set_flags(self.flags)
+            if now.function_modes != self.function_modes:
+                stack.callback(_set_function_modes, now.function_modes)
+                _set_function_modes(self.function_modes)
+            for mode in self.operator_modes:
+                # Torch's own observe, and should not count twice.
+                if mode not in now.operator_modes and not type(mode).__module__.startswith("torch"):
+                    torch.utils._python_dispatch._push_mode(mode)
+                    stack.callback(torch.utils._python_dispatch._pop_mode)
+            for each in self.autocast:
+                stack.enter_context(each.context())
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+def _flags() -> Iterator[_Flag]:
+    # Not through torch.backends, whose properties take five times as long to read.
+    core: Any = torch._C
+    yield _Flag("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
+    yield _Flag("torch.get_num_threads()", torch.get_num_threads, torch.set_num_threads)
+    yield _Flag("deterministic algorithms", _deterministic, _set_deterministic)
+    yield _Flag("matmul precision", _matmul_precision, _set_matmul_precision)
+    cuda = torch.backends.cuda.is_built()
+    for key in _PRECISIONS:
+        if key[0] == "cuda" and not cuda:
+            continue
+        name = f"torch.backends' fp32_precision of {' '.join(key)}"
+        yield _Flag(name, _precision_of(*key), _set_precision_of(*key))
+    for name in (
+        "cudnn_enabled",
+        "cudnn_benchmark",
+        "cudnn_deterministic",
+        "mkldnn_enabled",
+        "mkldnn_deterministic",
+        "nnpack_enabled",
+        "cublas_allow_fp16_reduced_precision_reduction",
+        "cublas_allow_bf16_reduced_precision_reduction",
+        "cublas_allow_fp16_accumulation",
+        "math_sdp_allow_fp16_bf16_reduction",
+    ):
+        if name.startswith("cu") and not cuda:
+            continue
+        if hasattr(core, f"_get_{name}") and hasattr(core, f"_set_{name}"):
+            setter = getattr(core, f"_set_{name}")
+            if name.endswith("_reduced_precision_reduction"):
+                setter = _unpacking(setter)
+            yield _Flag(f"torch.backends' {name}", getattr(core, f"_get_{name}"), setter)
+    if hasattr(core, "_get_sdp_priority_order"):
+        yield _Flag("attention's order of backends", _sdp_order, core._set_sdp_priority_order)
+    for name in ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3"):
+        if hasattr(core, f"_get_{name}_sdp_enabled") and hasattr(core, f"_set_sdp_use_{name}"):
+            getter, setter = f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}"
+            yield _Flag(f"attention's backend {name}", getattr(core, getter), getattr(core, setter))
+
+
+_PRECISIONS = (
+    ("generic", "all"),
+    *((backend, kind) for backend in ("cuda", "mkldnn") for kind in ("all", "matmul", "conv")),
+    ("cuda", "rnn"),
+    ("mkldnn", "rnn"),
+)
+
+
+def _precision_of(backend: str, kind: str) -> Callable[[], Any]:
+    read: Any = torch._C._get_fp32_precision_getter
+    return lambda: read(backend, kind)
+
+
+def _set_precision_of(backend: str, kind: str) -> Callable[[Any], None]:
+    write: Any = torch._C._set_fp32_precision_setter
+    return lambda value: write(backend, kind, value)
+
+
+def _matmul_precision() -> str | None:
+    try:
+        return torch._C._get_float32_matmul_precision()
+    except RuntimeError:  # set by `fp32_precision`, read above
+        return None
+
+
+def _set_matmul_precision(value: str | None) -> None:
+    if value is not None:
+        torch._C._set_float32_matmul_precision(value)
+
+
+def _deterministic() -> tuple[bool, bool, bool]:
+    core = torch._C
+    return (
+        core._get_deterministic_algorithms(),
+        core._get_deterministic_algorithms_warn_only(),
+        core._get_deterministic_fill_uninitialized_memory(),
+    )
+
+
+def _set_deterministic(value: tuple[bool, bool, bool]) -> None:
+    torch._C._set_deterministic_algorithms(value[0], warn_only=value[1])
+    torch._C._set_deterministic_fill_uninitialized_memory(value[2])
+
+
+def _sdp_order() -> tuple[int, ...]:
+    order: Any = torch._C._get_sdp_priority_order()
+    return tuple(order)
+
+
+def _unpacking(setter: Callable[..., None]) -> Callable[[Any], None]:
+    return lambda value: setter(*value) if isinstance(value, tuple) else setter(value)
+
+
+_FLAGS = tuple(_flags())
+
+
+def _set_flags(wanted: Sequence[Any]) -> None:
+    for flag, value in zip(_FLAGS, wanted, strict=True):
+        # Read anew: setting one may have set another.
+        if flag.get() != value:
+            flag.set(value)
+
+
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def _operator_modes() -> list[Any]:
+    return [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+
+
+def _set_function_modes(modes: Sequence[Any]) -> None:
+    """Exchange the whole stack, without entering or leaving any."""
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)

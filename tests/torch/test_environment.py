@@ -1,0 +1,699 @@
+"""Stages that run again find the environment they first ran in, or an error names what changed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import multistage.torch as mst
+from multistage.errors import StateError
+from multistage.stages import Stage, StageCosts
+from multistage.torch.environment import Environment, cloned
+from multistage.torch.randomness import Generators
+from multistage.torch.scope import Scope
+from multistage.torch.settings import Settings
+
+WIDTH = 8
+Call = Callable[[Any], Any]
+
+
+def recomputed(stages: Any, x: Any) -> mst.Sequential:
+    """Return a chain in which nearly all stages run again: by costs that say tapes are large."""
+    count = len(mst.profile(stages, x, seconds=0.0).stages)
+    costs = StageCosts(tuple(Stage(str(i), 1.0, 1.0, 1, 100, 1) for i in range(count)), 1, 1)
+    chain = mst.Sequential(stages, x, costs=costs, memory=130, check="off")
+    assert chain.plan is not None and not chain.plan.keeps_all
+    return chain
+
+
+def net(layers: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    pairs = ((nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers))
+    return nn.Sequential(*(layer for pair in pairs for layer in pair))
+
+
+def gradients(
+    call: Call,
+    x: Any,
+    tensors: Sequence[Tensor],
+    between: Callable[[], object] = lambda: None,
+) -> list[Tensor | None]:
+    """Return the gradients of some tensors; `between` runs between forward and backward."""
+    for tensor in tensors:
+        tensor.grad = None
+    y = call(x)
+    loss = (y[0] if isinstance(y, tuple) else y).square().sum()
+    between()
+    loss.backward()
+    return [t.grad for t in tensors]
+
+
+def assert_equal(ones: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> None:
+    for a, b in zip(ones, others, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or b is None or torch.equal(a, b)
+
+
+def assert_alike(
+    make: Callable[[], nn.Module], x: Any, between: Callable[[nn.Module], object] = lambda _: None
+) -> mst.Sequential:
+    """Train plainly and with stages that run again; gradients and buffers are equal."""
+    plain, given = make(), make()
+    chain = recomputed(given, x)
+    for _ in range(2):
+        found = []
+        for model in (plain, chain):
+            parameters = list(model.parameters())
+            torch.manual_seed(5)
+            random.seed(5)
+            np.random.seed(5)
+            grads = gradients(model, x, parameters, functools.partial(between, model))
+            after = torch.tensor([torch.rand(()).item(), random.random(), np.random.randn()])
+            found.append([*grads, *(b.clone() for b in model.buffers()), after])
+        assert_equal(*found)
+    return chain
+
+
+# ------------------------------------------------------- parameters as objects
+
+
+def test_parameters_of_functional_call() -> None:
+    x, plain = torch.randn(4, WIDTH), net()
+    found = []
+    for model in (plain, recomputed(net(), x)):
+        base = {k: p.detach().clone().requires_grad_() for k, p in plain.named_parameters()}
+        fast = {k: p * 1.5 for k, p in base.items()}
+        functional_call(model, fast, (x,)).square().sum().backward()
+        found.append([p.grad for p in base.values()])
+    assert_equal(*found)
+
+
+def test_a_frozen_module_under_functional_call() -> None:
+    x, plain = torch.randn(4, WIDTH), net().requires_grad_(False)
+    found = []
+    for model in (plain, recomputed(net().requires_grad_(False), x)):
+        given = {k: p.clone().requires_grad_() for k, p in plain.named_parameters()}
+        functional_call(model, given, (x,)).square().sum().backward()
+        found.append([p.grad for p in given.values()])
+        assert found[-1][0] is not None
+    assert_equal(*found)
+
+
+def test_parameters_assigned_between_forward_and_backward() -> None:
+    def assign(model: nn.Module) -> None:
+        doubled = {k: 2 * v for k, v in model.state_dict().items()}
+        model.load_state_dict(doubled, assign=True)
+
+    assert_alike(net, torch.randn(4, WIDTH), assign)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_requires_grad_toggled_between_forward_and_backward(wanted: bool) -> None:
+    def make() -> nn.Module:
+        model = net()
+        for parameter in list(model.parameters())[2:6]:
+            parameter.requires_grad_(not wanted)
+        return model
+
+    def toggle(model: nn.Module) -> None:
+        for parameter in list(model.parameters())[2:6]:
+            parameter.requires_grad_(wanted)
+
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    plain, chain = make(), recomputed(make(), x)
+    found = []
+    for model in (plain, chain):
+        parameters = list(model.parameters())
+        found.append(gradients(model, x, [*parameters, x], functools.partial(toggle, model)))
+        assert [p.requires_grad for p in parameters[2:6]] == [wanted] * 4
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("change", ["in place", "double", "data"])
+def test_a_parameter_that_was_written_to_is_named(change: str) -> None:
+    x = torch.randn(4, WIDTH)
+    chain = recomputed(net(), x)
+    loss = chain(x).square().sum()
+    weight = chain[0].weight  # type: ignore[attr-defined]
+    with torch.no_grad():
+        if change == "in place":
+            weight.add_(1)
+        elif change == "double":
+            chain.double()
+        else:
+            weight.data = weight.data + 1
+    with pytest.raises(StateError, match=r"parameter '(weight|bias)' of stage .* Linear"):
+        loss.backward()
+
+
+# ------------------------------------------------------------------- aliases
+
+
+class Averaging(nn.Module):
+    """Scales by a buffer that it moves before, as other modules may do."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", buffer)
+        self.average: Tensor
+        self.moving = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.moving:
+            with torch.no_grad():
+                self.average += 0.1
+        return torch.tanh(self.linear(x) * self.average.clone())
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_buffer_of_two_modules(parts: bool) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        whole = torch.ones(2, WIDTH)
+        ones = [Averaging(whole[0] if parts else whole) for _ in range(4)]
+        return nn.Sequential(nn.Sequential(*ones[:2]), nn.Tanh(), nn.Sequential(*ones[2:]))
+
+    assert_alike(make, torch.randn(2, WIDTH))
+
+
+def test_a_buffer_that_a_later_stage_changes() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        buffer = torch.ones(WIDTH)
+        model = nn.Sequential(*(Averaging(buffer) for _ in range(4)))
+        for module in list(model)[:3]:
+            module.moving = False
+        return model
+
+    assert_alike(make, torch.randn(4, WIDTH))
+
+
+def _write(pair: tuple[Tensor, Tensor]) -> Tensor:
+    pair[0].add_(1)
+    return torch.tanh(pair[0]) * pair[1]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_first_stage_that_writes_to_an_input_that_comes_twice(view: bool) -> None:
+    start, tail = torch.randn(4, WIDTH), net()
+
+    def pair() -> tuple[Tensor, Tensor]:
+        x = start.clone()
+        return (x, x[:]) if view else (x, x)
+
+    chain = recomputed([_write, *tail], pair())
+    found = [
+        gradients(call, pair(), list(tail.parameters()))
+        for call in (lambda both: tail(_write(both)), chain)
+    ]
+    assert_equal(*found)
+
+
+def test_views_that_want_gradients_and_are_written_to_are_refused() -> None:
+    def stage(pair: tuple[Tensor, Tensor]) -> Tensor:
+        pair[0].mul_(2)
+        return pair[0].sum(0) + pair[1]
+
+    leaf = torch.randn(4, WIDTH, requires_grad=True)
+    x = leaf * 1
+    chain = recomputed([stage, *net()], (x.detach(), x.detach()[0]))
+    with pytest.raises(StateError, match="shares memory with another input"):
+        chain((x, x[0]))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 2)
+
+    def forward(self, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.inner(*given, need_weights=False)[0]
+        return y, y, y
+
+
+def test_a_tensor_that_comes_twice_comes_twice_again() -> None:
+    """Attention computes another way where query and key are one tensor."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Attention() for _ in range(4)))
+
+    x = torch.randn(3, 2, WIDTH)
+    assert_alike(make, (x, x, x))
+
+
+def test_copies_share_memory_as_the_originals_do() -> None:
+    base = torch.arange(12.0).view(3, 4)
+    given = [base[0], base[0], base[:, 1], torch.ones(1), base[0:1].expand(2, 4), None]
+    copies = cloned(given)
+    for a, b in zip(given, copies, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (torch.equal(a, b) and a.stride() == b.stride() and a is not b)
+    assert copies[0] is not None
+    copies[0][1] = 50.0
+    assert copies[2][0] == 50 and copies[4][1, 1] == 50 and base[0, 1] == 1
+
+
+# ------------------------------------------------- functions that wrap modules
+
+
+def test_functions_that_wrap_modules() -> None:
+    """Batch norm counts once, its mode at forward holds, and its parameters are guarded."""
+
+    def make() -> tuple[nn.ModuleList, list[Call]]:
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
+            for _ in range(4)
+        )
+        stages = [
+            lambda x: blocks[0](x),
+            functools.partial(_call, blocks[1]),
+            blocks[2].forward,
+            lambda x, block=blocks[3]: block(x),
+        ]
+        return blocks, stages
+
+    x = torch.randn(16, WIDTH, requires_grad=True)
+    (one, plain), (other, stages) = make(), make()
+    chain = recomputed(stages, x)
+    assert [int(b[1].num_batches_tracked) for b in other] == [0] * 4  # type: ignore[index]
+    found = []
+    for blocks, call in ((one, lambda x: functools.reduce(_apply, plain, x)), (other, chain)):
+        parameters = [*blocks.parameters(), x]
+        found.append([*gradients(call, x, parameters, blocks.eval), *blocks.buffers()])
+        assert not blocks[0].training
+        blocks.train()
+    assert_equal(*found)
+    loss = chain(x).square().sum()
+    with torch.no_grad():
+        other[1][0].weight.add_(1)  # type: ignore[index, union-attr, operator]
+    with pytest.raises(StateError, match=r"parameter '.*weight' of stage"):
+        loss.backward()
+
+
+def _call(block: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = block(x)
+    return result
+
+
+def _apply(x: Any, stage: Call) -> Any:
+    return stage(x)
+
+
+_GLOBAL = nn.Linear(WIDTH, WIDTH)
+
+
+class Helper:
+    total = 0
+
+    def __init__(self) -> None:
+        self.module = nn.BatchNorm1d(WIDTH)
+        self.generator = torch.Generator()
+        self.count = 0
+
+    def run(self, x: Tensor) -> Tensor:
+        self.count += 1
+        Helper.total += 1
+        return torch.tanh(_GLOBAL(self.module(x)) * self.count)
+
+
+def test_what_a_scope_finds() -> None:
+    helper, weight = Helper(), torch.ones(2, requires_grad=True)
+    held = [nn.Linear(2, 2)]
+    scope = Scope.of(lambda x: helper.run(x) * weight, functools.partial(_call, held[0]))
+    assert {type(m).__name__ for m in scope.modules} == {"BatchNorm1d", "Linear"}
+    known = {id(p) for p in scope.parameters()}
+    assert {id(weight), id(_GLOBAL.weight), id(held[0].weight)} <= known
+    assert [g for _, g in scope.generators()] == [helper.generator]
+    around = Environment(scope, "stage f")
+    helper.run(torch.ones(2, WIDTH))
+    changed = "; ".join(around.differences())
+    for name in ("count", "class attribute 'Helper.total'", "num_batches_tracked"):
+        assert name in changed
+    with pytest.raises(StateError, match="left alone when it was profiled"):
+        around.verify()
+
+
+def test_a_scope_sees_what_is_exchanged_later() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    scope = Scope.of(lambda x: module(x))
+    assert len(scope.parameters()) == 2
+    module.append(nn.Linear(2, 2))
+    assert len(scope.parameters()) == 4
+    module = nn.Sequential()
+    assert len(scope.parameters()) == 0
+
+
+# ------------------------------------------------------- attributes and globals
+
+_scale = 1.0
+
+
+class Scaled(nn.Module):
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = 1.0
+        self.options = {"bias": 0.5}
+        self.table = np.ones(2)
+        self.seen: list[Tensor] = []
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        global _scale
+        self.calls += 1
+        _scale += 0.25
+        self.seen.append(x.detach())
+        factor = self.scale * self.factor * self.table[0] * self.calls * _scale
+        return torch.tanh(self.linear(x) * factor + self.options["bias"])
+
+
+def test_attributes_and_globals_are_those_of_the_first_run() -> None:
+    global _scale
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Scaled() for _ in range(4)))
+
+    def between(model: nn.Module) -> None:
+        for module in model.children():
+            assert isinstance(module, Scaled)
+            module.scale, module.options["bias"] = 3.0, 2.0
+            module.table[:] = 5.0
+        Scaled.factor = 2.0
+
+    x = torch.randn(4, WIDTH)
+    found = []
+    for model in (make(), recomputed(make(), x)):
+        Scaled.factor, _scale = 1.0, 1.0
+        found.append(
+            gradients(model, x, list(model.parameters()), functools.partial(between, model))
+        )
+        for module in model.children():
+            assert isinstance(module, Scaled)
+            assert (module.calls, module.scale, module.options) == (1, 3.0, {"bias": 2.0})
+            assert module.table[0] == 5.0 and len(module.seen) == 1 and Scaled.factor == 2.0
+        assert _scale == 2.0
+    assert_equal(*found)
+
+
+def test_forward_hooks_are_those_of_the_first_run_and_run_unnoticed() -> None:
+    x, model = torch.randn(4, WIDTH), net()
+    seen: list[Tensor] = []
+
+    def hook(_module: nn.Module, _given: Any, y: Tensor) -> Tensor:
+        seen.append(y.detach())
+        return y * 2
+
+    found = []
+    for each in (model, recomputed(net(), x)):
+        handles = [layer.register_forward_hook(hook) for layer in each.children()]
+        seen.clear()
+        found.append(
+            gradients(each, x, list(each.parameters()), lambda: [h.remove() for h in handles])  # noqa: B023
+        )
+        assert len(seen) == 8
+    assert_equal(*found)
+
+
+def test_a_buffer_that_changes_only_later_is_named() -> None:
+    layers = [Averaging(torch.ones(WIDTH)) for _ in range(4)]
+    for layer in layers:
+        layer.moving = False
+    chain = recomputed(layers, torch.randn(4, WIDTH))
+    layers[2].moving = True
+    with pytest.raises(StateError, match=r"stage 2 Averaging changed buffer 'average'.*profiled"):
+        chain(torch.randn(4, WIDTH))
+
+
+def test_a_stage_that_writes_to_an_attribute_is_named() -> None:
+    total = torch.zeros(())
+
+    def count(x: Tensor) -> Tensor:
+        total.add_(1)
+        return x * total.clone()
+
+    with pytest.raises(StateError, match="stage count writes to variable 'total' in place"):
+        mst.Sequential([count, torch.tanh], torch.randn(4))
+
+
+class Box:
+    def __init__(self) -> None:
+        self.items: list[float] = []
+
+
+def test_an_object_in_the_state_that_changes_is_refused() -> None:
+    def push(state: tuple[Tensor, Box]) -> tuple[Tensor, Box]:
+        x, box = state
+        box.items.append(1.0)
+        return torch.tanh(x * len(box.items)), box
+
+    x = torch.randn(4, requires_grad=True)
+    chain = recomputed([push] * 4, (x, Box()))
+    loss = chain((x, Box()))[0].sum()
+    with pytest.raises(StateError, match="an object in a state"):
+        loss.backward()
+
+
+# ------------------------------------------------------------- random numbers
+
+
+class Noisy(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.own = {
+            "torch": torch.Generator().manual_seed(1),
+            "numpy": np.random.default_rng(2),
+            "legacy": np.random.RandomState(3),
+            "random": random.Random(4),
+        }
+
+    def draw(self) -> float:
+        match self.kind:
+            case "python":
+                return random.gauss(0, 1)
+            case "numpy":
+                return float(np.random.randn())
+            case "own torch":
+                return torch.rand((), generator=self.own["torch"]).item()  # type: ignore[arg-type]
+            case "own numpy":
+                return float(self.own["numpy"].random())
+            case "own legacy":
+                return float(self.own["legacy"].randn())  # type: ignore[attr-defined]
+            case "own random":
+                return float(self.own["random"].random())
+        raise AssertionError(self.kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) * self.draw())
+
+
+KINDS = ["python", "numpy", "own torch", "own numpy", "own legacy", "own random"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_numbers_of_every_generator(kind: str) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Noisy(kind) for _ in range(4)))
+
+    made: list[nn.Module] = []
+
+    def remember() -> nn.Module:
+        made.append(make())
+        return made[-1]
+
+    assert_alike(remember, torch.randn(4, WIDTH))
+    after = [[module.draw() for module in model.children()] for model in made]  # type: ignore[operator]
+    if kind.startswith("own"):
+        assert after[0] == after[1]
+
+
+def test_states_of_generators_come_back() -> None:
+    own = [torch.Generator(), random.Random(1), np.random.default_rng(2), np.random.RandomState(3)]
+    generators = Generators([], [(str(k), g) for k, g in enumerate(own)])
+    draws: list[Callable[[], Any]] = [
+        lambda: torch.rand(()).item(),
+        random.random,
+        lambda: random.gauss(0, 1),
+        np.random.rand,
+        np.random.randn,
+        lambda: torch.rand((), generator=own[0]).item(),  # type: ignore[arg-type]
+        own[1].random,  # type: ignore[union-attr]
+        own[2].random,  # type: ignore[union-attr]
+        own[3].randn,  # type: ignore[union-attr]
+    ]
+    for draw in draws:
+        for _ in range(3):  # a normal number may be left over from a pair
+            before = generators.capture()
+            assert generators.capture() == before
+            number = draw()
+            after = generators.capture()
+            assert len(generators.drawn(before, after)) == 1
+            rows = generators.to_tensors(before)
+            assert [len(r) for r in rows] == [len(r) for r in generators.to_tensors(after)]
+            generators.restore(generators.from_tensors(rows))
+            assert draw() == number and generators.capture() == after
+
+
+# ------------------------------------------------------------------- settings
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.linear(x).chunk(3, -1)
+        return x + nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_a_backend_chosen_around_forward_alone() -> None:
+    x = torch.randn(1, 2, 16, WIDTH)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Attending() for _ in range(4)))
+    chain = recomputed(plain, x)
+
+    def call(model: nn.Module, x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            result: Tensor = model(x)
+        return result
+
+    found = []
+    for model in (plain, chain):
+        if model is chain:
+            with sdpa_kernel(SDPBackend.MATH):
+                chain = recomputed(plain, x)
+                model = chain
+        grads = gradients(functools.partial(call, model), x, list(plain.parameters()))
+        found.append([g.clone() for g in grads if g is not None])
+    assert_equal(*found)
+
+
+def test_a_default_dtype_and_device_around_forward_alone() -> None:
+    def noise(x: Tensor) -> Tensor:
+        return torch.tanh(x + torch.ones(WIDTH).to("cpu").double().sum() * 0.1)
+
+    x = torch.randn(4, WIDTH, dtype=torch.float64, requires_grad=True)
+    chain = recomputed([noise, torch.sin] * 3, x)
+    before = Settings.capture(["cpu"])
+    torch.set_default_dtype(torch.float64)
+    try:
+        y = chain(x).sum()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    y.backward()
+    assert Settings.capture(["cpu"]) == before and x.grad is not None
+
+
+@pytest.fixture
+def put_back() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    before = Settings.capture(["cpu"])
+    yield
+    torch.set_num_threads(threads)
+    with before.context():
+        pass
+    assert Settings.capture(["cpu"]) == before
+
+
+@pytest.mark.usefixtures("put_back")
+def test_settings_come_back() -> None:
+    at_first = Settings.capture(["cpu"])
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        torch.backends.cudnn.flags(enabled=False),
+        torch.device("meta"),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        now = Settings.capture(["cpu"])
+        assert len(at_first.differences(now)) >= 4 and at_first != now
+        with at_first.context():
+            assert not at_first.differences(Settings.capture(["cpu"]))
+            assert torch.rand(1).device.type == "cpu"
+        assert Settings.capture(["cpu"]) == now
+    with now.context():
+        assert not now.differences(Settings.capture(["cpu"]))
+    assert Settings.capture(["cpu"]) == at_first
+
+
+@pytest.mark.usefixtures("put_back")
+def test_a_setting_that_a_stage_leaves_changed_is_named() -> None:
+    later = [False]
+
+    def stage(x: Tensor) -> Tensor:
+        if later[0]:
+            torch.set_default_dtype(torch.float64)
+        return torch.tanh(x)
+
+    x = torch.randn(4, requires_grad=True)
+    chain = recomputed([stage, torch.sin] * 2, x)
+    later[0] = True
+    try:
+        with pytest.raises(StateError, match="default dtype"):
+            chain(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# ------------------------------------------------------------ what is verified
+
+
+def test_a_stage_that_catches_exceptions() -> None:
+    """What ends a run again early passes through `except Exception`."""
+
+    class Careful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return torch.tanh(self.linear(x)) + 1
+            except Exception:
+                return x
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Careful() for _ in range(4)))
+
+    assert_alike(make, torch.randn(4, WIDTH))
+
+
+class Turning(nn.Module):
+    """Multiplies from the left or from the right, as an object says whose state is not seen."""
+
+    def __init__(self, turned: ctypes.c_bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.turned = turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.weight @ x if self.turned.value else x @ self.weight)
+
+
+def test_saved_tensors_of_equal_shapes_are_told_apart() -> None:
+    turned = ctypes.c_bool(False)
+    x = torch.randn(WIDTH, WIDTH, requires_grad=True)
+    chain = recomputed([Turning(turned) for _ in range(4)], x)
+    loss = chain(x).sum()
+    turned.value = True
+    with pytest.raises(StateError, match=r"other tensors .* a parameter or buffer in one run"):
+        loss.backward()
