@@ -34,7 +34,9 @@ from .exploring import tensors_of
 from .fingerprints import fingerprint
 from .measure import Profile
 from .plainly import TooDear, Windowed
-from .replay import Autocast, autocast, device_types, random_devices
+from .randomness import device_types, random_devices
+from .scope import Scope
+from .settings import Autocast, autocast
 from .snapshots import Snapshot, left_behind, modules_of
 
 Check: TypeAlias = Literal["error", "warn", "off"]
@@ -217,10 +219,12 @@ class _Both:
         self._parameters = [
             p for m in self.modules.values() for p in m._parameters.values() if p is not None
         ]
+        leaves = pytree.tree_leaves(sample)
         involved = [*tensors_of(sample), *self._parameters]
         self.devices = random_devices(involved)
         self._autocast = Autocast.capture(device_types(involved))
-        self.snapshot = Snapshot.capture(self.modules.values(), self.devices)
+        self._scope = Scope([*calls, *(x for x in leaves if not isinstance(x, Tensor))])
+        self.snapshot = Snapshot.capture(self.modules.values(), self.devices, self._scope)
 
     def inputs(self) -> Any:
         """Return the sample as leaves; the same tensor where it comes twice."""
@@ -255,7 +259,7 @@ class _Both:
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
-        now = Snapshot.capture(self.modules.values(), self.devices)
+        now = Snapshot.capture(self.modules.values(), self.devices, self._scope)
         self.snapshot.restore()
         try:
             with autocast(self._autocast):

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -343,3 +343,26 @@ def generators_of(scopes: Sequence[Scope], tensors: Sequence[Tensor]) -> Generat
     involved = [*tensors, *(p for scope in scopes for p in scope.parameters())]
     own = {id(g): (name, g) for scope in scopes for name, g in scope.generators()}
     return Generators(random_devices(involved), own.values())
+
+
+def undo_of(scope: Scope, tensors: Sequence[Tensor]) -> Callable[[], None]:
+    """Return a function that makes everything but the tensors' values as it is now.
+
+    Parameters
+    ----------
+    scope : Scope
+        Of what runs meanwhile.
+    tensors : sequence of Tensor
+        That it runs on.
+    """
+    found = scope.look()
+    generators = generators_of([scope], tensors)
+    states = generators.capture()
+
+    def undo() -> None:
+        generators.restore(states)
+        for holder, contents in zip(found.holders, found.contents, strict=True):
+            if not is_same(contents, holder.read()):
+                holder.write(contents)
+
+    return undo

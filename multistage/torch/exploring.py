@@ -15,10 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from ..errors import StateError
-from .environment import Environment, generators_of
-from .holders import is_same
+from .environment import Environment, generators_of, undo_of
 from .runner import Traits
-from .scope import Scope, buffers_among
+from .scope import Scope
 
 Call = Callable[[Any], Any]
 _PLAIN = (bool, int, float, str, bytes, type(None), tuple)
@@ -49,17 +48,12 @@ def fresh_copy(state: Any, *, wants: bool | None = None) -> Any:
 def untouched(stages: Sequence[Call], sample: Any) -> Iterator[None]:
     """Put buffers, attributes and random generators back at the end; see `environment`."""
     scope = Scope(stages)
-    found = scope.look()
-    generators = generators_of([scope], tensors_of(sample))
-    random = generators.capture()
-    values = [(b, b.detach().clone()) for _, _, b in buffers_among(found.modules)]
+    undo = undo_of(scope, tensors_of(sample))
+    values = [(b, b.detach().clone()) for _, _, b in scope.buffers()]
     try:
         yield
     finally:
-        generators.restore(random)
-        for holder, contents in zip(found.holders, found.contents, strict=True):
-            if not is_same(contents, holder.read()):
-                holder.write(contents)
+        undo()
         with torch.no_grad():
             for buffer, value in values:
                 if not _equal(buffer, value):

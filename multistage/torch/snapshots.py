@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .environment import undo_of
 from .fingerprints import fingerprint, is_helper
-from .replay import RandomState
+from .randomness import RandomState
+from .scope import Scope
 
 _DEEPEST = 3
 _OWN = frozenset(vars(nn.Module())) - {"training"}
@@ -74,10 +76,12 @@ class Snapshot:
     attributes: list[Callable[[], object]]
 
     @classmethod
-    def capture(cls, modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> Snapshot:
-        """Return what there is now."""
+    def capture(
+        cls, modules: Iterable[nn.Module], devices: Sequence[torch.device], scope: Scope
+    ) -> Snapshot:
+        """Return what there is now in modules, and in all that a scope finds."""
         modules = list(modules)
-        undo: list[Callable[[], object]] = []
+        undo: list[Callable[[], object]] = [undo_of(scope, ())]
         seen: set[int] = set()
         for module in modules:
             kept = {key: value for key, value in vars(module).items() if key not in _OWN}
