@@ -9,7 +9,7 @@ from torch import nn
 
 from ..stages import StageCosts
 from .measure import measure
-from .sequential import Sequential
+from .sequential import Sequential, names_of, stages_of
 
 
 def profile(
@@ -49,4 +49,4 @@ def profile(
     [('0 Linear', 128), ('1 Tanh', 128)]
     """
     chain = model if isinstance(model, Sequential) else Sequential(model)
-    return measure(chain.stages(), chain.stage_names(), sample_input, seconds=seconds).costs
+    return measure(stages_of(chain), names_of(chain), sample_input, seconds=seconds).costs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -15,29 +15,65 @@ from ..errors import ArgumentError
 from ..limits import default_budget_bytes
 from ..plan.heterogeneous import ChainPlan, Strategy, plan_chain
 from ..stages import StageCosts
-from .chain import Part, Stages
+from .adopting import adopt, yielding
+from .calling import arguments, sample_of
+from .chain import Stages
 from .checking import Check, Checked, check_chain, checked_choice, room_for_tapes
 from .exploring import tensors_of
 from .measure import Profile, grouped, measure, sharded
+from .parts import Part
 from .randomness import device_types, refuse_hidden_draws
 from .runner import Run
 from .settings import Settings
-from .tracing import arguments
 
 Call = Callable[[Any], Any]
 # Of the memory that is free on a CUDA device, where no limit is given.
 _DEVICE_SHARE = 0.9
-# Kinds of input whose plans are remembered.
+# Kinds of input whose plans are remembered, and traces of each.
 _KINDS = 64
+_VARIANTS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
     """What is known of inputs of one kind."""
 
+    stages: list[Call]
+    traced: Stages | None  # that the stages are of
     profile: Profile
     plan: ChainPlan
     checked: Checked
+
+    def differences(self, state: Any) -> str | None:
+        """Return why the stages do not hold for an input, None if they do."""
+        return self.traced.differences(state) if self.traced is not None else None
+
+
+@dataclass(slots=True)
+class _Chain:
+    """What a `Sequential` is besides an `nn.Module`."""
+
+    calls: list[str | Call]
+    traced: Stages | None
+    memory: int | str | float | None
+    strategy: Strategy
+    segments: int | None
+    replan: bool
+    costs: StageCosts | None
+    check: Check
+    plan: ChainPlan | None = None
+    checked: Checked | None = None
+    # By kind of input; the latest first.
+    known: OrderedDict[object, list[_Planned]] = field(default_factory=OrderedDict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Profiles point at modules and at devices: a copy profiles anew.
+        state = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**state, "known": OrderedDict(), "plan": None, "checked": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 class Sequential(nn.Module):
@@ -125,36 +161,29 @@ class Sequential(nn.Module):
         check: Check = "error",
     ) -> None:
         super().__init__()
-        self._check = checked_choice(check)
-        self._calls = self._register(model)
-        if not self._calls:
+        check = checked_choice(check)
+        calls = self._register(model)
+        if not calls:
             raise ArgumentError("a chain needs at least one stage")
-        self.memory = memory
-        self.strategy: Strategy = strategy
-        self.segments = segments
-        self.replan = replan
-        self.plan: ChainPlan | None = None
-        self.checked: Checked | None = None
-        self._given_costs = costs
-        self._known: OrderedDict[object, _Planned] = OrderedDict()
+        traced = model if isinstance(model, Stages) else None
+        # All that is ours under one name, so that a model may use every other.
+        self._multistage = _Chain(calls, traced, memory, strategy, segments, replan, costs, check)
         if sample_input is not None:
-            self.prepare(sample_input)
+            _prepared(self, sample_input)
 
     def _register(self, model: nn.Sequential | Sequence[Call]) -> list[str | Call]:
         """Register what has parameters; return the names of children, and plain callables."""
         if isinstance(model, Stages):
-            # Its stages are parts of one model, which keeps its names.
-            for name, child in model.model._modules.items():
-                self.add_module(name, child)
-            for name, parameter in model.model._parameters.items():
-                self.register_parameter(name, parameter)
-            for name, buffer in model.model._buffers.items():
-                kept = name not in model.model._non_persistent_buffers_set
-                self.register_buffer(name, buffer, persistent=kept)
-            self.training = model.model.training
-            return list(model)
+            adopt(self, model.model)
+            return list(model.bare)
         calls: list[str | Call] = []
         if isinstance(model, nn.Sequential):
+            if type(model).forward is not nn.Sequential.forward or "forward" in vars(model):
+                raise ArgumentError(
+                    f"{type(model).__name__} has a forward of its own, which a chain of its "
+                    "children would not call; give what to_chain(model, sample_input) finds"
+                )
+            adopt(self, model)
             self.training = model.training
             # Not named_children, which leaves out what comes twice.
             named: list[tuple[str, Any]] = list(model._modules.items())
@@ -169,7 +198,7 @@ class Sequential(nn.Module):
             if not callable(stage):
                 raise ArgumentError(f"stage {name} is {type(stage).__name__}; stages are callable")
             if isinstance(stage, nn.Module):
-                self.add_module(name, stage)
+                self._modules[name] = stage  # not add_module, which refuses names of ours
                 calls.append(name)
             else:
                 calls.append(stage)
@@ -177,153 +206,299 @@ class Sequential(nn.Module):
 
     # ------------------------------------------------------------- the stages
 
+    @yielding
     def stages(self) -> list[Call]:
-        """Return the stages as given."""
-        return [self._modules[c] if isinstance(c, str) else c for c in self._calls]  # type: ignore[misc]
+        """Return the stages as given, or as traced last."""
+        return stages_of(self)
 
+    @yielding
     def stage_names(self) -> list[str]:
         """Return a name for each stage."""
-        return [
-            f"{c} {type(self._modules[c]).__name__}"
-            if isinstance(c, str)
-            else c.name
-            if isinstance(c, Part)
-            else getattr(c, "__name__", type(c).__name__)
-            for c in self._calls
-        ]
+        return names_of(self)
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(stages_of(self))
 
     def __iter__(self) -> Iterator[Call]:
-        return iter(self.stages())
+        return iter(stages_of(self))
 
     def __getitem__(self, index: int) -> Call:
-        return self.stages()[index]
+        return stages_of(self)[index]
+
+    # ---------------------------------------------------------------- settings
+
+    def _plan_(self) -> ChainPlan | None:
+        """The plan used last; None before the first."""
+        return self._multistage.plan
+
+    def _checked_(self) -> Checked | None:
+        """What the check for the plan used last found."""
+        return self._multistage.checked
+
+    def _memory_(self) -> int | str | float | None:
+        """The limit that was given."""
+        return self._multistage.memory
+
+    def _strategy_(self) -> Strategy:
+        """The strategy that was given."""
+        return self._multistage.strategy
+
+    def _segments_(self) -> int | None:
+        """The number of segments that was given."""
+        return self._multistage.segments
+
+    def _replan_(self) -> bool:
+        """Whether inputs of another kind are profiled when they come."""
+        return self._multistage.replan
+
+    plan = yielding(property(_plan_))
+    checked = yielding(property(_checked_))
+    memory = yielding(property(_memory_))
+    strategy = yielding(property(_strategy_))
+    segments = yielding(property(_segments_))
+    replan = yielding(property(_replan_))
 
     # --------------------------------------------------------------- planning
 
-    def prepare(self, sample_input: Any) -> ChainPlan:
+    @yielding
+    def prepare(self, *sample_input: Any, **named: Any) -> ChainPlan:
         """Profile and plan for inputs like this one; return the plan.
 
-        Where `torch.distributed` is at work every rank must call it, and all
-        take the plan of rank 0.  Chains of sharded parameters (FSDP2) do so at
-        their first call too.
+        Takes what the chain is called with.  Where `torch.distributed` is at
+        work every rank must call it, and all take the plan of rank 0.  Chains of
+        sharded parameters (FSDP2) do so at their first call too.
         """
-        with torch.enable_grad():
-            return self._planned(_kind(self, sample_input), sample_input, together=True).plan
-
-    def _planned(self, kind: object, state: Any, *, together: bool = False) -> _Planned:
-        known = self._known.get(kind)
-        if known is None:
-            if self._known and not self.replan:
-                raise ArgumentError(
-                    "the input is of another kind (shapes, dtypes, devices, modes) than the one "
-                    "planned for; call prepare() with a sample of it, or use replan=True"
-                )
-            profile = measure(self.stages(), self.stage_names(), state, costs=self._given_costs)
-            if together:
-                profile = _of_rank_0(profile)
-            plan = plan_chain(
-                held_by_caller(profile.costs),
-                self._limit(state),
-                self.strategy,
-                segments=self.segments,
-            )
-            checked = self._compared(profile, plan, state)
-            known = self._known[kind] = _Planned(profile, plan, checked)
-            if len(self._known) > _KINDS:
-                self._known.popitem(last=False)
-        self._known.move_to_end(kind)
-        self.plan, self.checked = known.plan, known.checked
-        return known
-
-    def _compared(self, profile: Profile, plan: ChainPlan, state: Any) -> Checked:
-        """Run the model and the chain once each, and compare."""
-        stages = self.stages()
-        first = stages[0]
-        model = first.model if isinstance(first, Part) else None
-        if self._check == "off":
-            return Checked("off")
-        if plan.keeps_all and model is None:
-            return Checked("equal; nothing is run again")
-        if _collective(self):
-            return Checked("not checked; ranks run these stages together")
-        return check_chain(
-            self._model,
-            lambda given: self._run(profile, plan, given),
-            state,
-            name=type(self if model is None else model).__name__,
-            stages=stages if model is None else [model, *stages],
-            room_bytes=room_for_tapes(profile, stages, plan.memory_bytes),
-            writes=profile.traits[0].changes_input,
-            check=self._check,
-        )
-
-    def _limit(self, state: Any) -> int | str | float | None:
-        if self.memory is not None or self.strategy == "store-all":
-            return self.memory
-        tensors = [*tensors_of(state), *self.parameters()]
-        for tensor in tensors:
-            if tensor.device.type == "cuda":
-                free, _ = torch.cuda.mem_get_info(tensor.device)
-                idle = torch.cuda.memory_reserved(tensor.device)
-                idle -= torch.cuda.memory_allocated(tensor.device)
-                return int(_DEVICE_SHARE * (free + idle))
-        return default_budget_bytes()
+        return _prepared(self, _state_of(self, sample_input, named))
 
     # ---------------------------------------------------------------- running
 
-    def forward(self, state: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns.
+
+        A chain of stages takes one state; a chain that `to_chain` found takes the
+        model's own arguments, by position or by keyword, or the sample that
+        stands for them.
+        """
+        state = _state_of(self, args, kwargs)
         wanting = torch.is_grad_enabled() and (
             any(t.requires_grad for t in tensors_of(state))
             or any(p.requires_grad for p in self.parameters())
         )
         if not wanting:
-            return self._model(state)
-        known = self._planned(_kind(self, state), state, together=_collective(self))
-        return self._run(known.profile, known.plan, state)
+            return _plain(self, state)
+        return _run(self, _planned(self, state, together=_collective(self)), state)
 
-    def _model(self, state: Any) -> Any:
-        """Run what the chain was made of, plainly."""
-        stages = self.stages()
-        first = stages[0]
-        if isinstance(first, Part):  # its model serves every shape and mode
-            positional, named = arguments(state)
-            return first.model(*positional, **named)
-        return _plain(stages, state)
+    # ------------------------------------------------------------- as the model
 
-    def _run(self, profile: Profile, plan: ChainPlan, state: Any) -> Any:
-        """Run the chain by a plan."""
-        stages = self.stages()
-        if plan.keeps_all:
-            return _plain(stages, state)
-        refuse_hidden_draws([self], "the chain")
-        return Run(grouped(stages, profile.groups), profile.traits, plan.actions).forward(state)
+    def _model(self) -> nn.Module | None:
+        """Return the model that was traced, None for other chains."""
+        chain = self.__dict__.get("_multistage")
+        return chain.traced.model if chain is not None and chain.traced is not None else None
 
-    # -------------------------------------------------------- as other modules
+    @property
+    def training(self) -> bool:
+        model = self._model()
+        return bool(self.__dict__["training"] if model is None else model.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        model = self._model()
+        if model is None:
+            self.__dict__["training"] = mode
+        else:
+            model.training = mode
 
     def train(self, mode: bool = True) -> Sequential:
-        super().train(mode)
-        for call in self._calls:
-            if isinstance(call, Part):  # whose model, no child of this, is not told
-                call.model.training = mode
+        model = self._model()
+        if model is None:
+            return super().train(mode)
+        model.train(mode)
         return self
 
-    def extra_repr(self) -> str:
-        return f"memory={self.memory!r}, strategy={self.strategy!r}"
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self._model()
+            if model is None or name.startswith("__"):
+                raise
+            return getattr(model, name)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Profiles point at modules and at devices: a copy profiles anew.
-        return {**self.__dict__, "_known": OrderedDict(), "plan": None, "checked": None}
+    def __setattr__(self, name: str, value: Any) -> None:
+        model = self._model()
+        if model is not None and name in vars(model) and name not in vars(self):
+            setattr(model, name, value)  # such as a temperature that is annealed
+        else:
+            super().__setattr__(name, value)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Sequential:
+        model = self._model()
+        if model is None:
+            super()._apply(fn, recurse)
+            return self
+        model._apply(fn, recurse)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        model = self._model()
+        if model is None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+        else:
+            model._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        model = self._model()
+        if model is None:
+            super()._load_from_state_dict(*args)
+        else:
+            model._load_from_state_dict(*args)
+
+    def extra_repr(self) -> str:
+        chain = self._multistage
+        return f"memory={chain.memory!r}, strategy={chain.strategy!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sequential:
         from copy import deepcopy
 
         copy = type(self).__new__(type(self))
         memo[id(self)] = copy
-        copy.__dict__.update(deepcopy(self.__getstate__(), memo))
+        copy.__dict__.update(deepcopy(self.__dict__, memo))
         return copy
+
+
+# Not methods: their names belong to models.
+
+
+def stages_of(sequential: Sequential) -> list[Call]:
+    """Return the stages of a chain."""
+    chain, modules = sequential._multistage, sequential._modules
+    return [modules[c] if isinstance(c, str) else c for c in chain.calls]  # type: ignore[misc]
+
+
+def names_of(sequential: Sequential) -> list[str]:
+    """Return a name for each stage of a chain."""
+    chain, modules = sequential._multistage, sequential._modules
+    return [
+        f"{c} {type(modules[c]).__name__}"
+        if isinstance(c, str)
+        else c.name
+        if isinstance(c, Part)
+        else getattr(c, "__name__", type(c).__name__)
+        for c in chain.calls
+    ]
+
+
+def _state_of(sequential: Sequential, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the chain's input from the arguments of a call."""
+    traced = sequential._multistage.traced
+    if traced is not None:
+        return sample_of(args, kwargs, traced.model)
+    if len(args) != 1 or kwargs:
+        raise ArgumentError(
+            f"a chain of stages takes one state, not {len(args)} arguments and "
+            f"{len(kwargs)} keyword arguments; give a tuple or dict that its first stage takes"
+        )
+    return args[0]
+
+
+def _prepared(sequential: Sequential, state: Any) -> ChainPlan:
+    with torch.enable_grad():
+        return _planned(sequential, state, together=True).plan
+
+
+def _planned(sequential: Sequential, state: Any, *, together: bool = False) -> _Planned:
+    """Return what is known of inputs like this one; profile and plan if nothing is."""
+    chain = sequential._multistage
+    kind = _kind(sequential, state)
+    variants = chain.known.get(kind, [])
+    found = next((v for v in variants if v.plan.keeps_all or v.differences(state) is None), None)
+    if found is None:
+        if chain.known and not chain.replan:
+            raise ArgumentError(
+                "the input is of another kind (shapes, dtypes, devices, modes) than the one "
+                "planned for; call prepare() with a sample of it, or use replan=True"
+            )
+        found = _made(sequential, state, variants, together)
+        variants = chain.known[kind] = [found, *variants[: _VARIANTS - 1]]
+        if len(chain.known) > _KINDS:
+            chain.known.popitem(last=False)
+    chain.known.move_to_end(kind)
+    chain.plan, chain.checked = found.plan, found.checked
+    if found.traced is not None:
+        chain.traced, chain.calls = found.traced, list(found.traced.bare)
+    return found
+
+
+def _made(sequential: Sequential, state: Any, variants: list[_Planned], together: bool) -> _Planned:
+    """Trace if the stages do not hold for an input, profile, and plan."""
+    chain = sequential._multistage
+    if chain.traced is not None and chain.traced.differences(state) is not None:
+        chain.traced = chain.traced.again(state)
+        chain.calls = list(chain.traced.bare)
+    stages, names = stages_of(sequential), names_of(sequential)
+    for other in variants:  # where a constant differs, costs do not
+        if other.traced is not None and other.traced.same_stages(chain.traced):
+            costs = other.profile.costs
+            profile = measure(stages, names, state, costs=costs)
+            return _Planned(stages, chain.traced, profile, other.plan, other.checked)
+    profile = measure(stages, names, state, costs=chain.costs)
+    if together:
+        profile = _of_rank_0(profile)
+    plan = plan_chain(
+        held_by_caller(profile.costs),
+        _limit(sequential, state),
+        chain.strategy,
+        segments=chain.segments,
+    )
+    unchecked = _Planned(stages, chain.traced, profile, plan, Checked("off"))
+    return replace(unchecked, checked=_compared(sequential, unchecked, state))
+
+
+def _compared(sequential: Sequential, planned: _Planned, state: Any) -> Checked:
+    """Run the model and the chain once each, and compare."""
+    chain = sequential._multistage
+    model = sequential._model()
+    if chain.check == "off":
+        return Checked("off")
+    if planned.plan.keeps_all:
+        return Checked("equal; nothing is run again")
+    if _collective(sequential):
+        return Checked("not checked; ranks run these stages together")
+    stages = planned.stages
+    return check_chain(
+        lambda given: _plain(sequential, given),
+        lambda given: _run(sequential, planned, given),
+        state,
+        name=type(sequential if model is None else model).__name__,
+        stages=stages if model is None else [model, *stages],
+        room_bytes=room_for_tapes(planned.profile, stages, planned.plan.memory_bytes),
+        writes=planned.profile.traits[0].changes_input,
+        check=chain.check,
+    )
+
+
+def _limit(sequential: Sequential, state: Any) -> int | str | float | None:
+    chain = sequential._multistage
+    if chain.memory is not None or chain.strategy == "store-all":
+        return chain.memory
+    tensors = [*tensors_of(state), *sequential.parameters()]
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(tensor.device)
+            idle = torch.cuda.memory_reserved(tensor.device)
+            idle -= torch.cuda.memory_allocated(tensor.device)
+            return int(_DEVICE_SHARE * (free + idle))
+    return default_budget_bytes()
+
+
+def _run(sequential: Sequential, planned: _Planned, state: Any) -> Any:
+    """Run by a plan."""
+    if planned.plan.keeps_all:
+        return _plain(sequential, state)
+    refuse_hidden_draws([sequential], "the chain")
+    profile = planned.profile
+    calls = grouped(planned.stages, profile.groups)
+    return Run(calls, profile.traits, planned.plan.actions).forward(state)
 
 
 def held_by_caller(costs: StageCosts) -> StageCosts:
@@ -346,8 +521,13 @@ def held_by_caller(costs: StageCosts) -> StageCosts:
     )
 
 
-def _plain(stages: Sequence[Call], state: Any) -> Any:
-    for stage in stages:
+def _plain(sequential: Sequential, state: Any) -> Any:
+    """Run without a plan; what was traced runs as it is, whatever the shapes and modes."""
+    traced = sequential._multistage.traced
+    if traced is not None:
+        positional, named = arguments(state)
+        return traced.model.forward(*positional, **named)
+    for stage in stages_of(sequential):
         state = stage(state)
     return state
 

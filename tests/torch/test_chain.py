@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import multistage.torch as mst
-from multistage.errors import ArgumentError
+from multistage.errors import ArgumentError, StateError
 
 
 class Block(nn.Module):
@@ -141,10 +141,12 @@ class Dropping(nn.Module):
 
 def test_code_that_depends_on_the_mode() -> None:
     x = torch.ones(4, requires_grad=True)
-    ours = mst.Sequential(mst.to_chain(Dropping(), x), memory=1.0)
+    stages = mst.to_chain(Dropping(), x)
+    ours = mst.Sequential(stages, memory=1.0)
     ours(x)
-    with pytest.raises(ArgumentError, match="traced with training=True"):
-        ours.eval()(x)
+    assert torch.equal(ours.eval()(x), torch.sin(torch.cos(x)))  # traced again
+    with pytest.raises(ArgumentError, match="'training' is False and was True"):
+        stages[0](x)
     ours.train()(x)
 
 
@@ -157,12 +159,25 @@ class Uncut(nn.Module):
 
 
 class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
     def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
         return x.sin() if x.sum() > 0 else x.cos()
 
 
 def test_what_cannot_be_cut_is_told_why() -> None:
     with pytest.raises(ArgumentError, match="at least 2 tensors pass at every point"):
+        mst.to_chain(Uncut(), torch.ones(3, requires_grad=True))
+    with pytest.raises(ArgumentError, match="nothing in it wants a gradient"):
         mst.to_chain(Uncut(), torch.ones(3))
-    with pytest.raises(ArgumentError, match="cannot be cut"):
-        mst.to_chain(Branching(), torch.ones(3))
+
+
+def test_a_branch_that_depends_on_parameters() -> None:
+    model = Branching()
+    stages = mst.to_chain(model, torch.ones(3))
+    assert torch.equal(nn.Sequential(*stages)(torch.ones(3)), model(torch.ones(3)))
+    with pytest.raises(StateError, match="was True when to_chain recorded the model"):
+        nn.Sequential(*stages)(-torch.ones(3))

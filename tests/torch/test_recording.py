@@ -95,7 +95,7 @@ def test_functions_modes_and_buffers(memory: float | None) -> None:
 
 def test_a_value_that_was_read_is_compared() -> None:
     x = torch.randn(4, 8)
-    ours = mst.Sequential(mst.to_chain(Peculiar(), {"x": x}), {"x": x})
+    ours = mst.Sequential(mst.to_chain(Peculiar(), {"x": x}), {"x": x}, memory=0.8)
     with pytest.raises(StateError, match=r"reads a value of a tensor .*False .* and is True now"):
         ours({"x": x * torch.nan})
 
@@ -113,6 +113,6 @@ class Hooked(Peculiar):
 
 
 def test_what_cannot_be_recorded_is_refused() -> None:
-    for model, reason in ((Coin(), "something else"), (Hooked(), "register_hook")):
+    for model, reason in ((Coin(), "draws from Python"), (Hooked(), "register_hook")):
         with pytest.raises(ArgumentError, match=reason):
             mst.to_chain(model, {"x": torch.randn(4, 8)})

@@ -1,0 +1,67 @@
+"""How `Sequential` stands in for a model without taking names of its own."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+from torch import nn
+
+_T = TypeVar("_T")
+_SPACES = ("_modules", "_parameters", "_buffers")
+# Where `nn.Module` keeps what is registered.
+_SHARED = (
+    *_SPACES,
+    "_non_persistent_buffers_set",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def adopt(module: nn.Module, model: nn.Module) -> None:
+    """Let a module have what a model has registered, and all that either registers from now on.
+
+    The dictionaries are the model's own: a parameter that is replaced in one
+    is replaced in the other.
+    """
+    for name in _SHARED:
+        if name in vars(model):
+            vars(module)[name] = vars(model)[name]
+    vars(module)["_is_full_backward_hook"] = vars(model).get("_is_full_backward_hook")
+
+
+class _Yielding:
+    """A member of a class that gives way to a child, parameter or buffer of its name."""
+
+    def __init__(self, member: Any) -> None:
+        self._member = member
+        self.__doc__ = member.__doc__
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self._member
+        for space in _SPACES:
+            registered = vars(instance).get(space, {})
+            if self._name in registered:
+                return registered[self._name]
+        return self._member.__get__(instance, owner)
+
+    def __set__(self, instance: Any, value: object) -> None:
+        raise AttributeError(f"{self._name} of a chain cannot be set; make another chain")
+
+
+def yielding(member: _T) -> _T:
+    """Return a method or property that gives way to a child, parameter or buffer of its name."""
+    return cast(_T, _Yielding(member))

@@ -1,0 +1,88 @@
+"""What a recording of a model's `forward` consists of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .calling import Given, Structure
+from .watching import Attributes
+
+# What the value of a tensor follows from, as flags.
+FIXED, INPUT, MODEL, RANDOM = 0, 1, 2, 4
+
+
+class UnrecordableError(BaseException):
+    """A module does what a graph cannot hold; no `except Exception` of a model catches it."""
+
+    def __init__(self, path: str, cause: str) -> None:
+        super().__init__(f"{path or 'the model'}: {cause}")
+        self.path, self.cause = path, cause
+
+
+@dataclass(slots=True)
+class Value:
+    """What is known of the value of a node."""
+
+    source: int = FIXED
+    wants: bool = False  # a gradient
+    nbytes: int = 0
+    storage: StorageWeakRef | None = None
+    in_parts: bool = False  # not a tensor, but a tuple or the like
+    modes: Modes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """Modes that calls of torch ran in, other than those around the model."""
+
+    graded: bool
+    autocasts: tuple[tuple[int, dict[str, Any]], ...]  # number and arguments of each
+
+
+@dataclass(slots=True)
+class Reading:
+    """A value that `forward` read of a tensor, and a graph of the input that reads it."""
+
+    graph: fx.Graph
+    value: object
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A graph whose attributes are the model's, and what it depends on.
+
+    Attributes
+    ----------
+    graph : fx.Graph
+        Its placeholders are the leaves of the arguments, in order.
+    values : dict
+        What is known of each node.
+    extras : dict
+        Attributes that are not the model's.
+    given : Given
+        Flattens what the model is called with.
+    result : Structure
+        Of what it returns.
+    readings : list of Reading
+        Values that follow from the input; in graphs of their own.
+    attributes : Attributes
+        That `forward` read.
+    opened : list of str
+        Paths of the modules whose calls were recorded, not called whole.
+    closed : dict
+        Paths of modules called whole because of a cause.
+    """
+
+    graph: fx.Graph
+    values: dict[fx.Node, Value]
+    extras: dict[str, Any]
+    given: Given
+    result: Structure
+    readings: list[Reading]
+    attributes: Attributes
+    opened: list[str]
+    closed: dict[str, str]
