@@ -68,6 +68,8 @@ class MixedTable:
         """Return 0 to keep a tape of the first of `length` > 1 steps, else where to split."""
         found = self._choices.get((length, slots))
         if found is None:
+            if slots == 1 and length > 2:  # whatever lies above needs a slot of its own
+                return length - 1
             own, less = self.rows[slots], self.rows[slots - 1]
             if slots >= self.tape and self.rows[slots - self.tape][length - 1] == own[length]:
                 found = 0

@@ -1,6 +1,7 @@
 """Checkpoints for a sequence whose length is known only when it ends.
 
-With a slow tier: the ring of `sweep`, which needs no knowledge of n.
+With a slow tier: the ring of `sweep`, which needs no knowledge of n; its
+spacing is the best in the mean over many lengths.
 
 Without one: dynamic checkpointing after Wang, Moin & Iaccarino, "Minimal
 repetition dynamic checkpointing algorithm for unsteady adjoint calculation",
@@ -14,13 +15,15 @@ forward steps of the offline optimum for s = 3..20, n <= 800.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
+from .. import native
 from ..actions import Advance, EndForward, Free, Load, Save, Schedule
 from ..costs import Costs
 from ..layout import Array
@@ -30,8 +33,9 @@ from .binomial import beta, nu, repetitions, reverse_actions
 from .bound import lower_bound
 from .predict import SIMULATED_STEPS, Prediction, simulated
 from .reserve import Reservation
-from .revolve import ACTIONS_PER_STEP
-from .streaming import Form, ring_prediction, streaming_spacing
+from .revolve import ACTIONS_PER_STEP, revolve_seconds
+from .streaming import SPACINGS, Form, ring_prediction, streaming_spacing
+from .timed import timed
 
 IsLast = Callable[[int], bool]
 
@@ -115,11 +119,41 @@ def online_schedule(costs: Costs, slots: int, is_last: IsLast) -> Schedule:
     """
     if costs.tier is None:
         return dynamic_schedule(slots, is_last)
-    return _ring(costs).sweep(costs, slots, 0, Reservation(costs)).schedule(None, is_last)
+    return _ring(costs, slots).sweep(costs, slots, 0, Reservation(costs)).schedule(None, is_last)
 
 
-def _ring(costs: Costs) -> Form:
-    return Form(streaming_spacing(costs), None, online=True)
+# Lengths that spacings are judged on, each so much longer than the one before it, up to the
+# last (fewer without the C core).  Rings of more than an eighth of it use the least spacing.
+_LONGER, _JUDGED_STEPS, _SIMULATED = 1.5, 1 << 14, 256
+
+
+@lru_cache(maxsize=256)
+def _ring(costs: Costs, slots: int) -> Form:
+    """Return the ring whose spacing is best in the mean over many lengths.
+
+    The lengths depend on nothing but the slots, and a faster tier has every
+    spacing that a slower one has: in the mean it is not slower.  For one length
+    it may be, by a part of a write that the end happens to meet.
+    """
+    least = Form(streaming_spacing(costs), None, online=True)
+    most = _JUDGED_STEPS if native.available() else _SIMULATED
+    if slots > most // 8:
+        return least
+    count = int(math.log(most / (slots + 2)) / math.log(_LONGER)) + 1
+    lengths = [int((slots + 2) * _LONGER**k) for k in range(count)]
+    shares = [1.0 / revolve_seconds(costs, slots, n) for n in lengths]
+    reservation = Reservation(costs)
+
+    def taken(form: Form) -> float:
+        """Return its makespan as a share of Revolve's, summed over the lengths."""
+        sweep = form.sweep(costs, slots, 0, reservation)
+        return sum(
+            timed(sweep, costs, n, online=True).makespan_s * share
+            for n, share in zip(lengths, shares, strict=True)
+        )
+
+    wider = (spacing for spacing in SPACINGS if least.spacing < spacing < most)
+    return min((least, *(replace(least, spacing=spacing) for spacing in wider)), key=taken)
 
 
 def online(costs: Costs, slots: int, n_steps: int | None) -> Plan:
@@ -130,7 +164,7 @@ def online(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     n = require_steps(n_steps, "online (for its prediction)")
     make = partial(online_schedule, costs, slots, partial(operator.eq, n))
     if costs.tier is not None:
-        run = ring_prediction(_ring(costs), costs, slots, n)
+        run = ring_prediction(_ring(costs, slots), costs, slots, n)
     else:
         run = _dynamic_prediction(costs, slots, n)
     return Plan(

@@ -29,7 +29,6 @@ from .binomial import NuTable, beta, nu, reverse_actions
 from .synchronous import Counts, reversed_piece, synchronous_plan, transfer_s, without_tier
 
 _ALL_PERIODS = 1 << 16
-_MOST_PERIODS = 1 << 22
 
 
 def periodic_disk_schedule(period: int, count: int, slots: int, n_steps: int) -> Schedule:
@@ -92,7 +91,12 @@ def best_period(
     if n_steps == 1 or capacity == 0:
         return 0, 0
     longest = max(_ALL_PERIODS, 2 * asymptotic_period(slots, min(transfers_in_steps, n_steps)))
-    periods = np.arange(1, min(n_steps - 1, longest, _MOST_PERIODS) + 1)
+    longest = min(n_steps - 1, longest)
+    periods = np.arange(1, min(longest, _ALL_PERIODS) + 1)
+    if longest > _ALL_PERIODS:
+        # Of longer ones as many as this lie so close that none in between is much better.
+        more = np.geomspace(_ALL_PERIODS, longest, _ALL_PERIODS).astype(np.int64)
+        periods = np.unique(np.concatenate((periods, more)))
     steps_of = NuTable(slots, n_steps)
     each = periods + transfers_in_steps + steps_of(periods)
     most = (n_steps - 1) // periods

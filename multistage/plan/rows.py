@@ -27,12 +27,15 @@ from ..layout import Array
 
 # Sums per second on one core: of a row without bound, of one that passes most
 # of them over, and of the plain twin.
-WHOLE_PER_S, PRUNED_PER_S, PLAIN_PER_S = 5e9, 1e10, 4e8
+WHOLE_PER_S, PRUNED_PER_S, PLAIN_PER_S = 3e9, 1e10, 4e8
 # What solving may take at most, and what it may take where a planner asks for it.
-MOST_S, PLANNING_S = 60.0, 1.0
+# The walk, the bound and a busy machine have their share of the second.
+MOST_S, PLANNING_S = 60.0, 0.7
 _MOST_BYTES = 4 << 30
 # Sums per call of the kernel: a fraction of a second, so that Ctrl-C is heard.
 _PER_CALL = 1e9
+# Python's part of a row, for all of them and per length.
+_PER_ROW_S, _PER_LENGTH_S = 25e-6, 1e-8
 
 
 @dataclass(slots=True)
@@ -156,16 +159,17 @@ def affordable(
 ) -> None:
     """Raise `ArgumentError` where so many sums and bytes are too much.
 
-    `otherwise` ends the message: what to use instead.  Without the C core the
-    limit is `MOST_S` whatever `most_s` says.
+    `otherwise` ends the message: what to use instead.  Every slot is one row.  Without
+    the C core the limit is `MOST_S` whatever `most_s` says.
     """
     plainly = native_kernel is False or native.LIBRARY is None
     seconds = sums / (PLAIN_PER_S if plainly else PRUNED_PER_S)
+    seconds += (slots or 1) * (_PER_ROW_S + n_steps * _PER_LENGTH_S)
     most_s = MOST_S if plainly else most_s
     if seconds > most_s or size > _MOST_BYTES:
         what = "a level without bound" if slots is None else f"{slots} slots"
         raise ArgumentError(
             f"n_steps={n_steps} with {what} would take about {seconds:.2g} s and "
-            f"{size / 2**30:.1f} GiB to solve, more than {most_s:.0f} s or "
+            f"{size / 2**30:.1f} GiB to solve, more than {most_s:g} s or "
             f"{_MOST_BYTES >> 30} GiB; plan for fewer steps or slots, or use {otherwise}"
         )

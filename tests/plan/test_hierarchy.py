@@ -6,6 +6,7 @@ import contextlib
 import heapq
 import io
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multistage import native
-from multistage.actions import Action
+from multistage.actions import Action, Reverse
 from multistage.costs import Costs, Tier
 from multistage.errors import ArgumentError
 from multistage.plan import PLANNERS, RANKED, Plan, plan
@@ -35,7 +36,7 @@ from multistage.plan.levels import (
 )
 from multistage.plan.mixed import mixed_schedule, solve_mixed, worth_trying
 from multistage.plan.periodic_disk import asymptotic_period, best_period
-from multistage.plan.rows import Rows
+from multistage.plan.rows import PLANNING_S, Rows
 from multistage.plan.stumm_walther import stumm_walther_schedule
 from multistage.rules import check
 from multistage.simulate import simulate
@@ -769,6 +770,31 @@ def test_what_would_take_too_long_is_refused() -> None:
         PLANNERS["stumm-walther"](Costs(1.0, 2.0, tiers=(disk,)), 10, 10**9)
     made = PLANNERS["periodic-disk"](Costs(1.0, 2.0, tiers=(disk,)), 10, 10**9)
     next(made.schedule())
+
+
+def test_rows_of_few_steps_count_too() -> None:
+    """59 871 rows of 212 steps took 1.5 s, Python's part of them."""
+    with pytest.raises(ArgumentError, match="use planner 'revolve'"):
+        solve_mixed(212, 59_871, 300, most_s=PLANNING_S, native_kernel=native.available())
+
+
+def test_a_mix_in_one_slot_finds_its_choices_at_once() -> None:
+    """Each was searched for: 11 s for 100 000 steps."""
+    table = solve_mixed(400, 1)
+    assert sum(isinstance(action, Reverse) for action in mixed_schedule(table, 1, 400)) == 400
+    assert len(table._choices) <= 1
+
+
+def test_long_periods_are_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four million were tried, which took 2.6 s."""
+
+    def cost(period: int, count: int) -> float:
+        last = 300_000 - count * period
+        return count * (period + 4e4 + nu(period, 40)) + nu(last, 40)
+
+    whole = cost(*best_period(40, 300_000, 4e4, None))
+    monkeypatch.setattr(sys.modules[best_period.__module__], "_ALL_PERIODS", 512)
+    assert cost(*best_period(40, 300_000, 4e4, None)) <= 1.001 * whole
 
 
 def test_levels_that_make_no_sense() -> None:

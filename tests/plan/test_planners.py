@@ -253,7 +253,7 @@ MAKESPANS = {
         "streaming": 662.0,
         "interval": 688.5,
         "recursive": 791.0,
-        "online": 685.0,
+        "online": 672.0,
         "h-revolve": 751.0,
         "periodic-disk": 752.0,
         "stumm-walther": 753.0,

@@ -232,7 +232,7 @@ def test_planning_does_not_grow_with_steps_or_slots(
             work.clear()
             PLANNERS[name](Costs(1.0, 2.0, tiers=tiers), slots, 10**9)
             assert sum(work) < 2.5e7, (name, read, capacity, sum(work), len(work))
-            assert len(work) < 1500, (name, len(work))
+            assert len(work) < 3500, (name, len(work))
 
 
 @needs_core
@@ -275,6 +275,55 @@ def test_interval_gains_by_a_better_tier(
         better = replace(costs, tiers=(replace(tier, **{what: more}),))
         fast = interval(better, slots, n).makespan_s
     assert fast <= slow * (1 + 1e-9)
+
+
+FASTER = [60.0, 47.3, 36.0, 18.5, 9.7, 4.3, 3.97, 2.0, 1.55]
+
+
+@needs_core
+@pytest.mark.parametrize("both", [True, False], ids=["writes and reads", "reads"])
+@pytest.mark.parametrize(("slots", "turn_s"), [(2, 0.5), (8, 2.0)])
+def test_a_faster_tier_makes_no_plan_slower(slots: int, turn_s: float, both: bool) -> None:
+    """Up to 2.0 % slower with spacings that depended on the tier alone; some tenths are left."""
+    least: dict[str, float] = {}
+    for transfer_s in FASTER:
+        tier = Tier(write_s=transfer_s if both else 3.0, read_s=transfer_s)
+        made = plan(Costs(1.0, turn_s, tiers=(tier,)), f"{slots} slots", 60, progress=False)
+        for candidate in (replace(made, planner="auto"), *made.candidates):
+            best = least.setdefault(candidate.planner, candidate.makespan_s)
+            assert candidate.makespan_s <= 1.01 * best, (candidate.planner, transfer_s)
+            least[candidate.planner] = min(best, candidate.makespan_s)
+
+
+@needs_core
+@pytest.mark.parametrize("both", [True, False], ids=["writes and reads", "reads"])
+@pytest.mark.parametrize(("slots", "turn_s"), [(2, 0.5), (8, 2.0), (100, 0.5)])
+def test_a_faster_tier_makes_online_no_slower_in_the_mean(
+    slots: int, turn_s: float, both: bool
+) -> None:
+    """For one length it may be: what was written last is waited for wherever the end falls."""
+    lengths = [12 * 3 ** (k / 3) for k in range(14)]
+    least = float("inf")
+    for transfer_s in (400.0, 120.0, *FASTER):
+        tier = Tier(write_s=transfer_s if both else 3.0, read_s=transfer_s)
+        costs = Costs(1.0, turn_s, tiers=(tier,))
+        taken = sum(
+            PLANNERS["online"](costs, slots, int(n)).makespan_s
+            / PLANNERS["revolve"](costs, slots, int(n)).makespan_s
+            for n in lengths
+        )
+        assert taken <= 1.01 * least, transfer_s
+        least = min(least, taken)
+
+
+@pytest.mark.parametrize("rho", [28.3, 93.65])
+def test_online_waits_for_no_write_in_the_reverse_sweep(rho: float) -> None:
+    """It held a slot for a read all along, and waited for writes of states that were used up."""
+    costs = Costs(1.0, 0.5, tiers=(Tier(write_s=rho, read_s=rho),))
+    slower = replace(costs, tiers=(Tier(write_s=1.09 * rho, read_s=1.09 * rho),))
+    for slots, n in ((2, int(2.13 * rho)), (100, 60)):
+        found, other = (PLANNERS["online"](c, slots, n).makespan_s for c in (costs, slower))
+        assert found <= 1.05 * other
 
 
 def test_interval_is_the_papers_where_reads_keep_up() -> None:
