@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import StateError
 from .environment import Environment, generators_of, undo_of
+from .meter import storages_of
 from .runner import Traits
 from .scope import Scope
 
@@ -66,7 +67,12 @@ def parameters_of(stages: Sequence[Call]) -> list[Tensor]:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.device.type != "meta" and torch.equal(a, b)
+    """Whether two tensors hold the same numbers; NaN equals NaN."""
+    if a.device.type == "meta":
+        return False
+    if a.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    return torch.equal(a, b) or torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
 def buffers_of(stage: Call) -> list[tuple[nn.Module, str, Tensor]]:
@@ -117,7 +123,8 @@ def explore(
         around = Environment(scopes[i], f"stage {names[i]}", [(m, k) for m, k, *_ in buffers])
         generators = generators_of([scopes[i]], inputs)
         random = generators.capture()
-        given = state
+        leaves, spec = pytree.tree_flatten(state)
+        given = pytree.tree_unflatten(leaves, spec)  # the stage may change lists and dicts
         with torch.no_grad():
             state = stage(state)
         after = generators.capture()
@@ -131,16 +138,13 @@ def explore(
                 if m._buffers[k] is not b or b._version != version or not _equal(b, value)
             ]
         )
-        moved |= {
-            b.untyped_storage()._cdata
-            for m, k, b, *_ in buffers
-            if (m, k) in changed[i] and b.layout is torch.strided
-        }
-        written = {
-            tensor.untyped_storage()._cdata
-            for tensor, version in zip(inputs, versions, strict=True)
-            if tensor._version != version
-        }
+        for m, key, b, *_ in buffers:
+            if (m, key) in changed[i]:
+                moved |= storages_of(b).keys()
+        written: set[int] = set()
+        for tensor, version in zip(inputs, versions, strict=True):
+            if tensor._version != version:
+                written |= storages_of(tensor).keys()
         if written:
             j = i
             while j >= 0 and storages[j].keys() & written:
@@ -155,9 +159,7 @@ def explore(
         stage_changes += [
             (m, k)
             for m, k, b in scope.buffers()
-            if b.layout is torch.strided
-            and b.untyped_storage()._cdata in moved
-            and (m, k) not in stage_changes
+            if storages_of(b).keys() & moved and (m, k) not in stage_changes
         ]
     return _groups(starts, stages, names, changed, draws, graded, changes_first)
 
@@ -170,7 +172,7 @@ def _differs_with_grad(stage: Call, given: Any, result: Any, around: Environment
     with around.again(), torch.enable_grad():
         again = stage(_wanting(given))
     return any(
-        a.device.type != "meta" and not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+        a.device.type != "meta" and not _equal(a, b)
         for a, b in zip(tensors_of(result), tensors_of(again), strict=True)
     )
 
@@ -187,8 +189,11 @@ def _wanting(state: Any) -> Any:
 
 
 def _storages(state: Any) -> dict[int, StorageWeakRef]:
-    found = [tensor.untyped_storage() for tensor in tensors_of(state)]
-    return {storage._cdata: StorageWeakRef(storage) for storage in found}
+    return {
+        key: StorageWeakRef(storage)
+        for tensor in tensors_of(state)
+        for key, storage in storages_of(tensor).items()
+    }
 
 
 def _groups(

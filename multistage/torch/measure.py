@@ -3,15 +3,22 @@
 Parameter estimation of Beaumont et al. 2019 (RR-9302), section 5.1: each stage
 runs forward and backward by itself, one after the other, on what the stage
 before made of the sample.  Parameters, their gradients, buffers and the random
-state are left as they were; forward hooks of the stages do run.
+state are left as they were, and no hook on gradients fires; forward hooks of
+the stages do run, as they may be part of what a stage computes.
+
+Seconds.  A stage runs forward six times at least (twice to look at what it
+does, twice to count bytes, twice to be timed) and backward twice.  Stages that
+perform the same operations on the same shapes share what is measured, so that
+one disturbed run does not make a stage look slow.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,11 +28,15 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError
 from ..stages import Stage, StageCosts
-from .exploring import Call, buffers_of, explore, fresh_copy, parameters_of, tensors_of, untouched
-from .meter import Meter
+from .exploring import Call, explore, fresh_copy, parameters_of, tensors_of, untouched
+from .meter import Meter, storages_of
 from .runner import Traits
+from .scope import Scope
+from .stand_ins import hooks_silent, standing_in
 
-_MOST_ROUNDS = 50  # of timing a stage
+SECONDS = 0.25  # to time a chain's stages repeatedly
+_LEAST_ROUNDS = 2  # of timing a stage: the first pays for what is made once
+_MOST_ROUNDS = 50
 _SHARDED_ROUNDS = 4
 
 
@@ -78,7 +89,7 @@ def measure(
     names: Sequence[str],
     sample: Any,
     *,
-    seconds: float = 2.0,
+    seconds: float = SECONDS,
     costs: StageCosts | None = None,
 ) -> Profile:
     """Profile stages on a sample.
@@ -93,7 +104,7 @@ def measure(
         What the first stage takes; tensors that require gradients are
         differentiated.
     seconds : float
-        About how long to time; every stage is timed at least three times.
+        About how long to time; every stage is timed at least twice.
     costs : StageCosts, optional
         Known already: then only what the stages do is looked at.
 
@@ -105,9 +116,8 @@ def measure(
         If `costs` are of another number of stages, or if sharded parameters have hooks
         on their gradients.
     """
-    tensors = tensors_of(sample)
-    device = _device([*tensors, *parameters_of(stages)])
-    with untouched(stages, sample):
+    device = _device([*tensors_of(sample), *parameters_of(stages)])
+    with untouched(stages, sample), hooks_silent(Scope.of(*stages).modules):
         groups, traits = explore(stages, names, sample)
         if costs is None:
             costs = _measure_groups(grouped(stages, groups), traits, sample, device, seconds)
@@ -126,6 +136,23 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
     return torch.device("cpu")
 
 
+@dataclass(slots=True)
+class _Times:
+    """Seconds of stages that perform the same operations: the least of all rounds."""
+
+    forward_s: float = math.inf
+    spared_s: float = math.inf
+    backward_s: float = math.inf
+    rounds: int = 0
+
+    def add(self, forward_s: float, spared_s: float, backward_s: float) -> None:
+        """Add a round."""
+        self.forward_s = min(self.forward_s, forward_s)
+        self.spared_s = min(self.spared_s, spared_s)
+        self.backward_s = min(self.backward_s, backward_s)
+        self.rounds += 1
+
+
 def _measure_groups(
     calls: Sequence[Call],
     traits: Sequence[Traits],
@@ -136,13 +163,35 @@ def _measure_groups(
     state = fresh_copy(sample)
     input_bytes = _bytes(tensors_of(sample)) + _bytes_to_run_again(traits, device)
     input_gradient = _bytes(t for t in tensors_of(sample) if t.requires_grad)
-    stages = []
-    share = seconds / len(calls)
     parameters = parameters_of(calls)
-    with _gradients_put_back(parameters) if sharded(parameters) else contextlib.nullcontext():
+    collective = sharded(parameters)
+    times: dict[object, _Times] = {}
+    counted: list[tuple[Stage, _Times]] = []
+    with _gradients_put_back(parameters) if collective else contextlib.nullcontext():
         for call, trait in zip(calls, traits, strict=True):
-            stage, state = _measure_stage(call, trait, state, device, share, parameters)
-            stages.append(stage)
+            scope = trait.scope or Scope.of(call)
+            # Nothing can stand in for sharded parameters.
+            with contextlib.nullcontext() if collective else standing_in(scope) as stand_ins:
+                run = _StageRun(call, trait, scope, state, device, stand_ins)
+                if device.type == "cuda":
+                    # First, so that what libraries allocate once, their workspaces, is not counted.
+                    found = _Times()
+                    run.time(found, seconds / len(calls))
+                    stage, state, _ = run.count()
+                else:
+                    stage, state, operations = run.count()
+                    found = times.setdefault(operations, _Times())
+                    run.time(found, seconds / len(calls))
+            counted.append((stage, found))
+    stages = [
+        replace(
+            stage,
+            forward_s=found.forward_s,
+            backward_s=found.backward_s,
+            spared_s=min(found.spared_s, found.forward_s),
+        )
+        for stage, found in counted
+    ]
     return StageCosts(tuple(stages), input_bytes, input_gradient)
 
 
@@ -158,107 +207,162 @@ def _bytes_to_run_again(traits: Sequence[Traits], device: torch.device) -> int:
     return kept
 
 
-def _measure_stage(
-    call: Call,
-    trait: Traits,
-    state: Any,
-    device: torch.device,
-    seconds: float,
-    parameters: list[Tensor],
-) -> tuple[Stage, Any]:
-    given = tensors_of(state)
-    own = {t.untyped_storage()._cdata for t in parameters}
+class _StageRun:
+    """Runs of one stage, each on a copy of the same state.
 
-    def fresh() -> Any:
-        """Return the input: leaves, or copies of them for a stage that writes to it."""
-        leaves = pytree.tree_map(
-            lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x,
-            state,
-        )
-        return leaves if not trait.changes_input else pytree.tree_map(_clone, leaves)
-
-    def foreign(meter: Meter, inputs: Any) -> None:
-        meter.ignore(parameters)
-        meter.ignore(tensors_of(inputs))
-        meter.ignore(given)
-        meter.ignore(b for _, _, b in buffers_of(call))
-
-    collective = sharded(parameters)
-    stand_ins, run = ([], call) if collective else _with_stand_ins(call)
-    # First, so that what libraries allocate once, their workspaces, is not counted.
-    forward_s, spared_s, backward_s = _time(
-        call, run, stand_ins, fresh, device, seconds, collective
-    )
-
-    inputs = fresh()
-    with torch.no_grad(), Meter(device) as meter:
-        foreign(meter, inputs)
-        output = call(inputs)
-        made = meter.live_bytes()
-        advance_bytes = max(0, meter.peak_bytes - made)
-        # A state that shares storage with the one before keeps it alive.
-        output_bytes = _bytes(
-            t for t in tensors_of(output) if t.untyped_storage()._cdata not in own
-        )
-        shared = max(0, output_bytes - made)
-    del output, inputs
-
-    inputs = fresh()
-    wanted = [t for t in tensors_of(inputs) if t.requires_grad]
-    with torch.enable_grad(), Meter(device) as meter:
-        foreign(meter, inputs)
-        meter.ignore(stand_ins)
-        output = run(inputs)
-        made = meter.live_bytes()
-        taping_bytes = max(0, meter.peak_bytes - made)
-        tape_bytes = max(made + shared, output_bytes)
-        result = [t for t in tensors_of(output) if t.requires_grad]
-        next_state = pytree.tree_map(_detached, output)
-        gradients = [torch.ones_like(t, memory_format=torch.preserve_format) for t in result]
-        gradient_bytes = _bytes(result)
-        before = meter.live_bytes()
-        meter.reset_peak()
-        if result:
-            del output
-            hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in stand_ins]
-            leaves = None if collective else [*wanted, *stand_ins] or None
-            torch.autograd.backward(result, gradients, inputs=leaves)
-            for hook in hooks:
-                hook.remove()
-        given_gradient = _bytes(t.grad for t in wanted if t.grad is not None)
-        reverse_bytes = max(0, meter.peak_bytes - before - given_gradient)
-    del wanted, result, gradients, inputs
-
-    stage = Stage(
-        name=trait.name,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        output_bytes=output_bytes,
-        tape_bytes=tape_bytes,
-        gradient_bytes=gradient_bytes,
-        forward_overhead_bytes=advance_bytes,
-        tape_overhead_bytes=taping_bytes,
-        backward_overhead_bytes=reverse_bytes,
-        spared_s=min(spared_s, forward_s),
-    )
-    return stage, next_state
-
-
-def _with_stand_ins(call: Call) -> tuple[list[Tensor], Call]:
-    """Return parameters that stand in for a stage's, and the stage run with them.
-
-    Gradients then go to the stand-ins: no hook of the user fires, no `.grad`
-    is touched.
+    Parameters
+    ----------
+    call, trait, scope
+        Of the stage.
+    state : pytree
+        What it takes.
+    device : torch.device
+    stand_ins : list of Tensor or None
+        In place of its parameters; None for sharded ones.
     """
-    if not isinstance(call, nn.Module):
-        return [], call
-    wanting = {n: p for n, p in call.named_parameters() if p.requires_grad}
-    stand_ins = {name: p.detach().requires_grad_() for name, p in wanting.items()}
 
-    def run(state: Any) -> Any:
-        return torch.func.functional_call(call, stand_ins, (state,))
+    def __init__(
+        self,
+        call: Call,
+        trait: Traits,
+        scope: Scope,
+        state: Any,
+        device: torch.device,
+        stand_ins: list[Tensor] | None,
+    ) -> None:
+        self._call, self._trait, self._state = call, trait, state
+        self._device, self._stand_ins = device, stand_ins
+        self._given = tensors_of(state)
+        self._own = scope.look().tensors  # whose storages the stand-ins share
 
-    return list(stand_ins.values()), run
+    def _fresh(self) -> Any:
+        """Return the state: leaves, or copies of them for a stage that writes to it."""
+        leaves = pytree.tree_map(_detached, self._state)
+        return leaves if not self._trait.changes_input else pytree.tree_map(_clone, leaves)
+
+    def count(self) -> tuple[Stage, Any, object]:
+        """Return the bytes of the stage, the state after it, and the operations it performs."""
+        inputs = self._fresh()
+        with torch.no_grad(), self._meter(inputs) as meter:
+            output = self._call(inputs)
+            made = meter.live_bytes()
+            advance_bytes = max(0, meter.peak_bytes - made)
+            # A state that shares storage with the one before keeps it alive.
+            owned = {key for t in self._own for key in storages_of(t)}
+            output_bytes = _bytes(
+                t for t in tensors_of(output) if not owned & storages_of(t).keys()
+            )
+            shared = max(0, output_bytes - made)
+        del output, inputs
+
+        inputs = self._fresh()
+        wanted = [t for t in tensors_of(inputs) if t.requires_grad]
+        with torch.enable_grad(), self._meter(inputs) as meter:
+            output = self._call(inputs)
+            made = meter.live_bytes()
+            taping_bytes = max(0, meter.peak_bytes - made)
+            tape_bytes = max(made + shared, output_bytes)
+            result = [t for t in tensors_of(output) if t.requires_grad]
+            next_state = pytree.tree_map(_detached, output)
+            gradients = _ones_like(result)
+            gradient_bytes = _bytes(result)
+            before = meter.live_bytes()
+            meter.reset_peak()
+            if result:
+                del output
+                hooks = [
+                    p.register_post_accumulate_grad_hook(_drop_gradient)
+                    for p in self._stand_ins or ()
+                ]
+                self._differentiation(result, gradients, wanted)()
+                for hook in hooks:
+                    hook.remove()
+            given_gradient = _bytes(t.grad for t in wanted if t.grad is not None)
+            reverse_bytes = max(0, meter.peak_bytes - before - given_gradient)
+            operations = meter.operations()
+        del wanted, result, gradients, inputs
+
+        stage = Stage(
+            name=self._trait.name,
+            forward_s=0.0,
+            backward_s=0.0,
+            output_bytes=output_bytes,
+            tape_bytes=tape_bytes,
+            gradient_bytes=gradient_bytes,
+            forward_overhead_bytes=advance_bytes,
+            tape_overhead_bytes=taping_bytes,
+            backward_overhead_bytes=reverse_bytes,
+        )
+        return stage, next_state, operations
+
+    def _meter(self, inputs: Any) -> Meter:
+        """Return a meter that does not count what was there before."""
+        meter = Meter(self._device)
+        meter.ignore(self._own)
+        meter.ignore(tensors_of(inputs))
+        meter.ignore(self._given)
+        return meter
+
+    def time(self, found: _Times, seconds: float) -> None:
+        """Add rounds to the times of the stage: at least one, and two in all."""
+        began = time.perf_counter()
+        # Runs of sharded stages are collective: every rank must do as many.
+        collective = self._stand_ins is None
+        least = _SHARDED_ROUNDS if collective else max(1, _LEAST_ROUNDS - found.rounds)
+        done = 0
+        while done < least or (
+            not collective and done < _MOST_ROUNDS and time.perf_counter() - began < seconds
+        ):
+            found.add(*self._round())
+            done += 1
+
+    def _round(self) -> tuple[float, float, float]:
+        """Return seconds forward, those of them after the last tensor it saves, and backward."""
+        inputs = self._fresh()
+        with torch.no_grad():
+            forward_s = seconds_of(partial(self._call, inputs), self._device)
+        inputs = self._fresh()
+        clock = _Clock(self._device)
+        last: list[Any] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            last[:] = [clock.now()]
+            return tensor
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _same):
+            output = self._call(inputs)
+        spared_s = clock.between(last[0], clock.now()) if last else 0.0
+        result = [t for t in tensors_of(output) if t.requires_grad]
+        if not result:
+            return forward_s, spared_s, 0.0
+        wanted = [t for t in tensors_of(inputs) if t.requires_grad]
+        differentiate = self._differentiation(result, _ones_like(result), wanted)
+        backward_s = seconds_of(differentiate, self._device)
+        for parameter in self._stand_ins or ():
+            parameter.grad = None
+        return forward_s, spared_s, backward_s
+
+    def _differentiation(
+        self, result: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[Tensor]
+    ) -> Callable[[], Any]:
+        """Return what differentiates by the input and the stand-ins, and by nothing else.
+
+        Without stand-ins it is by all that the stage used.
+        """
+        leaves = () if self._stand_ins is None else (*wanted, *self._stand_ins)
+        if not leaves and self._stand_ins is not None:
+            return lambda: None
+        # Not torch.autograd.backward, which imports sympy to look at given gradients.
+        return partial(
+            torch.autograd.graph._engine_run_backward,
+            tuple(result),
+            tuple(gradients),
+            False,
+            False,
+            leaves,
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
 
 
 def sharded(parameters: Iterable[Tensor]) -> bool:
@@ -289,53 +393,6 @@ def _gradients_put_back(parameters: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-
-
-def _time(
-    call: Call,
-    run: Call,
-    stand_ins: list[Tensor],
-    fresh: Callable[[], Any],
-    device: torch.device,
-    seconds: float,
-    collective: bool,
-) -> tuple[float, float, float]:
-    """Return seconds forward, those of them after the last tensor it saves, and backward."""
-    forwards: list[float] = []
-    spared: list[float] = []
-    backwards: list[float] = []
-    began = time.perf_counter()
-    # Runs of sharded stages are collective: every rank must do as many.
-    rounds = _SHARDED_ROUNDS if collective else _MOST_ROUNDS
-    while len(forwards) < rounds and (
-        collective or len(forwards) < 3 or time.perf_counter() - began < seconds
-    ):
-        inputs = fresh()
-        with torch.no_grad():
-            forwards.append(seconds_of(partial(call, inputs), device))
-        inputs = fresh()
-        clock = _Clock(device)
-        last: list[Any] = []
-
-        def pack(tensor: Tensor) -> Tensor:
-            last[:] = [clock.now()]  # noqa: B023
-            return tensor
-
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _same):
-            output = run(inputs)
-        spared.append(clock.between(last[0], clock.now()) if last else 0.0)
-        result = [t for t in tensors_of(output) if t.requires_grad]
-        if not result:
-            backwards.append(0.0)
-            continue
-        gradients = [torch.ones_like(t) for t in result]
-        wanted = [t for t in tensors_of(inputs) if t.requires_grad]
-        leaves = None if collective else [*wanted, *stand_ins] or None
-        backward = partial(torch.autograd.backward, result, gradients, inputs=leaves)
-        backwards.append(seconds_of(backward, device))
-        for parameter in stand_ins:
-            parameter.grad = None
-    return min(forwards[1:]), min(spared[1:]), min(backwards[1:])
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -375,9 +432,13 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def _bytes(tensors: Any) -> int:
+def _bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages behind some tensors, each once."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum({k: s.nbytes() for t in tensors for k, s in storages_of(t).items()}.values())
+
+
+def _ones_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.ones_like(t, memory_format=torch.preserve_format) for t in tensors]
 
 
 def _clone(value: Any) -> Any:

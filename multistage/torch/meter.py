@@ -1,19 +1,19 @@
 """Exact accounting of the memory that a computation allocates.
 
 On the CPU every operation passes through a dispatch mode, which notes the
-storages it makes and asks before each look whether they still live; what a
-kernel allocates and frees inside itself is not seen.  On CUDA the caching
-allocator's own statistics are read.
+storages it makes; a weak reference tells when each is freed.  What a kernel
+allocates and frees inside itself is not seen.  On CUDA the caching allocator's
+own statistics are read.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,24 +39,39 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self._device = device
         self._cuda = device.type == "cuda"
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._references: dict[int, _Reference] = {}  # by the storage's address
+        self._operations: list[object] = []
+        self._live = 0
         self._peak = 0
         self._start = 0
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Leave the storages of some tensors out of the count."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._storages[storage._cdata] = StorageWeakRef(storage), 0
+            self._note(tensor, counted=False)
+
+    def _note(self, tensor: Tensor, *, counted: bool) -> None:
+        for key, storage in storages_of(tensor).items():
+            known = self._references.get(key)
+            if known is None or known() is None:
+                nbytes = storage.nbytes() if counted else 0
+                self._references[key] = _Reference(storage, nbytes, self._freed)
+                self._live += nbytes
+
+    def _freed(self, reference: _Reference) -> None:
+        self._live -= reference.nbytes
+        if self._references.get(reference.key) is reference:
+            del self._references[reference.key]
+
+    def operations(self) -> object:
+        """Return what tells apart computations of other operations or shapes."""
+        return tuple(self._operations)
 
     def live_bytes(self) -> int:
         """Return the bytes alive now."""
         if self._cuda:
             return torch.cuda.memory_allocated(self._device) - self._start
-        gone = [key for key, (reference, _) in self._storages.items() if reference.expired()]
-        for key in gone:
-            del self._storages[key]
-        return sum(nbytes for _, nbytes in self._storages.values())
+        return self._live
 
     @property
     def peak_bytes(self) -> int:
@@ -87,11 +102,43 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(result):
+        for leaf in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device == self._device:
-                storage = leaf.untyped_storage()
-                known = self._storages.get(storage._cdata)
-                if known is None or known[0].expired():
-                    self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._peak = max(self._peak, self.live_bytes())
+                self._note(leaf, counted=True)
+                self._operations.append(leaf.shape)
+        self._operations.append(func)
+        self._peak = max(self._peak, self._live)
         return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, for seconds
+
+
+def storages_of(tensor: Tensor) -> dict[int, torch.UntypedStorage]:
+    """Return the storages of a tensor, or of its parts if it is sparse, by their addresses."""
+    match tensor.layout:
+        case torch.strided:
+            parts = [tensor]
+        case torch.sparse_coo:
+            parts = [tensor._indices(), tensor._values()]
+        case torch.sparse_csr | torch.sparse_bsr:
+            parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        case torch.sparse_csc | torch.sparse_bsc:
+            parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+        case _:  # of oneDNN: no memory that can be seen
+            parts = []
+    found = [part.untyped_storage() for part in parts]
+    return {storage._cdata: storage for storage in found}
+
+
+class _Reference(weakref.ref[torch.UntypedStorage]):
+    """Tells when a storage is freed: its Python object lives as long as itself."""
+
+    __slots__ = ("key", "nbytes")
+
+    def __new__(cls, storage: torch.UntypedStorage, nbytes: int, freed: Any) -> _Reference:
+        return super().__new__(cls, storage, freed)
+
+    def __init__(self, storage: torch.UntypedStorage, nbytes: int, freed: Any) -> None:
+        self.key, self.nbytes = storage._cdata, nbytes

@@ -33,7 +33,7 @@ def profile(
         What the chain is called with; tensors that require gradients are
         differentiated.
     seconds : float
-        About how long to time; every stage is timed at least three times.
+        About how long to time; every stage is timed at least twice.
 
     Raises
     ------

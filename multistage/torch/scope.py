@@ -28,7 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from ..errors import ArgumentError
 from .holders import (
     ABSENT,
     HOOKS,
@@ -193,6 +195,11 @@ def buffers_among(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Te
 def _tensors_among(contents: Iterable[Contents], scripted: Iterable[Any]) -> tuple[Tensor, ...]:
     found = {id(x): x for values in contents for x in values if isinstance(x, Tensor)}
     found |= {id(x): x for m in scripted for x in (*m.parameters(), *m.buffers())}
+    if any(is_lazy(x) for x in found.values()):
+        raise ArgumentError(
+            "a lazy module has parameters or buffers that have no shape yet; run the plain model "
+            "once on a sample before, which initialises them"
+        )
     return tuple([x for x in found.values() if not x.is_inference()])
 
 

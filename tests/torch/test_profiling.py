@@ -1,0 +1,205 @@
+"""Profiling leaves no trace, costs little, and holds for what it was made with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multistage.torch as mst
+from multistage.errors import ArgumentError
+from multistage.torch.meter import Meter
+
+CPU = torch.device("cpu")
+
+
+class Position(nn.Module):
+    """A parameter of the root module, used by a part of a traced graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.ones(8))
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.position
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def test_no_gradients_are_left_on_parameters() -> None:
+    x = torch.randn(4, 8)
+    block, free = nn.Linear(8, 8), torch.randn(8, requires_grad=True)
+    mst.Sequential([lambda x: block(x), lambda x: x * free, nn.Tanh()], x)
+    assert block.weight.grad is None and block.bias.grad is None and free.grad is None
+    model = Position()
+    mst.Sequential(mst.to_chain(model, x), x)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradients_that_are_there_stay() -> None:
+    x = torch.randn(4, 8)
+    block = nn.Linear(8, 8)
+    block(x).sum().backward()
+    before = block.weight.grad
+    assert before is not None
+    value = before.clone()
+    mst.Sequential([lambda x: block(x), nn.Tanh()], x)
+    assert block.weight.grad is before and torch.equal(before, value)
+
+
+def test_closures_are_measured_with_their_parameters() -> None:
+    x = torch.randn(64, 8)
+    block = nn.Linear(8, 512)
+    [as_module] = mst.profile([block], x, seconds=0.01).stages
+    [as_closure] = mst.profile([lambda x: block(x)], x, seconds=0.01).stages
+    assert as_closure.backward_overhead_bytes == as_module.backward_overhead_bytes > 0
+
+
+def test_backward_hooks_do_not_fire() -> None:
+    fired: list[str] = []
+
+    def note(*_: Any) -> None:
+        fired.append("module")
+
+    class Hooking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            if y.requires_grad:
+                y.register_hook(lambda gradient: fired.append("tensor"))
+            return y.tanh()
+
+    x = torch.randn(4, 8, requires_grad=True)
+    layers = [nn.Linear(8, 8), Hooking(), nn.Linear(8, 8)]
+    layers[0].register_full_backward_hook(note)
+    layers[2].register_full_backward_pre_hook(note)
+    layers[2].weight.register_hook(note)
+    layers[2].weight.register_post_accumulate_grad_hook(note)
+    everywhere = nn.modules.module.register_module_full_backward_hook(note)
+    try:
+        model = mst.Sequential(layers, x)
+        assert not fired
+        model(x).sum().backward()
+        assert fired.count("tensor") == 1 and fired.count("module") >= 4
+    finally:
+        everywhere.remove()
+
+
+def test_stages_run_few_times() -> None:
+    runs = [0]
+
+    class Counted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(0)
+            return super().forward(x)
+
+    x = torch.randn(4, 8)
+    mst.profile([Counted(8, 8) for _ in range(10)], x, seconds=0.0)
+    # Twice to look, twice to count, twice to time; the first of the same operations twice more.
+    assert len(runs) - 1 <= 10 * 6 + 2 * 2
+
+
+def test_preparing_imports_no_compiler() -> None:
+    code = """if True:
+        import sys, torch, multistage.torch as mst
+        x = torch.ones(2, 4)
+        layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(4)]
+        mst.profile(layers, x, seconds=0.0)
+        assert "torch._dynamo" not in sys.modules and "sympy" not in sys.modules
+        """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_meter_forgets_what_was_freed() -> None:
+    x = torch.ones(1000, requires_grad=True)
+    with Meter(CPU) as meter:
+        y = x.exp()  # saved by the graph, and alive with it alone
+        z = y * 2
+        del y
+        assert meter.live_bytes() == 8000
+        z.backward(torch.ones(1000))
+        assert meter.live_bytes() == 8000  # z and the gradient
+        views = [z[1:], z.view(10, 100)]
+        del z
+        assert meter.live_bytes() == 8000
+        del views
+        assert meter.live_bytes() == 4000
+    assert meter.peak_bytes >= 12000
+
+
+def test_sparse_tensors_in_states() -> None:
+    torch.manual_seed(0)
+    graph = torch.eye(8).to_sparse_coo()
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+
+    def run(layer: nn.Linear) -> Any:
+        return lambda state: (layer(torch.sparse.mm(state[1], state[0])).tanh(), state[1])
+
+    stages = [run(layer) for layer in layers]
+    x = torch.randn(8, 8)
+    model = mst.Sequential(stages, (x, graph), memory=0.9)
+    results = []
+    for chain in (lambda s: [s := stage(s) for stage in stages][-1], model):
+        for layer in layers:
+            layer.zero_grad()
+        y = chain((x, graph))[0]
+        y.sum().backward()
+        results.append([y, *(p.grad for layer in layers for p in layer.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize(("layout", "held"), [(torch.sparse_coo, 2000), (torch.sparse_csr, 2808)])
+def test_the_meter_counts_parts_of_sparse_tensors(layout: torch.layout, held: int) -> None:
+    dense = torch.eye(100)
+    with Meter(CPU) as meter:
+        sparse = dense.to_sparse(layout=layout)
+        assert meter.live_bytes() == held  # indices of 8 bytes, of both axes at first, values of 4
+        del sparse
+        assert meter.live_bytes() == 0
+
+
+def test_lazy_layers_are_refused() -> None:
+    layers = [nn.Linear(8, 8), nn.LazyLinear(8)]
+    with pytest.raises(ArgumentError, match="run the plain model once"):
+        mst.Sequential(layers, torch.randn(4, 8))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("new", [True, False])
+def test_weight_norm(new: bool) -> None:
+    norm: Any = nn.utils.parametrizations.weight_norm if new else nn.utils.weight_norm
+    results = []
+    for memory in (1.0, 0.75):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(norm(nn.Linear(32, 32)), nn.Tanh()) for _ in range(6)]
+        x = torch.randn(64, 32)
+        model = mst.Sequential(layers, x, memory=memory)
+        y = model(x)
+        y.square().sum().backward()
+        results.append([y, *(p.grad for p in model.parameters())])
+        assert model.plan is not None and model.plan.keeps_all == (memory == 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_lists_in_states_that_stages_change() -> None:
+    class Appending(nn.Linear):
+        def forward(self, state: list[Tensor]) -> list[Tensor]:
+            state.append(super().forward(state[-1]).tanh())
+            return state
+
+    results = []
+    for memory in (1.0, 0.8):
+        torch.manual_seed(0)
+        x = torch.randn(64, 32)
+        model = mst.Sequential([Appending(32, 32) for _ in range(6)], [x], memory=memory)
+        y = model([x])
+        assert len(y) == 7
+        sum(t.square().sum() for t in y[1:]).backward()
+        results.append([*y, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
