@@ -17,6 +17,8 @@ PACKAGES = (
     "numpy",
     "torch",
     "pytorchcv",
+    "timm",
+    "transformers",
     "pyrevolve",
     "checkpoint_schedules",
     "multistage-checkpointing",

@@ -118,6 +118,13 @@ CATALOG: tuple[Entry, ...] = (
     ),
     Entry("torch_lstm", "A PyTorch LSTM beside torch's own ways", expected_s=100, needs=("torch",)),
     Entry(
+        "zoo",
+        "Models of timm and transformers and recurrent cells, within limits",
+        expected_s=120,
+        needs=("torch", "timm", "transformers"),
+        environment=ONE_THREAD,
+    ),
+    Entry(
         "device_overlap",
         "Copies between a CUDA device and pinned memory",
         expected_s=20,

@@ -8,6 +8,7 @@ benchmarks.  Everything else on the page is left as it is.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,13 @@ def rewrite(path: Path, data: dict[str, Any]) -> None:
     ValueError
         If the page names a table that there is not.
     """
+    fill(path, lambda name: _table(name, data))
+
+
+def fill(path: Path, made: Callable[[str], str]) -> None:
+    """Rewrite what stands between the marks of a page."""
     text = path.read_text(encoding="utf-8")
-    path.write_text(_MARKED.sub(lambda m: m[1] + _table(m[2], data) + m[3], text), encoding="utf-8")
+    path.write_text(_MARKED.sub(lambda m: m[1] + made(m[2]) + m[3], text), encoding="utf-8")
 
 
 def _table(name: str, data: dict[str, Any]) -> str:
@@ -46,7 +52,7 @@ def _table(name: str, data: dict[str, Any]) -> str:
         if claim.claim["source"] == "figure" and claim.claim["published"] is not None:
             published += " (read off the figure)"
         rows.append((place, claim.claim["claim"], published, claim.measured_text, sign, claim.note))
-    return _markdown(rows)
+    return markdown(rows)
 
 
 def judged_of(data: dict[str, Any]) -> list[Judged]:
@@ -89,10 +95,11 @@ def _ours(data: dict[str, Any]) -> str:
         )
         reason = f": {record['reason']}" if "reason" in record else ""
         rows.append((f"`{entry.name}`", entry.title, text or f"{record['status']}{reason}"))
-    return _markdown(rows)
+    return markdown(rows)
 
 
-def _markdown(rows: list[tuple[str, ...]]) -> str:
+def markdown(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return rows as a table, the first as its head."""
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     return "\n".join(lines) + "\n"
