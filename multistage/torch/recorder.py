@@ -20,6 +20,7 @@ from ..errors import StateError
 from .calling import Given, Structure
 from .exploring import untouched
 from .intercepting import intercepted
+from .randomness import Generators
 from .recorded import (
     FIXED,
     INPUT,
@@ -44,11 +45,9 @@ from .vocabulary import (
 from .watching import (
     INTERNAL,
     Attributes,
-    PythonGenerators,
     Snapshot,
     backends_settings,
     has_hooks,
-    python_generators,
 )
 
 # Containers of other layers whose forward is a loop over them.
@@ -101,7 +100,8 @@ class Recorder(TorchFunctionMode):
         self._frames: list[_Frame] = []
         self._autocasts: list[tuple[int, dict[str, Any]]] = []
         self._autocasts_made = 0
-        self._python = python_generators()
+        self._generators = Generators()
+        self._states = self._generators.capture()
         self._random = torch.get_rng_state()
         self._thread = threading.get_ident()
         self._paused = 0
@@ -113,25 +113,20 @@ class Recorder(TorchFunctionMode):
         given = Given(self._model, sample)
         leaves = given(sample)
         snapshot = Snapshot(self._model)
-        python = PythonGenerators()
-        try:
-            with (
-                torch.enable_grad(),
-                untouched([self._model], leaves),
-                torch.autograd.graph.saved_tensors_hooks(_drop, _never),
-            ):
-                copies = _copies(leaves)
-                for number, leaf in enumerate(copies):
-                    node = self._graph.placeholder(f"given_{number}")
-                    if isinstance(leaf, Tensor):
-                        self._note(node, leaf, INPUT)
-                positional, named = given.call(copies)
-                result = self._forward(positional, named)
-                self._end(result, snapshot)
-                leaves, spec = pytree.tree_flatten(result)
-        finally:
-            snapshot.restore()
-            python.restore()
+        with (
+            torch.enable_grad(),
+            untouched([self._model], leaves),
+            torch.autograd.graph.saved_tensors_hooks(_drop, _never),
+        ):
+            copies = _copies(leaves)
+            for number, leaf in enumerate(copies):
+                node = self._graph.placeholder(f"given_{number}")
+                if isinstance(leaf, Tensor):
+                    self._note(node, leaf, INPUT)
+            positional, named = given.call(copies)
+            result = self._forward(positional, named)
+            self._end(result, snapshot)
+            leaves, spec = pytree.tree_flatten(result)
         return Recorded(
             self._graph,
             self._values,
@@ -232,7 +227,7 @@ class Recorder(TorchFunctionMode):
             self._refuse_changed(kept)
         else:
             result = plain(module, *args, **kwargs)
-        self._python, self._random = python_generators(), torch.get_rng_state()
+        self._states, self._random = self._generators.capture(), torch.get_rng_state()
         for tensor, version in zip(tensors, versions, strict=True):
             if tensor._version != version:
                 self._mutations.note(tensor, MODEL | RANDOM)
@@ -503,8 +498,10 @@ class Recorder(TorchFunctionMode):
 
     def _check_generators(self) -> None:
         """Refuse draws from Python's and NumPy's generators since the last look."""
-        if (now := python_generators()) != self._python:
-            self._python = now
+        with self._pause():
+            now = self._generators.capture()
+        if now[1:] != self._states[1:]:  # the first is torch's
+            self._states = now
             raise self._refused("draws from Python's or NumPy's random numbers")
 
     def _modes(self) -> Modes | None:

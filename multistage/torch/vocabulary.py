@@ -43,7 +43,23 @@ _SHAPED_BY_VALUES = {
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of a pytree."""
-    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    kind = type(value)
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif kind is tuple or kind is list:  # as nearly always, and faster
+        for inner in value:
+            _collect(inner, found)
+    elif kind is dict:
+        for inner in value.values():
+            _collect(inner, found)
+    elif kind not in LITERALS:
+        found += [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def shaped_by_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -64,31 +64,6 @@ def _state_of_generator(value: Any) -> object:
     return None
 
 
-def python_generators() -> object:
-    """Return the states of Python's and NumPy's global generators."""
-    numpy = sys.modules.get("numpy")
-    of_numpy = None
-    if numpy is not None:
-        _, keys, *rest = numpy.random.get_state()
-        of_numpy = keys.tobytes(), *rest
-    return random.getstate(), of_numpy
-
-
-class PythonGenerators:
-    """States of Python's and NumPy's generators, to be put back."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = sys.modules.get("numpy")
-        self._of_numpy = self._numpy.random.get_state() if self._numpy is not None else None
-
-    def restore(self) -> None:
-        """Put them back."""
-        random.setstate(self._python)
-        if self._numpy is not None:
-            self._numpy.random.set_state(self._of_numpy)
-
-
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module's call does more than its forward."""
     return bool(
@@ -196,10 +171,7 @@ def _joined(path: str, name: str) -> str:
 
 
 class Snapshot:
-    """The attributes of all modules of a model, to be put back.
-
-    Containers are put back with their elements, one level deep.
-    """
+    """The attributes of all modules of a model; of containers their elements too."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [
@@ -244,29 +216,6 @@ class Snapshot:
                         _same(kept[k], inner[k]) for k in kept
                     ):
                         yield path, name
-
-    def restore(self) -> None:
-        """Put everything back."""
-        for _, module, attributes, spaces in self._modules:
-            now = vars(module)
-            for name in [name for name in now if name not in attributes]:
-                del now[name]
-            now.update(attributes)
-            for before, space in zip(spaces, _spaces(module), strict=True):
-                if not _same_elements(space, before):
-                    space.clear()
-                    space.update(before)
-        for value, kept in self._contents.values():
-            if not _same_elements(value, kept):
-                value.clear()
-                value.extend(kept) if isinstance(value, list) else value.update(kept)
-        for value, attributes in self._objects.values():
-            inner: dict[str, Any] = value.__dict__
-            if inner.keys() != attributes.keys() or any(
-                inner[name] is not attributes[name] for name in attributes
-            ):
-                inner.clear()
-                inner.update(attributes)
 
 
 def _spaces(module: nn.Module) -> list[dict[str, Any]]:
