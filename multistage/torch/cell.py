@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,15 +11,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, StateError
-from .checksums import checksum
-from .exploring import attributes_of, check_attributes, tensors_of, untouched
-from .graphs import graph_begins, graph_weight, held_elsewhere, leaves_below
-from .inputs import Inputs
-from .replay import Autocast, RandomState, autocast, device_types, random_devices
+from .scope import Scope
 
 Buffers: TypeAlias = tuple[tuple[nn.Module, str], ...]
 Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
-_FEW = 8  # steps of a fused cell to look at
 
 
 class Cell:
@@ -31,18 +26,19 @@ class Cell:
         `cell(state, x)`; or a recurrent module of `torch.nn`, called its own way.
     fused : bool
         Whether it takes several steps at once, time first.
+    inputs : object
+        What x_t is made by, if it is made by code.
 
     Attributes
     ----------
-    module : nn.Module or None
-        Whose parameters, buffers and modes it depends on.
+    scope : Scope
+        All that it refers to.
     """
 
-    def __init__(self, given: Callable[..., Any], fused: bool) -> None:
+    def __init__(self, given: Callable[..., Any], fused: bool, inputs: object = None) -> None:
         if not callable(given):
             raise ArgumentError(f"the cell is {type(given).__name__}; it must be callable")
-        owner = given if isinstance(given, nn.Module) else getattr(given, "__self__", None)
-        self.module = owner if isinstance(owner, nn.Module) else None
+        self.scope = Scope.of(given, inputs)
         self.given = given
         self.fused = fused
         self.name = f"cell {getattr(given, '__name__', type(given).__name__)}"
@@ -72,6 +68,13 @@ class Cell:
 
             self.call = single
 
+    def is_compiled(self) -> bool:
+        """Whether `torch.compile` made it, or a part of it."""
+        return hasattr(self.given, "_torchdynamo_orig_callable") or any(
+            type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+            for module in self.scope.modules
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -91,8 +94,8 @@ class Facts:
     wants : tuple of tuple of bool
         Which leaves of state 0, 1, ... take part in the gradient; the last
         holds for all later ones.
-    draws : bool
-        Whether it draws random numbers.
+    draws : tuple of bool
+        For each generator whether it draws from it.
     graded : bool
         Whether it must be run with a graph to give the same bits: some kernels
         are others under `no_grad`.
@@ -113,7 +116,7 @@ class Facts:
     summed: tuple[bool, ...]
     differentiable: tuple[bool, ...]
     wants: tuple[tuple[bool, ...], ...]
-    draws: bool
+    draws: tuple[bool, ...]
     graded: bool
     buffers: Buffers
     parameters: tuple[Tensor, ...]
@@ -157,226 +160,3 @@ def _leaves(tree: Any, spec: pytree.TreeSpec, what: str, t: int) -> list[Tensor]
             f"{spec} with tensors for leaves; it must be the same at every step"
         )
     return leaves
-
-
-def explore(
-    cell: Cell,
-    state: Any,
-    inputs: Inputs,
-    parameters: Sequence[Tensor] | None,
-    draws: bool | None,
-) -> Facts:
-    """Run a cell a few times and return what it does; everything is put back.
-
-    Raises
-    ------
-    StateError
-        If it returns another kind of state than it gets, writes to the state
-        it gets, or changes attributes of its module.
-    ArgumentError
-        If the state is no pytree of tensors, or it uses tensors of a graph that
-        were not given as parameters.
-    """
-    leaves, spec = pytree.tree_flatten(state)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            raise ArgumentError(
-                f"the state holds {type(leaf).__name__}; it must be a pytree of tensors"
-            )
-    own = () if cell.module is None else cell.module.parameters()
-    known = list(parameters if parameters is not None else (p for p in own if p.requires_grad))
-    known += [t for t in inputs.repeated if not any(t is p for p in known)]
-    if any(hasattr(p, "full_tensor") for p in known):
-        raise ArgumentError(
-            f"the parameters of {cell.name} are sharded; shard the module that calls unroll "
-            "(fully_shard on it gathers them around the whole sequence), not the cell"
-        )
-    with autocast(Autocast.capture(device_types([*leaves, *known, *inputs.held()]))):
-        return _explored(cell, leaves, spec, inputs, known, draws)
-
-
-def _explored(
-    cell: Cell,
-    leaves: Sequence[Tensor],
-    spec: pytree.TreeSpec,
-    inputs: Inputs,
-    known: list[Tensor],
-    draws: bool | None,
-) -> Facts:
-    modules = [] if cell.module is None else [cell.module]
-    involved = [*leaves, *known, *inputs.held()]
-
-    def look(wants: Sequence[bool]) -> _Look:
-        with untouched(modules, involved), torch.enable_grad():
-            return _look(cell, leaves, spec, inputs, wants, known)
-
-    wants = [tuple(leaf.requires_grad for leaf in leaves)]
-    looked = look(wants[0])
-    known += held_elsewhere(looked.found)
-    after = tuple(a or b for a, b in zip(looked.wants, wants[0], strict=True))
-    while after != wants[-1]:
-        wants.append(after)
-        looked = look(after)
-        after = tuple(a or b for a, b in zip(looked.wants, after, strict=True))
-    return Facts(
-        spec=spec,
-        returns_y=looked.returns_y,
-        y_spec=looked.y_spec,
-        summed=tuple(y.dim() == 0 and y.is_floating_point() for y in looked.ys),
-        differentiable=looked.differentiable,
-        wants=tuple(wants),
-        draws=looked.draws if draws is None else draws,
-        graded=_graded(cell, leaves, spec, inputs, looked, involved),
-        buffers=looked.buffers,
-        parameters=tuple(known),
-        weight=looked.weight,
-        x_kinds=looked.x_kinds,
-    )
-
-
-def _graded(
-    cell: Cell,
-    leaves: Sequence[Tensor],
-    spec: pytree.TreeSpec,
-    inputs: Inputs,
-    looked: _Look,
-    involved: Sequence[Tensor],
-) -> bool:
-    """Whether a step returns other bits without a graph, from state 0 or the one after it.
-
-    State 0 is often zeros, from which many kernels round alike.  The compiler makes
-    other kernels for either, which may differ only later.
-    """
-    if is_compiled(cell):
-        return True
-    modules = [] if cell.module is None else [cell.module]
-
-    def step(state: Sequence[Tensor], wants: Sequence[bool] | None) -> list[Tensor]:
-        given = [t.detach() for t in state]
-        if wants is not None:
-            given = [t.requires_grad_(w) for t, w in zip(given, wants, strict=True)]
-        x = inputs.sample(_FEW, fused=cell.fused, leaves=[])
-        with untouched(modules, involved), torch.set_grad_enabled(wants is not None):
-            result = cell.call(pytree.tree_unflatten(given, spec), x)
-        return [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-
-    if checksum(step(leaves, None)) != checksum(looked.results):
-        return True
-    after = looked.results[: len(leaves)]
-    return checksum(step(after, None)) != checksum(step(after, looked.wants))
-
-
-def is_compiled(cell: Cell) -> bool:
-    """Whether `torch.compile` made the cell, or a part of its module."""
-    modules = [] if cell.module is None else list(cell.module.modules())
-    return hasattr(cell.given, "_torchdynamo_orig_callable") or any(
-        type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in modules
-    )
-
-
-@dataclass(slots=True)
-class _Look:
-    returns_y: bool
-    y_spec: pytree.TreeSpec | None
-    ys: list[Tensor]  # without their graph, as `results`
-    differentiable: tuple[bool, ...]
-    wants: tuple[bool, ...]
-    draws: bool
-    buffers: Buffers
-    found: list[Tensor]
-    results: list[Tensor]
-    weight: tuple[int, int]
-    x_kinds: tuple[Kind, ...]
-
-
-def _look(
-    cell: Cell,
-    leaves: Sequence[Tensor],
-    spec: pytree.TreeSpec,
-    inputs: Inputs,
-    wants: Sequence[bool],
-    known: Sequence[Tensor],
-) -> _Look:
-    given = [t.detach().requires_grad_(w) for t, w in zip(leaves, wants, strict=True)]
-    devices = random_devices([*given, *known, *inputs.held()])
-    random = RandomState.capture(devices)
-    module = cell.module
-    attributes = {} if module is None else attributes_of(module)
-    owned = [] if module is None else list(_owned(module))
-    before = [(m, k, b, b._version, b.detach().clone()) for m, k, b in owned]
-    begun = graph_begins()
-    taken: list[Any] = []
-    x = inputs.sample(_FEW, fused=cell.fused, leaves=taken)
-    # Copies, so that a cell that writes to its state is found out, not stopped by autograd.
-    copies = [t.clone() for t in given]
-    versions = [t._version for t in copies]
-    result = cell.call(pytree.tree_unflatten(copies, spec), x)
-    for tensor, version in zip(copies, versions, strict=True):
-        if tensor._version != version:
-            raise StateError(
-                f"{cell.name} writes to the state it is given (a {tuple(tensor.shape)} tensor); "
-                "it must return new tensors"
-            )
-    if module is not None:
-        check_attributes(cell.name, attributes, attributes_of(module))
-    changed = tuple(
-        (m, k)
-        for m, k, b, version, value in before
-        if m._buffers[k] is not b or b._version != version or not torch.equal(b, value)
-    )
-    returns_y = _returns_y(cell, result, spec)
-    new_state, y = result if returns_y else (result, None)
-    new_leaves = pytree.tree_leaves(new_state)
-    for number, (old, new) in enumerate(zip(leaves, new_leaves, strict=True)):
-        is_tensor = isinstance(new, Tensor)
-        if not is_tensor or (new.shape, new.dtype, new.device) != (
-            old.shape,
-            old.dtype,
-            old.device,
-        ):
-            what = f"{tuple(new.shape)} {new.dtype} on {new.device}" if is_tensor else type(new)
-            raise StateError(
-                f"{cell.name} changed leaf {number} of its state from {tuple(old.shape)} "
-                f"{old.dtype} on {old.device} to {what}; it must return a state like the one "
-                "it got"
-            )
-    ys, y_spec = pytree.tree_flatten(y) if returns_y else ([], None)
-    for leaf in ys:
-        if not isinstance(leaf, Tensor):
-            raise StateError(f"{cell.name} returns {type(leaf).__name__} in y; tensors only")
-    own = {id(t) for t in [*given, *(leaf for _, leaf in taken)]}
-    roots = [t for t in [*new_leaves, *ys] if t.requires_grad]
-    found = list(leaves_below(roots, own, known, begun, cell.name))
-    return _Look(
-        returns_y,
-        y_spec,
-        [t.detach() for t in ys],
-        tuple(t.requires_grad for t in ys),
-        tuple(t.requires_grad for t in new_leaves),
-        not random.same_as(RandomState.capture(devices)),
-        changed,
-        found,
-        [t.detach() for t in [*new_leaves, *ys]],
-        graph_weight(roots, begun),
-        tuple((t.shape, t.dtype, t.device) for t in tensors_of(x)),
-    )
-
-
-def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    for inner in module.modules():
-        for key, buffer in inner._buffers.items():
-            if buffer is not None:
-                yield inner, key, buffer
-
-
-def _returns_y(cell: Cell, result: Any, spec: pytree.TreeSpec) -> bool:
-    if pytree.tree_structure(result) == spec:
-        return False
-    if isinstance(result, tuple) and len(result) == 2:
-        if pytree.tree_structure(result[0]) == spec:
-            return True
-        result = result[0]
-    raise StateError(
-        f"{cell.name} got a state of structure {spec} and returned "
-        f"{pytree.tree_structure(result)}; it must return a state like it, or (state, y)"
-    )

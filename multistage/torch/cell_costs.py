@@ -22,7 +22,6 @@ from ..plan.interval import shortest_interval
 from ..probe import action_seconds, probe_store, with_driver
 from .cell import Facts
 from .collector import Collector
-from .exploring import untouched
 from .inputs import InputGradients, Inputs
 from .measure import seconds_of
 from .meter import Meter
@@ -176,12 +175,11 @@ def sample_chunks(
     tapes : bool
         Whether it matters what the graphs save.
     """
-    cell, inputs = chain.cell, chain.inputs
+    inputs = chain.inputs
     found: list[Sample] = []
     began = time.perf_counter()
-    modules = [] if cell.module is None else [cell.module]
     sizes = [1 << k for k in range(20)] if chunk is None else [1, min(chunk, inputs.steps)]
-    with untouched(modules, list(state)):
+    with chain.replaying():
         for size in sizes:
             if size > inputs.steps or (found and size == found[-1].chunk):
                 break
@@ -199,14 +197,15 @@ def sample_chunks(
 def _sample(whole: ThroughTime, state: Sequence[Tensor], chunk: int, tapes: bool) -> Sample:
     cell, facts, inputs, device = whole.cell, whole.facts, whole.inputs, whole.device
     few = Inputs(inputs.given, chunk)
+    few.known_as(facts.parameters)
     collector = Collector(facts, chunk, "stack", cell.fused)
-    chain = ThroughTime(cell, facts, few, collector, chunk, False, whole.generators, device)
+    chain = ThroughTime(cell, facts, few, collector, whole.around, chunk, device)
     chain.sums = [None] * len(facts.parameters)
     chain.of_inputs = InputGradients(few)
     first = chain.first(state)
     forwards, turns, peak = [], [], 0
     saved: tuple[int, ...] | None = None
-    with chain.settled(keep=False):
+    with chain.around.settled(keep=False):
         # The first turn is for what comes once, as workspaces of libraries; it is not measured.
         for number in range(5):
             chain.front = 0

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from ..errors import StateError
 from .environment import Environment, generators_of, undo_of
 from .meter import storages_of
 from .runner import Traits
 from .scope import Scope
 
 Call = Callable[[Any], Any]
-_PLAIN = (bool, int, float, str, bytes, type(None), tuple)
 
 
 def tensors_of(state: Any) -> list[Tensor]:
@@ -78,22 +76,6 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def buffers_of(stage: Call) -> list[tuple[nn.Module, str, Tensor]]:
     """Return the buffers that a stage refers to: owner, name, tensor."""
     return Scope.of(stage).buffers()
-
-
-def attributes_of(stage: Call) -> dict[tuple[str, str], object]:
-    """Return the plain attributes of a stage's modules, and the identity of its tensors."""
-    if not isinstance(stage, nn.Module):
-        return {}
-    found: dict[tuple[str, str], object] = {}
-    for path, module in stage.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, _PLAIN):
-                found[path, key] = value
-            elif isinstance(value, Tensor):
-                found[path, key] = (id(value), value._version)
-            elif isinstance(value, (list, dict, set)) and not key.startswith("_"):
-                found[path, key] = len(value)
-    return found
 
 
 def explore(
@@ -225,15 +207,3 @@ def _groups(
             )
         )
     return tuple(tuple(group) for group in groups), tuple(traits)
-
-
-def check_attributes(name: str, before: dict[Any, object], after: dict[Any, object]) -> None:
-    """Raise StateError if a stage's attributes are others after it ran; see `attributes_of`."""
-    for key in before.keys() | after.keys():
-        if before.get(key) != after.get(key):
-            path, attribute = key
-            what = f"{path}.{attribute}" if path else attribute
-            raise StateError(
-                f"{name} changes its attribute {what!r} when it runs; running it again would "
-                "change it once more: keep such state in a buffer, or outside the chain"
-            )

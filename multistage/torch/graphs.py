@@ -97,9 +97,12 @@ def held_elsewhere(leaves: list[Tensor], *, collect: bool = False) -> list[Tenso
     """
     references = [weakref.ref(leaf) for leaf in leaves]
     leaves.clear()
-    if collect:
+    found = [leaf for reference in references if (leaf := reference()) is not None]
+    if found and collect:
+        found.clear()
         gc.collect()
-    return [leaf for reference in references if (leaf := reference()) is not None]
+        found += [leaf for reference in references if (leaf := reference()) is not None]
+    return found
 
 
 def graph_weight(roots: Sequence[Tensor], begun: int) -> tuple[int, int]:

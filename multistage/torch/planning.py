@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..backends.base import Store
 from ..backends.urls import TierName
@@ -127,7 +127,7 @@ def planned(
         layout.nbytes,
         _kinds(facts.parameters),
         facts.x_kinds,
-        chain.autocast,
+        chain.around.settings,
         tuple(number.bit_length() for number in facts.weight),
     )
     known = _plans.get(key)
@@ -192,13 +192,12 @@ def _page_tier(store: Store, device: torch.device, settings: Settings) -> Tier |
 
 def _identity(cell: Cell) -> object:
     """Return what tells cells of one kind from others; plans of a kind are shared."""
-    if cell.module is not None:
-        shapes = tuple(
-            (p.shape, p.dtype, p.device, p.requires_grad) for p in cell.module.parameters()
-        )
-        return type(cell.module), cell.name, shapes, cell.module.training
+    given = cell.given
+    if isinstance(given, nn.Module):
+        shapes = tuple((p.shape, p.dtype, p.device, p.requires_grad) for p in given.parameters())
+        return type(given), cell.name, shapes, given.training
     # No object that keeps the cell, or what it refers to, alive.
-    function = getattr(cell.given, "func", cell.given)  # of a partial
+    function = getattr(given, "func", given)  # of a partial
     return getattr(function, "__code__", type(function))
 
 

@@ -25,7 +25,7 @@ from .checksums import Checksums
 from .collector import Collector
 from .graphs import graph_begins, held_elsewhere, leaves_below
 from .inputs import InputGradients, Inputs, Place
-from .replay import Autocast, RandomState, autocast
+from .surroundings import Surroundings
 from .tensors import TensorState
 
 Gradients = tuple[Tensor | None, ...]
@@ -41,14 +41,11 @@ class ThroughTime:
     Parameters
     ----------
     cell, facts, inputs, collector
+    around : Surroundings
     chunk : int
         Time steps per step of the chain.
-    watch : bool
-        Whether to look at every graph for tensors nobody told of.
-    generators : sequence of torch.device
-        Whose random numbers the cell may draw, beside the CPU's.
-    device : torch.device, optional
-        Where the states lie; the CPU if not given.
+    device : torch.device
+        Where the states lie.
     """
 
     in_place = False
@@ -61,10 +58,9 @@ class ThroughTime:
         facts: Facts,
         inputs: Inputs,
         collector: Collector,
+        around: Surroundings,
         chunk: int,
-        watch: bool,
-        generators: Sequence[torch.device] = (),
-        device: torch.device | None = None,
+        device: torch.device,
     ) -> None:
         self.cell, self.facts, self.inputs, self.collector = cell, facts, inputs, collector
         self.chunk = chunk
@@ -75,12 +71,7 @@ class ThroughTime:
         # For the state after each chunk, with y of its last step: who is the same tensor as whom.
         self.patterns: dict[int, tuple[int, ...]] = {}
         self.output_gradients: Sequence[Tensor | None] = ()
-        self._watch = watch
-        self.generators, self.device = list(generators), device or torch.device("cpu")
-        self.autocast = Autocast.capture(sorted({"cpu", *(d.type for d in generators)}))
-        modules = [] if cell.module is None else list(cell.module.modules())
-        self._training = [(m, m.training) for m in modules]
-        self._versions = [(p, p._version) for p in facts.parameters]
+        self.around, self.device = around, device
 
     @property
     def n_steps(self) -> int:
@@ -90,40 +81,16 @@ class ThroughTime:
 
     def names(self, state_names: Sequence[str]) -> list[str]:
         """Return names of a state's tensors, for messages."""
-        names = list(state_names)
-        if self.facts.draws:
-            names += ["random state of cpu", *(f"random state of {d}" for d in self.generators)]
-        return names + [f"buffer {key}" for _, key in self.facts.buffers]
+        return [*state_names, *self.around.names()]
 
     def first(self, leaves: Sequence[Tensor]) -> TensorState:
         """Return state 0, with what is in the generators and buffers now."""
         self.patterns[-1] = pattern_of(leaves)
-        return TensorState([*(t.detach() for t in leaves), *self._surroundings()])
-
-    def _surroundings(self) -> list[Tensor]:
-        found: list[Tensor] = []
-        if self.facts.draws:
-            state = RandomState.capture(self.generators)
-            found = [state.cpu, *(t for _, t in state.devices)]
-        for module, key in self.facts.buffers:
-            buffer = module._buffers[key]
-            assert buffer is not None
-            found.append(buffer.detach().clone())
-        return found
-
-    def _surround(self, tensors: Sequence[Tensor]) -> None:
-        """Put generators and buffers in the state they had."""
-        rest = list(tensors)
-        if self.facts.draws:
-            devices = list(zip(self.generators, rest[1:], strict=False))
-            RandomState(rest[0], devices).restore()
-            rest = rest[1 + len(devices) :]
-        for (module, key), value in zip(self.facts.buffers, rest, strict=True):
-            module._buffers[key] = value.clone()
+        return TensorState([*(t.detach() for t in leaves), *self.around.now()])
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        """Make modes and settings those of the forward sweep; put the present back at the end.
+        """Make everything what it was in the forward sweep; put the present back at the end.
 
         Raises
         ------
@@ -132,80 +99,13 @@ class ThroughTime:
         """
         if self.inputs.changed():
             raise StateError("inputs was changed in place between forward and backward")
-        for parameter, version in self._versions:
-            if parameter._version != version:
-                raise StateError(
-                    f"a parameter of {self.cell.name}, of shape {tuple(parameter.shape)}, was "
-                    "changed in place between forward and backward"
-                )
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.settled(keep=False))
-            for module, training in self._training:
-                if module.training != training:
-                    stack.callback(setattr, module, "training", module.training)
-                    module.training = training
+        with self.around.replaying():
             yield
-
-    @contextlib.contextmanager
-    def settled(self, *, keep: bool) -> Iterator[None]:
-        """Keep the module's own buffers, as objects; with `keep`, with the values at the end.
-
-        Generators are put back as they were unless `keep`.  Autocast is as it
-        was when the sequence began, without its cache of weights, which would
-        belong to the graph of some other step.
-        """
-        buffers = [(m, k, m._buffers[k]) for m, k in self.facts.buffers]
-        random = RandomState.capture(self.generators) if self.facts.draws and not keep else None
-        try:
-            with autocast(self.autocast):
-                yield
-        finally:
-            if random is not None:
-                random.restore()
-            for module, key, buffer in buffers:
-                value = module._buffers[key]
-                module._buffers[key] = buffer
-                if keep and value is not buffer:
-                    with torch.no_grad():
-                        buffer.copy_(value)  # type: ignore[union-attr, arg-type]
 
     # ------------------------------------------------------------------- steps
 
     def _steps(self, k: int) -> tuple[int, int]:
         return k * self.chunk, min((k + 1) * self.chunk, self.inputs.steps)
-
-    def run(
-        self,
-        state: Any,
-        start: int,
-        stop: int,
-        take: Callable[[int, list[Tensor]], None],
-        x: Callable[..., Any],
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Run time steps; hand the leaves of each y to `take`.
-
-        Returns
-        -------
-        leaves, ys : lists of Tensor
-            Of the state after them, and of y of the last.
-        """
-        call, facts, name = self.cell.call, self.facts, self.cell.name
-        ys: list[Tensor] = []
-        if self.cell.fused:
-            result = call(state, x(start, stop))
-            state, y = facts.split(result, name, start)
-            if facts.returns_y:
-                ys = facts.y_leaves(y, name, start)
-                take(start, ys)
-        elif not facts.returns_y:
-            for t in range(start, stop):
-                state = call(state, x(t))
-        else:
-            for t in range(start, stop):
-                state, y = facts.split(call(state, x(t)), name, t)
-                ys = facts.y_leaves(y, name, t)
-                take(t, ys)
-        return facts.leaves(state, name, stop - 1), ys
 
     def _noted(self, k: int, leaves: Sequence[Tensor], ys: Sequence[Tensor]) -> tuple[int, ...]:
         """Note which results of a chunk are the same tensor; return it."""
@@ -230,19 +130,21 @@ class ThroughTime:
                 given = self._given(state, k, graph=self.facts.graded)
                 first, last = self._steps(k)
                 user = pytree.tree_unflatten(list(given), self.facts.spec)
-                leaves, ys = self.run(user, first, last, self.collector.add if new else _ignore, x)
+                take = self.collector.add if new else _ignore
+                leaves, ys = run_steps(self.cell, self.facts, user, (first, last), take, x)
                 self._noted(k, leaves, ys)
                 if new:
                     self.checksums.note(k, [*leaves, *ys])
                 state.checked()
-                state = TensorState([*(t.detach() for t in leaves), *self._surroundings()])
+                rest = self.around.after(first, last) if new else self.around.now()
+                state = TensorState([*(t.detach() for t in leaves), *rest])
         return state
 
     def _given(self, state: TensorState, k: int, *, graph: bool) -> list[Tensor]:
         """Return the state before a chunk for the cell to run on, in the surroundings of then."""
         tensors = state.checked()
         count = self.facts.spec.num_leaves
-        self._surround(tensors[count:])
+        self.around.reinstall(tensors[count:])
         pattern, wants = self.patterns[k - 1], self.facts.wants_at(k)
         given: list[Tensor] = []
         for i, tensor in enumerate(tensors[:count]):
@@ -305,11 +207,10 @@ class ThroughTime:
         if not roots:
             return (None,) * len(given)
         unknown: list[Tensor] = []
-        if self._watch:
-            own = {id(t) for t in [*given, *(x for _, x in xs)]}
-            below = [t for t, _ in roots]
-            unknown += leaves_below(below, own, facts.parameters, again.begun, self.cell.name)
-            del below
+        own = {id(t) for t in [*given, *(x for _, x in xs)]}
+        below = [t for t, _ in roots]
+        unknown += leaves_below(below, own, facts.parameters, again.begun, self.cell.name)
+        del below
         wanted = [t for i, t in enumerate(given) if t.requires_grad and self._is_first(k, i)]
         # Made last, and so served first: the sums of the chunks above.
         for tensor, so_far in zip(facts.parameters, self.sums, strict=True):
@@ -343,16 +244,18 @@ class ThroughTime:
         first, last = self._steps(k)
         xs: list[tuple[Place, Tensor]] = []
         ys: list[tuple[int, list[Tensor]]] = []
-        begun = graph_begins() if self._watch else 0
-        leaves, last_ys = self.run(
+        begun = graph_begins()
+        leaves, last_ys = run_steps(
+            self.cell,
+            self.facts,
             pytree.tree_unflatten(given, self.facts.spec),
-            first,
-            last,
+            (first, last),
             lambda t, y: ys.append((t, y)),
             (lambda t, until: inputs.many(t, until, xs)) if fused else lambda t: inputs.at(t, xs),
         )
         if self.checksums is not None and self.checksums.differs(k, [*leaves, *last_ys]):
             self._refuse_other(k)
+        self.around.refuse_graphs(first, last)
         self._check_wants(k, leaves, ys)
         return _Again(given, leaves, xs, ys, self._noted(k, leaves, last_ys), begun)
 
@@ -436,6 +339,40 @@ class _Again:
     ys: list[tuple[int, list[Tensor]]]
     pattern: tuple[int, ...]  # which results of its last step are one tensor
     begun: int
+
+
+def run_steps(
+    cell: Cell,
+    facts: Facts,
+    state: Any,
+    steps: tuple[int, int],
+    take: Callable[[int, list[Tensor]], None],
+    x: Callable[..., Any],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run time steps; hand the leaves of each y to `take`.
+
+    Returns
+    -------
+    leaves, ys : lists of Tensor
+        Of the state after them, and of y of the last.
+    """
+    call, name = cell.call, cell.name
+    start, stop = steps
+    ys: list[Tensor] = []
+    if cell.fused:
+        state, y = facts.split(call(state, x(start, stop)), name, start)
+        if facts.returns_y:
+            ys = facts.y_leaves(y, name, start)
+            take(start, ys)
+    elif not facts.returns_y:
+        for t in range(start, stop):
+            state = call(state, x(t))
+    else:
+        for t in range(start, stop):
+            state, y = facts.split(call(state, x(t)), name, t)
+            ys = facts.y_leaves(y, name, t)
+            take(t, ys)
+    return facts.leaves(state, name, stop - 1), ys
 
 
 def pattern_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:

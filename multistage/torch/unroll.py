@@ -18,15 +18,19 @@ from ..backends.urls import Tiers, tier_names
 from ..errors import ArgumentError, MultistageError
 from ..execute import Executor
 from ..progress import Bars
-from .cell import Cell, Facts, explore
+from .cell import Cell, Facts
 from .cell_costs import STRATEGIES, Strategy, UnrollPlan
 from .collector import Collector
+from .environment import generators_of
+from .exploring import tensors_of
+from .exploring_cells import explore
 from .inputs import InputGradients, Inputs
 from .offload import offload
 from .planning import TRAVELS_BYTES, Settings, planned
-from .replay import cuda_or_cpu, random_devices, refuse_hidden_draws
+from .randomness import cuda_or_cpu, refuse_hidden_draws
+from .surroundings import Surroundings
 from .tensors import TensorLayout, TensorState, TensorStates
-from .through_time import ThroughTime
+from .through_time import ThroughTime, run_steps
 from .tiers import open_tiers
 
 _OUTPUTS = ("stack", "sum", "last")
@@ -166,20 +170,21 @@ def unroll(
         raise ArgumentError(f"outputs={outputs!r} is not known; choose one of {_OUTPUTS}, None, f")
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise ArgumentError(f"chunk={chunk!r} must be an int, at least 1")
-    known = Cell(cell, fused)
     sequence = Inputs(inputs, steps)
+    known = Cell(cell, fused, inputs if sequence.made else None)
     settings = Settings(memory, tier_names(tiers), chunk, strategy, progress)
     leaves = pytree.tree_leaves(state)
-    facts = explore(known, state, sequence, parameters, random)
+    generators = generators_of([known.scope], [*tensors_of(state), *sequence.held()])
+    facts = explore(known, state, sequence, generators, parameters, random)
     wanted = [*leaves, *sequence.tensors(), *facts.parameters]
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
         return _plain(known, facts, state, sequence, outputs, chunk, graph=False)
     sequence.known_as(facts.parameters)
     involved = [*leaves, *sequence.held(), *facts.parameters]
-    device, devices = cuda_or_cpu(involved), random_devices(involved)
+    device, around = cuda_or_cpu(involved), Surroundings(known, facts, generators, involved)
     store = open_tiers(settings.tiers, device)
     collector = Collector(facts, sequence.steps, outputs, known.fused)
-    chain = ThroughTime(known, facts, sequence, collector, 1, True, devices, device)
+    chain = ThroughTime(known, facts, sequence, collector, around, 1, device)
     return _run(chain, state, store, settings, outputs)
 
 
@@ -206,7 +211,7 @@ def _run(
         with tapes:
             result = _plain(known, facts, state, sequence, outputs, settings.chunk, graph=True)
         return Unrolled(result.state, result.loss, result.outputs, chosen)
-    refuse_hidden_draws([known.module], known.name)
+    refuse_hidden_draws(known.scope.modules, known.name)
     chain.chunk = chosen.chunk
     if not chosen.plan.writes:
         store = None
@@ -249,12 +254,12 @@ def _plain(
 ) -> Unrolled:
     """Run the steps as they are written, with or without a graph."""
     collector = Collector(facts, inputs.steps, mode, cell.fused, graph=graph)
-    chain = ThroughTime(cell, facts, inputs, collector, inputs.steps, False)
     x = inputs.many if cell.fused else inputs.at
     size = inputs.steps if chunk is None else chunk
     last = state
     for start in range(0, inputs.steps, size):
-        leaves, _ = chain.run(last, start, min(start + size, inputs.steps), collector.add, x)
+        steps = start, min(start + size, inputs.steps)
+        leaves, _ = run_steps(cell, facts, last, steps, collector.add, x)
         last = pytree.tree_unflatten(leaves, facts.spec)
     loss, outputs = _results(facts, collector.values())
     return Unrolled(last, loss, outputs, None)
@@ -300,7 +305,7 @@ class _Run:
     def forward(self) -> TensorState:
         """Run all steps; return the last state."""
         assert self._plan.plan is not None
-        with contextlib.closing(self._bars) as bars, self.chain.settled(keep=True):
+        with contextlib.closing(self._bars) as bars, self.chain.around.settled(keep=True):
             bars.start(self._plan.plan.n_steps)
             last = self._executor.forward(self._plan.plan.schedule(), self._first)
         self._ready = True

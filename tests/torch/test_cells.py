@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
+import random
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -446,3 +450,219 @@ def test_a_compiled_cell() -> None:
         return gradients(net)
 
     assert_alike(run)
+
+
+# ----------------------------------------------------------------- hidden state
+
+
+class Net(nn.Module):
+    """A part of the cells below, whose state counts the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("kept", torch.zeros(BATCH, WIDTH))
+        self.register_buffer("count", torch.ones(()))
+        self.generator = torch.Generator()
+        self.helper = SimpleNamespace(calls=0)
+        self._memories: dict[str, Any] = {"v": torch.zeros(BATCH, WIDTH)}
+
+    def forward(self, state: tuple[Tensor, Tensor], x: Tensor) -> Any:
+        h = torch.tanh(self.linear(state[0]) + x)
+        h = self.change(h, int(state[1]))
+        return (h, state[1] + 1), h.square().sum()
+
+    def change(self, h: Tensor, t: int) -> Tensor:
+        raise NotImplementedError
+
+
+class Helper(Net):
+    def change(self, h: Tensor, t: int) -> Tensor:
+        self.helper.calls += 1
+        return h * (1 + 0.01 * self.helper.calls)
+
+
+class Truncated(Net):
+    """The numbers are the same, the graph is not."""
+
+    def change(self, h: Tensor, t: int) -> Tensor:
+        self.helper.calls += 1
+        return h.detach() if self.helper.calls % 5 == 0 else h
+
+
+class OfClass(Net):
+    calls = 0
+
+    def change(self, h: Tensor, t: int) -> Tensor:
+        if t > 6:
+            OfClass.calls += 1
+        return h * (1 + 0.01 * OfClass.calls)
+
+
+class Spiking(Net):
+    def change(self, h: Tensor, t: int) -> Tensor:
+        self._memories["v"] = 0.9 * self._memories["v"] + h
+        return torch.tanh(self._memories["v"])
+
+
+class Membrane(Net):
+    def change(self, h: Tensor, t: int) -> Tensor:
+        self.kept = 0.9 * self.kept + h
+        return torch.tanh(self.kept)
+
+
+class LateMembrane(Net):
+    def change(self, h: Tensor, t: int) -> Tensor:
+        new = 0.9 * self.kept + h
+        self.kept = new if t > 6 else new.detach()
+        return torch.tanh(new)
+
+
+class LateBuffer(Net):
+    def change(self, h: Tensor, t: int) -> Tensor:
+        h = h * self.count
+        if t > 6:
+            self.count += 0.1
+        return h
+
+
+class LateDraws(Net):
+    def change(self, h: Tensor, t: int) -> Tensor:
+        return h * torch.rand(WIDTH) if t > 6 else h
+
+
+class LateNumPy(Net):
+    def change(self, h: Tensor, t: int) -> Tensor:
+        return h * float(np.random.rand()) if t > 6 else h
+
+
+class AllGenerators(Net):
+    def change(self, h: Tensor, t: int) -> Tensor:
+        own = torch.rand(WIDTH, generator=self.generator)
+        return h * own * (float(np.random.rand()) + random.random())
+
+
+class TwoNorms(Net):
+    """One buffer of two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.register_buffer("count", self.count)
+
+    def change(self, h: Tensor, t: int) -> Tensor:
+        self.count.add_(1)
+        inner: Tensor = self.inner.count  # type: ignore[assignment]
+        return h * self.count.clone() / inner.add_(1).clone()
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def change(self, h: Tensor, t: int) -> Tensor:
+        return self.norm(h)  # type: ignore[no-any-return]
+
+
+def by_strategy(make: Callable[[], Net], strategy: str, wrapped: bool) -> list[Any]:
+    """Return loss, gradients, buffers, and what the generators give next."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    net, xs = make(), sequence()
+    net.generator.manual_seed(1)
+    cell: Any = (lambda state, x: net(state, x)) if wrapped else net
+    state: Any = zeros(), torch.zeros(())
+    if strategy == "plain":
+        loss = torch.zeros(())
+        for x in xs:
+            state, step_loss = cell(state, x)
+            loss = loss + step_loss
+    else:
+        chunk = None if strategy == "keep" else 3
+        out = mst.unroll(cell, state, xs, strategy=strategy, chunk=chunk)  # type: ignore[arg-type]
+        assert out.loss is not None
+        loss = out.loss
+    loss.backward()
+    drawn = [
+        torch.rand(1),
+        random.random(),
+        np.random.rand(),
+        torch.rand(1, generator=net.generator),
+    ]
+    return [loss, *gradients(net), *net.buffers(), *(torch.as_tensor(d) for d in drawn)]
+
+
+@pytest.mark.parametrize("strategy", ["keep", "recompute"])
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("kind", [AllGenerators, TwoNorms, Normed])
+def test_generators_and_buffers_are_as_in_plain_training(
+    kind: type[Net], wrapped: bool, strategy: str
+) -> None:
+    """Also of a module that a function refers to."""
+    for a, b in zip(*(by_strategy(kind, s, wrapped) for s in ("plain", strategy)), strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Helper, r"changes .*helper.* \(in its first step\).*return it in the state"),
+        (Truncated, r"changes .*helper"),
+        (OfClass, r"changes class attribute 'OfClass.calls' when it runs \(at steps 6 to 8\)"),
+        (Spiking, r"changes .*_memories'\['v'\].*return it in the state"),
+        (Membrane, r"keeps a tensor with a graph in buffer 'kept' of Membrane"),
+        (LateMembrane, r"keeps a tensor with a graph in buffer 'kept' of LateMembrane \(at steps"),
+        (LateBuffer, r"changes buffer '.*count' when it runs \(at steps"),
+        (LateDraws, r"draws from torch's generator of cpu at steps .*random=True"),
+        (LateNumPy, r"draws from NumPy's generator.* at steps .*random=True"),
+    ],
+)
+def test_hidden_state_is_refused(kind: type[Net], message: str, wrapped: bool) -> None:
+    """Its gradient was 5 to 67 % off."""
+    OfClass.calls = 0
+    with pytest.raises(StateError, match=message):
+        by_strategy(kind, "recompute", wrapped)
+
+
+def test_late_draws_are_right_where_that_is_said() -> None:
+    torch.manual_seed(0)
+    net, xs = LateDraws(), sequence()
+    losses = []
+    for strategy in ("keep", "recompute"):
+        torch.manual_seed(1)
+        out = mst.unroll(
+            net,
+            (zeros(), torch.zeros(())),
+            xs,
+            strategy=strategy,
+            chunk=3,
+            random=True,  # type: ignore[arg-type]
+        )
+        net.zero_grad()
+        assert out.loss is not None
+        out.loss.backward()
+        losses.append([out.loss, *gradients(net), torch.rand(1)])
+    for a, b in zip(*losses, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+class Unseen:
+    """State in an object that nothing can look into."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def __call__(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h * 0.5 + x) * (1 + 0.01 * max(0, next(self._numbers) - 40))
+        return h, h.sum()
+
+
+def test_what_cannot_be_seen_shows_in_the_numbers() -> None:
+    h = zeros().requires_grad_()
+    out = unrolled(Unseen(), h, torch.randn(60, BATCH, WIDTH), False)
+    with pytest.raises(StateError, match="returned other numbers at steps 57 to 59"):
+        out.loss.backward()
+    assert h.grad is None

@@ -1,0 +1,247 @@
+"""What a cell does, found by running it a few times; everything is put back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import ArgumentError, StateError
+from .cell import Buffers, Cell, Facts, Kind
+from .checksums import checksum
+from .environment import Environment
+from .exploring import tensors_of
+from .graphs import graph_begins, graph_weight, held_elsewhere, leaves_below
+from .inputs import Inputs
+from .randomness import Generators, device_types
+from .settings import Autocast, autocast
+from .surroundings import refuse_changes, refuse_graph
+
+_FEW = 8  # steps of a fused cell to look at
+
+
+def explore(
+    cell: Cell,
+    state: Any,
+    inputs: Inputs,
+    generators: Generators,
+    parameters: Sequence[Tensor] | None,
+    draws: bool | None,
+) -> Facts:
+    """Run a cell a few times and return what it does; everything is put back.
+
+    Raises
+    ------
+    StateError
+        If it returns another kind of state than it gets, writes to the state
+        it gets, changes what it refers to, or returns other numbers each time.
+    ArgumentError
+        If the state is no pytree of tensors, or it uses tensors of a graph that
+        were not given as parameters.
+    """
+    leaves, spec = pytree.tree_flatten(state)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise ArgumentError(
+                f"the state holds {type(leaf).__name__}; it must be a pytree of tensors"
+            )
+    own = [p for m in cell.scope.modules for p in m._parameters.values() if p is not None]
+    wanting = {id(p): p for p in own if p.requires_grad}
+    known = list(wanting.values() if parameters is None else parameters)
+    known += [t for t in inputs.repeated if not any(t is p for p in known)]
+    if any(hasattr(p, "full_tensor") for p in known):
+        raise ArgumentError(
+            f"the parameters of {cell.name} are sharded; shard the module that calls unroll "
+            "(fully_shard on it gathers them around the whole sequence), not the cell"
+        )
+    with autocast(Autocast.capture(device_types([*leaves, *known, *inputs.held()]))):
+        return _Explorer(cell, leaves, spec, inputs, generators, known).facts(draws)
+
+
+@dataclass(slots=True)
+class _Look:
+    returns_y: bool
+    y_spec: pytree.TreeSpec | None
+    ys: list[Tensor]  # without their graph, as `results`
+    differentiable: tuple[bool, ...]
+    wants: tuple[bool, ...]
+    draws: tuple[bool, ...]
+    buffers: Buffers
+    found: list[Tensor]
+    results: list[Tensor]
+    weight: tuple[int, int]
+    x_kinds: tuple[Kind, ...]
+
+
+class _Explorer:
+    def __init__(
+        self,
+        cell: Cell,
+        leaves: Sequence[Tensor],
+        spec: pytree.TreeSpec,
+        inputs: Inputs,
+        generators: Generators,
+        known: list[Tensor],
+    ) -> None:
+        self._cell, self._leaves, self._spec = cell, leaves, spec
+        self._inputs, self._generators, self._known = inputs, generators, known
+        self._random = generators.capture()
+        self._buffers = [(module, key) for module, key, _ in cell.scope.buffers()]
+        self._around = Environment(cell.scope, cell.name, self._buffers)
+
+    def facts(self, draws: bool | None) -> Facts:
+        """Look until nothing new shows; return what was seen."""
+        wants = [tuple(leaf.requires_grad for leaf in self._leaves)]
+        looked = self._look(wants[0])
+        self._known += held_elsewhere(looked.found)
+        after = tuple(a or b for a, b in zip(looked.wants, wants[0], strict=True))
+        while after != wants[-1]:
+            wants.append(after)
+            looked = self._look(after)
+            after = tuple(a or b for a, b in zip(looked.wants, after, strict=True))
+        return Facts(
+            spec=self._spec,
+            returns_y=looked.returns_y,
+            y_spec=looked.y_spec,
+            summed=tuple(y.dim() == 0 and y.is_floating_point() for y in looked.ys),
+            differentiable=looked.differentiable,
+            wants=tuple(wants),
+            draws=looked.draws if draws is None else (draws,) * len(self._random),
+            graded=self._graded(looked, wants[-1]),
+            buffers=looked.buffers,
+            parameters=tuple(self._known),
+            weight=looked.weight,
+            x_kinds=looked.x_kinds,
+        )
+
+    @contextlib.contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Run the cell as it is now; put everything back."""
+        try:
+            with self._around.again(random=False):
+                yield
+        finally:
+            self._generators.restore(self._random)
+
+    def _graded(self, looked: _Look, wants: Sequence[bool]) -> bool:
+        """Whether a step returns other bits without a graph, from state 0 or the one after it.
+
+        State 0 is often zeros, from which many kernels round alike.  The compiler
+        makes other kernels for either, which may differ only later.
+        """
+        cell, spec = self._cell, self._spec
+
+        def step(state: Sequence[Tensor], wants: Sequence[bool] | None) -> int:
+            given = [t.detach() for t in state]
+            if wants is not None:
+                given = [t.requires_grad_(w) for t, w in zip(given, wants, strict=True)]
+            with self._untouched(), torch.set_grad_enabled(wants is not None):
+                x = self._inputs.sample(_FEW, fused=cell.fused, leaves=[])
+                result = cell.call(pytree.tree_unflatten(given, spec), x)
+            return checksum([t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)])
+
+        seen = checksum(looked.results)
+        if cell.is_compiled():
+            return True
+        if step(self._leaves, None) != seen:
+            if step(self._leaves, wants) != seen:
+                raise StateError(
+                    f"{cell.name} returned other numbers when its first step was run again: it "
+                    "must depend on its state, inputs, parameters and buffers alone; return what "
+                    "it remembers in the state, and choose deterministic operators "
+                    "(torch.use_deterministic_algorithms)"
+                )
+            return True
+        after = looked.results[: len(self._leaves)]
+        return step(after, None) != step(after, looked.wants)
+
+    def _look(self, wants: Sequence[bool]) -> _Look:
+        with self._untouched(), torch.enable_grad():
+            return self._looked(wants)
+
+    def _looked(self, wants: Sequence[bool]) -> _Look:
+        cell, leaves, spec, inputs = self._cell, self._leaves, self._spec, self._inputs
+        given = [t.detach().requires_grad_(w) for t, w in zip(leaves, wants, strict=True)]
+        before = [(m, k, b, b._version, b.detach().clone()) for m, k, b in self._owned()]
+        begun = graph_begins()
+        taken: list[Any] = []
+        x = inputs.sample(_FEW, fused=cell.fused, leaves=taken)
+        # Copies, so that a cell that writes to its state is found out, not stopped by autograd.
+        copies = [t.clone() for t in given]
+        versions = [t._version for t in copies]
+        result = cell.call(pytree.tree_unflatten(copies, spec), x)
+        for tensor, version in zip(copies, versions, strict=True):
+            if tensor._version != version:
+                raise StateError(
+                    f"{cell.name} writes to the state it is given (a {tuple(tensor.shape)} "
+                    "tensor); it must return new tensors"
+                )
+        drawn = self._generators.drawn(self._random, self._generators.capture())
+        refuse_changes(cell.name, self._around, "in its first step")
+        changed = tuple(
+            (m, k)
+            for m, k, b, version, value in before
+            if m._buffers[k] is not b or b._version != version or not torch.equal(b, value)
+        )
+        for module, key in changed:
+            refuse_graph(cell.name, module, key, "in its first step")
+        returns_y = _returns_y(cell, result, spec)
+        new_state, y = result if returns_y else (result, None)
+        new_leaves = pytree.tree_leaves(new_state)
+        for number, (old, new) in enumerate(zip(leaves, new_leaves, strict=True)):
+            is_tensor = isinstance(new, Tensor)
+            if not is_tensor or (new.shape, new.dtype, new.device) != (
+                old.shape,
+                old.dtype,
+                old.device,
+            ):
+                what = f"{tuple(new.shape)} {new.dtype} on {new.device}" if is_tensor else type(new)
+                raise StateError(
+                    f"{cell.name} changed leaf {number} of its state from {tuple(old.shape)} "
+                    f"{old.dtype} on {old.device} to {what}; it must return a state like the one "
+                    "it got"
+                )
+        ys, y_spec = pytree.tree_flatten(y) if returns_y else ([], None)
+        for leaf in ys:
+            if not isinstance(leaf, Tensor):
+                raise StateError(f"{cell.name} returns {type(leaf).__name__} in y; tensors only")
+        own = {id(t) for t in [*given, *(leaf for _, leaf in taken)]}
+        roots = [t for t in [*new_leaves, *ys] if t.requires_grad]
+        found = list(leaves_below(roots, own, self._known, begun, cell.name))
+        return _Look(
+            returns_y,
+            y_spec,
+            [t.detach() for t in ys],
+            tuple(t.requires_grad for t in ys),
+            tuple(t.requires_grad for t in new_leaves),
+            tuple([name in drawn for name in self._generators.names]),
+            changed,
+            found,
+            [t.detach() for t in [*new_leaves, *ys]],
+            graph_weight(roots, begun),
+            tuple((t.shape, t.dtype, t.device) for t in tensors_of(x)),
+        )
+
+    def _owned(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        for module, key in self._buffers:
+            buffer = module._buffers[key]
+            if buffer is not None:
+                yield module, key, buffer
+
+
+def _returns_y(cell: Cell, result: Any, spec: pytree.TreeSpec) -> bool:
+    if pytree.tree_structure(result) == spec:
+        return False
+    if isinstance(result, tuple) and len(result) == 2:
+        if pytree.tree_structure(result[0]) == spec:
+            return True
+        result = result[0]
+    raise StateError(
+        f"{cell.name} got a state of structure {spec} and returned "
+        f"{pytree.tree_structure(result)}; it must return a state like it, or (state, y)"
+    )
