@@ -90,10 +90,11 @@ class Environment:
 
     # ------------------------------------------------------------- first run
 
-    def drew(self, generators: Generators, before: Sequence[State], after: Sequence[State]) -> None:
-        """Remember the states of generators that the first run drew from."""
+    def drew(self, generators: Generators, before: Sequence[State], after: Sequence[State]) -> bool:
+        """Remember the states of generators that the first run drew from; return whether any."""
         self._random = generators.only_drawn(before, after)
         self._generators = generators if self._random is not None else None
+        return self._random is not None
 
     def verify(self) -> None:
         """Check after the first run that it changed no tensor but the buffers said to change.

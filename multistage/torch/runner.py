@@ -40,6 +40,7 @@ from .randomness import Generators, State
 from .scope import Found, Scope
 from .settings import Settings
 from .streams import Home
+from .turns import TURN
 
 # Of a tensor that a stage saves: shape, dtype, strides, which parameter or buffer it is
 # (None: none of them), and how many nodes the stage's graph had by then.
@@ -110,6 +111,7 @@ class Run:
         self._at = len(stages)  # the lowest stage whose adjoint has begun
         self._home = Home()
         self._lock = threading.RLock()
+        self._shares = any(trait.draws or trait.buffers for trait in traits)  # with other threads
 
     def forward(self, state: Any) -> Any:
         """Run all stages; return the last state.
@@ -119,6 +121,13 @@ class Run:
         StateError
             If a stage changes what it did not change when it was profiled.
         """
+        with self._turn():
+            return self._forward(state)
+
+    def _turn(self) -> AbstractContextManager[None]:
+        return TURN.taken() if self._shares else contextlib.nullcontext()
+
+    def _forward(self, state: Any) -> Any:
         self._watch({t.device for scope in self._scopes for t in scope.look().tensors})
         self._watch({t.device for t in _tensors(state)})
         self._settings = settings = Settings.capture(self._device_types())
@@ -189,8 +198,10 @@ class Run:
         with hooks:
             state = self._stages[i](state)
         before, self._random = self._random, self._generators.capture()
-        around.drew(self._generators, before, self._random)
+        if around.drew(self._generators, before, self._random):
+            self._shares = True
         around.verify()
+        TURN.moved()
         return state
 
     def _dropped(self, i: int, state: Any) -> Any:
@@ -239,7 +250,8 @@ class Run:
         if task < 0 or task != self._holds_in:
             self._holds_in = task if settings.hold() else None
         holds = self._holds_in == task
-        with self._home.context(), contextlib.nullcontext() if holds else settings.context():
+        hold = contextlib.nullcontext() if holds else settings.context()
+        with self._turn(), self._home.context(), hold:
             yield
 
     def _take(self, i: int, number: int) -> Tensor:
@@ -329,6 +341,7 @@ class Run:
         self._versions[i] = caught.versions
         self._inputs[i] = state
         self._live = None if alone else _State.of(output)
+        TURN.moved()
 
     def _catch(self, i: int, state: _State, enough: int | None) -> tuple[_Caught, Any]:
         """Run stage i again up to `enough` saved tensors, to the end if None."""

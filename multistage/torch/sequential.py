@@ -25,6 +25,7 @@ from .parts import Part
 from .randomness import device_types, refuse_hidden_draws
 from .runner import Run
 from .settings import Settings
+from .turns import TURN
 
 Call = Callable[[Any], Any]
 # Of the memory that is free on a CUDA device, where no limit is given.
@@ -418,7 +419,8 @@ def _planned(sequential: Sequential, state: Any, *, together: bool = False) -> _
                 "the input is of another kind (shapes, dtypes, devices, modes) than the one "
                 "planned for; call prepare() with a sample of it, or use replan=True"
             )
-        found = _made(sequential, state, variants, together)
+        with TURN.taken():  # generators and buffers are put back at the end
+            found = _made(sequential, state, variants, together)
         variants = chain.known[kind] = [found, *variants[: _VARIANTS - 1]]
         if len(chain.known) > _KINDS:
             chain.known.popitem(last=False)

@@ -1,0 +1,109 @@
+"""Threads that train chains at the same time do not disturb one another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multistage.torch as mst
+from multistage.errors import StateError
+from multistage.torch.turns import Turn
+
+
+def _together(*works: Callable[[], None]) -> None:
+    """Run some work in threads that begin together; raise what one of them raises."""
+    barrier = threading.Barrier(len(works))
+    errors: list[BaseException] = []
+
+    def run(work: Callable[[], None]) -> None:
+        barrier.wait()
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+
+
+class Masked(nn.Module):
+    """Keeps the mask it draws when it first runs: its gradient is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * self.scale, 0.5) * x
+
+
+def test_two_models_with_dropout() -> None:
+    x = torch.rand(16, 32) + 0.5
+    models = [mst.Sequential([Masked() for _ in range(6)], x, memory=0.8) for _ in range(2)]
+    assert all(m.plan is not None and not m.plan.keeps_all for m in models)
+
+    def work(model: mst.Sequential) -> Callable[[], None]:
+        def train() -> None:
+            for _ in range(10):
+                y = model(x)
+                # The same graph, whose stages are run again each time, with the same masks.
+                gradients = []
+                for _ in range(2):
+                    model.zero_grad()
+                    y.sum().backward(retain_graph=True)
+                    gradients.append([p.grad for p in model.parameters()])
+                assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+                last = list(model.parameters())[-1].grad
+                assert torch.equal(last, y.detach().sum(0))
+
+        return train
+
+    def prepare() -> None:
+        for rows in (8, 4):
+            mst.Sequential([Masked() for _ in range(6)], x[:rows], memory=0.8)
+
+    _together(*(work(model) for model in models), prepare)
+
+
+def test_one_model_with_batch_norm() -> None:
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(6)]
+    x = torch.randn(16, 32)
+    model = mst.Sequential(layers, x, memory=0.8)
+    assert model.plan is not None and not model.plan.keeps_all
+
+    def train() -> None:
+        for _ in range(10):
+            model(x).sum().backward()
+
+    _together(train, train)
+    assert [int(layer[1].num_batches_tracked) for layer in layers] == [20] * 6  # type: ignore[call-overload]
+
+
+def test_a_turn_that_never_comes() -> None:
+    turn, held, done = Turn(patience_s=0.05), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turn.taken(), turn.taken():
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        with pytest.raises(StateError, match="run the chain in one thread"), turn.taken():
+            pass
+    finally:
+        done.set()
+        thread.join()
+    with turn.taken():
+        pass
