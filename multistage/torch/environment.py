@@ -339,6 +339,22 @@ def cloned(tensors: Sequence[Tensor | None]) -> list[Any]:
     return [None if t is None else copies[id(t)] for t in tensors]
 
 
+def put_back(tensor: Tensor, value: Tensor, version: int) -> None:
+    """Give a tensor the numbers and the version it had: nothing shows that it was written to.
+
+    Graphs that saved it before stay valid, which check the version.
+    """
+    with torch.no_grad():
+        tensor.detach().copy_(value)
+    if not tensor.is_inference():
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a tensor's version; those made in inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def generators_of(scopes: Sequence[Scope], tensors: Sequence[Tensor]) -> Generators:
     """Return the generators that stages may draw from when they run on some tensors."""
     involved = [*tensors, *(p for scope in scopes for p in scope.parameters())]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from .environment import Environment, generators_of, undo_of
+from .environment import Environment, generators_of, put_back, undo_of, version_of
 from .meter import storages_of
 from .runner import Traits
 from .scope import Scope
@@ -48,15 +48,14 @@ def untouched(stages: Sequence[Call], sample: Any) -> Iterator[None]:
     """Put buffers, attributes and random generators back at the end; see `environment`."""
     scope = Scope(stages)
     undo = undo_of(scope, tensors_of(sample))
-    values = [(b, b.detach().clone()) for _, _, b in scope.buffers()]
+    values = [(b, b.detach().clone(), version_of(b)) for _, _, b in scope.buffers()]
     try:
         yield
     finally:
         undo()
-        with torch.no_grad():
-            for buffer, value in values:
-                if not _equal(buffer, value):
-                    buffer.copy_(value)
+        for buffer, value, version in values:
+            if version_of(buffer) != version or not _equal(buffer, value):
+                put_back(buffer, value, version)
 
 
 def parameters_of(stages: Sequence[Call]) -> list[Tensor]:
@@ -70,7 +69,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
         return False
     if a.layout is not torch.strided:
         a, b = a.to_dense(), b.to_dense()
-    return torch.equal(a, b) or torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def buffers_of(stage: Call) -> list[tuple[nn.Module, str, Tensor]]:

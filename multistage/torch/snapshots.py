@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .environment import undo_of
+from .environment import put_back, undo_of, version_of
 from .fingerprints import fingerprint, is_helper
 from .randomness import RandomState
 from .scope import Scope
@@ -72,7 +72,7 @@ class Snapshot:
     random: RandomState
     python: Any
     numpy: Any
-    buffers: list[tuple[nn.Module, str, Tensor | None, Tensor | None]]
+    buffers: list[tuple[nn.Module, str, Tensor | None, Callable[[], None]]]
     attributes: list[Callable[[], object]]
 
     @classmethod
@@ -92,11 +92,7 @@ class Snapshot:
             RandomState.capture(devices),
             random.getstate(),
             None if "numpy" not in sys.modules else sys.modules["numpy"].random.get_state(),
-            [
-                (m, key, b, None if b is None else b.detach().clone())
-                for m in modules
-                for key, b in m._buffers.items()
-            ],
+            [(m, key, b, _undo_of_writes(b)) for m in modules for key, b in m._buffers.items()],
             undo,
         )
 
@@ -108,11 +104,9 @@ class Snapshot:
             sys.modules["numpy"].random.set_state(self.numpy)
         for undo in self.attributes:
             undo()
-        with torch.no_grad():
-            for module, key, buffer, value in self.buffers:
-                module._buffers[key] = buffer
-                if buffer is not None and value is not None:
-                    _write_back(buffer, value)
+        for module, key, buffer, undo_writes in self.buffers:
+            module._buffers[key] = buffer
+            undo_writes()
 
 
 def _put_back(target: dict[str, Any], kept: dict[str, Any], ours: frozenset[str]) -> None:
@@ -123,9 +117,17 @@ def _put_back(target: dict[str, Any], kept: dict[str, Any], ours: frozenset[str]
             target[key] = value
 
 
-def _write_back(tensor: Tensor, value: Tensor) -> None:
-    if tensor.device.type != "meta" and fingerprint(tensor) != fingerprint(value):
-        tensor.detach().copy_(value)
+def _undo_of_writes(tensor: Tensor | None) -> Callable[[], None]:
+    """Return a function that gives a tensor back the bits and the version it has now."""
+    if tensor is None or tensor.device.type == "meta":
+        return lambda: None
+    value, version = tensor.detach().clone(), version_of(tensor)
+
+    def undo() -> None:
+        if version_of(tensor) != version or fingerprint(tensor) != fingerprint(value):
+            put_back(tensor, value, version)
+
+    return undo
 
 
 def _remember(value: Any, undo: list[Callable[[], object]], seen: set[int], depth: int) -> None:
@@ -137,7 +139,7 @@ def _remember(value: Any, undo: list[Callable[[], object]], seen: set[int], dept
     seen.add(id(value))
     match value:
         case Tensor():
-            undo.append(functools.partial(_write_back_quietly, value, value.detach().clone()))
+            undo.append(_undo_of_writes(value))
         case torch.Generator():
             undo.append(functools.partial(value.set_state, value.get_state()))
         case random.Random():
@@ -161,11 +163,6 @@ def _remember(value: Any, undo: list[Callable[[], object]], seen: set[int], dept
         elif is_helper(value):
             for item in list(vars(value).values()):
                 _remember(item, undo, seen, depth + 1)
-
-
-def _write_back_quietly(tensor: Tensor, value: Tensor) -> None:
-    with torch.no_grad():
-        _write_back(tensor, value)
 
 
 def _refill(target: set[Any], kept: set[Any]) -> None:
