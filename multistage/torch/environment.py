@@ -122,20 +122,24 @@ class Environment:
         )
 
     def _verify_buffers(self) -> None:
+        buffers = buffers_among(self._found.modules)
+        if not buffers:
+            return
         changing = {(id(module), key) for module, key in self._changing}
         known = {id(tensor) for tensor in self._tensors}
-        for module, key, buffer in buffers_among(self._found.modules):
-            if id(buffer) in known or (id(module), key) in changing:
+        for module, key, buffer in buffers:
+            if id(buffer) in known or (id(module), key) in changing or buffer.is_inference():
                 continue
-            if not buffer.is_inference():
-                raise StateError(
-                    f"{self._name} exchanged buffer {key!r} of {type(module).__name__}, which it "
-                    "left alone when it was profiled; profile it in the mode it is trained in, "
-                    "or keep its tape"
-                )
+            raise StateError(
+                f"{self._name} exchanged buffer {key!r} of {type(module).__name__}, which it "
+                "left alone when it was profiled; profile it in the mode it is trained in, "
+                "or keep its tape"
+            )
 
     def places(self) -> dict[int, int]:
         """Return the addresses of parameters and unchanged buffers, each with a number."""
+        if self._places is None and _exchanges_memory():
+            self._places = {}
         if self._places is None:
             # Copies stand in for the others.
             skipped = {id(module._buffers[key]) for module, key in self._changing}
@@ -266,15 +270,18 @@ class Environment:
         """Yield places of buffers with copies, for a run to write to."""
         for (module, key), value in zip(self._changing, cloned(self._kept), strict=True):
             yield module._buffers, key, value
-        # Batch norm's kernels change statistics behind the versions' back: the sample
-        # may not have shown it.
         changing = {(id(module), key) for module, key in self._changing}
         hidden = [
             (module, key)
             for module in self._found.modules
-            for key in module._buffers
-            if key in _STATISTICS and (id(module), key) not in changing
+            if module._buffers
+            for key in _STATISTICS
+            if key in module._buffers and (id(module), key) not in changing
         ]
+        if not hidden:
+            return
+        # Batch norm's kernels change statistics behind the versions' back: the sample
+        # may not have shown it.
         copies = cloned([module._buffers[key] for module, key in hidden])
         for (module, key), value in zip(hidden, copies, strict=True):
             yield module._buffers, key, value
@@ -318,6 +325,8 @@ def cloned(tensors: Sequence[Tensor | None]) -> list[Any]:
     -------
     list of Tensor or None
     """
+    if not tensors:
+        return []
     once = {id(t): t for t in tensors if t is not None}
     strided = {k: t for k, t in once.items() if _address(t) and not (t.is_conj() or t.is_neg())}
     sharing = Counter(t.untyped_storage()._cdata for t in strided.values())

@@ -22,11 +22,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,17 +33,14 @@ from torch.utils import _pytree as pytree
 
 from ..actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
 from ..errors import MultistageError, StateError
-from .environment import Environment, cloned
-from .holders import LEAVES
+from .environment import Environment
 from .randomness import Generators, State
-from .scope import Found, Scope
+from .saved import Caught, Complete, Kind, difference, kind_of, nodes_made
+from .scope import Scope
 from .settings import Settings
+from .states import KeptState, refuse_shared, tensors_in, wants_of
 from .streams import Home
 from .turns import TURN
-
-# Of a tensor that a stage saves: shape, dtype, strides, which parameter or buffer it is
-# (None: none of them), and how many nodes the stage's graph had by then.
-_Kind: TypeAlias = tuple[torch.Size, torch.dtype, tuple[int, ...], int | None, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +95,14 @@ class Run:
         self._devices: set[torch.device] = set()
         self._generators = Generators()
         self._random: tuple[State, ...] = ()  # of the generators, between two stages
-        self._kinds: dict[int, list[_Kind]] = {}  # of the tensors each dropped stage saved
+        self._kinds: dict[int, list[Kind]] = {}  # of the tensors each dropped stage saved
         self._wants: dict[int, tuple[bool, ...]] = {}  # of the leaves of each state, at first
-        self._saved: dict[int, _State] = {}
+        self._saved: dict[int, KeptState] = {}
         self._tapes: dict[int, list[Tensor | None]] = {}
         self._given: dict[int, list[weakref.ref[Tensor] | None]] = {}
         self._versions: dict[int, list[int]] = {}  # of tensors, when they were saved
-        self._inputs: dict[int, _State] = {}  # of the tapes that were made again
-        self._live: _State | None = None
+        self._inputs: dict[int, KeptState] = {}  # of the tapes that were made again
+        self._live: KeptState | None = None
         self._next = 0  # place in the actions
         self._at = len(stages)  # the lowest stage whose adjoint has begun
         self._home = Home()
@@ -129,17 +125,17 @@ class Run:
 
     def _forward(self, state: Any) -> Any:
         self._watch({t.device for scope in self._scopes for t in scope.look().tensors})
-        self._watch({t.device for t in _tensors(state)})
+        self._watch({t.device for t in tensors_in(state)})
         self._settings = settings = Settings.capture(self._device_types())
-        first = _State.of(state)
+        first = KeptState.of(state)
         if self._traits[0].changes_input:
-            _refuse_shared(_tensors(state))
+            refuse_shared(tensors_in(state))
             first = first.cloned()
         self._saved[0] = first
         for action in self._actions_left():
             match action:
                 case Save(step):
-                    self._saved[step] = _State.of(state)
+                    self._saved[step] = KeptState.of(state)
                 case Advance(start, stop):
                     for i in range(start, stop):
                         state = self._dropped(i, state)
@@ -189,8 +185,8 @@ class Run:
         """Run stage i in the forward sweep; remember and verify its environment."""
         leaves = pytree.tree_leaves(state)
         if any(isinstance(x, Tensor) and x.device not in self._devices for x in leaves):
-            self._watch({t.device for t in _tensors(state)})
-        self._wants[i] = _wants(leaves)
+            self._watch({t.device for t in tensors_in(state)})
+        self._wants[i] = wants_of(leaves)
         trait = self._traits[i]
         around = self._around[i] = Environment(
             self._scopes[i], f"stage {trait.name}", trait.buffers
@@ -206,11 +202,11 @@ class Run:
 
     def _dropped(self, i: int, state: Any) -> Any:
         """Run stage i; its graph keeps numbers in place of tensors."""
-        kinds: list[_Kind] = []
-        begun = _nodes_made()
+        kinds: list[Kind] = []
+        begun = nodes_made()
 
         def pack(tensor: Tensor) -> int:
-            kinds.append(_kind(tensor, self._around[i].places(), begun))
+            kinds.append(kind_of(tensor, self._around[i].places(), begun))
             return len(kinds) - 1
 
         def unpack(number: int) -> Tensor:
@@ -312,7 +308,7 @@ class Run:
         assert state is not None
         self._live = None
         with torch.set_grad_enabled(self._traits[i].graded), self._around[i].again():
-            self._live = _State.of(
+            self._live = KeptState.of(
                 self._stages[i](state.fresh(self._wants[i], self._traits[i].changes_input))
             )
 
@@ -328,47 +324,55 @@ class Run:
         assert state is not None
         first = self._kinds[i]
         caught, output = self._catch(i, state, len(first) if alone else None)
-        if caught.kinds != first and alone:
+        if alone and not self._are_alike(first, caught.kinds):
             # Or it would have saved more: look at all it saves.
             del caught, output
             caught, output = self._catch(i, state, None)
         if [kind[:-1] for kind in caught.kinds] != [kind[:-1] for kind in first]:
             raise StateError(
                 f"stage {self._traits[i].name} saved other tensors when it was run again than at "
-                f"first ({_difference(first, caught.kinds)}); a stage must do the same every time"
+                f"first ({difference(first, caught.kinds)}); a stage must do the same every time"
             )
         self._tapes[i], self._given[i] = caught.tape, [None] * len(caught.tape)
         self._versions[i] = caught.versions
         self._inputs[i] = state
-        self._live = None if alone else _State.of(output)
+        self._live = None if alone else KeptState.of(output)
         TURN.moved()
 
-    def _catch(self, i: int, state: _State, enough: int | None) -> tuple[_Caught, Any]:
+    def _are_alike(self, first: Sequence[Kind], again: Sequence[Kind]) -> bool:
+        """Whether saved tensors agree, and the numbers of nodes made before each."""
+        assert self._settings is not None
+        if any(each.enabled for each in self._settings.autocast):
+            # A cast that came from autocast's cache at first is a node of its own now.
+            return [kind[:-1] for kind in first] == [kind[:-1] for kind in again]
+        return first == again
+
+    def _catch(self, i: int, state: KeptState, enough: int | None) -> tuple[Caught, Any]:
         """Run stage i again up to `enough` saved tensors, to the end if None."""
         # Not with the output in it, whose graph leads here.
-        caught = _Caught()
+        caught = Caught()
         output = None
         changes_input = self._traits[i].changes_input
         begun = 0
 
         def catch(tensor: Tensor) -> None:
             if len(caught.tape) == enough:  # the stage has suppressed what should have ended it
-                raise _Complete
+                raise Complete
             caught.tape.append(tensor.detach())
             caught.versions.append(tensor._version)
-            caught.kinds.append(_kind(tensor, around.places(), begun))
+            caught.kinds.append(kind_of(tensor, around.places(), begun))
             if len(caught.tape) == enough:
-                raise _Complete
+                raise Complete
 
         around = self._around[i]
         with (
-            contextlib.suppress(_Complete),
+            contextlib.suppress(Complete),
             torch.enable_grad(),
             around.again(),
             torch.autograd.graph.saved_tensors_hooks(catch, _never),
         ):
             inputs = state.fresh(self._wants[i], changes_input)
-            begun = _nodes_made()
+            begun = nodes_made()
             output = self._stages[i](inputs)
         return caught, output
 
@@ -399,156 +403,5 @@ class Run:
         self._live = None
 
 
-class _Complete(BaseException):
-    """All that a stage saves is caught: the rest of it need not run.
-
-    No Exception, which a stage may catch for reasons of its own.
-    """
-
-
-@dataclass(slots=True)
-class _Caught:
-    """What a stage saved when it ran again."""
-
-    tape: list[Tensor | None] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    kinds: list[_Kind] = field(default_factory=list)
-
-
 def _never(_packed: object) -> Tensor:
     raise AssertionError("the graph of a run again is never walked")
-
-
-_sequence_nr: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
-
-
-def _nodes_made() -> int:
-    """Return how many nodes of graphs this thread has made."""
-    return _sequence_nr()
-
-
-def _kind(tensor: Tensor, places: dict[int, int], begun: int) -> _Kind:
-    nodes = _sequence_nr() - begun
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return torch.Size(), tensor.dtype, (), None, nodes
-    place = places.get(tensor.data_ptr()) if type(tensor) in _PLAIN_TENSORS else None
-    return tensor.shape, tensor.dtype, tensor.stride(), place, nodes
-
-
-_PLAIN_TENSORS = {Tensor, nn.Parameter}
-
-
-def _difference(first: Sequence[_Kind], again: Sequence[_Kind]) -> str:
-    """Say where two lists of saved tensors differ."""
-    if len(first) != len(again):
-        return f"{len(again)} in place of {len(first)}"
-    for number, (a, b) in enumerate(zip(first, again, strict=True)):
-        if a[:3] != b[:3]:
-            kinds = [f"{tuple(k[0])} {k[1]} with strides {k[2]}" for k in (a, b)]
-            return f"number {number} is {kinds[1]} in place of {kinds[0]}"
-        if a[3] != b[3]:
-            return f"number {number} is a parameter or buffer in one run and not in the other"
-    return "the same"
-
-
-def _tensors(state: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
-
-
-def _wants(leaves: Sequence[Any]) -> tuple[bool, ...]:
-    return tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-
-
-@dataclass(slots=True)
-class _State:
-    """A state without its graph, held by reference: whoever writes to it is found out.
-
-    A leaf that comes twice comes twice again: some functions compute another
-    way when they get one tensor as two arguments.
-    """
-
-    leaves: list[Any]
-    spec: pytree.TreeSpec
-    versions: list[int]
-    objects: Found | None  # leaves that are neither tensors nor plain values
-
-    @classmethod
-    def of(cls, state: Any) -> _State:
-        leaves, spec = pytree.tree_flatten(state)
-        once: dict[int, Tensor] = {}
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and id(leaf) not in once:
-                once[id(leaf)] = leaf.detach()
-        return cls._holding([once.get(id(x), x) for x in leaves], spec)
-
-    @classmethod
-    def _holding(cls, leaves: list[Any], spec: pytree.TreeSpec) -> _State:
-        versions = [x._version if isinstance(x, Tensor) else 0 for x in leaves]
-        others = [x for x in leaves if not isinstance(x, LEAVES)]
-        return cls(leaves, spec, versions, Scope(others).look() if others else None)
-
-    def cloned(self) -> _State:
-        copies = iter(cloned(self._given()))
-        leaves = [next(copies) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return self._holding(leaves, self.spec)
-
-    def _given(self) -> list[Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-
-    def fresh(self, wants: tuple[bool, ...], to_be_changed: bool) -> Any:
-        """Return the state for a stage to run on, of leaves unless the stage writes to them.
-
-        `wants` says which tensors want gradients: those that did at first.
-
-        Raises
-        ------
-        RuntimeError
-            If a tensor was written to since it was kept.
-        StateError
-            If another object was.
-        """
-        for leaf, version in zip(self.leaves, self.versions, strict=True):
-            if isinstance(leaf, Tensor) and leaf._version != version:
-                raise RuntimeError(
-                    "a state that a stage is to be run again from, the chain's input or between "
-                    "two stages, has been modified by an inplace operation"
-                )
-        if self.objects is not None and (found := self.objects.differences()):
-            raise StateError(
-                f"an object in a state between two stages was changed after it was made "
-                f"({', '.join(found[:4])}); a stage that is run again from it would see the "
-                "change: return a new object, or keep such objects out of the state"
-            )
-        given = self.leaves
-        if to_be_changed:
-            copies = iter(cloned(self._given()))
-            given = [next(copies) if isinstance(leaf, Tensor) else leaf for leaf in given]
-        once: dict[int, Any] = {}
-        for leaf, wanted in zip(given, wants, strict=True):
-            if isinstance(leaf, Tensor) and id(leaf) not in once:
-                new = leaf.detach().requires_grad_(wanted)
-                once[id(leaf)] = _writable(new) if to_be_changed and wanted else new
-        return pytree.tree_unflatten([once.get(id(leaf), leaf) for leaf in given], self.spec)
-
-
-def _refuse_shared(tensors: Sequence[Tensor]) -> None:
-    """Refuse to copy views of one another that want gradients: they would be apart."""
-    once = list({id(t): t for t in tensors}.values())
-    storages = Counter(t.untyped_storage()._cdata for t in once if t.layout is torch.strided)
-    for tensor in once:
-        if tensor.requires_grad and storages[tensor.untyped_storage()._cdata] > 1:
-            raise StateError(
-                "the first stage writes to an input that wants a gradient and shares memory with "
-                f"another input (shape {tuple(tensor.shape)}); give the chain a clone of one"
-            )
-
-
-def _writable(leaf: Tensor) -> Tensor:
-    """Return a copy of a leaf that may be written to."""
-    copy = leaf.clone()
-    if copy.stride() != leaf.stride():
-        raise StateError(
-            "the first stage writes to an input that wants a gradient and is a view with gaps "
-            f"(shape {tuple(leaf.shape)}, strides {leaf.stride()}); give the chain x.contiguous()"
-        )
-    return copy

@@ -289,6 +289,7 @@ class _Walk:
                     self._module(child, f"{name}.{key}" if name else key, depth, children=True)
         if ours:
             self._referred(module, name, depth)
+            self.visit(module.__dict__.get("_multistage"), name, depth)
             return
         for key, value in list(module.__dict__.items()):
             if key not in _INTERNAL and not isinstance(value, LEAVES):

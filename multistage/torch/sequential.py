@@ -24,6 +24,7 @@ from .measure import Profile, grouped, measure, sharded
 from .parts import Part
 from .randomness import device_types, refuse_hidden_draws
 from .runner import Run
+from .scope import Found, Scope
 from .settings import Settings
 from .turns import TURN
 
@@ -45,9 +46,12 @@ class _Planned:
     plan: ChainPlan
     checked: Checked
 
-    def differences(self, state: Any) -> str | None:
-        """Return why the stages do not hold for an input, None if they do."""
-        return self.traced.differences(state) if self.traced is not None else None
+    def holds(self, stages: Sequence[Call], state: Any) -> bool:
+        """Whether it is of the chain's present stages, and serves an input."""
+        if self.traced is None:  # who assigns to a child puts another in its place
+            same = len(stages) == len(self.stages)
+            return same and all(a is b for a, b in zip(stages, self.stages, strict=True))
+        return self.plan.keeps_all or self.traced.differences(state) is None
 
 
 @dataclass(slots=True)
@@ -64,13 +68,24 @@ class _Chain:
     check: Check
     plan: ChainPlan | None = None
     checked: Checked | None = None
+    functions: Scope | None = None  # of stages that are no modules
     # By kind of input; the latest first.
     known: OrderedDict[object, list[_Planned]] = field(default_factory=OrderedDict)
+
+    def refers_to(self) -> list[Call]:
+        """Return the stages that are no modules; see `Scope`."""
+        return [c for c in self.calls if not isinstance(c, (str, nn.Module))]
 
     def __getstate__(self) -> dict[str, Any]:
         # Profiles point at modules and at devices: a copy profiles anew.
         state = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {**state, "known": OrderedDict(), "plan": None, "checked": None}
+        empty: dict[str, Any] = {
+            "known": OrderedDict(),
+            "plan": None,
+            "checked": None,
+            "functions": None,
+        }
+        return {**state, **empty}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
@@ -284,6 +299,7 @@ class Sequential(nn.Module):
         wanting = torch.is_grad_enabled() and (
             any(t.requires_grad for t in tensors_of(state))
             or any(p.requires_grad for p in self.parameters())
+            or any(t.requires_grad for t in _of_functions(self).tensors)
         )
         if not wanting:
             return _plain(self, state)
@@ -412,7 +428,8 @@ def _planned(sequential: Sequential, state: Any, *, together: bool = False) -> _
     chain = sequential._multistage
     kind = _kind(sequential, state)
     variants = chain.known.get(kind, [])
-    found = next((v for v in variants if v.plan.keeps_all or v.differences(state) is None), None)
+    stages = stages_of(sequential)
+    found = next((v for v in variants if v.holds(stages, state)), None)
     if found is None:
         if chain.known and not chain.replan:
             raise ArgumentError(
@@ -534,7 +551,15 @@ def _plain(sequential: Sequential, state: Any) -> Any:
     return state
 
 
-def _kind(model: nn.Module, state: Any) -> object:
+def _of_functions(sequential: Sequential) -> Found:
+    """Return what stages that are no modules refer to."""
+    chain = sequential._multistage
+    if chain.functions is None:
+        chain.functions = Scope(chain.refers_to())
+    return chain.functions.look()
+
+
+def _kind(model: Sequential, state: Any) -> object:
     """Return what a plan depends on: shapes, dtypes, devices, wishes and modes."""
     leaves, spec = pytree.tree_flatten(state)
     of_leaves = tuple(
@@ -544,8 +569,9 @@ def _kind(model: nn.Module, state: Any) -> object:
         for x in leaves
     )
     settings = Settings.capture(device_types(tensors_of(state)))
-    modes = hash(tuple((m.training) for m in model.modules()))
-    wishes = hash(tuple(p.requires_grad for p in model.parameters()))
+    functions = _of_functions(model)
+    modes = hash(tuple(m.training for m in (*model.modules(), *functions.modules)))
+    wishes = hash(tuple(p.requires_grad for p in (*model.parameters(), *functions.tensors)))
     return str(spec), of_leaves, settings, modes, wishes
 
 

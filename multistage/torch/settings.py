@@ -101,8 +101,9 @@ class Settings:
                 stack.callback(_set_function_modes, now.function_modes)
                 _set_function_modes(self.function_modes)
             for mode in self.operator_modes:
-                # Torch's own observe, and should not count twice.
-                if mode not in now.operator_modes and not type(mode).__module__.startswith("torch"):
+                # Torch's own and ours observe, and should not count twice.
+                observes = type(mode).__module__.split(".", 1)[0] in ("torch", "multistage")
+                if mode not in now.operator_modes and not observes:
                     torch.utils._python_dispatch._push_mode(mode)
                     stack.callback(torch.utils._python_dispatch._pop_mode)
             for each in self.autocast:

@@ -312,6 +312,35 @@ def _apply(x: Any, stage: Call) -> Any:
     return stage(x)
 
 
+def test_modes_of_wrapped_modules_are_part_of_the_kind() -> None:
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in "abc"
+    )
+    x = torch.randn(16, WIDTH)
+    blocks.eval()
+    chain = mst.Sequential([functools.partial(_call, block) for block in blocks], x, memory=1.0)
+    blocks.train()
+    chain(x).sum().backward()
+    assert [int(block[1].num_batches_tracked) for block in blocks] == [1, 1, 1]  # type: ignore[index]
+    assert blocks[0][0].weight.grad is not None  # type: ignore[index, union-attr]
+
+
+def test_a_stage_that_was_exchanged_is_profiled_anew() -> None:
+    x = torch.randn(16, WIDTH)
+    plain, chain = net(), recomputed(net(), x)
+    for model in (plain, chain):
+        torch.manual_seed(1)
+        model.add_module("2", nn.BatchNorm1d(WIDTH))
+    found = [[*gradients(m, x, list(m.parameters())), *m.buffers()] for m in (plain, chain)]
+    assert_equal(*found)
+
+
+def test_a_chain_of_functions_inside_of_a_stage() -> None:
+    block = nn.BatchNorm1d(WIDTH)
+    inner = mst.Sequential([functools.partial(_call, block), torch.tanh])
+    assert block in Scope.of(inner).modules
+
+
 _GLOBAL = nn.Linear(WIDTH, WIDTH)
 
 
