@@ -64,8 +64,10 @@ def parse_bytes(text: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
+        # What stands before an "@" is a secret perhaps: memory:PASSWORD@host.
+        said = re.sub(r"(?s).*(@|%40)", r"***\1", text)
         raise ArgumentError(
-            f"size {shown(text)} is no byte count; write a number and a unit such as '512 MiB' "
+            f"size {shown(said)} is no byte count; write a number and a unit such as '512 MiB' "
             "or '2GB'"
         )
     count = float(match[1]) * unit

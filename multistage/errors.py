@@ -7,18 +7,19 @@ out of every message, in the one place that all of them pass.
 
 from __future__ import annotations
 
+import functools
 import re
 
 # Options of a tier that are never secret; the values of all others are.
 OPTIONS = frozenset(
     {"engine", "capacity", "buffers", "queue", "connections", "compress", "tolerance", "endpoint"}
 )
-_USER = re.compile(r"(?i)\b(?!file:///)([a-z][a-z0-9+.-]*)(://|%3a%2f%2f)[^>\n]*(@|%40)")
+# Each looks ahead a bounded way, so that text of any kind takes time in proportion to its length.
+_SCHEME = re.compile(r"(?i)\b(?!file:///)[a-z][a-z0-9+.-]{0,99}(?:://|%3a%2f%2f)")
 # Of a URL that lacks its slashes, or its scheme.
-_PASSWORD = re.compile(
-    r"""(?i)(?<![\w.+:/~-])(?!file:)([a-z0-9][^\s'">:@]{0,100}:(?!//))[^\s'">]*(@|%40)"""
-)
-_URL = re.compile(r"""(?i)\b[a-z][a-z0-9+.-]*:[^\s'">]+""")
+_USER = re.compile(r"""(?i)(?<![\w.+:/~-])(?!file:)[a-z0-9][^\s'">:@]{0,100}:(?!//)""")
+_URL = re.compile(r"""(?i)\b[a-z][a-z0-9+.-]{0,99}:[^\s'">]+""")
+_LINE, _TOKEN = re.compile(r"[^>\n]+"), re.compile(r"""[^\s'">]+""")
 _OPTION = re.compile(r"([?&])([^=&?]+)(=?)([^&?]*)")
 # A tier's own options come after its "?": those of a URL within it are percent-encoded.
 _ENCODED = re.compile(r"(?i)(%3f|%26)((?:(?!%3f|%26|%3d)[^=&?])+)(=|%3d|)((?:(?!%3f|%26)[^&?])*)")
@@ -37,8 +38,20 @@ def redacted(text: str) -> str:
     """
     if ":" not in text:
         return text
-    text = _PASSWORD.sub(r"\1***\2", _USER.sub(r"\1\2***\3", text))
+    if "@" in text or "%40" in text:
+        text = _LINE.sub(functools.partial(_without_user, _SCHEME), text)
+        text = _TOKEN.sub(functools.partial(_without_user, _USER), text)
     return _URL.sub(_without_options, text)
+
+
+def _without_user(begins: re.Pattern[str], found: re.Match[str]) -> str:
+    """Return a piece of text without what lies from where a URL begins to the last "@"."""
+    piece = found[0]
+    at = max(piece.rfind("@"), piece.rfind("%40"))
+    first = begins.search(piece) if at >= 0 else None
+    if first is None or first.end() > at:
+        return piece
+    return f"{piece[: first.end()]}***{piece[at:]}"
 
 
 def _without_options(url: re.Match[str]) -> str:
@@ -73,7 +86,15 @@ class BudgetError(ArgumentError):
 
 
 class StateError(MultistageError, ValueError):
-    """A state is no pytree of plain arrays, or changed its layout between steps."""
+    """A state is no pytree of plain arrays, or changed its layout between steps.
+
+    Attributes
+    ----------
+    state : int or None
+        Index of the state that is of another layout than the first, where that is known.
+    """
+
+    state: int | None = None
 
 
 class ScheduleError(MultistageError):

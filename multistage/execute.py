@@ -60,6 +60,7 @@ from .errors import (
     CheckpointWarning,
     MultistageError,
     ScheduleError,
+    StateError,
     StoreError,
 )
 from .interrupts import Shield
@@ -83,6 +84,8 @@ Adjoint = TypeVar("Adjoint")
 
 # A wait shorter than this is the price of the call, not a stall.
 _STALL_S = 20e-6
+# Steps run again at most, to find the one whose state was the first of another layout.
+_RUN_AGAIN = 4096
 # Compute spans are recorded at most this often: a record takes 4 microseconds.
 _WINDOW_S = 1e-3
 
@@ -458,12 +461,45 @@ class Executor(Generic[State, Adjoint]):
             finally:
                 self.counts.elapsed_s += self._clock() - began
         except BaseException as error:
-            self.abort()
-            if (told := overwritten(error)) is not error:
+            try:
+                told = self._first_to_differ(error) if forward else error
+            finally:
+                self.abort()
+            if told is error:
+                told = overwritten(error)
+            if told is not error:
                 raise told from error
             raise
         finally:
             switching.restore(self)
+
+    def _first_to_differ(self, error: BaseException) -> BaseException:
+        """Return the error that names the step whose state was the first of another layout.
+
+        A functional chain's states are looked at where they are kept, perhaps many steps after
+        the one that returned the first such state; a few steps are run again to find it.
+        """
+        run, chain = self._run, self._chain
+        if not isinstance(error, StateError) or error.state is None or run is None:
+            return error
+        if chain.in_place:
+            return error  # looked at after every advance, and overwritten since
+        held = [step for step, kept in run.held.items() if kept is not None and step < error.state]
+        start = max(held, default=0)
+        kept = run.held[start] if held else run.origin
+        if kept is None or error.state - start > _RUN_AGAIN:
+            return error
+        try:
+            live = run.slots.load(kept, run.live)
+            for step in range(start, error.state):
+                live = chain.advance(live, step, step + 1)
+                try:
+                    run.layout.arrays(live, step + 1)
+                except StateError as found:
+                    return StateError(f"step {step} returned a state unlike the first: {found}")
+        except Exception:
+            pass  # what was wrong is known, if not where
+        return error
 
     def _drive(self, adjoint: Any, forward: bool) -> Any:
         """Perform actions until EndForward or the end; return the adjoint.
@@ -681,7 +717,7 @@ class Executor(Generic[State, Adjoint]):
                 elif kind is EndForward:
                     if not forward:
                         raise _illegal(action, "the forward sweep is over")
-                    run.layout.arrays(live, "the last state")
+                    run.layout.arrays(live, at)
                     end = at
                     self.timeline.end_forward_s = clock() - self._begin
                     break

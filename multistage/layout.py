@@ -121,20 +121,24 @@ class Layout:
                 if [(value.shape, value.dtype) for value in found] == self._kinds:
                     return found
         values, spec = optree.tree_flatten(cast(Any, state), none_is_leaf=True)
+        state_index = where if isinstance(where, int) else None
         if spec != self.spec:
             where = f"state {where}" if isinstance(where, int) else where
-            raise StateError(
+            raise _differs(
+                state_index,
                 f"{where} changed its structure from {self.spec} to {spec}; "
-                "every state must have the tree of the first"
+                "every state must have the tree of the first",
             )
         arrays = []
         for leaf, value in zip(self.leaves, values, strict=True):
             array = _plain(value, leaf.path, where)
             if array.shape != leaf.shape or array.dtype != leaf.dtype:
                 where = f"state {where}" if isinstance(where, int) else where
-                raise StateError(
+                raise _differs(
+                    state_index,
                     f"{where} changed leaf {leaf.path or 'array'} from {leaf.shape} {leaf.dtype} "
-                    f"to {array.shape} {array.dtype}; every state must have the layout of the first"
+                    f"to {array.shape} {array.dtype}; every state must have the layout of the "
+                    "first",
                 )
             arrays.append(array)
         return arrays
@@ -197,15 +201,22 @@ class Layout:
         return self.spec == other.spec and self.leaves == other.leaves
 
 
+def _differs(state: int | None, message: str) -> StateError:
+    error = StateError(message)
+    error.state = state
+    return error
+
+
 def _plain(value: object, path: str, where: int | str = "") -> Array:
     """Return a leaf: an array, or a NumPy scalar, which has all that is asked of an array here."""
     if type(value) is not np.ndarray and (
         not isinstance(value, np.generic) or isinstance(value, np.void)  # which can be written to
     ):
         within = f"state {where}: " if isinstance(where, int) else where and f"{where}: "
-        raise StateError(
+        raise _differs(
+            where if isinstance(where, int) else None,
             f"{within}leaf {path or 'of the state'} is {type(value).__name__}; every leaf must be "
-            "a plain numpy.ndarray (wrap numbers with numpy.asarray)"
+            "a plain numpy.ndarray (wrap numbers with numpy.asarray)",
         )
     leaf = cast(Array, value)
     if leaf.dtype.hasobject:

@@ -41,6 +41,7 @@ from .progress import Bars
 from .report import Report, TierUse, seen_costs
 from .rules import Rules
 from .slots import ArrayStates, States
+from .values import shown
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -198,6 +199,13 @@ class Reversal(Generic[State, Adjoint]):
         self._resumed: Resumed | None = None
         self._planner = planner_of(planner, n_steps)
         self._chain: Chain[State, Adjoint] = chain
+        if states is not None and not all(
+            callable(getattr(states, name, None)) for name in ("layout", "slots")
+        ):
+            raise ArgumentError(
+                f"states={shown(states)} must describe states, with methods layout() and slots(); "
+                "leave it out for trees of arrays, or write '3 slots' as the budget"
+            )
         self._states: States = ArrayStates(chain.in_place) if states is None else states
         self._n_steps = n_steps
         self._budget = Budget.parse(default_budget_bytes() if budget is None else budget)

@@ -50,7 +50,7 @@ from .actions import (
     drive,
 )
 from .errors import ArgumentError, ScheduleError
-from .values import number, shown, whole
+from .values import number, several, shown, whole
 
 
 @dataclass(slots=True)
@@ -453,7 +453,7 @@ def run_arguments(
     ArgumentError
         If one of the three is out of range.
     """
-    if not isinstance(schedule, Iterable):
+    if not several(schedule):
         raise ArgumentError(f"schedule={shown(schedule)} must be an iterable of actions")
     if n_steps is not None:
         n_steps = whole(n_steps, "n_steps", 1)

@@ -71,7 +71,7 @@ class Stage:
     spared_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.gradient_bytes == -1:
+        if isinstance(self.gradient_bytes, int) and self.gradient_bytes == -1:
             object.__setattr__(self, "gradient_bytes", self.output_bytes)
         for name in ("forward_s", "backward_s", "spared_s"):
             value = getattr(self, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 
 from .errors import ArgumentError
 
@@ -67,6 +68,17 @@ def whole(value: object, name: str, least: int = 0, most: int = MOST) -> int:
     if found > most:
         raise ArgumentError(f"{name}={shown(found)} must be at most {most}")
     return found
+
+
+def several(value: object) -> bool:
+    """Whether a value can be iterated over: NumPy's arrays without an axis cannot.
+
+    Examples
+    --------
+    >>> several([1, 2]), several(3)
+    (True, False)
+    """
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
 
 
 def shown(value: object) -> str:

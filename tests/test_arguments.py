@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import multistage
-from multistage import Budget, Costs, Jitter, Tier, check, plan, plan_chain, simulate
+from multistage import Budget, Costs, Jitter, Reversal, Tier, check, plan, plan_chain, simulate
 from multistage.actions import EndForward, Reverse, Tape
 from multistage.costs import parse_bytes
 from multistage.errors import ArgumentError, BudgetError, ScheduleError
@@ -266,6 +266,12 @@ def test_numbers_of_numpy_are_numbers() -> None:
         (lambda: Costs.from_json("[" * 100_000), "no costs file"),
         (lambda: StageCosts.from_json("[" * 100_000), "not the costs of a chain"),
         (lambda: parse_bytes("9" * 400), "must be at most"),
+        (lambda: check(np.array(3), 5, 3), "schedule=array.* must be an iterable"),
+        (lambda: simulate(np.array(3), 5, COSTS, 3), "schedule=array.* must be an iterable"),
+        (lambda: trade_off(COSTS, 9, np.array("revolve")), "must be several names"),
+        (lambda: trade_off(COSTS, 9, slots=np.array(3)), "must be several numbers"),
+        (lambda: Reversal(abs, abs, 3, states=3), r"states=3 must .* write '3 slots' as the"),
+        (lambda: Reversal(abs, abs, 3, tier=np.array(3)), "must be a string, a path or a store"),
     ],
 )
 def test_messages_say_what_is_wanted(call: Callable[[], object], message: str) -> None:

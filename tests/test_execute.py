@@ -441,6 +441,37 @@ def test_a_state_that_changes_its_layout(planner: str, after: Any, message: str)
     store.close()
 
 
+@pytest.mark.parametrize("planner", ["store-all", "revolve", "streaming"])
+@pytest.mark.parametrize("tapes", [False, True])
+def test_the_step_that_changed_the_layout_is_named(planner: str, tapes: bool) -> None:
+    """Seen where the state is kept: revolve said "state 14" of one that step 4 returned."""
+
+    def step(x: Any, i: int) -> Any:
+        return {"a": np.append(x["a"], 0.0) if i == 4 else x["a"] + 1}
+
+    taping = {"tape_step": lambda x, i: (step(x, i), x)} if tapes else {}
+    executor = Executor(FunctionChain(step, lambda x, a, i: a, **taping), (store := MemoryStore(),))
+    start = {"a": np.zeros(3)}
+    store.open(Layout.of(start))
+    with pytest.raises(StateError, match=r"step 4 returned a state unlike the first: state 5 .*4,"):
+        executor.forward(planned(planner).schedule(), start)
+    assert start["a"].flags.writeable
+    store.close()
+
+
+def test_a_layout_that_differs_once_only_is_named_as_it_was_seen() -> None:
+    """Steps that do not repeat themselves: what is found when they run again is another thing."""
+    calls: list[int] = []
+
+    def step(x: Any, i: int) -> Any:
+        calls.append(i)
+        return np.append(x, 0.0) if calls.count(i) == 1 and i == 2 else x + 1
+
+    executor = Executor(FunctionChain(step, lambda x, a, i: a), ())
+    with pytest.raises(StateError, match=r"^state \d+ changed leaf"):
+        executor.forward(planned("revolve").schedule(), np.zeros(3))
+
+
 # ------------------------------------------------------------------- schedules
 
 _END: list[Action] = [Reverse(2), Load(0), Advance(0, 1), Reverse(1), Load(0), Reverse(0)]

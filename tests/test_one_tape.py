@@ -120,6 +120,14 @@ def test_the_executor_refuses_to_overwrite_the_tape(what: str) -> None:
         executor.reverse(1.0)
 
 
+@pytest.mark.parametrize("planner", ["periodic", "recursive", "store-all"])
+def test_planners_of_tapes_say_that_only_one_exists(planner: str) -> None:
+    """It was "periodic needs about 929887697 fast slots"."""
+    costs = Costs(1.0, 1.0, 1.0, tape_bytes=NOT_KEPT)
+    with pytest.raises(BudgetError, match="of these operators only one exists"):
+        PLANNERS[planner](costs, 1, 50)
+
+
 def test_a_plan_for_many_tapes_is_refused() -> None:
     many = partial(PLANNERS["store-all"], Costs(1.0, 2.0, 1.0), 9, 3)()
     with (

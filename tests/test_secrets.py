@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -197,3 +198,32 @@ def test_errors_travel_without_it(error: Any) -> None:
     for each in (error, pickle.loads(pickle.dumps(error))):
         assert SECRET not in str(each) + repr(each)
         assert "s3://***@b" in str(each)
+
+
+@pytest.mark.parametrize("name", [f"memory:{SECRET}@x", f"memory:{SECRET}%40x"])
+def test_a_size_may_be_a_secret(name: str) -> None:
+    with pytest.raises(ms.errors.ArgumentError) as caught:
+        _reversal(name)
+    assert SECRET not in str(caught.value)
+    with pytest.raises(ms.errors.ArgumentError, match="is no byte count") as caught:
+        ms.Budget.parse(name.partition(":")[2] or name)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("piece", ["a://", "a:?", "a-", "a:b", "?a=b&", "%3a%2f%2fa", "file:///"])
+def test_odd_text_is_redacted_in_proportion_to_its_length(piece: str) -> None:
+    """Seconds at 30 kB, once: four times as long took sixteen times the time."""
+
+    def taken(length: int) -> float:
+        text = (piece * length)[:length] + ":"
+        began = time.process_time()
+        redacted(text)
+        return time.process_time() - began
+
+    short = max(1e-4, min(taken(10_000) for _ in range(3)))
+    assert min(taken(160_000) for _ in range(3)) < 80 * short
+
+
+def test_what_follows_the_last_at_sign_stays() -> None:
+    text = f"s3://a:{SECRET}@b@host > me:{SECRET}@x 's3://{SECRET}@y' file:///a@b"
+    assert redacted(text) == "s3://***@host > me:***@x 's3://***@b"

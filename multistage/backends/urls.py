@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ..costs import parse_bytes
 from ..errors import OPTIONS, ArgumentError, redacted
+from ..values import several
 from .base import Store
 from .cascade import CascadeStore
 from .compressed import CompressedStore
@@ -48,9 +49,9 @@ def tier_names(tiers: Tiers | None) -> tuple[TierName, ...]:
         return ()
     if isinstance(tiers, str | os.PathLike):
         return (tiers,)
-    if isinstance(tiers, Iterable) and not isinstance(tiers, bytes):
+    if isinstance(tiers, Iterable) and not isinstance(tiers, bytes) and several(tiers):
         return tuple(tiers)
-    return (tiers,)  # `open_store` says so if it is none
+    return (cast(TierName, tiers),)  # `open_store` says so if it is none
 
 
 def open_store(tier: TierName) -> Store:
@@ -85,7 +86,7 @@ def open_store(tier: TierName) -> Store:
     if isinstance(tier, os.PathLike):
         return FileStore(os.fsdecode(tier))
     if not isinstance(tier, str):
-        if not hasattr(tier, "put"):
+        if not (hasattr(tier, "put") and hasattr(tier, "open")):  # a NumPy array has a put
             raise ArgumentError(f"tier={tier!r} must be a string, a path or a store")
         return tier
     if ">" in tier:

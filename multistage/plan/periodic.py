@@ -24,6 +24,10 @@ from .base import Plan, require_steps
 from .binomial import forward_and_reverse
 from .bound import lower_bound
 
+_ONE_TAPE = (
+    "{} keeps the tapes of a segment, and of these operators only one exists; use planner='auto'"
+)
+
 
 def taped_segment(start: int, stop: int) -> Iterator[Action]:
     """Yield: tape steps start..stop-2, turn at the last, reverse the others from their tapes."""
@@ -81,6 +85,8 @@ def periodic(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     least = 2 * math.sqrt(n * weight)
     longest = min(n, int(slots / weight) + 2)
     length = next((k for k in range(longest, 0, -1) if peak(k) <= slots), None)
+    if length is None and costs.one_tape:
+        raise BudgetError(_ONE_TAPE.format("periodic"))
     if length is None:
         raise BudgetError(
             f"periodic needs about {least:.0f} fast slots for {n} steps, the budget has {slots}"
@@ -231,6 +237,8 @@ def recursive(costs: Costs, slots: int, n_steps: int | None) -> Plan:
         for branch in sorted({*range(1, min(slots, 64) + 1), slots})
         if branch > 0 and (counts := count(n, slots, branch, True)) is not None
     ]
+    if not found and costs.one_tape:
+        raise BudgetError(_ONE_TAPE.format("recursive"))
     if not found:
         raise BudgetError(
             f"recursive needs about {math.ceil(math.log2(n + 1))} fast slots for {n} steps, "

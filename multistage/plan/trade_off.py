@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from ..costs import Costs
 from ..errors import ArgumentError, BudgetError
 from ..progress import counting
-from ..values import shown, whole
+from ..values import several, shown, whole
 from . import PLANNERS, RANKED
 from .base import Plan, require_costs, require_steps
 
@@ -57,7 +57,7 @@ def trade_off(
     """
     require_costs(costs)
     n = require_steps(n_steps, "trade_off")
-    if isinstance(planners, str) or not isinstance(planners, Iterable):
+    if isinstance(planners, str) or not several(planners):
         raise ArgumentError(f"planners={shown(planners)} must be several names of planners")
     names = list(planners)
     unknown = [name for name in names if not isinstance(name, str) or name not in PLANNERS]
@@ -65,7 +65,7 @@ def trade_off(
         raise ArgumentError(
             f"planners {shown(unknown)} are not known; choose from {', '.join(PLANNERS)}"
         )
-    if not isinstance(slots, Iterable | None):
+    if slots is not None and not several(slots):
         raise ArgumentError(f"slots={shown(slots)} must be several numbers of slots")
     chosen = {whole(count, "slots", 1) for count in (_ladder(n) if slots is None else slots)}
     if also is not None:
