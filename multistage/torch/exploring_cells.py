@@ -161,8 +161,22 @@ class _Explorer:
         return step(after, None) != step(after, looked.wants)
 
     def _look(self, wants: Sequence[bool]) -> _Look:
-        with self._untouched(), torch.enable_grad():
-            return self._looked(wants)
+        parameters = [p for p in self._cell.scope.parameters() if p.is_leaf]
+        aside = [p.grad for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            with self._untouched(), torch.enable_grad():
+                looked = self._looked(wants)
+            if any(p.grad is not None for p in parameters):
+                raise StateError(
+                    f"{self._cell.name} calls backward, which adds to .grad of its parameters, and "
+                    "would once more when it is run again; call torch.autograd.grad"
+                )
+            return looked
+        finally:
+            for parameter, gradient in zip(parameters, aside, strict=True):
+                parameter.grad = gradient
 
     def _looked(self, wants: Sequence[bool]) -> _Look:
         cell, leaves, spec, inputs = self._cell, self._leaves, self._spec, self._inputs
@@ -210,6 +224,12 @@ class _Explorer:
         for leaf in ys:
             if not isinstance(leaf, Tensor):
                 raise StateError(f"{cell.name} returns {type(leaf).__name__} in y; tensors only")
+        exchanged = {id(module._buffers[key]) for module, key in changed}
+        if any(id(leaf) in exchanged for leaf in ys):
+            raise StateError(
+                f"{cell.name} returns a buffer that it changes in y; it must return tensors that "
+                "it leaves alone: a copy"
+            )
         own = {id(t) for t in [*given, *(leaf for _, leaf in taken)]}
         roots = [t for t in [*new_leaves, *ys] if t.requires_grad]
         found = list(leaves_below(roots, own, self._known, begun, cell.name))

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, StateError
+from .boundaries import Boundaries
 from .cell import Cell, Facts
 from .checksums import Checksums
 from .collector import Collector
@@ -29,6 +30,7 @@ from .surroundings import Surroundings
 from .tensors import TensorState
 
 Gradients = tuple[Tensor | None, ...]
+Ys = list[tuple[int, list[Tensor]]]  # of steps: t, leaves
 
 
 class ThroughTime:
@@ -68,8 +70,7 @@ class ThroughTime:
         self.checksums: Checksums | None = None  # of the first run
         self.sums: list[Tensor | None] = []
         self.of_inputs: InputGradients | None = None  # while a backward runs
-        # For the state after each chunk, with y of its last step: who is the same tensor as whom.
-        self.patterns: dict[int, tuple[int, ...]] = {}
+        self.boundaries = Boundaries(facts.differentiable)
         self.output_gradients: Sequence[Tensor | None] = ()
         self.around, self.device = around, device
 
@@ -85,7 +86,7 @@ class ThroughTime:
 
     def first(self, leaves: Sequence[Tensor]) -> TensorState:
         """Return state 0, with what is in the generators and buffers now."""
-        self.patterns[-1] = pattern_of(leaves)
+        self.boundaries.begin(leaves)
         return TensorState([*(t.detach() for t in leaves), *self.around.now()])
 
     @contextlib.contextmanager
@@ -107,17 +108,14 @@ class ThroughTime:
     def _steps(self, k: int) -> tuple[int, int]:
         return k * self.chunk, min((k + 1) * self.chunk, self.inputs.steps)
 
-    def _noted(self, k: int, leaves: Sequence[Tensor], ys: Sequence[Tensor]) -> tuple[int, ...]:
-        """Note which results of a chunk are the same tensor; return it."""
-        pattern = pattern_of(leaves if self.cell.fused else [*leaves, *ys])
-        before = self.patterns.setdefault(k, pattern)
-        if pattern != before:
+    def _note(self, k: int, given: Sequence[Tensor], leaves: Sequence[Tensor], ys: Ys) -> None:
+        """Note which tensors around a chunk are one."""
+        outputs = () if self.cell.fused else ys
+        if not self.boundaries.note(k, given, leaves, outputs, self._steps(k)):
             raise StateError(
                 f"{self.cell.name} returned other tensors twice after step {self._steps(k)[1] - 1} "
-                f"when it was run again than at first ({pattern} and {before}); it must do the "
-                "same every time"
+                "when it was run again than at first; it must do the same every time"
             )
-        return pattern
 
     def advance(self, state: TensorState, start: int, stop: int) -> TensorState:
         x = self.inputs.many if self.cell.fused else self.inputs.at
@@ -130,11 +128,24 @@ class ThroughTime:
                 given = self._given(state, k, graph=self.facts.graded)
                 first, last = self._steps(k)
                 user = pytree.tree_unflatten(list(given), self.facts.spec)
-                take = self.collector.add if new else _ignore
-                leaves, ys = run_steps(self.cell, self.facts, user, (first, last), take, x)
-                self._noted(k, leaves, ys)
+                ys: Ys = []
+                versions: list[int] = []
+
+                def take(found: tuple[int, list[Tensor]]) -> None:
+                    ys.append(found)  # noqa: B023
+                    versions.extend([y._version for y in found[1]])  # noqa: B023
+                    if new:  # noqa: B023
+                        self.collector.add(*found)
+
+                leaves = run_steps(self.cell, self.facts, user, (first, last), x, take)
+                self._note(k, given, leaves, ys)
+                if versions != [y._version for _, of_step in ys for y in of_step]:
+                    raise StateError(
+                        f"{self.cell.name} writes to an output of steps {first} to {last - 1} "
+                        "after it was returned; it must return tensors that it leaves alone: a copy"
+                    )
                 if new:
-                    self.checksums.note(k, [*leaves, *ys])
+                    self.checksums.note(k, [*leaves, *(ys[-1][1] if ys else ())])
                 state.checked()
                 rest = self.around.after(first, last) if new else self.around.now()
                 state = TensorState([*(t.detach() for t in leaves), *rest])
@@ -145,7 +156,7 @@ class ThroughTime:
         tensors = state.checked()
         count = self.facts.spec.num_leaves
         self.around.reinstall(tensors[count:])
-        pattern, wants = self.patterns[k - 1], self.facts.wants_at(k)
+        pattern, wants = self.boundaries[k - 1].pattern, self.facts.wants_at(k)
         given: list[Tensor] = []
         for i, tensor in enumerate(tensors[:count]):
             if pattern[i] < i:
@@ -162,7 +173,7 @@ class ThroughTime:
         as plain autograd does it.
         """
         count = len(last)
-        pattern = self.patterns[self.n_steps - 1]
+        pattern = self.boundaries[self.n_steps - 1].pattern
         results: list[Tensor] = []
         flags: list[bool] = []
         places: list[int | None] = []
@@ -243,21 +254,23 @@ class ThroughTime:
         given = self._given(before, k, graph=True)
         first, last = self._steps(k)
         xs: list[tuple[Place, Tensor]] = []
-        ys: list[tuple[int, list[Tensor]]] = []
+        ys: Ys = []
         begun = graph_begins()
-        leaves, last_ys = run_steps(
+        leaves = run_steps(
             self.cell,
             self.facts,
             pytree.tree_unflatten(given, self.facts.spec),
             (first, last),
-            lambda t, y: ys.append((t, y)),
             (lambda t, until: inputs.many(t, until, xs)) if fused else lambda t: inputs.at(t, xs),
+            ys.append,
         )
-        if self.checksums is not None and self.checksums.differs(k, [*leaves, *last_ys]):
+        results = [*leaves, *(ys[-1][1] if ys else ())]
+        if self.checksums is not None and self.checksums.differs(k, results):
             self._refuse_other(k)
         self.around.refuse_graphs(first, last)
         self._check_wants(k, leaves, ys)
-        return _Again(given, leaves, xs, ys, self._noted(k, leaves, last_ys), begun)
+        self._note(k, given, leaves, ys)
+        return _Again(given, leaves, xs, ys, begun)
 
     def verify(self) -> None:
         """Raise StateError if a chunk gave other results on a device when it was run again."""
@@ -285,32 +298,16 @@ class ThroughTime:
 
     def _is_first(self, k: int, i: int) -> bool:
         """Whether leaf i of the state before a chunk is no other leaf over again."""
-        return self.patterns[k - 1][i] == i
+        return self.boundaries[k - 1].pattern[i] == i
 
     def _of_outputs(self, k: int, again: _Again) -> list[tuple[Tensor, Tensor | None]]:
-        """Return a chunk's outputs with their gradients, in the order plain autograd adds them.
+        """Return the outputs that enter a chunk's graph, with their gradients."""
+        last = self._steps(k)[1] == self.inputs.steps
+        found = self.boundaries.outputs_of(k, again.given, again.ys, self.chunk, last)
+        gradients = self.output_gradients
+        return [(y, self.collector.gradient(j, t, y, gradients[j])) for j, t, y in found]
 
-        Reductions are made one after the other, and served in reverse.  The last
-        output of a chunk that is the state after it belongs to the chunk above,
-        where its gradient comes before those of the steps there.
-        """
-        first, last = self._steps(k)
-        count, before = len(again.given), self.patterns[k - 1]
-        found: list[tuple[Tensor, Tensor | None]] = []
-        for j in reversed(range(len(self.collector.kinds))):
-            of_y = self.output_gradients[j]
-            if not self.cell.fused and first > 0 and before[count + j] < count:
-                leaf = again.given[before[count + j]]
-                found.append((leaf, self.collector.gradient(j, first - 1, leaf, of_y)))
-            for t, leaves in again.ys:
-                above = not self.cell.fused and t + 1 == last < self.inputs.steps
-                if not (above and again.pattern[count + j] < count):
-                    found.append((leaves[j], self.collector.gradient(j, t, leaves[j], of_y)))
-        return found
-
-    def _check_wants(
-        self, k: int, leaves: Sequence[Tensor], ys: Sequence[tuple[int, list[Tensor]]]
-    ) -> None:
+    def _check_wants(self, k: int, leaves: Sequence[Tensor], ys: Ys) -> None:
         """Raise StateError if a result takes part in the gradient that was not known to."""
         facts, name = self.facts, self.cell.name
         for i, (leaf, wants) in enumerate(zip(leaves, facts.wants_at(k + 1), strict=True)):
@@ -336,8 +333,7 @@ class _Again:
     given: list[Tensor]  # the state before it
     leaves: list[Tensor]  # and after
     xs: list[tuple[Place, Tensor]]
-    ys: list[tuple[int, list[Tensor]]]
-    pattern: tuple[int, ...]  # which results of its last step are one tensor
+    ys: Ys
     begun: int
 
 
@@ -346,39 +342,24 @@ def run_steps(
     facts: Facts,
     state: Any,
     steps: tuple[int, int],
-    take: Callable[[int, list[Tensor]], None],
     x: Callable[..., Any],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Run time steps; hand the leaves of each y to `take`.
-
-    Returns
-    -------
-    leaves, ys : lists of Tensor
-        Of the state after them, and of y of the last.
-    """
+    take: Callable[[tuple[int, list[Tensor]]], None],
+) -> list[Tensor]:
+    """Run time steps; hand t and the leaves of y of each to `take`; return the state's leaves."""
     call, name = cell.call, cell.name
     start, stop = steps
-    ys: list[Tensor] = []
     if cell.fused:
         state, y = facts.split(call(state, x(start, stop)), name, start)
         if facts.returns_y:
-            ys = facts.y_leaves(y, name, start)
-            take(start, ys)
+            take((start, facts.y_leaves(y, name, start)))
     elif not facts.returns_y:
         for t in range(start, stop):
             state = call(state, x(t))
     else:
         for t in range(start, stop):
             state, y = facts.split(call(state, x(t)), name, t)
-            ys = facts.y_leaves(y, name, t)
-            take(t, ys)
-    return facts.leaves(state, name, stop - 1), ys
-
-
-def pattern_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return for each tensor the number of the first that is the same object."""
-    first: dict[int, int] = {}
-    return tuple(first.setdefault(id(t), i) for i, t in enumerate(tensors))
+            take((t, facts.y_leaves(y, name, t)))
+    return facts.leaves(state, name, stop - 1)
 
 
 @contextlib.contextmanager
@@ -400,7 +381,3 @@ def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
             hooks.update(kept)
         for parameter, gradient in retained:
             parameter.grad = gradient
-
-
-def _ignore(t: int, leaves: list[Tensor]) -> None:
-    """Outputs were collected the first time."""

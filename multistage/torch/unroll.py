@@ -259,7 +259,7 @@ def _plain(
     last = state
     for start in range(0, inputs.steps, size):
         steps = start, min(start + size, inputs.steps)
-        leaves, _ = run_steps(cell, facts, last, steps, collector.add, x)
+        leaves = run_steps(cell, facts, last, steps, x, lambda found: collector.add(*found))
         last = pytree.tree_unflatten(leaves, facts.spec)
     loss, outputs = _results(facts, collector.values())
     return Unrolled(last, loss, outputs, None)

@@ -666,3 +666,72 @@ def test_what_cannot_be_seen_shows_in_the_numbers() -> None:
     with pytest.raises(StateError, match="returned other numbers at steps 57 to 59"):
         out.loss.backward()
     assert h.grad is None
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("mode", ["stack", "sum", "last"])
+def test_a_state_that_stays_where_a_sequence_has_ended(mode: str, chunk: int) -> None:
+    """The very same tensor over many steps, an output at each: all those gradients come first."""
+
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        net = Cell()
+
+        def cell(state: Any, x: Tensor) -> Any:
+            h, t = state
+            if int(t) % 5 in (0, 1):
+                h = torch.tanh(net.linear(h) + x)
+            return (h, t + 1), (h, h * 2)
+
+        start = zeros().normal_().requires_grad_(), torch.zeros(())
+        out = unrolled(cell, start, sequence(), kept, chunk, outputs=mode)
+        one, two = out.outputs
+        loss = (one * torch.randn_like(one)).sum() + two.square().sum()
+        (loss + out.state[0].sin().sum()).backward()
+        return gradients(net, start[0])
+
+    assert_alike(run)
+
+
+def test_cells_that_write_to_their_outputs_are_refused() -> None:
+    class Reused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("room", torch.zeros(BATCH, WIDTH))
+
+        def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(h + x)
+            with torch.no_grad():
+                self.room.copy_(h)  # type: ignore[operator, union-attr]
+            return h, self.room  # type: ignore[return-value]
+
+    before: list[Tensor] = [zeros()]
+
+    def later(state: Any, x: Tensor) -> Any:
+        h = torch.tanh(state[0] + x)
+        with torch.no_grad():
+            if state[1] > 5:
+                before[0].zero_()
+        y = before[0] = torch.ones_like(h)
+        return (h, state[1] + 1), y
+
+    h = zeros().requires_grad_()
+    with pytest.raises(StateError, match="returns a buffer that it changes in y"):
+        unrolled(Reused(), h, sequence(), False)
+    with pytest.raises(StateError, match=r"changes before|writes to an output"):
+        unrolled(later, (h, torch.zeros(())), sequence(), False)
+
+
+def test_backward_inside_a_cell_is_refused() -> None:
+    """It added to `.grad` once more in each run; nothing of it is left now."""
+    net, other = Cell(), nn.Linear(WIDTH, WIDTH)
+
+    def cell(h: Tensor, x: Tensor) -> Any:
+        with torch.enable_grad():
+            other(x).sum().backward()
+        return net(h, x)
+
+    other.weight.grad = torch.ones(WIDTH, WIDTH)
+    with pytest.raises(StateError, match=r"calls backward.*torch.autograd.grad"):
+        unrolled(cell, zeros(), sequence(), False)
+    assert torch.equal(other.weight.grad, torch.ones(WIDTH, WIDTH))
+    assert other.bias.grad is None

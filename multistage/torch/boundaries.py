@@ -1,0 +1,156 @@
+"""Which tensors before and after a chunk are one and the same.
+
+A state is cut from its graph between chunks.  Where plain autograd has one
+tensor, in two leaves of the state or in a state and outputs of the steps before
+it, the contributions to its gradient must be added in the order plain autograd
+adds them: those of the outputs first, then those of the steps after.  What is
+one tensor is noted for every chunk, since a cell may do otherwise at each step:
+return `h, h` and later zeros, or the state it got where a sequence has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+Outputs: TypeAlias = Sequence[tuple[int, Sequence[Tensor]]]  # of steps: t, leaves of y
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A leaf of the state after a chunk that was an output too.
+
+    Attributes
+    ----------
+    leaf : int
+    outputs : tuple of (int, int)
+        Of this chunk: the leaf of y, and how many steps before the chunk's end.
+    start : int
+        The leaf of the state before the chunk that it is, or -1.
+    """
+
+    leaf: int
+    outputs: tuple[tuple[int, int], ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What is one tensor after a chunk.
+
+    Attributes
+    ----------
+    pattern : tuple of int
+        For each leaf of the state, and of y of the last step, the first that is
+        the same tensor.
+    held : tuple of Held
+    """
+
+    pattern: tuple[int, ...]
+    held: tuple[Held, ...] = ()
+
+
+class Boundaries:
+    """The boundaries of all chunks, noted by the first run; that of state 0 stands at -1.
+
+    Parameters
+    ----------
+    differentiable : sequence of bool
+        Which leaves of y matter.
+    """
+
+    def __init__(self, differentiable: Sequence[bool]) -> None:
+        self._differentiable = differentiable
+        self._list: list[Boundary] = []
+        self._once: dict[Boundary, Boundary] = {}  # most are equal
+
+    def begin(self, leaves: Sequence[Tensor]) -> None:
+        """Note state 0."""
+        self._list = [Boundary(pattern_of(leaves))]
+
+    def __getitem__(self, k: int) -> Boundary:
+        return self._list[k + 1]
+
+    def note(
+        self,
+        k: int,
+        given: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        outputs: Outputs,
+        steps: tuple[int, int],
+    ) -> bool:
+        """Note what is one tensor after chunk k; return whether it is as it was noted before.
+
+        Parameters
+        ----------
+        k : int
+        given, leaves : sequences of Tensor
+            The states before and after it.
+        outputs : sequence of (t, leaves of y)
+            Empty for a fused cell, whose outputs are of several steps.
+        steps : (int, int)
+        """
+        pattern = pattern_of([*leaves, *(outputs[-1][1] if outputs else ())])
+        ends = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
+        found: dict[int, list[tuple[int, int]]] = {}
+        for t, ys in outputs:
+            for j, y in enumerate(ys):
+                if id(y) in ends and self._differentiable[j]:
+                    found.setdefault(ends[id(y)], []).append((j, steps[1] - t))
+        held = []
+        before = {each.leaf for each in self[k - 1].held}
+        starts = {id(given[i]): i for i in before}
+        if found or before:
+            for i, leaf in enumerate(leaves):
+                start = starts.get(id(leaf), -1)
+                if pattern[i] == i and (i in found or start >= 0):
+                    held.append(Held(i, tuple(found.get(i, ())), start))
+        boundary = Boundary(pattern, tuple(held))
+        if k + 1 < len(self._list):
+            return self[k] == boundary
+        self._list.append(self._once.setdefault(boundary, boundary))
+        return True
+
+    def outputs_of(
+        self, k: int, given: Sequence[Tensor], ys: Outputs, chunk: int, last: bool
+    ) -> list[tuple[int, int, Tensor]]:
+        """Return the outputs whose gradients enter chunk k: leaf of y, step, tensor.
+
+        Those that are the state before it are among them, and those that are the
+        state after it are not: they enter the chunk above.  In the order in which
+        plain autograd serves reductions that were made one after the other.
+        """
+        above = () if last else self[k].held
+        passed = {each.start for each in above}
+        taken = {output for each in above for output in each.outputs}
+        found = [
+            (j, t, given[each.leaf])
+            for each in self[k - 1].held
+            if each.leaf not in passed
+            for j, t in self._of(k - 1, each, chunk)
+        ]
+        end = ys[-1][0] + 1 if ys else 0
+        found += [
+            (j, t, y) for t, leaves in ys for j, y in enumerate(leaves) if (j, end - t) not in taken
+        ]
+        found.sort(key=lambda entry: (-entry[0], entry[1]))
+        return found
+
+    def _of(self, k: int, held: Held, chunk: int) -> Iterator[tuple[int, int]]:
+        """Yield the outputs, of chunk k and those before it, that a leaf after it is."""
+        while True:
+            yield from ((j, (k + 1) * chunk - back) for j, back in held.outputs)
+            k -= 1
+            below = [each for each in self[k].held if each.leaf == held.start]
+            if not below:
+                return
+            held = below[0]
+
+
+def pattern_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return for each tensor the number of the first that is the same object."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(t), i) for i, t in enumerate(tensors))
