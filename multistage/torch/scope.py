@@ -336,8 +336,13 @@ class _Walk:
                 self.holders.append(OfCells(cells, names, name))
             for key, cell in zip(names, cells, strict=True):
                 self.visit(inside(cell), key, depth + 1)
-        self._all(function.__defaults__ or (), name, depth)
-        self._all((function.__kwdefaults__ or {}).values(), name, depth)
+        code, defaults = function.__code__, function.__defaults__ or ()
+        positional = code.co_varnames[: code.co_argcount][-len(defaults) or code.co_argcount :]
+        for key, value in [
+            *zip(positional, defaults, strict=True),
+            *(function.__kwdefaults__ or {}).items(),
+        ]:
+            self.visit(value, key, depth + 1)
         if function.__dict__ and self._watch(0):
             self.holders.append(OfDict(function.__dict__, function.__name__, of_object=True))
             for key, value in list(function.__dict__.items()):
