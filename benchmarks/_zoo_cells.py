@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDTH, BATCH = 32, 16
+WIDTH, BATCH = 64, 32
 Make = Callable[[], tuple[nn.Module, Any]]
 
 

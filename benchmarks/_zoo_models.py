@@ -14,19 +14,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Name: batch, size of images, further arguments.
 TIMM: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "resnet18": (2, 64, {}),
-    "resnest14d": (2, 64, {}),
-    "res2net50_26w_4s": (2, 48, {}),
-    "densenet121": (2, 48, {}),
-    "dla34": (2, 64, {}),
-    "mobilenetv2_050": (4, 64, {}),
+    "resnet18": (8, 64, {}),
+    "resnest14d": (4, 48, {}),
+    "res2net50_26w_4s": (4, 48, {}),
+    "densenet121": (4, 48, {}),
+    "dla34": (4, 64, {}),
+    "mobilenetv2_050": (8, 64, {}),
     "mobilenetv3_small_050": (8, 64, {}),
-    "efficientnet_b0": (2, 64, {"drop_path_rate": 0.2}),
+    "efficientnet_b0": (4, 48, {"drop_path_rate": 0.2}),
     "regnetx_002": (4, 64, {}),
-    "repvgg_a0": (4, 48, {}),
     "ghostnet_050": (8, 64, {}),
-    "nf_resnet26": (2, 64, {}),
-    "hrnet_w18_small": (1, 64, {}),
+    "hrnet_w18_small": (2, 64, {}),
     "convnext_atto": (4, 64, {"drop_path_rate": 0.1}),
     "poolformer_s12": (2, 64, {}),
     "mobilevit_xxs": (2, 96, {}),
@@ -34,23 +32,23 @@ TIMM: dict[str, tuple[int, int, dict[str, Any]]] = {
     "vit_tiny_patch16_224": (2, 96, {"img_size": 96, "drop_path_rate": 0.1}),
     "cait_xxs24_224": (1, 64, {"img_size": 64}),
     "swin_tiny_patch4_window7_224": (1, 56, {"img_size": 56}),
-    "mixer_s32_224": (2, 224, {}),
+    "mixer_s32_224": (2, 128, {"img_size": 128}),
     "xcit_nano_12_p16_224": (4, 64, {"img_size": 64}),
 }
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 128,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "num_hidden_layers": 6,
     "num_attention_heads": 4,
-    "intermediate_size": 128,
+    "intermediate_size": 256,
     "max_position_embeddings": 128,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
 _GROUPED = {"num_key_value_heads": 2, "use_cache": False}
-_OLD_NAMES = {"n_embd": 64, "n_layer": 6, "n_head": 4, "use_cache": False}
+_OLD_NAMES = {"n_embd": 128, "n_layer": 6, "n_head": 4, "use_cache": False}
 
 # Name of the configuration and the model, and what differs from the above.
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,31 +57,31 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Roberta": ("RobertaModel", {}),
     "Electra": ("ElectraModel", {"embedding_size": 32}),
     "Albert": ("AlbertModel", {"embedding_size": 32}),
-    "DistilBert": ("DistilBertModel", {"dim": 64, "n_layers": 6, "n_heads": 4, "hidden_dim": 128}),
+    "DistilBert": ("DistilBertModel", {"dim": 128, "n_layers": 6, "n_heads": 4, "hidden_dim": 256}),
     "GPT2": ("GPT2LMHeadModel", _OLD_NAMES),
     "GPTNeoX": ("GPTNeoXModel", {"use_cache": False}),
-    "OPT": ("OPTModel", {"ffn_dim": 128, "word_embed_proj_dim": 64, "use_cache": False}),
+    "OPT": ("OPTModel", {"ffn_dim": 256, "word_embed_proj_dim": 128, "use_cache": False}),
     "Bloom": ("BloomModel", {"n_layer": 6, "n_head": 4, "use_cache": False}),
     "Falcon": ("FalconModel", {"use_cache": False}),
     "Llama": ("LlamaForCausalLM", _GROUPED),
     "Mistral": ("MistralModel", _GROUPED),
     "Mixtral": ("MixtralModel", {**_GROUPED, "num_local_experts": 4}),
     "Qwen2": ("Qwen2Model", _GROUPED),
-    "Qwen3": ("Qwen3Model", {**_GROUPED, "head_dim": 16}),
+    "Qwen3": ("Qwen3Model", {**_GROUPED, "head_dim": 32}),
     "Phi3": ("Phi3Model", _GROUPED),
-    "Gemma": ("GemmaModel", {**_GROUPED, "head_dim": 16}),
+    "Gemma": ("GemmaModel", {**_GROUPED, "head_dim": 32}),
     "ViT": ("ViTModel", {"image_size": 96, "patch_size": 8}),
     "Mamba": ("MambaModel", {"state_size": 8, "use_cache": False}),
     "T5Encoder": (
         "T5EncoderModel",
-        {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 6, "num_heads": 4},
+        {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 6, "num_heads": 4},
     ),
 }
 
 
 def names() -> list[str]:
     """Return the names of all models, with their library."""
-    return [*(f"timm {n}" for n in TIMM), *(f"transformers {n}" for n in TRANSFORMERS)]
+    return [*(f"transformers {n}" for n in TRANSFORMERS), *(f"timm {n}" for n in TIMM)]
 
 
 def build(name: str) -> tuple[nn.Module, dict[str, Any] | torch.Tensor]:
@@ -103,9 +101,9 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any] | torch.Tensor]:
     model = getattr(transformers, kind)(config).train()
     if name == "ViT":
         return model, {"pixel_values": torch.randn(2, 3, 96, 96)}
-    tokens = torch.randint(3, 128, (4, 64))
+    tokens = torch.randint(3, 128, (4, 96))
     if kind.endswith("Model") and not kind.startswith(("Bert", "Roberta")):
         return model, {"input_ids": tokens}
     mask = torch.ones_like(tokens)
-    mask[1, 50:] = 0
+    mask[1, 70:] = 0
     return model, {"input_ids": tokens, "attention_mask": mask}

@@ -10,6 +10,7 @@ import random
 import statistics
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +42,11 @@ class Way:
         Runs forward; returns the outputs that want gradients.
     given : list of Tensor
         Inputs.
-    inputs_count : bool
-        Whether limits count inputs, and not the gradients of parameters (models);
-        else the other way round (cells).
+    is_model : bool
+        Whether limits count the inputs (models); of cells they do not.
+    sums_bytes : int
+        Of gradients of parameters on their way, which limits do not count and the meter
+        does: autograd adds up those of a parameter that is used more than once.
     limit : callable
         The limit in bytes it runs under, once it has run.
     """
@@ -52,6 +55,7 @@ class Way:
     outputs: Callable[[], list[Tensor]]
     given: list[Tensor]
     is_model: bool
+    sums_bytes: int
     limit: Callable[[], int] = lambda: 0
 
     def step(self) -> list[Tensor]:
@@ -75,9 +79,8 @@ class Way:
             meter.ignore([*self.given, *parameters, *self.module.buffers(), *_known.values()])
             meter.ignore(t.grad for t in [*parameters, *self.given] if t.grad is not None)
             self.step()
-        if self.is_model:
-            return meter.peak_bytes + sum(t.nbytes for t in self.given)
-        return meter.peak_bytes - sum(p.nbytes for p in parameters)
+        inputs = sum(t.nbytes for t in self.given) if self.is_model else 0
+        return meter.peak_bytes + inputs - self.sums_bytes
 
 
 _known: dict[Any, Tensor] = {}
@@ -151,6 +154,19 @@ def _wanting(tree: Any) -> list[Tensor]:
     return [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
 
 
+def _used_again(way: Way) -> int:
+    """Return the bytes of parameters that one forward uses more than once."""
+    uses: Counter[nn.Parameter] = Counter()
+
+    def count(module: nn.Module, *_: Any) -> None:
+        uses.update(module.parameters(recurse=False))
+
+    for module in way.module.modules():
+        module.register_forward_pre_hook(count)
+    way.outputs()
+    return sum(parameter.nbytes for parameter, n in uses.items() if n > 1)
+
+
 class ModelWays:
     """How a model is trained."""
 
@@ -159,6 +175,8 @@ class ModelWays:
         if isinstance(self.x, Tensor):
             self.x.requires_grad_()
         self.given = [t for t in pytree.tree_leaves(self.x) if isinstance(t, Tensor)]
+        self._sums = 0
+        self._sums = _used_again(self.plain())
         self._prepared = False
         self._costs: StageCosts | None = None
 
@@ -170,7 +188,7 @@ class ModelWays:
     def plain(self) -> Way:
         """Return plain training of a copy."""
         module = copy.deepcopy(self.module)
-        return Way(module, lambda: self._called(module), self.given, True)
+        return Way(module, lambda: self._called(module), self.given, True, self._sums)
 
     def ours(self, memory: int | float) -> Way:
         """Return training of a copy within a limit."""
@@ -190,20 +208,20 @@ class ModelWays:
             assert chain.plan is not None
             return chain.plan.memory_bytes
 
-        return Way(module, lambda: self._called(call), self.given, True, limit)
+        return Way(module, lambda: self._called(call), self.given, True, self._sums, limit)
 
     def checkpointed(self) -> Way:
         """Return training by the library's own checkpointing, or by segments of our stages."""
         module: Any = copy.deepcopy(self.module)
         if _has_checkpointing(module):
-            return Way(module, lambda: self._called(module), self.given, True)
+            return Way(module, lambda: self._called(module), self.given, True, self._sums)
         stages: Any = mst.to_chain(module, self.x)
         calls, segments = list(stages), max(2, round(math.sqrt(len(stages))))
 
         def outputs() -> list[Tensor]:
             return _wanting(checkpoint_sequential(calls, segments, self.x, use_reentrant=False))
 
-        return Way(module, outputs, self.given, True)
+        return Way(module, outputs, self.given, True, self._sums)
 
 
 def _has_checkpointing(module: Any) -> bool:
@@ -225,6 +243,7 @@ class CellWays:
         self.state = pytree.tree_map(lambda t: t.requires_grad_(), start)
         self.x = torch.randn(STEPS, _zoo_cells.BATCH, _zoo_cells.WIDTH)
         self.given = [*pytree.tree_leaves(self.state), self.x]
+        self._sums = sum(p.nbytes for p in self.module.parameters())
 
     def _steps(self, module: Any, state: Any, start: int, stop: int) -> Any:
         total: Any = None
@@ -240,7 +259,7 @@ class CellWays:
         def outputs() -> list[Tensor]:
             return [self._steps(module, self.state, 0, STEPS)[1]]
 
-        return Way(module, outputs, self.given, False)
+        return Way(module, outputs, self.given, False, self._sums)
 
     def ours(self, memory: int | float) -> Way:
         """Return training of a copy within a limit."""
@@ -255,7 +274,7 @@ class CellWays:
 
         outputs()[0].backward()  # so that what comes once is not part of a step
         module.load_state_dict(self.module.state_dict())
-        return Way(module, outputs, self.given, False, lambda: limits[-1])
+        return Way(module, outputs, self.given, False, self._sums, lambda: limits[-1])
 
     def checkpointed(self) -> Way:
         """Return training by checkpointed chunks of the square root of the steps."""
@@ -272,7 +291,7 @@ class CellWays:
                 total = loss if total is None else total + loss
             return [total]
 
-        return Way(module, outputs, self.given, False)
+        return Way(module, outputs, self.given, False, self._sums)
 
 
 # --------------------------------------------------------------------- one record

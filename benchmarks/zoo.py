@@ -19,11 +19,13 @@ limit that is refused against us.  Nothing is downloaded: weights are random.
 
     pip install -c constraints.txt -e ".[zoo]"
     pip install -c constraints.txt --no-deps timm
-    python -m benchmarks.zoo [--quick] [--only NAME ...] [--json FILE] [--page FILE]
+    python -m benchmarks.zoo [--quick] [--only NAME ...] [--resume FILE] [--json FILE]
+                             [--page FILE]
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import re
@@ -34,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._common import finish, machine, options
+from benchmarks._timm import load_timm
 from benchmarks.docs import fill, markdown
 
 LIMITS = (0.7, 0.5, 0.3)
@@ -85,9 +88,13 @@ def _record(name: str, seed: int, repeats: int) -> dict[str, Any]:
 
 
 def _work(sending: Any, name: str, seed: int, repeats: int) -> None:
+    sending.send(_imported().run(name, seed, repeats))
+
+
+def _imported() -> Any:
     from benchmarks import _zoo_run
 
-    sending.send(_zoo_run.run(name, seed, repeats))
+    return _zoo_run
 
 
 def works(record: dict[str, Any]) -> bool:
@@ -131,6 +138,14 @@ def ratios(records: Sequence[dict[str, Any]]) -> dict[str, float]:
         found[f"fits_{limit}"] = len(here) / len(records)
         found[f"seconds_over_plain_{limit}"] = _median(p["over_plain"] for p in here)
     return found
+
+
+def kept(path: Path | None) -> dict[str, dict[str, Any]]:
+    """Return the records of an earlier run that work and have equal bits, by name."""
+    if path is None:
+        return {}
+    samples = json.loads(path.read_text())["samples"]
+    return {r["name"]: r for r in samples if works(r) and equal(r)}
 
 
 def _share(hits: Sequence[bool]) -> float:
@@ -236,16 +251,24 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names, or parts of them")
     parser.add_argument("--page", type=Path, help="rewrite the tables of this page")
     parser.add_argument("--repeats", type=int, help="of each pair of timed steps")
+    parser.add_argument("--partial", type=Path, help="write what is done to this file, each time")
+    parser.add_argument("--resume", type=Path, help="keep what works in such a file, or --json's")
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT)  # before torch is imported
     chosen = [n for n in names() if n in QUICK] if args.quick else names()
     if args.only:
         chosen = [n for n in names() if any(part in n for part in args.only)]
     repeats = args.repeats or (1 if args.quick else REPEATS)
+    _imported()
+    if any(name.startswith("timm ") for name in chosen):
+        load_timm()
+    known = kept(args.resume)
     records = []
     for name in chosen:
-        records.append(_record(name, args.seed, repeats))
+        records.append(known.get(name) or _record(name, args.seed, repeats))
         print(*table(records[-1:]).splitlines()[2:], flush=True)
+        if args.partial:
+            args.partial.write_text(json.dumps({"samples": [*known.values(), *records]}))
     found = ratios(records)
     finish(args, "zoo", records, found)
     if args.page:

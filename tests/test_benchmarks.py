@@ -635,6 +635,12 @@ def test_the_figures_of_the_zoo() -> None:
     assert math.isnan(zoo.ratios(ZOO[2:])["equal"])
 
 
+def test_what_works_is_not_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "zoo.json"
+    path.write_text(json.dumps({"samples": ZOO}))
+    assert list(zoo.kept(path)) == ["timm a"] and zoo.kept(None) == {}
+
+
 def test_the_page_of_the_zoo(tmp_path: Path) -> None:
     path = tmp_path / "zoo.md"
     path.write_text("".join(f"<!-- table: {k} -->\nold\n<!-- end -->\n" for k in ZOO_TABLES))
