@@ -21,6 +21,7 @@ from ..plan import Plan, plan
 from ..plan.interval import shortest_interval
 from ..probe import action_seconds, probe_store, with_driver
 from .cell import Facts
+from .checking import Checked
 from .collector import Collector
 from .inputs import InputGradients, Inputs
 from .measure import seconds_of
@@ -85,6 +86,8 @@ class UnrollPlan:
         The schedule of chunks.
     alternatives : tuple of (strategy, chunk, seconds, peak_bytes)
         All that fit, the fastest first.
+    checked : Checked or None
+        What the check found; see `unroll`.
     """
 
     strategy: str
@@ -96,6 +99,7 @@ class UnrollPlan:
     keep_bytes: int
     plan: Plan | None
     alternatives: tuple[tuple[str, int, float, int], ...]
+    checked: Checked | None = None
 
     def summary(self) -> str:
         """Return the plan in one line."""
@@ -120,6 +124,8 @@ class UnrollPlan:
         lines = [self.summary(), "", tabulate(rows, headers="keys", stralign="right")]
         if self.keep_bytes > self.memory_bytes:
             lines += ["", "Not kept: plain autograd does not fit the limit."]
+        if self.checked is not None:
+            lines += ["", f"Checked against plain autograd: {self.checked}."]
         if self.plan is not None:
             lines += ["", str(self.plan)]
         return "\n".join(lines)

@@ -21,19 +21,19 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, DifferenceWarning, StateError
 from .exploring import tensors_of
 from .fingerprints import fingerprint
 from .measure import Profile
-from .plainly import TooDear, Windowed
+from .plainly import TooDear, Windowed, forgetting
 from .randomness import device_types, random_devices
 from .scope import Scope
 from .settings import Autocast, autocast
@@ -49,6 +49,7 @@ Seen: TypeAlias = dict[str, object]
 _MOST_RUNS = 8
 # Models that are run forward so quickly may be run more often.
 _SECONDS = 1.0
+_ABSENT = object()
 # Of two runs of operators that are not deterministic, relative: sums in another order.
 _ROUNDING = 1e-3
 
@@ -96,6 +97,7 @@ def check_chain(
     room_bytes: float,
     writes: bool,
     check: Check,
+    targets: Sequence[Tensor] | None = None,
 ) -> Checked:
     """Compare a chain with the model it comes from, on a sample.
 
@@ -113,6 +115,9 @@ def check_chain(
     writes : bool
         Whether the sample is written to.
     check : {"error", "warn"}
+    targets : sequence of Tensor, optional
+        Whose gradients are compared, beside the sample's; default: all leaves.  These may
+        have graphs of their own, which are kept.
 
     Raises
     ------
@@ -120,18 +125,18 @@ def check_chain(
         If the two differ; the message names the first module where they do.
     """
     began = time.perf_counter()
-    both = _Both(stages, sample, writes)
+    both = _Both(stages, sample, writes, room_bytes, targets)
     try:
-        outcome = _compared(both, reference, chain, name, room_bytes, check)
+        outcome = _compared(both, reference, chain, name, check)
+    except TooDear:
+        outcome = "not checked; forward differentiates what the limit does not hold"
     finally:
         both.snapshot.restore()
     return Checked(outcome, time.perf_counter() - began)
 
 
-def _compared(
-    both: _Both, reference: Call, chain: Call, name: str, room_bytes: float, check: Check
-) -> str:
-    plainly = both.plainly(reference, room_bytes)
+def _compared(both: _Both, reference: Call, chain: Call, name: str, check: Check) -> str:
+    plainly = both.plainly(reference)
     try:
         plain = both.seen(plainly, _bits)
         outcome = "equal"
@@ -208,7 +213,15 @@ class _NotAlone(Exception):
 class _Both:
     """Runs what is compared, from the same start."""
 
-    def __init__(self, calls: Sequence[Any], sample: Any, writes: bool) -> None:
+    def __init__(
+        self,
+        calls: Sequence[Any],
+        sample: Any,
+        writes: bool,
+        room_bytes: float,
+        targets: Sequence[Tensor] | None = None,
+    ) -> None:
+        self._targets, self._room = targets, room_bytes
         self.modules = modules_of(calls)
         self.sample, self._writes = sample, writes
         self.names: dict[int, str] = {}
@@ -240,13 +253,16 @@ class _Both:
 
         return pytree.tree_map(leaf, self.sample)
 
-    def plainly(self, reference: Call, room_bytes: float) -> Call:
+    def _forgetting(self) -> AbstractContextManager[Any]:
+        return forgetting(self._room, [*self._parameters, *tensors_of(self.sample)])
+
+    def plainly(self, reference: Call) -> Call:
         """Return the reference, run in windows."""
 
         def run(inputs: Any) -> Any:
             given = inputs
             held = [*self._parameters, *tensors_of(inputs)]
-            windowed = Windowed(lambda: reference(given), self._again, room_bytes, held)
+            windowed = Windowed(lambda: reference(given), self._again, self._room, held)
             began = time.perf_counter()
             output = windowed.forward()
             seconds = max(1e-6, time.perf_counter() - began)
@@ -273,7 +289,7 @@ class _Both:
         with _quiet(self.modules.values()), torch.enable_grad():
             inputs = self.inputs()
             # Without a look at gradients nothing that is saved for them is wanted.
-            with saved_tensors_hooks(_no, _no) if look is None else contextlib.nullcontext():
+            with self._forgetting() if look is None else contextlib.nullcontext():
                 output = call(inputs)
             leaves, spec = pytree.tree_flatten(output)
             found["the structure of the output"] = str(spec)
@@ -281,7 +297,9 @@ class _Both:
                 found |= self._gradients(inputs, leaves, look)
             for number, leaf in enumerate(leaves):
                 value = look(leaf) if look and isinstance(leaf, Tensor) else fingerprint(leaf)
-                wants = leaf.requires_grad if isinstance(leaf, Tensor) else None
+                # Of sequences, leaves of the state may want gradients for other steps' sake.
+                judged = self._targets is None and isinstance(leaf, Tensor)
+                wants = leaf.requires_grad if judged else None
                 found[f"output {number}"] = value, wants
         found |= left_behind(self.modules, self.devices)
         self.snapshot.restore()
@@ -295,20 +313,23 @@ class _Both:
         names = {id(t): f"the gradient of input {k}" for k, t in enumerate(given)}
         targets: list[Tensor] = []
         found: Seen = {}
-        for leaf in _leaves_of(roots):
+        below = _leaves_of(roots) if self._targets is None else [*given, *self._targets]
+        for leaf in below:
             other = names.get(id(leaf)) or f"the gradient of {self.names.get(id(leaf))}"
             if id(leaf) not in names and id(leaf) not in self.names:
                 other = f"the gradient of a tensor of shape {tuple(leaf.shape)} ({len(targets)})"
             names[id(leaf)] = other
             targets.append(leaf)
-        if not targets:
+        if not targets or not roots:
             return found
         aside = [(t._backward_hooks, dict(t._backward_hooks)) for t in targets if t._backward_hooks]
         for hooks, _ in aside:
             hooks.clear()
         handles = [t.register_hook(_taker(found, names[id(t)], look)) for t in targets]
         try:
-            torch.autograd.grad(roots, targets, _adjoints(roots), allow_unused=True)
+            keep = self._targets is not None
+            adjoints = _adjoints(roots)
+            torch.autograd.grad(roots, targets, adjoints, retain_graph=keep, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
@@ -348,17 +369,13 @@ class _Both:
 
         handles = [m.register_forward_hook(note(path)) for path, m in self.modules.items()]
         try:
-            with torch.enable_grad(), saved_tensors_hooks(_no, _no):
+            with torch.enable_grad(), self._forgetting():
                 call(self.inputs())
         finally:
             for handle in handles:
                 handle.remove()
             self.snapshot.restore()
         return noted
-
-
-def _no(_tensor: object) -> Any:
-    return None  # this run's graph is never walked
 
 
 @contextlib.contextmanager
@@ -379,8 +396,12 @@ def _quiet(modules: Any) -> Iterator[None]:
             hooks.update(kept)
 
 
-def _taker(found: Seen, name: str, look: Callable[[Tensor], object]) -> Callable[[Tensor], Tensor]:
-    def take(gradient: Tensor) -> Tensor:
+def _taker(
+    found: Seen, name: str, look: Callable[[Tensor], object]
+) -> Callable[[Tensor | None], Tensor | None]:
+    def take(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # a Function returned none
+            return None
         found[name] = look(gradient)
         # What is kept until the end is one number in place of the gradient.
         return gradient.new_zeros(()).expand(gradient.shape)
@@ -421,7 +442,7 @@ def _leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:
 
 def differences(ones: Mapping[str, object], others: Mapping[str, object]) -> list[str]:
     """Return the names of what differs; gradients last, from the output backwards."""
-    names = [n for n in {**ones, **others} if ones.get(n, _no) != others.get(n, _no)]
+    names = [n for n in {**ones, **others} if ones.get(n, _ABSENT) != others.get(n, _ABSENT)]
     gradients = [n for n in names if n.startswith("the gradient")]
     outputs = [n for n in names if n.startswith(("output", "the structure"))]
     rest = [n for n in names if n not in gradients and n not in outputs]

@@ -26,7 +26,10 @@ _OVERLAP = 8
 
 
 class TooDear(Exception):
-    """The room is so small that the model would be run forward too often."""
+    """The room is so small that the model would be run forward too often.
+
+    Or what a model saved and differentiates itself, in forward, is gone by then.
+    """
 
 
 class Windowed:
@@ -61,6 +64,7 @@ class Windowed:
     ) -> None:
         self._call, self._again = call, again
         self._room = room_bytes
+        self._forward = True
         self._count = 0  # of tensors saved in the first run
         self._free = {_storage(tensor)[0] for tensor in costs_nothing}
         self._window = _Window(room_bytes, self._free)
@@ -79,7 +83,9 @@ class Windowed:
             return self._count - 1
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
-            return self._call()
+            result = self._call()
+        self._forward = False
+        return result
 
     @property
     def expected_runs(self) -> float:
@@ -88,7 +94,7 @@ class Windowed:
 
     def _unpack(self, number: int) -> Tensor:
         if not self._window.first <= number < self._window.stop:
-            if self.runs >= self.most_runs:
+            if self._forward or self.runs >= self.most_runs:
                 raise TooDear
             overlap = min(_OVERLAP, len(self._window) // 4)
             self._fill(min(self._count, number + 1 + overlap))
@@ -107,16 +113,27 @@ class Windowed:
             if window.stop == stop:
                 raise _Caught
             window.add(tensor)
-            return 0
+            return window.stop - 1
 
         with (
             self._home.context(),
             self._again(),
             contextlib.suppress(_Caught),
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(catch, _never),
+            torch.autograd.graph.saved_tensors_hooks(catch, window.held),
         ):
             self._call()
+
+
+def forgetting(room_bytes: float, costs_nothing: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Return a context in which graphs hold the latest tensors alone; not to be walked later."""
+    window = _Window(room_bytes, {_storage(tensor)[0] for tensor in costs_nothing})
+
+    def pack(tensor: Tensor) -> int:
+        window.add(tensor)
+        return window.stop - 1
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, window.held)
 
 
 class _Window:
@@ -160,6 +177,12 @@ class _Window:
         elif before + change == 0:
             self._held -= nbytes
 
+    def held(self, number: int) -> Tensor:
+        """Return a tensor for a model that differentiates in its forward."""
+        if not self.first <= number < self.stop:
+            raise TooDear
+        return self.get(number)
+
     def get(self, number: int) -> Tensor:
         tensor, version = self._tensors[number - self.first]
         if tensor._version != version:  # autograd's own check, which hooks bypass
@@ -180,7 +203,3 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
 
 class _Caught(BaseException):
     """All that is wanted is caught; no `except Exception` of the model must stop this."""
-
-
-def _never(_packed: object) -> Tensor:
-    raise AssertionError("the graph of a run again is never walked")

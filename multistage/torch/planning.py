@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from .cell_costs import (
     sample_chunks,
     tier_of,
 )
+from .checking import Check, Checked
 from .offload import PAGE_BYTES
 from .tensors import TensorLayout
 from .through_time import ThroughTime
@@ -47,6 +48,7 @@ class Settings:
     chunk: int | None
     strategy: Strategy
     progress: bool | None
+    check: Check = "error"
 
 
 class _Memory(Generic[_V]):
@@ -103,8 +105,9 @@ def planned(
     layout: TensorLayout,
     store: Store | None,
     settings: Settings,
+    check: Callable[[UnrollPlan], Checked],
 ) -> UnrollPlan:
-    """Return the plan for a sequence.
+    """Return the plan for a sequence, checked when it is made for a kind of cell.
 
     Cells of a kind are measured once: the same module type and parameters, or the
     same code, and a graph of about the same weight.  Where no limit is given, a plan
@@ -115,6 +118,8 @@ def planned(
     ------
     ArgumentError, BudgetError
         If there is none.
+    StateError
+        Of the check.
     """
     cell, facts, inputs = chain.cell, chain.facts, chain.inputs
     key = (
@@ -174,6 +179,7 @@ def planned(
         chunk=settings.chunk,
         offload=travelling,
     )
+    plan = replace(plan, checked=check(plan) if known is None else known.plan.checked)
     weight = facts.weight if known is None else known.weight
     return _plans.put(key, _Known(samples, weight, plan)).plan
 

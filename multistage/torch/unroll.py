@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from ..backends.lifetimes import Birth, end
 from ..backends.urls import Tiers, tier_names
 from ..errors import ArgumentError, MultistageError
 from ..execute import Executor
+from ..plan import PLANNERS
 from ..progress import Bars
 from .cell import Cell, Facts
 from .cell_costs import STRATEGIES, Strategy, UnrollPlan
+from .checking import Check, Checked, check_chain, checked_choice
 from .collector import Collector
 from .environment import generators_of
 from .exploring import tensors_of
@@ -34,6 +36,7 @@ from .through_time import ThroughTime, run_steps
 from .tiers import open_tiers
 
 _OUTPUTS = ("stack", "sum", "last")
+_CHECKED = 12  # steps at most that a check runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ def unroll(
     strategy: Strategy = "auto",
     random: bool | None = None,
     progress: bool | None = None,
+    check: Check = "error",
 ) -> Unrolled:
     """Run a cell over a sequence, so that its gradient fits the memory, whatever the length.
 
@@ -128,6 +132,11 @@ def unroll(
         not given.
     progress : bool or None
         Show progress bars; None: on a terminal or in a notebook.
+    check : {"error", "warn", "off"}
+        Whether a few steps of the first sequence of a kind are run plainly and by
+        a schedule that runs them again, and compared bit for bit; if they differ,
+        raise StateError, or issue a DifferenceWarning.  The cell, and `inputs` if
+        it is a function, are called some more times for it.
 
     Returns
     -------
@@ -172,7 +181,7 @@ def unroll(
         raise ArgumentError(f"chunk={chunk!r} must be an int, at least 1")
     sequence = Inputs(inputs, steps)
     known = Cell(cell, fused, inputs if sequence.made else None)
-    settings = Settings(memory, tier_names(tiers), chunk, strategy, progress)
+    settings = Settings(memory, tier_names(tiers), chunk, strategy, progress, checked_choice(check))
     leaves = pytree.tree_leaves(state)
     generators = generators_of([known.scope], [*tensors_of(state), *sequence.held()])
     facts = explore(known, state, sequence, generators, parameters, random)
@@ -202,7 +211,14 @@ def _run(
     names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
     first = chain.first(leaves)
     layout = TensorLayout(first.tensors, names)
-    chosen = planned(chain, leaves, layout, store, settings)
+    chosen = planned(
+        chain,
+        leaves,
+        layout,
+        store,
+        settings,
+        lambda plan: _checked(chain, state, outputs, plan, settings.check),
+    )
     if chosen.plan is None:
         tapes: Any = contextlib.nullcontext()
         if chosen.strategy == "offload":
@@ -215,17 +231,75 @@ def _run(
     chain.chunk = chosen.chunk
     if not chosen.plan.writes:
         store = None
-    bars = Bars(settings.progress)
-    run = _Run(chain, first, chosen, store, layout, names, bars)
+    run = _Run(chain, first, chosen, store, layout, names, Bars(settings.progress))
+    return _through(run, chosen, spec, wanted)
+
+
+def _through(
+    run: _Run, chosen: UnrollPlan, spec: pytree.TreeSpec, wanted: Sequence[Tensor]
+) -> Unrolled:
+    """Run a sequence by its schedule."""
     try:
         found = _ThroughAutograd.apply(run, *wanted)
     except BaseException:
         run.close()  # now: a traceback may keep it for long
         raise
     values = [None if n is None else found[n] for n in run.places]
-    loss, reduced = _results(facts, values[len(leaves) :])
-    last = pytree.tree_unflatten(values[: len(leaves)], spec)
+    loss, reduced = _results(run.chain.facts, values[spec.num_leaves :])
+    last = pytree.tree_unflatten(values[: spec.num_leaves], spec)
     return Unrolled(last, loss, reduced, chosen)
+
+
+def _checked(
+    chain: ThroughTime, state: Any, outputs: Any, chosen: UnrollPlan, check: Check
+) -> Checked:
+    """Run the first steps plainly, and by a schedule that runs them again; compare.
+
+    They are at most as many as one chunk has, so that their graph fits the limit, where a
+    chunk has three.
+    """
+    if check == "off":
+        return Checked("off")
+    if chosen.plan is None:
+        return Checked("equal; nothing is run again")
+    if any(each.enabled for each in chain.around.settings.autocast):
+        return Checked("not checked; under autocast gradients are added in another precision")
+    cell, facts = chain.cell, chain.facts
+    count = min(chain.inputs.steps, max(3, min(chosen.chunk, _CHECKED)))
+    size = -(-count // 3)
+    few = Inputs(chain.inputs.given, count)
+    few.known_as(facts.parameters)
+    mode = None if callable(outputs) else outputs
+    costs = replace(chosen.plan.costs, tiers=())
+    short = PLANNERS["revolve"](costs, 1, -(-count // size))
+    plan = replace(chosen, steps=count, chunk=size, plan=short)
+
+    def plainly(given: Any) -> Any:
+        found = _plain(cell, facts, given, few, mode, size if cell.fused else None, graph=True)
+        return found.state, found.loss, found.outputs
+
+    def scheduled(given: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(given)
+        collector = Collector(facts, count, mode, cell.fused)
+        part = ThroughTime(cell, facts, few, collector, chain.around, size, chain.device)
+        names = part.names([f"leaf {k} of the state" for k in range(len(leaves))])
+        first = part.first(leaves)
+        layout = TensorLayout(first.tensors, names)
+        run = _Run(part, first, plan, None, layout, names, Bars(False))
+        found = _through(run, plan, spec, [*leaves, *few.tensors(), *facts.parameters])
+        return found.state, found.loss, found.outputs
+
+    return check_chain(
+        plainly,
+        scheduled,
+        state,
+        name=cell.name,
+        stages=[cell.given],
+        room_bytes=chosen.memory_bytes / 2,
+        writes=False,
+        check=check,
+        targets=[*few.tensors(), *facts.parameters],
+    )
 
 
 def _results(facts: Facts, values: Sequence[Tensor | None]) -> tuple[Tensor | None, Any]:

@@ -265,6 +265,29 @@ def test_too_small_a_room_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         checked(model, lambda given: _another_output(model, given), x, room_bytes=1)
 
 
+@pytest.mark.parametrize("room_bytes", [1e9, 2000, 1])
+def test_a_model_may_differentiate_in_its_forward(room_bytes: float) -> None:
+    model, x = a_model(), torch.randn(8, WIDTH, requires_grad=True)
+
+    def penalised(given: Tensor) -> Tensor:
+        inner = given.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(inner).exp().sum(), inner)
+        return model(given) + slope
+
+    found = check_chain(
+        penalised,
+        penalised,
+        x,
+        name="M",
+        stages=[model],
+        room_bytes=room_bytes,
+        writes=False,
+        check="error",
+    )
+    assert (found.outcome == "equal") == (room_bytes == 1e9)
+    assert found.outcome == "equal" or found.outcome.startswith("not checked; forward diff")
+
+
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.5, 0.3])
 def test_the_check_stays_within_the_limit(share: float) -> None:
     torch.manual_seed(0)
@@ -346,3 +369,62 @@ def test_a_failed_check_changes_nothing() -> None:
 def test_another_value_of_check_is_refused() -> None:
     with pytest.raises(ArgumentError, match="check='maybe' is not known"):
         mst.Sequential(a_model(), check="maybe")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------- by unroll
+
+
+class Cell(nn.Module):
+    def __init__(self, count: Callable[[], float] = lambda: 1.0) -> None:
+        super().__init__()
+        self.into, self.count = nn.Linear(WIDTH, WIDTH), count
+
+    def forward(self, state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        state = torch.tanh(state + self.into(x)) * self.count()
+        return state, state.square().mean()
+
+
+def test_a_cell_is_checked_once_per_kind() -> None:
+    calls: list[int] = []
+    cell, x = Cell(), torch.randn(40, 8, WIDTH, requires_grad=True)
+    x.register_hook(lambda _g: calls.append(1))
+    cell.into.weight.register_hook(lambda _g: calls.append(1))
+
+    def run(**more: Any) -> Any:
+        return mst.unroll(
+            cell, torch.zeros(8, WIDTH), x, memory=0.3, strategy="recompute", chunk=4, **more
+        )
+
+    first = run().plan.checked
+    assert first.outcome == "equal" and first.seconds > 0
+    assert "Checked against plain autograd: equal" in str(run().plan)
+    assert run().plan.checked is first
+    assert run(check="off").plan.checked == Checked("off")
+    assert calls == [] and cell.into.weight.grad is None
+    with pytest.raises(ArgumentError, match="check='maybe'"):
+        run(check="maybe")
+
+
+def test_what_a_sequence_comes_from_is_left_alone() -> None:
+    """Inputs and parameters may have graphs of their own, whose backward comes later."""
+    cell, w = Cell(), torch.randn(WIDTH, requires_grad=True)
+    x = (torch.randn(20, 8, WIDTH) * w).exp()
+    out = mst.unroll(cell, torch.zeros(8, WIDTH), x, memory=0.3, strategy="recompute", chunk=2)
+    assert out.plan is not None and out.plan.checked is not None
+    assert out.plan.checked.outcome == "equal"
+    assert out.loss is not None
+    out.loss.backward()
+    assert w.grad is not None
+
+
+def test_a_cell_with_hidden_state_is_refused() -> None:
+    counts = iter(range(1, 10**6))
+    cell, x = Cell(lambda: 1 + 0.001 * next(counts)), torch.randn(44, 8, WIDTH)
+
+    def run(**more: Any) -> Any:
+        return mst.unroll(
+            cell, torch.zeros(8, WIDTH), x, memory=0.3, strategy="recompute", chunk=4, **more
+        )
+
+    with pytest.raises(StateError, match=r"cell Cell return.* other numbers"):
+        run()
