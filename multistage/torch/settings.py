@@ -124,6 +124,8 @@ def _flags() -> Iterator[_Flag]:
     yield _Flag("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
     yield _Flag("torch.get_num_threads()", torch.get_num_threads, torch.set_num_threads)
     yield _Flag("deterministic algorithms", _deterministic, _set_deterministic)
+    mha = torch.backends.mha  # attention's kernel where no gradient is wanted
+    yield _Flag("torch.backends.mha", mha.get_fastpath_enabled, mha.set_fastpath_enabled)
     yield _Flag("matmul precision", _matmul_precision, _set_matmul_precision)
     cuda = torch.backends.cuda.is_built()
     for key in _PRECISIONS:

@@ -80,7 +80,7 @@ class Snapshot:
         cls, modules: Iterable[nn.Module], devices: Sequence[torch.device], scope: Scope
     ) -> Snapshot:
         """Return what there is now in modules, and in all that a scope finds."""
-        modules = list(modules)
+        modules = list({id(m): m for m in (*modules, *scope.modules)}.values())
         undo: list[Callable[[], object]] = [undo_of(scope, ())]
         seen: set[int] = set()
         for module in modules:

@@ -37,6 +37,7 @@ class KeptState:
     spec: pytree.TreeSpec
     versions: list[int]
     objects: Found | None  # leaves that are neither tensors nor plain values
+    inner: list[int]  # versions of tensors in those
 
     @classmethod
     def of(cls, state: Any) -> KeptState:
@@ -51,7 +52,15 @@ class KeptState:
     def _holding(cls, leaves: list[Any], spec: pytree.TreeSpec) -> KeptState:
         versions = [x._version if isinstance(x, Tensor) else 0 for x in leaves]
         others = [x for x in leaves if not isinstance(x, LEAVES)]
-        return cls(leaves, spec, versions, Scope(others).look() if others else None)
+        objects = Scope(others).look() if others else None
+        inner = [t._version for t in objects.tensors] if objects is not None else []
+        return cls(leaves, spec, versions, objects, inner)
+
+    def _changes(self, objects: Found) -> list[str]:
+        """Return the names of what changed in objects of the state."""
+        tensors = zip(objects.tensors, self.inner, strict=True)
+        written = [objects.name_of(t) for t, version in tensors if t._version != version]
+        return [*objects.differences(), *written]
 
     def cloned(self) -> KeptState:
         copies = iter(cloned(self._given()))
@@ -79,7 +88,7 @@ class KeptState:
                     "a state that a stage is to be run again from, the chain's input or between "
                     "two stages, has been modified by an inplace operation"
                 )
-        if self.objects is not None and (found := self.objects.differences()):
+        if self.objects is not None and (found := self._changes(self.objects)):
             raise StateError(
                 f"an object in a state between two stages was changed after it was made "
                 f"({', '.join(found[:4])}); a stage that is run again from it would see the "

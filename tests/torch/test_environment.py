@@ -483,19 +483,62 @@ def test_a_stage_that_writes_to_an_attribute_is_named() -> None:
 class Box:
     def __init__(self) -> None:
         self.items: list[float] = []
+        self.total = torch.zeros(())
+
+    def push(self, value: float, inside: bool) -> float:
+        if inside:
+            self.total.add_(value)
+            return self.total.item()
+        self.items.append(value)
+        return float(len(self.items))
 
 
-def test_an_object_in_the_state_that_changes_is_refused() -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_object_in_the_state_that_changes_is_refused(inside: bool) -> None:
     def push(state: tuple[Tensor, Box]) -> tuple[Tensor, Box]:
         x, box = state
-        box.items.append(1.0)
-        return torch.tanh(x * len(box.items)), box
+        return torch.tanh(x * box.push(1.0, inside)), box
 
     x = torch.randn(4, requires_grad=True)
     chain = recomputed([push] * 4, (x, Box()), "off")
     loss = chain((x, Box()))[0].sum()
     with pytest.raises(StateError, match="an object in a state"):
         loss.backward()
+
+
+class Unregistered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.hidden = [nn.BatchNorm1d(WIDTH)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.hidden[0](self.linear(x)))
+
+
+def test_modules_in_a_list_that_are_not_registered() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Unregistered() for _ in range(4)))
+
+    x = torch.randn(4, WIDTH)
+    plain, given = make(), make()
+    chain = recomputed(given, x)
+    counts = [[m.hidden[0].num_batches_tracked for m in net.children()] for net in (plain, given)]  # type: ignore[operator, union-attr, index]
+    assert [int(c) for c in counts[1]] == [0] * 4
+
+    def leave(model: nn.Module) -> None:
+        for module in model.children():
+            module.hidden[0].eval()  # type: ignore[operator, union-attr, index]
+
+    for _ in range(2):
+        assert_equal(
+            *(
+                gradients(m, x, list(m.parameters()), functools.partial(leave, m))
+                for m in (plain, chain)
+            )
+        )
+        assert [int(c) for c in counts[0]] == [int(c) for c in counts[1]] == [1] * 4
 
 
 # ------------------------------------------------------------- random numbers
