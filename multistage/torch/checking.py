@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, DifferenceWarning, StateError
+from .environment import cloned
 from .exploring import tensors_of
 from .fingerprints import fingerprint
 from .measure import Profile
@@ -240,18 +241,13 @@ class _Both:
         self.snapshot = Snapshot.capture(self.modules.values(), self.devices, self._scope)
 
     def inputs(self) -> Any:
-        """Return the sample as leaves; the same tensor where it comes twice."""
-        known: dict[int, Tensor] = {}
-
-        def leaf(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            if id(value) not in known:
-                fresh = value.detach().clone() if self._writes else value.detach()
-                known[id(value)] = fresh.requires_grad_(value.requires_grad)
-            return known[id(value)]
-
-        return pytree.tree_map(leaf, self.sample)
+        """Return the sample as leaves, which are one or share memory where the sample's do."""
+        given = tensors_of(self.sample)
+        fresh = cloned(given) if self._writes else [t.detach() for t in given]
+        known = {id(t): f for t, f in zip(given, fresh, strict=True)}
+        for tensor in given:
+            known[id(tensor)].requires_grad_(tensor.requires_grad)
+        return pytree.tree_map(lambda x: known.get(id(x), x), self.sample)
 
     def _forgetting(self) -> AbstractContextManager[Any]:
         return forgetting(self._room, [*self._parameters, *tensors_of(self.sample)])
@@ -260,9 +256,13 @@ class _Both:
         """Return the reference, run in windows."""
 
         def run(inputs: Any) -> Any:
-            given = inputs
             held = [*self._parameters, *tensors_of(inputs)]
-            windowed = Windowed(lambda: reference(given), self._again, self._room, held)
+            windowed = Windowed(
+                lambda: reference(_writable(inputs) if self._writes else inputs),
+                self._again,
+                self._room,
+                held,
+            )
             began = time.perf_counter()
             output = windowed.forward()
             seconds = max(1e-6, time.perf_counter() - began)
@@ -416,6 +416,14 @@ def _adjoints(roots: Sequence[Tensor]) -> list[Tensor]:
         generator = torch.Generator(root.device).manual_seed(number)
         found.append(torch.empty_like(root).normal_(generator=generator))
     return found
+
+
+def _writable(inputs: Any) -> Any:
+    """Return copies for a run to write to; gradients reach the inputs."""
+    given = tensors_of(inputs)
+    known = {id(t): copy for t, copy in zip(given, cloned(given), strict=True)}
+    known |= {id(t): t.clone() for t in given if t.requires_grad}
+    return pytree.tree_map(lambda x: known.get(id(x), x), inputs)
 
 
 def _leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:
