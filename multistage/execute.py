@@ -467,9 +467,13 @@ class Executor(Generic[State, Adjoint]):
                 self.abort()
             if told is error:
                 told = overwritten(error)
-            if told is not error:
-                raise told from error
-            raise
+            try:
+                if told is not error:
+                    raise told from error
+                raise
+            finally:
+                # Its traceback refers to this frame: the two would keep the sweep's tapes alive.
+                del told
         finally:
             switching.restore(self)
 
@@ -489,17 +493,21 @@ class Executor(Generic[State, Adjoint]):
         kept = run.held[start] if held else run.origin
         if kept is None or error.state - start > _RUN_AGAIN:
             return error
-        try:
-            live = run.slots.load(kept, run.live)
-            for step in range(start, error.state):
-                live = chain.advance(live, step, step + 1)
-                try:
+        step = start
+        found: StateError | None = error
+        if error.state - start > 1:
+            try:
+                found, live = None, run.slots.load(kept, run.live)
+                for step in range(start, error.state):
+                    live = chain.advance(live, step, step + 1)
                     run.layout.arrays(live, step + 1)
-                except StateError as found:
-                    return StateError(f"step {step} returned a state unlike the first: {found}")
-        except Exception:
-            pass  # what was wrong is known, if not where
-        return error
+            except StateError as differs:
+                found = differs if differs.state == step + 1 else None
+            except Exception:
+                pass  # what was wrong is known, if not where
+        if found is None:
+            return error
+        return StateError(f"step {step} returned a state unlike the first: {found}")
 
     def _drive(self, adjoint: Any, forward: bool) -> Any:
         """Perform actions until EndForward or the end; return the adjoint.
@@ -550,13 +558,12 @@ class Executor(Generic[State, Adjoint]):
                         tape = tapes.pop(step)
                         if not state_is_tape:
                             release(tape)  # first: an adjoint step may overwrite its tape
-                            hand.append(tape.state)
+                            given = tape.state
                             del tape
-                            if one_tape:  # in the operators' own arrays
-                                adjoint = reverse(hand[0], adjoint, step)
-                                adjoint = apart_from(adjoint, hand.pop())
-                            else:
-                                adjoint = reverse(hand.pop(), adjoint, step)
+                            adjoint = reverse(given, adjoint, step)
+                            if adjoint is not None:  # the next tape may be in the same arrays
+                                adjoint = apart_from(adjoint, given)
+                            del given
                         elif not copies:
                             given = load(tape, live)
                             adjoint = apart(reverse(given, adjoint, step), given)

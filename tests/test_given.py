@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multistage import PLANNERS, Costs, Plan, Reversal, Tier, execute, plan
+from multistage import PLANNERS, Budget, Costs, Plan, Reversal, Tier, execute, plan
 from multistage.actions import (
     Action,
     Advance,
@@ -302,6 +304,30 @@ def test_tapes_that_grow_are_stopped_at_the_budget_and_planned_anew() -> None:
         assert run.reverse(1.0) == 1 + sum(range(24))
         assert run.report().counts.peak_slots > 100  # as tapes are, not as they were measured
         assert run.prepare(start()).costs.tape_slots >= 14
+
+
+def test_a_refused_sweep_leaves_no_tape_alive() -> None:
+    """The error and the frame that raised it referred to each other: a resumed run had both."""
+    made: list[weakref.ref[Any]] = []
+
+    def tape_step(x: Any, i: int) -> Any:
+        tape = np.full(40, x[0])
+        made.append(weakref.ref(tape))
+        return x * 1.01, tape
+
+    chain = FunctionChain(lambda x, i: x * 1.01, lambda t, a, i: a * t[0], tape_step)
+    costs = Costs(1.0, 1.0, 1.0, state_bytes=64, tape_bytes=1)
+    gc.disable()
+    try:
+        with Reversal(
+            chain, n_steps=5, costs=costs, planner="store-all", budget=Budget(bytes=300)
+        ) as run:
+            with pytest.raises(BudgetError, match="a tape being"):
+                run.forward(np.ones(3))
+            assert made
+            assert all(tape() is None for tape in made)
+    finally:
+        gc.enable()
 
 
 def test_the_executor_stops_a_schedule_beyond_the_budget() -> None:
