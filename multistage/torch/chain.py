@@ -3,15 +3,16 @@
 The model's `forward` is recorded on a sample (`recording.py`), and its graph cut
 wherever a single tensor passes that takes part in the gradient: at the
 articulation points of the undirected graph that lie on the way from input to
-output, as OpenAI's gradient-checkpointing found them for TensorFlow.  What else
-may pass a cut: inputs that want no gradient, and what depends on no parameter
-(masks, tables of positions).
+output, as OpenAI's gradient-checkpointing found them for TensorFlow; and where
+much lies between two of them, where the fewest bytes pass.  What else may pass
+a cut: inputs, and what depends on no parameter (masks, tables of positions).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch import nn
 
 from ..errors import ArgumentError
 from .calling import aliases, layouts
-from .cutting import cuts, why_uncut
+from .cutting import Staying, cuts, ways_to_count, why_uncut
+from .measure import Profile
 from .parts import Code, Part, parts_of
 from .randomness import device_types
 from .recorded import Recorded
@@ -44,9 +46,11 @@ class Stages(list[Part]):
     """
 
     def __init__(self, model: nn.Module, sample: Any, recorded: Recorded) -> None:
-        super().__init__(parts_of(model, recorded, cuts(recorded)))
+        found = cuts(recorded)
+        super().__init__(parts_of(model, recorded, found))
         self.model = model
         self.called_whole = recorded.closed
+        self._staying = ways_to_count(recorded, found)
         self._conditions = _Conditions(model, sample, recorded)
         # For `Sequential`, which looks at the conditions before a run, not in it.
         self.bare: list[Part] = list(self)
@@ -65,6 +69,13 @@ class Stages(list[Part]):
                 "to_chain again, or let Sequential do it"
             )
 
+    def counted(self, profile: Profile) -> list[Profile]:
+        """Return a profile by all ways to count what passes several cuts.
+
+        The first counts it once, with the input, as plain training does.
+        """
+        return [_counted(profile, way) for way in self._staying]
+
     def same_stages(self, other: Stages | None) -> bool:
         """Whether others make the same calls, but for constants."""
         return other is not None and [p.name for p in self] == [p.name for p in other]
@@ -72,6 +83,24 @@ class Stages(list[Part]):
     def again(self, sample: Any) -> Stages:
         """Return the stages for another input, or for the model as it is now."""
         return to_chain(self.model, sample)
+
+
+def _counted(profile: Profile, way: Staying) -> Profile:
+    """Return a profile in which what stays is counted once, with the input."""
+    stages = []
+    for group, stage in zip(profile.groups, profile.costs.stages, strict=True):
+        here = way.at[group[-1]] if group[-1] < len(way.at) else 0
+        here = min(here, stage.output_bytes)
+        stages.append(
+            replace(
+                stage,
+                output_bytes=stage.output_bytes - here,
+                tape_bytes=stage.tape_bytes - here,
+            )
+        )
+    costs = profile.costs
+    input_bytes = costs.input_bytes + way.nbytes
+    return replace(profile, costs=replace(costs, stages=tuple(stages), input_bytes=input_bytes))
 
 
 class _Conditions:
@@ -121,7 +150,7 @@ class _Conditions:
 
 
 def to_chain(model: nn.Module, sample_input: Any) -> Stages:
-    """Return the stages between the articulation points of a model's graph.
+    """Return the stages of a model, found in what its `forward` does.
 
     Its `forward` runs once on the sample, as in training, and the calls of torch
     that it makes are recorded.  The model, its buffers and all random generators
@@ -139,8 +168,7 @@ def to_chain(model: nn.Module, sample_input: Any) -> Stages:
     Raises
     ------
     ArgumentError
-        If the model cannot be recorded, or if no single tensor passes anywhere;
-        the message says why.
+        If the model cannot be recorded or cut; the message says why.
 
     Examples
     --------
@@ -151,7 +179,7 @@ def to_chain(model: nn.Module, sample_input: Any) -> Stages:
     ...     def forward(self, x):
     ...         return x + torch.tanh(self.linear(x))
     >>> model = torch.nn.Sequential(Residual(), Residual())
-    >>> [stage.name for stage in to_chain(model, torch.ones(2, 4))]
+    >>> [stage.name for stage in to_chain(model, torch.ones(2, 4, requires_grad=True))]
     ['add', 'add_1']
     """
     recorded = record(model, sample_input)

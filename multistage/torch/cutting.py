@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import ceil
 
 from torch import fx
 
 from .recorded import Recorded
+
+# Of what a model makes for its gradient: what is large between two cuts, and its parts.
+_LARGE, _PART = 1 / 4, 1 / 16
+_FEW = 8  # calls, not worth to be cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +65,134 @@ def _possible(recorded: Recorded, cut: Cut) -> bool:
 
 
 def cuts(recorded: Recorded) -> list[Cut]:
-    """Return the places that a single tensor passes which takes part in the gradient."""
-    return [
-        cut
-        for cut in _places(recorded)
-        if _wanting(recorded, cut) == [cut.node] and _possible(recorded, cut)
-    ]
+    """Return where a graph is cut, in order.
+
+    Wherever a single tensor passes that takes part in the gradient; and inside
+    of what is large between two such places (U-Nets, dense blocks, biases that
+    all layers share), where the fewest bytes pass.
+    """
+    places = list(_places(recorded))
+    made = list(accumulate(_made_bytes(recorded, place.node) for place in places))
+    total = made[-1] if made else 0
+    order = {place.node: number for number, place in enumerate(places)}
+    chosen: list[int] = []
+    start, begun = 0, 0
+    for number, place in enumerate(places):
+        single = _wanting(recorded, place) == [place.node] and _possible(recorded, place)
+        if single or number == len(places) - 1:
+            within = [_PART * total, made[number] - begun]
+            if within[1] > _LARGE * total and number - start >= _FEW:
+                inner = [
+                    n
+                    for n in range(start, number)
+                    if _possible(recorded, places[n])
+                    and not _written_beyond(recorded, places[n], n, order)
+                ]
+                chosen += _evenly(recorded, places, made, inner, begun, *within)
+            if single:
+                chosen.append(number)
+            start, begun = number + 1, made[number]
+    return [places[number] for number in chosen]
+
+
+def _written_beyond(recorded: Recorded, cut: Cut, number: int, order: dict[fx.Node, int]) -> bool:
+    """Whether what passes a cut is written to after it: its stages would be joined again."""
+    writers = [recorded.written.get(key) for key in _storages(recorded, cut.passing)]
+    return any(w is not None and order.get(w, len(order)) > number for w in writers)
+
+
+def _evenly(
+    recorded: Recorded,
+    places: list[Cut],
+    made: list[int],
+    candidates: list[int],
+    begun: int,
+    part: float,
+    whole: float,
+) -> list[int]:
+    """Return candidates about as far apart as said, each where the fewest bytes pass near it."""
+    pieces = ceil(whole / part)
+    step = whole / pieces
+    found: list[int] = []
+    for piece in range(1, pieces):
+        at = begun + piece * step
+        near = [
+            n for n in candidates if abs(made[n] - at) <= step / 2 and _wanting(recorded, places[n])
+        ]
+        if near:
+            best = min(near, key=lambda n: (passing_bytes(recorded, places[n]), abs(made[n] - at)))
+            if not found or best > found[-1]:
+                found.append(best)
+    return found
+
+
+def _made_bytes(recorded: Recorded, node: fx.Node) -> int:
+    """Return the bytes of the new storages that a node's result lies in, for its gradient."""
+    known = recorded.values[node]
+    return known.nbytes if known.wants and known.is_new else 0
+
+
+def _storages(recorded: Recorded, nodes: Iterable[fx.Node]) -> dict[object, int]:
+    """Return the bytes of the storages that some values lie in, but those of parameters."""
+    values = [(node, recorded.values[node]) for node in nodes]
+    return {
+        v.storage.cdata: v.nbytes
+        for node, v in values
+        if v.storage is not None and (v.storage.cdata in recorded.made or node.op == "placeholder")
+    }
+
+
+def passing_bytes(recorded: Recorded, cut: Cut) -> int:
+    """Return the bytes of what passes a cut."""
+    return sum(_storages(recorded, cut.passing).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Staying:
+    """What passes several cuts, such as the skip connections of a U-Net: counted once.
+
+    It is there from the stage that makes it to the last that uses it, whichever
+    stages run again meanwhile, and never twice: a stage that makes it runs again
+    only after all that use it are done with their gradients.
+
+    Attributes
+    ----------
+    nbytes : int
+        Of all of it.
+    at : tuple of int
+        Bytes of it in the state at each cut.
+    """
+
+    nbytes: int
+    at: tuple[int, ...]
+
+
+def ways_to_count(recorded: Recorded, cuts: Sequence[Cut]) -> list[Staying]:
+    """Return ways to count what passes several cuts.  No plan by any of them exceeds its limit.
+
+    Either all of it is counted once, all the time, as it is in plain training; or
+    what passes few cuts is counted in each state it is part of, which is less
+    where few states are kept.
+    """
+    most = len(cuts) + 1
+    found = [_staying(recorded, cuts, least) for least in (2, max(4, most // 4), most)]
+    return list(dict.fromkeys(found))
+
+
+def _staying(recorded: Recorded, cuts: Sequence[Cut], least: int) -> Staying:
+    """Count once what passes at least so many cuts."""
+    at = [_storages(recorded, cut.passing) for cut in cuts]
+    times = Counter(key for storages in at for key in storages)
+    kept = {
+        k: n
+        for storages in at
+        for k, n in storages.items()
+        if times[k] >= least or k not in recorded.made  # which is the caller's, all the time
+    }
+    return Staying(
+        sum(n for k, n in kept.items() if k in recorded.made),
+        tuple(sum(kept.get(k, 0) for k in storages) for storages in at),
+    )
 
 
 def why_uncut(recorded: Recorded) -> str:
@@ -74,10 +203,4 @@ def why_uncut(recorded: Recorded) -> str:
         some = any(value.wants for value in recorded.values.values())
         why = "it has a single operation" if some else "nothing in it wants a gradient"
         return why + closed
-    cut, fewest = min(crossing, key=lambda entry: len(entry[1]))
-    names = ", ".join(node.name for node in fewest[:6])
-    return (
-        f"at least {len(fewest)} tensors pass at every point of its graph "
-        f"(after {cut.node.name!r}: {names}), and a cut needs a point that one tensor passes"
-        + closed
-    )
+    return "no place between its calls can be cut" + closed

@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..stages import StageCosts
-from .measure import measure
-from .sequential import Sequential, names_of, stages_of
+from .sequential import Sequential, measured
 
 
 def profile(
@@ -49,4 +48,4 @@ def profile(
     [('0 Linear', 128), ('1 Tanh', 128)]
     """
     chain = model if isinstance(model, Sequential) else Sequential(model)
-    return measure(stages_of(chain), names_of(chain), sample_input, seconds=seconds).costs
+    return measured(chain, sample_input, seconds=seconds)[0].costs

@@ -31,6 +31,7 @@ class Value:
     wants: bool = False  # a gradient
     nbytes: int = 0
     storage: StorageWeakRef | None = None
+    is_new: bool = False  # whether nothing before it lies in that storage
     in_parts: bool = False  # not a tensor, but a tuple or the like
     modes: Modes | None = None
 
@@ -61,6 +62,10 @@ class Recorded:
         Its placeholders are the leaves of the arguments, in order.
     values : dict
         What is known of each node.
+    made : set
+        Storages that `forward` made; not the input's, nor the model's.
+    written : dict
+        The last node that writes to a storage.
     extras : dict
         Attributes that are not the model's.
     given : Given
@@ -79,6 +84,8 @@ class Recorded:
 
     graph: fx.Graph
     values: dict[fx.Node, Value]
+    made: set[object]
+    written: dict[object, fx.Node]
     extras: dict[str, Any]
     given: Given
     result: Structure

@@ -93,6 +93,10 @@ class Recorder(TorchFunctionMode):
         self._values: dict[fx.Node, Value] = {}
         self._nodes: Any = WeakTensorKeyDictionary()
         self._mutations = _Mutations()
+        self._writing: list[Tensor] = []  # what the call that is being recorded wrote to
+        self._written: dict[object, fx.Node] = {}
+        known = [s for t in self._alive if (s := _storage(t)) is not None]
+        self._storages: dict[int, StorageWeakRef] = {s.cdata: s for s in known}
         self._readings: list[Reading] = []
         self._attributes = Attributes()
         self._opened: dict[str, None] = {}
@@ -130,6 +134,12 @@ class Recorder(TorchFunctionMode):
         return Recorded(
             self._graph,
             self._values,
+            {
+                v.storage.cdata
+                for node, v in self._values.items()
+                if v.is_new and v.storage is not None and node.op != "placeholder"
+            },
+            self._written,
             self._extras,
             given,
             Structure(spec),
@@ -231,6 +241,7 @@ class Recorder(TorchFunctionMode):
         for tensor, version in zip(tensors, versions, strict=True):
             if tensor._version != version:
                 self._mutations.note(tensor, MODEL | RANDOM)
+                self._writing.append(tensor)
         for leaf in pytree.tree_leaves(result):
             if leaf is not None and not isinstance(leaf, Tensor):
                 raise UnrecordableError(
@@ -306,6 +317,7 @@ class Recorder(TorchFunctionMode):
         written = [t for t, v in zip(tensors, versions, strict=True) if t._version != v]
         for tensor in written:
             self._mutations.note(tensor, source)
+        self._writing = written
         leaves = pytree.tree_leaves(result)
         if not any(isinstance(x, Tensor) for x in leaves):
             if result is None:
@@ -445,6 +457,10 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         """Remember the node of a value; make nodes for its parts."""
         tensors = tensors_in(result)
+        for tensor in self._writing:
+            if (storage := _storage(tensor)) is not None:
+                self._written[storage.cdata] = node
+        self._writing = []
         self._values[node] = known = Value(
             source,
             any(t.requires_grad for t in tensors),
@@ -456,7 +472,10 @@ class Recorder(TorchFunctionMode):
             modes=modes,
         )
         if isinstance(result, Tensor):
-            known.storage = _storage(result)
+            known.storage = storage = _storage(result)
+            if storage is not None and storage.cdata not in self._storages:
+                known.is_new = True
+                self._storages[storage.cdata] = storage  # or its address might be used again
             if id(result) not in self._own:
                 self._nodes[result] = node
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, BudgetError
 from ..limits import default_budget_bytes
 from ..plan.heterogeneous import ChainPlan, Strategy, plan_chain
 from ..stages import StageCosts
@@ -460,15 +461,10 @@ def _made(sequential: Sequential, state: Any, variants: list[_Planned], together
             costs = other.profile.costs
             profile = measure(stages, names, state, costs=costs)
             return _Planned(stages, chain.traced, profile, other.plan, other.checked)
-    profile = measure(stages, names, state, costs=chain.costs)
+    profiles = measured(sequential, state, costs=chain.costs)
     if together:
-        profile = _of_rank_0(profile)
-    plan = plan_chain(
-        held_by_caller(profile.costs),
-        _limit(sequential, state),
-        chain.strategy,
-        segments=chain.segments,
-    )
+        profiles = [_of_rank_0(profile) for profile in profiles]
+    profile, plan = _planned_best(sequential, profiles, _limit(sequential, state))
     unchecked = _Planned(stages, chain.traced, profile, plan, Checked("off"))
     return replace(unchecked, checked=_compared(sequential, unchecked, state))
 
@@ -494,6 +490,46 @@ def _compared(sequential: Sequential, planned: _Planned, state: Any) -> Checked:
         writes=planned.profile.traits[0].changes_input,
         check=chain.check,
     )
+
+
+def measured(
+    sequential: Sequential, state: Any, *, seconds: float = 2.0, costs: StageCosts | None = None
+) -> list[Profile]:
+    """Profile the stages of a chain; see `measure` and `Stages.counted`."""
+    traced = sequential._multistage.traced
+    stages, names = stages_of(sequential), names_of(sequential)
+    profile = measure(stages, names, state, seconds=seconds, costs=costs)
+    return [profile] if traced is None or costs is not None else traced.counted(profile)
+
+
+def _planned_best(
+    sequential: Sequential, profiles: Sequence[Profile], memory: int | str | float | None
+) -> tuple[Profile, ChainPlan]:
+    """Return the fastest plan within a limit, with the profile it is for."""
+    chain = sequential._multistage
+    costs = [held_by_caller(profile.costs) for profile in profiles]
+    if isinstance(memory, float) and 0 < memory <= 1:  # of plain training, as the first counts it
+        memory = int(memory * plan_chain(costs[0], None, "store-all").plain_bytes)
+    found: list[tuple[float, int, ChainPlan]] = []
+    refused: list[BudgetError] = []
+    for number, each in enumerate(costs):
+        try:
+            plan = plan_chain(each, memory, chain.strategy, segments=chain.segments)
+        except BudgetError as error:
+            refused.append(error)
+        else:
+            found.append((plan.makespan_s, number, plan))
+            if plan.keeps_all:
+                break
+    if not found:
+        raise min(refused, key=_least_of)
+    _, number, plan = min(found)
+    return profiles[number], plan
+
+
+def _least_of(error: BudgetError) -> int:
+    """Return the smallest limit that a refusal names."""
+    return int(re.findall(r"< (\d+) bytes", str(error))[0])
 
 
 def _limit(sequential: Sequential, state: Any) -> int | str | float | None:

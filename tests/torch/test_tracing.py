@@ -7,6 +7,7 @@ import pickle
 import random
 from collections import UserDict
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn import functional
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError
+from multistage.torch.meter import Meter
 
 WIDTH = 16
 
@@ -570,3 +572,66 @@ def test_an_nn_sequential_with_a_forward_of_its_own() -> None:
 def test_a_chain_of_stages_takes_one_state() -> None:
     with pytest.raises(ArgumentError, match="takes one state, not 2 arguments"):
         mst.Sequential([Block()])(the_input(), the_input())
+
+
+# ------------------------------------------------------------------------ trees
+
+
+class UNet(nn.Module):
+    """Every level of the way down is used again on the way up."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        wide = [4 * (k + 1) for k in range(depth + 1)]
+        self.first = nn.Conv2d(1, wide[0], 3, padding=1)
+        self.down = nn.ModuleList([self._block(a, b) for a, b in pairwise(wide)])
+        self.up = nn.ModuleList([self._block(a + b, a) for a, b in pairwise(wide)])
+
+    def _block(self, a: int, b: int) -> nn.Module:
+        return nn.Sequential(
+            *(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.GELU()),
+            *(nn.Conv2d(b, b, 3, padding=1), nn.BatchNorm2d(b), nn.GELU()),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        skips = []
+        for block in self.down:
+            skips.append(x)
+            x = block(functional.max_pool2d(x, 2))
+        for block, skip in zip(reversed(self.up), reversed(skips), strict=True):
+            x = block(torch.cat([functional.interpolate(x, scale_factor=2), skip], 1))
+        return x
+
+
+@pytest.mark.parametrize("memory", [0.8, 0.6])
+def test_skip_connections_are_part_of_the_state(memory: float) -> None:
+    x = torch.linspace(-1, 1, 4 * 32 * 32).reshape(4, 1, 32, 32)
+    plain, ours = chained(UNet(), x, memory)
+    assert len(ours) > 8 and not ours.plan.keeps_all  # type: ignore[union-attr]
+    assert_alike(plain, ours, lambda model: model(x), steps=2)
+    limit = ours.plan.memory_bytes  # type: ignore[union-attr]
+    with Meter(torch.device("cpu")) as meter:
+        meter.ignore([*ours.parameters(), *(p.grad for p in ours.parameters())])
+        meter.ignore(ours.buffers())
+        ours(x).sum().backward()
+        peak = meter.peak_bytes + x.nbytes
+    assert peak <= limit
+
+
+def test_a_bias_that_all_layers_share() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(WIDTH))
+            self.blocks = nn.ModuleList([Block() for _ in range(12)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            bias = self.bias.sin()
+            for block in self.blocks:
+                x = block(x) * bias
+            return x
+
+    plain, ours = chained(Shared(), the_input())
+    assert len(ours) > 8
+    assert_alike(plain, ours, lambda model: model(the_input()))
