@@ -1,0 +1,1 @@
+"""Random modules and the programs that train them; see `fuzz_modules.py`."""

@@ -1,0 +1,41 @@
+"""Programs that once ended with other numbers or an error that was not ours."""
+
+from __future__ import annotations
+
+from .programs import Case
+
+CORPUS: dict[str, Case] = {
+    "gradients left by profiling functions": Case(
+        32, "sequential", ("Dense", "Dense"), memory=0.3, closures=True
+    ),
+    "batch norm in functions": Case(
+        32, "sequential", ("Conv", "GroupNorm", "BatchNorm", "Dense"), closures=True, flow="pair"
+    ),
+    "other parameters between forward and backward": Case(
+        14, "sequential", ("GroupNorm", "Dense"), wants=True, between=("assign",)
+    ),
+    "another memory between forward and backward": Case(
+        1, "to_chain", ("Dense",) * 3, memory=0.7, frozen=True, between=("data",)
+    ),
+    "a parameter written to in forward": Case(
+        2, "sequential", ("Renormalised", "Dense"), memory=0.85, steps=2, call="functional"
+    ),
+    "optional arguments": Case(4, "to_chain", ("Dense", "Dense"), memory=0.7, optional=True),
+    "a buffer of the root counted in forward": Case(
+        15, "to_chain", ("Grouped", "Dense", "Conv", "BatchNorm"), 0.3, steps=2, root=True
+    ),
+    "a hook on a tensor inside": Case(
+        26, "to_chain", ("Positions", "HookedGradient", "Dense"), memory=0.7, steps=2
+    ),
+    "own generators": Case(67, "sequential", ("OwnNoise", "Dense", "Dense"), memory=0.7),
+    "draws that begin late": Case(52, "unroll", ("LateDraw",), wants=True, chunk=1, length=5),
+    "differentiates in forward": Case(
+        3, "unroll", ("Penalised",), check="error", memory=0.3, wants=True, inputs="list"
+    ),
+    "batch norm in a function that is a cell": Case(
+        22, "unroll", ("BatchNorm",), memory=0.7, closures=True, chunk=2
+    ),
+    "a cell frozen before backward": Case(
+        29, "unroll", ("Dense",), memory=0.7, between=("freeze",), chunk=1
+    ),
+}
