@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.backends import FileStore, Store
-from multistage.errors import ArgumentError, StateError
+from multistage.errors import StateError
 from multistage.layout import Layout
 from multistage.torch.pinned import PinnedStore
 from multistage.torch.streams import CudaStreams, Event, Lane
@@ -404,8 +404,20 @@ def test_where_tensors_are_made_on_the_device_by_default() -> None:
 
 def test_inputs_that_draw_on_the_device() -> None:
     cell, h = Cell().to(DEVICE), torch.zeros(32, 40, device=DEVICE)
-    with pytest.raises(ArgumentError, match="inputs draws random numbers"):
-        mst.unroll(cell, h, lambda t: torch.randn(32, 40, device=DEVICE), steps=9)
+    results = []
+    for options in ({"strategy": "keep"}, {"memory": 0.3}):
+        cell.zero_grad(set_to_none=True)
+        torch.manual_seed(3)
+        draw = lambda t: torch.randn(32, 40, device=DEVICE)  # noqa: E731
+        out = mst.unroll(cell, h, draw, steps=40, **options)
+        assert out.plan is not None and (out.plan.strategy == "keep") == ("strategy" in options)
+        assert out.loss is not None
+        out.loss.backward()
+        results.append(
+            [out.loss.detach(), out.state.detach(), *(p.grad for p in cell.parameters())]
+        )
+    for a, b in zip(*results, strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
 
 
 class Move(nn.Module):
