@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -108,6 +109,28 @@ class Environment:
             if tensor._version != version:
                 self._refuse_written(tensor)
         self._verify_buffers()
+
+    def let_graphs_go(self) -> None:
+        """Refer to what tensors with graphs hold, no longer to the graphs.
+
+        A loss that a stage left in an attribute would else keep the run alive that
+        made it, which keeps the one before, without end.
+        """
+        if all(t.grad_fn is None for t in self._tensors):
+            return
+        alone = {
+            id(t): t.detach().requires_grad_(t.requires_grad)
+            for t in self._found.tensors
+            if t.grad_fn is not None
+        }
+        self._tensors = [alone.get(id(t), t) for t in self._tensors]
+        self._found = replace(
+            self._found,
+            contents=tuple(
+                [tuple([alone.get(id(x), x) for x in values]) for values in self._found.contents]
+            ),
+            tensors=tuple([alone.get(id(t), t) for t in self._found.tensors]),
+        )
 
     def _refuse_written(self, tensor: Tensor) -> None:
         what = self._found.name_of(tensor)

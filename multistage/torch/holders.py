@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 Contents: TypeAlias = tuple[Any, ...]
+MOST_ENTRIES = 64  # of a container whose contents are watched
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -154,6 +155,28 @@ class OfCollection(Holder):
             self._owner.update(contents)
         else:
             self._owner.extend(contents)
+
+
+class OfTail(Holder):
+    """What a long list gets beyond the items it has: those that are appended, as to a log."""
+
+    def __init__(self, owner: list[Any], name: str) -> None:
+        super().__init__(name)
+        self._owner, self._start = owner, len(owner)
+
+    def read(self) -> Contents:
+        # Cleared since: another holder is needed.
+        if len(self._owner) < self._start:
+            return (ABSENT,)
+        return tuple(self._owner[self._start :])
+
+    def write(self, contents: Contents, keys: Any = None) -> None:
+        cleared = len(contents) == 1 and contents[0] is ABSENT
+        if len(self._owner) >= self._start and not cleared:
+            self._owner[self._start :] = contents
+
+    def has_same_keys(self) -> bool:
+        return 0 <= len(self._owner) - self._start <= MOST_ENTRIES
 
 
 class OfArray(Holder):

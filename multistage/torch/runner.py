@@ -197,6 +197,7 @@ class Run:
         if around.drew(self._generators, before, self._random):
             self._shares = True
         around.verify()
+        around.let_graphs_go()
         TURN.moved()
         return state
 

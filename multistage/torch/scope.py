@@ -9,8 +9,9 @@ helper objects.  Each place found is a holder, whose contents can be read,
 compared by identity, and put back.
 
 What cannot be seen: state inside of extension objects, generators and iterators
-of Python, containers of more than 64 entries, and whatever lies behind the code
-of other libraries (torch, NumPy, the standard library).
+of Python, dictionaries of more than 64 entries, sets and deques of more than
+1024, the first items of longer lists, and whatever lies behind the code of other
+libraries (torch, NumPy, the standard library).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from .holders import (
     ABSENT,
     HOOKS,
     LEAVES,
+    MOST_ENTRIES,
     Contents,
     Holder,
     OfArray,
@@ -43,13 +45,14 @@ from .holders import (
     OfDict,
     OfModule,
     OfNames,
+    OfTail,
     are_alike,
     inside,
     is_same,
 )
 from .randomness import is_generator
 
-_MOST_ENTRIES = 64  # of a container whose contents are watched
+_MOST_ITEMS = 1024  # of a set or deque whose contents are watched
 _MOST_BYTES = 1 << 16  # of an array whose contents are
 _MOST_HOLDERS = 256  # beside modules
 _DEPTH = 6
@@ -117,7 +120,7 @@ class Scope:
 
     def __init__(self, values: Sequence[object]) -> None:
         self._values = tuple(values)
-        self._found = self._find()
+        self._found = _without_results(self._find())
 
     @classmethod
     def of(cls, *values: object) -> Scope:
@@ -149,15 +152,17 @@ class Scope:
             if is_same(before, now):
                 continue
             if not (holder.has_same_keys() and are_alike(before, now)):
-                self._found = self._find()
-                return self._found
+                found = self._find()
+                self._found = _without_results(found)
+                return found
             if changed is None:
                 changed = list(found.contents)
             changed[number] = now
         if changed is not None:
             contents = tuple(changed)
             tensors = _tensors_among(contents, found.scripted)
-            found = self._found = replace(found, contents=contents, tensors=tensors)
+            found = replace(found, contents=contents, tensors=tensors)
+            self._found = _without_results(found)
         return found
 
     @property
@@ -203,6 +208,24 @@ def _tensors_among(contents: Iterable[Contents], scripted: Iterable[Any]) -> tup
     return tuple([x for x in found.values() if not x.is_inference()])
 
 
+def _without_results(found: Found) -> Found:
+    """Return what a scope may refer to as long as it lives: no tensors but those registered.
+
+    Others, such as an auxiliary loss that a stage leaves in an attribute, have
+    graphs and memory that nobody wants when the next has taken their place.
+    """
+    kept = {id(buffer) for _, _, buffer in buffers_among(found.modules)}
+    if all(isinstance(t, nn.Parameter) or id(t) in kept for t in found.tensors):
+        return found
+
+    def held(value: Any) -> Any:
+        other = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        return ABSENT if other and id(value) not in kept else value
+
+    contents = tuple([tuple([held(x) for x in values]) for values in found.contents])
+    return replace(found, contents=contents, tensors=_tensors_among(contents, found.scripted))
+
+
 class _Walk:
     """Visits what callables refer to; collects modules, holders and generators."""
 
@@ -234,15 +257,18 @@ class _Walk:
                 self._all(value.args, name, depth)
                 self._all(value.keywords.values(), name, depth)
             case tuple() | frozenset():
-                if len(value) <= _MOST_ENTRIES:
+                if len(value) <= MOST_ENTRIES:
                     self._all(value, name, depth)
             case dict():
                 if self._watch(len(value)):
                     self.holders.append(OfDict(value, name))
                     for key, entry in list(value.items()):
                         self.visit(entry, f"{name}[{key!r}]", depth + 1)
+            case list() if len(value) > MOST_ENTRIES:
+                if self._watch(0):
+                    self.holders.append(OfTail(value, name))
             case list() | set() | deque():
-                if self._watch(len(value)):
+                if self._watch(len(value), _MOST_ITEMS):
                     self.holders.append(OfCollection(value, name))
                     self._all(list(value), name, depth)
             case np.ndarray():
@@ -263,9 +289,9 @@ class _Walk:
         for space, names in self._names.values():
             self.holders.append(OfNames(space, tuple(names), "globals", None))
 
-    def _watch(self, entries: int) -> bool:
+    def _watch(self, entries: int, most: int = MOST_ENTRIES) -> bool:
         self._left -= 1
-        return entries <= _MOST_ENTRIES and self._left >= 0
+        return entries <= most and self._left >= 0
 
     def _all(self, values: Iterable[Any], name: str, depth: int) -> None:
         for number, value in enumerate(values):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections import deque
 from copy import deepcopy
 from typing import Any
 
@@ -10,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import multistage.torch as mst
+from multistage.stages import Stage, StageCosts
 from multistage.torch.exploring import untouched
+from multistage.torch.runner import Run
 from multistage.torch.scope import Scope
 from multistage.torch.snapshots import Snapshot
 
@@ -72,3 +77,89 @@ def test_nan_is_not_zero_when_buffers_are_put_back() -> None:
     with untouched([stage], torch.ones(1)):
         stage(torch.ones(1))
     assert torch.equal(stage.count, torch.zeros(1))  # type: ignore[arg-type]
+
+
+WIDTH = 64
+
+
+class Auxiliary(nn.Module):
+    """Leaves a loss of its own in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.loss: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        self.loss = y.square().mean()
+        return y
+
+
+def sequential(stages: list[nn.Module], count: int) -> tuple[mst.Sequential, Tensor]:
+    """Return a chain some of whose stages run again, and an input."""
+    x = torch.randn(8, WIDTH)
+    costs = StageCosts(tuple(Stage(str(i), 1.0, 1.0, 40, 100, 40) for i in range(count)), 1, 1)
+    chain = mst.Sequential(stages, x, costs=costs, memory=261)
+    assert chain.plan is not None and not chain.plan.keeps_all
+    return chain, x
+
+
+@pytest.mark.parametrize("with_backward", [True, False])
+def test_losses_in_attributes_keep_no_earlier_run_alive(
+    with_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: weakref.WeakSet[Run] = weakref.WeakSet()
+
+    class Noted(Run):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            alive.add(self)
+
+    stages = [Auxiliary() for _ in range(4)]
+    chain, x = sequential([*stages], 4)
+    monkeypatch.setattr("multistage.torch.sequential.Run", Noted)
+    for _ in range(4):
+        y = chain(x)
+        if with_backward:
+            y.sum().backward()
+        del y
+        assert len(alive) <= 1
+    for stage in stages:
+        stage.loss = None
+    gc.collect()
+    assert not alive
+
+
+@pytest.mark.parametrize("calls", [1, 80])
+def test_long_logs_of_hooks_grow_as_in_plain_training(calls: int) -> None:
+    stages: list[nn.Module] = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    log: list[int] = []
+    for number, stage in enumerate(stages):
+        stage.register_forward_hook(lambda *_, n=number: log.append(n))
+    chain, x = sequential(stages, 4)
+    log.clear()
+    for _ in range(calls):
+        chain(x).sum().backward()
+    assert log == [0, 1, 2, 3] * calls
+    log.clear()
+    chain(x).sum().backward()
+    assert log == [0, 1, 2, 3]
+
+
+def test_long_deques_of_stages_move_as_in_plain_training() -> None:
+    class Recent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.recent: deque[int] = deque(range(100), maxlen=100)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.recent.append(self.recent[-1] + 1)
+            return torch.tanh(self.linear(x))
+
+    stages = [Recent() for _ in range(4)]
+    chain, x = sequential([*stages], 4)
+    for _ in range(3):
+        chain(x).sum().backward()
+    assert [stage.recent[-1] for stage in stages] == [102] * 4
