@@ -16,14 +16,11 @@ libraries (torch, NumPy, the standard library).
 
 from __future__ import annotations
 
-import builtins
-import dis
 import functools
-import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -50,6 +47,7 @@ from .holders import (
     inside,
     is_same,
 )
+from .naming import attributes_used, global_names, is_namespace, is_others, members_of
 from .randomness import is_generator
 
 _MOST_ITEMS = 1024  # of a set or deque whose contents are watched
@@ -57,7 +55,6 @@ _MOST_BYTES = 1 << 16  # of an array whose contents are
 _MOST_HOLDERS = 256  # beside modules
 _DEPTH = 6
 
-_OTHERS = {"torch", "numpy", "multistage", "triton", "sympy", "torchgen", "functorch", "pytest"}
 # What `nn.Module` itself keeps in an instance.
 _INTERNAL = frozenset(vars(nn.Module()))
 
@@ -236,12 +233,15 @@ class _Walk:
         self.generators: dict[int, tuple[str, Any]] = {}
         self._seen: dict[int, Any] = {}  # referred to, or an address might be used again
         self._classes: set[type] = set()
+        self._shallow: set[int] = set()  # modules visited without their children
         self._names: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
         self._left = _MOST_HOLDERS
 
     def visit(self, value: Any, name: str, depth: int) -> None:
         """Visit a value that is reached by a name."""
-        if depth > _DEPTH or isinstance(value, LEAVES) or id(value) in self._seen:
+        if depth > _DEPTH or isinstance(value, LEAVES):
+            return
+        if id(value) in self._seen and id(value) not in self._shallow:
             return
         self._seen[id(value)] = value
         match value:
@@ -275,11 +275,11 @@ class _Walk:
                 if value.nbytes <= _MOST_BYTES and not value.dtype.hasobject and self._watch(0):
                     self.holders.append(OfArray(value, name))
             case type():
-                if not _is_others(value.__module__):
+                if not is_others(value.__module__):
                     self._class(value, depth)
             case _ if is_generator(value):
                 self.generators[id(value)] = (f"generator {name}", value)
-            case _ if not _is_others(type(value).__module__) or _is_namespace(value):
+            case _ if not is_others(type(value).__module__) or is_namespace(value):
                 self._object(value, name, depth)
             case _ if callable(getattr(value, "refers_to", None)):
                 self._referred(value, name, depth)
@@ -302,17 +302,18 @@ class _Walk:
             self.scripted.append(module)
             return
         if id(module) in self.modules:
+            if children and id(module) in self._shallow:
+                self._shallow.discard(id(module))
+                self._children(module, name, depth)
             return
         self.modules[id(module)] = module
+        if not children:
+            self._shallow.add(id(module))
         kind = type(module)
         ours = kind.__module__.split(".", 1)[0] == "multistage"
         self.holders.append(OfModule(module, name, attributes=not ours))
         if children:
-            for key, child in list(module._modules.items()):
-                if child is not None and id(child) not in self._seen:
-                    self._seen[id(child)] = child
-                    # Nested modules count as deep as they lie: no depth is added.
-                    self._module(child, f"{name}.{key}" if name else key, depth, children=True)
+            self._children(module, name, depth)
         if ours:
             self._referred(module, name, depth)
             self.visit(module.__dict__.get("_multistage"), name, depth)
@@ -323,6 +324,14 @@ class _Walk:
         for hooks in HOOKS:
             self._all(list(module.__dict__[hooks].values()), name, depth)
         self._class(kind, depth)
+
+    def _children(self, module: nn.Module, name: str, depth: int) -> None:
+        for key, child in list(module._modules.items()):
+            if child is None or (id(child) in self._seen and id(child) not in self._shallow):
+                continue
+            self._seen[id(child)] = child
+            # Nested modules count as deep as they lie: no depth is added.
+            self._module(child, f"{name}.{key}" if name else key, depth, children=True)
 
     def _referred(self, value: Any, name: str, depth: int) -> None:
         """Visit what an object of ours says it refers to: modules without their children."""
@@ -343,10 +352,10 @@ class _Walk:
 
     def _class(self, kind: type, depth: int) -> None:
         for each in kind.__mro__:
-            if each in self._classes or _is_others(each.__module__):
+            if each in self._classes or is_others(each.__module__):
                 continue
             self._classes.add(each)
-            functions, names = _members(each)
+            functions, names = members_of(each)
             if names and self._watch(0):
                 self.holders.append(OfNames(each.__dict__, names, each.__name__, each))
                 for key in names:
@@ -361,7 +370,7 @@ class _Walk:
             if self._watch(0):
                 self.holders.append(OfCells(cells, names, name))
             for key, cell in zip(names, cells, strict=True):
-                self.visit(inside(cell), key, depth + 1)
+                self._variable(inside(cell), key, attributes_used(function.__code__, key), depth)
         code, defaults = function.__code__, function.__defaults__ or ()
         positional = code.co_varnames[: code.co_argcount][-len(defaults) or code.co_argcount :]
         for key, value in [
@@ -375,17 +384,39 @@ class _Walk:
                 self.visit(value, key, depth + 1)
         self._code(function, depth)
 
+    def _variable(self, value: Any, name: str, used: frozenset[str] | None, depth: int) -> None:
+        """Visit what a variable holds; of a module only the children that code names.
+
+        `lambda x: self.block(x)` depends on the block, and not on the rest of
+        the model, which other stages may be at work on.
+        """
+        # Attributes of the class and of the instance come before children.
+        narrow = (
+            used
+            and isinstance(value, nn.Module)
+            and used <= value._modules.keys() - value.__dict__.keys()
+            and not any(hasattr(type(value), key) for key in used)
+        )
+        if narrow and used:
+            if id(value) not in self._seen:
+                self._seen[id(value)] = value
+                self._module(value, name, depth, children=False)
+            for key in sorted(used):
+                self.visit(value._modules[key], f"{name}.{key}", depth + 1)
+        else:
+            self.visit(value, name, depth + 1)
+
     def _code(self, function: FunctionType, depth: int) -> None:
         """Visit the globals that a function names."""
-        if _is_others(function.__module__ or ""):
+        if is_others(function.__module__ or ""):
             return
         space = function.__globals__
-        loaded, stored, attributes = _global_names(function.__code__)
+        loaded, stored, attributes = global_names(function.__code__)
         for key in loaded:
             self._global(space, key, depth, always=key in stored)
         for owner, key in attributes:
             module = space.get(owner)
-            if isinstance(module, ModuleType) and not _is_others(module.__name__):
+            if isinstance(module, ModuleType) and not is_others(module.__name__):
                 self._global(vars(module), key, depth, always=False)
 
     def _global(self, space: dict[str, Any], key: str, depth: int, *, always: bool) -> None:
@@ -397,69 +428,3 @@ class _Walk:
             known[key] = None
         if not isinstance(value, ModuleType):
             self.visit(value, key, depth + 1)
-
-
-@functools.lru_cache(maxsize=8192)
-def _global_names(
-    code: CodeType,
-) -> tuple[tuple[str, ...], frozenset[str], tuple[tuple[str, str], ...]]:
-    """Return the globals that code loads or stores, those it stores, and attributes of globals."""
-    loaded: dict[str, None] = {}
-    stored: set[str] = set()
-    attributes: dict[tuple[str, str], None] = {}
-    last = ""
-    for step in dis.get_instructions(code):
-        name = step.argval
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            last = name
-            if not hasattr(builtins, name):
-                loaded[name] = None
-            continue
-        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-            loaded[name] = None
-            stored.add(name)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and last:
-            attributes[last, name] = None
-        last = ""
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            more, also, inner = _global_names(constant)
-            loaded |= dict.fromkeys(more)
-            stored |= also
-            attributes |= dict.fromkeys(inner)
-    return tuple(loaded), frozenset(stored), tuple(attributes)
-
-
-_NOT_RUN = {"__init__", "__repr__", "extra_repr", "__getstate__", "__setstate__", "__reduce__"}
-
-
-def _members(kind: type) -> tuple[list[FunctionType], tuple[str, ...]]:
-    """Return the functions of a class that may run, and the names of its data."""
-    functions: list[FunctionType] = []
-    names: list[str] = []
-    for key, value in list(vars(kind).items()):
-        match value:
-            case FunctionType():
-                if key not in _NOT_RUN:
-                    functions.append(value)
-            case staticmethod() | classmethod():
-                if isinstance(value.__func__, FunctionType):
-                    functions.append(value.__func__)
-            case property():
-                functions += [f for f in (value.fget,) if isinstance(f, FunctionType)]
-            case _:
-                described = key.startswith("__") or hasattr(type(value), "__get__")
-                if not described and not isinstance(value, type):
-                    names.append(key)
-    return functions, tuple(names)
-
-
-@functools.cache
-def _is_others(module: str) -> bool:
-    """Whether code of this module is not the user's: torch, NumPy, us, the standard library."""
-    top = module.split(".", 1)[0]
-    return top in _OTHERS or (top in sys.stdlib_module_names and top != "__main__")
-
-
-def _is_namespace(value: Any) -> bool:
-    return type(value).__name__ in ("Namespace", "SimpleNamespace")

@@ -375,6 +375,29 @@ def test_what_a_scope_finds() -> None:
         around.verify()
 
 
+def test_a_function_depends_on_the_children_that_it_names() -> None:
+    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2)), "b": nn.Linear(2, 3)})
+    weights = [id(model["a"][0].weight), id(model["b"].weight)]  # type: ignore[index]
+
+    def found(*functions: Call) -> list[bool]:
+        known = {id(p) for p in Scope.of(*functions).parameters()}
+        return [weight in known for weight in weights]
+
+    assert found(lambda x: model.a(x)) == [True, False]
+    assert found(lambda x: [model.b(y) for y in x]) == [False, True]
+    assert found(lambda x: model["a"](x)) == [True, True]
+    assert found(lambda x: model.forward(x)) == [True, True]
+    assert found(lambda x: model.a(x), lambda x: model["b"](x)) == [True, True]
+    assert found(lambda x: (model.a, model)[1](x)) == [True, True]
+    shadowed = nn.ModuleDict()
+    shadowed._modules["items"] = model["a"]
+    shadowed["b"] = model["b"]
+    assert found(lambda x: shadowed.items()) == [True, True]
+    scope = Scope.of(lambda x: model.a(x))
+    model["a"] = nn.Linear(5, 5)
+    assert {p.shape[-1] for p in scope.parameters()} == {5}
+
+
 def test_a_scope_sees_what_is_exchanged_later() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     scope = Scope.of(lambda x: module(x))
