@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def explore(
     starts = list(range(len(stages)))  # the first stage of the group that stage i is in
     changed: list[list[tuple[nn.Module, str]]] = []
     draws: list[bool] = []
-    graded: list[bool] = []
+    graded: list[_Grading] = []
     changes_first = False
     moved: set[int] = set()  # storages of buffers that some stage changes
     for i, stage in enumerate(stages):
@@ -134,7 +135,9 @@ def explore(
             for k in range(max(j, 0), i + 1):
                 starts[k] = starts[max(j, 0)]
         storages.append(_storages(state))
-        graded.append(not written and _differs_with_grad(stage, given, state, around))
+        # What was written to cannot be run on again.
+        grading = _Grading() if written else _with_graph(stage, given, state, around)
+        graded.append(grading)
     # Who only reads a buffer that another stage changes must keep its values too.
     for stage_changes, scope in zip(changed, scopes, strict=True):
         stage_changes += [
@@ -145,17 +148,44 @@ def explore(
     return _groups(starts, stages, names, changed, draws, graded, changes_first)
 
 
-def _differs_with_grad(stage: Call, given: Any, result: Any, around: Environment) -> bool:
-    """Whether a stage returns other bits with a graph than it returned without.
+@dataclass(slots=True)
+class _Grading:
+    """How a stage runs with a graph; see `Traits`."""
 
-    Some kernels do, such as oneDNN's LSTM.
-    """
-    with around.again(), torch.enable_grad():
-        again = stage(_wanting(given))
-    return any(
+    graded: bool = False
+    differentiates: bool = False
+    unhooked: bool = False
+
+
+def _with_graph(stage: Call, given: Any, result: Any, around: Environment) -> _Grading:
+    """Run a stage with a graph, and compare: some kernels, such as oneDNN's LSTM, differ."""
+    found = _Grading()
+
+    def unpack(tensor: Tensor) -> Tensor:
+        found.differentiates = True
+        return tensor
+
+    def run() -> Any:
+        with around.again(), torch.enable_grad():
+            return stage(_wanting(given))
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_same, unpack):
+            again = run()
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):  # which torch.func does not support
+            raise
+        found.unhooked = True
+        again = run()
+    found.graded = any(
         a.device.type != "meta" and not _equal(a, b)
         for a, b in zip(tensors_of(result), tensors_of(again), strict=True)
     )
+    return found
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _wanting(state: Any) -> Any:
@@ -183,7 +213,7 @@ def _groups(
     names: Sequence[str],
     changed: list[list[tuple[nn.Module, str]]],
     draws: list[bool],
-    graded: list[bool],
+    graded: list[_Grading],
     changes_first: bool,
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Traits, ...]]:
     groups: list[list[int]] = []
@@ -200,7 +230,9 @@ def _groups(
                 name="+".join(names[i] for i in group),
                 buffers=tuple(buffers.values()),
                 draws=any(draws[i] for i in group),
-                graded=any(graded[i] for i in group),
+                graded=any(graded[i].graded for i in group),
+                differentiates=any(graded[i].differentiates for i in group),
+                unhooked=any(graded[i].unhooked for i in group),
                 changes_input=changes_first and number == 0,
                 scope=Scope([stages[i] for i in group]),
             )

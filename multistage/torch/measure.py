@@ -18,6 +18,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -234,6 +235,7 @@ class _StageRun:
         self._device, self._stand_ins = device, stand_ins
         self._given = tensors_of(state)
         self._own = scope.look().tensors  # whose storages the stand-ins share
+        self._by_all = stand_ins is None
 
     def _fresh(self) -> Any:
         """Return the state: leaves, or copies of them for a stage that writes to it."""
@@ -257,11 +259,15 @@ class _StageRun:
 
         inputs = self._fresh()
         wanted = [t for t in tensors_of(inputs) if t.requires_grad]
+        kept: list[Tensor] = []
         with torch.enable_grad(), self._meter(inputs) as meter:
-            output = self._call(inputs)
+            with self._keeping(kept):
+                output = self._call(inputs)
             made = meter.live_bytes()
             taping_bytes = max(0, meter.peak_bytes - made)
             tape_bytes = max(made + shared, output_bytes)
+            if self._trait.differentiates:  # it keeps all it saves as long as it runs
+                advance_bytes = max(advance_bytes, tape_bytes + taping_bytes - output_bytes)
             result = [t for t in tensors_of(output) if t.requires_grad]
             next_state = pytree.tree_map(_detached, output)
             gradients = _ones_like(result)
@@ -270,6 +276,7 @@ class _StageRun:
             meter.reset_peak()
             if result:
                 del output
+                self._by_all = self._by_all or _has_checkpoints(result)
                 hooks = [
                     p.register_post_accumulate_grad_hook(_drop_gradient)
                     for p in self._stand_ins or ()
@@ -280,6 +287,7 @@ class _StageRun:
             given_gradient = _bytes(t.grad for t in wanted if t.grad is not None)
             reverse_bytes = max(0, meter.peak_bytes - before - given_gradient)
             operations = meter.operations()
+        kept.clear()  # the graph's hooks refer to it
         del wanted, result, gradients, inputs
 
         stage = Stage(
@@ -294,6 +302,17 @@ class _StageRun:
             backward_overhead_bytes=reverse_bytes,
         )
         return stage, next_state, operations
+
+    def _keeping(self, kept: list[Tensor]) -> AbstractContextManager[Any]:
+        """Return hooks that keep what the stage saves, if it differentiates itself."""
+        if not self._trait.differentiates:
+            return contextlib.nullcontext()
+
+        def keep(tensor: Tensor) -> int:
+            kept.append(tensor)
+            return len(kept) - 1
+
+        return torch.autograd.graph.saved_tensors_hooks(keep, kept.__getitem__)
 
     def _meter(self, inputs: Any) -> Meter:
         """Return a meter that does not count what was there before."""
@@ -329,7 +348,8 @@ class _StageRun:
             last[:] = [clock.now()]
             return tensor
 
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _same):
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, _same)
+        with torch.enable_grad(), contextlib.nullcontext() if self._trait.unhooked else hooks:
             output = self._call(inputs)
         spared_s = clock.between(last[0], clock.now()) if last else 0.0
         result = [t for t in tensors_of(output) if t.requires_grad]
@@ -347,10 +367,11 @@ class _StageRun:
     ) -> Callable[[], Any]:
         """Return what differentiates by the input and the stand-ins, and by nothing else.
 
-        Without stand-ins it is by all that the stage used.
+        Where there are no stand-ins, or checkpoints that refuse to be told what
+        to differentiate by, it is by all that the stage used.
         """
-        leaves = () if self._stand_ins is None else (*wanted, *self._stand_ins)
-        if not leaves and self._stand_ins is not None:
+        leaves = () if self._by_all else (*wanted, *(self._stand_ins or ()))
+        if not leaves and not self._by_all:
             return lambda: None
         # Not torch.autograd.backward, which imports sympy to look at given gradients.
         return partial(
@@ -363,6 +384,20 @@ class _StageRun:
             allow_unreachable=True,
             accumulate_grad=True,
         )
+
+
+def _has_checkpoints(result: Sequence[Tensor]) -> bool:
+    """Whether a graph has reentrant checkpoints of torch in it."""
+    left: list[Any] = [t.grad_fn for t in result]
+    seen: set[Any] = set()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            if node.name() == "CheckpointFunctionBackward":
+                return True
+            seen.add(node)
+            left += [inner for inner, _ in node.next_functions]
+    return False
 
 
 def sharded(parameters: Iterable[Tensor]) -> bool:

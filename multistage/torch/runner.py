@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from ..actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
 from ..errors import MultistageError, StateError
 from .environment import Environment
+from .inside import Inside
 from .randomness import Generators, State
 from .saved import Caught, Complete, Kind, difference, kind_of, nodes_made
 from .scope import Scope
@@ -59,6 +60,11 @@ class Traits:
     changes_input : bool
         Whether it writes to its input; true of a first stage only, others are
         joined to the stage before.
+    differentiates : bool
+        Whether it computes gradients inside of its forward.
+    unhooked : bool
+        Whether it fails under saved-tensor hooks, as `torch.func` does, so that
+        its tape must be kept.
     scope : Scope, optional
         What it refers to; searched for if not given.
     """
@@ -68,6 +74,8 @@ class Traits:
     draws: bool = False
     graded: bool = False
     changes_input: bool = False
+    differentiates: bool = False
+    unhooked: bool = False
     scope: Scope | None = None
 
 
@@ -205,16 +213,24 @@ class Run:
         """Run stage i; its graph keeps numbers in place of tensors."""
         kinds: list[Kind] = []
         begun = nodes_made()
+        # Until it is through.
+        inside: Inside | None = Inside(self._traits[i].name, self._traits[i].differentiates)
 
         def pack(tensor: Tensor) -> int:
             kinds.append(kind_of(tensor, self._around[i].places(), begun))
+            if inside is not None:
+                inside.keep(tensor)
             return len(kinds) - 1
 
         def unpack(number: int) -> Tensor:
-            return self._tensor(i, number)
+            return self._tensor(i, number) if inside is None else inside.give(number)
 
         self._kinds[i] = kinds
-        return self._run_first(i, state, torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        try:
+            return self._run_first(i, state, hooks)
+        finally:
+            inside = None
 
     # ---------------------------------------------------------------- backward
 
@@ -356,21 +372,26 @@ class Run:
         changes_input = self._traits[i].changes_input
         begun = 0
 
-        def catch(tensor: Tensor) -> None:
+        inside = Inside(self._traits[i].name, self._traits[i].differentiates)
+
+        def catch(tensor: Tensor) -> int:
             if len(caught.tape) == enough:  # the stage has suppressed what should have ended it
                 raise Complete
             caught.tape.append(tensor.detach())
             caught.versions.append(tensor._version)
             caught.kinds.append(kind_of(tensor, around.places(), begun))
+            inside.keep(tensor)
             if len(caught.tape) == enough:
                 raise Complete
+            return len(caught.tape) - 1
 
         around = self._around[i]
         with (
             contextlib.suppress(Complete),
+            contextlib.closing(inside),
             torch.enable_grad(),
             around.again(),
-            torch.autograd.graph.saved_tensors_hooks(catch, _never),
+            torch.autograd.graph.saved_tensors_hooks(catch, inside.give),
         ):
             inputs = state.fresh(self._wants[i], changes_input)
             begun = nodes_made()
@@ -402,7 +423,3 @@ class Run:
                 case _:
                     raise AssertionError(f"{action} in the forward sweep")
         self._live = None
-
-
-def _never(_packed: object) -> Tensor:
-    raise AssertionError("the graph of a run again is never walked")

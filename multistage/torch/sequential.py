@@ -465,8 +465,21 @@ def _made(sequential: Sequential, state: Any, variants: list[_Planned], together
     if together:
         profiles = [_of_rank_0(profile) for profile in profiles]
     profile, plan = _planned_best(sequential, profiles, _limit(sequential, state))
+    _refuse_unhooked(profile, plan)
     unchecked = _Planned(stages, chain.traced, profile, plan, Checked("off"))
     return replace(unchecked, checked=_compared(sequential, unchecked, state))
+
+
+def _refuse_unhooked(profile: Profile, plan: ChainPlan) -> None:
+    """Refuse plans that run stages again whose tape only torch itself can make."""
+    for i in sorted({*range(len(profile.traits))} - {*plan.kept}):
+        if profile.traits[i].unhooked:
+            raise ArgumentError(
+                f"stage {profile.traits[i].name} computes gradients by torch.func, which does not "
+                "work under saved-tensor hooks, so that it cannot be run again within "
+                f"{plan.memory_bytes} bytes; use torch.autograd.grad(..., create_graph=True), or "
+                f"raise the limit to {plan.plain_bytes}, where every tape is kept"
+            )
 
 
 def _compared(sequential: Sequential, planned: _Planned, state: Any) -> Checked:
