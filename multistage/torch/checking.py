@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -325,7 +325,10 @@ class _Both:
         aside = [(t._backward_hooks, dict(t._backward_hooks)) for t in targets if t._backward_hooks]
         for hooks, _ in aside:
             hooks.clear()
-        handles = [t.register_hook(_taker(found, names[id(t)], look)) for t in targets]
+        # A forward that runs again in between may differentiate by the same tensors.
+        passes: set[int] = set()
+        handles = [t.register_hook(lambda _: passes.add(_backward_pass())) for t in roots]
+        handles += [t.register_hook(_taker(found, names[id(t)], look, passes)) for t in targets]
         try:
             keep = self._targets is not None
             adjoints = _adjoints(roots)
@@ -396,11 +399,16 @@ def _quiet(modules: Any) -> Iterator[None]:
             hooks.update(kept)
 
 
+def _backward_pass() -> int:
+    """Return the number of the backward pass that is at work in this thread."""
+    return torch._C._current_graph_task_id()
+
+
 def _taker(
-    found: Seen, name: str, look: Callable[[Tensor], object]
+    found: Seen, name: str, look: Callable[[Tensor], object], passes: Set[int]
 ) -> Callable[[Tensor | None], Tensor | None]:
     def take(gradient: Tensor | None) -> Tensor | None:
-        if gradient is None:  # a Function returned none
+        if gradient is None or _backward_pass() not in passes:  # None: a Function returned none
             return None
         found[name] = look(gradient)
         # What is kept until the end is one number in place of the gradient.
