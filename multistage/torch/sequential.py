@@ -21,7 +21,7 @@ from .calling import arguments, sample_of
 from .chain import Stages
 from .checking import Check, Checked, check_chain, checked_choice, room_for_tapes
 from .exploring import tensors_of
-from .measure import Profile, grouped, measure, sharded
+from .measure import SECONDS, Profile, grouped, measure, sharded
 from .parts import Part
 from .randomness import device_types, refuse_hidden_draws
 from .runner import Run
@@ -506,7 +506,7 @@ def _compared(sequential: Sequential, planned: _Planned, state: Any) -> Checked:
 
 
 def measured(
-    sequential: Sequential, state: Any, *, seconds: float = 2.0, costs: StageCosts | None = None
+    sequential: Sequential, state: Any, *, seconds: float = SECONDS, costs: StageCosts | None = None
 ) -> list[Profile]:
     """Profile the stages of a chain; see `measure` and `Stages.counted`."""
     traced = sequential._multistage.traced
