@@ -60,16 +60,22 @@ class Boundaries:
     ----------
     differentiable : sequence of bool
         Which leaves of y matter.
+    parameters : sequence of Tensor
+        An output may be one of them as well: of all steps, its gradients come
+        before those of the parameter's uses, and so enter the last chunk.
     """
 
-    def __init__(self, differentiable: Sequence[bool]) -> None:
+    def __init__(self, differentiable: Sequence[bool], parameters: Sequence[Tensor]) -> None:
         self._differentiable = differentiable
+        self._parameters = {id(p): p for p in parameters}
+        self._given: list[tuple[int, int, Tensor]] = []  # outputs that are parameters
         self._list: list[Boundary] = []
         self._once: dict[Boundary, Boundary] = {}  # most are equal
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
         """Note state 0."""
         self._list = [Boundary(pattern_of(leaves))]
+        self._given = []
 
     def __getitem__(self, k: int) -> Boundary:
         return self._list[k + 1]
@@ -95,10 +101,14 @@ class Boundaries:
         """
         pattern = pattern_of([*leaves, *(outputs[-1][1] if outputs else ())])
         ends = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
+        new = k + 1 == len(self._list)
         found: dict[int, list[tuple[int, int]]] = {}
         for t, ys in outputs:
             for j, y in enumerate(ys):
-                if id(y) in ends and self._differentiable[j]:
+                if id(y) in self._parameters:
+                    if new:
+                        self._given.append((j, t, y))
+                elif id(y) in ends and self._differentiable[j]:
                     found.setdefault(ends[id(y)], []).append((j, steps[1] - t))
         held = []
         before = {each.leaf for each in self[k - 1].held}
@@ -109,7 +119,7 @@ class Boundaries:
                 if pattern[i] == i and (i in found or start >= 0):
                     held.append(Held(i, tuple(found.get(i, ())), start))
         boundary = Boundary(pattern, tuple(held))
-        if k + 1 < len(self._list):
+        if not new:
             return self[k] == boundary
         self._list.append(self._once.setdefault(boundary, boundary))
         return True
@@ -134,8 +144,13 @@ class Boundaries:
         ]
         end = ys[-1][0] + 1 if ys else 0
         found += [
-            (j, t, y) for t, leaves in ys for j, y in enumerate(leaves) if (j, end - t) not in taken
+            (j, t, y)
+            for t, leaves in ys
+            for j, y in enumerate(leaves)
+            if (j, end - t) not in taken and id(y) not in self._parameters
         ]
+        if last:
+            found += self._given
         found.sort(key=lambda entry: (-entry[0], entry[1]))
         return found
 

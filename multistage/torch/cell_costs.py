@@ -206,6 +206,7 @@ def _sample(whole: ThroughTime, state: Sequence[Tensor], chunk: int, tapes: bool
     few.known_as(facts.parameters)
     collector = Collector(facts, chunk, "stack", cell.fused)
     chain = ThroughTime(cell, facts, few, collector, whole.around, chunk, device)
+    chain.check = whole.check
     chain.sums = [None] * len(facts.parameters)
     chain.of_inputs = InputGradients(few)
     first = chain.first(state)

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ArgumentError, StateError
 from .boundaries import Boundaries
 from .cell import Cell, Facts
+from .checking import Check, complain
 from .checksums import Checksums
 from .collector import Collector
 from .graphs import graph_begins, held_elsewhere, leaves_below
@@ -70,7 +71,9 @@ class ThroughTime:
         self.checksums: Checksums | None = None  # of the first run
         self.sums: list[Tensor | None] = []
         self.of_inputs: InputGradients | None = None  # while a backward runs
-        self.boundaries = Boundaries(facts.differentiable)
+        ends = () if cell.fused else facts.parameters
+        self.boundaries = Boundaries(facts.differentiable, ends)
+        self.check: Check = "error"
         self.output_gradients: Sequence[Tensor | None] = ()
         self.around, self.device = around, device
 
@@ -119,7 +122,7 @@ class ThroughTime:
 
     def advance(self, state: TensorState, start: int, stop: int) -> TensorState:
         x = self.inputs.many if self.cell.fused else self.inputs.at
-        if self.checksums is None:
+        if self.checksums is None and self.check != "off":
             self.checksums = Checksums(self.n_steps, self.device)
         with torch.set_grad_enabled(self.facts.graded):
             for k in range(start, stop):
@@ -144,7 +147,7 @@ class ThroughTime:
                         f"{self.cell.name} writes to an output of steps {first} to {last - 1} "
                         "after it was returned; it must return tensors that it leaves alone: a copy"
                     )
-                if new:
+                if new and self.checksums is not None:
                     self.checksums.note(k, [*leaves, *(ys[-1][1] if ys else ())])
                 state.checked()
                 rest = self.around.after(first, last) if new else self.around.now()
@@ -184,14 +187,14 @@ class ThroughTime:
             places.append(len(results))
             results.append(leaf.view_as(leaf))
             flags.append(self.facts.wants[-1][i])
+        # The sum of one is that one.
+        one = ("last", "sum") if self.inputs.steps == 1 else ("last",)
+        kept = [kind in one and not self.cell.fused for kind in self.collector.kinds]
         for j, value in enumerate(self.collector.values()):
-            kept = not self.cell.fused and self.collector.kinds[j] == "last"
-            same = pattern[count + j] if kept else count + j
+            same = pattern[count + j] if kept[j] else count + j
             if value is None:
                 places.append(None)
-            elif same < count or (
-                same < count + j and self.collector.kinds[same - count] == "last"
-            ):
+            elif same < count or (same < count + j and kept[same - count]):
                 places.append(places[same])
             else:
                 places.append(len(results))
@@ -280,11 +283,13 @@ class ThroughTime:
 
     def _refuse_other(self, k: int) -> None:
         first, last = self._steps(k)
-        raise StateError(
+        check, self.checksums = self.check, None  # one warning is enough
+        complain(
+            check,
             f"{self.cell.name} returned other numbers at steps {first} to {last - 1} when they "
             "were run again than at first: it must depend on its state, inputs, parameters and "
             "buffers alone; return what it remembers in the state, and choose deterministic "
-            "operators (torch.use_deterministic_algorithms)"
+            "operators (torch.use_deterministic_algorithms)",
         )
 
     def _refuse(self, leaves: Sequence[Tensor], k: int) -> None:

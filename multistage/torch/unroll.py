@@ -134,9 +134,11 @@ def unroll(
         Show progress bars; None: on a terminal or in a notebook.
     check : {"error", "warn", "off"}
         Whether a few steps of the first sequence of a kind are run plainly and by
-        a schedule that runs them again, and compared bit for bit; if they differ,
-        raise StateError, or issue a DifferenceWarning.  The cell, and `inputs` if
-        it is a function, are called some more times for it.
+        a schedule that runs them again, and compared bit for bit; and what each
+        chunk returns when it is run again is compared with what it returned at
+        first, by checksums.  If they differ, raise StateError, or issue a
+        DifferenceWarning.  The cell, and `inputs` if it is a function, are called
+        some more times for it.
 
     Returns
     -------
@@ -184,7 +186,7 @@ def unroll(
     settings = Settings(memory, tier_names(tiers), chunk, strategy, progress, checked_choice(check))
     leaves = pytree.tree_leaves(state)
     generators = generators_of([known.scope], [*tensors_of(state), *sequence.held()])
-    facts = explore(known, state, sequence, generators, parameters, random)
+    facts = explore(known, state, sequence, generators, parameters, random, check)
     wanted = [*leaves, *sequence.tensors(), *facts.parameters]
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
         return _plain(known, facts, state, sequence, outputs, chunk, graph=False)
@@ -194,6 +196,7 @@ def unroll(
     store = open_tiers(settings.tiers, device)
     collector = Collector(facts, sequence.steps, outputs, known.fused)
     chain = ThroughTime(known, facts, sequence, collector, around, 1, device)
+    chain.check = check
     return _run(chain, state, store, settings, outputs)
 
 
@@ -282,6 +285,7 @@ def _checked(
         leaves, spec = pytree.tree_flatten(given)
         collector = Collector(facts, count, mode, cell.fused)
         part = ThroughTime(cell, facts, few, collector, chain.around, size, chain.device)
+        part.check = chain.check
         names = part.names([f"leaf {k} of the state" for k in range(len(leaves))])
         first = part.first(leaves)
         layout = TensorLayout(first.tensors, names)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import multistage.torch as mst
-from multistage.errors import ArgumentError, MultistageError, StateError
+from multistage.errors import ArgumentError, DifferenceWarning, MultistageError, StateError
 
 WIDTH, BATCH, STEPS = 8, 4, 20
 
@@ -656,16 +656,24 @@ class Unseen:
         self._numbers = itertools.count()
 
     def __call__(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.tanh(h * 0.5 + x) * (1 + 0.01 * max(0, next(self._numbers) - 40))
+        h = torch.tanh(h * 0.5 + x) * (1 + 0.01 * max(0, next(self._numbers) - 100))
         return h, h.sum()
 
 
 def test_what_cannot_be_seen_shows_in_the_numbers() -> None:
     h = zeros().requires_grad_()
-    out = unrolled(Unseen(), h, torch.randn(60, BATCH, WIDTH), False, check="off")
-    with pytest.raises(StateError, match="returned other numbers at steps 57 to 59"):
+    x = torch.randn(90, BATCH, WIDTH)
+    out = unrolled(Unseen(), h, x, False)
+    with pytest.raises(StateError, match="returned other numbers at steps"):
         out.loss.backward()
     assert h.grad is None
+    out = unrolled(Unseen(), h, x, False, check="warn")
+    with pytest.warns(DifferenceWarning, match="returned other numbers at steps") as warned:
+        out.loss.backward()
+    assert len(warned) == 1
+    unrolled(Unseen(), h, x, False, check="off").loss.backward()
+    with pytest.raises(ArgumentError, match="check='no' is not known"):
+        unrolled(Unseen(), h, sequence(), False, check="no")
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
@@ -735,3 +743,25 @@ def test_backward_inside_a_cell_is_refused() -> None:
         unrolled(cell, zeros(), sequence(), False)
     assert torch.equal(other.weight.grad, torch.ones(WIDTH, WIDTH))
     assert other.bias.grad is None
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9])
+@pytest.mark.parametrize("mode", ["stack", "sum", "last"])
+def test_parameters_and_inputs_as_outputs(mode: str, steps: int) -> None:
+    """Gradients of outputs come before those of uses; the sum of one is that one."""
+
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        net, weight, x = Cell(), zeros().normal_().requires_grad_(), zeros().normal_()
+        x.requires_grad_()
+
+        def cell(h: Tensor, x: Tensor) -> Any:
+            h = torch.tanh(net.linear(h) * weight) + x
+            return h, (x, weight, h)
+
+        out = unrolled(cell, zeros(), [x] * steps, kept, 4, outputs=mode)
+        one, two, three = out.outputs
+        loss = (one * torch.randn_like(one)).sum() + (two * torch.randn_like(two)).sum()
+        (loss + 0.3 * three.square().sum() + out.state.square().sum()).backward()
+        return gradients(net, weight, x)
+
+    assert_alike(run)
