@@ -297,12 +297,12 @@ def test_a_faster_tier_makes_no_plan_slower(slots: int, turn_s: float, both: boo
 
 @needs_core
 @pytest.mark.parametrize("both", [True, False], ids=["writes and reads", "reads"])
-@pytest.mark.parametrize(("slots", "turn_s"), [(2, 0.5), (8, 2.0), (100, 0.5)])
+@pytest.mark.parametrize(("slots", "turn_s"), [(2, 0.5), (8, 2.0)])
 def test_a_faster_tier_makes_online_no_slower_in_the_mean(
     slots: int, turn_s: float, both: bool
 ) -> None:
     """For one length it may be: what was written last is waited for wherever the end falls."""
-    lengths = [12 * 3 ** (k / 3) for k in range(14)]
+    lengths = [12 * 3 ** (k / 3) for k in range(9)]
     least = float("inf")
     for transfer_s in (400.0, 120.0, *FASTER):
         tier = Tier(write_s=transfer_s if both else 3.0, read_s=transfer_s)
