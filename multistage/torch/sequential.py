@@ -488,8 +488,6 @@ def _compared(sequential: Sequential, planned: _Planned, state: Any) -> Checked:
     model = sequential._model()
     if chain.check == "off":
         return Checked("off")
-    if planned.plan.keeps_all:
-        return Checked("equal; nothing is run again")
     if _collective(sequential):
         return Checked("not checked; ranks run these stages together")
     stages = planned.stages

@@ -230,13 +230,9 @@ class ThroughTime:
         for tensor, so_far in zip(facts.parameters, self.sums, strict=True):
             if so_far is not None:
                 roots.append((tensor.view_as(tensor), so_far))
+        targets = [*wanted, *(x for _, x in xs), *facts.parameters]
         with _without_hooks(facts.parameters):
-            found = torch.autograd.grad(
-                [t for t, _ in roots],
-                [*wanted, *(x for _, x in xs), *facts.parameters],
-                [g for _, g in roots],
-                allow_unused=True,
-            )
+            found = self._gradients(roots, targets)
         for (place, _), gradient in zip(xs, found[len(wanted) :], strict=False):
             if gradient is not None and self.of_inputs is not None:
                 self.of_inputs.put(place, gradient)
@@ -250,6 +246,30 @@ class ThroughTime:
             del again, given, xs, roots, wanted  # the cell's own leaves go with the graph
             self._refuse(held_elsewhere(unknown, collect=True), k)
         return result
+
+    def _gradients(
+        self, roots: Sequence[tuple[Tensor, Tensor | None]], targets: Sequence[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        name = self.cell.name
+        try:
+            found = torch.autograd.grad(
+                [t for t, _ in roots], targets, [g for _, g in roots], allow_unused=True
+            )
+        except RuntimeError as error:
+            if "use_reentrant=True" not in str(error):
+                raise
+            raise StateError(
+                f"{name} uses reentrant checkpoint, whose gradients autograd computes only "
+                "together with .grad; give torch.utils.checkpoint use_reentrant=False"
+            ) from error
+        for target, gradient in zip(targets, found, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise StateError(
+                    f"{name} has a sparse gradient (of a parameter of shape "
+                    f"{tuple(target.shape)}), and chunks' gradients are added up densely; use "
+                    "nn.Embedding(sparse=False), or strategy='keep'"
+                )
+        return found
 
     def _again(self, before: TensorState, k: int) -> _Again:
         """Run a chunk again, with a graph; check that it did the same."""

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from ..backends.base import Store
 from ..backends.lifetimes import Birth, end
 from ..backends.urls import Tiers, tier_names
+from ..costs import Costs
 from ..errors import ArgumentError, MultistageError
 from ..execute import Executor
 from ..plan import PLANNERS
@@ -263,8 +264,6 @@ def _checked(
     """
     if check == "off":
         return Checked("off")
-    if chosen.plan is None:
-        return Checked("equal; nothing is run again")
     if any(each.enabled for each in chain.around.settings.autocast):
         return Checked("not checked; under autocast gradients are added in another precision")
     cell, facts = chain.cell, chain.facts
@@ -273,8 +272,9 @@ def _checked(
     few = Inputs(chain.inputs.given, count)
     few.known_as(facts.parameters)
     mode = None if callable(outputs) else outputs
-    costs = replace(chosen.plan.costs, tiers=())
-    short = PLANNERS["revolve"](costs, 1, -(-count // size))
+    # Where nothing is run again: measuring ran the cell, which must have left no trace.
+    turns = Costs(1.0, 1.0, 1) if chosen.plan is None else replace(chosen.plan.costs, tiers=())
+    short = PLANNERS["revolve"](turns, 1, -(-count // size))
     plan = replace(chosen, steps=count, chunk=size, plan=short)
 
     def plainly(given: Any) -> Any:
@@ -295,7 +295,7 @@ def _checked(
 
     return check_chain(
         plainly,
-        scheduled,
+        plainly if chosen.plan is None else scheduled,
         state,
         name=cell.name,
         stages=[cell.given],

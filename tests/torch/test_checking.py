@@ -354,7 +354,14 @@ def test_a_stage_with_hidden_state_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert str(mst.Sequential(model, x, memory=0.7, check="off").checked) == "off"
-        assert mst.Sequential(model, x).checked == Checked("equal; nothing is run again")
+
+
+def test_hidden_state_is_refused_where_every_tape_is_kept() -> None:
+    """Profiling has run the stages, and nothing can put such state back."""
+    model, x = nn.Sequential(Counting(), Counting()), torch.randn(8, WIDTH)
+    with pytest.raises(StateError, match="returns other numbers each time it is run"):
+        mst.Sequential(model, x)
+    assert mst.Sequential(a_model(), x).checked.outcome == "equal"  # type: ignore[union-attr]
 
 
 def test_a_failed_check_changes_nothing() -> None:

@@ -38,4 +38,12 @@ CORPUS: dict[str, Case] = {
     "a cell frozen before backward": Case(
         29, "unroll", ("Dense",), memory=0.7, between=("freeze",), chunk=1
     ),
+    "state that profiling moves and nothing puts back": Case(
+        2067, "sequential", ("Hidden", "Dense"), check="error"
+    ),
+    "a class that counts calls": Case(
+        20, "to_chain", ("ClassCounter", "Dense"), check="error", memory=0.7
+    ),
+    "reentrant checkpoint in a cell": Case(2050, "unroll", ("Reentrant",), chunk=3),
+    "sparse gradients of a cell": Case(2072, "unroll", ("Sparse",), chunk=3),
 }

@@ -135,12 +135,14 @@ def draw(seed: int, only: str | None = None) -> Case:
     def some(events: dict[str, str]) -> tuple[str, ...]:
         return (chance.choice(list(events)),) if rarely(0.3) else ()
 
+    # Unchecked, whoever keeps state where nobody can look is left alone with it.
+    hidden = not {"Hidden", "ClassCounter"}.isdisjoint(blocks)
     return Case(
         seed=seed,
         front=front,
         blocks=tuple(blocks),
         memory=chance.choice((0.3, 0.5, 0.6, 0.7, 0.85)),
-        check=chance.choice(("off", "error")),
+        check="error" if hidden else chance.choice(("off", "error")),
         steps=chance.choice((1, 2, 2, 3)),
         wants=rarely(0.4),
         tied=rarely(),
