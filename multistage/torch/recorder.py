@@ -167,13 +167,19 @@ class Recorder(TorchFunctionMode):
         leaves = pytree.tree_leaves(result)
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *LITERALS)):
-                raise UnrecordableError("", f"returns a value of type {type(leaf).__name__}")
+                raise UnrecordableError(
+                    "",
+                    f"returns a value of type {type(leaf).__name__}, not tensors alone "
+                    "(models of transformers: use_cache=False)",
+                )
         self._graph.output([self._argument(leaf) for leaf in leaves])
         for path, name in snapshot.changes():
             if any(f"{path}.".startswith(f"{whole}.") for whole in self._called_whole):
                 continue  # as its call in the graph will
             raise UnrecordableError(
-                path, f"sets its attribute {name!r} (write to a buffer in place instead)"
+                path,
+                f"sets its attribute {name!r} (write to a buffer in place instead; if its first "
+                "call alone does so, call the model once before)",
             )
         for path, name, _ in self._attributes.differences():
             raise UnrecordableError(path, f"changes what its attribute {name!r} holds")
