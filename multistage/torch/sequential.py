@@ -607,7 +607,10 @@ def _of_functions(sequential: Sequential) -> Found:
 
 
 def _kind(model: Sequential, state: Any) -> object:
-    """Return what a plan depends on: shapes, dtypes, devices, wishes and modes."""
+    """Return what a plan depends on: shapes, dtypes, devices, wishes and modes.
+
+    Those of parameters too: numbers of words have one dtype, whatever the model's.
+    """
     leaves, spec = pytree.tree_flatten(state)
     of_leaves = tuple(
         (tuple(x.shape), x.dtype, x.device, x.requires_grad)
@@ -618,8 +621,13 @@ def _kind(model: Sequential, state: Any) -> object:
     settings = Settings.capture(device_types(tensors_of(state)))
     functions = _of_functions(model)
     modes = hash(tuple(m.training for m in (*model.modules(), *functions.modules)))
-    wishes = hash(tuple(p.requires_grad for p in (*model.parameters(), *functions.tensors)))
-    return str(spec), of_leaves, settings, modes, wishes
+    wanting = (*model.parameters(), *functions.tensors)
+    wishes = hash(tuple(p.requires_grad for p in wanting))
+    # Of tensors that are no parameters shapes may change at every call.
+    of_parameters = hash(
+        tuple((p.shape, p.dtype, p.device) for p in wanting if isinstance(p, nn.Parameter))
+    )
+    return str(spec), of_leaves, settings, modes, wishes, of_parameters
 
 
 def _collective(model: nn.Module) -> bool:

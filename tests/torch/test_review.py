@@ -163,3 +163,16 @@ def test_long_deques_of_stages_move_as_in_plain_training() -> None:
     for _ in range(3):
         chain(x).sum().backward()
     assert [stage.recent[-1] for stage in stages] == [102] * 4
+
+
+def test_another_plan_for_parameters_of_another_dtype() -> None:
+    """Numbers of words have one dtype, whatever the model's."""
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)]
+    model = nn.Sequential(nn.Embedding(10, WIDTH), *blocks)
+    words = torch.randint(0, 10, (16, 4))
+    chain = mst.Sequential(model, words, memory=0.7)
+    assert chain.plan is not None
+    limit = chain.plan.memory_bytes
+    model.double()
+    chain(words).sum().backward()
+    assert chain.plan.memory_bytes > 1.2 * limit
