@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDTH, BATCH = 64, 32
+WIDTH, BATCH = 32, 16
 Make = Callable[[], tuple[nn.Module, Any]]
 
 

@@ -12,28 +12,29 @@ from benchmarks._timm import load_timm
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+_NARROW = {"channels": (32, 64, 128, 256)}
 # Name: batch, size of images, further arguments.
 TIMM: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "resnet18": (8, 64, {}),
-    "resnest14d": (4, 48, {}),
-    "res2net50_26w_4s": (4, 48, {}),
-    "densenet121": (4, 48, {}),
-    "dla34": (4, 64, {}),
-    "mobilenetv2_050": (8, 64, {}),
+    "resnet18": (4, 64, _NARROW),
+    "resnest14d": (2, 48, _NARROW),
+    "res2net50_26w_4s": (2, 48, {"channels": (16, 32, 64, 128)}),
+    "densenet121": (2, 48, {"growth_rate": 16}),
+    "dla34": (2, 64, {"channels": [16, 16, 32, 64, 128, 128]}),
+    "mobilenetv2_050": (4, 64, {}),
     "mobilenetv3_small_050": (8, 64, {}),
-    "efficientnet_b0": (4, 48, {"drop_path_rate": 0.2}),
+    "efficientnet_b0": (2, 48, {"drop_path_rate": 0.2}),
     "regnetx_002": (4, 64, {}),
-    "ghostnet_050": (8, 64, {}),
+    "ghostnet_050": (4, 64, {}),
     "hrnet_w18_small": (2, 64, {}),
-    "convnext_atto": (4, 64, {"drop_path_rate": 0.1}),
+    "convnext_atto": (2, 64, {"drop_path_rate": 0.1}),
     "poolformer_s12": (2, 64, {}),
-    "mobilevit_xxs": (2, 96, {}),
-    "edgenext_xx_small": (4, 96, {}),
-    "vit_tiny_patch16_224": (2, 96, {"img_size": 96, "drop_path_rate": 0.1}),
-    "cait_xxs24_224": (1, 64, {"img_size": 64}),
-    "swin_tiny_patch4_window7_224": (1, 56, {"img_size": 56}),
-    "mixer_s32_224": (2, 128, {"img_size": 128}),
-    "xcit_nano_12_p16_224": (4, 64, {"img_size": 64}),
+    "mobilevit_xxs": (2, 64, {}),
+    "edgenext_xx_small": (2, 64, {}),
+    "vit_tiny_patch16_224": (2, 96, {"img_size": 96, "embed_dim": 96, "drop_path_rate": 0.1}),
+    "cait_xxs24_224": (2, 64, {"img_size": 64, "embed_dim": 96, "depth": 12}),
+    "swin_tiny_patch4_window7_224": (2, 56, {"img_size": 56, "embed_dim": 48}),
+    "resmlp_12_224": (1, 96, {"img_size": 96}),
+    "xcit_nano_12_p16_224": (2, 96, {"img_size": 96}),
 }
 
 _SMALL: dict[str, Any] = {

@@ -28,7 +28,7 @@ from multistage.errors import BudgetError
 from multistage.stages import StageCosts
 from multistage.torch.meter import Meter
 
-STEPS = 48  # of a sequence
+STEPS = 100  # of a sequence
 
 
 @dataclass(frozen=True, slots=True)
