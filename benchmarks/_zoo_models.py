@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 _NARROW = {"channels": (32, 64, 128, 256)}
 # Name: batch, size of images, further arguments.
 TIMM: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "resnet18": (4, 64, _NARROW),
+    "resnet18": (8, 64, {}),
     "resnest14d": (2, 48, _NARROW),
     "res2net50_26w_4s": (2, 48, {"channels": (16, 32, 64, 128)}),
     "densenet121": (2, 48, {"growth_rate": 16}),
@@ -102,7 +102,7 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any] | torch.Tensor]:
     model = getattr(transformers, kind)(config).train()
     if name == "ViT":
         return model, {"pixel_values": torch.randn(2, 3, 96, 96)}
-    tokens = torch.randint(3, 128, (4, 96))
+    tokens = torch.randint(3, 128, (4, 12 if name == "Mamba" else 96))
     if kind.endswith("Model") and not kind.startswith(("Bert", "Roberta")):
         return model, {"input_ids": tokens}
     mask = torch.ones_like(tokens)
