@@ -48,6 +48,8 @@ Seen: TypeAlias = dict[str, object]
 # Runs forward of the model within the limit.  A backward takes about as long as two, and a
 # run again stops halfway on average: 1 + 7 / 2 + 2 are 2.2 plain iterations.
 _MOST_RUNS = 8
+# Room that there is always: as much as a checksum takes.
+_LEAST = 1 << 16
 # Models that are run forward so quickly may be run more often.
 _SECONDS = 1.0
 _ABSENT = object()
@@ -201,7 +203,8 @@ def room_for_tapes(profile: Profile, stages: Sequence[Any], limit_bytes: int | N
         over = max(0, stage.backward_overhead_bytes - largest)
         in_flight = max(in_flight, gradients + over)
         given, given_gradient = stage.output_bytes, stage.gradient_bytes
-    return limit_bytes - costs.input_bytes - given - max(forward + in_flight, backward)
+    left = limit_bytes - costs.input_bytes - given - max(forward + in_flight, backward)
+    return max(left, _LEAST)
 
 
 # --------------------------------------------------------------------- looking
@@ -313,7 +316,8 @@ class _Both:
         names = {id(t): f"the gradient of input {k}" for k, t in enumerate(given)}
         targets: list[Tensor] = []
         found: Seen = {}
-        below = _leaves_of(roots) if self._targets is None else [*given, *self._targets]
+        ends = {p.grad_fn: p for p in self._parameters if p.grad_fn is not None}
+        below = _leaves_of(roots, ends) if self._targets is None else [*given, *self._targets]
         for leaf in below:
             other = names.get(id(leaf)) or f"the gradient of {self.names.get(id(leaf))}"
             if id(leaf) not in names and id(leaf) not in self.names:
@@ -330,7 +334,7 @@ class _Both:
         handles = [t.register_hook(lambda _: passes.add(_backward_pass())) for t in roots]
         handles += [t.register_hook(_taker(found, names[id(t)], look, passes)) for t in targets]
         try:
-            keep = self._targets is not None
+            keep = self._targets is not None or bool(ends)
             adjoints = _adjoints(roots)
             torch.autograd.grad(roots, targets, adjoints, retain_graph=keep, allow_unused=True)
         finally:
@@ -434,8 +438,11 @@ def _writable(inputs: Any) -> Any:
     return pytree.tree_map(lambda x: known.get(id(x), x), inputs)
 
 
-def _leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves of a graph, in order of the walk."""
+def _leaves_of(roots: Sequence[Tensor], ends: Mapping[Any, Tensor]) -> list[Tensor]:
+    """Return the leaves of a graph, in order of the walk; `ends` belong to tensors that are ends.
+
+    A parameter that was computed (`functional_call`) has a graph of its own, for later.
+    """
     stack: list[Any] = [t.grad_fn for t in roots]
     found = {id(t): t for t in roots if t.grad_fn is None}
     seen: set[Any] = set()
@@ -444,6 +451,9 @@ def _leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        if node in ends:
+            found[id(ends[node])] = ends[node]
+            continue
         if node.name() == "CheckpointFunctionBackward":
             raise _NotAlone("reentrant checkpoint computes them only together with .grad")
         variable = getattr(node, "variable", None)

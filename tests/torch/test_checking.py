@@ -364,6 +364,16 @@ def test_hidden_state_is_refused_where_every_tape_is_kept() -> None:
     assert mst.Sequential(a_model(), x).checked.outcome == "equal"  # type: ignore[union-attr]
 
 
+def test_computed_parameters_keep_their_graph() -> None:
+    model, x = a_model(8), torch.randn(8, WIDTH)
+    chain = mst.Sequential(model, memory=0.7)
+    scale = torch.ones((), requires_grad=True)
+    computed = {name: p * scale.exp() for name, p in chain.named_parameters()}
+    torch.func.functional_call(chain, computed, (x,)).sum().backward()
+    assert chain.checked is not None and chain.checked.outcome == "equal"
+    assert scale.grad is not None
+
+
 def test_a_failed_check_changes_nothing() -> None:
     model, x = nn.Sequential(*(Counting() for _ in range(12))), torch.randn(8, WIDTH)
     chain = mst.Sequential(model, memory=0.6)
