@@ -18,6 +18,7 @@ from .randomness import RandomState
 from .scope import Scope
 
 _DEEPEST = 3
+_LIBRARIES = {"torch", "builtins", "typing", "abc", "multistage"}
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -83,6 +84,10 @@ class Snapshot:
         modules = list({id(m): m for m in (*modules, *scope.modules)}.values())
         undo: list[Callable[[], object]] = [undo_of(scope, ())]
         seen: set[int] = set()
+        undo += [
+            functools.partial(_put_back_class, kind, _class_attributes(kind))
+            for kind in _kinds_of(modules)
+        ]
         for module in modules:
             kept = {key: value for key, value in vars(module).items() if key not in _OWN}
             undo.append(functools.partial(_put_back, vars(module), kept, _OWN))
@@ -107,6 +112,29 @@ class Snapshot:
         for module, key, buffer, undo_writes in self.buffers:
             module._buffers[key] = buffer
             undo_writes()
+
+
+def _kinds_of(modules: Iterable[nn.Module]) -> list[type]:
+    """Return the users' classes of some modules."""
+    kinds = {kind for module in modules for kind in type(module).__mro__}
+    own = [k for k in kinds if k.__module__.partition(".")[0] not in _LIBRARIES]
+    return sorted(own, key=lambda kind: (kind.__module__, kind.__qualname__))
+
+
+def _class_attributes(kind: type) -> dict[str, Any]:
+    """Return the plain values that a class holds."""
+    return {
+        key: value
+        for key, value in vars(kind).items()
+        if isinstance(value, (bool, int, float, list, dict, Tensor)) and not key.startswith("__")
+    }
+
+
+def _put_back_class(kind: type, kept: dict[str, Any]) -> None:
+    now = _class_attributes(kind)
+    for key, value in kept.items():
+        if now.get(key, _put_back) is not value:
+            setattr(kind, key, value)
 
 
 def _put_back(target: dict[str, Any], kept: dict[str, Any], ours: frozenset[str]) -> None:
@@ -175,6 +203,9 @@ def left_behind(
 ) -> dict[str, object]:
     """Return fingerprints of buffers, generators and attributes, by name."""
     found: dict[str, object] = {}
+    for kind in _kinds_of(modules.values()):
+        for key, value in _class_attributes(kind).items():
+            found[f"attribute {key} of class {kind.__qualname__}"] = fingerprint(value)
     state = RandomState.capture(devices)
     found["the generator of cpu"] = fingerprint(state.cpu)
     found |= {f"the generator of {d}": fingerprint(t) for d, t in state.devices}
