@@ -614,7 +614,8 @@ class InPlace(Copies):
             elif type(copies[k]) is np.ndarray and alike(copies[k], array):
                 np.copyto(copies[k], array)
             else:
-                copies[k] = duplicate(array)
+                copies[k] = room(array)  # writeable, whatever it repeats: the pool's one day
+                np.copyto(copies[k], array)
         return tuple(copies)
 
     def _copy_back(self, targets: list[Array], kept: Kept) -> None:

@@ -81,10 +81,30 @@ def room(array: Array) -> Array:
 
 
 def duplicate(array: Array) -> Array:
-    """Return a copy that is laid out as an array is."""
+    """Return a copy that is laid out as an array is; read-only if its elements share memory.
+
+    A view that repeats elements is read-only unless it was forced; steps that write where
+    they may would write several values to one place of a writeable copy.
+    """
     made = room(array)
     np.copyto(made, array)
+    if repeats(made):
+        made.flags.writeable = False
     return made
+
+
+def repeats(array: Array) -> bool:
+    """Whether elements may share memory, as those of broadcast arrays and windows do."""
+    if array.flags.forc or array.size < 2:
+        return False
+    reach = array.itemsize
+    for step, n in sorted(
+        (abs(step), n) for n, step in zip(array.shape, array.strides, strict=True)
+    ):
+        if n > 1 and step < reach:
+            return True
+        reach += (n - 1) * step
+    return False
 
 
 def flattened(array: Array, where: Geometry) -> Array:

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multistage.blocks import Blocks
-from multistage.chain import FunctionChain
+from multistage.chain import FunctionChain, InPlaceChain
 from multistage.costs import Costs, Tier
 from multistage.durable.records import OrderedLayout
 from multistage.layout import Layout
 from multistage.reversal import Reversal
-from multistage.strides import alike, duplicate, geometry
+from multistage.strides import alike, duplicate, geometry, repeats
 
 KERNELS: list[Callable[[Any], Any]] = [
     np.exp,
@@ -180,3 +180,61 @@ def test_gradients_of_views_are_those_of_store_all(name: str, tree: bool, tmp_pa
             with Reversal(chain, n_steps=steps, budget="6 slots", costs=costs, **each) as run:
                 run.forward(first)
                 assert run.reverse(np.ones(257)).tobytes() == expected.tobytes(), each
+
+
+@pytest.mark.parametrize(
+    ("array", "shared"),
+    [
+        (np.zeros(3), False),
+        (np.zeros((3, 4)).T, False),
+        (np.zeros((3, 4))[:, ::-2], False),
+        (np.zeros(())[...], False),
+        (np.broadcast_to(np.float64(1), (1,)), False),
+        (np.broadcast_to(np.float64(1), (3,)), True),
+        (np.broadcast_to(np.zeros(4), (3, 4)), True),
+        (np.broadcast_to(np.zeros((4, 1)), (4, 3)), True),
+        (np.lib.stride_tricks.sliding_window_view(np.zeros(9), 3), True),
+        (np.lib.stride_tricks.as_strided(np.zeros(9), (2, 2), (16, 16)), True),
+        (np.lib.stride_tricks.as_strided(np.zeros(9), (2, 3), (8, 16)), False),
+    ],
+)
+def test_elements_that_share_memory_are_not_writeable_in_a_copy(array: Any, shared: bool) -> None:
+    assert repeats(array) == shared
+    copy = duplicate(array)
+    assert copy.flags.writeable is not shared
+    assert np.array_equal(copy, array)
+
+
+@pytest.mark.parametrize("size", [0, 3])
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_steps_write_to_a_broadcast_leaf_only_where_they_did_at_first(
+    slots: int, size: int, tmp_path: Path
+) -> None:
+    def forward(state: dict[str, Any], start: int, stop: int) -> None:
+        for i in range(start, stop):
+            value = np.sin(np.arange(3) + state["x"] + i)
+            if state["x"].flags.writeable:
+                state["x"][...] = value
+            else:  # as the leaf of state 0 is: one number in the place of three
+                state["x"] = value
+
+    def reverse(state: dict[str, Any], adjoint: Any, i: int) -> Any:
+        return adjoint * np.cos(np.arange(3) + state["x"] + i)
+
+    n, begin = 7, {"x": np.broadcast_to(np.float64(0.3), (3,))}
+    states, state = [], dict(begin)
+    for i in range(n):
+        states.append({"x": state["x"].copy()})
+        forward(state, i, i + 1)
+    expected = np.ones(3)
+    for i in reversed(range(n)):
+        expected = reverse(states[i], expected, i)
+    chain: Any = InPlaceChain(forward, reverse)
+    blocks = Blocks(chain, size or 1, n)
+    steps = blocks.n_blocks if size else n
+    for tier in (None, f"file:{tmp_path}"):
+        with Reversal(
+            blocks if size else chain, n_steps=steps, budget=f"{slots} slots", tier=tier
+        ) as run:
+            run.forward(dict(begin))
+            assert np.array_equal(run.reverse(np.ones(3)), expected)
