@@ -46,10 +46,13 @@ class Boundary:
     pattern : tuple of int
         For each leaf of the state, and of y of the last step, the first that is
         the same tensor.
+    known : tuple of int
+        For each leaf of the state the parameter that it is, or -1.
     held : tuple of Held
     """
 
     pattern: tuple[int, ...]
+    known: tuple[int, ...]
     held: tuple[Held, ...] = ()
 
 
@@ -61,20 +64,29 @@ class Boundaries:
     differentiable : sequence of bool
         Which leaves of y matter.
     parameters : sequence of Tensor
-        An output may be one of them as well: of all steps, its gradients come
+        A leaf of the state may be one of them: it has one gradient, to which its
+        uses as either are added step by step.
+    ends : sequence of Tensor
+        Those that an output may be as well: of all steps, its gradients come
         before those of the parameter's uses, and so enter the last chunk.
     """
 
-    def __init__(self, differentiable: Sequence[bool], parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        differentiable: Sequence[bool],
+        parameters: Sequence[Tensor],
+        ends: Sequence[Tensor],
+    ) -> None:
         self._differentiable = differentiable
-        self._parameters = {id(p): p for p in parameters}
+        self._known = {id(p): n for n, p in enumerate(parameters)}
+        self._parameters = {id(p): p for p in ends}
         self._given: list[tuple[int, int, Tensor]] = []  # outputs that are parameters
         self._list: list[Boundary] = []
         self._once: dict[Boundary, Boundary] = {}  # most are equal
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
         """Note state 0."""
-        self._list = [Boundary(pattern_of(leaves))]
+        self._list = [Boundary(pattern_of(leaves), self._known_of(leaves))]
         self._given = []
 
     def __getitem__(self, k: int) -> Boundary:
@@ -118,11 +130,14 @@ class Boundaries:
                 start = starts.get(id(leaf), -1)
                 if pattern[i] == i and (i in found or start >= 0):
                     held.append(Held(i, tuple(found.get(i, ())), start))
-        boundary = Boundary(pattern, tuple(held))
+        boundary = Boundary(pattern, self._known_of(leaves), tuple(held))
         if not new:
             return self[k] == boundary
         self._list.append(self._once.setdefault(boundary, boundary))
         return True
+
+    def _known_of(self, leaves: Sequence[Tensor]) -> tuple[int, ...]:
+        return tuple([self._known.get(id(leaf), -1) for leaf in leaves])
 
     def outputs_of(
         self, k: int, given: Sequence[Tensor], ys: Outputs, chunk: int, last: bool

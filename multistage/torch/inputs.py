@@ -34,7 +34,8 @@ class Inputs:
     made : bool
         Whether x_t is made anew at each call.
     repeated : list of Tensor
-        Elements that want gradients and stand at several steps: parameters of the cell.
+        Given tensors that want gradients and stand at several steps, or in state 0 too:
+        parameters of the cell.
 
     Raises
     ------
@@ -102,9 +103,16 @@ class Inputs:
             return [self.given]
         return [t for t in self._elements[0][0] if isinstance(t, Tensor)] if self._elements else []
 
+    def shared_with(self, leaves: Sequence[Tensor]) -> None:
+        """Take note of state 0: a tensor that is in it too gets contributions from either use."""
+        within = {id(leaf) for leaf in leaves}
+        self.repeated += [t for t in self._tensors if id(t) in within]
+
     def known_as(self, parameters: Sequence[Tensor]) -> None:
         """Take note of the parameters, which may be among what is given or made."""
         self._allowed = {id(p) for p in parameters}
+        if isinstance(self.given, Tensor) and id(self.given) in self._allowed:
+            self._tensors = []  # its steps are views, whose gradients the cell's uses join
         if self._places:
             for t, places in list(self._places.items()):
                 self._places[t] = [

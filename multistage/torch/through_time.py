@@ -72,7 +72,7 @@ class ThroughTime:
         self.sums: list[Tensor | None] = []
         self.of_inputs: InputGradients | None = None  # while a backward runs
         ends = () if cell.fused else facts.parameters
-        self.boundaries = Boundaries(facts.differentiable, ends)
+        self.boundaries = Boundaries(facts.differentiable, facts.parameters, ends)
         self.check: Check = "error"
         self.output_gradients: Sequence[Tensor | None] = ()
         self.around, self.device = around, device
@@ -159,11 +159,14 @@ class ThroughTime:
         tensors = state.checked()
         count = self.facts.spec.num_leaves
         self.around.reinstall(tensors[count:])
-        pattern, wants = self.boundaries[k - 1].pattern, self.facts.wants_at(k)
+        before, wants = self.boundaries[k - 1], self.facts.wants_at(k)
+        pattern = before.pattern
         given: list[Tensor] = []
         for i, tensor in enumerate(tensors[:count]):
             if pattern[i] < i:
                 given.append(given[pattern[i]])
+            elif before.known[i] >= 0:
+                given.append(self.facts.parameters[before.known[i]])
             else:
                 given.append(tensor.detach().requires_grad_(graph and wants[i]))
         return given
@@ -225,7 +228,7 @@ class ThroughTime:
         below = [t for t, _ in roots]
         unknown += leaves_below(below, own, facts.parameters, again.begun, self.cell.name)
         del below
-        wanted = [t for i, t in enumerate(given) if t.requires_grad and self._is_first(k, i)]
+        wanted = [t for i, t in enumerate(given) if t.requires_grad and self._is_own(k, i)]
         # Made last, and so served first: the sums of the chunks above.
         for tensor, so_far in zip(facts.parameters, self.sums, strict=True):
             if so_far is not None:
@@ -239,7 +242,7 @@ class ThroughTime:
         self.sums = list(found[len(wanted) + len(xs) :])
         of_state = iter(found[: len(wanted)])
         result = tuple(
-            next(of_state) if t.requires_grad and self._is_first(k, i) else None
+            next(of_state) if t.requires_grad and self._is_own(k, i) else None
             for i, t in enumerate(given)
         )
         if unknown:
@@ -321,9 +324,10 @@ class ThroughTime:
                 "parameters=[...]"
             )
 
-    def _is_first(self, k: int, i: int) -> bool:
-        """Whether leaf i of the state before a chunk is no other leaf over again."""
-        return self.boundaries[k - 1].pattern[i] == i
+    def _is_own(self, k: int, i: int) -> bool:
+        """Whether leaf i of the state before a chunk is neither an earlier leaf nor a parameter."""
+        before = self.boundaries[k - 1]
+        return before.pattern[i] == i and before.known[i] < 0
 
     def _of_outputs(self, k: int, again: _Again) -> list[tuple[Tensor, Tensor | None]]:
         """Return the outputs that enter a chunk's graph, with their gradients."""

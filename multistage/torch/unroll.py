@@ -186,6 +186,7 @@ def unroll(
     known = Cell(cell, fused, inputs if sequence.made else None)
     settings = Settings(memory, tier_names(tiers), chunk, strategy, progress, checked_choice(check))
     leaves = pytree.tree_leaves(state)
+    sequence.shared_with(leaves)
     generators = generators_of([known.scope], [*tensors_of(state), *sequence.held()])
     facts = explore(known, state, sequence, generators, parameters, random, check)
     wanted = [*leaves, *sequence.tensors(), *facts.parameters]

@@ -1,0 +1,124 @@
+"""Tensors that reach a cell in several roles: gradients with plain training's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multistage.torch as mst
+
+WIDTH, STEPS = 8, 7
+Unroll = Callable[..., mst.Unrolled]
+PLANS: list[dict[str, Any]] = [
+    {"strategy": "recompute", "chunk": 1},
+    {"strategy": "recompute", "chunk": 3},
+    {"strategy": "recompute", "chunk": STEPS},
+    {"strategy": "stream", "chunk": 2, "tiers": "memory:"},
+]
+
+
+def leaf(*sizes: int) -> Tensor:
+    return torch.randn(*sizes, WIDTH, requires_grad=True)
+
+
+def used_inside(unroll: Unroll) -> list[Tensor]:
+    linear, h0, xs = nn.Linear(WIDTH, WIDTH), leaf(3), leaf(STEPS, 3)
+
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(linear(h0) * 0.3 + h + x)
+        return h, h
+
+    unroll(cell, h0, xs).outputs.pow(2).sum().backward()
+    return [h0, xs, *linear.parameters()]
+
+
+def computed_before(unroll: Unroll) -> list[Tensor]:
+    linear, root, xs = nn.Linear(WIDTH, WIDTH), leaf(3), leaf(STEPS, 3)
+    h0 = torch.tanh(root)
+
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(linear(h0) * 0.3 + h + x)
+        return h, h
+
+    unroll(cell, h0, xs, parameters=[h0]).outputs.pow(2).sum().backward()
+    return [root, xs, *linear.parameters()]
+
+
+def weights(unroll: Unroll) -> list[Tensor]:
+    w, xs = leaf(WIDTH), leaf(STEPS, WIDTH)
+    unroll(lambda h, x: torch.tanh(h @ w + h + x), w, xs).state.pow(2).sum().backward()
+    return [w, xs]
+
+
+def passed_through(unroll: Unroll) -> list[Tensor]:
+    """A state that stays a parameter for some steps, and comes back as one."""
+    w, xs = leaf(WIDTH), leaf(STEPS, WIDTH)
+
+    def cell(state: Any, step: Any) -> Any:
+        h, memory = state
+        x, again = step
+        h = torch.tanh(h @ w * 0.3 + memory * x + memory)
+        return (h, w if again else memory * 0.9), h
+
+    steps = [(x, torch.tensor(t in (1, 2, 4))) for t, x in enumerate(xs.unbind())]
+    out = unroll(cell, (torch.zeros(WIDTH, WIDTH), w), steps)
+    (out.outputs.pow(2).sum() + out.state[1].sum()).backward()
+    return [w, xs]
+
+
+def first_input(unroll: Unroll) -> list[Tensor]:
+    linear, h0 = nn.Linear(WIDTH, WIDTH), leaf(3)
+    xs = [h0, *(leaf(3) for _ in range(STEPS - 1))]
+    unroll(lambda h, x: torch.tanh(linear(x) * 0.3 + h * x + h), h0, xs).state.sum().backward()
+    return [*xs, *linear.parameters()]
+
+
+def every_input(unroll: Unroll) -> list[Tensor]:
+    linear, h0 = nn.Linear(WIDTH, WIDTH), leaf(3)
+    out = unroll(lambda h, x: torch.tanh(linear(x) * 0.3 + h * x + h), h0, [h0] * STEPS)
+    out.state.sum().backward()
+    return [h0, *linear.parameters()]
+
+
+def attended_inputs(unroll: Unroll) -> list[Tensor]:
+    """Attention over the sequence that also comes in step by step."""
+    linear, query = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    xs, h0 = leaf(STEPS, 3), leaf(3)
+
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = torch.softmax((xs * query(h)).sum(-1), 0)
+        h = torch.tanh(linear((scores[..., None] * xs).sum(0) + x) + h)
+        return h, h
+
+    unroll(cell, h0, xs).outputs.pow(2).sum().backward()
+    return [xs, h0, *linear.parameters(), *query.parameters()]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan['strategy']}-{plan['chunk']}")
+@pytest.mark.parametrize(
+    "train",
+    [
+        used_inside,
+        computed_before,
+        weights,
+        passed_through,
+        first_input,
+        every_input,
+        attended_inputs,
+    ],
+)
+def test_one_tensor_in_several_roles(
+    train: Callable[[Unroll], list[Tensor]], plan: dict[str, Any]
+) -> None:
+    """State 0, inputs and parameters that are one tensor have one gradient, added in one order."""
+    found = []
+    for how in ({"strategy": "keep"}, plan):
+        torch.manual_seed(0)
+        found.append(train(lambda *given, how=how, **named: mst.unroll(*given, **how, **named)))
+    for number, (kept, again) in enumerate(zip(*found, strict=True)):
+        assert kept.grad is not None and again.grad is not None
+        assert torch.equal(kept.grad, again.grad), number
