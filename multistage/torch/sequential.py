@@ -625,7 +625,11 @@ def _kind(model: Sequential, state: Any) -> object:
     wishes = hash(tuple(p.requires_grad for p in wanting))
     # Of tensors that are no parameters shapes may change at every call.
     of_parameters = hash(
-        tuple((p.shape, p.dtype, p.device) for p in wanting if isinstance(p, nn.Parameter))
+        tuple(
+            (p.shape, p.dtype, p.device)
+            for p in wanting
+            if isinstance(p, nn.Parameter) and not nn.parameter.is_lazy(p)
+        )
     )
     return str(spec), of_leaves, settings, modes, wishes, of_parameters
 
