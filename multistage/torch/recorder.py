@@ -237,8 +237,11 @@ class Recorder(TorchFunctionMode):
         versions = [t._version for t in tensors]
         if path in self._closed:  # it may differentiate what it computes, and needs what it saved
             kept = [(p, p._version, p.detach().clone()) for p in module.parameters()]
-            with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            boxes: list[list[Tensor]] = []
+            with torch.autograd.graph.saved_tensors_hooks(_boxed_in(boxes), _unboxed):
                 result = plain(module, *args, **kwargs)
+            for box in boxes:  # or an output that its own node keeps is never freed
+                box.clear()
             result = pytree.tree_map(_cut_off, result)
             self._refuse_changed(kept)
         else:
@@ -673,8 +676,16 @@ def _never(_packed: object) -> Tensor:
     raise RuntimeError("it differentiates what it computes")
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _boxed_in(boxes: list[list[Tensor]]) -> Callable[[Tensor], list[Tensor]]:
+    def pack(tensor: Tensor) -> list[Tensor]:
+        boxes.append([tensor])
+        return boxes[-1]
+
+    return pack
+
+
+def _unboxed(box: list[Tensor]) -> Tensor:
+    return box[0]
 
 
 def _cut_off(value: Any) -> Any:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.stages import Stage, StageCosts
-from multistage.torch.exploring import untouched
+from multistage.torch.exploring import explore, untouched
+from multistage.torch.meter import Meter
 from multistage.torch.runner import Run
 from multistage.torch.scope import Scope
 from multistage.torch.snapshots import Snapshot
@@ -176,3 +177,17 @@ def test_another_plan_for_parameters_of_another_dtype() -> None:
     model.double()
     chain(words).sum().backward()
     assert chain.plan.memory_bytes > 1.2 * limit
+
+
+def test_exploring_holds_a_few_states_however_many_stages() -> None:
+    """A pack hook that returned an output itself made a cycle that nothing collects."""
+    x = torch.randn(8, WIDTH)
+    peaks = []
+    for count in (4, 12):
+        stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]
+        with Meter(torch.device("cpu")) as meter:
+            meter.ignore([x, *(p for stage in stages for p in stage.parameters())])
+            explore(stages, [str(i) for i in range(count)], x)
+        peaks.append(meter.peak_bytes)
+        assert meter.live_bytes() == 0
+    assert peaks[0] == peaks[1]
