@@ -248,7 +248,9 @@ def _saved(
         storage = tensor.untyped_storage()
         if storage._cdata not in known:
             sizes[storage._cdata] = storage.nbytes()
-        return tensor
+        # Not itself: an output that its own node keeps is a cycle that nothing collects, and
+        # backward does not come by the nodes below what the cell leaves unused.
+        return tensor.detach()
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

@@ -173,8 +173,11 @@ def unroll(
 
     Under autocast each chunk's contribution to a parameter's gradient is added
     in the parameter's own precision; plain autograd adds all of them in the
-    lower one.  A tensor that the cell takes from elsewhere and that wants a
-    gradient only at later steps must be given in `parameters`.
+    lower one.  Where several sequences of one loss, or its other parts, use a
+    parameter too, each sequence's whole contribution is added at once; plain
+    autograd adds them step by step, which may round otherwise.  A tensor that
+    the cell takes from elsewhere and that wants a gradient only at later steps
+    must be given in `parameters`.
     """
     if strategy not in STRATEGIES:
         raise ArgumentError(f"strategy {strategy!r} is not known; choose one of {STRATEGIES}")

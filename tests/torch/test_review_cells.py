@@ -1,7 +1,8 @@
-"""Tensors that reach a cell in several roles: gradients with plain training's bits."""
+"""Tensors that reach a cell in several roles, and what measuring a cell leaves behind."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -122,3 +123,20 @@ def test_one_tensor_in_several_roles(
     for number, (kept, again) in enumerate(zip(*found, strict=True)):
         assert kept.grad is not None and again.grad is not None
         assert torch.equal(kept.grad, again.grad), number
+
+
+def test_measuring_tapes_leaves_no_graph_behind() -> None:
+    """What a cell computes and leaves unused is freed, though no backward comes by it."""
+    size = (3, 61)  # of no other tensor
+
+    def cell(h: Tensor, x: Tensor) -> Tensor:
+        torch.tanh(h * x)
+        return torch.tanh(h + x)
+
+    def run() -> None:
+        h, xs = torch.randn(*size, requires_grad=True), torch.randn(STEPS, *size)
+        mst.unroll(cell, h, xs, strategy="offload", tiers="memory:", check="off")
+
+    run()
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is Tensor and each.shape == size]
