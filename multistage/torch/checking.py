@@ -8,7 +8,7 @@ attributes and the generators' states must then be the same.
 It takes one run forward and backward of each, and stays within the plan's limit: the
 model's own tapes are held in windows (`plainly`), gradients are fingerprinted as they
 come and dropped, and all is put back.  No `.grad` is touched; hooks on gradients do not
-fire, forward hooks do.
+fire but for those that forward itself sets on its tensors; forward hooks do.
 
 What it cannot see: what happens only later (a counter that reaches a threshold, a flag that
 is set in epoch 3), on other values of the input, in another mode or kind of input than the
@@ -39,6 +39,7 @@ from .randomness import device_types, random_devices
 from .scope import Scope
 from .settings import Autocast, autocast
 from .snapshots import Snapshot, left_behind, modules_of
+from .stand_ins import hooks_silent
 
 Check: TypeAlias = Literal["error", "warn", "off"]
 CHECKS = ("error", "warn", "off")
@@ -289,7 +290,7 @@ class _Both:
     def seen(self, call: Call, look: Callable[[Tensor], object] | None) -> Seen:
         """Run forward, and backward to `look` at gradients; return all that is left behind."""
         found: Seen = {}
-        with _quiet(self.modules.values()), torch.enable_grad():
+        with hooks_silent(self.modules.values(), on_tensors=False), torch.enable_grad():
             inputs = self.inputs()
             # Without a look at gradients nothing that is saved for them is wanted.
             with self._forgetting() if look is None else contextlib.nullcontext():
@@ -383,24 +384,6 @@ class _Both:
                 handle.remove()
             self.snapshot.restore()
         return noted
-
-
-@contextlib.contextmanager
-def _quiet(modules: Any) -> Iterator[None]:
-    """Let no hook of a module see gradients."""
-    aside = [
-        (hooks, dict(hooks))
-        for module in modules
-        for hooks in (module._backward_hooks, module._backward_pre_hooks)
-        if hooks
-    ]
-    for hooks, _ in aside:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, kept in aside:
-            hooks.update(kept)
 
 
 def _backward_pass() -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -53,8 +53,12 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def hooks_silent(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Run without the backward hooks of some modules, and without hooks set on tensors."""
+def hooks_silent(modules: Iterable[nn.Module], *, on_tensors: bool = True) -> Iterator[None]:
+    """Run without the backward hooks of some modules, and without hooks set on tensors.
+
+    The latter only if `on_tensors`: they may be part of what `forward` computes.
+    """
+    modules = list(modules)
     own = {id(module) for module in modules}
     tables: list[dict[Any, Any]] = [
         table for m in modules for table in (m._backward_hooks, m._backward_pre_hooks)
@@ -65,7 +69,7 @@ def hooks_silent(modules: Sequence[nn.Module]) -> Iterator[None]:
         for key, hook in hooks.items():
             table[key] = _but_of(own, hook)
     try:
-        with _no_hooks_on_tensors():
+        with _no_hooks_on_tensors() if on_tensors else contextlib.nullcontext():
             yield
     finally:
         for table, hooks in before:
