@@ -270,7 +270,7 @@ class ThroughTime:
                 raise StateError(
                     f"{name} has a sparse gradient (of a parameter of shape "
                     f"{tuple(target.shape)}), and chunks' gradients are added up densely; use "
-                    "nn.Embedding(sparse=False), or strategy='keep'"
+                    "nn.Embedding(sparse=False)"
                 )
         return found
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import multistage.torch as mst
+from multistage.errors import StateError
 
 WIDTH, STEPS = 8, 7
 Unroll = Callable[..., mst.Unrolled]
@@ -140,3 +141,18 @@ def test_measuring_tapes_leaves_no_graph_behind() -> None:
     run()
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each) is Tensor and each.shape == size]
+
+
+@pytest.mark.parametrize("strategy", ["keep", "recompute"])
+def test_sparse_gradients_are_refused_with_a_remedy_that_helps(strategy: Any) -> None:
+    """Measuring refuses them whatever the strategy, so that no strategy is a remedy."""
+    ids = torch.randint(0, 20, (STEPS, 3))
+
+    def run(sparse: bool) -> None:
+        table, linear = nn.Embedding(20, WIDTH, sparse=sparse), nn.Linear(WIDTH, WIDTH)
+        cell = lambda h, i: torch.tanh(linear(h) + table(i))  # noqa: E731
+        mst.unroll(cell, torch.zeros(3, WIDTH), ids, strategy=strategy).state.sum().backward()
+
+    with pytest.raises(StateError, match=r"sparse gradient.*use nn\.Embedding\(sparse=False\)$"):
+        run(True)
+    run(False)
