@@ -62,7 +62,8 @@ def explore(
             "(fully_shard on it gathers them around the whole sequence), not the cell"
         )
     with autocast(Autocast.capture(device_types([*leaves, *known, *inputs.held()]))):
-        return _Explorer(cell, leaves, spec, inputs, generators, known, check).facts(draws)
+        explorer = _Explorer(cell, leaves, spec, inputs, generators, known, check)
+        return explorer.inferred() if torch.is_inference_mode_enabled() else explorer.facts(draws)
 
 
 @dataclass(slots=True)
@@ -112,7 +113,7 @@ class _Explorer:
             spec=self._spec,
             returns_y=looked.returns_y,
             y_spec=looked.y_spec,
-            summed=tuple(y.dim() == 0 and y.is_floating_point() for y in looked.ys),
+            summed=_summed(looked.ys),
             differentiable=looked.differentiable,
             wants=tuple(wants),
             draws=looked.draws if draws is None else (draws,) * len(self._random),
@@ -121,6 +122,29 @@ class _Explorer:
             parameters=tuple(self._known),
             weight=looked.weight,
             x_kinds=looked.x_kinds,
+        )
+
+    def inferred(self) -> Facts:
+        """Return what inference mode needs, where nothing has a graph: the kind of results."""
+        copies = [leaf.clone() for leaf in self._leaves]
+        with self._untouched():
+            x = self._inputs.sample(_FEW, fused=self._cell.fused, leaves=[])
+            result = self._cell.call(pytree.tree_unflatten(copies, self._spec), x)
+        returns_y = _returns_y(self._cell, result, self._spec)
+        ys, y_spec = _outputs(self._cell, result) if returns_y else ([], None)
+        return Facts(
+            spec=self._spec,
+            returns_y=returns_y,
+            y_spec=y_spec,
+            summed=_summed(ys),
+            differentiable=(False,) * len(ys),
+            wants=((False,) * len(copies),),
+            draws=(False,) * len(self._random),
+            graded=False,
+            buffers=(),
+            parameters=(),
+            weight=(0, 0),
+            x_kinds=(),
         )
 
     @contextlib.contextmanager
@@ -210,7 +234,7 @@ class _Explorer:
         for module, key in changed:
             refuse_graph(cell.name, module, key, "in its first step")
         returns_y = _returns_y(cell, result, spec)
-        new_state, y = result if returns_y else (result, None)
+        new_state = result[0] if returns_y else result
         new_leaves = pytree.tree_leaves(new_state)
         for number, (old, new) in enumerate(zip(leaves, new_leaves, strict=True)):
             is_tensor = isinstance(new, Tensor)
@@ -225,10 +249,7 @@ class _Explorer:
                     f"{old.dtype} on {old.device} to {what}; it must return a state like the one "
                     "it got"
                 )
-        ys, y_spec = pytree.tree_flatten(y) if returns_y else ([], None)
-        for leaf in ys:
-            if not isinstance(leaf, Tensor):
-                raise StateError(f"{cell.name} returns {type(leaf).__name__} in y; tensors only")
+        ys, y_spec = _outputs(cell, result) if returns_y else ([], None)
         exchanged = {id(module._buffers[key]) for module, key in changed}
         if any(id(leaf) in exchanged for leaf in ys):
             raise StateError(
@@ -270,3 +291,17 @@ def _returns_y(cell: Cell, result: Any, spec: pytree.TreeSpec) -> bool:
         f"{cell.name} got a state of structure {spec} and returned "
         f"{pytree.tree_structure(result)}; it must return a state like it, or (state, y)"
     )
+
+
+def _outputs(cell: Cell, result: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
+    """Return the leaves and structure of y."""
+    ys, spec = pytree.tree_flatten(result[1])
+    for leaf in ys:
+        if not isinstance(leaf, Tensor):
+            raise StateError(f"{cell.name} returns {type(leaf).__name__} in y; tensors only")
+    return ys, spec
+
+
+def _summed(ys: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Return which outputs are one number, a loss."""
+    return tuple([y.dim() == 0 and y.is_floating_point() for y in ys])

@@ -65,7 +65,7 @@ class Inputs:
         self._places: dict[int, list[tuple[int, int]]] = {}  # of step t: (leaf, wanted tensor)
         self._elements: list[tuple[list[Any], Any]] = []
         if isinstance(given, Tensor):
-            self._versions = [(given, given._version)]
+            self._versions = [] if given.is_inference() else [(given, given._version)]
             self._tensors = [given] if given.requires_grad else []
         elif not self.made and given is not None:
             self._read(given[: self.steps])
@@ -79,7 +79,7 @@ class Inputs:
             )
             self._elements.append(flat)
             for k, leaf in enumerate(flat[0]):
-                if isinstance(leaf, Tensor):
+                if isinstance(leaf, Tensor) and not leaf.is_inference():
                     self._versions.append((leaf, leaf._version))
                     if leaf.requires_grad:
                         wanting.setdefault(id(leaf), []).append((t, k, leaf))

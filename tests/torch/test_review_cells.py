@@ -156,3 +156,23 @@ def test_sparse_gradients_are_refused_with_a_remedy_that_helps(strategy: Any) ->
     with pytest.raises(StateError, match=r"sparse gradient.*use nn\.Embedding\(sparse=False\)$"):
         run(True)
     run(False)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTM])
+def test_inference_mode(kind: Any, inside: bool) -> None:
+    """Evaluation in inference mode, also of tensors made in it, is plain inference."""
+    module = kind(WIDTH, WIDTH)
+    with torch.inference_mode(inside):
+        shape = (1, 3, WIDTH) if kind is nn.LSTM else (3, WIDTH)
+        zeros, xs = torch.zeros(shape), torch.randn(STEPS, 3, WIDTH)
+    state: Any = (zeros, zeros) if kind is nn.LSTM else zeros
+    with torch.no_grad():
+        known = mst.unroll(module, zeros_like(state), xs.clone()).outputs
+    with torch.inference_mode():
+        for inputs in (xs, list(xs)):
+            assert torch.equal(mst.unroll(module, state, inputs).outputs, known)
+
+
+def zeros_like(state: Any) -> Any:
+    return torch.utils._pytree.tree_map(torch.zeros_like, state)
