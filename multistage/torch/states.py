@@ -53,8 +53,15 @@ class KeptState:
         versions = [x._version if isinstance(x, Tensor) else 0 for x in leaves]
         others = [x for x in leaves if not isinstance(x, LEAVES)]
         objects = Scope(others).look() if others else None
-        inner = [t._version for t in objects.tensors] if objects is not None else []
-        return cls(leaves, spec, versions, objects, inner)
+        inner = [] if objects is None else list(objects.tensors)
+        if any(t.grad_fn is not None for t in inner):
+            kinds = ", ".join(sorted({type(x).__name__ for x in others}))
+            raise StateError(
+                f"a state between two stages has tensors inside of a {kinds}, which take part in "
+                "the gradient and are in no count; register the class as a pytree node "
+                "(torch.utils._pytree.register_pytree_node), or pass a tuple or dict"
+            )
+        return cls(leaves, spec, versions, objects, [t._version for t in inner])
 
     def _changes(self, objects: Found) -> list[str]:
         """Return the names of what changed in objects of the state."""

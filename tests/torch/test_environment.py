@@ -529,6 +529,22 @@ def test_an_object_in_the_state_that_changes_is_refused(inside: bool) -> None:
         loss.backward()
 
 
+class Wrapped:
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+
+def test_an_object_with_a_graph_in_the_state_is_refused() -> None:
+    def stage(state: Wrapped) -> Wrapped:
+        return Wrapped(torch.tanh(state.inner * 2))
+
+    x = torch.randn(64, 64, requires_grad=True)
+    stages = [lambda x: Wrapped(x * 2), *[stage] * 6, lambda state: state.inner.sum()]
+    chain = mst.Sequential(stages, memory="100 KiB", check="off", strategy="periodic", segments=2)
+    with pytest.raises(StateError, match=r"tensors inside of a Wrapped.*register"):
+        chain(x)
+
+
 class Unregistered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
