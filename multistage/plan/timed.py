@@ -18,6 +18,7 @@ from .predict import Prediction, simulated
 from .sweep import Sweep
 
 _MASK_STEPS = 64  # positions moved by hand lie below
+_FARTHEST = 2.0**53  # steps, beyond any end: the kernel counts them in integers
 
 
 def timed(sweep: Sweep, costs: Costs, n_steps: int, *, online: bool = False) -> Prediction:
@@ -61,8 +62,8 @@ def _by_kernel(sweep: Sweep, costs: Costs, n_steps: int, online: bool) -> Predic
         reserve=sweep.reservation is not None,
         extra=sum(1 << step for step in sweep.extra),
         skip=sum(1 << step for step in sweep.skip),
-        spacing=sweep.spacing,
-        end_spacing=sweep.end_spacing,
+        spacing=min(sweep.spacing, _FARTHEST),
+        end_spacing=min(sweep.end_spacing, _FARTHEST),
         forward=costs.forward_step_s,
         taping=costs.taping_s,
         reverse=costs.reverse_step_s,

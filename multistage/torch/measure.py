@@ -118,7 +118,9 @@ def measure(
         on their gradients.
     """
     device = _device([*tensors_of(sample), *parameters_of(stages)])
-    with untouched(stages, sample), hooks_silent(Scope.of(*stages).modules):
+    # FSDP2 gathers parameters for the backward pass in hooks on tensors.
+    ours = not sharded(parameters_of(stages))
+    with untouched(stages, sample), hooks_silent(Scope.of(*stages).modules, on_tensors=ours):
         groups, traits = explore(stages, names, sample)
         if costs is None:
             costs = _measure_groups(grouped(stages, groups), traits, sample, device, seconds)

@@ -8,11 +8,11 @@ microsecond, where asking takes 16 and 60.
 from __future__ import annotations
 
 import ctypes
-import pickle
+import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -80,7 +80,7 @@ class Generators:
 
     def to_tensors(self, states: Sequence[State]) -> list[Tensor]:
         """Return states as rows of bytes, each time of the same lengths."""
-        rows = [pickle.dumps(state, protocol=5) for state in states]
+        rows = [_row(state) for state in states]
         if not self._room:
             # Numbers of many digits may grow by some bytes.
             self._room = [(len(row) + 8 + 255) // 64 * 64 for row in rows]
@@ -95,10 +95,71 @@ class Generators:
     def from_tensors(self, tensors: Sequence[Tensor]) -> tuple[State, ...]:
         """Return the states of `to_tensors`."""
         rows = [tensor.cpu().numpy().tobytes() for tensor in tensors]
-        return tuple(
-            pickle.loads(row[8 : 8 + int.from_bytes(row[:8], "little")])  # our own bytes
-            for row in rows
-        )
+        return tuple(_of_row(row[8 : 8 + int.from_bytes(row[:8], "little")]) for row in rows)
+
+
+class _Words(NamedTuple):
+    """An array of a state, comparable."""
+
+    dtype: str
+    raw: bytes
+
+
+def _frozen(value: Any) -> Any:
+    """Return a state whose arrays can be compared."""
+    if isinstance(value, dict):
+        return {key: _frozen(inner) for key, inner in value.items()}
+    if isinstance(value, np.ndarray):
+        return _Words(value.dtype.str, value.tobytes())
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _thawed(value: Any) -> Any:
+    """Return what `_frozen` was given."""
+    if isinstance(value, dict):
+        return {key: _thawed(inner) for key, inner in value.items()}
+    return np.frombuffer(value.raw, value.dtype).copy() if isinstance(value, _Words) else value
+
+
+def _row(state: State) -> bytes:
+    """Return a state as JSON, and behind it the bytes in it; nothing that runs when it is read."""
+    blobs: list[bytes] = []
+
+    def said(value: Any) -> Any:
+        match value:
+            case bytes():
+                blobs.append(value)
+                return ["bytes", len(value)]
+            case _Words(dtype, raw):
+                return ["words", dtype, said(raw)]
+            case tuple():
+                return ["tuple", *map(said, value)]
+            case dict():
+                return {key: said(inner) for key, inner in value.items()}
+        return value
+
+    head = json.dumps(said(state)).encode()
+    return b"".join([len(head).to_bytes(8, "little"), head, *blobs])
+
+
+def _of_row(row: bytes) -> State:
+    at = 8 + int.from_bytes(row[:8], "little")
+
+    def meant(value: Any) -> Any:
+        nonlocal at
+        match value:
+            case ["bytes", length]:
+                at += length
+                return row[at - length : at]
+            case ["words", dtype, raw]:
+                return _Words(dtype, meant(raw))
+            case ["tuple", *inner]:
+                return tuple(map(meant, inner))
+            case dict():
+                return {key: meant(inner) for key, inner in value.items()}
+        return value
+
+    return meant(json.loads(row[8:at]))
 
 
 def is_generator(value: object) -> bool:
@@ -194,7 +255,7 @@ class _NumPy(_Source):
             twister = isinstance(bits, np.random.MT19937)
             self._address = bits.ctypes.state_address if twister else 0
         if not self._address:
-            return np.random.get_state(legacy=False)
+            return _frozen(np.random.get_state(legacy=False))
         raw = ctypes.string_at(self._address, 4 * _WORDS)
         if self._pending or raw != self._seen:
             known: Any = np.random.get_state(legacy=False)
@@ -206,7 +267,7 @@ class _NumPy(_Source):
 
     def set(self, state: State) -> None:
         if isinstance(state, dict):
-            np.random.set_state(state)
+            np.random.set_state(_thawed(state))
             return
         raw, following = state
         *words, position = np.frombuffer(raw, np.uint32).tolist()
@@ -227,17 +288,17 @@ class _Asked(_Source):
             case random.Random():
                 return self._generator.getstate()
             case np.random.RandomState():
-                return pickle.dumps(self._generator.get_state(legacy=False))
-        return pickle.dumps(self._generator.bit_generator.state)
+                return _frozen(self._generator.get_state(legacy=False))
+        return _frozen(self._generator.bit_generator.state)
 
     def set(self, state: State) -> None:
         match self._generator:
             case random.Random():
                 self._generator.setstate(state)
             case np.random.RandomState():
-                self._generator.set_state(pickle.loads(state))
+                self._generator.set_state(_thawed(state))
             case _:
-                self._generator.bit_generator.state = pickle.loads(state)
+                self._generator.bit_generator.state = _thawed(state)
 
 
 def _own(name: str, generator: Any) -> _Source:
