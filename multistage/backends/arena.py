@@ -17,6 +17,7 @@ from ..limits import node_free_bytes
 
 PAGE = 4096
 _HUGE = 2 << 20
+_FEW = 4  # one in use, two fetched ahead, one more
 
 
 def round_up(nbytes: int, unit: int = PAGE) -> int:
@@ -68,7 +69,7 @@ def pages_of_node(nbytes: int, node: int) -> Array:
 
 def landing_bytes(nbytes: int) -> int:
     """Return the bytes of `landing_pool(nbytes)` when nobody refers to a buffer of it."""
-    return nbytes if nbytes >= _HUGE else whole_huge(_few(nbytes) * _paged(nbytes))
+    return nbytes if nbytes >= _HUGE else whole_huge(_FEW * _paged(nbytes))
 
 
 def landing_pool(nbytes: int) -> LandingPool:
@@ -76,11 +77,7 @@ def landing_pool(nbytes: int) -> LandingPool:
 
     It keeps one buffer of a huge page and more, or a few smaller ones.
     """
-    return LandingPool(nbytes, 1 if nbytes >= _HUGE else _few(nbytes))
-
-
-def _few(nbytes: int) -> int:
-    return min(4, max(2, _HUGE // _paged(nbytes)))
+    return LandingPool(nbytes, 1 if nbytes >= _HUGE else _FEW)
 
 
 def _paged(nbytes: int) -> int:
