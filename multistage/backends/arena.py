@@ -124,8 +124,8 @@ class LandingPool:
         buffer = np.frombuffer(area, np.uint8, _paged(self._nbytes), at)
         number = self._next
         self._next += 1
-        # It refers to the area, but not to the pool: a pool that is gone gets nothing back.
-        back = functools.partial(_came_back, self._idle, self._lent, number, area, at)
+        # It does not keep the pool: one that is gone gets nothing back, and keeps nothing idle.
+        back = functools.partial(_came_back, weakref.ref(self), number, area, at)
         self._lent[number] = weakref.ref(buffer, back)
         return buffer
 
@@ -141,13 +141,14 @@ class LandingPool:
 
 
 def _came_back(
-    idle: deque[tuple[mmap.mmap, int]],
-    lent: dict[int, weakref.ref[Array]],
+    pool: weakref.ref[LandingPool],
     number: int,
     area: mmap.mmap,
     at: int,
     _buffer: weakref.ref[Array],
 ) -> None:
     """Keep the memory of a buffer that nobody refers to any more, in place of the oldest."""
-    lent.pop(number, None)
-    idle.append((area, at))
+    there = pool()
+    if there is not None:
+        there._lent.pop(number, None)
+        there._idle.append((area, at))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -100,10 +102,18 @@ def test_idle_buffers_take_what_is_said(nbytes: int) -> None:
 
 
 def test_buffers_outlive_the_pool() -> None:
-    pool = landing_pool(PAGE)
-    buffer = pool.take()
+    pool = landing_pool(4 << 20)
+    buffer, idle = pool.take(), pool.take()
     buffer[:] = 7
-    del pool
+    area = weakref.ref(idle.base.obj)  # type: ignore[union-attr]
+    del idle
+    assert area() is not None
+    gc.disable()
+    try:
+        del pool  # what is idle goes with it, though a buffer is still in use
+        assert area() is None
+    finally:
+        gc.enable()
     assert (buffer == 7).all()
 
 
