@@ -9,10 +9,12 @@ action              answer
 ==================  ==========================================================
 `Offer`             the transfer's token (int), or None when the tier refused
 `Put`, `Get`        the transfer's token
-`Await`             True, or False when the transfer failed: the checkpoint is
+`Await`, `Evict`    True, or False when the transfer failed: the checkpoint is
                     gone from that tier (and, for a `Get`, so is its slot)
 all others          None
 ==================  ==========================================================
+
+Transfers move a state or, where `tape` says so, a tape.
 
 Tokens count the accepted transfers of a run from 0.  Because a schedule
 decides from answers alone, it acts alike under the real clock and under the
@@ -86,6 +88,7 @@ class Offer:
 
     step: int
     tier: int = 0
+    tape: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class Put:
 
     step: int
     tier: int = 0
+    tape: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,7 @@ class Get:
 
     step: int
     tier: int = 0
+    tape: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +117,25 @@ class Await:
 
 
 @dataclass(frozen=True, slots=True)
+class Evict:
+    """`Evict(3)`: wait until checkpoint 3 is written to the tier, then give its fast copy back.
+
+    It is the `Await` of that write, which needs no other, and the `Free` of the slot
+    or, for a tape, its end in fast memory.
+    """
+
+    step: int
+    tier: int = 0
+    tape: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """`Drop(3)`: free the tier's copy of checkpoint 3."""
 
     step: int
     tier: int = 0
+    tape: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +172,19 @@ for _kind in (Reverse, Save, Load, Free):
     setattr(_kind, "__init__", _init_of_step(_kind))  # noqa: B010
 
 Action: TypeAlias = (
-    Advance | Tape | Reverse | Save | Load | Free | Offer | Put | Get | Await | Drop | EndForward
+    Advance
+    | Tape
+    | Reverse
+    | Save
+    | Load
+    | Free
+    | Offer
+    | Put
+    | Get
+    | Await
+    | Evict
+    | Drop
+    | EndForward
 )
 Answer: TypeAlias = int | bool | None
 Schedule: TypeAlias = Generator[Action, Answer, None]
