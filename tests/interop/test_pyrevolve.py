@@ -576,7 +576,7 @@ from pyrevolve.storage import DiskStorage
 from pyrevolve.compression import init_compression
 import pyrevolve
 assert pyrevolve.__name__ == "multistage.interop.pyrevolve"
-sys.path[:0] = {[str(Path(__file__).parent)]!r}
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 import test_pyrevolve as t
 problem = t.Problem()
 revolver = Revolver(*problem.operators(), None, t.NT)
