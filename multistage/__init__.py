@@ -26,6 +26,7 @@ from .plan.heterogeneous import memory_curve as memory_curve
 from .plan.heterogeneous import plan_chain as plan_chain
 from .plan.heterogeneous import smallest_memory as smallest_memory
 from .probe import measure as measure
+from .rates import TierRates as TierRates
 from .report import Report as Report
 from .reversal import Result as Result
 from .reversal import Reversal as Reversal

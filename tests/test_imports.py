@@ -32,7 +32,7 @@ LAYERS = [
         "steps",
     },
     {"costs"},
-    {"stages"},
+    {"stages", "rates"},
     {"backends"},
     {"plan", "simulate", "probe", "execute", "compressing", "drawing", "given"},
     {"durable"},
