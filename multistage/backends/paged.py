@@ -1,0 +1,264 @@
+"""Things of any size in a store whose records are all of one size: pages.
+
+A `Store` is opened for states of one layout.  Where states differ in size from
+step to step, or tapes travel too, each is cut into *pages* of equal size, which are
+the records of the store below.  Its arrays lie in the pages one after the other,
+each at a multiple of 64 bytes; a page that lies within one array is handed on as
+a view, every other one is copied.
+
+A thing is stored when all its pages are, and lost with the first that is lost: a
+page that is missing is never made up for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ..layout import Array, Layout
+from .base import CheckpointLost, Store, StoreStats, TransferRecord
+
+_ALIGN = 64
+_PAGES = 16  # of the largest thing: of a smaller one half a page is lost on average
+# From here on a store writes a page by reference, and is asked for no copy of it.
+_LARGE_BYTES, _BY_REFERENCE_BYTES = 1 << 20, 512 << 10
+
+
+def page_bytes_for(largest_bytes: int) -> int:
+    """Return the size of pages for things of at most so many bytes.
+
+    Examples
+    --------
+    >>> page_bytes_for(1 << 16), page_bytes_for(1 << 30) >> 20
+    (4096, 64)
+    """
+    share = -(-largest_bytes // (_PAGES * _ALIGN)) * _ALIGN
+    least = _BY_REFERENCE_BYTES if largest_bytes >= _LARGE_BYTES else _ALIGN
+    return max(least, share)
+
+
+@dataclass(slots=True)
+class _Thing:
+    """What is stored under one key."""
+
+    pages: range
+    shapes: list[tuple[tuple[int, ...], np.dtype[Any]]]
+    nbytes: int
+    # What the store below may still be reading, until it is written.
+    sent: list[Array] = field(default_factory=list)
+
+
+class PagedStore:
+    """A store of things of any size, on one of records of equal size.
+
+    It is a `Store` but for this: each `put` may have other arrays, and `get`
+    returns arrays of those shapes.
+
+    Parameters
+    ----------
+    store : Store
+        Closed; opened and closed with this one, and not to be used meanwhile.
+    largest_bytes : int
+        The largest thing to be put; larger ones are refused.
+    page_bytes : int, optional
+        A multiple of 64; by default a sixteenth of the largest thing.
+
+    Notes
+    -----
+    For one computing thread.  `put` with `block`, `wait_written`, `get` and
+    `close` may block, and a `put` that is refused half way waits for the pages
+    that were taken.  While it is read, a thing takes its bytes twice: in pages, and
+    put together (`buffer_bytes` counts that).
+
+    Examples
+    --------
+    >>> from multistage.backends import MemoryStore
+    >>> store = PagedStore(MemoryStore(), 800)
+    >>> store.open()
+    >>> store.put(3, [np.arange(5.0), np.array(True)]), store.put(4, [np.arange(70)])
+    (True, True)
+    >>> store.get(3)
+    [array([0., 1., 2., 3., 4.]), array(True)]
+    >>> store.close()
+    """
+
+    def __init__(self, store: Store, largest_bytes: int, page_bytes: int | None = None) -> None:
+        if largest_bytes < 1:
+            raise ArgumentError(f"largest_bytes={largest_bytes} must be at least 1")
+        page = page_bytes_for(largest_bytes) if page_bytes is None else page_bytes
+        if page < _ALIGN or page % _ALIGN:
+            raise ArgumentError(f"page_bytes={page} must be a multiple of {_ALIGN}, at least that")
+        self.store = store
+        self.name = store.name
+        self.largest_bytes = largest_bytes
+        self.page_bytes = page
+        self.page_layout = Layout.of(np.zeros(page, np.uint8))
+        self.queue_depth = store.queue_depth
+        self._transfers: deque[TransferRecord] = deque(maxlen=100_000)
+        self._things: dict[int, _Thing] = {}
+        self._firsts: list[int] = []  # of the pages of each put, ascending
+        self._keys: list[int] = []
+        self._next = 0
+        self._opened = False
+
+    # ------------------------------------------------------------------- life
+
+    @property
+    def stats(self) -> StoreStats:
+        """What the store below counts; its writes and reads are pages."""
+        return self.store.stats
+
+    @property
+    def transfers(self) -> deque[TransferRecord]:
+        """Finished transfers of pages, each with the key of its thing."""
+        records = self.store.transfers
+        while records:
+            record = records.popleft()
+            at = bisect_right(self._firsts, record.key) - 1
+            self._transfers.append(record._replace(key=self._keys[at]) if at >= 0 else record)
+        return self._transfers
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What the store below holds, None if unbounded or not told."""
+        return getattr(self.store, "capacity_bytes", None)
+
+    def notes(self) -> list[str]:
+        """Return what a report should say of the store below."""
+        notes: Any = getattr(self.store, "notes", list)
+        return list(notes())
+
+    def pages_of(self, nbytes: int) -> int:
+        """Return how many pages a thing of one array of so many bytes takes."""
+        return max(1, -(-nbytes // self.page_bytes))
+
+    def buffer_bytes(self, layout: Layout | None = None) -> int:
+        """Return the bytes of buffers: of the store below, and of one thing put together."""
+        return self.store.buffer_bytes(self.page_layout) + self.largest_bytes
+
+    def capacity_states(self, layout: Layout | None = None) -> int | None:
+        """Return how many of the largest things it can hold, None if unbounded."""
+        pages = self.store.capacity_states(self.page_layout)
+        return None if pages is None else pages // self.pages_of(self.largest_bytes)
+
+    def open(self, layout: Layout | None = None) -> None:
+        """Open the store below for pages.  Raises StoreError."""
+        depth = self.queue_depth * self.pages_of(self.largest_bytes)
+        self.store.open(self.page_layout)
+        self._opened = True
+        self.store.queue_depth = depth  # as many things may be waiting as without pages
+        self._things, self._firsts, self._keys, self._next = {}, [], [], 0
+        self._transfers.clear()
+
+    def close(self) -> None:
+        """Close the store below.  May be called twice."""
+        try:
+            self.store.close()
+        finally:
+            if self._opened:
+                self._opened = False
+                self.store.queue_depth = self.queue_depth
+            self._things.clear()
+
+    # ----------------------------------------------------------------- things
+
+    def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
+        """Queue the write of one thing: C-contiguous arrays of any shapes; see `Store.put`."""
+        shapes = [(array.shape, array.dtype) for array in arrays]
+        nbytes = sum(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)
+        if nbytes > -(-self.largest_bytes // _ALIGN) * _ALIGN + _ALIGN * len(arrays):
+            raise ArgumentError(
+                f"put of {nbytes} bytes in a store of things of at most {self.largest_bytes}"
+            )
+        first = self._next
+        thing = _Thing(range(first, first), shapes, nbytes)
+        for page in self._cut(arrays):
+            if not self.store.put(self._next, [page], block=block):
+                for number in thing.pages:  # the caller's arrays are his own again after this
+                    self.store.wait_written(number)
+                    self.store.drop(number)
+                return False
+            self._next += 1
+            thing.pages = range(first, self._next)
+            thing.sent.append(page)
+        self._firsts.append(first)
+        self._keys.append(key)
+        self._things[key] = thing
+        return True
+
+    def _cut(self, arrays: Sequence[Array]) -> Iterator[Array]:
+        """Yield the pages of some arrays, the rest of the last one zeros; at least one."""
+        size, fill = self.page_bytes, 0
+        page: Array | None = None  # being filled, up to `fill`
+        for array in arrays:
+            raw = array.reshape(-1).view(np.uint8)
+            at = 0
+            while at < len(raw):
+                if page is None and len(raw) - at >= size:
+                    yield raw[at : at + size]
+                    at += size
+                    continue
+                if page is None:
+                    page, fill = np.zeros(size, np.uint8), 0
+                count = min(size - fill, len(raw) - at)
+                page[fill : fill + count] = raw[at : at + count]
+                at += count
+                fill += -(-count // _ALIGN) * _ALIGN
+                if fill >= size:
+                    yield page
+                    page = None
+        if page is not None:
+            yield page
+        elif not any(array.nbytes for array in arrays):
+            yield np.zeros(size, np.uint8)
+
+    def wait_written(self, key: int) -> bool:
+        """Block until the arrays of `key` are its owner's again; False if they are lost."""
+        thing = self._things.get(key)
+        if thing is None:
+            return False
+        written = [self.store.wait_written(number) for number in thing.pages]
+        thing.sent.clear()
+        if not all(written):
+            self.drop(key)
+            return False
+        return True
+
+    def prefetch(self, key: int) -> None:
+        """Queue a read of `key`, behind its write if that is still under way."""
+        thing = self._things.get(key)
+        for number in () if thing is None else thing.pages:
+            self.store.prefetch(number)
+
+    def get(self, key: int) -> list[Array]:
+        """Block until `key` is read; return its arrays, read-only.  Raises CheckpointLost."""
+        thing = self._things.get(key)
+        if thing is None:
+            raise CheckpointLost(f"tier {self.name!r} has no checkpoint {key}")
+        record = np.empty(thing.nbytes, np.uint8)
+        try:
+            for k, number in enumerate(thing.pages):
+                part = record[k * self.page_bytes : (k + 1) * self.page_bytes]
+                part[...] = self.store.get(number)[0][: len(part)]
+        except CheckpointLost:
+            self.drop(key)
+            raise
+        record.flags.writeable = False
+        arrays, at = [], 0
+        for shape, dtype in thing.shapes:
+            count = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+            arrays.append(record[at : at + count].view(dtype).reshape(shape))
+            at += -(-count // _ALIGN) * _ALIGN
+        return arrays
+
+    def drop(self, key: int) -> None:
+        """Free the copy of `key`.  Unknown keys are ignored."""
+        thing = self._things.pop(key, None)
+        for number in () if thing is None else thing.pages:
+            self.store.drop(number)
