@@ -41,6 +41,7 @@ from .actions import (
     Await,
     Drop,
     EndForward,
+    Evict,
     Free,
     Get,
     Load,
@@ -995,8 +996,8 @@ def _judged(schedule: Schedule, rules: Rules) -> Schedule:
             except StopIteration:
                 return
             kind = type(action)
-            if kind is Offer or kind is Await:
-                assert isinstance(action, Offer | Await)
+            if kind is Offer or kind is Await or kind is Evict:
+                assert isinstance(action, Offer | Await | Evict)
                 rules.expect(action)
                 answer = yield action
                 rules.apply(action, answer)

@@ -22,15 +22,27 @@ The rules, enforced by `Rules` and nowhere else:
    Planners save it like any other and use this only when it was lost.
 6. At the end nothing is left: no slot, no tape, no copy in a tier, no token.
 7. Where only the latest tape exists (`one_tape`), no step runs and no state is
-   loaded between a `Tape` and its `Reverse`.
+   loaded between a `Tape` and its `Reverse`, and no tape travels.
+8. Tapes travel as states do, where the action says so.  A tape under a write is
+   pinned and a tape under a read does not serve its `Reverse`; it takes its room from
+   its `Get` on.  `Evict` is the `Await` of a write from the fast copy, and gives that
+   copy back.
+
+Room is counted in one of two ways.  In slots, as above: steps are alike, and a tape
+serves by itself.  In bytes (`accounting`): stages differ, a tape includes the state that
+its stage makes, so `Load` finds it there, and a held tape pins the state it starts from,
+so `Reverse` needs both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import KW_ONLY, astuple, dataclass, field
-from typing import Any, assert_never
+from typing import Any, NoReturn, Self, assert_never
 
+from .accounting import ByteAccounting
 from .actions import (
     Action,
     Advance,
@@ -38,6 +50,7 @@ from .actions import (
     Await,
     Drop,
     EndForward,
+    Evict,
     Free,
     Get,
     Load,
@@ -49,15 +62,17 @@ from .actions import (
     Tape,
     drive,
 )
+from .costs import format_bytes
 from .errors import ArgumentError, ScheduleError
+from .stages import StageCosts
 from .values import number, several, shown, whole
 
 
 @dataclass(slots=True)
 class Transfer:
-    """One accepted transfer whose `Await` is still to come."""
+    """One accepted transfer whose `Await` or `Evict` is still to come."""
 
-    step: int
+    item: int  # a state's step, or ~step of a tape
     tier: int
     is_write: bool
     staged: bool  # a write that took a staging slot of its own
@@ -81,6 +96,7 @@ class Rules:
     tape_slots : float
         Slots one tape takes beyond the first tape.
     tier_slots : mapping of tier to states it can hold, if bounded
+        In a machine that counts bytes: to bytes.
     state_is_tape : bool
         Whether the tape of a step is its input state, see rule 3.
     in_place : bool
@@ -91,23 +107,28 @@ class Rules:
         Whether a checkpoint that a transfer lost may still be asked for, as of
         the executor, which then computes it again: its `Get` and `Drop` are
         legal, and its `Load` and `Free` are those of the slot it would have.
-        A static schedule, which ignores the answers, needs this.
+        A static schedule, which ignores the answers, needs this.  A tape that is
+        lost on its way back keeps its room, and its `Reverse` is legal.
+    memory : ByteAccounting, optional
+        Counts bytes in the place of slots, see `in_bytes`.
     """
 
     n_steps: int | None
     slots: float
     tape_slots: float = 1.0
-    tier_slots: dict[int, int] = field(default_factory=dict)
+    tier_slots: Mapping[int, float] = field(default_factory=dict)
     _: KW_ONLY
     state_is_tape: bool = False
     in_place: bool = False
     one_tape: bool = False
     recovers: bool = False
+    memory: ByteAccounting | None = None
     live: int | None = 0
     adjoint: int | None = None  # the next Reverse is of step adjoint - 1
     held: dict[int, int | None] = field(default_factory=dict)  # step -> token of a pending Get
-    pins: dict[int, int] = field(default_factory=dict)  # step -> writes not awaited
-    tapes: set[int] = field(default_factory=set)
+    tapes: dict[int, int | None] = field(default_factory=dict)  # the same
+    # From here on a state is known by its step, a tape by ~step.
+    pins: dict[int, int] = field(default_factory=dict)  # item -> writes not awaited
     stored: dict[tuple[int, int], int | None] = field(default_factory=dict)
     tokens: dict[int, Transfer] = field(default_factory=dict)
     unread: set[int] = field(default_factory=set)  # steps that a Get was to bring and did not
@@ -116,18 +137,63 @@ class Rules:
     staged: int = 0
     used: float = 0.0
     peak: float = 0.0
-    tier_used: dict[int, int] = field(default_factory=dict)
-    tier_peak: dict[int, int] = field(default_factory=dict)
+    tier_used: dict[int, float] = field(default_factory=dict)
+    tier_peak: dict[int, float] = field(default_factory=dict)
     forward_steps: int = 0
     index: int = 0
+    performed: dict[type, Callable[[Rules, Any, Answer], None]] = field(init=False, repr=False)
 
-    def _fail(self, message: str) -> None:
+    def __post_init__(self) -> None:
+        self.performed = _PERFORMED if self.memory is None else _PERFORMED_IN_BYTES
+
+    @classmethod
+    def in_bytes(
+        cls,
+        costs: StageCosts,
+        n_steps: int | None = None,
+        memory_bytes: int | None = None,
+        tier_bytes: Mapping[int, int] | None = None,
+        *,
+        recovers: bool = False,
+    ) -> Self:
+        """Return a machine that counts bytes, for the stages of `costs` and the loss.
+
+        Parameters
+        ----------
+        costs : StageCosts
+        n_steps : int, optional
+            Steps to reverse: all stages, with the loss (if None) or without.
+        memory_bytes : int, optional
+            State 0 included; None for no limit.
+        tier_bytes : mapping, optional
+            What tiers can hold, where bounded.
+        recovers : bool
+            As for `Rules`.
+        """
+        stages = len(costs.stages)
+        n_steps = stages + 1 if n_steps is None else n_steps
+        if n_steps not in (stages, stages + 1):
+            raise ArgumentError(
+                f"n_steps={n_steps} but the costs have {stages} stages and the loss, which may be "
+                "left out"
+            )
+        memory = ByteAccounting(costs, memory_bytes)
+        memory.begin(n_steps)
+        if memory_bytes is not None and memory.resident_bytes > memory_bytes:
+            raise ArgumentError(
+                f"memory_bytes={memory_bytes} < {memory.resident_bytes} bytes of the chain's input "
+                "and of the last gradient; raise the limit"
+            )
+        limits = dict(tier_bytes or {})
+        return cls(n_steps, math.inf, 0.0, limits, recovers=recovers, memory=memory)
+
+    def _fail(self, message: str) -> NoReturn:
         raise ScheduleError(message, self.index)
 
     def _room(self, more: float, what: Action | str) -> None:
         if self.used + more > self.slots + 1e-9:
             if not isinstance(what, str):
-                what = f"{type(what).__name__}({', '.join(map(str, astuple(what)))})"
+                what = _told(what)
             self._fail(
                 f"{what} needs {more:g} fast slot(s), "
                 f"but {self.used:g} of {self.slots:g} are taken; "
@@ -145,13 +211,13 @@ class Rules:
 
     def _keep_latest(self, action: Action) -> None:
         if self.tapes:
-            (step,) = self.tapes
+            step = next(iter(self.tapes))
             self._fail(
                 f"{action} but the chain has only its latest tape, and that of step {step} "
                 f"is wanted still; Reverse({step}) first"
             )
 
-    def expect(self, action: Offer | Await) -> None:
+    def expect(self, action: Offer | Await | Evict) -> None:
         """Judge an action whose answer is not known yet; nothing changes.
 
         Raises
@@ -164,6 +230,8 @@ class Rules:
                 self._may_write(action)
             case Await(token):
                 self._may_await(token)
+            case Evict():
+                self.token_of(action)
             case _:
                 assert_never(action)
 
@@ -175,7 +243,7 @@ class Rules:
         ScheduleError
             When the action is illegal here; the machine is unchanged.
         """
-        perform = _PERFORMED.get(type(action))
+        perform = self.performed.get(type(action))
         if perform is None:
             self._fail(f"{action!r} is no action")
         else:
@@ -203,7 +271,9 @@ class Rules:
             self._take(1)
             self.held[step] = None
             self.unread.discard(step)
-        elif step or self.held.get(step) is not None:
+        elif (step or self.held.get(step) is not None) and (
+            self.memory is None or self.tapes.get(step - 1, -1) is not None
+        ):
             self._readable(step, "Load")
         self.live = step
 
@@ -246,7 +316,7 @@ class Rules:
         if self.tapes:
             self._room(self.tape_slots, action)
             self._take(self.tape_slots)
-        self.tapes.add(step)
+        self.tapes[step] = None
         self.live = step + 1
         self.forward_steps += 1
 
@@ -257,12 +327,16 @@ class Rules:
         elif step != self.adjoint - 1:
             self._fail(f"Reverse({step}) but the next adjoint step is {self.adjoint - 1}")
         if step in self.tapes:
+            if self.tapes[step] is not None:
+                self._fail(f"Reverse({step}) before Await({self.tapes[step]}) of its tape's Get")
+            if self.pins and ~step in self.pins:
+                self._fail(f"Reverse({step}) but a write of its tape was not awaited")
             if self.state_is_tape and self.in_place and self.live is not None:
                 if self.live < step:
                     self._borrow(1, f"Reverse({step}), which puts live state {self.live} aside,")
                 else:
                     self.live = None
-            self.tapes.remove(step)
+            del self.tapes[step]
             if self.tapes:
                 self.used -= self.tape_slots
         elif self.live == step:
@@ -285,6 +359,9 @@ class Rules:
     def _may_write(self, action: Offer | Put) -> bool:
         """Raise unless the write is legal; return whether it takes a staging slot."""
         step, tier = action.step, action.tier
+        if action.tape:
+            self._may_send_tape(action)
+            return False
         staged = step not in self.held
         if staged and self.live != step:
             self._fail(f"{action} but state {step} is neither live nor held (live {self.live})")
@@ -296,29 +373,62 @@ class Rules:
             self._room(1, action)
         return staged
 
-    def _write(self, action: Offer | Put, answer: Answer) -> None:
+    def _may_send_tape(self, action: Offer | Put) -> None:
         step, tier = action.step, action.tier
+        if self.one_tape:
+            self._fail(f"{action} but the chain has only its latest tape, which cannot travel")
+        if step not in self.tapes:
+            self._fail(f"{action} but tape {step} is not held")
+        if self.tapes[step] is not None:
+            self._fail(f"{action} before Await({self.tapes[step]}) of its Get")
+        if (~step, tier) in self.stored:
+            self._fail(f"{action} but tier {tier} already has that tape")
+
+    def _write(self, action: Offer | Put, answer: Answer) -> None:
+        item, tier = action.step, action.tier
         staged = self._may_write(action)
+        if action.tape:
+            item = ~item
         limit = self.tier_slots.get(tier)
         in_tier = self.tier_used.get(tier, 0)
-        if limit is not None and in_tier >= limit and answer is not None:
-            self._fail(f"{action} but tier {tier} is full: {in_tier} of {limit} states")
+        more = 1 if item >= 0 and self.memory is None else self._room_in_tier(item)
+        if limit is not None and in_tier + more > limit and answer is not None:
+            self._fail(f"{action} but tier {tier} is full: {self._filling(in_tier, limit, more)}")
         if answer is None:
             if isinstance(action, Put):
                 self._fail(f"{action} was not answered by a token")
             return
         self._token(answer)
-        self.unwritten.discard((step, tier))
-        self.stored[step, tier] = self.next_token
-        self.tier_used[tier] = in_tier + 1
-        self.tier_peak[tier] = max(self.tier_peak.get(tier, 0), in_tier + 1)
+        self.unwritten.discard((item, tier))
+        self.stored[item, tier] = self.next_token
+        self.tier_used[tier] = in_tier + more
+        self.tier_peak[tier] = max(self.tier_peak.get(tier, 0), in_tier + more)
         if staged:
             self._take(1)
             self.staged += 1
         else:
-            self.pins[step] = self.pins.get(step, 0) + 1
-        self.tokens[self.next_token] = Transfer(step, tier, is_write=True, staged=staged)
+            self.pins[item] = self.pins.get(item, 0) + 1
+        self.tokens[self.next_token] = Transfer(item, tier, is_write=True, staged=staged)
         self.next_token += 1
+
+    def tier_has_room(self, action: Offer | Put) -> bool:
+        """Whether the action's tier has room for what it would write, known limits given."""
+        limit = self.tier_slots.get(action.tier)
+        if limit is None:
+            return True
+        more = self._room_in_tier(~action.step if action.tape else action.step)
+        return self.tier_used.get(action.tier, 0) + more <= limit
+
+    def _room_in_tier(self, item: int) -> float:
+        """Return what a state or tape takes of a tier: slots, or bytes."""
+        if self.memory is not None:
+            return self.memory.bytes_of(item)
+        return self.tape_slots if item < 0 else 1
+
+    def _filling(self, used: float, limit: float, more: float) -> str:
+        if self.memory is None:
+            return f"{used:g} of {limit:g} states"
+        return f"{used:g} of {limit:g} bytes, and {more:g} more do not fit"
 
     def _token(self, answer: Answer) -> None:
         if answer != self.next_token:
@@ -326,15 +436,21 @@ class Rules:
 
     def _read(self, action: Get, _: Answer) -> None:
         step, tier = action.step, action.tier
-        if (step, tier) not in self.stored and (step, tier) not in self.unwritten:
-            self._fail(f"Get({step}, {tier}) but tier {tier} has no checkpoint {step}")
-        if step in self.held:
-            self._fail(f"Get({step}, {tier}) but a fast slot already holds it")
-        self._room(1, action)
-        self._take(1)
-        self.held[step] = self.next_token
-        self.unread.discard(step)
-        self.tokens[self.next_token] = Transfer(step, tier, is_write=False, staged=False)
+        item, held = (~step, self.tapes) if action.tape else (step, self.held)
+        if (item, tier) not in self.stored and (item, tier) not in self.unwritten:
+            self._fail(f"{_told(action)} but tier {tier} has no {_item(item)}")
+        if step in held:
+            where = "it is held already" if action.tape else "a fast slot already holds it"
+            self._fail(f"{_told(action)} but {where}")
+        if not action.tape:
+            self._room(1, action)
+            self._take(1)
+            self.unread.discard(step)
+        elif held:
+            self._room(self.tape_slots, action)
+            self._take(self.tape_slots)
+        held[step] = self.next_token
+        self.tokens[self.next_token] = Transfer(item, tier, is_write=False, staged=False)
         self.next_token += 1
 
     def _may_await(self, token: int) -> None:
@@ -344,41 +460,95 @@ class Rules:
     def _await(self, action: Await, answer: Answer) -> None:
         self._may_await(action.token)
         transfer = self.tokens.pop(action.token)
-        step, tier = transfer.step, transfer.tier
+        item, tier = transfer.item, transfer.tier
         if transfer.is_write:
             if transfer.staged:
                 self.used -= 1
                 self.staged -= 1
             else:
-                self.pins[step] -= 1
-                if not self.pins[step]:
-                    del self.pins[step]
-            if (step, tier) in self.stored:
-                self.stored[step, tier] = None
+                self._unpin(item)
+            if (item, tier) in self.stored:
+                self.stored[item, tier] = None
+        elif item < 0:
+            if answer is False and not self.recovers:
+                self._end_tape(~item)
+            else:
+                self.tapes[~item] = None
         elif answer is False:
-            del self.held[step]
+            del self.held[item]
             self.used -= 1
             if self.recovers:
-                self.unread.add(step)
+                self.unread.add(item)
         else:
-            self.held[step] = None
-        if answer is False and (step, tier) in self.stored:
-            del self.stored[step, tier]
-            self.tier_used[tier] -= 1
+            self.held[item] = None
+        if answer is False:
+            self._lose(item, tier)
+
+    def _unpin(self, item: int) -> None:
+        self.pins[item] -= 1
+        if not self.pins[item]:
+            del self.pins[item]
+
+    def _end_tape(self, step: int) -> None:
+        del self.tapes[step]
+        if self.tapes:
+            self.used -= self.tape_slots
+
+    def _lose(self, item: int, tier: int) -> None:
+        """Take a copy that a transfer has lost out of its tier."""
+        if (item, tier) in self.stored:
+            del self.stored[item, tier]
+            self.tier_used[tier] -= self._room_in_tier(item)
             if self.recovers:
-                self.unwritten.add((step, tier))
+                self.unwritten.add((item, tier))
+
+    def token_of(self, action: Evict) -> int:
+        """Return the token of the write that an eviction waits for.
+
+        Raises
+        ------
+        ScheduleError
+            When the eviction is illegal here; the machine is unchanged.
+        """
+        step, tier = action.step, action.tier
+        item = ~step if action.tape else step
+        token = self.stored.get((item, tier))
+        transfer = None if token is None else self.tokens.get(token)
+        if transfer is None:
+            self._fail(f"{_told(action)} but no write of {_item(item)} to tier {tier} is under way")
+        if transfer.staged:
+            self._fail(f"{_told(action)} but its write is not from a fast slot")
+        if self.pins[item] > 1:
+            self._fail(f"{_told(action)} but another write from the same copy was not awaited")
+        assert token is not None
+        return token
+
+    def _evict(self, action: Evict, answer: Answer) -> None:
+        token = self.token_of(action)
+        step, tier = action.step, action.tier
+        item = ~step if action.tape else step
+        del self.tokens[token]
+        self._unpin(item)
+        self.stored[item, tier] = None
+        if action.tape:
+            self._end_tape(step)
+        else:
+            del self.held[step]
+            self.used -= 1
+        if answer is False:
+            self._lose(item, tier)
 
     def _drop(self, action: Drop, _: Answer) -> None:
-        step, tier = action.step, action.tier
-        if (step, tier) not in self.stored and (step, tier) not in self.unwritten:
-            self._fail(f"Drop({step}, {tier}) but tier {tier} has no checkpoint {step}")
-        if any((t.step, t.tier) == (step, tier) for t in self.tokens.values()):
-            self._fail(f"Drop({step}, {tier}) before its transfer was awaited")
-        if (step, tier) in self.unwritten:
-            self.unwritten.remove((step, tier))
+        item, tier = ~action.step if action.tape else action.step, action.tier
+        if (item, tier) not in self.stored and (item, tier) not in self.unwritten:
+            self._fail(f"{_told(action)} but tier {tier} has no {_item(item)}")
+        if any(t.item == item and t.tier == tier for t in self.tokens.values()):
+            self._fail(f"{_told(action)} before its transfer was awaited")
+        if (item, tier) in self.unwritten:
+            self.unwritten.remove((item, tier))
             return
-        del self.stored[step, tier]
-        self.tier_used[tier] -= 1
+        del self.stored[item, tier]
+        self.tier_used[tier] -= self._room_in_tier(item)
 
     def _end_forward(self, _action: EndForward, _: Answer) -> None:
         if self.adjoint is not None:
@@ -394,12 +564,54 @@ class Rules:
         left = {
             "fast slots": sorted(self.held),
             "tapes": sorted(self.tapes),
-            "checkpoints in a tier": sorted(self.stored),
+            "checkpoints in a tier": sorted(where for where in self.stored if where[0] >= 0),
+            "tapes in a tier": sorted((~item, tier) for item, tier in self.stored if item < 0),
             "transfers not awaited": sorted(self.tokens),
         }
         for what, items in left.items():
             if items:
                 self._fail(f"the schedule ended and left {what}: {items}")
+
+    def _in_bytes(self, action: Action, answer: Answer) -> None:
+        """Perform an action where bytes are counted."""
+        perform, memory = _PERFORMED[type(action)], self.memory
+        assert memory is not None
+        try:
+            needed = memory.needed(action, self)
+        except IndexError:  # a stage that there is not, which the rules refuse
+            needed = 0
+        short = memory.limit_bytes is not None and needed > memory.limit_bytes
+        apart = action.step if isinstance(action, Reverse) else 0
+        if memory.has(apart, self):
+            apart = 0
+        if short or apart:
+            perform(deepcopy(self), action, answer)  # what else is wrong with it comes first
+        if apart:
+            self._fail(f"{_told(action)} but state {apart}, which it starts from, is not held")
+        if short:
+            self._fail(
+                f"{_told(action)} needs {needed} bytes ({format_bytes(needed)}), "
+                f"but the limit is {memory.limit_bytes}; free more before it or raise the limit"
+            )
+        token = action.token if isinstance(action, Await) else -1
+        if isinstance(action, Evict):
+            token = self.token_of(action)
+        ended = self.tokens.get(token)
+        perform(self, action, answer)
+        memory.peak_bytes = max(memory.peak_bytes, needed)
+        memory.settle(action, answer, self, ended)
+
+
+def _item(item: int) -> str:
+    return f"tape {~item}" if item < 0 else f"checkpoint {item}"
+
+
+def _told(action: Action) -> str:
+    """Return an action as messages show it: `Get(3, 0)`, `Get(3, 0, tape=True)`."""
+    values = list(map(str, astuple(action)))
+    if isinstance(action, Offer | Put | Get | Drop | Evict):
+        values[-1:] = ["tape=True"] if action.tape else []
+    return f"{type(action).__name__}({', '.join(values)})"
 
 
 _PERFORMED: dict[type, Callable[[Rules, Any, Answer], None]] = {
@@ -413,9 +625,14 @@ _PERFORMED: dict[type, Callable[[Rules, Any, Answer], None]] = {
     Put: Rules._write,
     Get: Rules._read,
     Await: Rules._await,
+    Evict: Rules._evict,
     Drop: Rules._drop,
     EndForward: Rules._end_forward,
 }
+_ANSWERED = frozenset({Offer, Put, Get, Await, Evict})
+_PERFORMED_IN_BYTES: dict[type, Callable[[Rules, Any, Answer], None]] = dict.fromkeys(
+    _PERFORMED, Rules._in_bytes
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,18 +646,21 @@ class Legality:
     peak_slots : float
         Most fast slots taken at any moment.
     tier_peak : dict
-        Most states each tier held.
+        Most states each tier held, or bytes where bytes were counted.
     transfers : int
         Accepted transfers, both directions.
     actions : int
         Actions in all.
+    peak_bytes : int or None
+        Most bytes in fast memory, where bytes were counted.
     """
 
     forward_steps: int
     peak_slots: float
-    tier_peak: dict[int, int]
+    tier_peak: dict[int, float]
     transfers: int
     actions: int
+    peak_bytes: int | None = None
 
 
 def run_arguments(
@@ -465,25 +685,32 @@ def run_arguments(
 
 def check(
     schedule: Schedule | Iterable[Action],
-    n_steps: int | None,
-    slots: float,
+    n_steps: int | None = None,
+    slots: float = math.inf,
     *,
     tape_slots: float = 1.0,
     state_is_tape: bool = False,
     in_place: bool = False,
     one_tape: bool = False,
     tier_slots: dict[int, int] | None = None,
+    costs: StageCosts | None = None,
+    memory_bytes: int | None = None,
+    tier_bytes: dict[int, int] | None = None,
     accept: Callable[[Offer], bool] | None = None,
     survive: Callable[[int], bool] | None = None,
 ) -> Legality:
     """Prove a schedule legal and return what it used.
+
+    Fast memory is counted in slots or, where `costs` are those of the stages of a
+    chain, in bytes.
 
     Parameters
     ----------
     schedule : generator or iterable of actions
         Consumed to its end.
     n_steps : int or None
-        Steps to reverse, at least 1; None if the schedule decides.
+        Steps to reverse, at least 1; None if the schedule decides.  With `costs`:
+        the stages and the loss (also if None), or the stages alone.
     slots : float
         Fast slots it may take (staging and landing slots included).
     tape_slots : float
@@ -493,6 +720,13 @@ def check(
         are not states, and as many as fit are held.
     tier_slots : dict, optional
         Capacity of tiers in states, where bounded.
+    costs : StageCosts, optional
+        Of the chain; goes with none of `slots`, `tape_slots`, the chain's kind and
+        `tier_slots`.
+    memory_bytes : int, optional
+        Fast memory where bytes are counted, state 0 included; no limit if None.
+    tier_bytes : dict, optional
+        Capacity of tiers in bytes, where bounded and bytes are counted.
     accept : callable, optional
         Decides each `Offer`; all are taken when absent.
     survive : callable, optional
@@ -503,53 +737,106 @@ def check(
     ScheduleError
         Naming the first illegal action.
     ArgumentError
-        If `n_steps` or `slots` is out of range.
+        If `n_steps`, `slots` or another number is out of range.
 
     Examples
     --------
     >>> used = check([Tape(0), EndForward(), Reverse(0)], n_steps=1, slots=0)
     >>> used.forward_steps
     1
+
+    A chain of one stage and its loss, whose tape goes to the tier and comes back:
+
+    >>> from multistage.stages import Stage
+    >>> there = [Tape(0), Put(0, tape=True), Tape(1), Evict(0, tape=True), EndForward(), Reverse(1)]
+    >>> back = [Get(0, tape=True), Await(1), Reverse(0), Drop(0, tape=True)]
+    >>> costs = StageCosts((Stage("a", 1.0, 2.0, output_bytes=10, tape_bytes=30),), 5)
+    >>> check([*there, *back], costs=costs, memory_bytes=45).peak_bytes
+    45
     """
     n_steps, slots = run_arguments(schedule, n_steps, slots)
     tape_slots = number(tape_slots, "tape_slots")
     if not tape_slots >= 0:
         raise ArgumentError(f"tape_slots={tape_slots} must not be negative")
-    if not isinstance(tier_slots, dict | None):
-        raise ArgumentError(f"tier_slots={shown(tier_slots)} must map tiers to states they hold")
-    limits = {
-        tier: whole(states, f"tier_slots[{shown(tier)}]")
-        for tier, states in (tier_slots or {}).items()
-    }
-    rules = Rules(
-        n_steps,
-        slots,
-        tape_slots,
-        limits,
-        state_is_tape=state_is_tape,
-        in_place=in_place,
-        one_tape=one_tape,
-    )
+    limits = _capacities("tier_slots", tier_slots, "states")
+    if costs is None:
+        if memory_bytes is not None or tier_bytes is not None:
+            raise ArgumentError("memory_bytes and tier_bytes need costs, the StageCosts of a chain")
+        rules = Rules(
+            n_steps,
+            slots,
+            tape_slots,
+            limits,
+            state_is_tape=state_is_tape,
+            in_place=in_place,
+            one_tape=one_tape,
+        )
+    else:
+        if limits or slots != math.inf or state_is_tape or in_place or one_tape:
+            raise ArgumentError(
+                "with costs of stages bytes are counted, by memory_bytes and tier_bytes; leave out "
+                "slots, tier_slots and the kind of the chain"
+            )
+        rules = byte_rules(costs, n_steps, memory_bytes, tier_bytes)
+    return _checked(schedule, rules, accept, survive)
+
+
+def byte_rules(
+    costs: StageCosts,
+    n_steps: int | None,
+    memory_bytes: int | None,
+    tier_bytes: dict[int, int] | None,
+) -> Rules:
+    """Return a machine that counts bytes, its arguments looked at.  Raises ArgumentError."""
+    if not isinstance(costs, StageCosts):
+        raise ArgumentError(
+            f"costs={shown(costs)} must be multistage.StageCosts; uniform steps are judged in slots"
+        )
+    if memory_bytes is not None:
+        memory_bytes = whole(memory_bytes, "memory_bytes")
+    limits = _capacities("tier_bytes", tier_bytes, "bytes")
+    return Rules.in_bytes(costs, n_steps, memory_bytes, limits)
+
+
+def _capacities(name: str, given: dict[int, int] | None, unit: str) -> dict[int, int]:
+    if not isinstance(given, dict | None):
+        raise ArgumentError(f"{name}={shown(given)} must map tiers to {unit} they hold")
+    return {tier: whole(room, f"{name}[{shown(tier)}]") for tier, room in (given or {}).items()}
+
+
+def _checked(
+    schedule: Schedule | Iterable[Action],
+    rules: Rules,
+    accept: Callable[[Offer], bool] | None,
+    survive: Callable[[int], bool] | None,
+) -> Legality:
+    """Run a schedule through the machine."""
 
     def answer(action: Action) -> Answer:
         match action:
             case Offer():
-                limit = rules.tier_slots.get(action.tier)
-                if limit is not None and rules.tier_used.get(action.tier, 0) >= limit:
+                if not rules.tier_has_room(action):
                     return None
                 return rules.next_token if accept is None or accept(action) else None
             case Put() | Get():
                 return rules.next_token
             case Await(token):
                 return survive is None or survive(token)
+            case Evict():
+                return survive is None or survive(rules.token_of(action))
             case _:
                 return None
 
     for action, send in drive(schedule):
-        reply = answer(action)
+        reply = answer(action) if type(action) in _ANSWERED else None
         rules.apply(action, reply)
         send(reply)
     rules.finish()
     return Legality(
-        rules.forward_steps, rules.peak, dict(rules.tier_peak), rules.next_token, rules.index
+        rules.forward_steps,
+        rules.peak,
+        dict(rules.tier_peak),
+        rules.next_token,
+        rules.index,
+        None if rules.memory is None else rules.memory.peak_bytes,
     )
