@@ -32,7 +32,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -43,12 +42,11 @@ from ..backends.lifetimes import Birth, end
 from ..backends.urls import Tiers, tier_names
 from ..costs import parse_bytes
 from ..errors import ArgumentError, MultistageError
-from ..layout import Layout
 from .geometry import Geometry, Place, extent, is_plain, whole
+from .paging import PAGE_BYTES, Pager, page_layout
 from .streams import Home, the_device
 from .tiers import open_tiers
 
-PAGE_BYTES = 1 << 20
 _IN_FLIGHT = 4  # tensors whose writes may be under way
 _FEW_FAMILIES = 64  # before those that are gone are looked for
 _LOOKS = 8  # at a tensor that was just saved, one at each save, before it counts as held
@@ -237,14 +235,14 @@ class _Shelf:
         ahead: int,
         stays: Sequence[Tensor],
     ) -> None:
-        self._store, self._device, self._least, self._ahead = store, device, least, ahead
+        self._device, self._least, self._ahead = device, least, ahead
         self.stats = OffloadStats()
         self._stays = {t.untyped_storage()._cdata: t for t in stays if is_plain(t.detach())}
-        page = Layout.of((np.broadcast_to(np.uint8(0), (PAGE_BYTES,)),))
-        store.open(page)
+        store.open(page_layout(PAGE_BYTES))
+        self._pager = Pager(store)
         weakref.finalize(self, end, store.close, Birth.here())
         self._lock = threading.RLock()
-        self._next_key = self._next_number = 0
+        self._next_number = 0
         self.gone: deque[tuple[range, Any]] = deque()  # of pieces nobody wants any more
         self._pieces: weakref.WeakValueDictionary[int, _Piece] = weakref.WeakValueDictionary()
         self._families: dict[tuple[int, int], _Family] = {}  # by storage and version
@@ -367,19 +365,9 @@ class _Shelf:
 
     def _stored(self, piece: _Piece, tensor: Tensor) -> bool:
         """Put the pages of a piece; return whether there was room."""
-        line: Any = piece.geometry.line(tensor.untyped_storage())
-        if line.device.type == "cpu":
-            line = line.numpy()
-        pages = -(-len(line) // PAGE_BYTES)
-        keys = range(self._next_key, self._next_key + pages)
-        self._next_key += pages
-        for page, key in enumerate(keys):
-            part = line[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
-            if not self._store.put(key, [_filled(part)], block=True):
-                for other in keys[:page]:
-                    self._store.wait_written(other)
-                    self._store.drop(other)
-                return False
+        keys = self._pager.put([piece.geometry.line(tensor.untyped_storage())])
+        if keys is None:
+            return False
         piece.keys = keys
         return True
 
@@ -393,8 +381,7 @@ class _Shelf:
         if piece.versions is None:
             return
         tensor, version = piece.versions
-        written = [self._store.wait_written(key) for key in piece.keys]  # for every one
-        if not all(written):
+        if not self._pager.wait(piece.keys):
             piece.kept = _Kept(tensor, version)
         self._let_go(piece)
 
@@ -442,36 +429,26 @@ class _Shelf:
             other = self._pieces.get(number)
             if other is not None and other.keys and not other.fetched:
                 other.fetched = True
-                for key in other.keys:
-                    self._store.prefetch(key)
+                self._pager.prefetch(other.keys)
 
     def _line(self, piece: _Piece) -> Tensor:
         """Return the bytes of a piece."""
-        nbytes = piece.geometry.nbytes
-        line: Tensor | None = None
+        line = torch.empty(piece.geometry.nbytes, dtype=torch.uint8, device=self._device)
         try:
-            for page, key in enumerate(piece.keys):
-                (found,) = self._store.get(key)
-                part = found if isinstance(found, Tensor) else torch.from_numpy(np.array(found))
-                if line is None:
-                    line = torch.empty(nbytes, dtype=torch.uint8, device=part.device)
-                here = line[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
-                here.copy_(part[: len(here)])
+            self._pager.read(piece.keys, [len(line)], [line])
         except CheckpointLost as error:
             raise MultistageError(
                 f"a saved tensor is lost, and nothing can compute it again: {error}"
             ) from error
-        assert line is not None
         return line
 
     def _tidy(self) -> None:
         """Give back the pages of pieces that are gone."""
         while self.gone:
             keys, versions = self.gone.popleft()
-            for key in keys:
-                if versions is not None:
-                    self._store.wait_written(key)
-                self._store.drop(key)
+            if versions is not None:
+                self._pager.wait(keys)
+            self._pager.drop(keys)
             if versions is not None:
                 self._drop(versions[0])
 
@@ -510,12 +487,3 @@ def _again(kept: _Kept, own: Geometry, geometry: Geometry) -> Tensor:
     root = tensor.detach()
     root.data = whole(tensor.untyped_storage())
     return geometry.on(root, 0)
-
-
-def _filled(piece: Any) -> Any:
-    """Return a page of full length."""
-    if len(piece) == PAGE_BYTES:
-        return piece
-    if isinstance(piece, Tensor):
-        return torch.nn.functional.pad(piece, (0, PAGE_BYTES - len(piece)))
-    return np.concatenate([piece, np.zeros(PAGE_BYTES - len(piece), np.uint8)])

@@ -28,7 +28,7 @@ from .cell_costs import (
     tier_of,
 )
 from .checking import Check, Checked
-from .offload import PAGE_BYTES
+from .paging import PAGE_BYTES
 from .tensors import TensorLayout
 from .through_time import ThroughTime
 
