@@ -89,6 +89,11 @@ class Environment:
         self._places: dict[int, int] | None = None
         self._kept = cloned(buffers) if keep_values else []
 
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The tensors that it consists of."""
+        return self._found.tensors
+
     # ------------------------------------------------------------- first run
 
     def drew(self, generators: Generators, before: Sequence[State], after: Sequence[State]) -> bool:

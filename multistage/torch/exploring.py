@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from .environment import Environment, generators_of, put_back, undo_of, version_of
 from .meter import storages_of
-from .runner import Traits
 from .scope import Scope
+from .traits import Traits
 
 Call = Callable[[Any], Any]
 

@@ -31,9 +31,9 @@ from ..errors import ArgumentError
 from ..stages import Stage, StageCosts
 from .exploring import Call, explore, fresh_copy, parameters_of, tensors_of, untouched
 from .meter import Meter, storages_of
-from .runner import Traits
 from .scope import Scope
 from .stand_ins import hooks_silent, standing_in
+from .traits import Traits
 
 SECONDS = 0.25  # to time a chain's stages repeatedly
 _LEAST_ROUNDS = 2  # of timing a stage: the first pays for what is made once

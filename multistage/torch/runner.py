@@ -10,6 +10,11 @@ them, the plan's actions are performed up to that stage: states are run forward
 again without a tape, and the stage itself once more with the tensors it saves
 caught in order.
 
+Tiers.  Under a plan that sends something to a slow tier, every stage runs under
+such hooks, and a tape that the plan keeps is held here: in fast memory, or in
+the tier from its `Evict` to its `Get`.  What does not come back is computed
+again from the nearest state at hand.
+
 Order.  The engine runs nodes by the order of their making, the latest first,
 so all nodes of a stage run before any of the one below.  A stage is done with
 when one below it asks.  Should a finished stage be asked again (a second
@@ -21,62 +26,36 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
-from ..actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
-from ..errors import MultistageError, StateError
-from .environment import Environment
-from .inside import Inside
-from .randomness import Generators, State
-from .saved import Caught, Complete, Kind, difference, kind_of, nodes_made
-from .scope import Scope
-from .settings import Settings
-from .states import KeptState, refuse_shared, tensors_in, wants_of
-from .streams import Home
-from .turns import TURN
-
-
-@dataclass(frozen=True, slots=True)
-class Traits:
-    """What a stage does besides computing its output.
-
-    Attributes
-    ----------
-    name : str
-    buffers : tuple of (module, buffer name)
-        Buffers it changes.
-    draws : bool
-        Whether it draws random numbers.
-    graded : bool
-        Whether it must be run with a graph to give the same bits.
-    changes_input : bool
-        Whether it writes to its input; true of a first stage only, others are
-        joined to the stage before.
-    differentiates : bool
-        Whether it computes gradients inside of its forward.
-    unhooked : bool
-        Whether it fails under saved-tensor hooks, as `torch.func` does, so that
-        its tape must be kept.
-    scope : Scope, optional
-        What it refers to; searched for if not given.
-    """
-
-    name: str
-    buffers: tuple[tuple[nn.Module, str], ...] = ()
-    draws: bool = False
-    graded: bool = False
-    changes_input: bool = False
-    differentiates: bool = False
-    unhooked: bool = False
-    scope: Scope | None = None
+from ..actions import (
+    Action,
+    Advance,
+    Await,
+    Drop,
+    EndForward,
+    Evict,
+    Free,
+    Get,
+    Load,
+    Put,
+    Reverse,
+    Save,
+    Tape,
+)
+from ..errors import MultistageError
+from .held import AwayState, HeldTape
+from .parcels import Origins, Parcel
+from .running import Stages, storages_of_all
+from .saved import Caught
+from .states import KeptState, refuse_shared, tensors_in
+from .stowage import Berth, Stowage
+from .traits import Traits as Traits
 
 
 class Run:
@@ -87,6 +66,8 @@ class Run:
     stages, traits : sequences of equal length
     actions : sequence of Action
         Of a plan; its last stage is the loss.
+    berth : Berth, optional
+        The tier of a plan that sends something there.
     """
 
     def __init__(
@@ -94,28 +75,24 @@ class Run:
         stages: Sequence[Callable[[Any], Any]],
         traits: Sequence[Traits],
         actions: Sequence[Action],
+        berth: Berth | None = None,
     ) -> None:
-        self._stages, self._traits, self._actions = stages, traits, actions
-        self._scopes = [t.scope or Scope.of(s) for s, t in zip(stages, traits, strict=True)]
-        self._around: dict[int, Environment] = {}
-        self._settings: Settings | None = None  # of the forward sweep
-        self._holds_in: int | None = None  # a backward pass in which they were found to hold
-        self._devices: set[torch.device] = set()
-        self._generators = Generators()
-        self._random: tuple[State, ...] = ()  # of the generators, between two stages
-        self._kinds: dict[int, list[Kind]] = {}  # of the tensors each dropped stage saved
-        self._wants: dict[int, tuple[bool, ...]] = {}  # of the leaves of each state, at first
+        self._stages, self._actions = Stages(stages, traits), actions
+        self._berth = berth
+        self._stowage: Stowage | None = None
+        self._streams = any(isinstance(action, Put) for action in actions)
+        self._leaving = _states_that_leave(actions) if self._streams else set()
+        self._origins = Origins()
+        self._staying: set[int] = set()  # storages of the chain's input and output
         self._saved: dict[int, KeptState] = {}
-        self._tapes: dict[int, list[Tensor | None]] = {}
-        self._given: dict[int, list[weakref.ref[Tensor] | None]] = {}
-        self._versions: dict[int, list[int]] = {}  # of tensors, when they were saved
-        self._inputs: dict[int, KeptState] = {}  # of the tapes that were made again
-        self._live: KeptState | None = None
+        self._tapes: dict[int, HeldTape] = {}
+        self._away: dict[int, AwayState] = {}
+        self._away_tapes: dict[int, HeldTape] = {}
+        self._live: Any = None  # in the forward sweep with its graph, later a KeptState
+        self._first = True  # whether it is the forward sweep
         self._next = 0  # place in the actions
         self._at = len(stages)  # the lowest stage whose adjoint has begun
-        self._home = Home()
         self._lock = threading.RLock()
-        self._shares = any(trait.draws or trait.buffers for trait in traits)  # with other threads
 
     def forward(self, state: Any) -> Any:
         """Run all stages; return the last state.
@@ -125,57 +102,40 @@ class Run:
         StateError
             If a stage changes what it did not change when it was profiled.
         """
-        with self._turn():
-            return self._forward(state)
+        with self._unless_it_fails(), self._stages.turn(), self._stages.sweep(state):
+            if self._streams:
+                assert self._berth is not None
+                names = [trait.name for trait in self._stages.traits]
+                self._stowage = Stowage(self._berth, names)
+            first = KeptState.of(state)
+            self._staying = storages_of_all(tensors_in(state))
+            if self._stages.traits[0].changes_input:
+                refuse_shared(tensors_in(state))
+                first = first.cloned()
+            self._saved[0] = first
+            self._live = state
+            del state
+            self._sweep()
+            self._first = False
+            last, self._live = self._live, None
+            return last
 
-    def _turn(self) -> AbstractContextManager[None]:
-        return TURN.taken() if self._shares else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _unless_it_fails(self) -> Iterator[None]:
+        """Close the tier if anything goes wrong: no thread and no file is left."""
+        try:
+            yield
+        except BaseException:
+            if self._berth is not None and self._streams:
+                self._berth.close()
+            raise
 
-    def _forward(self, state: Any) -> Any:
-        self._watch({t.device for scope in self._scopes for t in scope.look().tensors})
-        self._watch({t.device for t in tensors_in(state)})
-        self._settings = settings = Settings.capture(self._device_types())
-        first = KeptState.of(state)
-        if self._traits[0].changes_input:
-            refuse_shared(tensors_in(state))
-            first = first.cloned()
-        self._saved[0] = first
+    def _sweep(self) -> None:
+        """Perform the actions of the forward sweep."""
         for action in self._actions_left():
-            match action:
-                case Save(step):
-                    self._saved[step] = KeptState.of(state)
-                case Advance(start, stop):
-                    for i in range(start, stop):
-                        state = self._dropped(i, state)
-                case Tape(step):
-                    if step < len(self._stages):
-                        state = self._run_first(step, state)
-                case EndForward():
-                    break
-                case _:
-                    raise AssertionError(f"{action} in the forward sweep")
-        changed = settings.differences(Settings.capture(self._device_types()))
-        if changed:
-            raise StateError(
-                f"a stage changed a setting and left it changed: {', '.join(changed)}; stages "
-                "cannot be run again as they were: change it outside of the chain"
-            )
-        self._random = ()
-        return state
-
-    def _watch(self, devices: set[torch.device]) -> None:
-        """Look at the generators of these devices too."""
-        if torch.cuda.is_initialized():
-            devices.add(torch.device("cuda", torch.cuda.current_device()))
-        if not self._random or not devices <= self._devices:
-            self._devices |= devices
-            own = {id(g): (name, g) for scope in self._scopes for name, g in scope.generators()}
-            others = [d for d in self._devices if d.type not in ("cpu", "meta")]
-            self._generators = Generators(sorted(others, key=str), own.values())
-            self._random = self._generators.capture()
-
-    def _device_types(self) -> list[str]:
-        return sorted({"cpu", *(device.type for device in self._devices)} - {"meta"})
+            if isinstance(action, EndForward):
+                break
+            self._perform(action)
 
     def _actions_left(self) -> Iterator[Action]:
         """Yield the actions from where the last one left off."""
@@ -184,53 +144,160 @@ class Run:
             self._next += 1
             yield action
 
-    def _run_first(
-        self,
-        i: int,
-        state: Any,
-        hooks: AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008
-    ) -> Any:
-        """Run stage i in the forward sweep; remember and verify its environment."""
-        leaves = pytree.tree_leaves(state)
-        if any(isinstance(x, Tensor) and x.device not in self._devices for x in leaves):
-            self._watch({t.device for t in tensors_in(state)})
-        self._wants[i] = wants_of(leaves)
-        trait = self._traits[i]
-        around = self._around[i] = Environment(
-            self._scopes[i], f"stage {trait.name}", trait.buffers
-        )
-        with hooks:
-            state = self._stages[i](state)
-        before, self._random = self._random, self._generators.capture()
-        if around.drew(self._generators, before, self._random):
-            self._shares = True
-        around.verify()
-        around.let_graphs_go()
-        TURN.moved()
+    # ----------------------------------------------------------------- actions
+
+    def _perform(self, action: Action) -> None:
+        """Perform one action of either sweep, but `EndForward` and `Reverse`."""
+        match action:
+            case Advance(start, stop):
+                for i in range(start, stop):
+                    self._advance(i)
+            case Tape(step):
+                if step < len(self._stages):
+                    self._tape(step)
+            case Save(step):
+                self._saved[step] = self._live_state()
+            case Load(step):
+                self._live = self._state(step)
+            case Free(step):
+                self._saved.pop(step, None)
+            case Put(step, tape=tape):
+                self._transfers.put(step, tape, self._parcel(step, tape))
+            case Evict(step, tape=tape):
+                self._evict(step, tape)
+            case Get(step, tape=tape):
+                self._transfers.get(step, tape)
+            case Await(token):
+                self._await(token)
+            case Drop(step, tape=tape):
+                self._transfers.drop(step, tape)
+            case _:
+                raise AssertionError(f"{action} has no place in a plan of a chain")
+
+    @property
+    def _transfers(self) -> Stowage:
+        assert self._stowage is not None
+        return self._stowage
+
+    def _live_state(self) -> KeptState:
+        return KeptState.of(self._live) if self._first else self._live
+
+    def _advance(self, i: int) -> None:
+        """Run stage i from the live state, without a tape."""
+        if self._first:
+            self._live = self._stages.hooked(i, self._live, None, partial(self._tensor, i))
+            return
+        state, self._live = self._live, None
+        self._live = self._stages.advance(i, state)
+
+    def _tape(self, i: int) -> None:
+        """Run stage i from the live state, keeping its tape."""
+        if self._first and self._streams:
+            self._tape_first(i)
+        elif self._first:
+            self._live = self._stages.first(i, self._live)  # its graph holds it
+        elif self._at == len(self._stages) and not self._streams:
+            self._advance(i)  # its graph has the tape
+        else:
+            state, self._live = self._live, None
+            alone = self._is_reversed_next(i)
+            caught, output = self._stages.catch(i, state, alone=alone)
+            self._hold(i, caught, state, output)
+            self._live = output
+
+    def _is_reversed_next(self, i: int) -> bool:
+        """Whether nothing runs before the adjoint of stage i: its output is not wanted."""
+        for action in self._actions[self._next :]:
+            if not isinstance(action, Get | Await | Free | Drop):
+                return action == Reverse(i)
+        return False
+
+    def _tape_first(self, i: int) -> None:
+        """Run stage i in the forward sweep, with its tape held here and not by its graph."""
+        state = self._at_hand(i) or self._live_state()
+        caught = Caught()
+        self._live = self._stages.hooked(i, self._live, caught, partial(self._tensor, i))
+        self._hold(i, caught, state, KeptState.of(self._live))
+
+    def _hold(self, i: int, caught: Caught, state: KeptState, output: KeptState | None) -> None:
+        """Hold a tape; one of the forward sweep may leave fast memory."""
+        if not self._streams or not self._is_forward:
+            self._tapes[i] = HeldTape(caught, state)
+            return
+        leaves = i in self._leaving
+        tape = self._tapes[i] = HeldTape(caught, None if leaves else state)
+        last = i + 1 == len(self._stages)  # its output is the caller's
+        if last and output is not None:
+            self._staying |= storages_of_all(output.tensors())
+        inputs = storages_of_all(state.tensors()) - self._staying
+        stays = self._staying | self._stages.storages(i)
+        if not leaves:
+            stays |= inputs
+            inputs = set()
+        tape.packed(self._origins, stays, inputs, None if last else output)
+
+    @property
+    def _is_forward(self) -> bool:
+        """Whether it is a forward sweep, the first or another."""
+        return self._at == len(self._stages)
+
+    # --------------------------------------------------------------- transfers
+
+    def _parcel(self, step: int, tape: bool) -> Parcel:
+        if tape:
+            return self._tapes[step].parcel
+        state = self._saved[step]
+        away = AwayState(state.emptied(), Parcel(state.tensors(), self._origins, self._staying))
+        self._away[step] = away
+        return away.parcel
+
+    def _evict(self, step: int, tape: bool) -> None:
+        if tape:
+            held = self._away_tapes[step] = self._tapes.pop(step)
+            held.leave()
+        else:
+            self._saved.pop(step).verify()
+        self._transfers.evict(step, tape)
+
+    def _await(self, token: int) -> None:
+        found = self._transfers.arrived(token)
+        if found is None:
+            return
+        step, tape, parcel = found
+        if parcel is None:
+            return  # it is computed again when it is wanted
+        if tape:
+            held = self._tapes[step] = self._away_tapes.pop(step)
+            held.returned()
+        else:
+            self._saved[step] = self._away.pop(step).back()
+
+    # ------------------------------------------------------------- recovering
+
+    def _at_hand(self, i: int) -> KeptState | None:
+        """Return state i if it is in fast memory."""
+        if i in self._saved:
+            return self._saved[i]
+        before = self._tapes.get(i - 1)
+        return None if before is None else before.output
+
+    def _state(self, i: int) -> KeptState:
+        """Return state i; compute it from the nearest one at hand if it is lost."""
+        start = i
+        while (state := self._at_hand(start)) is None:
+            start -= 1
+        for j in range(start, i):
+            state = self._stages.advance(j, state)
         return state
 
-    def _dropped(self, i: int, state: Any) -> Any:
-        """Run stage i; its graph keeps numbers in place of tensors."""
-        kinds: list[Kind] = []
-        begun = nodes_made()
-        # Until it is through.
-        inside: Inside | None = Inside(self._traits[i].name, self._traits[i].differentiates)
-
-        def pack(tensor: Tensor) -> int:
-            kinds.append(kind_of(tensor, self._around[i].places(), begun))
-            if inside is not None:
-                inside.keep(tensor)
-            return len(kinds) - 1
-
-        def unpack(number: int) -> Tensor:
-            return self._tensor(i, number) if inside is None else inside.give(number)
-
-        self._kinds[i] = kinds
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        try:
-            return self._run_first(i, state, hooks)
-        finally:
-            inside = None
+    def _recover(self, i: int) -> None:
+        """Make the tape of stage i again, which is lost or used up."""
+        tape = self._tapes.get(i)
+        state = None if tape is None else tape.state
+        if state is None:
+            state = self._state(i)
+        caught, _ = self._stages.catch(i, state, alone=True)
+        self._tapes[i] = HeldTape(caught, state)
 
     # ---------------------------------------------------------------- backward
 
@@ -241,185 +308,73 @@ class Run:
                 "double backward (create_graph=True) through a chain with recomputed stages is "
                 "not supported; give it memory enough to keep every tape"
             )
-        with self._lock:
-            for j in [j for j in self._tapes if j > i]:
-                self._forget(j)  # nothing above is asked for any more
-            if i not in self._tapes:
-                with self._as_at_first():
-                    if i >= self._at:
-                        self._start_over()
-                    self._drive(i)
-            self._at = i
+        with self._lock, self._unless_it_fails():
+            if i != self._at or i not in self._tapes:
+                with self._stages.as_at_first():
+                    self._begin(i)
             tensor = self._take(i, number)
-            self._home.hand(tensor)
+            self._stages.hand(tensor)
             return tensor
 
-    @contextlib.contextmanager
-    def _as_at_first(self) -> Iterator[None]:
-        """Return to the stream and the settings of the forward sweep."""
-        settings = self._settings
-        assert settings is not None
-        task = torch._C._current_graph_task_id()  # of the backward pass; -1 outside of any
-        if task < 0 or task != self._holds_in:
-            self._holds_in = task if settings.hold() else None
-        holds = self._holds_in == task
-        hold = contextlib.nullcontext() if holds else settings.context()
-        with self._turn(), self._home.context(), hold:
-            yield
+    def _begin(self, i: int) -> None:
+        """Have the tape of stage i at hand, and be done with those above."""
+        if i >= self._at:
+            self._start_over()
+        for j in [j for j in self._tapes if j > i]:
+            del self._tapes[j]  # nothing above is asked for any more
+        self._drive(i)
+        if i not in self._tapes:
+            self._recover(i)
+        self._tapes[i].begin()
+        self._at = i
 
     def _take(self, i: int, number: int) -> Tensor:
-        tape, given = self._tapes[i], self._given[i]
-        tensor = tape[number]
-        if tensor is None:
-            # Asked for twice, as a custom Function may: nobody else may hold it any more.
-            reference = given[number]
-            tensor = reference() if reference is not None else None
-            if tensor is None:
-                self._live = self._inputs[i]
-                with self._as_at_first():
-                    self._tape(i, alone=True)
-                self._live = None
-                return self._take(i, number)
-        if tensor._version != self._versions[i][number]:
+        tape = self._tapes[i]
+        if tape.is_input(number) and (state := self._at_hand(i)) is not None:
+            state.verify()
+        try:
+            tensor = tape.take(number)
+        except RuntimeError as error:
             # Autograd's own check, which hooks bypass.
             raise RuntimeError(
-                f"a tensor that stage {self._traits[i].name} saved for its gradient has been "
-                "modified by an inplace operation; plain training fails here too"
-            )
-        # From here on it lives as long as the node that asked wants it.
-        tape[number], given[number] = None, weakref.ref(tensor)
+                f"a tensor that stage {self._stages.traits[i].name} saved for its gradient has "
+                "been modified by an inplace operation; plain training fails here too"
+            ) from error
+        if tensor is None:
+            with self._stages.as_at_first():
+                self._recover(i)
+            tensor = self._tapes[i].take(number)
+            assert tensor is not None
         return tensor
 
     def _drive(self, i: int) -> None:
         """Perform the plan's actions until the adjoint of stage i may begin."""
         self._at = -1  # should an action fail, the next request starts over
         for action in self._actions_left():
-            match action:
-                case Reverse(step):
-                    self._live = None
-                    if step == i:
-                        return
-                    if step in self._tapes:
-                        self._forget(step)
-                case Load(step):
-                    self._live = self._saved[step]
-                case Save(step):
-                    assert self._live is not None
-                    self._saved[step] = self._live
-                case Free(step):
-                    del self._saved[step]
-                case Advance(start, stop):
-                    for j in range(start, stop):
-                        self._advance(j)
-                case Tape(step):
-                    self._tape(step, alone=self._actions[self._next] == Reverse(step))
-                case _:
-                    raise AssertionError(f"{action} in the reverse sweep")
+            if isinstance(action, Reverse):
+                self._live = None
+                if action.step == i:
+                    return
+                self._tapes.pop(action.step, None)
+            else:
+                self._perform(action)
         raise AssertionError(f"the plan ended without stage {i}")
-
-    def _forget(self, i: int) -> None:
-        del self._tapes[i], self._given[i], self._inputs[i], self._versions[i]
-
-    def _advance(self, i: int) -> None:
-        state = self._live
-        assert state is not None
-        self._live = None
-        with torch.set_grad_enabled(self._traits[i].graded), self._around[i].again():
-            self._live = KeptState.of(
-                self._stages[i](state.fresh(self._wants[i], self._traits[i].changes_input))
-            )
-
-    def _tape(self, i: int, *, alone: bool) -> None:
-        """Run stage i again, catching what it saves; if `alone`, its output is not wanted.
-
-        Raises
-        ------
-        StateError
-            If it saves something else than when it first ran.
-        """
-        state = self._live
-        assert state is not None
-        first = self._kinds[i]
-        caught, output = self._catch(i, state, len(first) if alone else None)
-        if alone and not self._are_alike(first, caught.kinds):
-            # Or it would have saved more: look at all it saves.
-            del caught, output
-            caught, output = self._catch(i, state, None)
-        if [kind[:-1] for kind in caught.kinds] != [kind[:-1] for kind in first]:
-            raise StateError(
-                f"stage {self._traits[i].name} saved other tensors when it was run again than at "
-                f"first ({difference(first, caught.kinds)}); a stage must do the same every time"
-            )
-        self._tapes[i], self._given[i] = caught.tape, [None] * len(caught.tape)
-        self._versions[i] = caught.versions
-        self._inputs[i] = state
-        self._live = None if alone else KeptState.of(output)
-        TURN.moved()
-
-    def _are_alike(self, first: Sequence[Kind], again: Sequence[Kind]) -> bool:
-        """Whether saved tensors agree, and the numbers of nodes made before each."""
-        assert self._settings is not None
-        if any(each.enabled for each in self._settings.autocast):
-            # A cast that came from autocast's cache at first is a node of its own now.
-            return [kind[:-1] for kind in first] == [kind[:-1] for kind in again]
-        return first == again
-
-    def _catch(self, i: int, state: KeptState, enough: int | None) -> tuple[Caught, Any]:
-        """Run stage i again up to `enough` saved tensors, to the end if None."""
-        # Not with the output in it, whose graph leads here.
-        caught = Caught()
-        output = None
-        changes_input = self._traits[i].changes_input
-        begun = 0
-
-        inside = Inside(self._traits[i].name, self._traits[i].differentiates)
-
-        def catch(tensor: Tensor) -> int:
-            if len(caught.tape) == enough:  # the stage has suppressed what should have ended it
-                raise Complete
-            caught.tape.append(tensor.detach())
-            caught.versions.append(tensor._version)
-            caught.kinds.append(kind_of(tensor, around.places(), begun))
-            inside.keep(tensor)
-            if len(caught.tape) == enough:
-                raise Complete
-            return len(caught.tape) - 1
-
-        around = self._around[i]
-        with (
-            contextlib.suppress(Complete),
-            contextlib.closing(inside),
-            torch.enable_grad(),
-            around.again(),
-            torch.autograd.graph.saved_tensors_hooks(catch, inside.give),
-        ):
-            inputs = state.fresh(self._wants[i], changes_input)
-            begun = nodes_made()
-            output = self._stages[i](inputs)
-        return caught, output
 
     def _start_over(self) -> None:
         """Stand where the forward sweep ended, by running forward again."""
         self._tapes.clear()
-        self._given.clear()
-        self._inputs.clear()
-        self._versions.clear()
+        self._away.clear()
+        self._away_tapes.clear()
+        if self._stowage is not None:
+            self._stowage.clear()
         self._saved = {0: self._saved[0]}
         self._at = len(self._stages)
         self._live = self._saved[0]
         self._next = 0
-        for action in self._actions_left():
-            match action:
-                case Save(step):
-                    self._saved[step] = self._live
-                case Advance(start, stop):
-                    for j in range(start, stop):
-                        self._advance(j)
-                case Tape(step):
-                    if step < len(self._stages):
-                        self._advance(step)  # the graph has its tape
-                case EndForward():
-                    break
-                case _:
-                    raise AssertionError(f"{action} in the forward sweep")
+        self._sweep()
         self._live = None
+
+
+def _states_that_leave(actions: Sequence[Action]) -> set[int]:
+    """Return the states that fast memory lets go of, alone or inside of a tape."""
+    return {a.step + a.tape for a in actions if isinstance(a, Evict)}

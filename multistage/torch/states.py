@@ -77,6 +77,29 @@ class KeptState:
     def _given(self) -> list[Tensor]:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
+    def verify(self) -> None:
+        """Raise RuntimeError if a tensor was written to since it was kept."""
+        for leaf, version in zip(self.leaves, self.versions, strict=True):
+            if isinstance(leaf, Tensor) and leaf._version != version:
+                raise RuntimeError(
+                    "a state that a stage is to be run again from, the chain's input or between "
+                    "two stages, has been modified by an inplace operation"
+                )
+
+    def tensors(self) -> list[Tensor]:
+        """Return its tensors, each once."""
+        return list({id(leaf): leaf for leaf in self._given()}.values())
+
+    def emptied(self) -> EmptyState:
+        """Return the state without its tensors."""
+        places = {id(tensor): number for number, tensor in enumerate(self.tensors())}
+        written = [
+            isinstance(leaf, Tensor) and leaf._version != version
+            for leaf, version in zip(self.leaves, self.versions, strict=True)
+        ]
+        leaves = [_Place(places[id(x)]) if isinstance(x, Tensor) else x for x in self.leaves]
+        return EmptyState(leaves, self.spec, written, self.objects, self.inner)
+
     def fresh(self, wants: tuple[bool, ...], to_be_changed: bool) -> Any:
         """Return the state for a stage to run on, of leaves unless the stage writes to them.
 
@@ -89,12 +112,7 @@ class KeptState:
         StateError
             If another object was.
         """
-        for leaf, version in zip(self.leaves, self.versions, strict=True):
-            if isinstance(leaf, Tensor) and leaf._version != version:
-                raise RuntimeError(
-                    "a state that a stage is to be run again from, the chain's input or between "
-                    "two stages, has been modified by an inplace operation"
-                )
+        self.verify()
         if self.objects is not None and (found := self._changes(self.objects)):
             raise StateError(
                 f"an object in a state between two stages was changed after it was made "
@@ -111,6 +129,33 @@ class KeptState:
                 new = leaf.detach().requires_grad_(wanted)
                 once[id(leaf)] = _writable(new) if to_be_changed and wanted else new
         return pytree.tree_unflatten([once.get(id(leaf), leaf) for leaf in given], self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Stands for a tensor, by its number."""
+
+    number: int
+
+
+@dataclass(slots=True)
+class EmptyState:
+    """A kept state whose tensors are elsewhere."""
+
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    written: list[bool]  # whether a leaf had been written to since it was kept
+    objects: Found | None
+    inner: list[int]
+
+    def filled(self, tensors: Sequence[Tensor | None]) -> KeptState:
+        """Return the state with its tensors, in the order of `KeptState.tensors`."""
+        leaves = [tensors[x.number] if isinstance(x, _Place) else x for x in self.leaves]
+        versions = [
+            -1 if written else x._version if isinstance(x, Tensor) else 0
+            for x, written in zip(leaves, self.written, strict=True)
+        ]
+        return KeptState(leaves, self.spec, versions, self.objects, self.inner)
 
 
 def refuse_shared(tensors: Sequence[Tensor]) -> None:

@@ -1,0 +1,187 @@
+"""Tensors that leave fast memory together and come back as they were.
+
+A parcel is the tape of a stage, or a state between two.  What travels is the bytes of
+the storages its tensors lie in; they come back with the same strides, alignment, lazy
+bits and sharing of memory (`geometry.py`).  A storage that another parcel still has in
+fast memory, or has brought back, is shared with it.
+
+What stays: memory that is held elsewhere, such as parameters and the chain's input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .geometry import Geometry, is_plain, whole
+
+_ALIGN_BYTES = {"cpu": 64}  # as allocated, and the widest that kernels ask for
+_DEVICE_ALIGN_BYTES = 256
+
+
+class Origin:
+    """A storage, and the memory that has its bytes now: its own, or that it came back to.
+
+    Attributes
+    ----------
+    nbytes : int
+    spoilt : bool
+        Whether its bytes did not come back.
+    """
+
+    __slots__ = ("_align", "_alignment", "_device", "_shift", "_weak", "nbytes", "spoilt")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.nbytes = storage.nbytes()
+        self.spoilt = False
+        self._device = storage.device
+        self._align = _ALIGN_BYTES.get(self._device.type, _DEVICE_ALIGN_BYTES)
+        self._alignment = storage.data_ptr() % self._align
+        self._shift = 0
+        # While it is referred to, no other storage has its address.
+        self._weak = StorageWeakRef(storage)
+
+    @property
+    def address(self) -> int:
+        """Of the storage that is its memory, or was last."""
+        return int(self._weak.cdata)
+
+    def bytes(self) -> Tensor | None:
+        """Return its memory as one row of bytes, None if that is gone."""
+        if self.spoilt:
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+        return None if storage is None else whole(storage)
+
+    def line(self, memory: Tensor) -> Tensor:
+        """Return the part of its memory that travels."""
+        return memory[self._shift : self._shift + self.nbytes]
+
+    def renew(self) -> Tensor:
+        """Return new memory for it, aligned as its own."""
+        memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+        self._shift = (self._alignment - memory.data_ptr()) % self._align
+        if self._shift:
+            del memory
+            memory = torch.empty(self.nbytes + self._align, dtype=torch.uint8, device=self._device)
+            self._shift = (self._alignment - memory.data_ptr()) % self._align
+        self._weak = StorageWeakRef(memory.untyped_storage())
+        self.spoilt = False
+        return memory
+
+    def tensor(self, geometry: Geometry, memory: Tensor) -> Tensor:
+        """Return a tensor that lies in it."""
+        return geometry.on(memory, self._shift)
+
+
+class Origins:
+    """The storages that a run has sent away or may send."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Origin] = {}
+
+    def of(self, storage: torch.UntypedStorage) -> Origin:
+        """Return that of a storage."""
+        origin = self._known.get(storage._cdata)
+        if origin is None:
+            origin = self._known[storage._cdata] = Origin(storage)
+        return origin
+
+    def renew(self, origin: Origin) -> Tensor:
+        """Return new memory for one, by which it is known from now on."""
+        del self._known[origin.address]
+        memory = origin.renew()
+        self._known[origin.address] = origin
+        return memory
+
+
+class Parcel:
+    """Tensors that travel together.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor or None
+    origins : Origins
+    stays : container of int
+        Storages, by address, that are held elsewhere.
+
+    Attributes
+    ----------
+    tensors : list of Tensor or None
+        None for those that are away or were taken.
+    stuck : list of str
+        What those tensors are that cannot travel, though nothing else holds them.
+    """
+
+    __slots__ = ("_memory", "_origins", "_places", "stuck", "tensors")
+
+    def __init__(
+        self, tensors: Sequence[Tensor | None], origins: Origins, stays: Container[int]
+    ) -> None:
+        self.tensors = list(tensors)
+        self.stuck: list[str] = []
+        self._origins = origins
+        self._memory: list[Tensor] = []  # that it comes back to
+        self._places: list[tuple[Origin, Geometry] | None] = []
+        for tensor in tensors:
+            self._places.append(None if tensor is None else self._place(tensor, stays))
+
+    def _place(self, tensor: Tensor, stays: Container[int]) -> tuple[Origin, Geometry] | None:
+        if not is_plain(tensor):
+            if not isinstance(tensor, torch.nn.Parameter):
+                self.stuck.append(f"{type(tensor).__name__} of layout {tensor.layout}")
+            return None
+        storage = tensor.untyped_storage()
+        if storage._cdata in stays or not storage.nbytes() or not storage.resizable():
+            return None  # NumPy's memory is not resizable
+        return self._origins.of(storage), Geometry.of(tensor)
+
+    def _storages(self) -> list[Origin]:
+        return list(dict.fromkeys(place[0] for place in self._places if place is not None))
+
+    def lines(self) -> list[Tensor]:
+        """Return the bytes that travel."""
+        lines = []
+        for origin in self._storages():
+            memory = origin.bytes()
+            assert memory is not None
+            lines.append(origin.line(memory))
+        return lines
+
+    def let_go(self) -> None:
+        """Refer to nothing that travels."""
+        self._memory = []
+        for number, place in enumerate(self._places):
+            if place is not None:
+                self.tensors[number] = None
+
+    def make_room(self) -> list[Tensor | None]:
+        """Return lines to come back to, None for what is in fast memory still."""
+        lines: list[Tensor | None] = []
+        self._memory = []
+        for origin in self._storages():
+            memory = origin.bytes()
+            if memory is None:
+                memory = self._origins.renew(origin)
+                lines.append(origin.line(memory))
+            else:
+                lines.append(None)
+            self._memory.append(memory)
+        return lines
+
+    def came_back(self, arrived: bool) -> bool:
+        """Make the tensors anew, in memory that was filled; return whether all of it was."""
+        memory = dict(zip(self._storages(), self._memory, strict=True))
+        self._memory = []
+        if not arrived:
+            for origin in memory:
+                origin.spoilt = True
+        if any(origin.spoilt for origin in memory):
+            return False
+        for number, place in enumerate(self._places):
+            if place is not None:
+                self.tensors[number] = place[0].tensor(place[1], memory[place[0]])
+        return True

@@ -1,0 +1,254 @@
+"""The stages of a chain, run for the first time and again.
+
+A stage runs once in the forward sweep, in an environment that is captured then, and
+again in that environment (`environment.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..errors import StateError
+from .environment import Environment
+from .inside import Inside
+from .randomness import Generators, State
+from .saved import Caught, Complete, Kind, difference, kind_of, nodes_made
+from .scope import Scope
+from .settings import Settings
+from .states import KeptState, tensors_in, wants_of
+from .streams import Home
+from .traits import Traits
+from .turns import TURN
+
+
+class Stages:
+    """Stages that one run goes through.
+
+    Parameters
+    ----------
+    stages, traits : sequences of equal length
+    """
+
+    def __init__(self, stages: Sequence[Callable[[Any], Any]], traits: Sequence[Traits]) -> None:
+        self._stages, self.traits = stages, traits
+        self._scopes = [t.scope or Scope.of(s) for s, t in zip(stages, traits, strict=True)]
+        self._around: dict[int, Environment] = {}
+        self._settings: Settings | None = None  # of the forward sweep
+        self._holds_in: int | None = None  # a backward pass in which they were found to hold
+        self._devices: set[torch.device] = set()
+        self._generators = Generators()
+        self._random: tuple[State, ...] = ()  # of the generators, between two stages
+        self._kinds: dict[int, list[Kind]] = {}  # of the tensors each stage saved under hooks
+        self._wants: dict[int, tuple[bool, ...]] = {}  # of the leaves of each state, at first
+        self._home = Home()
+        self._shares = any(trait.draws or trait.buffers for trait in traits)  # with other threads
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Wait until no other thread uses what these stages share with it."""
+        return TURN.taken() if self._shares else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def sweep(self, state: Any) -> Iterator[None]:
+        """Run the forward sweep in this context.
+
+        Raises
+        ------
+        StateError
+            If a stage leaves a setting changed.
+        """
+        self._watch({t.device for scope in self._scopes for t in scope.look().tensors})
+        self._watch({t.device for t in tensors_in(state)})
+        self._settings = settings = Settings.capture(self._device_types())
+        yield
+        changed = settings.differences(Settings.capture(self._device_types()))
+        if changed:
+            raise StateError(
+                f"a stage changed a setting and left it changed: {', '.join(changed)}; stages "
+                "cannot be run again as they were: change it outside of the chain"
+            )
+        self._random = ()
+
+    def _watch(self, devices: set[torch.device]) -> None:
+        """Look at the generators of these devices too."""
+        if torch.cuda.is_initialized():
+            devices.add(torch.device("cuda", torch.cuda.current_device()))
+        if not self._random or not devices <= self._devices:
+            self._devices |= devices
+            own = {id(g): (name, g) for scope in self._scopes for name, g in scope.generators()}
+            others = [d for d in self._devices if d.type not in ("cpu", "meta")]
+            self._generators = Generators(sorted(others, key=str), own.values())
+            self._random = self._generators.capture()
+
+    def _device_types(self) -> list[str]:
+        return sorted({"cpu", *(device.type for device in self._devices)} - {"meta"})
+
+    def first(
+        self,
+        i: int,
+        state: Any,
+        hooks: AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008
+    ) -> Any:
+        """Run stage i in the forward sweep; remember and verify its environment."""
+        leaves = pytree.tree_leaves(state)
+        if any(isinstance(x, Tensor) and x.device not in self._devices for x in leaves):
+            self._watch({t.device for t in tensors_in(state)})
+        self._wants[i] = wants_of(leaves)
+        trait = self.traits[i]
+        around = self._around[i] = Environment(
+            self._scopes[i], f"stage {trait.name}", trait.buffers
+        )
+        with hooks:
+            state = self._stages[i](state)
+        before, self._random = self._random, self._generators.capture()
+        if around.drew(self._generators, before, self._random):
+            self._shares = True
+        around.verify()
+        around.let_graphs_go()
+        TURN.moved()
+        return state
+
+    def hooked(
+        self, i: int, state: Any, caught: Caught | None, unpack: Callable[[int], Tensor]
+    ) -> Any:
+        """Run stage i in the forward sweep; its graph keeps numbers in place of tensors.
+
+        Parameters
+        ----------
+        i : int
+        state : pytree
+        caught : Caught or None
+            Gets the tensors; None to let go of them.
+        unpack : callable
+            Returns a tensor by its number, in the backward pass.
+        """
+        kinds: list[Kind] = []
+        begun = nodes_made()
+        # Until it is through.
+        inside: Inside | None = Inside(self.traits[i].name, self.traits[i].differentiates)
+
+        def pack(tensor: Tensor) -> int:
+            kinds.append(kind_of(tensor, self._around[i].places(), begun))
+            if filling is not None:
+                filling.tape.append(tensor.detach())
+                filling.versions.append(tensor._version)
+            if inside is not None:
+                inside.keep(tensor)
+            return len(kinds) - 1
+
+        def give(number: int) -> Tensor:
+            return unpack(number) if inside is None else inside.give(number)
+
+        self._kinds[i] = kinds
+        filling = caught  # the graph refers to these hooks, which must not hold the tape
+        try:
+            return self.first(i, state, torch.autograd.graph.saved_tensors_hooks(pack, give))
+        finally:
+            inside = filling = None
+
+    @contextlib.contextmanager
+    def as_at_first(self) -> Iterator[None]:
+        """Return to the stream and the settings of the forward sweep."""
+        settings = self._settings
+        assert settings is not None
+        task = torch._C._current_graph_task_id()  # of the backward pass; -1 outside of any
+        if task < 0 or task != self._holds_in:
+            self._holds_in = task if settings.hold() else None
+        holds = self._holds_in == task
+        hold = contextlib.nullcontext() if holds else settings.context()
+        with self.turn(), self._home.context(), hold:
+            yield
+
+    def hand(self, tensor: Tensor) -> None:
+        """Let the current stream use what was made on that of the forward sweep."""
+        self._home.hand(tensor)
+
+    def advance(self, i: int, state: KeptState) -> KeptState:
+        """Run stage i again, without a tape."""
+        with torch.set_grad_enabled(self.traits[i].graded), self._around[i].again():
+            return KeptState.of(
+                self._stages[i](state.fresh(self._wants[i], self.traits[i].changes_input))
+            )
+
+    def catch(self, i: int, state: KeptState, *, alone: bool) -> tuple[Caught, KeptState | None]:
+        """Run stage i again; return what it saves and, unless `alone`, its output.
+
+        Raises
+        ------
+        StateError
+            If it saves something else than when it first ran.
+        """
+        first = self._kinds[i]
+        caught, output = self._catch(i, state, len(first) if alone else None)
+        if alone and not self._are_alike(first, caught.kinds):
+            # Or it would have saved more: look at all it saves.
+            del caught, output
+            caught, output = self._catch(i, state, None)
+        if [kind[:-1] for kind in caught.kinds] != [kind[:-1] for kind in first]:
+            raise StateError(
+                f"stage {self.traits[i].name} saved other tensors when it was run again than at "
+                f"first ({difference(first, caught.kinds)}); a stage must do the same every time"
+            )
+        kept = None if alone else KeptState.of(output)
+        TURN.moved()
+        return caught, kept
+
+    def _are_alike(self, first: Sequence[Kind], again: Sequence[Kind]) -> bool:
+        """Whether saved tensors agree, and the numbers of nodes made before each."""
+        assert self._settings is not None
+        if any(each.enabled for each in self._settings.autocast):
+            # A cast that came from autocast's cache at first is a node of its own now.
+            return [kind[:-1] for kind in first] == [kind[:-1] for kind in again]
+        return first == again
+
+    def _catch(self, i: int, state: KeptState, enough: int | None) -> tuple[Caught, Any]:
+        """Run stage i again up to `enough` saved tensors, to the end if None."""
+        # Not with the output in it, whose graph leads here.
+        caught = Caught()
+        output = None
+        changes_input = self.traits[i].changes_input
+        begun = 0
+
+        inside = Inside(self.traits[i].name, self.traits[i].differentiates)
+
+        def catch(tensor: Tensor) -> int:
+            if len(caught.tape) == enough:  # the stage has suppressed what should have ended it
+                raise Complete
+            caught.tape.append(tensor.detach())
+            caught.versions.append(tensor._version)
+            caught.kinds.append(kind_of(tensor, around.places(), begun))
+            inside.keep(tensor)
+            if len(caught.tape) == enough:
+                raise Complete
+            return len(caught.tape) - 1
+
+        around = self._around[i]
+        with (
+            contextlib.suppress(Complete),
+            contextlib.closing(inside),
+            torch.enable_grad(),
+            around.again(),
+            torch.autograd.graph.saved_tensors_hooks(catch, inside.give),
+        ):
+            inputs = state.fresh(self._wants[i], changes_input)
+            begun = nodes_made()
+            output = self._stages[i](inputs)
+        return caught, output
+
+    def storages(self, i: int) -> set[int]:
+        """Return the addresses of storages of the environment of stage i."""
+        return storages_of_all(self._around[i].tensors)
+
+
+def storages_of_all(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the addresses of the storages of strided tensors."""
+    return {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}

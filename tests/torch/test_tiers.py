@@ -1,0 +1,455 @@
+"""Tapes and states of chains that travel to a slow tier: the bits of plain training, always."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+
+from multistage.actions import (  # noqa: E402
+    Action,
+    Advance,
+    Await,
+    Drop,
+    EndForward,
+    Evict,
+    Free,
+    Get,
+    Load,
+    Put,
+    Reverse,
+    Save,
+    Tape,
+)
+from multistage.backends import FileStore, MemoryStore  # noqa: E402
+from multistage.backends.base import CheckpointLost  # noqa: E402
+from multistage.errors import CheckpointWarning  # noqa: E402
+from multistage.torch.exploring import explore, untouched  # noqa: E402
+from multistage.torch.meter import Meter  # noqa: E402
+from multistage.torch.runner import Run  # noqa: E402
+from multistage.torch.stowage import Berth  # noqa: E402
+
+CPU = torch.device("cpu")
+PAGE = 4096
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("multistage"):
+            thread.join(10)
+            assert not thread.is_alive(), thread
+
+
+# ------------------------------------------------------------------- random plans
+
+
+class Items:
+    """What a random plan keeps, and when it moves."""
+
+    def __init__(self, rng: random.Random, n: int) -> None:
+        self.rng, self.n = rng, n
+        self.nodes: list[tuple[int, int, bool]] = []  # first stage, last stage, whether taped
+        start = 0
+        while start < n:
+            taped = rng.random() < 0.6
+            stop = start if taped else min(n - 1, start + rng.randrange(4))
+            self.nodes.append((start, stop, taped))
+            start = stop + 1
+        self.items: list[tuple[int, bool]] = []  # in the order they are made
+        taped = set()
+        for start, _, is_tape in self.nodes:
+            inside = start - 1 in taped
+            if start and (not inside or rng.random() < 0.2):
+                self.items.append((start, False))
+            if is_tape:
+                self.items.append((start, True))
+                taped.add(start)
+        self.tier = [item for item in self.items if rng.random() < 0.7]
+
+
+def random_plan(rng: random.Random, n: int) -> list[Action]:
+    """Return a legal plan of n stages with random nodes, items in the tier and times to move."""
+    plan = Items(rng, n)
+    kept, actions = set(plan.items), []
+    waiting: list[tuple[int, bool]] = []
+
+    def made(item: tuple[int, bool]) -> None:
+        if item in plan.tier:
+            actions.append(Put(item[0], tape=item[1]))
+            waiting.append(item)
+        while waiting and rng.random() < 0.5:
+            step, tape = waiting.pop(0)
+            actions.append(Evict(step, tape=tape))
+
+    for start, stop, taped in plan.nodes:
+        if (start, False) in kept:
+            actions.append(Save(start))
+            made((start, False))
+        if taped:
+            actions.append(Tape(start))
+            made((start, True))
+        else:
+            actions.append(Advance(start, stop + 1))
+    actions += [Evict(step, tape=tape) for step, tape in waiting]
+    actions += [Tape(n), EndForward(), Reverse(n)]
+    tokens: dict[tuple[int, bool], int] = {}
+    away = list(plan.tier)
+    fast = {item for item in plan.items if item not in plan.tier}
+    count = len(plan.tier)
+
+    def get(item: tuple[int, bool]) -> None:
+        nonlocal count
+        away.remove(item)
+        actions.append(Get(item[0], tape=item[1]))
+        tokens[item] = count
+        count += 1
+
+    def have(item: tuple[int, bool]) -> None:
+        if item in away:
+            get(item)
+        if item in tokens:
+            actions.append(Await(tokens.pop(item)))
+            fast.add(item)
+
+    for start, stop, taped in reversed(plan.nodes):
+        while away and rng.random() < 0.5:
+            get(away[-1])
+        if start:
+            have((start, False) if (start, False) in kept else (start - 1, True))
+        if taped:
+            have((start, True))
+            actions.append(Reverse(start))
+            if (start, True) in plan.tier:
+                actions.append(Drop(start, tape=True))
+        else:
+            for i in range(stop, start - 1, -1):
+                actions.append(Load(start))
+                if i > start:
+                    actions.append(Advance(start, i))
+                actions += [Tape(i), Reverse(i)]
+        if (start, False) in kept:
+            actions.append(Free(start))
+            if (start, False) in plan.tier:
+                actions.append(Drop(start))
+    return actions
+
+
+# ------------------------------------------------------------------------- chains
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.linear = nn.Linear(width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(torch.relu_(self.linear(self.norm(x))))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(len(x), 4, -1).chunk(3, -1)
+        return (torch.softmax(q @ k.transpose(1, 2), -1) @ v).reshape(x.shape).tanh()
+
+
+class Apart(nn.Module):
+    """Passes its input on beside what it makes of it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.sigmoid(x)
+
+
+class Together(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] * pair[1]
+
+
+class Wave(nn.Module):
+    """Saves conjugate views and slices with gaps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.fft.rfft(x)
+        y = torch.fft.irfft(z * z.conj() / (1 + z.abs()), n=x.shape[-1])
+        return y[:, ::2].repeat_interleave(2, 1) * x
+
+
+class Flat(nn.Module):
+    """Saves nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flip(0)
+
+
+def chain(width: int = 24) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Residual(width),
+        Attention(width),
+        nn.Linear(width, width),
+        nn.Tanh(),
+        Apart(),
+        Together(),
+        Flat(),
+        Residual(width),
+        Wave(),
+        nn.Sequential(nn.Linear(width, width), nn.GELU()),
+        Residual(width),
+    )
+
+
+def results(model: nn.Module, call: Callable[[Tensor], Tensor], times: int = 1) -> list[Tensor]:
+    """Return all that an iteration gives: output, gradients, buffers, random state."""
+    torch.manual_seed(1)
+    x = torch.randn(8, 24, requires_grad=True)
+    model.zero_grad()
+    y = call(x)
+    for _ in range(times):
+        y.square().sum().backward(retain_graph=times > 1)
+    found = [y, x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
+    return [t.detach().clone() for t in found if t is not None] + [torch.get_rng_state()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def run_with(
+    model: nn.Sequential, actions: list[Action], berth: Berth | None
+) -> Callable[[Tensor], Tensor]:
+    x = torch.randn(8, 24, requires_grad=True)
+    names = [str(k) for k in range(len(model))]
+    with untouched(list(model), x):
+        groups, traits = explore(list(model), names, x)
+    assert all(len(group) == 1 for group in groups)
+    return lambda x: Run(list(model), traits, actions, berth).forward(x)
+
+
+def offload_all(n: int) -> list[Action]:
+    actions: list[Action] = []
+    for i in range(n):
+        actions += [Tape(i), Put(i, tape=True)]
+        if i:
+            actions.append(Evict(i - 1, tape=True))
+    actions += [Evict(n - 1, tape=True), Tape(n), EndForward(), Reverse(n)]
+    actions += [Get(n - 1, tape=True)]
+    for i in reversed(range(n)):
+        if i:
+            actions.append(Get(i - 1, tape=True))
+        if i == n - 1:
+            actions.append(Await(n))
+        if i:
+            actions.append(Await(n + n - i))
+        actions += [Reverse(i), Drop(i, tape=True)]
+    return actions
+
+
+def store(**options: Any) -> MemoryStore:
+    return MemoryStore(buffer_bytes=0, **options)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_plans_give_the_bits_of_plain_training(seed: int) -> None:
+    rng = random.Random(seed)
+    expected = results(plain := chain(), plain)
+    model = chain()
+    berth = Berth(store(), CPU, PAGE)
+    actions = random_plan(rng, len(model))
+    assert same(results(model, run_with(model, actions, berth)), expected), actions
+    opened = berth.opened
+    if opened is not None:
+        assert opened.written.rows == sum(isinstance(a, Evict) for a in actions)
+    berth.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_second_backward_is_right(seed: int) -> None:
+    expected = results(plain := chain(), plain, 2)
+    model = chain()
+    berth = Berth(store(), CPU, PAGE)
+    actions = random_plan(random.Random(100 + seed), len(model))
+    assert same(results(model, run_with(model, actions, berth), 2), expected)
+    berth.close()
+
+
+def test_offloading_every_tape(tmp_path: Any) -> None:
+    expected = results(plain := chain(), plain)
+    model = chain()
+    berth = Berth(FileStore(tmp_path), CPU, PAGE)
+    assert same(results(model, run_with(model, offload_all(len(model)), berth)), expected)
+    berth.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_evicted_takes_no_memory() -> None:
+    width, rows = 64, 1024
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(16)))
+    x = torch.randn(rows, width, requires_grad=True)
+
+    def peak(call: Callable[[Tensor], Tensor]) -> int:
+        model.zero_grad()
+        with Meter(CPU) as meter:
+            meter.ignore([x, *model.parameters()])
+            call(x).sum().backward()
+        return meter.peak_bytes
+
+    berth = Berth(store(), CPU, PAGE)
+    names = [str(k) for k in range(len(model))]
+    with untouched(list(model), x):
+        _, traits = explore(list(model), names, x)
+    plain = peak(model)
+    away = peak(lambda x: Run(list(model), traits, offload_all(16), berth).forward(x))
+    state = x.nbytes
+    assert plain > 16 * state
+    assert away < 7 * state
+    berth.close()
+
+
+# -------------------------------------------------------------------------- faults
+
+
+class Flaky(MemoryStore):
+    """Refuses, fails to write or loses some pages, as told."""
+
+    def __init__(self, what: str, when: Callable[[int], bool]) -> None:
+        super().__init__(buffer_bytes=0)
+        self._what, self._when = what, when
+
+    def put(self, key: int, arrays: Any, *, block: bool = False) -> bool:
+        if self._what == "full" and self._when(key):
+            return False
+        if self._what == "break" and self._when(key):
+            raise OSError("the cable is out")
+        return super().put(key, arrays, block=block)
+
+    def wait_written(self, key: int) -> bool:
+        written = super().wait_written(key)
+        return written and not (self._what == "write" and self._when(key))
+
+    def get(self, key: int) -> list[Any]:
+        if self._what == "read" and self._when(key):
+            raise CheckpointLost("bad checksum")
+        return super().get(key)
+
+
+@pytest.mark.parametrize("what", ["full", "break", "write", "read"])
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_what_is_lost_is_computed_again(what: str, every: int) -> None:
+    expected = results(plain := chain(), plain)
+    for actions in (offload_all(11), random_plan(random.Random(7), 11)):
+        berth = Berth(Flaky(what, lambda key: key % every == 0), CPU, PAGE)
+        model = chain()
+        with pytest.warns(CheckpointWarning, match="is lost"):
+            assert same(results(model, run_with(model, actions, berth)), expected)
+        berth.close()
+
+
+def test_a_tier_that_is_closed_meanwhile_costs_time_only() -> None:
+    expected = results(plain := chain(), plain)
+    model = chain()
+    berth = Berth(store(), CPU, PAGE)
+    call = run_with(model, offload_all(len(model)), berth)
+
+    def closing(x: Tensor) -> Tensor:
+        y = call(x)
+        berth.close()
+        return y
+
+    with pytest.warns(CheckpointWarning, match="closed"):
+        assert same(results(model, closing), expected)
+
+
+def test_two_runs_share_a_tier() -> None:
+    model, other = chain(), chain()
+    berth = Berth(store(), CPU, PAGE)
+    call, calls = run_with(model, offload_all(len(model)), berth), run_with(
+        other, offload_all(len(other)), berth
+    )  # fmt: skip
+    x = torch.randn(8, 24, requires_grad=True)
+    torch.manual_seed(3)
+    (call(x).sum() + 2 * calls(x).sum()).backward()
+    found = x.grad
+    model, other, x.grad = chain(), chain(), None
+    torch.manual_seed(3)
+    (model(x).sum() + 2 * other(x).sum()).backward()
+    assert torch.equal(found, x.grad)
+    assert berth.opened is not None
+    berth.close()
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise KeyboardInterrupt
+        return x * 2
+
+
+@pytest.mark.parametrize("sweep", ["forward", "backward"])
+def test_an_interrupt_leaves_no_thread_and_no_file(sweep: str, tmp_path: Any) -> None:
+    model = chain()
+    model.append(fails := Fails())
+    berth = Berth(FileStore(tmp_path), CPU, PAGE)
+    n = len(model)
+    actions = offload_all(n)
+    call = run_with(model, actions, berth)
+    if sweep == "forward":
+        fails.fails = True
+        with pytest.raises(KeyboardInterrupt):
+            call(torch.randn(8, 24))
+    else:
+        y = call(torch.randn(8, 24, requires_grad=True))
+        assert berth.opened is not None
+        y.register_hook(lambda g: (_ for _ in ()).throw(ValueError("user")))
+        with pytest.raises(ValueError, match="user"):
+            y.sum().backward()
+        del y
+        gc.collect()
+    assert berth.opened is None
+    assert not list(tmp_path.iterdir())
+    assert not [t for t in threading.enumerate() if t.name.startswith("multistage")]
+
+
+class Writes(nn.Module):
+    """Writes to its input, though not when it is profiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.on:
+            x.detach().add_(1)
+        return x * 2
+
+
+def test_a_write_to_what_was_saved_is_found() -> None:
+    model = nn.Sequential(nn.Linear(24, 24), nn.Sigmoid(), Writes(), nn.Linear(24, 24))
+    berth = Berth(store(), CPU, PAGE)
+    actions = [Tape(0), Tape(1), Put(1, tape=True), Tape(2), Evict(1, tape=True), Tape(3)]
+    actions += [Tape(4), EndForward(), Reverse(4), Reverse(3), Get(1, tape=True), Await(1)]
+    actions += [Reverse(2), Reverse(1), Drop(1, tape=True), Reverse(0)]
+    call = run_with(model, actions, berth)
+    model[2].on = True
+    with pytest.raises(RuntimeError, match="stage 1 saved for its gradient has been modified"):
+        call(torch.randn(8, 24)).sum().backward()
+    berth.close()
