@@ -344,7 +344,7 @@ def test_golden_replay_of_two_levels() -> None:
     """Five steps, one slot: state 0 to the tier, the upper part from the slot, state 0 again."""
     made = PLANNERS["h-revolve"](Costs(1.0, 2.0, tiers=(tier(0.5, 0.5, 1),)), 1, 5)
     assert [str(action) for action in replay(made)] == [
-        "Put(step=0, tier=0)",
+        "Put(step=0, tier=0, tape=False)",
         "Await(token=0)",
         "Advance(start=0, stop=2)",
         "Save(step=2)",
@@ -358,10 +358,10 @@ def test_golden_replay_of_two_levels() -> None:
         "Load(step=2)",
         "Free(step=2)",
         "Reverse(step=2)",
-        "Get(step=0, tier=0)",
+        "Get(step=0, tier=0, tape=False)",
         "Await(token=1)",
         "Load(step=0)",
-        "Drop(step=0, tier=0)",
+        "Drop(step=0, tier=0, tape=False)",
         "Advance(start=0, stop=1)",
         "Reverse(step=1)",
         "Load(step=0)",
