@@ -8,6 +8,7 @@ alone.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -92,9 +93,14 @@ class CudaStreams:
             "out": torch.cuda.Stream(device),
             "in": torch.cuda.Stream(device),
         }
-        self._origin = self.record("out")
-        self._origin.synchronize()
-        self._origin_s = time.perf_counter()
+        least_s = math.inf
+        for _ in range(5):  # a thread that is suspended in between has another time than the event
+            began_s = time.perf_counter()
+            event = self.record("out")
+            event.synchronize()
+            ended_s = time.perf_counter()
+            if ended_s - began_s < least_s:
+                least_s, self._origin, self._origin_s = ended_s - began_s, event, ended_s
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
         # Asked for at each call, and never inside a copy stream's context.

@@ -298,7 +298,7 @@ def _run(script: str, folder: Path) -> str:
         [sys.executable, "-c", textwrap.dedent(script), str(folder)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

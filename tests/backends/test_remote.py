@@ -265,7 +265,7 @@ class Server:
 
     def ask(self, path: str = "/", method: str = "GET") -> str:
         request = urllib.request.Request(self.url + path, method=method)
-        with self._opener.open(request, timeout=10) as answer:
+        with self._opener.open(request, timeout=60) as answer:
             return str(answer.read(), "utf-8")
 
     def objects(self) -> int:

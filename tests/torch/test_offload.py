@@ -184,15 +184,18 @@ def test_a_write_that_fails_keeps_the_tensor() -> None:
 
 
 class Collecting(MemoryStore):
-    """Collects garbage in the thread that puts, once it is told to."""
+    """Collects garbage in the thread that puts, once it is told to; some puts wait for that."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits_from: int) -> None:
         super().__init__()
         self.now = threading.Event()
         self.collected_on = ""
+        self._puts, self._waits_from = 0, waits_from
 
     def put(self, key: int, arrays: Any, *, block: bool = False) -> bool:
-        time.sleep(0.02)
+        self._puts += 1
+        if self._puts > self._waits_from:
+            assert self.now.wait(60)
         if self.now.is_set() and not self.collected_on:
             self.collected_on = threading.current_thread().name
             gc.collect()
@@ -201,7 +204,7 @@ class Collecting(MemoryStore):
 
 def test_a_graph_that_dies_in_a_thread_of_the_store() -> None:
     """Which cannot wait for its own end; the store is free again all the same."""
-    below = Collecting()
+    below = Collecting(9)  # 48 pages and 40 slots: the sweep needs 8 puts, and 3 make room ahead
     store = PinnedStore(40 << 20, torch.device("cpu"), below)
     x = torch.randn(1 << 20, device="cpu", requires_grad=True)
     gc.collect()
