@@ -25,6 +25,14 @@ LONG = (
     "few_slots",
     "more_memory",
     "judges",
+    "legal",
+    "no_worse",
+    "that_optimum",
+    "below_the_optimum",
+    "no_synchronous",
+    "walk_costs",
+    "best_period",
+    "thinned_out",
 )
 FLAGS = ("-std=gnu11", "-g", "-O1", "-fno-omit-frame-pointer", "-shared", "-fPIC", "-pthread")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")

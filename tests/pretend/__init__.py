@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -51,10 +52,14 @@ def build(folder: Path) -> Path:
     options = ["-std=c++20", "-O1", "-shared", "-fPIC"]
     key = f"{importlib.metadata.version('torch')} {torch} {options}".encode() + _SOURCE.read_bytes()
     library = folder / f"pretend-{hashlib.sha256(key).hexdigest()[:16]}.so"
-    if library.exists():
-        return library
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with (
+        (folder / "lock").open("w") as lock,
+        tempfile.TemporaryDirectory(dir=folder) as scratch,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes that share the tests compile it once
+        if library.exists():
+            return library
         made = Path(scratch) / library.name
         include = torch / "include"
         command = [str(compiler()), *options, str(_SOURCE), "-o", str(made)]
