@@ -77,11 +77,24 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.ms_chain_solve.restype = _INT64
     library.ms_chain_solve.argtypes = [chain, _BYTES, _BYTES, *[_INT64] * 5]
     library.ms_chain_trace.restype = _INT64
-    library.ms_chain_trace.argtypes = [chain, _BYTES, _BYTES, _INT64, _BYTES, _BYTES]
+    library.ms_chain_trace.argtypes = [chain, _BYTES, _BYTES, *[_INT64] * 3, _BYTES, _BYTES]
     library.ms_chain_curve.restype = None
     library.ms_chain_curve.argtypes = [chain, chain, *[_BYTES] * 5, _INT64, *[_BYTES] * 4]
     library.ms_chain_smallest.restype = None
     library.ms_chain_smallest.argtypes = [chain, _INT64, _INT64, _BYTES, _BYTES]
+    joint, program = ctypes.POINTER(Joint), ctypes.POINTER(JointProgram)
+    library.ms_joint_work_len.restype = _INT64
+    library.ms_joint_work_len.argtypes = [_INT64]
+    library.ms_joint_judge.restype = ctypes.c_double
+    library.ms_joint_judge.argtypes = [joint, *[_BYTES] * 3]
+    library.ms_joint_layout.restype = None
+    library.ms_joint_layout.argtypes = [joint, *[_BYTES] * 3]
+    library.ms_joint_improve.restype = ctypes.c_double
+    library.ms_joint_improve.argtypes = [joint, _BYTES, ctypes.c_double, _INT64, _INT64]
+    library.ms_joint_program_len.restype = _INT64
+    library.ms_joint_program_len.argtypes = [joint, program]
+    library.ms_joint_program.restype = _INT64
+    library.ms_joint_program.argtypes = [joint, program, _BYTES, _BYTES]
     library.ms_hierarchy_blocks.restype = _INT64
     library.ms_hierarchy_blocks.argtypes = [_INT64]
     library.ms_hierarchy_row.restype = None
@@ -143,6 +156,38 @@ class Chain(ctypes.Structure):
         ("tapes", _INT64),
     )
     owner: object = None
+
+
+class Joint(ctypes.Structure):
+    """`joint_t` of joint.h: a chain, its table, a limit and a tier."""
+
+    _fields_ = (
+        ("slots", ctypes.POINTER(Chain)),
+        ("bytes", ctypes.POINTER(Chain)),
+        ("none", _BYTES),
+        ("table", _BYTES),
+        ("memories", _INT64),
+        ("unit", ctypes.c_double),
+        *((name, _BYTES) for name in ("forward_s", "reverse_s", "spared_s")),
+        ("limit", _INT64),
+        *((name, ctypes.c_double) for name in ("write_bytes_per_s", "read_bytes_per_s")),
+        ("latency_s", ctypes.c_double),
+        ("capacity", _INT64),
+        ("shared", _INT64),
+        ("may", _BYTES),
+        ("work", _BYTES),
+    )
+    owner: object = None
+
+
+class JointProgram(ctypes.Structure):
+    """`program_t` of joint_program.c: how the dynamic program rounds and what it charges."""
+
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("read_price", "share", "staging", "fineness")),
+        ("speed", ctypes.c_double),
+        *((name, _INT64) for name in ("reserve", "steps", "stride", "isa")),
+    )
 
 
 class SweepCall(ctypes.Structure):

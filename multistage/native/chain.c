@@ -29,25 +29,11 @@
 #include <immintrin.h>
 #endif
 
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
+#include "chain.h"
 
-enum { PLANE = 16, TILE = 16, DEPTH = 192, MAX_THREADS = 64 };
+enum { TILE = 16, DEPTH = 192, MAX_THREADS = 64 };
 enum { BASELINE = 1, AVX2 = 2, AVX512 = 3 };
-enum { NO_MEMORY = -1, INFEASIBLE = -2 };
-
-/* A chain in slots.  Stages 0..n-1; state and grad have n+1 entries. */
-typedef struct {
-    int64_t n;
-    const int64_t *state, *grad;              /* of state i, in slots */
-    const int64_t *tape, *advance, *taping, *reverse; /* tape and overheads of stage i */
-    const float *prefix;                      /* P, n+1 entries, P[n] = 1 */
-    const float *leaf; /* what taping stage i alone costs beyond running it: at most 0 */
-    int64_t tapes; /* 0: a tape is made right before its adjoint only (Revolve) */
-} chain_t;
+enum { NO_MEMORY = -1 };
 
 typedef struct {
     const chain_t *chain;
@@ -63,25 +49,9 @@ typedef struct {
     atomic_int failed;
 } solve_t;
 
-static inline int64_t row(int64_t n, int64_t s)
-{
-    return s * n - s * (s - 1) / 2 - s; /* so that row + t is the cell of (s, t) */
-}
-
 static inline float *cell(const solve_t *x, int64_t plane, int64_t s, int64_t t)
 {
     return x->table + (plane * x->cells + row(x->chain->n, s) + t) * PLANE;
-}
-
-static inline int64_t max64(int64_t a, int64_t b)
-{
-    return a > b ? a : b;
-}
-
-static int64_t need_all(const chain_t *c, int64_t s, int64_t t)
-{
-    return max64(c->grad[t + 1] + c->tape[s] + c->taping[s],
-                 c->grad[s + 1] + c->tape[s] + c->grad[s] + c->reverse[s]);
 }
 
 /* ------------------------------------------------------------------ kernels */
@@ -317,57 +287,23 @@ EXPORT void ms_chain_none(const chain_t *c, int32_t *none, int64_t most)
 
 /* ---------------------------------------------------------------- schedules */
 
-/* The choice at (s, t, m): s for a tape, k for a checkpoint at state k, INFEASIBLE. */
-static int64_t choice(const solve_t *x, int64_t s, int64_t t, int64_t m)
-{
-    const chain_t *c = x->chain;
-    const int64_t plane = m / PLANE, q = m % PLANE;
-    float best = INFINITY;
-    int64_t found = INFEASIBLE;
-    if (s == t)
-        return m >= need_all(c, s, s) ? s : INFEASIBLE;
-    if (c->tapes && m >= need_all(c, s, t) && m >= c->tape[s]) {
-        const int64_t rest = m - c->tape[s];
-        best = cell(x, rest / PLANE, s + 1, t)[rest % PLANE];
-        if (best < INFINITY)
-            found = s;
-    }
-    if (m < x->none[row(c->n, s) + t])
-        return found;
-    for (int64_t k = s + 1; k <= t; k++) {
-        const int64_t rest = m - c->state[k];
-        if (rest < 0)
-            continue;
-        const float right = cell(x, rest / PLANE, k, t)[rest % PLANE] + c->prefix[k];
-        const float sum = cell(x, plane, s, k - 1)[q] + right - c->prefix[s];
-        if (sum < best) {
-            best = sum;
-            found = k;
-        }
-    }
-    return found;
-}
-
-/* Write the choices of the schedule at memory m in the order of its recursion.
+/* Write the choices of the schedule of stages first..last at memory m in the order of its recursion.
  *
  * `out` takes (s, t, choice) per pair; a schedule has at most 2 n - 1 pairs,
  * and `stack` room for 3 n entries.  Returns the number of pairs, or
  * INFEASIBLE.
  */
-EXPORT int64_t ms_chain_trace(const chain_t *chain, const int32_t *none, float *table, int64_t m,
-                              int64_t *out, int64_t *stack)
+EXPORT int64_t ms_chain_trace(const chain_t *chain, const int32_t *none, const float *table,
+                              int64_t first, int64_t last, int64_t m, int64_t *out, int64_t *stack)
 {
-    const solve_t x = {.chain = chain,
-                       .none = none,
-                       .table = table,
-                       .cells = chain->n * (chain->n + 1) / 2};
+    const table_t x = {chain, none, table, chain->n * (chain->n + 1) / 2};
     int64_t made = 0, depth = 0;
-    stack[0] = 0, stack[1] = chain->n - 1, stack[2] = m;
+    stack[0] = first, stack[1] = last, stack[2] = m;
     depth = 1;
     while (depth) {
         const int64_t *top = stack + 3 * --depth;
         const int64_t s = top[0], t = top[1], have = top[2];
-        const int64_t k = choice(&x, s, t, have);
+        const int64_t k = chain_choice(&x, s, t, have);
         if (k == INFEASIBLE)
             return INFEASIBLE;
         out[3 * made] = s, out[3 * made + 1] = t, out[3 * made + 2] = k;
@@ -446,7 +382,7 @@ EXPORT void ms_chain_curve(const chain_t *chain, const chain_t *bytes, const dou
                            double *seconds, int64_t *peak_bytes)
 {
     for (int64_t m = 0; m <= slots; m++) {
-        const int64_t made = ms_chain_trace(chain, none, table, m, trace, stack);
+        const int64_t made = ms_chain_trace(chain, none, table, 0, chain->n - 1, m, trace, stack);
         if (made == INFEASIBLE) {
             seconds[m] = INFINITY;
             peak_bytes[m] = INT64_MAX;

@@ -191,6 +191,11 @@ class Table:
             if tick is not None:
                 tick()
 
+    def solved(self) -> tuple[native.Chain, Array, Array]:
+        """Return the chain in slots, the needs to pass and the values, as the C core has them."""
+        assert self._native
+        return self._chain, self._none, self._table
+
     @property
     def nbytes(self) -> int:
         """Bytes of the table."""
@@ -216,17 +221,23 @@ class Table:
             return math.inf
         return float(sizes.forward_s.sum() * (1 + excess) + sizes.reverse_s.sum())
 
-    def trace(self, memory: int) -> Trace | None:
-        """Return the choices of the best schedule within `memory` slots, None if none fits."""
-        if not self._native:
-            return self._python_trace(memory)
+    def trace(self, memory: int, first: int = 0, last: int | None = None) -> Trace | None:
+        """Return the choices of the best schedule within `memory` slots, None if none fits.
+
+        Of stages first..last, all of them unless given.
+        """
         n = len(self.sizes)
+        last = n - 1 if last is None else last
+        if not self._native:
+            return self._python_trace(memory, first, last)
         out = np.empty(6 * n, np.int64)
         stack = np.empty(3 * (n + 2), np.int64)
         made = native.library().ms_chain_trace(
             ctypes.byref(self._chain),
             self._none.ctypes.data,
             self._table.ctypes.data,
+            first,
+            last,
             memory,
             out.ctypes.data,
             stack.ctypes.data,
@@ -245,7 +256,7 @@ class Table:
         seconds, peaks = np.full(count, np.inf), np.full(count, np.iinfo(np.int64).max)
         if not self._native:
             for memory in range(count):
-                trace = self._python_trace(memory)
+                trace = self._python_trace(memory, 0, len(self.sizes) - 1)
                 if trace is not None:
                     seconds[memory], peaks[memory] = judge(true, trace)
             return seconds, peaks
@@ -269,9 +280,9 @@ class Table:
         )
         return seconds, peaks
 
-    def _python_trace(self, memory: int) -> Trace | None:
+    def _python_trace(self, memory: int, first: int, last: int) -> Trace | None:
         trace: Trace = []
-        stack = [(0, len(self.sizes) - 1, memory)]
+        stack = [(first, last, memory)]
         while stack:
             s, t, m = stack.pop()
             k = self._choice(s, t, m)
@@ -476,6 +487,12 @@ def _chain(sizes: Sizes, prefix: Array, tapes: bool, leaf: Array) -> native.Chai
     )
     chain.owner = sizes, prefix, leaf  # the arrays live as long as the pointers to them
     return chain
+
+
+def in_core(true: Sizes) -> native.Chain:
+    """Return a chain in bytes as the C core takes it."""
+    n = len(true)
+    return _chain(true, np.zeros(n + 1, np.float32), True, np.zeros(n, np.float32))
 
 
 def default_threads() -> int:

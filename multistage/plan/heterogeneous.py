@@ -39,7 +39,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,11 +49,13 @@ from ..actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Ta
 from ..costs import format_bytes, format_seconds, parse_bytes
 from ..errors import ArgumentError, BudgetError
 from ..progress import counting
+from ..rates import TierRates
 from ..stages import StageCosts
 from ..values import shown
 from ..values import whole as whole_number
 from .chain_memory import actions_of, use_of
 from .chain_table import Sizes, Table, Trace, default_threads, judge, smallest
+from .joint import plan_joint, smallest_with_tier
 
 Strategy = Literal["optimal", "revolve", "periodic", "store-all"]
 STRATEGIES: tuple[Strategy, ...] = ("optimal", "revolve", "periodic", "store-all")
@@ -88,6 +90,15 @@ class ChainPlan:
         Stages run forward.
     plain_s, plain_bytes
         The same with every tape kept.
+    tier : TierRates or None
+        The slow tier it was planned with.
+    lower_bound_s : float or None
+        No schedule of this kind is faster.
+    no_tier_s, offload_s : float or None
+        The makespans of the alternatives, without the tier and with every tape sent
+        to it; None where they do not fit, or no tier was given.
+    stall_s : float
+        Of the makespan, spent waiting for transfers.
     """
 
     strategy: Strategy
@@ -99,6 +110,11 @@ class ChainPlan:
     forward_steps: int
     plain_s: float
     plain_bytes: int
+    tier: TierRates | None = None
+    lower_bound_s: float | None = None
+    no_tier_s: float | None = None
+    offload_s: float | None = None
+    stall_s: float = 0.0
 
     @property
     def recompute_factor(self) -> float:
@@ -119,14 +135,7 @@ class ChainPlan:
 
     def runs(self) -> list[int]:
         """Return how often each stage is run forward."""
-        counts = [0] * (len(self.costs.stages) + 1)
-        for action in self.actions:
-            if isinstance(action, Advance):
-                for i in range(action.start, action.stop):
-                    counts[i] += 1
-            elif isinstance(action, Tape):
-                counts[action.step] += 1
-        return counts[:-1]
+        return _runs(self.actions, len(self.costs.stages))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, for JSON."""
@@ -225,6 +234,7 @@ def plan_chain(
     memory: int | str | float | None = None,
     strategy: Strategy = "optimal",
     *,
+    tiers: TierRates | str | Sequence[TierRates | str] | None = None,
     segments: int | None = None,
     slots: int = SLOTS,
     threads: int | None = None,
@@ -240,6 +250,10 @@ def plan_chain(
         a number, a string such as `"4 GiB"`, or a fraction (a float up to 1)
         of what keeping every tape takes.  None for no limit.
     strategy : {"optimal", "revolve", "periodic", "store-all"}
+    tiers : TierRates, str or sequence, optional
+        A slow tier for states and tapes (the first, if several), as `TierRates` or
+        as a text such as `"write=2GB/s,read=1GB/s"`; with strategy "optimal".  The
+        plan is never slower than without it.  See `plan.joint`.
     segments : int, optional
         For `periodic`: how many; the fastest number that fits, if None.
     slots : int
@@ -275,6 +289,9 @@ def plan_chain(
             raise ArgumentError("segments, at least 1, goes with strategy 'periodic'")
     if threads is not None:
         threads = whole_number(threads, "threads", 0, _MOST_THREADS)
+    rates = _first_tier(tiers)
+    if rates is not None and strategy != "optimal":
+        raise ArgumentError(f"tiers go with strategy 'optimal', not {strategy!r}")
     plain = use_of(_store_all(costs), costs)
     limit = _limit(memory, plain.peak_bytes)
     fits = limit is None or plain.peak_bytes <= limit
@@ -297,20 +314,60 @@ def plan_chain(
     if strategy == "store-all" or (strategy == "optimal" and fits):
         if not fits:
             raise _too_small(strategy, limit, plain.peak_bytes)
-        return made(_store_all(costs))
+        return _beside_tier(made(_store_all(costs)), rates)
     if strategy == "periodic":
         return made(_periodic(costs, limit, segments))
     tapes = strategy == "optimal"
     true = Sizes.of(costs)
     least, trace = smallest(true, tapes=tapes)
-    least += costs.input_bytes
-    if limit is not None and limit < least:
-        raise _too_small(strategy, limit, least)
+    fewest = least if rates is None else min(least, smallest_with_tier(true, rates))
+    if limit is not None and limit < fewest + costs.input_bytes:
+        raise _too_small(strategy, limit, fewest + costs.input_bytes)
     # Revolve has all its states and one tape at most.
     whole = plain.peak_bytes if tapes else _all_states(true)
     within = (whole if limit is None else min(limit, whole)) - costs.input_bytes
-    ladder = _Ladder(true, whole, slots, tapes, threads or default_threads())
-    return made(list(actions_of(ladder.best(within, trace, progress), len(true))))
+    best: ChainPlan | None = None
+    if within >= least:
+        ladder = _Ladder(true, whole, slots, tapes, threads or default_threads())
+        best = made(list(actions_of(ladder.best(within, trace, progress), len(true))))
+    if rates is None:
+        assert best is not None
+        return best
+    found = plan_joint(true, within, rates, threads or default_threads())
+    no_tier_s = None if best is None else best.makespan_s
+    if found.actions is not None and (no_tier_s is None or found.seconds < no_tier_s):
+        best = ChainPlan(
+            strategy=strategy,
+            costs=costs,
+            memory_bytes=limit,
+            actions=found.actions,
+            makespan_s=found.seconds,
+            peak_bytes=found.peak_bytes + costs.input_bytes,
+            forward_steps=sum(_runs(found.actions, len(costs.stages))),
+            plain_s=plain.makespan_s,
+            plain_bytes=plain.peak_bytes,
+            stall_s=found.waited_s,
+        )
+    assert best is not None  # every state in the tier fits, where nothing else does
+    return replace(best, tier=rates, no_tier_s=no_tier_s, offload_s=found.offload_s)
+
+
+def _first_tier(tiers: TierRates | str | Sequence[TierRates | str] | None) -> TierRates | None:
+    if tiers is None or isinstance(tiers, TierRates | str):
+        return None if tiers is None else TierRates.parse(tiers)
+    if not isinstance(tiers, Sequence) or not tiers:
+        raise ArgumentError(
+            f"tiers={shown(tiers)} must be TierRates, a text such as 'write=2GB/s,read=1GB/s', "
+            "or a sequence of them, the fastest first"
+        )
+    return TierRates.parse(tiers[0])
+
+
+def _beside_tier(plan: ChainPlan, rates: TierRates | None) -> ChainPlan:
+    """Return a plan that keeps every tape, which no tier makes faster."""
+    if rates is None:
+        return plan
+    return replace(plan, tier=rates, no_tier_s=plan.makespan_s, offload_s=plan.makespan_s)
 
 
 def smallest_memory(costs: StageCosts, strategy: Literal["optimal", "revolve"] = "optimal") -> int:
@@ -457,6 +514,17 @@ def _all_states(true: Sizes) -> int:
         for i in range(len(true))
     )
     return one + sum(int(x) for x in true.state)
+
+
+def _runs(actions: Sequence[Action], stages: int) -> list[int]:
+    counts = [0] * (stages + 1)
+    for action in actions:
+        if isinstance(action, Advance):
+            for i in range(action.start, action.stop):
+                counts[i] += 1
+        elif isinstance(action, Tape):
+            counts[action.step] += 1
+    return counts[:-1]
 
 
 def _limit(memory: int | str | float | None, plain_bytes: int) -> int | None:

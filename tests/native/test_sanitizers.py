@@ -16,7 +16,14 @@ HERE = Path(__file__).parent
 TESTS = HERE.parent
 SOURCES = sorted((Path(multistage.__file__).parent / "native").glob("*.c"))
 # What calls the kernels, without what takes long to judge their answers.
-CALLERS = ("test_exact", "test_bound", "test_binomial", "test_hierarchy", "test_heterogeneous")
+CALLERS = (
+    "test_exact",
+    "test_bound",
+    "test_binomial",
+    "test_hierarchy",
+    "test_heterogeneous",
+    "test_joint",
+)
 LONG = (
     "twelve_orders",
     "true_sizes",

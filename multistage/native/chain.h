@@ -1,0 +1,84 @@
+/* A heterogeneous chain in slots, and its table of excess: what chain.c and the joint planner share. */
+#ifndef MS_CHAIN_H
+#define MS_CHAIN_H
+#include <math.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+enum { PLANE = 16 };
+enum { INFEASIBLE = -2 };
+
+/* A chain in slots.  Stages 0..n-1; state and grad have n+1 entries. */
+typedef struct {
+    int64_t n;
+    const int64_t *state, *grad;              /* of state i, in slots */
+    const int64_t *tape, *advance, *taping, *reverse; /* tape and overheads of stage i */
+    const float *prefix;                      /* P, n+1 entries, P[n] = 1 */
+    const float *leaf; /* what taping stage i alone costs beyond running it: at most 0 */
+    int64_t tapes; /* 0: a tape is made right before its adjoint only (Revolve) */
+} chain_t;
+
+/* Solved: E(s, t, m) as planes of 16 slots, each of `cells` rows of the triangle. */
+typedef struct {
+    const chain_t *chain;
+    const int32_t *none; /* none(s, t), as rows of the triangle */
+    const float *table;
+    int64_t cells;
+} table_t;
+
+static inline int64_t row(int64_t n, int64_t s)
+{
+    return s * n - s * (s - 1) / 2 - s; /* so that row + t is the cell of (s, t) */
+}
+
+static inline int64_t max64(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+static inline int64_t need_all(const chain_t *c, int64_t s, int64_t t)
+{
+    return max64(c->grad[t + 1] + c->tape[s] + c->taping[s],
+                 c->grad[s + 1] + c->tape[s] + c->grad[s] + c->reverse[s]);
+}
+
+static inline float excess(const table_t *x, int64_t s, int64_t t, int64_t m)
+{
+    return x->table[((m / PLANE) * x->cells + row(x->chain->n, s) + t) * PLANE + m % PLANE];
+}
+
+/* The choice at (s, t, m): s for a tape, k for a checkpoint at state k, INFEASIBLE. */
+static inline int64_t chain_choice(const table_t *x, int64_t s, int64_t t, int64_t m)
+{
+    const chain_t *c = x->chain;
+    float best = INFINITY;
+    int64_t found = INFEASIBLE;
+    if (s == t)
+        return m >= need_all(c, s, s) ? s : INFEASIBLE;
+    if (c->tapes && m >= need_all(c, s, t) && m >= c->tape[s]) {
+        best = excess(x, s + 1, t, m - c->tape[s]);
+        if (best < INFINITY)
+            found = s;
+    }
+    if (m < x->none[row(c->n, s) + t])
+        return found;
+    for (int64_t k = s + 1; k <= t; k++) {
+        const int64_t rest = m - c->state[k];
+        if (rest < 0)
+            continue;
+        const float right = excess(x, k, t, rest) + c->prefix[k];
+        const float sum = excess(x, s, k - 1, m) + right - c->prefix[s];
+        if (sum < best) {
+            best = sum;
+            found = k;
+        }
+    }
+    return found;
+}
+
+#endif
