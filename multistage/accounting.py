@@ -62,12 +62,15 @@ class ByteAccounting:
         State 0 included.
     resident_bytes, peak_bytes : int
         Between two actions, and the most at any moment.
+    needed_bytes : int
+        The most at any moment of the last action.
     """
 
     costs: StageCosts = field(repr=False)
     limit_bytes: int | None = None
     resident_bytes: int = 0
     peak_bytes: int = 0
+    needed_bytes: int = 0
     # Who refers to what.  A live or saved state may be inside a tape; so may be the state
     # that a tape starts from, which is None while the tier alone has it.
     first: _Buffer = field(init=False, repr=False)  # the caller's state 0, which never goes

@@ -352,7 +352,8 @@ class Rules:
 
     def _readable(self, step: int, what: str) -> None:
         if step not in self.held:
-            self._fail(f"{what}({step}) but no fast slot holds checkpoint {step}")
+            where = "no fast slot" if self.memory is None else "nothing in fast memory"
+            self._fail(f"{what}({step}) but {where} holds checkpoint {step}")
         if self.held[step] is not None:
             self._fail(f"{what}({step}) before Await({self.held[step]}) of its Get")
 
@@ -598,6 +599,7 @@ class Rules:
             token = self.token_of(action)
         ended = self.tokens.get(token)
         perform(self, action, answer)
+        memory.needed_bytes = needed
         memory.peak_bytes = max(memory.peak_bytes, needed)
         memory.settle(action, answer, self, ended)
 
@@ -745,14 +747,15 @@ def check(
     >>> used.forward_steps
     1
 
-    A chain of one stage and its loss, whose tape goes to the tier and comes back:
+    A chain of two stages and the loss; the first tape goes to the tier and comes back:
 
     >>> from multistage.stages import Stage
-    >>> there = [Tape(0), Put(0, tape=True), Tape(1), Evict(0, tape=True), EndForward(), Reverse(1)]
-    >>> back = [Get(0, tape=True), Await(1), Reverse(0), Drop(0, tape=True)]
-    >>> costs = StageCosts((Stage("a", 1.0, 2.0, output_bytes=10, tape_bytes=30),), 5)
-    >>> check([*there, *back], costs=costs, memory_bytes=45).peak_bytes
-    45
+    >>> costs = StageCosts.uniform(2, Stage("a", 1.0, 2.0, output_bytes=10, tape_bytes=30), 5)
+    >>> there = [Tape(0), Put(0, tape=True), Tape(1), Evict(0, tape=True), Tape(2), EndForward()]
+    >>> back = [Reverse(2), Get(0, tape=True), Await(1), Reverse(1), Reverse(0)]
+    >>> back += [Drop(0, tape=True)]
+    >>> check([*there, *back], costs=costs, memory_bytes=85).peak_bytes
+    85
     """
     n_steps, slots = run_arguments(schedule, n_steps, slots)
     tape_slots = number(tape_slots, "tape_slots")

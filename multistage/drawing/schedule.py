@@ -17,6 +17,7 @@ from ..actions import (
     Answer,
     Await,
     Drop,
+    Evict,
     Free,
     Get,
     Offer,
@@ -27,6 +28,7 @@ from ..actions import (
 )
 from ..costs import format_bytes, format_seconds
 from ..errors import ArgumentError
+from ..rates import TierRates
 from ..simulate import Simulation, simulate
 from .chart import Chart, Line, Panel, Segment, Strokes, byte_unit, time_unit
 
@@ -77,15 +79,18 @@ class Course:
             case Save(step):
                 self._held["fast", step] = stop_s
             case Get(step):
-                self._held["fast", step] = start_s
+                self._held["tape" if action.tape else "fast", step] = start_s
+            case Evict(step):
+                held = ("tape", self.tapes) if action.tape else ("fast", self.fast)
+                self._let_go(held[0], step, stop_s, held[1])
             case Free(step):
                 self._let_go("fast", step, stop_s, self.fast)
             case Offer(step, tier) | Put(step, tier):
                 if answer is not None:
-                    self._held[f"tier {tier}", step] = stop_s
+                    self._held[_place(tier, action.tape), step] = stop_s
             case Drop(step, tier):
                 lines = self.tiers.setdefault(tier, [])
-                self._let_go(f"tier {tier}", step, stop_s, lines)
+                self._let_go(_place(tier, action.tape), step, stop_s, lines)
         self.end_s = max(self.end_s, stop_s)
 
     def wait(self, start_s: float, stop_s: float) -> None:
@@ -96,6 +101,10 @@ class Course:
         start_s = self._held.pop((where, step), None)
         if start_s is not None:
             lines.append((start_s, step, stop_s, step))
+
+
+def _place(tier: int, tape: bool) -> str:
+    return f"tapes in tier {tier}" if tape else f"tier {tier}"
 
 
 def course_of(plan: Plan) -> tuple[Course, Simulation]:
@@ -202,15 +211,31 @@ def _chain_title(plan: ChainPlan) -> str:
     return f"{plan.strategy}: {len(plan.costs.stages)} stages{limit}"
 
 
+def chain_course_of(plan: ChainPlan) -> tuple[Course, Simulation]:
+    """Return what a chain's plan does in virtual time, and its simulation."""
+    course, before, loss = Course(), 0.0, len(plan.costs.stages)
+
+    def timed(action: Action, answer: Answer, now: float) -> None:
+        nonlocal before
+        if not (isinstance(action, Tape | Reverse) and action.step == loss):  # it is no stage
+            course.apply(action, answer, before, now)
+        if isinstance(action, Await | Evict) and now > before:
+            course.wait(before, now)
+        before = now
+
+    run = simulate(plan.actions, None, plan.costs, tiers=tiers_of(plan), timed=timed)
+    return course, run
+
+
+def tiers_of(plan: ChainPlan) -> tuple[TierRates, ...]:
+    """Return the tiers of a chain's plan: one or none."""
+    return () if plan.tier is None else (plan.tier,)
+
+
 def chain_chart(plan: ChainPlan, title: str = "") -> Chart:
     """Return what is kept of a chain over both sweeps, above the memory it takes."""
-    from ..plan.chain_memory import courses
-
-    course, samples = Course(), []
-    for action, start_s, stop_s, peak, after in courses(plan.actions, plan.costs):
-        if not (isinstance(action, Tape | Reverse) and action.step == len(plan.costs.stages)):
-            course.apply(action, None, start_s, stop_s)  # the loss is no stage
-        samples += [(start_s, peak), (stop_s, after)]
+    course, run = chain_course_of(plan)
+    samples = run.timeline.memory["fast"]
     limit = plan.memory_bytes
     top = max(peak for _, peak in samples)
     # As in a timeline: a limit far above the peak is told in words.

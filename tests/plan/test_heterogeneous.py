@@ -412,11 +412,12 @@ def test_bad_input() -> None:
     ("actions", "message"),
     [
         ([Tape(1)], "live state is 0"),
-        ([Tape(0), Tape(1), Reverse(0)], "adjoint is at 2"),
-        ([Load(1)], "not held"),
-        ([Free(1)], "not held"),
+        ([Tape(0), Tape(1), EndForward(), Reverse(0)], "next adjoint step is 1"),
+        ([Tape(0), Tape(1), Reverse(0)], "before EndForward"),
+        ([Load(1)], "nothing in fast memory holds"),
+        ([Free(1)], "nothing in fast memory holds"),
         ([Tape(0), Load(0), Tape(0)], "already held"),
-        ([Advance(0, 1)], "ended with the adjoint"),
+        ([Advance(0, 2)], "ended with the adjoint"),
     ],
 )
 def test_illegal_schedules_are_refused(actions, message: str) -> None:
