@@ -296,8 +296,8 @@ def plan_chain(
     limit = _limit(memory, plain.peak_bytes)
     fits = limit is None or plain.peak_bytes <= limit
 
-    def made(actions: Sequence[Action]) -> ChainPlan:
-        use = use_of(actions, costs)
+    def made(actions: Sequence[Action], through: Sequence[TierRates] = ()) -> ChainPlan:
+        use = use_of(actions, costs, through)
         assert limit is None or use.peak_bytes <= limit
         return ChainPlan(
             strategy=strategy,
@@ -309,6 +309,7 @@ def plan_chain(
             forward_steps=use.forward_steps,
             plain_s=plain.makespan_s,
             plain_bytes=plain.peak_bytes,
+            stall_s=use.stall_s,
         )
 
     if strategy == "store-all" or (strategy == "optimal" and fits):
@@ -336,18 +337,7 @@ def plan_chain(
     found = plan_joint(true, within, rates, threads or default_threads())
     no_tier_s = None if best is None else best.makespan_s
     if found.actions is not None and (no_tier_s is None or found.seconds < no_tier_s):
-        best = ChainPlan(
-            strategy=strategy,
-            costs=costs,
-            memory_bytes=limit,
-            actions=found.actions,
-            makespan_s=found.seconds,
-            peak_bytes=found.peak_bytes + costs.input_bytes,
-            forward_steps=sum(_runs(found.actions, len(costs.stages))),
-            plain_s=plain.makespan_s,
-            plain_bytes=plain.peak_bytes,
-            stall_s=found.waited_s,
-        )
+        best = made(found.actions, (rates,))
     assert best is not None  # every state in the tier fits, where nothing else does
     return replace(best, tier=rates, no_tier_s=no_tier_s, offload_s=found.offload_s)
 
