@@ -62,6 +62,7 @@ class Environment:
         "_found",
         "_generators",
         "_kept",
+        "_kept_versions",
         "_name",
         "_places",
         "_pointers",
@@ -88,6 +89,12 @@ class Environment:
         self._pointers = [] if _exchanges_memory() else [_address(t) for t in self._tensors]
         self._places: dict[int, int] | None = None
         self._kept = cloned(buffers) if keep_values else []
+        self._kept_versions = [0 if b is None else version_of(b) for b in buffers]
+
+    @property
+    def number(self) -> int:
+        """Of what it captured, but for values of tensors; see `Found`."""
+        return self._found.number
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -209,6 +216,20 @@ class Environment:
                 f"{self._name} changes {', '.join(found[:4])} when it runs ({when}); running it "
                 "again would change it once more: make it part of the state, or keep it in a buffer"
             )
+
+    def undo(self) -> None:
+        """Undo the first run: put back attributes, buffers and generators as captured."""
+        for holder, before in zip(self._found.holders, self._found.contents, strict=True):
+            if not is_same(before, holder.read()):
+                holder.write(before)
+        for (module, key), value, version in zip(
+            self._changing, self._kept, self._kept_versions, strict=True
+        ):
+            buffer = module._buffers[key]
+            if buffer is not None:
+                put_back(buffer, value, version)
+        if self._generators is not None and self._random is not None:
+            self._generators.restore(self._random)
 
     def _said(self, tensor: Tensor) -> str:
         return f"{self._found.name_of(tensor)} of {self._name}, of shape {tuple(tensor.shape)},"

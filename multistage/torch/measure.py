@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from ..stages import Stage, StageCosts
 from .exploring import Call, explore, fresh_copy, parameters_of, tensors_of, untouched
 from .meter import Meter, storages_of
 from .scope import Scope
+from .sizes import Count, Sizes, bytes_of
 from .stand_ins import hooks_silent, standing_in
 from .traits import Traits
 
@@ -123,12 +125,15 @@ def measure(
     with untouched(stages, sample), hooks_silent(Scope.of(*stages).modules, on_tensors=ours):
         groups, traits = explore(stages, names, sample)
         if costs is None:
-            costs = _measure_groups(grouped(stages, groups), traits, sample, device, seconds)
+            costs, sizes = _measure_groups(grouped(stages, groups), traits, sample, device, seconds)
+            traits = tuple([replace(t, sizes=each) for t, each in zip(traits, sizes, strict=True)])
         elif len(costs.stages) != len(groups):
             raise ArgumentError(
                 f"costs of {len(costs.stages)} stages were given for a chain of {len(groups)} "
                 f"({', '.join(trait.name for trait in traits)})"
             )
+        else:
+            traits = tuple([replace(trait, sizes=Sizes()) for trait in traits])
     return Profile(costs, groups, traits)
 
 
@@ -162,7 +167,7 @@ def _measure_groups(
     sample: Any,
     device: torch.device,
     seconds: float,
-) -> StageCosts:
+) -> tuple[StageCosts, list[Sizes]]:
     state = fresh_copy(sample)
     input_bytes = _bytes(tensors_of(sample)) + _bytes_to_run_again(traits, device)
     input_gradient = _bytes(t for t in tensors_of(sample) if t.requires_grad)
@@ -170,6 +175,7 @@ def _measure_groups(
     collective = sharded(parameters)
     times: dict[object, _Times] = {}
     counted: list[tuple[Stage, _Times]] = []
+    sizes: list[Sizes] = []
     with _gradients_put_back(parameters) if collective else contextlib.nullcontext():
         for call, trait in zip(calls, traits, strict=True):
             scope = trait.scope or Scope.of(call)
@@ -186,6 +192,8 @@ def _measure_groups(
                     found = times.setdefault(operations, _Times())
                     run.time(found, seconds / len(calls))
             counted.append((stage, found))
+            sizes.append(run.sizes)
+            input_bytes += run.hidden_bytes  # from its first run to its backward
     stages = [
         replace(
             stage,
@@ -195,7 +203,7 @@ def _measure_groups(
         )
         for stage, found in counted
     ]
-    return StageCosts(tuple(stages), input_bytes, input_gradient)
+    return StageCosts(tuple(stages), input_bytes, input_gradient), sizes
 
 
 def _bytes_to_run_again(traits: Sequence[Traits], device: torch.device) -> int:
@@ -238,6 +246,8 @@ class _StageRun:
         self._given = tensors_of(state)
         self._own = scope.look().tensors  # whose storages the stand-ins share
         self._by_all = stand_ins is None
+        self.sizes = Sizes()
+        self.hidden_bytes = 0  # that it leaves behind, though nothing that it saves is kept
 
     def _fresh(self) -> Any:
         """Return the state: leaves, or copies of them for a stage that writes to it."""
@@ -249,6 +259,7 @@ class _StageRun:
         inputs = self._fresh()
         with torch.no_grad(), self._meter(inputs) as meter:
             output = self._call(inputs)
+            self.sizes.output_bytes = bytes_of(pytree.tree_leaves(output))
             made = meter.live_bytes()
             advance_bytes = max(0, meter.peak_bytes - made)
             # A state that shares storage with the one before keeps it alive.
@@ -261,14 +272,16 @@ class _StageRun:
 
         inputs = self._fresh()
         wanted = [t for t in tensors_of(inputs) if t.requires_grad]
-        kept: list[Tensor] = []
+        saved = _Saved(0, self.sizes)
         with torch.enable_grad(), self._meter(inputs) as meter:
-            with self._keeping(kept):
+            with saved.kept(self._trait):
                 output = self._call(inputs)
             made = meter.live_bytes()
             taping_bytes = max(0, meter.peak_bytes - made)
             tape_bytes = max(made + shared, output_bytes)
-            if self._trait.differentiates:  # it keeps all it saves as long as it runs
+            is_hiding = not self._trait.unhooked and meter.bytes_but(saved.tensors(output)) > 0
+            self.sizes.varies = meter.sizes_vary
+            if self._trait.differentiates or self._trait.graded:  # it keeps all it saves
                 advance_bytes = max(advance_bytes, tape_bytes + taping_bytes - output_bytes)
             result = [t for t in tensors_of(output) if t.requires_grad]
             next_state = pytree.tree_map(_detached, output)
@@ -289,32 +302,46 @@ class _StageRun:
             given_gradient = _bytes(t.grad for t in wanted if t.grad is not None)
             reverse_bytes = max(0, meter.peak_bytes - before - given_gradient)
             operations = meter.operations()
-        kept.clear()  # the graph's hooks refer to it
+        saved.close()  # the graph's hooks refer to it
+        self.sizes.saved_bytes = None if self._trait.unhooked else saved.nbytes
         del wanted, result, gradients, inputs
+        self.hidden_bytes = self._hidden_bytes() if is_hiding else 0
 
         stage = Stage(
             name=self._trait.name,
             forward_s=0.0,
             backward_s=0.0,
             output_bytes=output_bytes,
-            tape_bytes=tape_bytes,
+            tape_bytes=max(tape_bytes - self.hidden_bytes, output_bytes),
             gradient_bytes=gradient_bytes,
             forward_overhead_bytes=advance_bytes,
-            tape_overhead_bytes=taping_bytes,
+            tape_overhead_bytes=taping_bytes + self.hidden_bytes,
             backward_overhead_bytes=reverse_bytes,
         )
         return stage, next_state, operations
 
-    def _keeping(self, kept: list[Tensor]) -> AbstractContextManager[Any]:
-        """Return hooks that keep what the stage saves, if it differentiates itself."""
-        if not self._trait.differentiates:
-            return contextlib.nullcontext()
+    def _hidden_bytes(self) -> int:
+        """Return the bytes that a run leaves behind though hooks keep nothing that it saves.
 
-        def keep(tensor: Tensor) -> int:
-            kept.append(tensor)
+        Such as tensors that an autograd Function keeps as attributes, or the stage does.
+        """
+        inputs = self._fresh()
+        kept: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> int:
+            if self._trait.differentiates:
+                kept.append(tensor)
             return len(kept) - 1
 
-        return torch.autograd.graph.saved_tensors_hooks(keep, kept.__getitem__)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, kept.__getitem__)
+        with torch.enable_grad(), self._meter(inputs) as meter, hooks:
+            output = self._call(inputs)
+        nodes = [t.grad_fn for t in tensors_of(output)]
+        kept.clear()
+        del output, inputs
+        hidden_bytes = max(0, meter.live_bytes())
+        del nodes
+        return hidden_bytes
 
     def _meter(self, inputs: Any) -> Meter:
         """Return a meter that does not count what was there before."""
@@ -386,6 +413,54 @@ class _StageRun:
             allow_unreachable=True,
             accumulate_grad=True,
         )
+
+
+class _Saved(Count):
+    """What one run of a stage saves, kept for its backward and counted."""
+
+    __slots__ = ("_boxes",)
+
+    def __init__(self, number: int, sizes: Sizes) -> None:
+        super().__init__(number, sizes)
+        self._boxes: list[weakref.ref[_Box]] = []
+
+    def kept(self, trait: Traits) -> AbstractContextManager[Any]:
+        """Return hooks for a stage to run under, if it runs under any."""
+        if trait.unhooked:
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unboxed)
+
+    def _pack(self, tensor: Tensor) -> _Box:
+        self.add(tensor)
+        box = _Box(tensor)
+        self._boxes.append(weakref.ref(box))
+        return box
+
+    def tensors(self, output: Any) -> list[Tensor]:
+        """Return what is saved now, and the tensors of an output."""
+        boxes = [box for reference in self._boxes if (box := reference()) is not None]
+        return [*tensors_of(output), *(box.tensor for box in boxes if box.tensor is not None)]
+
+    def close(self) -> None:
+        """Keep nothing any more: an output that its own node keeps is a cycle nothing collects."""
+        for reference in self._boxes:
+            box = reference()
+            if box is not None:
+                box.tensor = None
+
+
+class _Box:
+    """Holds a tensor."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+
+
+def _unboxed(box: _Box) -> Tensor:
+    assert box.tensor is not None
+    return box.tensor
 
 
 def _has_checkpoints(result: Sequence[Tensor]) -> bool:

@@ -17,6 +17,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Operators whose results have a size, or are a number, that the values of tensors decide.
+_BY_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+_BLOCK = 512  # bytes that CUDA's allocator rounds up to
+
 
 class Meter(TorchDispatchMode):
     """Counts the bytes of storages made inside it that are still alive, and their peak.
@@ -41,6 +46,7 @@ class Meter(TorchDispatchMode):
         self._cuda = device.type == "cuda"
         self._references: dict[int, _Reference] = {}  # by the storage's address
         self._operations: list[object] = []
+        self.sizes_vary = False  # whether an operation's depend on the values of tensors
         self._live = 0
         self._peak = 0
         self._start = 0
@@ -66,6 +72,18 @@ class Meter(TorchDispatchMode):
     def operations(self) -> object:
         """Return what tells apart computations of other operations or shapes."""
         return tuple(self._operations)
+
+    def bytes_but(self, tensors: Iterable[Tensor]) -> int:
+        """Return the bytes alive now, without those of some tensors."""
+        known: dict[int, int] = {}
+        for tensor in tensors:
+            for key, storage in storages_of(tensor).items():
+                if self._cuda:
+                    known[key] = -(-storage.nbytes() // _BLOCK) * _BLOCK
+                else:
+                    reference = self._references.get(key)
+                    known[key] = reference.nbytes if reference is not None else 0
+        return self.live_bytes() - sum(known.values())
 
     def live_bytes(self) -> int:
         """Return the bytes alive now."""
@@ -107,6 +125,7 @@ class Meter(TorchDispatchMode):
                 self._note(leaf, counted=True)
                 self._operations.append(leaf.shape)
         self._operations.append(func)
+        self.sizes_vary = self.sizes_vary or not _BY_VALUES.isdisjoint(func.tags)
         self._peak = max(self._peak, self._live)
         return result
 

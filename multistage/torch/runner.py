@@ -101,6 +101,9 @@ class Run:
         ------
         StateError
             If a stage changes what it did not change when it was profiled.
+        LargerError
+            If a stage saves or returns more bytes than planned for; all that the
+            stages did is undone, except for writes to the input.
         """
         with self._unless_it_fails(), self._stages.turn(), self._stages.sweep(state):
             if self._streams:
@@ -116,6 +119,7 @@ class Run:
             self._live = state
             del state
             self._sweep()
+            self._stages.returned(len(self._stages), tensors_in(self._live))
             self._first = False
             last, self._live = self._live, None
             return last

@@ -22,6 +22,7 @@ from .randomness import Generators, State
 from .saved import Caught, Complete, Kind, difference, kind_of, nodes_made
 from .scope import Scope
 from .settings import Settings
+from .sizes import Count, LargerError, counting
 from .states import KeptState, tensors_in, wants_of
 from .streams import Home
 from .traits import Traits
@@ -47,6 +48,7 @@ class Stages:
         self._random: tuple[State, ...] = ()  # of the generators, between two stages
         self._kinds: dict[int, list[Kind]] = {}  # of the tensors each stage saved under hooks
         self._wants: dict[int, tuple[bool, ...]] = {}  # of the leaves of each state, at first
+        self._counts: dict[int, Count] = {}  # of the stage that runs, if its sizes are not known
         self._home = Home()
         self._shares = any(trait.draws or trait.buffers for trait in traits)  # with other threads
 
@@ -65,11 +67,17 @@ class Stages:
         ------
         StateError
             If a stage leaves a setting changed.
+        LargerError
+            If a stage is larger than planned for; all that stages did is undone.
         """
         self._watch({t.device for scope in self._scopes for t in scope.look().tensors})
         self._watch({t.device for t in tensors_in(state)})
         self._settings = settings = Settings.capture(self._device_types())
-        yield
+        try:
+            yield
+        except LargerError:
+            self._undo()
+            raise
         changed = settings.differences(Settings.capture(self._device_types()))
         if changed:
             raise StateError(
@@ -77,6 +85,17 @@ class Stages:
                 "cannot be run again as they were: change it outside of the chain"
             )
         self._random = ()
+
+    def _undo(self) -> None:
+        self._generators.restore(self._random)  # as they were before the stage that failed
+        for number in sorted(self._around, reverse=True):
+            self._around[number].undo()
+
+    def returned(self, i: int, leaves: Sequence[Any]) -> None:
+        """Look at the size of state i, which the stage before returned."""
+        sizes = self.traits[i - 1].sizes if i else None
+        if sizes is not None:
+            sizes.returned(i - 1, leaves)
 
     def _watch(self, devices: set[torch.device]) -> None:
         """Look at the generators of these devices too."""
@@ -96,10 +115,11 @@ class Stages:
         self,
         i: int,
         state: Any,
-        hooks: AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008
+        hooks: AbstractContextManager[Any] | None = None,
     ) -> Any:
         """Run stage i in the forward sweep; remember and verify its environment."""
         leaves = pytree.tree_leaves(state)
+        self.returned(i, leaves)
         if any(isinstance(x, Tensor) and x.device not in self._devices for x in leaves):
             self._watch({t.device for t in tensors_in(state)})
         self._wants[i] = wants_of(leaves)
@@ -107,8 +127,19 @@ class Stages:
         around = self._around[i] = Environment(
             self._scopes[i], f"stage {trait.name}", trait.buffers
         )
-        with hooks:
+        count, sizes = None, trait.sizes
+        if sizes is not None and not trait.unhooked:
+            way = sizes.way(leaves, around.number)
+            if not sizes.knows(way):
+                count = self._counts[i] = Count(i, sizes)
+                if hooks is None:
+                    pack, unpack = counting(count, trait.name)
+                    hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        with hooks or contextlib.nullcontext():
             state = self._stages[i](state)
+        if sizes is not None and count is not None:
+            sizes.counted(way, count.nbytes)
+            del self._counts[i]
         before, self._random = self._random, self._generators.capture()
         if around.drew(self._generators, before, self._random):
             self._shares = True
@@ -137,6 +168,8 @@ class Stages:
         inside: Inside | None = Inside(self.traits[i].name, self.traits[i].differentiates)
 
         def pack(tensor: Tensor) -> int:
+            if i in self._counts:
+                self._counts[i].add(tensor)
             kinds.append(kind_of(tensor, self._around[i].places(), begun))
             if filling is not None:
                 filling.tape.append(tensor.detach())

@@ -17,6 +17,7 @@ libraries (torch, NumPy, the standard library).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,7 @@ _MOST_ITEMS = 1024  # of a set or deque whose contents are watched
 _MOST_BYTES = 1 << 16  # of an array whose contents are
 _MOST_HOLDERS = 256  # beside modules
 _DEPTH = 6
+_numbers = itertools.count()  # of what was found
 
 # What `nn.Module` itself keeps in an instance.
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -76,6 +78,8 @@ class Found:
         With names.
     scripted : tuple of ScriptModule
         Of which only parameters and buffers are known.
+    number : int
+        Of these contents: what is found later with the same number holds the same.
     """
 
     modules: tuple[nn.Module, ...]
@@ -84,6 +88,7 @@ class Found:
     tensors: tuple[Tensor, ...]
     generators: tuple[tuple[str, Any], ...]
     scripted: tuple[Any, ...]
+    number: int
 
     def differences(self) -> list[str]:
         """Return the names of values that are others now."""
@@ -138,6 +143,7 @@ class Scope:
             _tensors_among(contents, scripted),
             tuple(walk.generators.values()),
             scripted,
+            next(_numbers),
         )
 
     def look(self) -> Found:
@@ -158,7 +164,7 @@ class Scope:
         if changed is not None:
             contents = tuple(changed)
             tensors = _tensors_among(contents, found.scripted)
-            found = replace(found, contents=contents, tensors=tensors)
+            found = replace(found, contents=contents, tensors=tensors, number=next(_numbers))
             self._found = _without_results(found)
         return found
 

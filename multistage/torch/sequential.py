@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,11 +28,22 @@ from .randomness import device_types, refuse_hidden_draws
 from .runner import Run
 from .scope import Found, Scope
 from .settings import Settings
+from .sizes import LargerError, Sizes
 from .turns import TURN
 
 Call = Callable[[Any], Any]
 # Of the memory that is free on a CUDA device, where no limit is given.
 _DEVICE_SHARE = 0.9
+_log = logging.getLogger(__name__)
+_MOST_PLANS = 4  # for each stage and input, if they are larger each time
+_BYTES = (
+    "output_bytes",
+    "tape_bytes",
+    "gradient_bytes",
+    "forward_overhead_bytes",
+    "tape_overhead_bytes",
+    "backward_overhead_bytes",
+)
 # Kinds of input whose plans are remembered, and traces of each.
 _KINDS = 64
 _VARIANTS = 8
@@ -44,15 +56,24 @@ class _Planned:
     stages: list[Call]
     traced: Stages | None  # that the stages are of
     profile: Profile
+    measured: Profile  # which `profile` counts one way
     plan: ChainPlan
     checked: Checked
+    sizes: Sizes = field(default_factory=Sizes)  # of the whole, where it runs as it is
 
-    def holds(self, stages: Sequence[Call], state: Any) -> bool:
+    def holds(self, stages: Sequence[Call], state: Any, way: object) -> bool:
         """Whether it is of the chain's present stages, and serves an input."""
         if self.traced is None:  # who assigns to a child puts another in its place
             same = len(stages) == len(self.stages)
             return same and all(a is b for a, b in zip(stages, self.stages, strict=True))
-        return self.plan.keeps_all or self.traced.differences(state) is None
+        return self.runs_plainly(way) or self.traced.differences(state) is None
+
+    def runs_plainly(self, way: object) -> bool:
+        """Whether all tapes are kept, and the sizes of a way to run are known to fit."""
+        if not self.plan.keeps_all:
+            return False
+        unlimited = self.plan.memory_bytes is None or self.profile.traits[0].sizes is None
+        return unlimited or self.sizes.knows(way)
 
 
 @dataclass(slots=True)
@@ -70,6 +91,7 @@ class _Chain:
     plan: ChainPlan | None = None
     checked: Checked | None = None
     functions: Scope | None = None  # of stages that are no modules
+    whole: Scope | None = None  # of all stages
     # By kind of input; the latest first.
     known: OrderedDict[object, list[_Planned]] = field(default_factory=OrderedDict)
 
@@ -85,6 +107,7 @@ class _Chain:
             "plan": None,
             "checked": None,
             "functions": None,
+            "whole": None,
         }
         return {**state, **empty}
 
@@ -427,10 +450,10 @@ def _prepared(sequential: Sequential, state: Any) -> ChainPlan:
 def _planned(sequential: Sequential, state: Any, *, together: bool = False) -> _Planned:
     """Return what is known of inputs like this one; profile and plan if nothing is."""
     chain = sequential._multistage
-    kind = _kind(sequential, state)
+    kind, way = _kind(sequential, state), _way(sequential, state)
     variants = chain.known.get(kind, [])
     stages = stages_of(sequential)
-    found = next((v for v in variants if v.holds(stages, state)), None)
+    found = next((v for v in variants if v.holds(stages, state, way)), None)
     if found is None:
         if chain.known and not chain.replan:
             raise ArgumentError(
@@ -439,14 +462,22 @@ def _planned(sequential: Sequential, state: Any, *, together: bool = False) -> _
             )
         with TURN.taken():  # generators and buffers are put back at the end
             found = _made(sequential, state, variants, together)
-        variants = chain.known[kind] = [found, *variants[: _VARIANTS - 1]]
-        if len(chain.known) > _KINDS:
-            chain.known.popitem(last=False)
+        _remember(chain, kind, [found, *variants[: _VARIANTS - 1]])
     chain.known.move_to_end(kind)
-    chain.plan, chain.checked = found.plan, found.checked
-    if found.traced is not None:
-        chain.traced, chain.calls = found.traced, list(found.traced.bare)
+    _use(chain, found)
     return found
+
+
+def _remember(chain: _Chain, kind: object, variants: list[_Planned]) -> None:
+    chain.known[kind] = variants
+    if len(chain.known) > _KINDS:
+        chain.known.popitem(last=False)
+
+
+def _use(chain: _Chain, planned: _Planned) -> None:
+    chain.plan, chain.checked = planned.plan, planned.checked
+    if planned.traced is not None:
+        chain.traced, chain.calls = planned.traced, list(planned.traced.bare)
 
 
 def _made(sequential: Sequential, state: Any, variants: list[_Planned], together: bool) -> _Planned:
@@ -458,16 +489,98 @@ def _made(sequential: Sequential, state: Any, variants: list[_Planned], together
     stages, names = stages_of(sequential), names_of(sequential)
     for other in variants:  # where a constant differs, costs do not
         if other.traced is not None and other.traced.same_stages(chain.traced):
-            costs = other.profile.costs
-            profile = measure(stages, names, state, costs=costs)
-            return _Planned(stages, chain.traced, profile, other.plan, other.checked)
-    profiles = measured(sequential, state, costs=chain.costs)
+            found = measure(stages, names, state, costs=other.measured.costs)
+            sizes = [t.sizes and t.sizes.fresh() for t in other.measured.traits]
+            found = _with_sizes(found, sizes)
+            profile = replace(found, costs=other.profile.costs)
+            return _Planned(stages, chain.traced, profile, found, other.plan, other.checked)
+    found = measure(stages, names, state, costs=chain.costs)
+    if _collective(sequential):  # one rank alone cannot plan anew
+        found = _with_sizes(found, [None for _ in found.traits])
+    unchecked = _fitted(sequential, state, found, together)
+    return replace(unchecked, checked=_compared(sequential, unchecked, state))
+
+
+def _with_sizes(profile: Profile, sizes: Sequence[Sizes | None]) -> Profile:
+    traits = [replace(t, sizes=each) for t, each in zip(profile.traits, sizes, strict=True)]
+    return replace(profile, traits=tuple(traits))
+
+
+def _fitted(sequential: Sequential, state: Any, found: Profile, together: bool) -> _Planned:
+    """Return the best plan for stages as measured, unchecked."""
+    traced = sequential._multistage.traced
+    profiles = _counted(sequential, found)
     if together:
         profiles = [_of_rank_0(profile) for profile in profiles]
     profile, plan = _planned_best(sequential, profiles, _limit(sequential, state))
     _refuse_unhooked(profile, plan)
-    unchecked = _Planned(stages, chain.traced, profile, plan, Checked("off"))
-    return replace(unchecked, checked=_compared(sequential, unchecked, state))
+    # Where there is room for twice as much, values of tensors are not thought to decide.
+    roomy = plan.memory_bytes is None or plan.memory_bytes >= 2 * plan.plain_bytes
+    varies = not roomy and any(t.sizes.varies for t in profile.traits if t.sizes is not None)
+    return _Planned(
+        stages_of(sequential), traced, profile, found, plan, Checked("off"), Sizes(varies=varies)
+    )
+
+
+def _for_larger(
+    sequential: Sequential, planned: _Planned, state: Any, larger: LargerError
+) -> _Planned:
+    """Return a plan for an input with which a stage saves or returns more than planned for.
+
+    Raises
+    ------
+    BudgetError
+        If there is none; it names the stage.
+    """
+    chain = sequential._multistage
+    name = planned.profile.traits[larger.stage].name
+    cause = f"stage {name} {larger.what}, which is of another input of the same kind"
+    if chain.costs is not None or not chain.replan or planned.profile.traits[0].changes_input:
+        raise BudgetError(
+            f"{cause}; numbers in the state, attributes and values of tensors decide its size: "
+            "give prepare(), or profile, the input that needs most, or let the chain plan anew "
+            "(replan=True, no costs=, and a first stage that does not write to its input)"
+        )
+    with TURN.taken(), torch.enable_grad():
+        found = measure(planned.stages, names_of(sequential), state)
+        found = _at_least(found, planned.measured, larger)
+        try:
+            anew = _fitted(sequential, state, found, together=False)
+        except BudgetError as error:
+            raise BudgetError(f"{cause}: {error}") from error
+    anew = replace(anew, checked=planned.checked)
+    _log.info("%s: planned anew", cause)
+    for variants in chain.known.values():
+        variants[:] = [anew if v is planned else v for v in variants]
+    _use(chain, anew)
+    return anew
+
+
+def _at_least(now: Profile, before: Profile, larger: LargerError) -> Profile:
+    """Return a profile with the larger bytes of two, those of one stage larger than before."""
+    if len(now.traits) != len(before.traits):
+        return now
+    stages, sizes = list(now.costs.stages), [t.sizes or Sizes() for t in now.traits]
+    for i, (a, b) in enumerate(zip(stages, before.costs.stages, strict=True)):
+        stages[i] = replace(a, **{n: max(getattr(a, n), getattr(b, n)) for n in _BYTES})
+        sizes[i] = sizes[i].at_least(before.traits[i].sizes or Sizes())
+    at = larger.stage
+    if sizes[at].no_more_than(before.traits[at].sizes or Sizes()):
+        # By chance it was small when it was measured: how large it gets nobody knows.
+        more = max(larger.seen - larger.planned, larger.planned // 4)
+        returned = more if larger.does == "returns" else 0
+        stages[at] = replace(
+            stages[at],
+            output_bytes=stages[at].output_bytes + returned,
+            tape_bytes=stages[at].tape_bytes + more,
+        )
+        sizes[at] = sizes[at].more_by(more - returned, returned)
+    costs = replace(
+        now.costs,
+        stages=tuple(stages),
+        input_bytes=max(now.costs.input_bytes, before.costs.input_bytes),
+    )
+    return _with_sizes(replace(now, costs=costs), sizes)
 
 
 def _refuse_unhooked(profile: Profile, plan: ChainPlan) -> None:
@@ -507,10 +620,15 @@ def measured(
     sequential: Sequential, state: Any, *, seconds: float = SECONDS, costs: StageCosts | None = None
 ) -> list[Profile]:
     """Profile the stages of a chain; see `measure` and `Stages.counted`."""
-    traced = sequential._multistage.traced
     stages, names = stages_of(sequential), names_of(sequential)
-    profile = measure(stages, names, state, seconds=seconds, costs=costs)
-    return [profile] if traced is None or costs is not None else traced.counted(profile)
+    return _counted(sequential, measure(stages, names, state, seconds=seconds, costs=costs))
+
+
+def _counted(sequential: Sequential, profile: Profile) -> list[Profile]:
+    """Return a profile by all ways to count what passes several cuts."""
+    chain = sequential._multistage
+    given = chain.traced is None or chain.costs is not None
+    return [profile] if given or chain.traced is None else chain.traced.counted(profile)
 
 
 def _planned_best(
@@ -559,12 +677,27 @@ def _limit(sequential: Sequential, state: Any) -> int | str | float | None:
 
 def _run(sequential: Sequential, planned: _Planned, state: Any) -> Any:
     """Run by a plan."""
-    if planned.plan.keeps_all:
+    way = _way(sequential, state)
+    if planned.runs_plainly(way):
         return _plain(sequential, state)
-    refuse_hidden_draws([sequential], "the chain")
-    profile = planned.profile
-    calls = grouped(planned.stages, profile.groups)
-    return Run(calls, profile.traits, planned.plan.actions).forward(state)
+    for _ in range(_MOST_PLANS * len(planned.profile.groups)):
+        profile = planned.profile
+        if not planned.plan.keeps_all:
+            refuse_hidden_draws([sequential], "the chain")
+        calls = grouped(planned.stages, profile.groups)
+        try:
+            result = Run(calls, profile.traits, planned.plan.actions).forward(state)
+        except LargerError as error:
+            larger = error.with_traceback(None)  # which holds the tensors of the run
+        else:
+            planned.sizes.counted(way, 0)
+            return result
+        planned = _for_larger(sequential, planned, state, larger)
+    raise BudgetError(
+        f"stage {planned.profile.traits[larger.stage].name} {larger.what}, though plans were made "
+        f"for more {_MOST_PLANS} times a stage; sizes must not change from one run to the next on "
+        "the same input"
+    )
 
 
 def held_by_caller(costs: StageCosts) -> StageCosts:
@@ -596,6 +729,15 @@ def _plain(sequential: Sequential, state: Any) -> Any:
     for stage in stages_of(sequential):
         state = stage(state)
     return state
+
+
+def _way(sequential: Sequential, state: Any) -> object:
+    """Return what decides sizes beside shapes: numbers in the state, and attributes."""
+    chain = sequential._multistage
+    if chain.whole is None:
+        model = sequential._model()
+        chain.whole = Scope([sequential] if model is None else [sequential, model])
+    return Sizes().way(pytree.tree_leaves(state), chain.whole.look().number)
 
 
 def _of_functions(sequential: Sequential) -> Found:

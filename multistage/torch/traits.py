@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .scope import Scope
+from .sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Traits:
         its tape must be kept.
     scope : Scope, optional
         What it refers to; searched for if not given.
+    sizes : Sizes, optional
+        What it may save and return; not looked at if not given.
     """
 
     name: str
@@ -42,3 +45,4 @@ class Traits:
     differentiates: bool = False
     unhooked: bool = False
     scope: Scope | None = None
+    sizes: Sizes | None = None
