@@ -95,6 +95,10 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.ms_joint_program_len.argtypes = [joint, program]
     library.ms_joint_program.restype = _INT64
     library.ms_joint_program.argtypes = [joint, program, _BYTES, _BYTES]
+    library.ms_joint_dual_len.restype = _INT64
+    library.ms_joint_dual_len.argtypes = [_INT64, _INT64]
+    library.ms_joint_dual.restype = ctypes.c_double
+    library.ms_joint_dual.argtypes = [ctypes.POINTER(JointDual), _BYTES]
     library.ms_hierarchy_blocks.restype = _INT64
     library.ms_hierarchy_blocks.argtypes = [_INT64]
     library.ms_hierarchy_row.restype = None
@@ -154,6 +158,8 @@ class Chain(ctypes.Structure):
         ("prefix", _BYTES),
         ("leaf", _BYTES),
         ("tapes", _INT64),
+        ("move_state", _BYTES),
+        ("move_tape", _BYTES),
     )
     owner: object = None
 
@@ -187,6 +193,22 @@ class JointProgram(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("read_price", "share", "staging", "fineness")),
         ("speed", ctypes.c_double),
         *((name, _INT64) for name in ("reserve", "steps", "stride", "isa")),
+    )
+
+
+class JointDual(ctypes.Structure):
+    """`dual_t` of joint_bound.c: a chain in slots, and prices."""
+
+    _fields_ = (
+        ("n", _INT64),
+        ("slots", _INT64),
+        *((name, _BYTES) for name in ("state", "tape", "taping", "passing")),
+        ("excess", _BYTES),
+        ("forward", _BYTES),
+        ("total", ctypes.c_double),
+        ("work", ctypes.c_double),
+        *((name, _BYTES) for name in ("fast_state", "fast_tape", "move_state", "move_tape")),
+        *((name, _BYTES) for name in ("late_state", "again_state")),
     )
 
 

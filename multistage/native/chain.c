@@ -142,6 +142,9 @@ static void candidates(const solve_t *x, int64_t s, int64_t t, int64_t k0, int64
     const int64_t m = x->plane * PLANE;
     float right[PLANE];
     for (int64_t k = k0; k <= k1; k++) {
+        if (c->move_state)
+            DISPATCH(x->isa, add_min, best, cell(x, x->plane, s, k - 1), cell(x, x->plane, k, t),
+                     c->prefix[k] + c->move_state[k]);
         if (m - c->state[k] <= -PLANE)
             continue;
         load(x, k, t, m - c->state[k], right);
@@ -160,6 +163,13 @@ static void finish(const solve_t *x, int64_t s, int64_t t, float *best)
         load(x, s + 1, t, m - c->tape[s], taped);
     else
         fill(taped, PLANE, INFINITY);
+    if (c->move_tape) {
+        const float *behind = cell(x, x->plane, s + 1, t);
+        for (int q = 0; q < PLANE; q++) {
+            const float moved = behind[q] + c->move_tape[s];
+            taped[q] = moved < taped[q] ? moved : taped[q];
+        }
+    }
     for (int q = 0; q < PLANE; q++) {
         const float kept = m + q >= none ? best[q] - c->prefix[s] : INFINITY;
         const float other = m + q >= all ? taped[q] : INFINITY;
@@ -180,8 +190,7 @@ static void tile(const solve_t *x, int64_t I, int64_t J, float *sums, float *rig
         const int64_t k1 = k0 + DEPTH - 1 < t0 ? k0 + DEPTH - 1 : t0;
         const float *left[TILE];
         for (int64_t k = k0; k <= k1; k++)
-            DISPATCH(x->isa, pack, x, k, t0, nt, m - c->state[k], c->prefix[k],
-                     right + (k - k0) * TILE * PLANE);
+            DISPATCH(x->isa, pack, x, k, t0, nt, right + (k - k0) * TILE * PLANE);
         for (int i = 0; i < ns; i++)
             left[i] = cell(x, x->plane, s0 + i, k0 - 1);
         DISPATCH(x->isa, multiply, left, right, (int)(k1 - k0 + 1), sums, ns, nt);

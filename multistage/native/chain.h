@@ -21,6 +21,9 @@ typedef struct {
     const float *prefix;                      /* P, n+1 entries, P[n] = 1 */
     const float *leaf; /* what taping stage i alone costs beyond running it: at most 0 */
     int64_t tapes; /* 0: a tape is made right before its adjoint only (Revolve) */
+    /* Null, or what it costs to have state k or tape s out of memory while what is behind
+     * them is processed, as shares: written to a slower tier and read again. */
+    const float *move_state, *move_tape;
 } chain_t;
 
 /* Solved: E(s, t, m) as planes of 16 slots, each of `cells` rows of the triangle. */

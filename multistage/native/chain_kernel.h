@@ -17,8 +17,8 @@ typedef float NAME(loose) __attribute__((vector_size(4 * LANES), aligned(4)));
 #define LOOSE NAME(loose)
 
 /* Copy row k of the right operand, columns t0.., shifted down by its slots, plus `add`. */
-TARGET static void NAME(pack)(const solve_t *x, int64_t k, int64_t t0, int nt, int64_t m,
-                              float add, float *out)
+TARGET static void NAME(shift)(const solve_t *x, int64_t k, int64_t t0, int nt, int64_t m,
+                               float add, float *out)
 {
     if (m <= -PLANE) {
         for (int q = 0; q < nt * PLANE; q++)
@@ -39,6 +39,20 @@ TARGET static void NAME(pack)(const solve_t *x, int64_t k, int64_t t0, int nt, i
         memcpy(pair + PLANE, high + j * PLANE, PLANE * sizeof(float));
         for (int v = 0; v < PLANE; v += LANES)
             *(LOOSE *)(out + j * PLANE + v) = *(const LOOSE *)(pair + shift + v) + add;
+    }
+}
+
+/* The right operand of row k: its state kept, or moved at its price. */
+TARGET static void NAME(pack)(const solve_t *x, int64_t k, int64_t t0, int nt, float *out)
+{
+    const chain_t *c = x->chain;
+    NAME(shift)(x, k, t0, nt, x->plane * PLANE - c->state[k], c->prefix[k], out);
+    if (!c->move_state)
+        return;
+    const float *behind = cell(x, x->plane, k, t0), add = c->prefix[k] + c->move_state[k];
+    for (int v = 0; v < nt * PLANE; v += LANES) {
+        const VECTOR moved = *(const LOOSE *)(behind + v) + add;
+        *(LOOSE *)(out + v) = MIN(moved, *(const LOOSE *)(out + v));
     }
 }
 

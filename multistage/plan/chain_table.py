@@ -27,11 +27,12 @@ from ..stages import StageCosts
 # else state `choice` is the next one kept and s..choice-1 run forward.
 Trace: TypeAlias = list[tuple[int, int, int]]
 INFEASIBLE = -2
-_PLANE = 16
+PLANE = 16
 _TILE = 16
 # Candidates per call of the kernel: a fraction of a second, so that Ctrl-C is heard.
 _PER_CALL = 4e9
 _MAX_SLOTS = 1 << 30
+_NEVER = 1e30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +115,12 @@ class Table:
         Whether to use the C kernel; where it was built, if None.
     tick : callable, optional
         Called `calls_of(slots)` times while the C kernel solves.
+    work : float
+        What a second of work done again costs.
+    moves : pair of arrays, optional
+        What it costs, in seconds, to have a state or a tape out of memory while the
+        stages behind it are processed; one entry per stage.  For bounds: the choices
+        of such a table are not asked for.
 
     Notes
     -----
@@ -130,40 +137,47 @@ class Table:
         instructions: Literal["auto", "baseline", "avx2", "avx512"] = "auto",
         native_kernel: bool | None = None,
         tick: Callable[[], object] | None = None,
+        work: float = 1.0,
+        moves: tuple[Array, Array] | None = None,
     ) -> None:
         self.sizes, self.slots, self.tapes = sizes, slots, tapes
         forward_s = sizes.forward_s
         total = float(forward_s.sum())
-        share = forward_s / total if total > 0 else np.zeros_like(forward_s)
+        share = work * forward_s / total if total > 0 else np.zeros_like(forward_s)
         self._prefix = np.concatenate(([0.0], np.cumsum(share))).astype(np.float32)
         self._leaf = leaf = np.zeros(len(sizes), np.float32)
         if total > 0:
-            leaf -= (sizes.spared_s / total).astype(np.float32)
+            leaf -= (work * sizes.spared_s / total).astype(np.float32)
+        self._moves = None
+        if moves is not None:
+            # What costs more than float32 holds is never chosen.
+            state, tape = (np.minimum(x / (total or 1.0), _NEVER) for x in moves)
+            self._moves = state.astype(np.float32), tape.astype(np.float32)
         use_native = native.available() if native_kernel is None else native_kernel
         self._native = use_native
         if use_native:
             self._solve(threads, instructions, tick)
         else:
-            self._values = _twin(sizes, slots, tapes, self._prefix, leaf)
+            self._values = _twin(sizes, slots, tapes, self._prefix, leaf, self._moves)
 
     # ------------------------------------------------------------- C kernel
 
     @staticmethod
     def calls_of(slots: int) -> int:
         """Return how often a table of so many slots ticks."""
-        return -(-(slots + 1) // _PLANE)
+        return -(-(slots + 1) // PLANE)
 
     def _solve(self, threads: int, instructions: str, tick: Callable[[], object] | None) -> None:
         library = native.library()
         n = len(self.sizes)
         cells = n * (n + 1) // 2
-        planes = -(-(self.slots + 1) // _PLANE)
+        planes = -(-(self.slots + 1) // PLANE)
         known = {"baseline": 1, "avx2": 2, "avx512": 3}
         best = library.ms_chain_isa()
         isa = min(best, known.get(instructions, best))
-        self._chain = _chain(self.sizes, self._prefix, self.tapes, self._leaf)
+        self._chain = _chain(self.sizes, self._prefix, self.tapes, self._leaf, self._moves)
         self._none = np.empty(cells, np.int32)
-        self._table = np.empty((planes, cells, _PLANE), np.float32)
+        self._table = np.empty((planes, cells, PLANE), np.float32)
         library.ms_chain_none(ctypes.byref(self._chain), self._none.ctypes.data, _MAX_SLOTS)
         tiles = -(-n // _TILE)
         for plane in range(planes):
@@ -212,6 +226,15 @@ class Table:
         n = len(self.sizes)
         at = s * n - s * (s - 1) // 2 + t - s
         return self._table[:, at, :].reshape(-1)[: self.slots + 1]
+
+    def planes(self) -> Array:
+        """Return the values as the C kernel has them: planes of 16 memories, pairs by s and t."""
+        if self._native:
+            return self._table
+        n = len(self.sizes)
+        pairs = np.stack([self._values[s, t] for s in range(n) for t in range(s, n)])
+        room = np.pad(pairs, ((0, 0), (0, -(self.slots + 1) % PLANE)), constant_values=np.inf)
+        return np.ascontiguousarray(room.reshape(len(pairs), -1, PLANE).transpose(1, 0, 2))
 
     def least_seconds(self, memory: int) -> float:
         """Return the makespan of the whole chain within `memory` slots, infinite if none fits."""
@@ -338,7 +361,12 @@ def need_to_pass(sizes: Sizes, s: int, t: int) -> int:
 
 
 def _twin(
-    sizes: Sizes, slots: int, tapes: bool, prefix: Array, leaf: Array
+    sizes: Sizes,
+    slots: int,
+    tapes: bool,
+    prefix: Array,
+    leaf: Array,
+    moves: tuple[Array, Array] | None,
 ) -> dict[tuple[int, int], Array]:
     n, memories = len(sizes), np.arange(slots + 1)
     excess: dict[tuple[int, int], Array] = {}
@@ -358,11 +386,15 @@ def _twin(
             best = np.full(slots + 1, np.inf, np.float32)
             for k in range(s + 1, t + 1):
                 right = shifted(k, t, int(sizes.state[k])) + prefix[k]
+                if moves is not None:
+                    right = np.minimum(right, excess[k, t] + (prefix[k] + moves[0][k]))
                 best = np.minimum(best, excess[s, k - 1] + right)
             passes = memories >= need_to_pass(sizes, s, t)
             best = np.where(passes, best - prefix[s], np.float32(np.inf))
             if tapes:
                 taped = shifted(s + 1, t, int(sizes.tape[s]))
+                if moves is not None:
+                    taped = np.minimum(taped, excess[s + 1, t] + moves[1][s])
                 best = np.minimum(best, np.where(fits, taped, np.float32(np.inf)))
             excess[s, t] = best.astype(np.float32)
     return excess
@@ -472,7 +504,13 @@ def _smallest_twin(true: Sizes, tapes: bool) -> dict[tuple[int, int], tuple[int,
     return found
 
 
-def _chain(sizes: Sizes, prefix: Array, tapes: bool, leaf: Array) -> native.Chain:
+def _chain(
+    sizes: Sizes,
+    prefix: Array,
+    tapes: bool,
+    leaf: Array,
+    moves: tuple[Array, Array] | None = None,
+) -> native.Chain:
     chain = native.Chain(
         len(sizes),
         sizes.state.ctypes.data,
@@ -484,8 +522,9 @@ def _chain(sizes: Sizes, prefix: Array, tapes: bool, leaf: Array) -> native.Chai
         prefix.ctypes.data,
         leaf.ctypes.data,
         int(tapes),
+        *((None, None) if moves is None else (x.ctypes.data for x in moves)),
     )
-    chain.owner = sizes, prefix, leaf  # the arrays live as long as the pointers to them
+    chain.owner = sizes, prefix, leaf, moves  # the arrays live as long as the pointers to them
     return chain
 
 

@@ -23,6 +23,7 @@ CALLERS = (
     "test_hierarchy",
     "test_heterogeneous",
     "test_joint",
+    "test_joint_bound",
 )
 LONG = (
     "twelve_orders",
@@ -40,6 +41,8 @@ LONG = (
     "walk_costs",
     "best_period",
     "thinned_out",
+    "a_tier",
+    "a_faster",
 )
 FLAGS = ("-std=gnu11", "-g", "-O1", "-fno-omit-frame-pointer", "-shared", "-fPIC", "-pthread")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
