@@ -141,7 +141,8 @@ class StageCosts:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the costs as plain data."""
-        return {"format": _FORMAT, **asdict(self)}
+        data = asdict(self)
+        return {"format": _FORMAT, **data, "stages": list(data["stages"])}
 
     def to_json(self) -> str:
         """Return the costs as JSON text."""

@@ -36,17 +36,13 @@ its input, as in autograd, they gain 0 to 0.25 % on average.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
-
-from tabulate import tabulate
+from dataclasses import replace
+from typing import Literal
 
 from ..actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
-from ..costs import format_bytes, format_seconds, parse_bytes
+from ..costs import format_bytes, parse_bytes
 from ..errors import ArgumentError, BudgetError
 from ..progress import counting
 from ..rates import TierRates
@@ -54,11 +50,13 @@ from ..stages import StageCosts
 from ..values import shown
 from ..values import whole as whole_number
 from .chain_memory import actions_of, use_of
+from .chain_plan import STRATEGIES as STRATEGIES
+from .chain_plan import ChainPlan as ChainPlan
+from .chain_plan import Strategy as Strategy
+from .chain_plan import store_all
 from .chain_table import Sizes, Table, Trace, default_threads, judge, smallest
 from .joint import plan_joint, smallest_with_tier
 
-Strategy = Literal["optimal", "revolve", "periodic", "store-all"]
-STRATEGIES: tuple[Strategy, ...] = ("optimal", "revolve", "periodic", "store-all")
 SLOTS = 500
 # Schedules of more slots than the limit has may fit: sizes were rounded up too.
 _MORE = 1.15
@@ -69,164 +67,6 @@ _FLOAT = 1e-5
 
 
 _MOST_SLOTS, _MOST_THREADS = 1 << 20, 1024
-
-
-@dataclass(frozen=True, slots=True)
-class ChainPlan:
-    """A schedule of a chain, and what it is predicted to take.
-
-    Attributes
-    ----------
-    strategy : str
-    costs : StageCosts
-    memory_bytes : int or None
-        The limit it was made for.
-    actions : tuple of Action
-        Stage `len(costs.stages)` is the loss; `EndForward` comes before its adjoint.
-    makespan_s, peak_bytes
-        Of one forward and backward, by the byte-exact judge; the peak includes
-        the chain's input.
-    forward_steps : int
-        Stages run forward.
-    plain_s, plain_bytes
-        The same with every tape kept.
-    tier : TierRates or None
-        The slow tier it was planned with.
-    lower_bound_s : float or None
-        No schedule of this kind is faster.
-    no_tier_s, offload_s : float or None
-        The makespans of the alternatives, without the tier and with every tape sent
-        to it; None where they do not fit, or no tier was given.
-    stall_s : float
-        Of the makespan, spent waiting for transfers.
-    """
-
-    strategy: Strategy
-    costs: StageCosts
-    memory_bytes: int | None
-    actions: tuple[Action, ...] = field(repr=False)
-    makespan_s: float
-    peak_bytes: int
-    forward_steps: int
-    plain_s: float
-    plain_bytes: int
-    tier: TierRates | None = None
-    lower_bound_s: float | None = None
-    no_tier_s: float | None = None
-    offload_s: float | None = None
-    stall_s: float = 0.0
-
-    @property
-    def recompute_factor(self) -> float:
-        """Stages run forward / stages."""
-        return self.forward_steps / len(self.costs.stages)
-
-    @property
-    def kept(self) -> tuple[int, ...]:
-        """Stages whose tape is kept from the forward sweep on."""
-        stop = next((k for k, a in enumerate(self.actions) if isinstance(a, EndForward)), None)
-        loss = len(self.costs.stages)
-        return tuple(a.step for a in self.actions[:stop] if isinstance(a, Tape) and a.step < loss)
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether nothing is run twice."""
-        return len(self.kept) == len(self.costs.stages)
-
-    def runs(self) -> list[int]:
-        """Return how often each stage is run forward."""
-        return _runs(self.actions, len(self.costs.stages))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain data, for JSON."""
-        return {
-            "format": "multistage-chain-plan-1",
-            "strategy": self.strategy,
-            "memory_bytes": self.memory_bytes,
-            "makespan_s": self.makespan_s,
-            "peak_bytes": self.peak_bytes,
-            "recompute_factor": self.recompute_factor,
-            "plain_s": self.plain_s,
-            "plain_bytes": self.plain_bytes,
-            "kept": list(self.kept),
-            "runs": self.runs(),
-        }
-
-    def summary(self) -> str:
-        """Return the plan in one line."""
-        limit = "no limit" if self.memory_bytes is None else format_bytes(self.memory_bytes)
-        slower = self.makespan_s / self.plain_s - 1 if self.plain_s else 0.0
-        return (
-            f"plan {self.strategy}: {len(self.costs.stages)} stages within {limit}: "
-            f"{format_seconds(self.makespan_s)}, {100 * slower:.1f} % over plain training; "
-            f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.plain_bytes)}"
-        )
-
-    def fates(self) -> list[str]:
-        """Return what the forward sweep leaves of each stage: tape kept, input kept, recomputed."""
-        kept = set(self.kept)
-        forward = itertools.takewhile(lambda a: not isinstance(a, Reverse), self.actions)
-        saved = {a.step for a in forward if isinstance(a, Save)}
-        return [
-            "tape kept" if i in kept else "input kept" if i in saved or i == 0 else "recomputed"
-            for i in range(len(self.costs.stages))
-        ]
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan to a file: `.html`, one page that needs no network, or `.json`.
-
-        Raises
-        ------
-        ArgumentError
-            For another suffix.
-        """
-        from ..drawing.plans import save_chain_plan
-
-        save_chain_plan(self, path)
-
-    def picture(
-        self,
-        path: str | Path,
-        what: Literal["schedule", "timeline", "trade-off"] = "schedule",
-    ) -> None:
-        """Draw the plan to a file; the suffix chooses the format.
-
-        Parameters
-        ----------
-        path : str or Path
-            `.svg` needs nothing; `.png`, `.pdf` and others need matplotlib.
-        what : {"schedule", "timeline", "trade-off"}
-            What is kept over both sweeps, and the memory it takes (either of
-            the first two); or time over peak memory, with this plan marked.
-
-        Raises
-        ------
-        ArgumentError
-            If matplotlib is needed and not installed; for an unknown suffix or
-            subject.
-        """
-        from ..drawing.plans import draw_chain_plan
-
-        draw_chain_plan(self, path, what)
-
-    def _repr_html_(self) -> str:
-        from ..drawing.plans import chain_plan_html
-
-        return chain_plan_html(self)
-
-    def __str__(self) -> str:
-        rows = []
-        for i, (stage, what, runs) in enumerate(
-            zip(self.costs.stages, self.fates(), self.runs(), strict=True)
-        ):
-            rows.append((i, stage.name, what, runs, format_bytes(stage.tape_bytes)))
-        table = tabulate(
-            rows,
-            headers=("", "stage", "forward sweep", "runs", "tape"),
-            disable_numparse=True,
-            colalign=("right", "left", "left", "right", "right"),
-        )
-        return f"{self.summary()}\n{table}"
 
 
 def plan_chain(
@@ -292,7 +132,7 @@ def plan_chain(
     rates = _first_tier(tiers)
     if rates is not None and strategy != "optimal":
         raise ArgumentError(f"tiers go with strategy 'optimal', not {strategy!r}")
-    plain = use_of(_store_all(costs), costs)
+    plain = use_of(store_all(costs), costs)
     limit = _limit(memory, plain.peak_bytes)
     fits = limit is None or plain.peak_bytes <= limit
 
@@ -315,7 +155,7 @@ def plan_chain(
     if strategy == "store-all" or (strategy == "optimal" and fits):
         if not fits:
             raise _too_small(strategy, limit, plain.peak_bytes)
-        return _beside_tier(made(_store_all(costs)), rates)
+        return _beside_tier(made(store_all(costs)), rates)
     if strategy == "periodic":
         return made(_periodic(costs, limit, segments))
     tapes = strategy == "optimal"
@@ -412,7 +252,7 @@ def memory_curve(
     if threads is not None:
         threads = whole_number(threads, "threads", 0, _MOST_THREADS)
     true = Sizes.of(costs)
-    plain = use_of(_store_all(costs), costs)
+    plain = use_of(store_all(costs), costs)
     _, trace = smallest(true, tapes=strategy == "optimal")
     seconds, peak = judge(true, trace)
     points = [(peak + costs.input_bytes, seconds)]
@@ -506,17 +346,6 @@ def _all_states(true: Sizes) -> int:
     return one + sum(int(x) for x in true.state)
 
 
-def _runs(actions: Sequence[Action], stages: int) -> list[int]:
-    counts = [0] * (stages + 1)
-    for action in actions:
-        if isinstance(action, Advance):
-            for i in range(action.start, action.stop):
-                counts[i] += 1
-        elif isinstance(action, Tape):
-            counts[action.step] += 1
-    return counts[:-1]
-
-
 def _limit(memory: int | str | float | None, plain_bytes: int) -> int | None:
     if memory is None:
         return None
@@ -535,12 +364,6 @@ def _too_small(strategy: str, limit: int | None, least: int) -> BudgetError:
         f"memory={limit} bytes < {least} bytes ({format_bytes(least)}), the smallest limit that "
         f"strategy {strategy!r} works within; raise the limit"
     )
-
-
-def _store_all(costs: StageCosts) -> list[Action]:
-    loss = len(costs.stages)
-    forward: list[Action] = [Tape(i) for i in range(loss + 1)]
-    return [*forward, EndForward(), *(Reverse(i) for i in range(loss, -1, -1))]
 
 
 def _segments(costs: StageCosts, count: int) -> list[Action]:

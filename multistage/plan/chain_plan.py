@@ -1,0 +1,376 @@
+"""What the planners of chains return: a schedule of unequal stages, and what it takes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from tabulate import tabulate
+
+from ..actions import Action, Advance, EndForward, Put, Reverse, Save, Tape
+from ..costs import format_bytes, format_seconds
+from ..errors import ArgumentError
+from ..rates import TierRates
+from ..simulate import Jitter, Simulation, simulate
+from ..stages import StageCosts
+from ..values import seconds as a_time
+from ..values import shown, whole
+from .chain_memory import use_of
+from .written import actions_from_lists, actions_to_lists
+
+Strategy = Literal["optimal", "revolve", "periodic", "store-all"]
+STRATEGIES: tuple[Strategy, ...] = ("optimal", "revolve", "periodic", "store-all")
+_FORMAT = "multistage-chain-plan-2"
+_KNOWN = ("lower_bound_s", "no_tier_s", "offload_s")
+_READ = ("strategy", "memory_bytes", "tier", "costs", "actions", *_KNOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPlan:
+    """A schedule of a chain, and what it is predicted to take.
+
+    Attributes
+    ----------
+    strategy : str
+    costs : StageCosts
+    memory_bytes : int or None
+        The limit it was made for.
+    actions : tuple of Action
+        Stage `len(costs.stages)` is the loss; `EndForward` comes before its adjoint.
+    makespan_s, peak_bytes
+        Of one forward and backward, by the byte-exact judge; the peak includes
+        the chain's input.
+    forward_steps : int
+        Stages run forward.
+    plain_s, plain_bytes
+        The same with every tape kept.
+    tier : TierRates or None
+        The slow tier it was planned with.
+    lower_bound_s : float or None
+        No schedule of this kind is faster; None where it is not known.
+    no_tier_s, offload_s : float or None
+        The makespans of the alternatives, without the tier and with every tape sent
+        to it; None where they do not fit, or no tier was given.
+    stall_s : float
+        Of the makespan, spent waiting for transfers.
+    """
+
+    strategy: Strategy
+    costs: StageCosts
+    memory_bytes: int | None
+    actions: tuple[Action, ...] = field(repr=False)
+    makespan_s: float
+    peak_bytes: int
+    forward_steps: int
+    plain_s: float
+    plain_bytes: int
+    tier: TierRates | None = None
+    lower_bound_s: float | None = None
+    no_tier_s: float | None = None
+    offload_s: float | None = None
+    stall_s: float = 0.0
+
+    @property
+    def recompute_factor(self) -> float:
+        """Stages run forward / stages."""
+        return self.forward_steps / len(self.costs.stages)
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Stages whose tape is kept from the forward sweep on."""
+        stop = next((k for k, a in enumerate(self.actions) if isinstance(a, EndForward)), None)
+        loss = len(self.costs.stages)
+        return tuple(a.step for a in self.actions[:stop] if isinstance(a, Tape) and a.step < loss)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is run twice."""
+        return len(self.kept) == len(self.costs.stages)
+
+    def runs(self) -> list[int]:
+        """Return how often each stage is run forward."""
+        return _runs(self.actions, len(self.costs.stages))
+
+    @property
+    def gap(self) -> float | None:
+        """How far the makespan lies above the lower bound, 0 at best; None if that is not known."""
+        if self.lower_bound_s is None:
+            return None
+        if not self.lower_bound_s:
+            return 0.0 if not self.makespan_s else math.inf
+        return self.makespan_s / self.lower_bound_s - 1
+
+    def fates(self) -> list[str]:
+        """Return what the forward sweep leaves of each stage.
+
+        `tape kept`, `tape to tier`, `input kept`, `input to tier` or `recomputed`: neither,
+        so that it runs again from an earlier state.  A tape and the state it starts from may
+        both be left, as in `tape to tier, input kept`.
+        """
+        forward = list(itertools.takewhile(lambda a: not isinstance(a, Reverse), self.actions))
+        saved = {a.step for a in forward if isinstance(a, Save)}
+        sent = {a.step for a in forward if isinstance(a, Put) and not a.tape}
+        tapes_sent = {a.step for a in forward if isinstance(a, Put) and a.tape}
+        kept = set(self.kept)
+        found = []
+        for i in range(len(self.costs.stages)):
+            state = "input to tier" if i in sent else "input kept" if i in saved else ""
+            if i in tapes_sent:
+                found.append("tape to tier" + (f", {state}" if state else ""))
+            elif i in kept:
+                found.append("tape kept" + (f", {state}" if i in sent else ""))
+            else:
+                found.append(state or ("recomputed" if i else "input kept"))
+        return found
+
+    def simulate(
+        self,
+        *,
+        tier: TierRates | str | None = None,
+        jitter: Jitter | None = None,
+        seed: int = 0,
+    ) -> Simulation:
+        """Run the plan in virtual time, with its own tier or another.
+
+        Memory is bounded by `memory_bytes` whatever the tier's rates.
+
+        Examples
+        --------
+        >>> from multistage import Stage, StageCosts, plan_chain
+        >>> costs = StageCosts.uniform(12, Stage("layer", 1.0, 2.0, 10, 40), 10)
+        >>> plan = plan_chain(costs, 0.4, tiers="write=60B/s,read=60B/s")
+        >>> run = plan.simulate(tier="write=30B/s,read=30B/s")
+        >>> run.makespan_s > plan.makespan_s, run.peak_bytes <= plan.memory_bytes
+        (True, True)
+        """
+        rates = self.tier if tier is None else TierRates.parse(tier)
+        return simulate(
+            self.actions,
+            None,
+            self.costs,
+            tiers=() if rates is None else (rates,),
+            memory_bytes=self.memory_bytes,
+            jitter=jitter,
+            seed=seed,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data, for JSON; `from_dict` reads it back.
+
+        `fates`, `kept`, `runs` and the numbers that follow from schedule and costs are
+        there for the reader's convenience.
+        """
+        return {
+            "format": _FORMAT,
+            "strategy": self.strategy,
+            "memory_bytes": self.memory_bytes,
+            "makespan_s": self.makespan_s,
+            "peak_bytes": self.peak_bytes,
+            "stall_s": self.stall_s,
+            "recompute_factor": self.recompute_factor,
+            "plain_s": self.plain_s,
+            "plain_bytes": self.plain_bytes,
+            "lower_bound_s": self.lower_bound_s,
+            "no_tier_s": self.no_tier_s,
+            "offload_s": self.offload_s,
+            "tier": None if self.tier is None else self.tier.to_dict(),
+            "kept": list(self.kept),
+            "fates": self.fates(),
+            "runs": self.runs(),
+            "costs": self.costs.to_dict(),
+            "actions": actions_to_lists(self.actions),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Return the plan that `to_dict` described, its schedule judged anew.
+
+        Times and memory are those of a new simulation; what the data says of them does
+        not count.
+
+        Raises
+        ------
+        ArgumentError
+            Naming what is missing or wrong.
+        ScheduleError
+            Naming the first action that is illegal or exceeds `memory_bytes`.
+        """
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise ArgumentError(f"no plan of a chain: 'format' must be {_FORMAT!r}")
+        missing = [name for name in _READ if name not in data]
+        if missing:
+            raise ArgumentError(f"no plan of a chain: {missing[0]!r} is missing")
+        if data["strategy"] not in STRATEGIES:
+            raise ArgumentError(
+                f"strategy {shown(data['strategy'])} is not known; it is one of {STRATEGIES}"
+            )
+        costs = StageCosts.from_dict(data["costs"])
+        tier = None if data["tier"] is None else TierRates.from_dict(data["tier"])
+        limit = data["memory_bytes"]
+        limit = None if limit is None else whole(limit, "memory_bytes")
+        actions = actions_from_lists(data["actions"])
+        tiers = () if tier is None else (tier,)
+        use = simulate(actions, None, costs, tiers=tiers, memory_bytes=limit, checked=False)
+        plain = use_of(store_all(costs), costs)
+        known = {name: _seconds(data[name], name) for name in _KNOWN}
+        bound_s = known["lower_bound_s"]
+        if bound_s is not None and bound_s > use.makespan_s * (1 + 1e-9):
+            raise ArgumentError(
+                f"lower_bound_s={bound_s} is above the {use.makespan_s} s that the schedule takes"
+            )
+        return cls(
+            strategy=data["strategy"],
+            costs=costs,
+            memory_bytes=limit,
+            actions=actions,
+            makespan_s=use.makespan_s,
+            peak_bytes=use.peak_bytes,
+            forward_steps=use.forward_steps,
+            plain_s=plain.makespan_s,
+            plain_bytes=plain.peak_bytes,
+            tier=tier,
+            stall_s=use.stall_s,
+            **known,
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Return the plan that `save` wrote to a `.json` file, its schedule judged anew.
+
+        Raises
+        ------
+        ArgumentError
+            If it cannot be read, or for `from_dict`'s reasons; ScheduleError for its others.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ArgumentError(f"the plan {str(path)!r} cannot be read: {error}") from error
+        return cls.from_dict(data)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file: `.json`, which `load` reads back, or `.html`.
+
+        The page is one file that needs no network.
+
+        Raises
+        ------
+        ArgumentError
+            For another suffix.
+        """
+        from ..drawing.plans import save_chain_plan
+
+        save_chain_plan(self, path)
+
+    def picture(
+        self,
+        path: str | Path,
+        what: Literal["schedule", "timeline", "trade-off"] = "schedule",
+    ) -> None:
+        """Draw the plan to a file; the suffix chooses the format.
+
+        Parameters
+        ----------
+        path : str or Path
+            `.svg` needs nothing; `.png`, `.pdf` and others need matplotlib.
+        what : {"schedule", "timeline", "trade-off"}
+            What is kept over both sweeps, and the memory it takes; what runs when,
+            compute and transfers, with the memory of each place by what is in it;
+            or time over peak memory, with this plan marked.
+
+        Raises
+        ------
+        ArgumentError
+            If matplotlib is needed and not installed; for an unknown suffix or
+            subject.
+        """
+        from ..drawing.plans import draw_chain_plan
+
+        draw_chain_plan(self, path, what)
+
+    def _repr_html_(self) -> str:
+        from ..drawing.plans import chain_plan_html
+
+        return chain_plan_html(self)
+
+    def summary(self) -> str:
+        """Return the plan in one line."""
+        limit = "no limit" if self.memory_bytes is None else format_bytes(self.memory_bytes)
+        slower = self.makespan_s / self.plain_s - 1 if self.plain_s else 0.0
+        return (
+            f"plan {self.strategy}: {len(self.costs.stages)} stages within {limit}: "
+            f"{format_seconds(self.makespan_s)}, {100 * slower:.1f} % over plain training; "
+            f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.plain_bytes)}"
+        )
+
+    def comparison(self) -> list[tuple[str, str, str]]:
+        """Return the plan beside its lower bound and its alternatives: name, time, difference."""
+        if self.tier is None:
+            return []
+        rows = [("this plan", format_seconds(self.makespan_s), "")]
+        if self.stall_s:
+            rows.append(("  of which waiting", format_seconds(self.stall_s), ""))
+        others = {
+            "lower bound": self.lower_bound_s,
+            "no tier": self.no_tier_s,
+            "every tape to the tier": self.offload_s,
+        }
+        for name, seconds in others.items():
+            if seconds is None:
+                what = "not known" if name == "lower bound" else "does not fit"
+                rows.append((name, what, ""))
+                continue
+            more = f"{100 * (seconds / self.makespan_s - 1):+.1f} %" if self.makespan_s else ""
+            rows.append((name, format_seconds(seconds), more))
+        return rows
+
+    def __str__(self) -> str:
+        rows = [
+            (i, stage.name, what, runs, format_bytes(stage.tape_bytes))
+            for i, (stage, what, runs) in enumerate(
+                zip(self.costs.stages, self.fates(), self.runs(), strict=True)
+            )
+        ]
+        table = tabulate(
+            rows,
+            headers=("", "stage", "forward sweep", "runs", "tape"),
+            disable_numparse=True,
+            colalign=("right", "left", "left", "right", "right"),
+        )
+        lines = [self.summary()]
+        if self.tier is not None:
+            beside = tabulate(
+                self.comparison(),
+                tablefmt="plain",
+                disable_numparse=True,
+                colalign=("left", "right", "right"),
+            )
+            lines += [f"tier {self.tier}", beside]
+        return "\n".join([*lines, table])
+
+
+def store_all(costs: StageCosts) -> list[Action]:
+    """Return the schedule that keeps every tape."""
+    loss = len(costs.stages)
+    forward: list[Action] = [Tape(i) for i in range(loss + 1)]
+    return [*forward, EndForward(), *(Reverse(i) for i in range(loss, -1, -1))]
+
+
+def _seconds(value: Any, name: str) -> float | None:
+    return None if value is None else a_time(value, name)
+
+
+def _runs(actions: Sequence[Action], stages: int) -> list[int]:
+    counts = [0] * (stages + 1)
+    for action in actions:
+        if isinstance(action, Advance):
+            for i in range(action.start, action.stop):
+                counts[i] += 1
+        elif isinstance(action, Tape):
+            counts[action.step] += 1
+    return counts[:-1]
