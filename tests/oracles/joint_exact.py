@@ -1,0 +1,107 @@
+"""The exact optimum of chains of up to six stages with an asynchronous slow tier.
+
+The oracle of the joint planner and of its lower bound: an A* search in
+`joint_exact.c`, built by the first who asks.  It shares nothing with the
+planner, the simulator or the judge but `StageCosts` and `TierRates`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from multistage.rates import TierRates
+from multistage.stages import StageCosts
+
+MAX_STAGES = 6
+_SOURCE = Path(__file__).with_suffix(".c")
+_ARRAY = ctypes.POINTER(ctypes.c_int64)
+_NAMES = (
+    ("state", "gradient"),
+    ("tape", "advance", "taping", "back"),
+    ("forward_s", "spared_s", "backward_s"),
+    ("write_s", "read_s"),
+)
+_MOST_SECONDS = 63
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = (
+        ("n", ctypes.c_int64),
+        ("memory", ctypes.c_int64),
+        *((name, _ARRAY) for names in _NAMES for name in names),
+        ("shared", ctypes.c_int64),
+        ("tapes", ctypes.c_int64),
+    )
+
+
+def compiler() -> str | None:
+    """Return the C compiler, None where there is none."""
+    return shutil.which("cc")
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    command = compiler()
+    assert command is not None, "no C compiler"
+    with tempfile.TemporaryDirectory(prefix="joint-exact-") as folder:
+        library = Path(folder) / "joint_exact.so"
+        flags = ("-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
+        subprocess.run([command, *flags, "-o", str(library), str(_SOURCE)], check=True)
+        loaded = ctypes.CDLL(str(library))
+    loaded.exact_joint.restype = ctypes.c_int64
+    loaded.exact_joint.argtypes = [ctypes.POINTER(_Problem), ctypes.c_int64, ctypes.c_int64]
+    return loaded
+
+
+def exact_joint_makespan(
+    costs: StageCosts, memory_bytes: int, rates: TierRates, upper_s: int, *, limit: int = 2_000_000
+) -> int | None:
+    """Return the least makespan of any schedule, `upper_s` if none is faster.
+
+    None if `limit` states of the search do not suffice.  Times of stages and
+    of transfers must be whole seconds, at most 63; the tier's capacity is not
+    heeded.
+    """
+    stages, n = costs.stages, len(costs.stages) + 1
+    assert n <= MAX_STAGES + 1
+    sizes = [costs.input_bytes, *(s.output_bytes for s in stages), 0]
+    tapes = [0, *(s.tape_bytes for s in stages), 0]
+    things = [0] * 16
+    for i in range(1, n + 1):
+        things[i] = tapes[i]
+        things[8 + i] = sizes[i]
+    arrays = {
+        "state": sizes,
+        "gradient": [costs.input_gradient_bytes, *(s.gradient_bytes for s in stages), 0],
+        "tape": tapes,
+        "advance": [0, *(s.forward_overhead_bytes for s in stages), 0],
+        "taping": [0, *(s.tape_overhead_bytes for s in stages), 0],
+        "back": [0, *(s.backward_overhead_bytes for s in stages), 0],
+        "forward_s": [0, *(_whole(s.forward_s) for s in stages), 0],
+        "spared_s": [0, *(_whole(s.spared_s) for s in stages), 0],
+        "backward_s": [0, *(_whole(s.backward_s) for s in stages), 0],
+        "write_s": [_whole(rates.write_s(size)) for size in things],
+        "read_s": [_whole(rates.read_s(size)) for size in things],
+    }
+    problem = _Problem(
+        n,
+        memory_bytes - costs.input_bytes,
+        *((ctypes.c_int64 * len(values))(*values) for values in arrays.values()),
+        int(rates.shared),
+        int(rates.tapes),
+    )
+    found = _library().exact_joint(ctypes.byref(problem), upper_s, limit)
+    if found == -2:
+        raise MemoryError("no memory for the exact search")
+    return None if found == -1 else int(found)
+
+
+def _whole(seconds: float) -> int:
+    whole = round(seconds)
+    assert abs(whole - seconds) < 1e-9 and whole <= _MOST_SECONDS, f"{seconds} s"
+    return whole
