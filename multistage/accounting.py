@@ -115,6 +115,26 @@ class ByteAccounting:
             or rules.held.get(step, -1) is None
         )
 
+    def parts(self, rules: Rules) -> dict[str, int]:
+        """Return the bytes of tapes and of states, and of both on their way to or from a tier.
+
+        A state inside a tape is part of it.
+        """
+        tapes = dict.fromkeys(self.tapes, 0)
+        moving = 0
+        for transfer in rules.tokens.values():
+            item = transfer.item
+            if item < 0:
+                moving += self.tape[~item]
+                tapes.pop(~item, None)
+            elif transfer.staged or self.saved.get(item) not in self.tapes.values():
+                moving += self.state[item]
+        kept = sum(self.tape[step] for step in tapes)
+        reached = rules.n_steps if rules.adjoint is None else rules.adjoint
+        assert reached is not None
+        states = self.resident_bytes - self.gradient[reached] - kept - moving
+        return {"tapes": kept, "states": max(0, states), "in flight": moving}
+
     def needed(self, action: Action, rules: Rules) -> int:
         """Return the most bytes at any moment of an action that is legal otherwise."""
         resident = self.resident_bytes

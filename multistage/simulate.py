@@ -481,6 +481,9 @@ def simulate(
             if kind in _MOVES_MEMORY or stages is not None:
                 held = rules.used * state_bytes if memory is None else memory.resident_bytes
                 timeline.sample("fast", now, held)
+                if memory is not None:
+                    for part, nbytes in memory.parts(rules).items():
+                        timeline.sample(f"fast/{part}", now, nbytes)
                 for k, name, unit in named:
                     timeline.sample(name, now, rules.tier_used.get(k, 0) * unit)
         if trace is not None:

@@ -59,6 +59,15 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
+class Area:
+    """The room between two stepped lines through (x, low) and (x, high)."""
+
+    label: str
+    color: str
+    points: tuple[tuple[float, float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Strokes:
     """Separate segments (x0, y0, x1, y1)."""
 
@@ -78,7 +87,7 @@ class Point:
     y: float
 
 
-Mark = Bars | Line | Strokes | Point
+Mark = Bars | Line | Area | Strokes | Point
 
 
 @dataclass(frozen=True, slots=True)

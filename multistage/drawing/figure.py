@@ -5,7 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
-from .chart import COLORS, WIDTH, Bars, Chart, Line, Panel, Point, Strokes, apart, number, ticks
+from .chart import (
+    COLORS,
+    WIDTH,
+    Area,
+    Bars,
+    Chart,
+    Line,
+    Mark,
+    Panel,
+    Point,
+    Strokes,
+    apart,
+    number,
+    ticks,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -104,7 +118,7 @@ def _draw(axes: Any, chart: Chart, panel: Panel) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _mark(axes: Any, chart: Chart, panel: Panel, mark: Bars | Line | Strokes | Point) -> None:
+def _mark(axes: Any, chart: Chart, panel: Panel, mark: Mark) -> None:
     from matplotlib.collections import LineCollection
 
     color = COLORS[mark.color]
@@ -124,6 +138,12 @@ def _mark(axes: Any, chart: Chart, panel: Panel, mark: Bars | Line | Strokes | P
                 drawstyle="steps-post" if mark.step else "default",
                 linestyle="--" if mark.dashed else "-",
                 marker="o" if mark.dots else None, markersize=4,
+            )  # fmt: skip
+        case Area():
+            x, low, high = (list(column) for column in zip(*mark.points, strict=True))
+            axes.fill_between(
+                x, low, high, step="post", color=color, alpha=0.8, linewidth=0,
+                label=_plain(mark.label),
             )  # fmt: skip
         case Strokes():
             # Half pixels of the picture: what differs by less looks the same.

@@ -11,7 +11,15 @@ from ..costs import format_bytes, format_seconds
 from ..errors import ArgumentError
 from . import page, save_chart, save_text
 from .chart import Chart
-from .schedule import MOST_STEPS, chain_chart, course_chart, course_of, schedule_chart
+from .schedule import (
+    MOST_STEPS,
+    chain_chart,
+    chain_course_of,
+    course_chart,
+    course_of,
+    schedule_chart,
+    tiers_of,
+)
 from .timeline import timeline_chart
 from .tradeoff import chain_trade_off_chart, trade_off_chart
 
@@ -199,11 +207,23 @@ def chain_plan_chart(plan: ChainPlan, subject: Subject) -> Chart:
         For another subject.
     """
     match subject:
-        case "schedule" | "timeline":  # both in one: the memory is that of one place
+        case "schedule":
             return chain_chart(plan)
+        case "timeline":
+            title = f"{plan.strategy}: {len(plan.costs.stages)} stages, "
+            title += format_seconds(plan.makespan_s)
+            return chain_timeline_chart(plan, title)
         case "trade-off":
             return chain_trade_off_chart(plan, _chain_curves(plan))
     raise ArgumentError(f"picture of {subject!r} is not known; choose one of {SUBJECTS}")
+
+
+def chain_timeline_chart(plan: ChainPlan, title: str = "") -> Chart:
+    """Return what runs when in virtual time, and what fast memory and the tier hold."""
+    limits: dict[str, float | None] = {"fast": plan.memory_bytes}
+    for tier in tiers_of(plan):
+        limits[tier.name] = tier.capacity_bytes
+    return timeline_chart(chain_course_of(plan)[1].timeline, title, limits)
 
 
 def _chain_curves(plan: ChainPlan) -> dict[str, Sequence[tuple[int, float]]]:
@@ -250,9 +270,19 @@ def chain_parts(plan: ChainPlan) -> list[str]:
             f"{plan.recompute_factor:.3f}",
             f"{len(plan.kept)} of {len(plan.costs.stages)} tapes kept",
         ),
+        *_beside_tier(plan),
     ]
+    parts = [page.cards(entries)]
+    if plan.tier is not None:
+        parts += [
+            page.heading("Beside its alternatives"),
+            page.paragraph(f"tier {plan.tier}", "soft"),
+            page.table(("", "time", "difference"), plan.comparison(), marked=0),
+            page.heading("What runs when"),
+            page.picture(chain_timeline_chart(plan)),
+        ]
     return [
-        page.cards(entries),
+        *parts,
         page.heading("What is kept, and the memory it takes"),
         page.paragraph(SCHEDULE_CAPTION, "soft"),
         page.picture(chain_chart(plan)),
@@ -260,6 +290,20 @@ def chain_parts(plan: ChainPlan) -> list[str]:
         page.picture(chain_plan_chart(plan, "trade-off")),
         page.heading("Stages"),
         _stages(plan),
+    ]
+
+
+def _beside_tier(plan: ChainPlan) -> list[tuple[str, str, str]]:
+    """Return the cards of a plan with a tier."""
+    if plan.tier is None:
+        return []
+    gap = "not known" if plan.gap is None else f"{100 * plan.gap:.2f} %"
+    fates = plan.fates()
+    tapes, states = (sum(f"{what} to tier" in fate for fate in fates) for what in ("tape", "input"))
+    return [
+        ("above the lower bound", gap, "no schedule of this kind is faster"),
+        ("stalls", format_seconds(plan.stall_s), "waiting for transfers"),
+        ("to the tier", f"{tapes}, {states}", "tapes and states"),
     ]
 
 

@@ -177,16 +177,21 @@ def panel_end(course: Course) -> float:
 
 
 def _course_panel(
-    course: Course, n_steps: int, tiers: list[str], what: str, place: str = " in a fast slot"
+    course: Course,
+    n_steps: int,
+    tiers: list[str],
+    what: str,
+    place: str = " in a fast slot",
+    kept: str = "checkpoint",
 ) -> tuple[Panel, tuple[tuple[str, str], ...], str]:
     unit_s, unit = time_unit(course.end_s)
     kinds: list[tuple[str, str, list[Segment], float]] = []
     for tier, lines in sorted(course.tiers.items()):
         name = tiers[tier] if tier < len(tiers) else f"tier {tier}"
-        kinds.append(("tier" if tier == 0 else "tier 2", f"checkpoint in {name}", lines, 1.4))
-    kept = [line for line in course.tapes if line[2] > line[0]]
+        kinds.append(("tier" if tier == 0 else "tier 2", f"{kept} in {name}", lines, 1.4))
+    tapes = [line for line in course.tapes if line[2] > line[0]]
     kinds += [
-        ("tape", "tape held", kept, 1.0),
+        ("tape", "tape held", tapes, 1.0),
         ("fast", f"checkpoint{place}", course.fast, 2.0),
         ("forward", "forward", course.forward, 1.4),
         ("reverse", "adjoint", course.reverse, 2.4),
@@ -241,7 +246,10 @@ def chain_chart(plan: ChainPlan, title: str = "") -> Chart:
     # As in a timeline: a limit far above the peak is told in words.
     shown = limit is not None and limit <= 3 * top
     most = max(top, limit) if shown and limit is not None else top
-    panel, legend, unit = _course_panel(course, len(plan.costs.stages), [], "stage", "")
+    names = [tier.name for tier in tiers_of(plan)]
+    panel, legend, unit = _course_panel(
+        course, len(plan.costs.stages), names, "stage", "", "tape or state"
+    )
     unit_s, (size, bytes_unit) = time_unit(course.end_s)[0], byte_unit(most)
     points = tuple((t / unit_s, value / size) for t, value in samples)
     marks = [Line("memory", "fast", points, step=True, fill=True)]

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable
 from .chart import (
     COLORS,
     WIDTH,
+    Area,
     Bars,
     Chart,
     Line,
+    Mark,
     Panel,
     Point,
     Strokes,
@@ -171,7 +173,7 @@ def _panel(
     return parts
 
 
-def _mark(mark: Bars | Line | Strokes | Point, across: Place, up: Place) -> list[str]:
+def _mark(mark: Mark, across: Place, up: Place) -> list[str]:
     color = COLORS[mark.color]
     match mark:
         case Bars():
@@ -185,6 +187,8 @@ def _mark(mark: Bars | Line | Strokes | Point, across: Place, up: Place) -> list
             return [f'<path d="{"".join(path)}" fill="{color}"/>'] if path else []
         case Line():
             return _line(mark, color, across, up)
+        case Area():
+            return _area(mark, color, across, up)
         case Strokes():
             drawn = [(across(a), up(b), across(c), up(d)) for a, b, c, d in mark.segments]
             drawn = apart(drawn, 0.8, 0.8)
@@ -195,6 +199,24 @@ def _mark(mark: Bars | Line | Strokes | Point, across: Place, up: Place) -> list
             x, y = across(mark.x), up(mark.y)
             ring = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" fill="none" '
             return [ring + f'stroke="{color}" stroke-width="2.5"/>']
+
+
+def _area(mark: Area, color: str, across: Place, up: Place) -> list[str]:
+    if all(high == low for _, low, high in mark.points):
+        return []
+    there = _stepped([(across(x), up(high)) for x, _, high in mark.points])
+    back = _stepped([(across(x), up(low)) for x, low, _ in mark.points])
+    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in [*there, *reversed(back)])
+    return [f'<path d="M{path}z" fill="{color}" fill-opacity=".8"/>']
+
+
+def _stepped(places: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the corners of a line that keeps its height until the next place."""
+    corners = places[:1]
+    for x, y in places[1:]:
+        if f"{y:.1f}" != f"{corners[-1][1]:.1f}" or (x, y) == places[-1]:
+            corners += [(x, corners[-1][1]), (x, y)]
+    return corners
 
 
 def _line(mark: Line, color: str, across: Place, up: Place) -> list[str]:

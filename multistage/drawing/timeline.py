@@ -6,9 +6,15 @@ from collections.abc import Mapping
 
 from ..costs import format_bytes, format_seconds
 from ..timeline import Kind, Lane, Timeline
-from .chart import WIDTH, Bars, Chart, Line, Mark, Panel, boxes_of, byte_unit, time_unit
+from .chart import WIDTH, Area, Bars, Chart, Line, Mark, Panel, boxes_of, byte_unit, time_unit
 
 _LANES: tuple[Lane, ...] = ("compute", "write", "read")
+# What fills fast memory, from below, where the record tells: curve, name, color.
+PARTS = {
+    "fast/tapes": ("tapes", "tape"),
+    "fast/states": ("states", "fast"),
+    "fast/in flight": ("going to or coming from a tier", "tier"),
+}
 _KINDS: tuple[Kind, ...] = ("forward", "reverse", "stall", "write", "read")
 
 
@@ -29,7 +35,10 @@ def timeline_chart(
     """
     end_s = max(timeline.end_s, 1e-12)
     unit_s, unit = time_unit(end_s)
-    curves = [curve for curve in timeline.memory if timeline.peak(curve)] or ["fast"]
+    curves = [c for c in timeline.memory if timeline.peak(c) and c not in PARTS] or ["fast"]
+    parts = [(color, what) for curve, (what, color) in PARTS.items() if timeline.peak(curve)]
+    if parts:
+        parts.append(("rival", "gradients and work"))
     rules: tuple[tuple[float, str], ...] = ()
     if 0 < timeline.end_forward_s < end_s:
         rules = ((timeline.end_forward_s / unit_s, "end of the forward sweep"),)
@@ -50,7 +59,8 @@ def timeline_chart(
             (kind, f"{kind} {format_seconds(timeline.totals_s[kind])}")
             for kind in _KINDS
             if timeline.totals_s[kind] or timeline.counts[kind]
-        ),
+        )
+        + tuple(parts),
         height=250.0 + 120.0 * len(curves),
     )
 
@@ -90,11 +100,19 @@ def _memory(
     top = max(most, limit) if shown and limit is not None else most
     size, unit = byte_unit(top)
     marks: list[Mark] = []
+    layers = _layers(timeline, unit_s, size) if curve == "fast" else []
+    marks += layers
     if samples:
         points = [(t / unit_s, value / size) for t, value in samples]
         points.append((end_s / unit_s, points[-1][1]))
         marks.append(
-            Line(curve, "fast" if curve == "fast" else "tier", tuple(points), step=True, fill=True)
+            Line(
+                curve,
+                "rival" if layers else "fast" if curve == "fast" else "tier",
+                tuple(points),
+                step=True,
+                fill=True,
+            )
         )
     if shown and limit is not None:
         ends = ((0.0, limit / size), (end_s / unit_s, limit / size))
@@ -104,3 +122,31 @@ def _memory(
         note += f" of {format_bytes(limit)}"
     # The note has the room above the curve to itself.
     return Panel(tuple(marks), f"{curve} ({unit})", 0.0, 1.3 * top / size or 1.0, note=note)
+
+
+def _layers(timeline: Timeline, unit_s: float, size: float) -> list[Mark]:
+    """Return what fast memory holds by kind, one above the other."""
+    curves = {curve: timeline.memory[curve] for curve in PARTS if curve in timeline.memory}
+    times = sorted({t for samples in curves.values() for t, _ in samples})
+    below = [0.0] * len(times)
+    layers: list[Mark] = []
+    for curve, samples in curves.items():
+        what, color = PARTS[curve]
+        above = [low + value for low, value in zip(below, _along(samples, times), strict=True)]
+        points = zip(times, below, above, strict=True)
+        layers.append(
+            Area(what, color, tuple((t / unit_s, a / size, b / size) for t, a, b in points))
+        )
+        below = above
+    return layers
+
+
+def _along(samples: list[tuple[float, float]], times: list[float]) -> list[float]:
+    """Return the height of a stepped curve at these times, which rise."""
+    heights, k, height = [], 0, 0.0
+    for time_s in times:
+        while k < len(samples) and samples[k][0] <= time_s:
+            height = samples[k][1]
+            k += 1
+        heights.append(height)
+    return heights

@@ -17,9 +17,9 @@ import pytest
 from multistage import Costs, Stage, StageCosts, Tier, memory_curve, plan, plan_chain, simulate
 from multistage.actions import Advance, Await, Drop, EndForward, Free, Get, Load, Put, Reverse
 from multistage.drawing import save_chart
-from multistage.drawing.chart import Bars, Chart, Line, Panel, Point, Strokes, apart, ticks
+from multistage.drawing.chart import Area, Bars, Chart, Line, Panel, Point, Strokes, apart, ticks
 from multistage.drawing.figure import to_figure
-from multistage.drawing.plans import plan_chart
+from multistage.drawing.plans import chain_timeline_chart, plan_chart
 from multistage.drawing.schedule import MOST_STEPS, chain_chart, course_chart, course_of
 from multistage.drawing.svg import to_svg
 from multistage.drawing.timeline import timeline_chart
@@ -186,6 +186,48 @@ def test_a_chain_and_its_memory() -> None:
 
 
 # ------------------------------------------------------------------- trade-offs
+
+
+def test_what_fast_memory_holds_by_kind() -> None:
+    """Tapes, states and what travels, one above the other, within the whole and its limit."""
+    made = plan_chain(CHAIN, 0.4, tiers="write=4GB/s,read=4GB/s,name=disk")
+    assert any("to tier" in fate for fate in made.fates())
+    run = made.simulate()
+    chart = chain_timeline_chart(made)
+    lanes, fast, disk = chart.panels
+    layers = [mark for mark in fast.marks if isinstance(mark, Area)]
+    assert [layer.label for layer in layers] == [
+        "tapes",
+        "states",
+        "going to or coming from a tier",
+    ]
+    whole, limit = (mark for mark in fast.marks if isinstance(mark, Line))
+    size = 2**20
+    assert max(y for _, y in whole.points) * size == pytest.approx(made.peak_bytes)
+    assert limit.points[0][1] * size == pytest.approx(made.memory_bytes)
+    for below, above in itertools.pairwise(layers):
+        assert [(x, high) for x, _, high in below.points] == [
+            (x, low) for x, low, _ in above.points
+        ]
+    ends = dict(whole.points)
+    for x, _, high in layers[-1].points:
+        assert high <= ends[x] + 1e-9
+    moved = [high - low for _, low, high in layers[-1].points]
+    assert max(moved) > 0 and moved[-1] == 0
+    boxes = [mark for mark in lanes.marks if isinstance(mark, Bars) and mark.color == "write"]
+    assert sum(width for box in boxes for _, width in box.boxes) == pytest.approx(
+        1e3 * run.timeline.totals_s["write"]
+    )
+    assert disk.label.startswith("disk")
+    assert ("tier", "going to or coming from a tier") in chart.legend
+    course = chain_chart(made)
+    (strokes,) = (m for m in course.panels[0].marks if m.label == "tape or state in disk")
+    assert len(strokes.segments) == run.writes
+    text = to_svg(chart, alone=True)
+    ElementTree.fromstring(text)
+    assert text.count('fill-opacity=".8"') == 3
+    axes = to_figure(chart).axes
+    assert [len(each.collections) for each in axes][1] == 4
 
 
 def test_the_trade_off_is_the_planners() -> None:

@@ -143,6 +143,19 @@ def test_a_chain_as_a_page(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "c.json").read_text()) == made.to_dict()
 
 
+def test_a_chain_with_a_tier_as_a_page(tmp_path: Path) -> None:
+    costs = StageCosts.uniform(12, Stage("layer", 1e-3, 2e-3, 10, 40), 10)
+    made = plan_chain(costs, 0.4, tiers="write=90kB/s,read=90kB/s,name=<disk>")
+    made.save(tmp_path / "c.html")
+    text = (tmp_path / "c.html").read_text()
+    words = checked(text).words
+    fates = made.fates()
+    assert any("to tier" in fate for fate in fates)
+    assert [word for word in words if word in set(fates)] == fates
+    assert {"What runs when", "no tier", "every tape to the tier", "lower bound"} <= set(words)
+    assert text.count("<svg") == 3
+
+
 def test_hostile_names_are_text() -> None:
     """Of tiers, stages, curves and notes: nothing they say is run or fetched."""
     made = plan(costs(HOSTILE), "8 slots", 40, "interval")
