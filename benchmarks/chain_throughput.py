@@ -36,9 +36,9 @@ import multistage.torch as mst
 from benchmarks._common import child, finish, options
 from multistage.plan.heterogeneous import memory_curve, smallest_memory
 from multistage.stages import StageCosts
+from multistage.torch.choosing import held_by_caller
 from multistage.torch.exploring import tensors_of
 from multistage.torch.meter import Meter
-from multistage.torch.sequential import held_by_caller
 
 KEEP = {
     "MALLOC_MMAP_MAX_": "0",

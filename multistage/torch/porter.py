@@ -78,6 +78,17 @@ class Carried:
         self.rows += 1
         self.seconds += seconds
 
+    def since(self, before: Carried) -> Carried:
+        """Return what came after."""
+        return Carried(
+            self.nbytes - before.nbytes, self.rows - before.rows, self.seconds - before.seconds
+        )
+
+    def bytes_per_s(self, latency_s: float) -> float | None:
+        """Return the rate beside the latency of each row; None if that is not known."""
+        seconds = self.seconds - self.rows * latency_s
+        return self.nbytes / seconds if self.nbytes and seconds > 0 else None
+
 
 class Porter:
     """Carries rows to and from a store, in the background.

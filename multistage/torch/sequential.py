@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -13,27 +13,28 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..errors import ArgumentError, BudgetError
-from ..limits import default_budget_bytes
+from ..backends.urls import Tiers, open_store, tier_names
+from ..errors import ArgumentError, BudgetError, CheckpointWarning
 from ..plan.heterogeneous import ChainPlan, Strategy, plan_chain
 from ..stages import StageCosts
 from .adopting import adopt, yielding
 from .calling import arguments, sample_of
 from .chain import Stages
 from .checking import Check, Checked, check_chain, checked_choice, room_for_tapes
+from .choosing import chosen, device_of, is_collective, is_plain, limit_of, of_rank_0, sends
 from .exploring import tensors_of
-from .measure import SECONDS, Profile, grouped, measure, sharded
+from .measure import SECONDS, Profile, grouped, measure
 from .parts import Part
 from .randomness import device_types, refuse_hidden_draws
 from .runner import Run
 from .scope import Found, Scope
 from .settings import Settings
 from .sizes import LargerError, Sizes
+from .stowage import Berth, CannotTravel
+from .tiered import Tiered
 from .turns import TURN
 
 Call = Callable[[Any], Any]
-# Of the memory that is free on a CUDA device, where no limit is given.
-_DEVICE_SHARE = 0.9
 _log = logging.getLogger(__name__)
 _MOST_PLANS = 4  # for each stage and input, if they are larger each time
 _BYTES = (
@@ -70,7 +71,7 @@ class _Planned:
 
     def runs_plainly(self, way: object) -> bool:
         """Whether all tapes are kept, and the sizes of a way to run are known to fit."""
-        if not self.plan.keeps_all:
+        if not is_plain(self.plan):
             return False
         unlimited = self.plan.memory_bytes is None or self.profile.traits[0].sizes is None
         return unlimited or self.sizes.knows(way)
@@ -88,6 +89,7 @@ class _Chain:
     replan: bool
     costs: StageCosts | None
     check: Check
+    tiered: Tiered | None = None
     plan: ChainPlan | None = None
     checked: Checked | None = None
     functions: Scope | None = None  # of stages that are no modules
@@ -153,6 +155,12 @@ class Sequential(nn.Module):
         Whether the model and the chain are run once each, when inputs of a kind
         are first planned for, and compared bit for bit; if they differ, raise
         StateError, or issue a DifferenceWarning.  See `checked`.
+    tiers : str, Path or Store, or a sequence of them, optional
+        A slow tier for tapes and states that do not fit, as for `unroll`: such as
+        `"file:///scratch"`, `"pinned:8GiB"`, or a cascade of these.  They travel there
+        in the background while stages compute, and come back ahead of their use; what
+        does not pay is computed again.  Its buffers are part of the limit, where that
+        is of host memory.  With strategy "optimal".
 
     Attributes
     ----------
@@ -165,6 +173,8 @@ class Sequential(nn.Module):
     ------
     BudgetError
         If the limit is too small; the message names the smallest that works.
+    StoreError
+        If the tier cannot be used.
 
     Examples
     --------
@@ -186,6 +196,11 @@ class Sequential(nn.Module):
     (`multistage.torch.environment` tells the rules).  Double backward through
     recomputed stages is an error; a second backward (`retain_graph=True`) is
     right, and slower.
+
+    A tier is opened when a plan first uses it, and stays open, with one thread and its
+    files, until `close`, until the chain is gone, or until something is raised.  What
+    is lost there is computed again, with a CheckpointWarning.  A slow or a full tier
+    costs time alone.
     """
 
     def __init__(
@@ -199,15 +214,19 @@ class Sequential(nn.Module):
         costs: StageCosts | None = None,
         replan: bool = True,
         check: Check = "error",
+        tiers: Tiers | None = None,
     ) -> None:
         super().__init__()
         check = checked_choice(check)
+        tiered = _tiered(tiers, strategy)
         calls = self._register(model)
         if not calls:
             raise ArgumentError("a chain needs at least one stage")
         traced = model if isinstance(model, Stages) else None
         # All that is ours under one name, so that a model may use every other.
-        self._multistage = _Chain(calls, traced, memory, strategy, segments, replan, costs, check)
+        self._multistage = _Chain(
+            calls, traced, memory, strategy, segments, replan, costs, check, tiered
+        )
         if sample_input is not None:
             _prepared(self, sample_input)
 
@@ -310,6 +329,12 @@ class Sequential(nn.Module):
         """
         return _prepared(self, _state_of(self, sample_input, named))
 
+    @yielding
+    def close(self) -> None:
+        """Close the tier: stop its thread, remove its files.  It is opened again if need be."""
+        if self._multistage.tiered is not None:
+            self._multistage.tiered.close()
+
     # ---------------------------------------------------------------- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -327,7 +352,8 @@ class Sequential(nn.Module):
         )
         if not wanting:
             return _plain(self, state)
-        return _run(self, _planned(self, state, together=_collective(self)), state)
+        planned = _planned(self, state, together=is_collective(self))
+        return _run(self, _replanned(self, planned), state)
 
     # ------------------------------------------------------------- as the model
 
@@ -442,6 +468,19 @@ def _state_of(sequential: Sequential, args: tuple[Any, ...], kwargs: dict[str, A
     return args[0]
 
 
+def _tiered(tiers: Tiers | None, strategy: Strategy) -> Tiered | None:
+    names = tier_names(tiers)
+    if not names:
+        return None
+    if strategy != "optimal":
+        raise ArgumentError(f"tiers go with strategy 'optimal', not with {strategy!r}")
+    for name in names:
+        if isinstance(name, str) and name.partition(":")[0] == "pinned":
+            continue
+        open_store(name)  # says so now if there is no such tier
+    return Tiered(names)
+
+
 def _prepared(sequential: Sequential, state: Any) -> ChainPlan:
     with torch.enable_grad():
         return _planned(sequential, state, together=True).plan
@@ -495,8 +534,14 @@ def _made(sequential: Sequential, state: Any, variants: list[_Planned], together
             profile = replace(found, costs=other.profile.costs)
             return _Planned(stages, chain.traced, profile, found, other.plan, other.checked)
     found = measure(stages, names, state, costs=chain.costs)
-    if _collective(sequential):  # one rank alone cannot plan anew
+    if is_collective(sequential):  # one rank alone cannot plan anew
         found = _with_sizes(found, [None for _ in found.traits])
+    unchecked = _fitted(sequential, state, found, together)
+    try:
+        return replace(unchecked, checked=_compared(sequential, unchecked, state))
+    except CannotTravel as error:
+        chain.tiered = None
+        warnings.warn(f"the tier is not used: {error}", CheckpointWarning, stacklevel=2)
     unchecked = _fitted(sequential, state, found, together)
     return replace(unchecked, checked=_compared(sequential, unchecked, state))
 
@@ -511,8 +556,8 @@ def _fitted(sequential: Sequential, state: Any, found: Profile, together: bool) 
     traced = sequential._multistage.traced
     profiles = _counted(sequential, found)
     if together:
-        profiles = [_of_rank_0(profile) for profile in profiles]
-    profile, plan = _planned_best(sequential, profiles, _limit(sequential, state))
+        profiles = [replace(each, costs=of_rank_0(each.costs)) for each in profiles]
+    profile, plan = chosen(sequential, profiles, limit_of(sequential, state), together)
     _refuse_unhooked(profile, plan)
     # Where there is room for twice as much, values of tensors are not thought to decide.
     roomy = plan.memory_bytes is None or plan.memory_bytes >= 2 * plan.plain_bytes
@@ -520,6 +565,22 @@ def _fitted(sequential: Sequential, state: Any, found: Profile, together: bool) 
     return _Planned(
         stages_of(sequential), traced, profile, found, plan, Checked("off"), Sizes(varies=varies)
     )
+
+
+def _replanned(sequential: Sequential, planned: _Planned) -> _Planned:
+    """Return a plan for the rates that the tier was seen to have, if they are others now."""
+    chain = sequential._multistage
+    tiered, plan = chain.tiered, planned.plan
+    if tiered is None or not sends(plan) or is_collective(sequential) or not tiered.drifted():
+        return planned
+    found = plan_chain(plan.costs, plan.memory_bytes, "optimal", tiers=tiered.rates)
+    if not sends(found):
+        tiered.close()
+    anew = replace(planned, plan=found)
+    for variants in chain.known.values():
+        variants[:] = [anew if v is planned else v for v in variants]
+    _use(chain, anew)
+    return anew
 
 
 def _for_larger(
@@ -601,7 +662,7 @@ def _compared(sequential: Sequential, planned: _Planned, state: Any) -> Checked:
     model = sequential._model()
     if chain.check == "off":
         return Checked("off")
-    if _collective(sequential):
+    if is_collective(sequential):
         return Checked("not checked; ranks run these stages together")
     stages = planned.stages
     return check_chain(
@@ -631,48 +692,12 @@ def _counted(sequential: Sequential, profile: Profile) -> list[Profile]:
     return [profile] if given or chain.traced is None else chain.traced.counted(profile)
 
 
-def _planned_best(
-    sequential: Sequential, profiles: Sequence[Profile], memory: int | str | float | None
-) -> tuple[Profile, ChainPlan]:
-    """Return the fastest plan within a limit, with the profile it is for."""
-    chain = sequential._multistage
-    costs = [held_by_caller(profile.costs) for profile in profiles]
-    if isinstance(memory, float) and 0 < memory <= 1:  # of plain training, as the first counts it
-        memory = int(memory * plan_chain(costs[0], None, "store-all").plain_bytes)
-    found: list[tuple[float, int, ChainPlan]] = []
-    refused: list[BudgetError] = []
-    for number, each in enumerate(costs):
-        try:
-            plan = plan_chain(each, memory, chain.strategy, segments=chain.segments)
-        except BudgetError as error:
-            refused.append(error)
-        else:
-            found.append((plan.makespan_s, number, plan))
-            if plan.keeps_all:
-                break
-    if not found:
-        raise min(refused, key=_least_of)
-    _, number, plan = min(found)
-    return profiles[number], plan
-
-
-def _least_of(error: BudgetError) -> int:
-    """Return the smallest limit that a refusal names."""
-    return int(re.findall(r"< (\d+) bytes", str(error))[0])
-
-
-def _limit(sequential: Sequential, state: Any) -> int | str | float | None:
-    chain = sequential._multistage
-    if chain.memory is not None or chain.strategy == "store-all":
-        return chain.memory
-    tensors = [*tensors_of(state), *sequential.parameters()]
-    for tensor in tensors:
-        if tensor.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(tensor.device)
-            idle = torch.cuda.memory_reserved(tensor.device)
-            idle -= torch.cuda.memory_allocated(tensor.device)
-            return int(_DEVICE_SHARE * (free + idle))
-    return default_budget_bytes()
+def _berth(sequential: Sequential, plan: ChainPlan) -> Berth | None:
+    """Return the tier that a plan sends to, None if it sends nothing."""
+    tiered = sequential._multistage.tiered
+    if tiered is None or not sends(plan):
+        return None
+    return tiered.berth(device_of(sequential), plan.memory_bytes)
 
 
 def _run(sequential: Sequential, planned: _Planned, state: Any) -> Any:
@@ -682,11 +707,12 @@ def _run(sequential: Sequential, planned: _Planned, state: Any) -> Any:
         return _plain(sequential, state)
     for _ in range(_MOST_PLANS * len(planned.profile.groups)):
         profile = planned.profile
-        if not planned.plan.keeps_all:
+        if not is_plain(planned.plan):
             refuse_hidden_draws([sequential], "the chain")
         calls = grouped(planned.stages, profile.groups)
         try:
-            result = Run(calls, profile.traits, planned.plan.actions).forward(state)
+            berth = _berth(sequential, planned.plan)
+            result = Run(calls, profile.traits, planned.plan.actions, berth).forward(state)
         except LargerError as error:
             larger = error.with_traceback(None)  # which holds the tensors of the run
         else:
@@ -697,26 +723,6 @@ def _run(sequential: Sequential, planned: _Planned, state: Any) -> Any:
         f"stage {planned.profile.traits[larger.stage].name} {larger.what}, though plans were made "
         f"for more {_MOST_PLANS} times a stage; sizes must not change from one run to the next on "
         "the same input"
-    )
-
-
-def held_by_caller(costs: StageCosts) -> StageCosts:
-    """Return the costs with the chain's output counted with its input.
-
-    Whoever called the chain holds the output, for the loss, all through the
-    backward pass.
-    """
-    last = costs.stages[-1]
-    held = replace(
-        last,
-        output_bytes=0,
-        tape_bytes=last.tape_bytes - last.output_bytes,
-        gradient_bytes=last.gradient_bytes,
-    )
-    return replace(
-        costs,
-        stages=(*costs.stages[:-1], held),
-        input_bytes=costs.input_bytes + last.output_bytes,
     )
 
 
@@ -774,20 +780,3 @@ def _kind(model: Sequential, state: Any) -> object:
         )
     )
     return str(spec), of_leaves, settings, modes, wishes, of_parameters
-
-
-def _collective(model: nn.Module) -> bool:
-    """Whether ranks run stages together (FSDP2, SyncBatchNorm) and must follow one plan."""
-    return sharded(model.parameters()) or any(
-        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
-    )
-
-
-def _of_rank_0(profile: Profile) -> Profile:
-    """Return the profile with rank 0's costs, so that all ranks run the same plan."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return profile
-    box = [profile.costs]
-    distributed.broadcast_object_list(box, src=0)
-    return replace(profile, costs=box[0])

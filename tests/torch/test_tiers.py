@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import os
+import pickle
 import random
 import threading
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +19,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 
+import multistage.torch as mst  # noqa: E402
 from multistage.actions import (  # noqa: E402
     Action,
     Advance,
@@ -31,9 +37,16 @@ from multistage.actions import (  # noqa: E402
 )
 from multistage.backends import FileStore, MemoryStore  # noqa: E402
 from multistage.backends.base import CheckpointLost  # noqa: E402
-from multistage.errors import CheckpointWarning  # noqa: E402
+from multistage.errors import ArgumentError, CheckpointWarning, StoreError  # noqa: E402
+from multistage.rates import TierRates  # noqa: E402
+from multistage.simulate import simulate  # noqa: E402
+from multistage.stages import StageCosts  # noqa: E402
+from multistage.torch import tiered  # noqa: E402
+from multistage.torch.choosing import held_by_caller  # noqa: E402
 from multistage.torch.exploring import explore, untouched  # noqa: E402
+from multistage.torch.measure import measure  # noqa: E402
 from multistage.torch.meter import Meter  # noqa: E402
+from multistage.torch.paging import page_layout  # noqa: E402
 from multistage.torch.runner import Run  # noqa: E402
 from multistage.torch.stowage import Berth  # noqa: E402
 
@@ -214,10 +227,12 @@ def chain(width: int = 24) -> nn.Sequential:
     )
 
 
-def results(model: nn.Module, call: Callable[[Tensor], Tensor], times: int = 1) -> list[Tensor]:
+def results(
+    model: nn.Module, call: Callable[[Tensor], Tensor], times: int = 1, rows: int = 8
+) -> list[Tensor]:
     """Return all that an iteration gives: output, gradients, buffers, random state."""
     torch.manual_seed(1)
-    x = torch.randn(8, 24, requires_grad=True)
+    x = torch.randn(rows, 24, requires_grad=True)
     model.zero_grad()
     y = call(x)
     for _ in range(times):
@@ -452,4 +467,199 @@ def test_a_write_to_what_was_saved_is_found() -> None:
     model[2].on = True
     with pytest.raises(RuntimeError, match="stage 1 saved for its gradient has been modified"):
         call(torch.randn(8, 24)).sum().backward()
+    berth.close()
+
+
+# ---------------------------------------------------------------------- Sequential
+
+
+ROWS = 1024
+
+
+def deep(count: int = 12) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Residual(24) for _ in range(count)))
+
+
+FAST = TierRates(1e12, 1e12, name="fast")
+
+
+@pytest.fixture
+def fast_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every tier be measured as fast, so that plans use it."""
+    monkeypatch.setattr(tiered, "_probed", lambda berth, most: (FAST, 0.0))
+
+
+@functools.cache
+def costs_of_deep() -> StageCosts:
+    """Return the bytes of its stages as measured, and times by which plans do not vary."""
+    model = deep()
+    x = torch.randn(ROWS, 24, requires_grad=True)
+    costs = measure(list(model), [str(k) for k in range(len(model))], x).costs
+    stages = [replace(s, forward_s=0.01, backward_s=0.02, spared_s=0.0) for s in costs.stages]
+    return replace(costs, stages=tuple(stages))
+
+
+def sequential(tiers: Any, memory: float = 0.4) -> Any:
+    x = torch.randn(ROWS, 24, requires_grad=True)
+    return mst.Sequential(deep(), x, memory=memory, tiers=tiers, costs=costs_of_deep())
+
+
+def test_random_plans_are_legal_and_take_no_more_than_simulated() -> None:
+    model = deep()
+    x = torch.randn(ROWS, 24, requires_grad=True)
+    names = [str(k) for k in range(len(model))]
+    traits = measure(list(model), names, x, costs=costs_of_deep()).traits
+    costs = held_by_caller(costs_of_deep())
+    for seed in range(8):
+        actions = random_plan(random.Random(seed), len(model))
+        allowed = simulate(actions, None, costs, tiers=(FAST,)).peak_bytes
+        berth = Berth(store(), CPU, PAGE)
+        with Meter(CPU) as meter:
+            meter.ignore([x, *model.parameters(), *model.buffers()])
+            Run(list(model), traits, actions, berth).forward(x).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        x.grad = None
+        assert x.nbytes + meter.peak_bytes <= allowed
+        berth.close()
+
+
+@pytest.mark.usefixtures("fast_tiers")
+def test_a_plan_with_a_tier_stays_within_its_limit() -> None:
+    model = sequential(store(), 0.45)
+    x = torch.randn(ROWS, 24, requires_grad=True)
+    with Meter(CPU) as meter:
+        meter.ignore([x, *model.parameters(), *model.buffers()])
+        model(x).sum().backward()
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert any(isinstance(a, Put) for a in model.plan.actions)
+    assert x.nbytes + meter.peak_bytes - gradients <= model.plan.memory_bytes
+    model.close()
+
+
+@pytest.mark.usefixtures("fast_tiers")
+@pytest.mark.parametrize("tier", ["memory", "file", "pinned", "cascade"])
+def test_sequential_trains_as_plain_with_a_tier(tier: str, tmp_path: Any) -> None:
+    tiers = {
+        "memory": store(),
+        "file": f"file://{tmp_path}?buffers=0MiB",
+        "pinned": "pinned:64MiB",
+        "cascade": f"memory:1MiB > file://{tmp_path}",
+    }[tier]
+    limit = 0.4
+    expected = results(plain := deep(), plain, rows=ROWS)
+    model = sequential(tiers, limit)
+    if tier in ("memory", "pinned"):
+        assert any(isinstance(a, Put) for a in model.plan.actions)
+        assert model.plan.peak_bytes <= model.plan.memory_bytes
+    for _ in range(2):
+        fresh = deep()
+        model.load_state_dict(fresh.state_dict())
+        assert same(results(model, model, rows=ROWS), expected)
+    model.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("fast_tiers")
+def test_plans_without_gradients_leave_the_tier_alone() -> None:
+    tier = store()
+    model = sequential(tier)
+    model.close()
+    with torch.no_grad():
+        model(torch.randn(ROWS, 24))
+    assert model._multistage.tiered._berth.opened is None
+
+
+@pytest.mark.usefixtures("fast_tiers")
+def test_copies_open_the_tier_anew_or_are_refused() -> None:
+    model = sequential("memory:?buffers=0MiB")
+    expected = results(plain := deep(), plain, rows=ROWS)
+    copy = pickle.loads(pickle.dumps(model))
+    assert copy._multistage.tiered is not model._multistage.tiered
+    copy.load_state_dict(deep().state_dict())
+    model.load_state_dict(deep().state_dict())
+    assert same(results(copy, copy, rows=ROWS), expected)
+    assert same(results(model, model, rows=ROWS), expected)
+    model.close()
+    copy.close()
+    model = sequential(store())
+    with pytest.raises(ArgumentError, match="cannot be copied or pickled"):
+        deepcopy(model)
+    model.close()
+
+
+@pytest.mark.usefixtures("fast_tiers")
+def test_a_store_of_another_run_is_refused() -> None:
+    tier = store()
+    model = sequential(tier)
+    with pytest.raises(StoreError, match="another run"):
+        other = sequential(tier)
+        other(torch.randn(ROWS, 24, requires_grad=True))
+    model.close()
+
+
+@pytest.mark.usefixtures("fast_tiers")
+def test_a_forked_child_is_refused() -> None:
+    model = sequential(store())
+    porter = model._multistage.tiered._berth.opened
+    child = os.fork()
+    if not child:
+        try:
+            model._multistage.tiered._berth.porter()
+        except StoreError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert model._multistage.tiered._berth.opened is porter
+    model.close()
+
+
+@pytest.mark.usefixtures("fast_tiers")
+def test_a_chain_that_is_dropped_closes_its_tier() -> None:
+    tier = store()
+    model = sequential(tier)
+    assert model._multistage.tiered._berth.opened is not None
+    del model
+    gc.collect()
+    tier.open(page_layout(64))
+    tier.close()
+
+
+def test_a_slower_tier_is_planned_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered, "_probed", lambda berth, most: (FAST, 0.0))
+    model = sequential(store())
+    before = model.plan
+    for _ in range(3):
+        results(model, model, rows=ROWS)
+    assert model._multistage.tiered.rates != FAST
+    assert model.plan is not before
+    model.close()
+
+
+def test_a_tier_that_does_not_pay_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = TierRates(1e3, 1e3, name="slow")
+    monkeypatch.setattr(tiered, "_probed", lambda berth, most: (slow, 0.0))
+    model = sequential(store())
+    assert not any(isinstance(a, Put) for a in model.plan.actions)
+    assert model._multistage.tiered._berth is None or not model._multistage.tiered._berth.opened
+
+
+@pytest.mark.parametrize("tiers", ["memry:", 3, "memory:?capacty=1"])
+def test_tiers_that_are_none_are_refused(tiers: Any) -> None:
+    with pytest.raises(ArgumentError):
+        mst.Sequential(deep(), tiers=tiers)
+
+
+def test_tiers_go_with_the_optimal_strategy() -> None:
+    with pytest.raises(ArgumentError, match="optimal"):
+        mst.Sequential(deep(), tiers="memory:", strategy="revolve")
+
+
+def test_a_tier_is_measured() -> None:
+    berth = Berth(store(), CPU, 1 << 16)
+    rates, slowdown = tiered._probed(berth, 1 << 20)
+    assert rates.write_bytes_per_s > 1e5
+    assert rates.read_bytes_per_s > 1e5
+    assert slowdown >= 0
     berth.close()

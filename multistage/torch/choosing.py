@@ -1,0 +1,263 @@
+"""Choose the plan of a chain: the fastest within its limit, with or without a slow tier."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+
+from ..actions import Get, Put
+from ..costs import parse_bytes
+from ..errors import BudgetError
+from ..limits import default_budget_bytes
+from ..plan.heterogeneous import ChainPlan, plan_chain
+from ..rates import TierRates
+from ..stages import StageCosts
+from .exploring import tensors_of
+from .measure import Profile, sharded
+from .tiered import Tiered
+
+if TYPE_CHECKING:
+    from .sequential import Sequential
+
+# Of the memory that is free on a CUDA device, where no limit is given.
+_DEVICE_SHARE = 0.9
+# A plan with a tier must be faster than one without by this factor: clocks are not exact.
+_PAYS = 0.98
+_HOOKS_S = 1e-4  # of a stage whose tape is caught by hooks and sorted
+
+Choice: TypeAlias = tuple[Profile, ChainPlan]
+
+
+def chosen(
+    sequential: Sequential,
+    profiles: Sequence[Profile],
+    memory: int | str | float | None,
+    together: bool,
+) -> Choice:
+    """Return the fastest plan within a limit, with the profile it is for.
+
+    Parameters
+    ----------
+    sequential : Sequential
+    profiles : sequence of Profile
+        All ways to count what passes several cuts.
+    memory : int, str, float or None
+    together : bool
+        Whether ranks must choose alike.
+
+    Raises
+    ------
+    BudgetError
+        If there is none.
+    """
+    # Stages that fail under saved-tensor hooks have tapes of torch's own.
+    unhooked = any(trait.unhooked for trait in profiles[0].traits)
+    tiered = None if unhooked else sequential._multistage.tiered
+    try:
+        profile, plan = plain = _planned_best(sequential, profiles, memory)
+    except BudgetError:
+        if tiered is None:
+            raise
+        return _best_with_tier(sequential, tiered, profiles, memory, together)
+    if tiered is None or plan.keeps_all:
+        return plain
+    try:
+        best = _best_with_tier(sequential, tiered, [profile], plan.memory_bytes, together)
+    except BudgetError:
+        best = plain
+    if sends(best[1]) and best[1].makespan_s <= _PAYS * plan.makespan_s:
+        return best
+    tiered.close()
+    return plain
+
+
+def _best_with_tier(
+    sequential: Sequential,
+    tiered: Tiered,
+    profiles: Sequence[Profile],
+    memory: int | str | float | None,
+    together: bool,
+) -> Choice:
+    """Return the fastest plan with a tier.  Raises BudgetError."""
+    limit = _in_bytes(profiles[0], memory)
+    device = device_of(sequential)
+    rates = tiered.measured(device, limit)
+    if together:
+        tiered.rates = rates = of_rank_0(rates)
+    within = limit
+    if limit is not None:
+        buffers = tiered.buffer_bytes(device, limit)
+        within = limit - buffers
+        if within <= 0:
+            raise BudgetError(
+                f"memory={limit} bytes < {buffers + 1} bytes, as the buffers of the tier take "
+                f"{buffers}; raise the limit, or give the tier fewer, as in "
+                "'file:///folder?buffers=1MiB'"
+            )
+    found: list[tuple[float, int, ChainPlan]] = []
+    refused: list[BudgetError] = []
+    for number, profile in enumerate(profiles):
+        try:
+            plan = _streaming(held_by_caller(profile.costs), within, rates, tiered.slowdown)
+        except BudgetError as error:
+            refused.append(error)
+        else:
+            found.append((plan.makespan_s, number, plan))
+    if not found:
+        raise min(refused, key=_least_of)
+    _, number, plan = min(found, key=lambda each: each[:2])
+    return profiles[number], plan
+
+
+def _planned_best(
+    sequential: Sequential, profiles: Sequence[Profile], memory: int | str | float | None
+) -> tuple[Profile, ChainPlan]:
+    """Return the fastest plan within a limit, with the profile it is for."""
+    chain = sequential._multistage
+    costs = [held_by_caller(profile.costs) for profile in profiles]
+    if isinstance(memory, float) and 0 < memory <= 1:  # of plain training, as the first counts it
+        memory = _in_bytes(profiles[0], memory)
+    found: list[tuple[float, int, ChainPlan]] = []
+    refused: list[BudgetError] = []
+    for number, each in enumerate(costs):
+        try:
+            plan = plan_chain(each, memory, chain.strategy, segments=chain.segments)
+        except BudgetError as error:
+            refused.append(error)
+        else:
+            found.append((plan.makespan_s, number, plan))
+            if plan.keeps_all:
+                break
+    if not found:
+        raise min(refused, key=_least_of)
+    _, number, plan = min(found)
+    return profiles[number], plan
+
+
+def _least_of(error: BudgetError) -> int:
+    """Return the smallest limit that a refusal names."""
+    return int(re.findall(r"< (\d+) bytes", str(error))[0])
+
+
+def _streaming(
+    costs: StageCosts, memory: int | None, rates: TierRates, slowdown: float
+) -> ChainPlan:
+    """Return the fastest plan with a tier, what transfers take from computing included."""
+    plan = plan_chain(_slower(costs, 1.0), memory, "optimal", tiers=rates)
+    factor = 1 + slowdown * _busy(plan)
+    return plan if factor == 1 else plan_chain(_slower(costs, factor), memory, tiers=rates)
+
+
+def _slower(costs: StageCosts, factor: float) -> StageCosts:
+    """Return costs whose times are longer by a factor, and by catching tapes with hooks."""
+    return replace(
+        costs,
+        stages=tuple(
+            [
+                replace(
+                    stage,
+                    forward_s=stage.forward_s * factor + _HOOKS_S,
+                    backward_s=stage.backward_s * factor,
+                    spared_s=stage.spared_s * factor,
+                )
+                for stage in costs.stages
+            ]
+        ),
+    )
+
+
+def _busy(plan: ChainPlan) -> float:
+    """Return the share of its time in which a plan has something on the way."""
+    assert plan.tier is not None
+    stages, seconds = plan.costs.stages, 0.0
+    for action in plan.actions:
+        if isinstance(action, Put | Get):
+            nbytes = stages[action.step].tape_bytes if action.tape else 0
+            if not action.tape and action.step:
+                nbytes = stages[action.step - 1].output_bytes
+            way_s = plan.tier.write_s if isinstance(action, Put) else plan.tier.read_s
+            seconds += way_s(nbytes)
+    return min(1.0, seconds / plan.makespan_s) if plan.makespan_s else 0.0
+
+
+def _in_bytes(profile: Profile, memory: int | str | float | None) -> int | None:
+    """Return a limit in bytes; a fraction is of what plain training takes."""
+    if not isinstance(memory, float):
+        return None if memory is None else parse_bytes(memory)
+    return int(memory * plan_chain(held_by_caller(profile.costs), None, "store-all").plain_bytes)
+
+
+def sends(plan: ChainPlan) -> bool:
+    """Whether a plan sends anything to a tier."""
+    return any(isinstance(action, Put) for action in plan.actions)
+
+
+def device_of(sequential: Sequential) -> torch.device:
+    for parameter in sequential.parameters():
+        if parameter.device.type == "cuda":
+            return parameter.device
+    return torch.device("cpu")
+
+
+def is_plain(plan: ChainPlan) -> bool:
+    """Whether a plan is plain training: nothing is run again, and nothing travels."""
+    return plan.keeps_all and not sends(plan)
+
+
+def limit_of(sequential: Sequential, state: Any) -> int | str | float | None:
+    chain = sequential._multistage
+    if chain.memory is not None or chain.strategy == "store-all":
+        return chain.memory
+    tensors = [*tensors_of(state), *sequential.parameters()]
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(tensor.device)
+            idle = torch.cuda.memory_reserved(tensor.device)
+            idle -= torch.cuda.memory_allocated(tensor.device)
+            return int(_DEVICE_SHARE * (free + idle))
+    return default_budget_bytes()
+
+
+def held_by_caller(costs: StageCosts) -> StageCosts:
+    """Return the costs with the chain's output counted with its input.
+
+    Whoever called the chain holds the output, for the loss, all through the
+    backward pass.
+    """
+    last = costs.stages[-1]
+    held = replace(
+        last,
+        output_bytes=0,
+        tape_bytes=last.tape_bytes - last.output_bytes,
+        gradient_bytes=last.gradient_bytes,
+    )
+    return replace(
+        costs,
+        stages=(*costs.stages[:-1], held),
+        input_bytes=costs.input_bytes + last.output_bytes,
+    )
+
+
+def is_collective(model: nn.Module) -> bool:
+    """Whether ranks run stages together (FSDP2, SyncBatchNorm) and must follow one plan."""
+    return sharded(model.parameters()) or any(
+        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
+    )
+
+
+_Known = TypeVar("_Known", StageCosts, TierRates)
+
+
+def of_rank_0(known: _Known) -> _Known:
+    """Return what rank 0 knows, so that all ranks run the same plan."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return known
+    box = [known]
+    distributed.broadcast_object_list(box, src=0)
+    return box[0]
