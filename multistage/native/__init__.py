@@ -79,7 +79,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.ms_chain_trace.restype = _INT64
     library.ms_chain_trace.argtypes = [chain, _BYTES, _BYTES, *[_INT64] * 3, _BYTES, _BYTES]
     library.ms_chain_curve.restype = None
-    library.ms_chain_curve.argtypes = [chain, chain, *[_BYTES] * 5, _INT64, *[_BYTES] * 4]
+    library.ms_chain_curve.argtypes = [chain, chain, *[_BYTES] * 5, _INT64, _INT64, *[_BYTES] * 4]
     library.ms_chain_smallest.restype = None
     library.ms_chain_smallest.argtypes = [chain, _INT64, _INT64, _BYTES, _BYTES]
     joint, program = ctypes.POINTER(Joint), ctypes.POINTER(JointProgram)

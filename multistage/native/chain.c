@@ -136,22 +136,6 @@ static void load(const solve_t *x, int64_t s, int64_t t, int64_t m, float *out)
         memcpy(out + PLANE - shift, cell(x, plane + 1, s, t), (size_t)shift * sizeof(float));
 }
 
-static void candidates(const solve_t *x, int64_t s, int64_t t, int64_t k0, int64_t k1, float *best)
-{
-    const chain_t *c = x->chain;
-    const int64_t m = x->plane * PLANE;
-    float right[PLANE];
-    for (int64_t k = k0; k <= k1; k++) {
-        if (c->move_state)
-            DISPATCH(x->isa, add_min, best, cell(x, x->plane, s, k - 1), cell(x, x->plane, k, t),
-                     c->prefix[k] + c->move_state[k]);
-        if (m - c->state[k] <= -PLANE)
-            continue;
-        load(x, k, t, m - c->state[k], right);
-        DISPATCH(x->isa, add_min, best, cell(x, x->plane, s, k - 1), right, c->prefix[k]);
-    }
-}
-
 /* Finish (s, t) of the current plane: `best` holds the checkpointing candidates plus P[s]. */
 static void finish(const solve_t *x, int64_t s, int64_t t, float *best)
 {
@@ -177,42 +161,55 @@ static void finish(const solve_t *x, int64_t s, int64_t t, float *best)
     }
 }
 
-static void tile(const solve_t *x, int64_t I, int64_t J, float *sums, float *right)
+/* Scratch of a thread: tiles of sums, and right operands, shifted and with their prefix added. */
+typedef struct {
+    float sums[TILE * TILE * PLANE];
+    float own[TILE * TILE * PLANE];      /* of the tile's finished pairs */
+    float diagonal[TILE * TILE * PLANE]; /* of the tile on the diagonal in its columns */
+    float right[(DEPTH + 1) * TILE * PLANE];
+} scratch_t;
+
+static void tile(const solve_t *x, int64_t I, int64_t J, scratch_t *y)
 {
     const chain_t *c = x->chain;
-    const int64_t n = c->n, m = x->plane * PLANE;
+    const int64_t n = c->n, m = x->plane * PLANE, wide = TILE * PLANE;
     const int64_t s0 = I * TILE, s1 = s0 + TILE < n ? s0 + TILE - 1 : n - 1;
     const int64_t t0 = J * TILE, t1 = t0 + TILE < n ? t0 + TILE - 1 : n - 1;
     const int ns = (int)(s1 - s0 + 1), nt = (int)(t1 - t0 + 1);
 
-    fill(sums, TILE * TILE * PLANE, INFINITY);
+    fill(y->sums, TILE * TILE * PLANE, INFINITY);
     for (int64_t k0 = (I + 1) * TILE; I < J && k0 <= t0; k0 += DEPTH) {
         const int64_t k1 = k0 + DEPTH - 1 < t0 ? k0 + DEPTH - 1 : t0;
         const float *left[TILE];
         for (int64_t k = k0; k <= k1; k++)
-            DISPATCH(x->isa, pack, x, k, t0, nt, right + (k - k0) * TILE * PLANE);
+            DISPATCH(x->isa, pack, x, k, t0, nt, y->right + (k - k0) * wide);
         for (int i = 0; i < ns; i++)
             left[i] = cell(x, x->plane, s0 + i, k0 - 1);
-        DISPATCH(x->isa, multiply, left, right, (int)(k1 - k0 + 1), sums, ns, nt);
+        DISPATCH(x->isa, multiply, left, y->right, (int)(k1 - k0 + 1), y->sums, ns, nt);
     }
+    for (int64_t k = t0 + 1; I < J && k <= t1; k++)
+        DISPATCH(x->isa, pack, x, k, k, (int)(t1 - k + 1),
+                 y->diagonal + (k - t0) * wide + (k - t0) * PLANE);
     /* What is left depends on this tile itself: columns up, rows down. */
     for (int64_t t = t0; t <= t1; t++)
         for (int64_t s = s1 < t ? s1 : t; s >= s0; s--) {
-            float *best = sums + ((s - s0) * TILE + (t - t0)) * PLANE;
+            const int64_t column = (t - t0) * PLANE, below = (s1 < t ? s1 : t) - s;
+            float *best = y->sums + (s - s0) * wide + column;
             if (s == t) {
                 float *out = cell(x, x->plane, s, s);
                 const int64_t all = need_all(c, s, s);
                 for (int q = 0; q < PLANE; q++)
                     out[q] = m + q >= all ? c->leaf[s] : INFINITY;
-                continue;
-            }
-            if (I == J) {
-                candidates(x, s, t, s + 1, t, best);
             } else {
-                candidates(x, s, t, s + 1, s1, best);
-                candidates(x, s, t, t0 + 1, t, best);
+                DISPATCH(x->isa, add_min, best, cell(x, x->plane, s, s),
+                         y->own + (s + 1 - s0) * wide + column, (int)below);
+                if (I < J)
+                    DISPATCH(x->isa, add_min, best, cell(x, x->plane, s, t0),
+                             y->diagonal + wide + column, (int)(t - t0));
+                finish(x, s, t, best);
             }
-            finish(x, s, t, best);
+            if (s > s0)
+                DISPATCH(x->isa, pack, x, s, t, 1, y->own + (s - s0) * wide + column);
         }
 }
 
@@ -222,8 +219,8 @@ static void *work(void *argument)
 {
     solve_t *x = argument;
     const int64_t tiles = (x->chain->n + TILE - 1) / TILE;
-    float *sums = malloc((TILE * TILE + TILE * (DEPTH + 1)) * PLANE * sizeof(float));
-    if (!sums) {
+    scratch_t *scratch = malloc(sizeof *scratch);
+    if (!scratch) {
         atomic_store(&x->failed, 1);
         return 0;
     }
@@ -241,10 +238,10 @@ static void *work(void *argument)
         if (atomic_load(&x->failed))
             break;
         const int64_t I = ticket - before;
-        tile(x, I, I + diagonal, sums, sums + TILE * TILE * PLANE);
+        tile(x, I, I + diagonal, scratch);
         atomic_fetch_add(&x->done, 1);
     }
-    free(sums);
+    free(scratch);
     return 0;
 }
 
@@ -380,24 +377,24 @@ EXPORT void ms_chain_judge(const chain_t *bytes, const double *forward_s, const 
     *peak_bytes = peak > INT64_MAX ? INT64_MAX : (int64_t)peak;
 }
 
-/* Trace and judge the schedule of every memory 0..slots: the time-memory curve.
+/* Trace and judge the schedule of every memory first..last: the time-memory curve.
  *
  * Infeasible memories get infinite seconds.  `trace` has room for 6 n entries,
  * `stack` for 8 n (and is aligned to 16 bytes).
  */
 EXPORT void ms_chain_curve(const chain_t *chain, const chain_t *bytes, const double *forward_s,
                            const double *reverse_s, const double *spared_s, const int32_t *none,
-                           float *table, int64_t slots, int64_t *trace, int64_t *stack,
-                           double *seconds, int64_t *peak_bytes)
+                           float *table, int64_t first, int64_t last, int64_t *trace,
+                           int64_t *stack, double *seconds, int64_t *peak_bytes)
 {
-    for (int64_t m = 0; m <= slots; m++) {
+    for (int64_t m = first; m <= last; m++) {
         const int64_t made = ms_chain_trace(chain, none, table, 0, chain->n - 1, m, trace, stack);
         if (made == INFEASIBLE) {
-            seconds[m] = INFINITY;
-            peak_bytes[m] = INT64_MAX;
+            seconds[m - first] = INFINITY;
+            peak_bytes[m - first] = INT64_MAX;
         } else {
-            ms_chain_judge(bytes, forward_s, reverse_s, spared_s, trace, made, stack, seconds + m,
-                           peak_bytes + m);
+            ms_chain_judge(bytes, forward_s, reverse_s, spared_s, trace, made, stack,
+                           seconds + m - first, peak_bytes + m - first);
         }
     }
 }

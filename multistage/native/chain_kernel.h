@@ -89,12 +89,17 @@ TARGET static void NAME(multiply)(const float *const *left, const float *right, 
             }
 }
 
-/* One row of the right operand times one cell: best = min(best, left + right), 16 lanes. */
-TARGET static void NAME(add_min)(float *best, const float *left, const float *right, float add)
+/* One row times one column: best = min(best, left[k] + right[k]) over `depth` values of k. */
+TARGET static void NAME(add_min)(float *best, const float *left, const float *right, int depth)
 {
     for (int v = 0; v < PLANE; v += LANES) {
-        const VECTOR sum = *(const LOOSE *)(left + v) + (*(const LOOSE *)(right + v) + add);
-        *(LOOSE *)(best + v) = MIN(sum, *(const LOOSE *)(best + v));
+        VECTOR least = *(const LOOSE *)(best + v);
+        for (int k = 0; k < depth; k++) {
+            const VECTOR sum =
+                *(const LOOSE *)(left + k * PLANE + v) + *(const LOOSE *)(right + k * TILE * PLANE + v);
+            least = MIN(sum, least);
+        }
+        *(LOOSE *)(best + v) = least;
     }
 }
 

@@ -33,6 +33,8 @@ _TILE = 16
 _PER_CALL = 4e9
 _MAX_SLOTS = 1 << 30
 _NEVER = 1e30
+# Rounding errors of float32 sums over a chain, as a share of its forward work.
+FLOAT_ERROR = 1e-5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -269,24 +271,25 @@ class Table:
             return None
         return [(int(s), int(t), int(k)) for s, t, k in out[: 3 * made].reshape(-1, 3)]
 
-    def curve(self, true: Sizes) -> tuple[Array, Array]:
-        """Return seconds and true peak bytes of the schedule of every memory 0..slots.
+    def curve(self, true: Sizes, first: int = 0, last: int | None = None) -> tuple[Array, Array]:
+        """Return seconds and true peak bytes of the schedules of memories first..last.
 
-        `true` are the sizes in bytes.  Infeasible memories have infinite
-        seconds; peaks are cut off at 2^63 - 1.
+        `true` are the sizes in bytes; `last` is the most slots unless given.
+        Infeasible memories have infinite seconds; peaks are cut off at 2^63 - 1.
         """
-        count = self.slots + 1
+        last = self.slots if last is None else last
+        count = last - first + 1
         seconds, peaks = np.full(count, np.inf), np.full(count, np.iinfo(np.int64).max)
         if not self._native:
-            for memory in range(count):
+            for memory in range(first, last + 1):
                 trace = self._python_trace(memory, 0, len(self.sizes) - 1)
                 if trace is not None:
-                    seconds[memory], peaks[memory] = judge(true, trace)
+                    seconds[memory - first], peaks[memory - first] = judge(true, trace)
             return seconds, peaks
         n = len(self.sizes)
         trace_room = np.empty(6 * n + 6, np.int64)
         stack = np.empty(4 * n + 8, np.complex128)  # of 16 bytes, and aligned to them
-        chain = _chain(true, self._prefix, self.tapes, self._leaf)
+        chain = in_core(true)
         native.library().ms_chain_curve(
             ctypes.byref(self._chain),
             ctypes.byref(chain),
@@ -295,13 +298,34 @@ class Table:
             true.spared_s.ctypes.data,
             self._none.ctypes.data,
             self._table.ctypes.data,
-            self.slots,
+            first,
+            last,
             trace_room.ctypes.data,
             stack.ctypes.data,
             seconds.ctypes.data,
             peaks.ctypes.data,
         )
         return seconds, peaks
+
+    def fastest(self, true: Sizes, limit: int) -> tuple[float, int]:
+        """Return seconds and memory of the fastest schedule with a true peak of at most `limit`.
+
+        The least such memory; infinite seconds if none fits.  As less memory is predicted
+        to take longer, memories are judged downwards until the prediction, rounding errors
+        aside, is beyond what was found.
+        """
+        found, memory = math.inf, 0
+        error_s = FLOAT_ERROR * float(true.forward_s.sum())
+        for last in range(self.slots, -1, -PLANE):
+            if self.least_seconds(last) - error_s > found:
+                break
+            first = max(0, last - PLANE + 1)
+            seconds, peaks = self.curve(true, first, last)
+            seconds[peaks > limit] = math.inf
+            at = int(seconds.argmin())
+            if seconds[at] <= found and seconds[at] < math.inf:
+                found, memory = float(seconds[at]), first + at
+        return found, memory
 
     def _python_trace(self, memory: int, first: int, last: int) -> Trace | None:
         trace: Trace = []

@@ -54,7 +54,7 @@ from .chain_plan import STRATEGIES as STRATEGIES
 from .chain_plan import ChainPlan as ChainPlan
 from .chain_plan import Strategy as Strategy
 from .chain_plan import store_all
-from .chain_table import Sizes, Table, Trace, default_threads, judge, smallest
+from .chain_table import FLOAT_ERROR, Sizes, Table, Trace, default_threads, judge, smallest
 from .joint import plan_joint, smallest_with_tier
 
 SLOTS = 500
@@ -62,8 +62,6 @@ SLOTS = 500
 _MORE = 1.15
 # Ratio of neighbouring rungs of the ladder of limits.
 _RUNG = 1.3
-# Rounding errors of float32 sums over a chain, as a share of its forward work.
-_FLOAT = 1e-5
 
 
 _MOST_SLOTS, _MOST_THREADS = 1 << 20, 1024
@@ -167,17 +165,20 @@ def plan_chain(
     # Revolve has all its states and one tape at most.
     whole = plain.peak_bytes if tapes else _all_states(true)
     within = (whole if limit is None else min(limit, whole)) - costs.input_bytes
+    ladder = _Ladder(true, whole, slots, tapes, threads or default_threads())
+    # Before the ladder, which frees the first rung's table.
+    found = None if rates is None else plan_joint(true, *ladder.first(within), within, rates)
     best: ChainPlan | None = None
     if within >= least:
-        ladder = _Ladder(true, whole, slots, tapes, threads or default_threads())
         best = made(list(actions_of(ladder.best(within, trace, progress), len(true))))
-    if rates is None:
+    if rates is None or found is None:
         assert best is not None
         return best
-    found = plan_joint(true, within, rates, threads or default_threads())
     no_tier_s = None if best is None else best.makespan_s
-    if found.actions is not None and (no_tier_s is None or found.seconds < no_tier_s):
-        best = made(found.actions, (rates,))
+    if found.actions is not None:
+        joint = made(found.actions, (rates,))
+        if best is None or joint.makespan_s < best.makespan_s:
+            best = joint
     assert best is not None  # every state in the tier fits, where nothing else does
     return replace(best, tier=rates, no_tier_s=no_tier_s, offload_s=found.offload_s)
 
@@ -286,6 +287,18 @@ class _Ladder:
     def __init__(self, true: Sizes, whole: int, slots: int, tapes: bool, threads: int) -> None:
         self.true, self.whole, self.slots = true, max(1, whole), slots
         self.tapes, self.threads = tapes, threads
+        self._first: Table | None = None
+
+    def first(self, limit: int) -> tuple[Table, float]:
+        """Return the table of the highest rung for a limit, and the bytes of its slots."""
+        top = self._top(limit)
+        more = int(self.slots * _MORE)
+        self._first = self._table(top, "nearest", more, lambda: None)
+        return self._first, top / self.slots
+
+    def _top(self, limit: int) -> float:
+        rung = max(0, math.floor(math.log(self.whole / max(1, limit)) / math.log(_RUNG)))
+        return float(self.whole / _RUNG**rung)
 
     def best(self, limit: int, least: Trace, progress: bool | None = False) -> Trace:
         """Return the fastest schedule with a true peak of at most `limit` bytes.
@@ -294,8 +307,7 @@ class _Ladder:
         """
         best = least
         best_s, least_peak = judge(self.true, least)
-        rung = max(0, math.floor(math.log(self.whole / max(1, limit)) / math.log(_RUNG)))
-        top = self.whole / _RUNG**rung
+        top = self._top(limit)
         more = int(self.slots * _MORE)
         rungs = 1 + max(0, int(math.log(max(1.0, top * _MORE / max(1, least_peak)), _RUNG)))
         calls = Table.calls_of(self.slots) + rungs * Table.calls_of(more)  # at most
@@ -308,19 +320,18 @@ class _Ladder:
         best, best_s, least_peak = least
         # Sizes rounded down: no schedule within so many slots is faster.
         bound, unit = self._table(top, "down", self.slots, tick), top / self.slots
-        margin_s = _FLOAT * float(self.true.forward_s.sum())
+        margin_s = FLOAT_ERROR * float(self.true.forward_s.sum())
         while top * _MORE >= max(1, least_peak):
             cap = min(limit, math.floor(top * _MORE))
             if bound.least_seconds(math.floor(cap / unit)) - margin_s >= best_s:
                 break  # and so it is for all rungs below
-            table = self._table(top, "nearest", int(self.slots * _MORE), tick)
-            seconds, peaks = table.curve(self.true)
-            seconds[peaks > cap] = math.inf
-            memory = int(seconds.argmin())
-            if seconds[memory] < best_s:
+            table = self._first or self._table(top, "nearest", int(self.slots * _MORE), tick)
+            self._first = None
+            seconds, memory = table.fastest(self.true, cap)
+            if seconds < best_s:
                 trace = table.trace(memory)
                 assert trace is not None
-                best, best_s = trace, float(seconds[memory])
+                best, best_s = trace, seconds
             del table  # before the next is made
             top /= _RUNG
         return best

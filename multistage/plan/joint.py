@@ -52,10 +52,8 @@ from .joint_core import (
     Program,
 )
 
-# Slots of the table within the limit, of short and of long chains, and those beyond it:
-# schedules of more slots may fit, as sizes were rounded up too.
-_SLOTS, _SLOTS_LONG, _LONG, _MORE = 400, 250, 150, 1.13
-_STRIDE = 2
+# Memories of the table in a slot of the program: for chains of up to so many stages.
+_STRIDE, _LONG = 2, 150
 _STEPS = 48
 _POOL = 6
 _SEED = 3
@@ -106,24 +104,23 @@ class Found:
     offload_s: float | None
 
 
-def plan_joint(true: Sizes, limit: int, rates: TierRates, threads: int = 1) -> Found:
+def plan_joint(true: Sizes, table: Table, unit_bytes: float, limit: int, rates: TierRates) -> Found:
     """Return the fastest plan found for a chain and a tier within `limit` bytes.
 
     Parameters
     ----------
     true : Sizes
         In bytes.
+    table : Table
+        Of the chain, in slots of `unit_bytes`, for the limit at least.
     limit : int
         Bytes, the chain's input not counted.
     """
     if not native.available() or not _plannable(true):
         return Found(None, math.inf, 0, 0.0, None)
-    n = len(true)
-    slots = _SLOTS if n <= _LONG else _SLOTS_LONG
-    unit = max(1, limit) / slots
-    table = Table(true.in_slots(unit, "nearest"), int(slots * _MORE), threads=threads)
-    core = Core(true, table, unit, limit, rates)
-    pool = search(core, true, limit, unit, _STRIDE)
+    stride = _STRIDE if len(true) <= _LONG else 2 * _STRIDE
+    core = Core(true, table, unit_bytes, limit, rates)
+    pool = search(core, true, limit, unit_bytes, stride)
     offload = Pool(core.judge)
     offload.offer(next(extremes(true)))
     offload_s = offload.found[0][0] if offload.found else None
