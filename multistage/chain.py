@@ -28,7 +28,7 @@ Adjoint = TypeVar("Adjoint")
 
 
 class Chain(Protocol[State, Adjoint]):
-    """A computation of uniform steps and its adjoint.
+    """A computation of steps and its adjoint.
 
     Attributes
     ----------

@@ -92,9 +92,12 @@ class StateError(MultistageError, ValueError):
     ----------
     state : int or None
         Index of the state that is of another layout than the first, where that is known.
+    varies : bool
+        Whether it is a plain state but for its tree, a shape or a dtype, which differ.
     """
 
     state: int | None = None
+    varies: bool = False
 
 
 class ScheduleError(MultistageError):

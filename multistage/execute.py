@@ -23,6 +23,7 @@ all else is per slot or per stored checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -65,6 +66,8 @@ from .errors import (
     StoreError,
 )
 from .interrupts import Shield
+from .layout import Layout
+from .metered import LargerThanPlanned
 from .rules import Rules
 from .slots import (
     ArrayStates,
@@ -73,12 +76,14 @@ from .slots import (
     StateLayout,
     States,
     apart_from,
+    given_back,
     no_adjoint,
     overwritten,
 )
 from .steps import StepSet
 from .tapes import WEIGHED, own_bytes
 from .timeline import Timeline
+from .varied import Layouts, VariedInPlace, VariedReferences
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -464,6 +469,8 @@ class Executor(Generic[State, Adjoint]):
         except BaseException as error:
             try:
                 told = self._first_to_differ(error) if forward else error
+                if forward and self._chain.in_place and _sizes_differ(error):
+                    self._give_back()
             finally:
                 self.abort()
             if told is error:
@@ -477,6 +484,14 @@ class Executor(Generic[State, Adjoint]):
                 del told
         finally:
             switching.restore(self)
+
+    def _give_back(self) -> None:
+        """Put state 0 back where the caller of an in-place chain has it: he may begin anew."""
+        run = self._run
+        if run is not None and isinstance(run.layout, Layout | Layouts):
+            layout = run.layout if isinstance(run.layout, Layout) else run.layout.first
+            with contextlib.suppress(Exception):  # what it was told first is worth more
+                given_back(run.live, run.origin, layout)
 
     def _first_to_differ(self, error: BaseException) -> BaseException:
         """Return the error that names the step whose state was the first of another layout.
@@ -508,7 +523,9 @@ class Executor(Generic[State, Adjoint]):
                 pass  # what was wrong is known, if not where
         if found is None:
             return error
-        return StateError(f"step {step} returned a state unlike the first: {found}")
+        told = StateError(f"step {step} returned a state unlike the first: {found}")
+        told.state, told.varies = error.state, error.varies
+        return told
 
     def _drive(self, adjoint: Any, forward: bool) -> Any:
         """Perform actions until EndForward or the end; return the adjoint.
@@ -524,6 +541,7 @@ class Executor(Generic[State, Adjoint]):
         one_tape = not state_is_tape and getattr(chain, "one_tape", False)
         slots, held, tapes = run.slots, run.held, run.tapes
         keep, load, release, trim = slots.keep, slots.load, slots.release, slots.trim
+        used_up = slots.used_up if isinstance(slots, VariedReferences | VariedInPlace) else None
         copies, watched = chain.in_place, forward and self._watched
         shared, apart = slots.shared, slots.apart
         # What a functional step returns is looked at once here, then where it is kept.
@@ -556,6 +574,8 @@ class Executor(Generic[State, Adjoint]):
                     if step != end - 1:
                         raise _illegal(action, f"the next adjoint step is {end - 1}")
                     if tapes and step in tapes:
+                        if used_up is not None and not 0 <= at <= step:
+                            live, at = used_up(live), -1
                         tape = tapes.pop(step)
                         if not state_is_tape:
                             release(tape)  # first: an adjoint step may overwrite its tape
@@ -772,7 +792,11 @@ class Executor(Generic[State, Adjoint]):
                 "compute", "reverse", at, at + reverse_s, first=run.end, count=reverse_steps
             )
         now = stop - begin
-        self.timeline.sample("fast", now, run.used * run.layout.nbytes)
+        layout = run.layout
+        if isinstance(layout, Layouts):
+            self.timeline.sample("fast", now, layout.held_bytes)
+        else:
+            self.timeline.sample("fast", now, run.used * layout.nbytes)
         self._drain()
         for store in self._stores:
             self.timeline.sample(store.name, now, store.stats.stored_bytes)
@@ -818,6 +842,10 @@ class Executor(Generic[State, Adjoint]):
         assert run is not None
         if not isinstance(action, Await) and getattr(action, "tier", 0) >= len(self._stores):
             raise _illegal(action, f"there are {len(self._stores)} tiers")
+        if getattr(action, "tape", False):
+            raise _illegal(action, "tapes stay in fast memory here")
+        if isinstance(action, Evict):
+            return self._evict(action)
         if isinstance(action, Await):
             if action.token not in run.tokens:
                 raise _illegal(action, "no such transfer is under way")
@@ -829,6 +857,25 @@ class Executor(Generic[State, Adjoint]):
         finally:
             shield.up = False
             shield.let_go()
+
+    def _evict(self, action: Evict) -> bool:
+        """Wait for the write of a held checkpoint, then give its slot back."""
+        run = self._run
+        assert run is not None
+        step, tier = action.step, action.tier
+        writes = [
+            token
+            for token, each in run.tokens.items()
+            if each.is_write and (each.step, each.tier) == (step, tier)
+        ]
+        if not writes or run.held.get(step) is None:
+            raise _illegal(action, "no slot holds it, or no write of it is under way")
+        written = self._await(run.tokens.pop(writes[0]))
+        kept = run.held.pop(step)
+        assert kept is not None
+        run.slots.release(kept)
+        run.used -= 1
+        return written
 
     def _queue(self, action: Action) -> Answer:
         run, counts = self._run, self.counts
@@ -1007,6 +1054,11 @@ def _judged(schedule: Schedule, rules: Rules) -> Schedule:
                 answer = yield action
     finally:
         schedule.close()
+
+
+def _sizes_differ(error: BaseException) -> bool:
+    """Whether a sweep ended since its states are of other sizes than was planned for."""
+    return (isinstance(error, StateError) and error.varies) or isinstance(error, LargerThanPlanned)
 
 
 def _only_latest(action: Action, tapes: Iterable[int]) -> ScheduleError:

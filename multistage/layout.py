@@ -169,23 +169,7 @@ class Layout:
 
     def pack(self, arrays: Sequence[Array]) -> tuple[list[Array], Packing | None]:
         """Return what a store takes, C-contiguous arrays, and what `unpack` needs besides."""
-        flat: list[Array] = []
-        packing: list[Geometry | Literal["scalar"] | None] = []
-        plain = True
-        for array, strides in zip(arrays, self._plain, strict=True):
-            where: Geometry | Literal["scalar"] | None = None
-            if type(array) is not np.ndarray:
-                array, where = np.asarray(array), SCALAR
-            elif array.strides != strides or not array.flags.aligned:
-                if array.nbytes:
-                    where = geometry(array)
-                    array = flattened(array, where)
-                else:
-                    array = np.ascontiguousarray(array).reshape(array.shape)
-            flat.append(array)
-            packing.append(where)
-            plain = plain and where is None
-        return flat, None if plain else packing
+        return packed(arrays, self._plain)
 
     def unpack(self, arrays: Sequence[Array], packing: Packing | None) -> list[Array]:
         """Return the arrays that `pack` was given, from the store's copies."""
@@ -201,9 +185,32 @@ class Layout:
         return self.spec == other.spec and self.leaves == other.leaves
 
 
-def _differs(state: int | None, message: str) -> StateError:
+def packed(
+    arrays: Sequence[Array], plain_strides: Sequence[tuple[int, ...]]
+) -> tuple[list[Array], Packing | None]:
+    """Return arrays, C-contiguous; those of the strides given as they are.  See `Layout.pack`."""
+    flat: list[Array] = []
+    packing: list[Geometry | Literal["scalar"] | None] = []
+    plain = True
+    for array, strides in zip(arrays, plain_strides, strict=True):
+        where: Geometry | Literal["scalar"] | None = None
+        if type(array) is not np.ndarray:
+            array, where = np.asarray(array), SCALAR
+        elif array.strides != strides or not array.flags.aligned:
+            if array.nbytes:
+                where = geometry(array)
+                array = flattened(array, where)
+            else:
+                array = np.ascontiguousarray(array).reshape(array.shape)
+        flat.append(array)
+        packing.append(where)
+        plain = plain and where is None
+    return flat, None if plain else packing
+
+
+def _differs(state: int | None, message: str, *, varies: bool = True) -> StateError:
     error = StateError(message)
-    error.state = state
+    error.state, error.varies = state, varies
     return error
 
 
@@ -217,6 +224,7 @@ def _plain(value: object, path: str, where: int | str = "") -> Array:
             where if isinstance(where, int) else None,
             f"{within}leaf {path or 'of the state'} is {type(value).__name__}; every leaf must be "
             "a plain numpy.ndarray (wrap numbers with numpy.asarray)",
+            varies=False,
         )
     leaf = cast(Array, value)
     if leaf.dtype.hasobject:

@@ -36,13 +36,13 @@ from .backends.memory import MemoryStore
 from .backends.urls import TierName, open_store
 from .chain import Chain, FunctionChain
 from .costs import NOT_KEPT, Costs, Tier
-from .errors import StoreError
+from .errors import StateError, StoreError
 from .execute import Executor
 from .layout import Array, Layout
 from .plan.revolve import revolve_schedule
 from .plan.sweep import Sweep
 from .progress import counting
-from .slots import ArrayStates, Slots, States, overwritten
+from .slots import ArrayStates, Kept, Slots, States, given_back, overwritten
 from .tapes import own_bytes
 
 State = TypeVar("State")
@@ -196,8 +196,18 @@ def starting(
         raise
     finally:
         if chain.in_place:
-            slots.load(kept, state)
+            _restore(kept, state, slots)
         slots.release_all()
+
+
+def _restore(kept: Kept, state: Any, slots: Slots) -> None:
+    try:
+        slots.load(kept, state)
+    except StateError as error:  # steps have put arrays of other shapes into it
+        layout = getattr(slots, "layout", None)
+        if not error.varies or not isinstance(layout, Layout):
+            raise
+        given_back(state, kept, layout)
 
 
 def sample(

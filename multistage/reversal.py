@@ -28,19 +28,23 @@ from .chain import Chain, FunctionChain
 from .compressing import choose_compression
 from .costs import Budget, Costs
 from .durable.run import DurableRun, OrderedStates
-from .errors import ArgumentError, StoreError
+from .errors import ArgumentError, StateError, StoreError
 from .execute import Counts, Executor, Resumed
 from .given import agreeing, one_tape, planned, planner_of
 from .interrupts import Shield
 from .limits import default_budget_bytes
+from .metered import LargerThanPlanned
 from .plan import PLANNERS, Plan, Planner, online_schedule, plan
 from .plan.base import require_steps, sealing
+from .plan.heterogeneous import ChainPlan
 from .plan.resumed import durable_online_schedule, durable_plan, resumed_schedule
 from .probe import compressions, measure
 from .progress import Bars
 from .report import Report, TierUse, seen_costs
 from .rules import Rules
 from .slots import ArrayStates, States
+from .stages import StageCosts
+from .unequal import Unequal
 from .values import shown
 
 State = TypeVar("State")
@@ -99,9 +103,12 @@ class Reversal(Generic[State, Adjoint]):
     planner : str, Plan or callable
         A key of `PLANNERS`, or `"auto"` for the fastest prediction; a plan made
         before; or a planner of your own, `(costs, slots, n_steps) -> Plan`.
-    costs : Costs, optional
+    costs : Costs or StageCosts, optional
         Assumed costs; measured with a few steps at the first `forward` if not
         given (`step` is then called some extra times, `adjoint_step` never).
+        StageCosts are those of steps that differ, one Stage each; without them
+        states whose sizes differ are found in the first sweep, which measures them
+        for the next.  See `docs/howto/unequal.md`.
     checked : bool
         Judge every action of the schedule before it is performed, also if it
         comes from a planner of this package; others' are always judged.
@@ -125,7 +132,11 @@ class Reversal(Generic[State, Adjoint]):
     plan : Plan or None
         The plan of the last sweep.
     costs : Costs or None
-        What the next sweep is planned with.
+        What the next sweep is planned with, if its steps are uniform.
+    stage_costs : StageCosts or None
+        The same of steps that differ.
+    chain_plan : ChainPlan or None
+        Where steps differ, what `plan` describes by its means over the steps.
 
     Raises
     ------
@@ -163,7 +174,7 @@ class Reversal(Generic[State, Adjoint]):
         budget: Budget | int | str | None = None,
         tier: Tiers | None = None,
         planner: str | Plan | Planner = "auto",
-        costs: Costs | None = None,
+        costs: Costs | StageCosts | None = None,
         checked: bool = False,
         progress: bool | None = None,
         states: States | None = None,
@@ -177,16 +188,27 @@ class Reversal(Generic[State, Adjoint]):
             chain = FunctionChain(chain, adjoint_step, tape_step)
         elif adjoint_step is not None or tape_step is not None:
             raise ArgumentError("adjoint_step and tape_step go with a plain step, not with a Chain")
-        if costs is not None and not isinstance(costs, Costs):
-            raise ArgumentError(f"costs={costs!r} must be Costs, from measure() or made by hand")
+        if costs is not None and not isinstance(costs, Costs | StageCosts):
+            raise ArgumentError(
+                f"costs={shown(costs)} must be Costs, from measure() or made by hand, or "
+                "StageCosts of steps that differ"
+            )
         if durable is not None and not isinstance(durable, str | os.PathLike | DurableRun):
             raise ArgumentError(f"durable={durable!r} must be the name of a folder")
         if isinstance(planner, Plan):
             n_steps = planner.n_steps if n_steps is None else n_steps
             budget = Budget(slots=planner.slots) if budget is None else budget
             costs = planner.costs if costs is None else costs
+        stages: StageCosts | None = None
+        if isinstance(costs, StageCosts):
+            _stages_alone(planner, durable, states)
+            n_steps = len(costs.stages) if n_steps is None else n_steps
+            stages, costs = costs, None
         if n_steps is not None:
             n_steps = require_steps(n_steps, planner if isinstance(planner, str) else "given")
+        # Steps that turn out to differ are planned for, unless the user has said otherwise.
+        self._may_differ = durable is None and states is None and costs is None
+        self._may_differ = self._may_differ and planner == "auto"
         self._durable: DurableRun | None = None
         if durable is not None:
             if isinstance(durable, DurableRun):  # of a rank, whose store answers for all ranks
@@ -236,7 +258,10 @@ class Reversal(Generic[State, Adjoint]):
         self._stopped = ""  # what stopped the last sweep, and where
         if costs is not None and not self._stores:
             costs = costs.without_tiers()  # measured with a tier that is not here now
-        self.costs = costs
+        self.costs: Costs | None = costs
+        self._unequal: Unequal[State, Adjoint] | None = None
+        if stages is not None:
+            self._unequal = Unequal(chain, n_steps, self._budget, stages)
         self._drawn: Plan | Callable[[], Plan] | None = None
 
     @property
@@ -249,6 +274,16 @@ class Reversal(Generic[State, Adjoint]):
     @plan.setter
     def plan(self, plan: Plan | None) -> None:
         self._drawn = plan
+
+    @property
+    def chain_plan(self) -> ChainPlan | None:
+        """The plan of the next sweep, where steps differ and their costs are known."""
+        return None if self._unequal is None else self._unequal.plan
+
+    @property
+    def stage_costs(self) -> StageCosts | None:
+        """The costs of steps that differ, given or measured."""
+        return None if self._unequal is None else self._unequal.costs
 
     # -------------------------------------------------------------------- life
 
@@ -342,19 +377,45 @@ class Reversal(Generic[State, Adjoint]):
                 + ("both" if until is not None else "neither")
             )
         self._require_own()
+        try:
+            return self._forward(state, until)
+        except (StateError, LargerThanPlanned) as error:
+            if not self._measures_anew(error):
+                raise
+        return self._forward(state, until)
+
+    def _measures_anew(self, error: Exception) -> bool:
+        """Whether a sweep that other sizes than planned have ended is to be run again."""
+        if isinstance(error, StateError):
+            if not (self._may_differ and error.varies and self._unequal is None):
+                return False
+            self._unequal = Unequal(self._chain, self._n_steps, self._budget, None)
+            self.plan = self._executor = self._layout = self.costs = None
+            return True
+        if self._unequal is None or self._unequal.refuses_larger:
+            return False
+        self._unequal.forget()
+        return True
+
+    def _forward(self, state: State, until: Callable[[State, int], bool] | None) -> State:
         self._ready = False
         where = "before its first step, while costs were measured and planned"
         counts = None if self._executor is None else self._executor.counts
         try:
-            slots = self._prepare(state)
-            if until is None and (self.plan is None or self._stale):
-                self._plan(slots)
-            executor = self._ready_executor(slots)
-            counts = executor.counts
-            if self._durable is not None:
-                assert self.costs is not None
-                self._resumed = self._durable.begin(self.costs)
-            schedule = self._schedule(until)
+            if self._unequal is None:
+                slots = self._prepare(state)
+                if until is None and (self.plan is None or self._stale):
+                    self._plan(slots)
+                executor = self._ready_executor(slots)
+                counts = executor.counts
+                if self._durable is not None:
+                    assert self.costs is not None
+                    self._resumed = self._durable.begin(self.costs)
+                schedule = self._schedule(until)
+            else:
+                executor = self._ready_unequal(state)
+                counts = executor.counts
+                schedule = self._unequal.schedule(self._is_last(until))
             self._before = [replace(store.stats) for store in self._stores]
             self._bars.start(self._n_steps)
             where = "in the forward sweep"
@@ -363,7 +424,7 @@ class Reversal(Generic[State, Adjoint]):
                 state,
                 self._resumed,
                 watched=until is not None,
-                judged=self._checked or not self._is_ours(until),
+                judged=self._unequal is None and (self._checked or not self._is_ours(until)),
             )
             if self._durable is not None:
                 self._durable.ended(last, self._length)
@@ -387,6 +448,14 @@ class Reversal(Generic[State, Adjoint]):
         """
         self._require_own()
         try:
+            if self._unequal is not None:
+                self._ready_unequal(state)
+                if self.plan is None:
+                    raise ArgumentError(
+                        "steps differ, and what they cost shows in a first sweep: forward(), then "
+                        "reverse(); or give costs=StageCosts(...)"
+                    )
+                return self.plan
             slots = self._prepare(state)
             self._ready_executor(slots)
             if self.plan is None or self._stale:
@@ -443,9 +512,10 @@ class Reversal(Generic[State, Adjoint]):
         Ctrl-C to lose it, so what a sweep of unknown length would have been
         predicted to take is computed only when somebody asks.
         """
-        assert self.costs is not None
         timeline, counts = executor.timeline, executor.counts
-        if self._n_steps is None:
+        if self._unequal is not None:
+            self._drawn = self._unequal.ended(self._length, counts)
+        elif self._n_steps is None:
             self._drawn = self._in_hindsight(self._length)
         drawn = self._drawn
         uses = tuple(map(TierUse.of, self._stores, self._before))
@@ -456,7 +526,8 @@ class Reversal(Generic[State, Adjoint]):
             return Report.of(plan, timeline, counts, uses)
 
         self._report, self._partial, self._stopped = None, made, ""
-        if self._resumed is None:
+        if self._resumed is None and self._unequal is None:
+            assert self.costs is not None
             assumed = drawn.costs if isinstance(drawn, Plan) else self.costs
             self._learn(seen_costs(assumed, timeline, counts))
 
@@ -490,6 +561,8 @@ class Reversal(Generic[State, Adjoint]):
         how += "" if how == "interrupted" else type(error).__name__
         self._report = self._partial = None
         executor, self._stopped = self._executor, f"{how} {where}"
+        if self._unequal is not None and self._unequal.plan is None:
+            return  # a survey: what it would have come to is not known
         if executor is None or executor.counts is before or not executor.counts.elapsed_s:
             return
         timeline, counts, self._stopped = executor.timeline, executor.counts, ""
@@ -573,21 +646,27 @@ class Reversal(Generic[State, Adjoint]):
             self.plan = planned(self._planner, self.costs, slots, n)
         return self.plan
 
-    def _schedule(self, until: Callable[[State, int], bool] | None) -> Schedule:
-        assert self.costs is not None
+    def _is_last(self, until: Callable[[State, int], bool] | None) -> Callable[[int], bool] | None:
+        """Return what tells a schedule whether state i is the last, for `until`."""
         self._length = self._n_steps or 0
-
+        if until is None:
+            return None
         # Not `self`, which would then not go before its sweep does.
         executor, run = self._executor, weakref.ref(self)
 
         def is_last(i: int) -> bool:
-            assert executor is not None and until is not None
+            assert executor is not None
             if until(executor.live, i):
                 if (found := run()) is not None:
                     found._length = i
                 return True
             return False
 
+        return is_last
+
+    def _schedule(self, until: Callable[[State, int], bool] | None) -> Schedule:
+        assert self.costs is not None
+        is_last = self._is_last(until)
         if self._resumed is not None:
             assert self._durable is not None
             self._length = n = self._durable.length or 0
@@ -599,6 +678,7 @@ class Reversal(Generic[State, Adjoint]):
             assert self.plan is not None
             return self.plan.schedule()
         make = online_schedule if self._durable is None else durable_online_schedule
+        assert is_last is not None
         return make(self.costs, self._slots, is_last)
 
     def _is_ours(self, until: object) -> bool:
@@ -607,6 +687,21 @@ class Reversal(Generic[State, Adjoint]):
             return True
         assert self.plan is not None
         return self.plan.sealed
+
+    def _ready_unequal(self, state: State) -> Executor[State, Adjoint]:
+        """Plan a sweep whose steps differ; return its executor."""
+        unequal = self._unequal
+        assert unequal is not None
+        unequal.prepare(state)
+        if self._executor is None:
+            self._executor = Executor(
+                self._bars.watch(unequal.metered, unequal.mean_step_s),
+                (),
+                progress=self._bars.update if self._bars.shown else None,
+                states=unequal.states,
+            )
+        self.plan = unequal.described()
+        return self._executor
 
     def _ready_executor(self, slots: int) -> Executor[State, Adjoint]:
         assert self.costs is not None and self._layout is not None
@@ -685,6 +780,20 @@ def _durable_alone(tier: object, states: object) -> None:
         raise ArgumentError("durable= takes states that are pytrees of NumPy arrays, not states=")
 
 
+def _stages_alone(planner: object, durable: object, states: object) -> None:
+    """Raise ArgumentError for what does not go with costs of steps that differ."""
+    if planner != "auto":
+        raise ArgumentError(
+            f"planner={shown(planner)} plans uniform steps; with costs=StageCosts(...) leave it out"
+        )
+    if durable is not None or states is not None:
+        which = "durable" if durable is not None else "states"
+        raise ArgumentError(
+            f"costs=StageCosts(...) does not go with {which}=, which takes uniform steps only; "
+            "give Costs there"
+        )
+
+
 def _stores(tier: Tiers | None) -> tuple[Store, ...]:
     found = tuple(open_store(each) for each in tier_names(tier))
     require_distinct(found, "the tiers")
@@ -716,7 +825,7 @@ def reverse(
     budget: Budget | int | str | None = None,
     tier: Tiers | None = None,
     planner: str | Plan | Planner = "auto",
-    costs: Costs | None = None,
+    costs: Costs | StageCosts | None = None,
     progress: bool | None = None,
     durable: str | os.PathLike[str] | None = None,
     durable_every_s: float = 60.0,

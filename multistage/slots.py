@@ -266,10 +266,10 @@ def _is_view(leaf: Any) -> bool:
 class References:
     """Slots of a functional chain."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, frozen: Frozen | None = None) -> None:
         self._layout = layout
         self._single = layout.single
-        self._frozen = Frozen()
+        self._frozen = Frozen() if frozen is None else frozen
         self._entries = self._frozen.entries
         self.shared = layout.fixed
         self._later: optree.PyTreeSpec | None = None  # of a state that a step returned
@@ -460,6 +460,7 @@ class InPlace(Copies):
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
+        self.layout = layout
         self._frozen = Frozen()
         self._home: list[Any] = []  # the arrays that the sweep began with
         self._simple = True  # arrays only, no scalars
@@ -471,7 +472,7 @@ class InPlace(Copies):
 
     def load(self, kept: Kept, live: Any) -> Any:
         if live is self._only and type(kept.arrays[0]) is np.ndarray:
-            _put_back(live, kept.arrays[0], "")
+            put_back(live, kept.arrays[0], "")
             return live
         leaves = self._leaves(live)
         if self._is_home(leaves) and all(type(array) is np.ndarray for array in kept.arrays):
@@ -481,10 +482,10 @@ class InPlace(Copies):
             if type(value) is not np.ndarray:
                 leaves[k] = value
             elif id(leaves[k]) in self._places and alike(leaves[k], value):
-                _put_back(leaves[k], value, self._layout.leaves[k].path)
+                put_back(leaves[k], value, self._layout.leaves[k].path)
             else:
                 leaves[k] = duplicate(value)
-        return _replaced(live, self._layout.state(leaves))
+        return replaced(live, self._layout.state(leaves))
 
     def check(self, live: Any, where: int | str) -> None:
         if live is not self._only:
@@ -581,7 +582,7 @@ class InPlace(Copies):
                 raise self._refused(k, where, "an array that is another leaf too")
             else:
                 found.add(place)
-                if place != k and leaves[k].strides != self._home[k].strides:
+                if place != k and geometry(leaves[k]).strides != self._geometries[k].strides:
                     raise self._refused(k, where, "another leaf's array, of another memory layout")
         lone = lone_owners([leaves[k] for k in views]) if views else ()
         for k in views:
@@ -620,7 +621,7 @@ class InPlace(Copies):
 
     def _copy_back(self, targets: list[Array], kept: Kept) -> None:
         for target, array, leaf in zip(targets, kept.arrays, self._layout.leaves, strict=True):
-            _put_back(target, array, leaf.path)
+            put_back(target, array, leaf.path)
 
     def _recycle(self, kept: Kept) -> None:
         arrays = kept.arrays
@@ -633,7 +634,26 @@ class InPlace(Copies):
         self._pool.append(arrays)
 
 
-def _put_back(target: Array, array: Array, path: str) -> None:
+def given_back(live: Any, kept: Kept, layout: Layout) -> Any:
+    """Return an in-place chain's tree with the state that it began with, whatever it is now.
+
+    For a sweep that a state of another layout has ended: what its arrays were is
+    copied into them where they fit, else into new ones.
+    """
+    found = optree.tree_leaves(live, none_is_leaf=True)
+    fits = len(found) == len(layout.leaves)
+    leaves = []
+    for k, array in enumerate(kept.arrays):
+        leaf = found[k] if fits else None
+        if type(leaf) is np.ndarray and (leaf.shape, leaf.dtype) == (array.shape, array.dtype):
+            np.copyto(leaf, array)
+            leaves.append(leaf)
+        else:
+            leaves.append(duplicate(array) if type(array) is np.ndarray else array)
+    return replaced(live, layout.state(leaves))
+
+
+def put_back(target: Array, array: Array, path: str) -> None:
     if target.flags.writeable:
         np.copyto(target, array)
     elif target.tobytes() != array.tobytes():
@@ -643,19 +663,19 @@ def _put_back(target: Array, array: Array, path: str) -> None:
         )
 
 
-def _replaced(live: Any, made: Any) -> Any:
+def replaced(live: Any, made: Any) -> Any:
     """Return `live` with the leaves of `made`; a container that cannot change is exchanged."""
     kind = type(live)
     if kind in (dict, OrderedDict, defaultdict):
         for key in live:
-            live[key] = _replaced(live[key], made[key])
+            live[key] = replaced(live[key], made[key])
     elif kind in (list, deque):
         for k, value in enumerate(made):
-            live[k] = _replaced(live[k], value)
+            live[k] = replaced(live[k], value)
     elif kind is type(made) and (
         kind is tuple or hasattr(kind, "_make")
     ):  # what hangs below it may change
-        parts = [_replaced(one, other) for one, other in zip(live, made, strict=True)]
+        parts = [replaced(one, other) for one, other in zip(live, made, strict=True)]
         if all(map(operator.is_, parts, live)):
             return live
         return kind._make(parts) if hasattr(kind, "_make") else tuple(parts)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from tabulate import tabulate
 
@@ -23,7 +23,8 @@ from ..values import shown, whole
 from .chain_memory import use_of
 from .written import actions_from_lists, actions_to_lists
 
-Strategy = Literal["optimal", "revolve", "periodic", "store-all"]
+# What `plan_chain` offers; plans that `pieces` makes of chains too long for it or not known.
+Strategy = Literal["optimal", "revolve", "periodic", "store-all", "pieces", "survey"]
 STRATEGIES: tuple[Strategy, ...] = ("optimal", "revolve", "periodic", "store-all")
 _FORMAT = "multistage-chain-plan-2"
 _KNOWN = ("lower_bound_s", "no_tier_s", "offload_s")
@@ -205,9 +206,10 @@ class ChainPlan:
         missing = [name for name in _READ if name not in data]
         if missing:
             raise ArgumentError(f"no plan of a chain: {missing[0]!r} is missing")
-        if data["strategy"] not in STRATEGIES:
+        strategies = get_args(Strategy)
+        if data["strategy"] not in strategies:
             raise ArgumentError(
-                f"strategy {shown(data['strategy'])} is not known; it is one of {STRATEGIES}"
+                f"strategy {shown(data['strategy'])} is not known; it is one of {strategies}"
             )
         costs = StageCosts.from_dict(data["costs"])
         tier = None if data["tier"] is None else TierRates.from_dict(data["tier"])

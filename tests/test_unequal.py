@@ -1,0 +1,256 @@
+"""Reversal of steps that differ: bits of store-all, within the budget, or a clear error."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from chains import raw
+from unequal_chains import KINDS, Case
+
+from multistage import Budget, Costs, FunctionChain, InPlaceChain, Reversal, StageCosts, reversal
+from multistage.errors import ArgumentError, BudgetError, StateError
+from multistage.metered import of_chain
+from multistage.plan.heterogeneous import smallest_memory
+from multistage.probe import measure
+from multistage.stages import Stage
+from multistage.unequal import largest_state
+
+
+@pytest.fixture(autouse=True)
+def _measured_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reversal, "measure", partial(measure, seconds=0.01))
+
+
+def swept(run: Reversal[Any, int], case: Case) -> tuple[bytes, int]:
+    try:
+        last = raw(run.forward(case.start()))
+    except BudgetError as error:  # a tape was larger than the one measured first
+        assert "call forward() again" in str(error)
+        last = raw(run.forward(case.start()))
+    return last, run.reverse(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 2, 12])
+def test_costs_given_all_budgets_give_the_bits_of_store_all(kind: str, n: int) -> None:
+    for seed in range(3):
+        case = Case(seed, kind, n)
+        answer, costs = case.store_all(), case.costs
+        largest = largest_state(costs)
+        whole = sum(stage.tape_bytes for stage in costs.stages)
+        budgets = {largest, 2 * largest, 3 * largest + 17, whole // 2 + largest, whole + largest}
+        for budget in (*sorted(budgets), "2 slots"):
+            with Reversal(case.chain(), budget=budget, costs=costs) as run:
+                for _ in range(2):
+                    assert swept(run, case) == answer
+                assert run.chain_plan is not None
+                assert "makespan" in str(run.report())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 5, 13])
+def test_without_costs_the_first_sweep_measures(kind: str, n: int) -> None:
+    for seed in range(4):
+        case = Case(seed, kind, n)
+        answer = case.store_all()
+        largest = max(case.sizes) + 200  # uniform states are counted as records
+        for budget in (largest, 3 * largest, 100 * largest, "3 slots"):
+            with Reversal(case.chain(), n_steps=n, budget=budget) as run:
+                for _ in range(3):
+                    assert swept(run, case) == answer
+                assert str(run.report())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unknown_number_of_steps(kind: str) -> None:
+    for seed in range(4):
+        case = Case(seed, kind, 11)
+        with Reversal(case.chain(), budget="3 slots") as run:
+            for _ in range(2):
+                last = raw(run.forward(case.start(), until=lambda state, i: i == 11))
+                assert (last, run.reverse(1)) == case.store_all()
+
+
+# ------------------------------------------------------------------------- memory
+
+
+def _large(seed: int, n: int, in_place: bool) -> tuple[Any, StageCosts, Any]:
+    """Return a chain of large states and its costs, whose steps need no memory besides."""
+    counts = np.random.default_rng(seed).integers(2_000, 20_000, n + 1)
+    sizes = [8 * int(count) for count in counts]
+
+    def step(state: Any, i: int) -> Any:
+        return {"u": np.full(counts[i + 1], state["u"][0] / 2 + i)}
+
+    def forward(state: Any, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            value = state["u"][0] / 2 + i
+            state["u"] = np.full(counts[i + 1], value)
+
+    def adjoint_step(state: Any, adjoint: float, i: int) -> float:
+        return float(adjoint + state["u"][-1])
+
+    chain = InPlaceChain(forward, adjoint_step) if in_place else FunctionChain(step, adjoint_step)
+    stages = [Stage("", 1.0 + i % 5, 1.0, size, size, 0) for i, size in enumerate(sizes[1:])]
+    return chain, StageCosts(tuple(stages), sizes[0]), lambda: {"u": np.ones(counts[0])}
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_no_more_memory_than_budget_and_largest_step(in_place: bool, known: bool) -> None:
+    slack = 100_000  # of the sweep's own objects
+    for seed in range(3):
+        n = 24
+        chain, costs, start = _large(seed, n, in_place)
+        for slots in (1, 2, 5, 12):
+            room = slots * largest_state(costs)
+            limit = smallest_memory(of_chain(costs, chain)) + room + slack
+            given = costs if known else None
+            with Reversal(chain, n_steps=n, budget=room + 200, costs=given) as run:
+                for sweep in range(2):
+                    if not known and not sweep:
+                        run.forward(start())  # this one measures, and plans as it goes
+                        run.reverse(0.0)
+                    run.prepare(start())
+                    tracemalloc.start()
+                    run.forward(start())
+                    run.reverse(0.0)
+                    peak = tracemalloc.get_traced_memory()[1]
+                    tracemalloc.stop()
+                    assert peak <= limit, (seed, slots, sweep, peak, limit)
+                    if slots == 5:
+                        assert peak > limit / 2  # the budget is used
+
+
+# --------------------------------------------------------------------- what is refused
+
+
+def test_costs_that_do_not_fit_are_refused_before_any_step_runs() -> None:
+    case = Case(0, "functional", 6)
+    costs, calls = case.costs, 0
+
+    def step(state: Any, i: int) -> Any:
+        nonlocal calls
+        calls += 1
+        return case.step(state, i)
+
+    chain = FunctionChain(step, lambda x, a, i: a)
+    taped = replace(costs, stages=(*costs.stages[:-1], replace(costs.stages[-1], tape_bytes=10**6)))
+    budget: Any
+    for bad, n, budget, words in (
+        (costs, 7, "3 slots", "6 stages, but there are n_steps=7"),
+        (costs, 6, max(case.sizes) - 1, "needed for one state"),
+        (costs, 6, 0, "needed for one state"),
+        (taped, 6, "3 slots", "state is its own tape"),
+    ):
+        with pytest.raises((ArgumentError, BudgetError), match=words):
+            Reversal(chain, n_steps=n, budget=budget, costs=bad)
+    for more, words in (
+        ({"planner": "revolve"}, "plans uniform steps"),
+        ({"durable": "somewhere"}, "durable="),
+        ({"states": object()}, "states="),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            Reversal(chain, costs=costs, **more)
+    small = replace(costs, input_bytes=costs.input_bytes - 1)
+    with (
+        pytest.raises(BudgetError, match=f"state 0 takes {costs.input_bytes} bytes"),
+        Reversal(chain, costs=small, budget="3 slots") as run,
+    ):
+        run.forward(case.start())
+    assert calls == 0
+    for number in (float("nan"), -1.0, float("inf")):
+        with pytest.raises(ArgumentError, match="forward_s"):
+            replace(costs.stages[0], forward_s=number)
+
+
+@pytest.mark.parametrize("kind", ["functional", "in-place", "tape"])
+def test_a_state_or_tape_larger_than_its_costs_ends_the_sweep(kind: str) -> None:
+    case = Case(1, kind, 8)
+    costs = case.costs
+    for k in (0, 3, 7):
+        stage = costs.stages[k]
+        less = replace(stage, output_bytes=stage.output_bytes - 1)
+        if kind != "tape":
+            less = replace(less, tape_bytes=less.output_bytes)
+        stages = (*costs.stages[:k], less, *costs.stages[k + 1 :])
+        with Reversal(case.chain(), costs=replace(costs, stages=stages), budget="9 slots") as run:
+            with pytest.raises(BudgetError, match=f"state {k + 1} takes .* of step {k};"):
+                run.forward(case.start())
+            with pytest.raises(ArgumentError, match="needs a forward"):
+                run.reverse(1)
+    if kind == "tape":
+        less = replace(costs.stages[5], tape_bytes=costs.stages[5].output_bytes)
+        stages = (*costs.stages[:5], less, *costs.stages[6:])
+        small = replace(costs, stages=stages)
+        with (
+            Reversal(case.chain(), costs=small, budget="99 slots") as run,
+            pytest.raises(BudgetError, match="the tape of step 5"),
+        ):
+            run.forward(case.start())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_sizes_that_change_between_sweeps_are_measured_again(in_place: bool) -> None:
+    scale = 1
+
+    def step(state: Any, i: int) -> Any:
+        return {"u": np.full(scale * (3 + i * 7 % 11), state["u"].sum() / 50 + i)}
+
+    def forward(state: Any, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            state["u"] = step(state, i)["u"]
+
+    def adjoint_step(state: Any, adjoint: float, i: int) -> float:
+        return adjoint * 0.5 + state["u"].sum()
+
+    def start() -> Any:
+        return {"u": np.ones(5)}
+
+    n = 15
+    chain = InPlaceChain(forward, adjoint_step) if in_place else FunctionChain(step, adjoint_step)
+    with Reversal(chain, n_steps=n, budget=Budget(slots=4)) as run:
+        for scale in (1, 1, 30, 30, 2):  # noqa: B007
+            states = [start()]
+            for i in range(n):
+                states.append(step(states[-1], i))
+            wanted = 0.0
+            for i in reversed(range(n)):
+                wanted = adjoint_step(states[i], wanted, i)
+            last = run.forward(start())
+            assert raw(last) == raw(states[-1])
+            assert run.reverse(0.0) == wanted
+            assert run.stage_costs is not None
+            sizes = [stage.output_bytes for stage in run.stage_costs.stages]
+            assert sizes == [state["u"].nbytes for state in states[1:]]
+
+
+def test_a_step_that_does_another_thing_when_it_is_run_again_is_an_error() -> None:
+    calls = 0
+
+    def step(x: Any, i: int) -> Any:
+        nonlocal calls
+        calls += 1
+        return np.zeros(3 + i if calls <= 9 else 2)
+
+    stages = tuple(Stage("", 1.0, 1.0, 8 * 20, 8 * 20, 0) for _ in range(9))
+    run = Reversal(step, lambda x, a, i: a, costs=StageCosts(stages, 160), budget="1 slots")
+    with run:
+        run.forward(np.zeros(2))
+        with pytest.raises(StateError, match=r"state \d+ differs .* must do the same each time"):
+            run.reverse(1.0)
+
+
+def test_given_uniform_costs_or_a_planner_keep_steps_uniform() -> None:
+    case = Case(2, "functional", 9)
+    for more in ({"costs": Costs(1.0, 2.0, state_bytes=100)}, {"planner": "revolve"}):
+        with (
+            Reversal(case.chain(), n_steps=9, budget="3 slots", **more) as run,  # type: ignore[arg-type]
+            pytest.raises(StateError, match="unlike the first"),
+        ):
+            run.forward(case.start())
