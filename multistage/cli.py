@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tabulate import tabulate
 
@@ -21,6 +21,7 @@ from .demos.watching import add_progress, shown
 from .errors import ArgumentError, MultistageError, redacted
 from .plan import PLANNERS, RANKED, Plan, plan
 from .plan.heterogeneous import STRATEGIES, ChainPlan, memory_curve, plan_chain
+from .rates import TierRates
 from .stages import StageCosts
 
 _PLAN_EPILOG = """\
@@ -97,12 +98,22 @@ def _parser() -> argparse.ArgumentParser:
         "  multistage plan --costs costs.json --steps 300 --budget '20 slots' --html plan.html \\\n"
         "      --curve --picture trade-off.svg\n"
         "  # a chain of unequal stages, profiled elsewhere\n"
-        "  multistage plan --chain costs.json --memory 4GiB",
+        "  multistage plan --chain costs.json --memory 4GiB\n"
+        "  # with a tier, to which tapes and states may go; drawn, and kept in a file\n"
+        "  multistage plan --chain costs.json --memory 4GiB \\\n"
+        "      --tier write=2GB/s,read=1GB/s --picture plan.svg --save plan.json",
     )
     _add_problem(planning)
     chain = planning.add_argument_group("a chain of unequal stages, in place of steps")
     chain.add_argument("--chain", type=Path, help="costs of its stages, as saved by profile()")
     chain.add_argument("--memory", help="limit: bytes, '4GiB', or a fraction such as 0.5")
+    chain.add_argument(
+        "--tier",
+        help="where tapes and states may go: write=2GB/s,read=1GB/s, and if wanted latency=1ms, "
+        "capacity=10GiB, name=NAME, shared (one channel for both), states-only",
+    )
+    chain.add_argument("--save", type=Path, help="write the plan, schedule included: .json")
+    chain.add_argument("--load", type=Path, help="show a plan that --save wrote, judged anew")
     chain.add_argument(
         "--strategy", default="optimal", choices=STRATEGIES, help="strategy (optimal)"
     )
@@ -271,6 +282,8 @@ def _plan_chain(args: argparse.Namespace) -> int:
         memory = float(memory)
     if args.curve:
         kind: Any = args.strategy
+        if args.tier is not None:
+            raise ArgumentError("--curve is of plans without a tier; leave --tier out")
         if kind not in ("optimal", "revolve"):
             raise ArgumentError(f"--curve goes with strategy optimal or revolve, not {kind}")
         curve = memory_curve(costs, kind)
@@ -280,7 +293,30 @@ def _plan_chain(args: argparse.Namespace) -> int:
             _print_chain_curve(curve)
         if args.picture is None and args.html is None:
             return 0
-    made = plan_chain(costs, memory, args.strategy, progress=shown(args))
+    rates = None if args.tier is None else _rates_for(costs, args.tier)
+    made = plan_chain(costs, memory, args.strategy, tiers=rates, progress=shown(args))
+    if args.save is not None:
+        if args.save.suffix.lower() != ".json":
+            raise ArgumentError(f"--save {str(args.save)!r} must end in .json")
+        made.save(args.save)
+    return _show_chain(args, made)
+
+
+def _rates_for(costs: StageCosts, text: str) -> TierRates:
+    """Return the rates of a tier that holds at least one thing that may travel there."""
+    rates = TierRates.parse(text)
+    sizes = (s.tape_bytes if rates.tapes else s.output_bytes for s in costs.stages)
+    least = min((nbytes for nbytes in sizes if nbytes), default=0)
+    if rates.capacity_bytes is not None and rates.capacity_bytes < least:
+        what, instead = ("tape", ", mark it states-only") if rates.tapes else ("state", "")
+        raise ArgumentError(
+            f"tier {rates.name} holds capacity={rates.capacity_bytes} bytes < {least} bytes of the "
+            f"smallest {what}; give it more room{instead} or leave it out"
+        )
+    return rates
+
+
+def _show_chain(args: argparse.Namespace, made: ChainPlan) -> int:
     if not args.curve:
         print(json.dumps(made.to_dict(), indent=2) if args.json else made)
     return _show(args, made)
@@ -301,10 +337,12 @@ def _print_chain_curve(curve: Sequence[tuple[int, float]]) -> None:
 def _show(args: argparse.Namespace, made: Plan | ChainPlan) -> int:
     """Write the files that were asked for, and say so."""
     if args.picture is not None:
-        made.picture(args.picture, "trade-off" if args.curve else "schedule")
+        with_tier = isinstance(made, ChainPlan) and made.tier is not None
+        what: Literal["timeline", "schedule"] = "timeline" if with_tier else "schedule"
+        made.picture(args.picture, "trade-off" if args.curve else what)
     if args.html is not None:
         made.save(args.html)
-    _say_written(args, args.picture, args.html)
+    _say_written(args, args.picture, args.html, getattr(args, "save", None))
     return 0
 
 
@@ -315,10 +353,19 @@ def _say_written(args: argparse.Namespace, *paths: Path | None) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    if args.load is not None:
+        for name in ("chain", "memory", "tier", "save"):
+            if getattr(args, name) is not None:
+                raise ArgumentError(f"--load shows a plan as it is; leave --{name} out")
+        return _show_chain(args, ChainPlan.load(args.load))
     if args.chain is not None:
         return _plan_chain(args)
     if args.memory is not None:
         raise ArgumentError("--memory goes with --chain; the memory of uniform steps is --budget")
+    uniform = "; the tier of uniform steps is --write and --read"
+    for name, instead in (("tier", uniform), ("save", "")):
+        if getattr(args, name) is not None:
+            raise ArgumentError(f"--{name} goes with --chain{instead}")
     made = plan(_costs(args), args.budget, args.steps, args.planner, progress=shown(args))
     if args.curve:
         from .plan.trade_off import trade_off

@@ -14,6 +14,7 @@ from multistage.backends.files import available_engines
 from multistage.cli import main, parse_seconds
 from multistage.costs import Costs
 from multistage.errors import ArgumentError
+from multistage.plan.chain_plan import ChainPlan
 from multistage.stages import Stage, StageCosts
 
 NUMBERS = [
@@ -197,6 +198,10 @@ def test_demo_differentiates_and_tests(capsys, tmp_path: Path, options: list[str
         (["probe", "ftp://x"], "'ftp://x' is not known"),
         (["probe", "pinned:"], "is for PyTorch alone"),
         (["plan", *NUMBERS, "--memory=."], "--memory goes with --chain"),
+        (["plan", *NUMBERS, "--tier=write=1"], "--tier goes with --chain; the tier of uniform"),
+        (["plan", *NUMBERS, "--save=plan.json"], "--save goes with --chain"),
+        (["plan", "--load=/nonexistent/plan.json"], "cannot be read"),
+        (["plan", "--load=plan.json", "--memory=1"], "leave --memory out"),
         (["demo", "lstm", "--steps=0"], "steps=0"),
         (["demo", "lstm", "--sweeps=0"], "sweeps=0"),
         (["demo", "lstm", "--steps=10", "--tier=ftp://x"], "'ftp://x' is not known"),
@@ -274,3 +279,64 @@ def test_a_chain_is_planned_from_its_file(tmp_path, capsys) -> None:
 def test_steps_and_budget_are_asked_for(capsys) -> None:
     assert main(["plan", "--forward-step", "1ms", "--reverse-step", "1ms", "--steps", "9"]) != 0
     assert "--budget" in capsys.readouterr().err
+
+
+def a_chain_file(tmp_path: Path, **changes: object) -> str:
+    data = StageCosts.uniform(12, Stage("layer", 1e-3, 2e-3, 10, 40), 10).to_dict()
+    data["stages"][3].update(changes)
+    (tmp_path / "chain.json").write_text(json.dumps(data))
+    return f"--chain={tmp_path / 'chain.json'}"
+
+
+def test_a_chain_with_a_tier_is_planned_drawn_and_read_back(tmp_path, capsys) -> None:
+    options = ["plan", a_chain_file(tmp_path), "--memory=0.4"]
+    there = [f"--{name}={tmp_path / file}" for name, file in FILES.items()]
+    assert main([*options, "--tier=write=90kB/s,read=90kB/s,name=disk", *there]) == 0
+    text = capsys.readouterr().out
+    for words in ("to tier", "tier disk: writes", "no tier", "every tape to the tier"):
+        assert words in text
+    assert "plan.json" in text
+    assert "coming from a tier" in (tmp_path / "plan.svg").read_text()
+    assert "What runs when" in (tmp_path / "plan.html").read_text()
+    assert main(["plan", f"--load={tmp_path / 'plan.json'}"]) == 0
+    assert capsys.readouterr().out.splitlines() == text.splitlines()[:-3]
+    assert main([*options, "--tier=write=90kB/s", "--json"]) == 0
+    assert ChainPlan.from_dict(json.loads(capsys.readouterr().out)).tier is not None
+
+
+FILES = {"save": "plan.json", "html": "plan.html", "picture": "plan.svg"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({}, ["--tier=fast"], "tier 'fast': 'fast' is not understood; write it as"),
+        ({}, ["--tier=read=1GB/s"], "lacks its rate of writing"),
+        ({}, ["--tier=write=0"], "must be above 0"),
+        ({}, ["--tier=write=1,capacity=39"], "capacity=39 bytes < 40 bytes of the smallest tape"),
+        ({}, ["--tier=write=1,capacity=9,states-only"], "of the smallest state; give it more room"),
+        ({}, ["--tier=write=1", "--strategy=revolve"], "tiers go with strategy 'optimal'"),
+        ({}, ["--tier=write=1", "--curve"], "leave --tier out"),
+        ({}, ["--save=plan.txt"], "must end in .json"),
+        ({}, ["--tier=write=1", "--memory=20"], "memory=20 bytes < "),
+        ({"output_bytes": 900, "tape_bytes": 990}, ["--memory=800", "--tier=write=1"], "< "),
+        ({"forward_s": float("nan")}, [], "stage 'layer': forward_s=nan"),
+        ({"backward_s": -1.0}, [], "stage 'layer': backward_s=-1.0"),
+        ({"tape_bytes": 3}, [], "tape_bytes=3 < output_bytes=10"),
+        ({"output_bytes": "many"}, [], "output_bytes='many'"),
+        ({"speed": 3}, [], "not the costs of a chain"),
+    ],
+)
+def test_bad_input_of_a_chain(tmp_path, capsys, monkeypatch, changes, options, message) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", a_chain_file(tmp_path, **changes), "--memory=0.4", *options]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("multistage: error: ")
+    assert message in error and "\n" not in error
+    assert [path.name for path in tmp_path.iterdir()] == ["chain.json"]
+
+
+def test_costs_of_uniform_steps_are_no_chain(tmp_path, capsys) -> None:
+    Costs(1.0, 1.0).save(tmp_path / "c.json")
+    assert main(["plan", f"--chain={tmp_path / 'c.json'}"]) == 2
+    assert "'format' must be 'multistage-stages-1'" in capsys.readouterr().err
