@@ -97,6 +97,11 @@ CATALOG: tuple[Entry, ...] = (
     ),
     Entry("planner_grid", "Planners beside a lower bound and the exact optimum", expected_s=12),
     Entry(
+        "joint_planner",
+        "Plans of chains with a slow tier beside a lower bound and the exact optimum",
+        expected_s=75,
+    ),
+    Entry(
         "driver_overhead",
         "Seconds per step of the driver alone",
         expected_s=12,
