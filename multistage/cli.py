@@ -362,10 +362,10 @@ def _plan(args: argparse.Namespace) -> int:
         return _plan_chain(args)
     if args.memory is not None:
         raise ArgumentError("--memory goes with --chain; the memory of uniform steps is --budget")
-    uniform = "; the tier of uniform steps is --write and --read"
-    for name, instead in (("tier", uniform), ("save", "")):
-        if getattr(args, name) is not None:
-            raise ArgumentError(f"--{name} goes with --chain{instead}")
+    if args.tier is not None:
+        raise ArgumentError("--tier goes with --chain; that of uniform steps is --write and --read")
+    if args.save is not None:
+        raise ArgumentError("--save goes with --chain")
     made = plan(_costs(args), args.budget, args.steps, args.planner, progress=shown(args))
     if args.curve:
         from .plan.trade_off import trade_off

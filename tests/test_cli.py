@@ -198,7 +198,7 @@ def test_demo_differentiates_and_tests(capsys, tmp_path: Path, options: list[str
         (["probe", "ftp://x"], "'ftp://x' is not known"),
         (["probe", "pinned:"], "is for PyTorch alone"),
         (["plan", *NUMBERS, "--memory=."], "--memory goes with --chain"),
-        (["plan", *NUMBERS, "--tier=write=1"], "--tier goes with --chain; the tier of uniform"),
+        (["plan", *NUMBERS, "--tier=write=1"], "--tier goes with --chain; that of uniform"),
         (["plan", *NUMBERS, "--save=plan.json"], "--save goes with --chain"),
         (["plan", "--load=/nonexistent/plan.json"], "cannot be read"),
         (["plan", "--load=plan.json", "--memory=1"], "leave --memory out"),
