@@ -21,6 +21,7 @@ from .demos.watching import add_progress, shown
 from .errors import ArgumentError, MultistageError, redacted
 from .plan import PLANNERS, RANKED, Plan, plan
 from .plan.heterogeneous import STRATEGIES, ChainPlan, memory_curve, plan_chain
+from .plan.written import read_json
 from .rates import TierRates
 from .stages import StageCosts
 
@@ -112,13 +113,13 @@ def _parser() -> argparse.ArgumentParser:
         help="where tapes and states may go: write=2GB/s,read=1GB/s, and if wanted latency=1ms, "
         "capacity=10GiB, name=NAME, shared (one channel for both), states-only",
     )
-    chain.add_argument("--save", type=Path, help="write the plan, schedule included: .json")
-    chain.add_argument("--load", type=Path, help="show a plan that --save wrote, judged anew")
     chain.add_argument(
         "--strategy", default="optimal", choices=STRATEGIES, help="strategy (optimal)"
     )
     showing = _add_showing(planning, "where checkpoints stand, or the trade-off with --curve,")
     showing.add_argument("--curve", action="store_true", help="show the time-memory trade-off")
+    showing.add_argument("--save", type=Path, help="write the plan to this file: .json")
+    showing.add_argument("--load", type=Path, help="show a plan that --save wrote, judged anew")
     planning.set_defaults(run=_plan)
 
     simulating = commands.add_parser(
@@ -295,11 +296,9 @@ def _plan_chain(args: argparse.Namespace) -> int:
             return 0
     rates = None if args.tier is None else _rates_for(costs, args.tier)
     made = plan_chain(costs, memory, args.strategy, tiers=rates, progress=shown(args))
-    if args.save is not None:
-        if args.save.suffix.lower() != ".json":
-            raise ArgumentError(f"--save {str(args.save)!r} must end in .json")
-        made.save(args.save)
-    return _show_chain(args, made)
+    if not args.curve:
+        _print_plan(args, made)
+    return _show(args, made)
 
 
 def _rates_for(costs: StageCosts, text: str) -> TierRates:
@@ -314,12 +313,6 @@ def _rates_for(costs: StageCosts, text: str) -> TierRates:
             f"smallest {what}; give it more room{instead} or leave it out"
         )
     return rates
-
-
-def _show_chain(args: argparse.Namespace, made: ChainPlan) -> int:
-    if not args.curve:
-        print(json.dumps(made.to_dict(), indent=2) if args.json else made)
-    return _show(args, made)
 
 
 def _print_chain_curve(curve: Sequence[tuple[int, float]]) -> None:
@@ -340,9 +333,10 @@ def _show(args: argparse.Namespace, made: Plan | ChainPlan) -> int:
         with_tier = isinstance(made, ChainPlan) and made.tier is not None
         what: Literal["timeline", "schedule"] = "timeline" if with_tier else "schedule"
         made.picture(args.picture, "trade-off" if args.curve else what)
-    if args.html is not None:
-        made.save(args.html)
-    _say_written(args, args.picture, args.html, getattr(args, "save", None))
+    for path in (args.html, args.save):
+        if path is not None:
+            made.save(path)
+    _say_written(args, args.picture, args.html, args.save)
     return 0
 
 
@@ -353,19 +347,18 @@ def _say_written(args: argparse.Namespace, *paths: Path | None) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    if args.save is not None and (args.curve or args.save.suffix.lower() != ".json"):
+        raise ArgumentError(
+            f"--save {str(args.save)!r} must end in .json, and goes without --curve"
+        )
     if args.load is not None:
-        for name in ("chain", "memory", "tier", "save"):
-            if getattr(args, name) is not None:
-                raise ArgumentError(f"--load shows a plan as it is; leave --{name} out")
-        return _show_chain(args, ChainPlan.load(args.load))
+        return _load(args)
     if args.chain is not None:
         return _plan_chain(args)
     if args.memory is not None:
         raise ArgumentError("--memory goes with --chain; the memory of uniform steps is --budget")
     if args.tier is not None:
         raise ArgumentError("--tier goes with --chain; that of uniform steps is --write and --read")
-    if args.save is not None:
-        raise ArgumentError("--save goes with --chain")
     made = plan(_costs(args), args.budget, args.steps, args.planner, progress=shown(args))
     if args.curve:
         from .plan.trade_off import trade_off
@@ -379,11 +372,25 @@ def _plan(args: argparse.Namespace) -> int:
             print(json.dumps(points, indent=2))
         else:
             _print_curve(plans)
-    elif args.json:
-        print(json.dumps(made.to_dict(), indent=2))
     else:
-        print(made)
+        _print_plan(args, made)
     return _show(args, made)
+
+
+def _load(args: argparse.Namespace) -> int:
+    """Show a plan from a file."""
+    for name in ("chain", "memory", "tier", "save", "steps", "budget", "costs"):
+        if getattr(args, name) is not None:
+            raise ArgumentError(f"--load shows a plan as it is; leave --{name} out")
+    data = read_json(args.load)
+    of_steps = isinstance(data, dict) and data.get("format") == "multistage-plan-1"
+    made = Plan.from_dict(data) if of_steps else ChainPlan.from_dict(data)
+    _print_plan(args, made)
+    return _show(args, made)
+
+
+def _print_plan(args: argparse.Namespace, made: Plan | ChainPlan) -> None:
+    print(json.dumps(made.to_dict(), indent=2) if args.json else made)
 
 
 def _print_curve(plans: Sequence[Plan]) -> None:

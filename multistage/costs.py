@@ -263,10 +263,18 @@ class Costs:
             raise ArgumentError(f"no costs file: {error}") from error
         if not isinstance(data, dict) or data.pop("format", None) != "multistage-costs-1":
             raise ArgumentError('no costs file: "format" must be "multistage-costs-1"')
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Costs:
+        """Return the costs whose attributes `data` has, tiers as dicts.  Raises ArgumentError."""
         try:
+            data = dict(data)
             tiers = tuple(Tier(**tier) for tier in data.pop("tiers", ()))
             return cls(tiers=tiers, **data)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ArgumentError):
+                raise
             raise ArgumentError(f"no costs file: {error}") from error
 
     def save(self, path: str | Path) -> None:

@@ -199,7 +199,9 @@ def test_demo_differentiates_and_tests(capsys, tmp_path: Path, options: list[str
         (["probe", "pinned:"], "is for PyTorch alone"),
         (["plan", *NUMBERS, "--memory=."], "--memory goes with --chain"),
         (["plan", *NUMBERS, "--tier=write=1"], "--tier goes with --chain; that of uniform"),
-        (["plan", *NUMBERS, "--save=plan.json"], "--save goes with --chain"),
+        (["plan", *NUMBERS, "--save=plan.html"], "must end in .json"),
+        (["plan", *NUMBERS, "--save=plan.json", "--curve"], "goes without --curve"),
+        (["plan", *NUMBERS, "--load=plan.json"], "leave --steps out"),
         (["plan", "--load=/nonexistent/plan.json"], "cannot be read"),
         (["plan", "--load=plan.json", "--memory=1"], "leave --memory out"),
         (["demo", "lstm", "--steps=0"], "steps=0"),
@@ -302,6 +304,17 @@ def test_a_chain_with_a_tier_is_planned_drawn_and_read_back(tmp_path, capsys) ->
     assert capsys.readouterr().out.splitlines() == text.splitlines()[:-3]
     assert main([*options, "--tier=write=90kB/s", "--json"]) == 0
     assert ChainPlan.from_dict(json.loads(capsys.readouterr().out)).tier is not None
+
+
+def test_a_plan_of_steps_is_kept_in_a_file(tmp_path, capsys) -> None:
+    path = tmp_path / "plan.json"
+    assert main(["plan", *NUMBERS, f"--save={path}"]) == 0
+    text = capsys.readouterr().out
+    assert main(["plan", f"--load={path}"]) == 0
+    assert capsys.readouterr().out.splitlines() == text.splitlines()[:-1]
+    path.write_text("[]")
+    assert main(["plan", f"--load={path}"]) == 2
+    assert "no plan of a chain" in capsys.readouterr().err
 
 
 FILES = {"save": "plan.json", "html": "plan.html", "picture": "plan.svg"}

@@ -15,9 +15,11 @@ from tabulate import tabulate
 from ..actions import Schedule
 from ..costs import Costs, format_bytes, format_seconds
 from ..errors import ArgumentError
-from ..values import shown
+from ..values import shown, whole
+from .written import read_json
 
 MOST_STEPS = 1 << 40
+_FORMAT = "multistage-plan-1"
 
 P = ParamSpec("P")
 Planner: TypeAlias = "Callable[[Costs, int, int | None], Plan]"
@@ -135,7 +137,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, for JSON."""
         return {
-            "format": "multistage-plan-1",
+            "format": _FORMAT,
             **self._facts(),
             "n_steps": self.n_steps,
             "slots": self.slots,
@@ -159,8 +161,68 @@ class Plan:
             "note": self.note,
         }
 
+    @classmethod
+    def from_dict(cls, data: Any) -> Plan:
+        """Return the plan that `to_dict` described, planned anew.
+
+        A schedule of uniform steps follows from its planner, costs, slots and number of
+        steps; nothing else in the data counts.
+
+        Raises
+        ------
+        ArgumentError
+            Naming what is missing or wrong; for a planner that is none of `PLANNERS`.
+        BudgetError
+            Where the slots hold too little.
+        """
+        from . import PLANNERS, plan
+
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise ArgumentError(
+                f"no plan of uniform steps: 'format' must be {_FORMAT!r}; "
+                "plans of chains are read by ChainPlan"
+            )
+        for name in ("planner", "costs", "slots", "n_steps"):
+            if name not in data:
+                raise ArgumentError(f"no plan of uniform steps: {name!r} is missing")
+        planner, costs = data["planner"], Costs.from_dict(data["costs"])
+        slots, n_steps = whole(data["slots"], "slots"), whole(data["n_steps"], "n_steps", 1)
+        if not isinstance(planner, str) or planner not in PLANNERS:
+            raise ArgumentError(
+                f"planner {shown(planner)} is none of {', '.join(PLANNERS)}; "
+                "its schedule is not in the file"
+            )
+        if data.get("candidates"):
+            found = plan(costs, f"{slots} slots", n_steps, progress=False)
+            if found.planner == planner:
+                return found
+        return PLANNERS[planner](costs, slots, n_steps)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Return the plan that `save` wrote to a `.json` file, planned anew.
+
+        Raises
+        ------
+        ArgumentError
+            If it cannot be read, or for `from_dict`'s reasons.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> from multistage import plan
+        >>> made = plan(Costs(1.0, 2.0), "5 slots", 100)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     made.save(f"{folder}/plan.json")
+        ...     Plan.load(f"{folder}/plan.json") == made
+        True
+        """
+        return cls.from_dict(read_json(path))
+
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file: `.html`, one page that needs no network, or `.json`.
+        """Write the plan to a file: `.json`, which `load` reads back, or `.html`.
+
+        The page is one file that needs no network.
 
         Raises
         ------

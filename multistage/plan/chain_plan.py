@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from ..stages import StageCosts
 from ..values import seconds as a_time
 from ..values import shown, whole
 from .chain_memory import use_of
-from .written import actions_from_lists, actions_to_lists
+from .written import actions_from_lists, actions_to_lists, read_json
 
 # What `plan_chain` offers; plans that `pieces` makes of chains too long for it or not known.
 Strategy = Literal["optimal", "revolve", "periodic", "store-all", "pieces", "survey"]
@@ -249,11 +248,7 @@ class ChainPlan:
         ArgumentError
             If it cannot be read, or for `from_dict`'s reasons; ScheduleError for its others.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ArgumentError(f"the plan {str(path)!r} cannot be read: {error}") from error
-        return cls.from_dict(data)
+        return cls.from_dict(read_json(path))
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file: `.json`, which `load` reads back, or `.html`.

@@ -1,9 +1,11 @@
-"""Schedules as plain data, for JSON: one list an action, such as `["Put", 3, 0, true]`."""
+"""Plans in JSON files; a schedule is one list an action, such as `["Put", 3, 0, true]`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, fields
+from pathlib import Path
 from typing import Any
 
 from ..actions import (
@@ -57,6 +59,14 @@ def actions_from_lists(data: Any) -> tuple[Action, ...]:
     if not isinstance(data, list):
         raise ArgumentError(f"actions={shown(data)} must be a list of actions")
     return tuple(_action(k, entry) for k, entry in enumerate(data))
+
+
+def read_json(path: str | Path) -> Any:
+    """Return what a plan's JSON file holds.  Raises ArgumentError if it cannot be read."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArgumentError(f"the plan {str(path)!r} cannot be read: {error}") from error
 
 
 def _action(index: int, entry: Any) -> Action:
