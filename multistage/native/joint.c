@@ -255,7 +255,7 @@ static void cut_into_nodes(const joint_t *x, work_t *w, const uint8_t *fates)
         int64_t stop = i;
         while (!tape && stop + 1 < n && !(fates[stop + 1] & (STARTS | KEEPS_TAPE)))
             stop++;
-        w->node[count++] = (node_t){(int32_t)i, (int32_t)stop, tape, apart, -1, -1, -1, 0, 0};
+        w->node[count++] = (node_t){(int32_t)i, (int32_t)stop, tape, apart, -1, -1, 0, 0, 0};
         i = stop + 1;
     }
     w->head->nodes = count;

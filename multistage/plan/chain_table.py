@@ -146,7 +146,7 @@ class Table:
         forward_s = sizes.forward_s
         total = float(forward_s.sum())
         share = work * forward_s / total if total > 0 else np.zeros_like(forward_s)
-        self._prefix = np.concatenate(([0.0], np.cumsum(share))).astype(np.float32)
+        self.prefix = np.concatenate(([0.0], np.cumsum(share))).astype(np.float32)
         self._leaf = leaf = np.zeros(len(sizes), np.float32)
         if total > 0:
             leaf -= (work * sizes.spared_s / total).astype(np.float32)
@@ -160,7 +160,7 @@ class Table:
         if use_native:
             self._solve(threads, instructions, tick)
         else:
-            self._values = _twin(sizes, slots, tapes, self._prefix, leaf, self._moves)
+            self._values = _twin(sizes, slots, tapes, self.prefix, leaf, self._moves)
 
     # ------------------------------------------------------------- C kernel
 
@@ -177,7 +177,7 @@ class Table:
         known = {"baseline": 1, "avx2": 2, "avx512": 3}
         best = library.ms_chain_isa()
         isa = min(best, known.get(instructions, best))
-        self._chain = _chain(self.sizes, self._prefix, self.tapes, self._leaf, self._moves)
+        self._chain = _chain(self.sizes, self.prefix, self.tapes, self._leaf, self._moves)
         self._none = np.empty(cells, np.int32)
         self._table = np.empty((planes, cells, PLANE), np.float32)
         library.ms_chain_none(ctypes.byref(self._chain), self._none.ctypes.data, _MAX_SLOTS)
@@ -332,7 +332,7 @@ class Table:
         stack = [(first, last, memory)]
         while stack:
             s, t, m = stack.pop()
-            k = self._choice(s, t, m)
+            k = self.choice(s, t, m)
             if k == INFEASIBLE:
                 return None
             trace.append((s, t, k))
@@ -345,8 +345,9 @@ class Table:
                 stack.append((k, t, m - int(self.sizes.state[k])))
         return trace
 
-    def _choice(self, s: int, t: int, m: int) -> int:
-        sizes, prefix = self.sizes, self._prefix
+    def choice(self, s: int, t: int, m: int) -> int:
+        """Return s for a tape, k for a checkpoint at state k, or INFEASIBLE."""
+        sizes, prefix = self.sizes, self.prefix
         if s == t:
             return s if m >= need_to_tape(sizes, s, s) else INFEASIBLE
         best, found = np.float32(np.inf), INFEASIBLE

@@ -51,6 +51,7 @@ from .joint_core import (
     Core,
     Program,
 )
+from .joint_twin import Twin
 
 # Memories of the table in a slot of the program: for chains of up to so many stages.
 _STRIDE, _LONG = 2, 150
@@ -61,7 +62,7 @@ _SEED = 3
 MOST_BYTES = 2**61
 # Parameters of the dynamic program: price of reading, share of the limit, staging,
 # fineness, and the reserve: none, a middling state, the largest state, a middling tape.
-_GRID = (
+GRID = (
     (0.0, 1.02, 0.5, 3.3, 0),
     (0.0, 0.97, 1.0, 3.3, 0),
     (0.03, 0.97, 0.5, 2.0, 1),
@@ -116,10 +117,11 @@ def plan_joint(true: Sizes, table: Table, unit_bytes: float, limit: int, rates: 
     limit : int
         Bytes, the chain's input not counted.
     """
-    if not native.available() or not _plannable(true):
+    if not _plannable(true):
         return Found(None, math.inf, 0, 0.0, None)
     stride = _STRIDE if len(true) <= _LONG else 2 * _STRIDE
-    core = Core(true, table, unit_bytes, limit, rates)
+    kind = Core if native.available() else Twin
+    core = kind(true, table, unit_bytes, limit, rates)
     pool = search(core, true, limit, unit_bytes, stride)
     offload = Pool(core.judge)
     offload.offer(next(extremes(true)))
@@ -162,13 +164,13 @@ def smallest_with_tier(true: Sizes, rates: TierRates) -> int:
 
 
 def search(
-    core: Core,
+    core: Core | Twin,
     true: Sizes,
     limit: int,
     unit_bytes: float,
     stride: int,
     *,
-    grid: tuple[tuple[float, ...], ...] = _GRID,
+    grid: tuple[tuple[float, ...], ...] = GRID,
     moves: int = 4000,
 ) -> Pool:
     """Return the best plans found; `stride` memories of the table are a slot of the program."""

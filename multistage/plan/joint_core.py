@@ -20,7 +20,7 @@ RESERVE_AT = 5
 MAY_STATE, MAY_TAPE = 1, 2
 ADVANCE, TAPE, TAPE_LAST, REVERSE = 0, 1, 2, 3
 NEVER = 2**31 - 1
-_UNBOUNDED = 2**62
+UNBOUNDED = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Core:
             rates.write_bytes_per_s,
             rates.read_bytes_per_s,
             rates.latency_s,
-            _UNBOUNDED if capacity is None else capacity,
+            UNBOUNDED if capacity is None else capacity,
             int(rates.shared),
             self._may.ctypes.data,
             self._work.ctypes.data,
@@ -211,7 +211,7 @@ class Core:
 
 def may_travel(true: Sizes, rates: TierRates) -> Array:
     """Return for each stage whether its input and its tape may go to the tier, as bits."""
-    most = _UNBOUNDED if rates.capacity_bytes is None else rates.capacity_bytes
+    most = UNBOUNDED if rates.capacity_bytes is None else rates.capacity_bytes
     n = len(true)
     may = np.where(true.state[:n] <= most, MAY_STATE, 0)
     if rates.tapes:

@@ -1,0 +1,58 @@
+"""The Python twins of the joint planner's kernels: the same plans and the same numbers."""
+
+import random
+
+import numpy as np
+import pytest
+from test_joint import random_chain, random_tier
+
+from multistage import native
+from multistage.plan.chain_table import Sizes, Table
+from multistage.plan.joint import GRID, extremes, programs
+from multistage.plan.joint_core import Core
+from multistage.plan.joint_twin import Twin
+
+pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_twins_find_judge_and_improve_alike(seed):
+    rng = random.Random(seed)
+    costs, rates = random_chain(rng, rng.randint(2, 9), seed % 3), random_tier(rng)
+    true = Sizes.of(costs)
+    limit = int(true.tape.sum()) // 2
+    unit = limit / 60
+    table = Table(true.in_slots(unit, "nearest"), 69)
+    core, twin = (kind(true, table, unit, limit, rates) for kind in (Core, Twin))
+    plans = list(extremes(true))
+    for program in programs(true, limit, unit, 1, GRID[:3]):
+        found, again = core.program(program), twin.program(program)
+        assert (found is None) == (again is None)
+        if found is not None:
+            assert np.array_equal(found, again)
+            plans.append(found)
+    for fates in plans:
+        seconds = core.judge(fates)
+        assert twin.judge(fates) == seconds
+        if seconds == np.inf:
+            continue
+        assert core.lay_out(fates) == twin.lay_out(fates)
+        better, best = core.improve(fates, seconds, 40, 3)
+        assert twin.improve(fates, seconds, 40, 3)[1] == best <= seconds
+        assert np.array_equal(twin.improve(fates, seconds, 40, 3)[0], better)
+
+
+def test_twins_agree_on_ends_left_out_of_long_chains():
+    rng = random.Random(7)
+    costs, rates = random_chain(rng, 122, 1), random_tier(rng)
+    true = Sizes.of(costs)
+    limit = int(true.tape.sum()) // 3
+    unit = limit / 14
+    table = Table(true.in_slots(unit, "nearest"), 16)
+    core, twin = (kind(true, table, unit, limit, rates) for kind in (Core, Twin))
+    program = next(iter(programs(true, limit, unit, 1, GRID)))
+    program = type(program)(0.1, 1.02, 0.5, 0.0, 1.0, 1, 3, 1)
+    found, again = core.program(program), twin.program(program)
+    assert found is not None and again is not None
+    assert np.array_equal(found, again)
+    assert core.judge(found) == twin.judge(found)
