@@ -290,6 +290,11 @@ class Executor(Generic[State, Adjoint]):
         self.timeline = Timeline()
         self.counts = Counts()
 
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """The slow tiers."""
+        return self._stores
+
     # ------------------------------------------------------------------ sweeps
 
     def forward(

@@ -12,7 +12,7 @@ import copy
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -261,7 +261,7 @@ class Reversal(Generic[State, Adjoint]):
         self.costs: Costs | None = costs
         self._unequal: Unequal[State, Adjoint] | None = None
         if stages is not None:
-            self._unequal = Unequal(chain, n_steps, self._budget, stages)
+            self._unequal = Unequal(chain, n_steps, self._budget, stages, self._first_store())
         self._drawn: Plan | Callable[[], Plan] | None = None
 
     @property
@@ -389,7 +389,9 @@ class Reversal(Generic[State, Adjoint]):
         if isinstance(error, StateError):
             if not (self._may_differ and error.varies and self._unequal is None):
                 return False
-            self._unequal = Unequal(self._chain, self._n_steps, self._budget, None)
+            self._unequal = Unequal(
+                self._chain, self._n_steps, self._budget, None, self._first_store()
+            )
             self.plan = self._executor = self._layout = self.costs = None
             return True
         if self._unequal is None or self._unequal.refuses_larger:
@@ -514,7 +516,7 @@ class Reversal(Generic[State, Adjoint]):
         """
         timeline, counts = executor.timeline, executor.counts
         if self._unequal is not None:
-            self._drawn = self._unequal.ended(self._length, counts)
+            self._drawn = self._unequal.ended(self._length, counts, timeline)
         elif self._n_steps is None:
             self._drawn = self._in_hindsight(self._length)
         drawn = self._drawn
@@ -688,15 +690,41 @@ class Reversal(Generic[State, Adjoint]):
         assert self.plan is not None
         return self.plan.sealed
 
+    def _first_store(self) -> Store | None:
+        return self._stores[0] if self._stores else None
+
+    def _open(self, stores: Sequence[Store], layout: Any) -> None:
+        """Open stores, unless they are open already; they are ours until `close`."""
+        if self._opened:
+            return
+        self._birth = Birth.here()
+        if self._dropped is not None:
+            self._dropped.detach()
+        # It must not refer to the executor: a step is often a method of the
+        # object that has this Reversal, which would then live for ever.
+        give_back = partial(_give_back, self._opened, self._durable)
+        self._dropped = weakref.finalize(self, end, give_back, self._birth)
+        self._dropped.atexit = False  # media have finalizers of their own
+        with Shield(up=True):
+            for store in stores:
+                store.open(layout)
+                self._opened.append(store)  # after an error these are closed again
+
     def _ready_unequal(self, state: State) -> Executor[State, Adjoint]:
         """Plan a sweep whose steps differ; return its executor."""
         unequal = self._unequal
         assert unequal is not None
+        if unequal.plan is None:  # the tier is measured, and opened for states of other sizes
+            _give_back(self._opened, None)
         unequal.prepare(state)
-        if self._executor is None:
+        tier = unequal.tier
+        stores: tuple[Store, ...] = () if tier is None else (tier,)
+        if tier is not None:
+            self._open(stores, tier.page_layout)
+        if self._executor is None or self._executor.stores != stores:
             self._executor = Executor(
                 self._bars.watch(unequal.metered, unequal.mean_step_s),
-                (),
+                stores,
                 progress=self._bars.update if self._bars.shown else None,
                 states=unequal.states,
             )
@@ -705,19 +733,7 @@ class Reversal(Generic[State, Adjoint]):
 
     def _ready_executor(self, slots: int) -> Executor[State, Adjoint]:
         assert self.costs is not None and self._layout is not None
-        if not self._opened:
-            self._birth = Birth.here()
-            if self._dropped is not None:
-                self._dropped.detach()
-            # It must not refer to the executor: a step is often a method of the
-            # object that has this Reversal, which would then live for ever.
-            give_back = partial(_give_back, self._opened, self._durable)
-            self._dropped = weakref.finalize(self, end, give_back, self._birth)
-            self._dropped.atexit = False  # media have finalizers of their own
-            with Shield(up=True):
-                for store in self._stores:
-                    store.open(self._layout)
-                    self._opened.append(store)  # after an error these are closed again
+        self._open(self._stores, self._layout)
         executor, weight = self._executor, self.costs.tape_slots
         if executor is not None and not self._given and executor.tape_slots != weight:
             executor.abort()

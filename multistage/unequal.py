@@ -6,6 +6,9 @@ forward sweep has shown; the next one is planned.  A state or tape that takes mo
 than a plan counts on ends the sweep: given costs are wrong then, measured ones are
 measured again.
 
+Planned sweeps stream states, in pages, to the first tier, whose rates are measured once;
+tapes stay in fast memory.  A survey uses fast memory alone.
+
 A budget pays for what is kept, here as for uniform steps.  Planners of chains count
 all memory, so they are given the budget on top of the least in which the chain can be
 reversed at all: state 0, and the largest step with its states, tape and gradients.
@@ -16,12 +19,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from .actions import Action, EndForward, Get, Put, Reverse, Schedule, Tape
+from .backends.base import Store
+from .backends.paged import PagedStore
 from .chain import Chain
 from .costs import Budget, Costs
-from .errors import ArgumentError, BudgetError
+from .errors import ArgumentError, BudgetError, StoreError
 from .execute import Counts
 from .given import one_tape
 from .metered import LargerThanPlanned, Metered, Seen, of_chain
@@ -29,7 +34,10 @@ from .plan.base import Plan
 from .plan.chain_memory import use_of
 from .plan.heterogeneous import ChainPlan, plan_chain
 from .plan.pieces import Strategy, chain_plan, performed, survey
+from .probe import probe_store
+from .rates import TierRates
 from .stages import StageCosts
+from .timeline import Timeline
 from .varied import VariedStates
 
 State = TypeVar("State")
@@ -37,6 +45,11 @@ Adjoint = TypeVar("Adjoint")
 
 # A plan is made again when times that differ from its own are such a part of all.
 _DRIFT = 0.3
+# ... and when a tier turns out to be so many times faster or slower.
+_FASTER = 1.5
+_PROBE_S = 0.3
+# Steps that are planned jointly with a tier, in a second or two; more are not streamed.
+MOST_STREAMED = 340
 
 
 def agreeing(costs: StageCosts, chain: Chain[Any, Any], n_steps: int) -> StageCosts:
@@ -78,11 +91,20 @@ class Unequal(Generic[State, Adjoint]):
     budget : Budget
     costs : StageCosts or None
         As given; None to measure them.
+    store : Store, optional
+        The slow tier, closed.
 
     Attributes
     ----------
     plan : ChainPlan or None
         Of the next sweep; None if it is to be surveyed.
+    tier : PagedStore or None
+        What that sweep needs open, on the slow tier.
+
+    Raises
+    ------
+    ArgumentError, BudgetError
+        If given costs do not fit the chain or the budget.
     """
 
     def __init__(
@@ -91,10 +113,19 @@ class Unequal(Generic[State, Adjoint]):
         n_steps: int | None,
         budget: Budget,
         costs: StageCosts | None,
+        store: Store | None = None,
     ) -> None:
         self.states = VariedStates(chain.in_place)
         self.metered = Metered(chain, self.states)
         self.plan: ChainPlan | None = None
+        self.tier: PagedStore | None = None
+        self._store = store
+        self._rates: TierRates | None = None
+        if store is not None and one_tape(chain):
+            raise ArgumentError(
+                "steps that differ, with only the latest tape (one_tape), are not streamed to a "
+                "tier; leave tier= out, or make tapes of which several may be held"
+            )
         self._chain, self._n_steps, self._budget = chain, n_steps, budget
         self._given = costs is not None
         self.costs = costs
@@ -108,8 +139,9 @@ class Unequal(Generic[State, Adjoint]):
     def _room(self, costs: StageCosts) -> int:
         """Return the bytes for kept states and tapes.  Raises BudgetError."""
         largest = largest_state(costs)
-        slots = self._budget.slots_for(largest)
-        return slots * largest if self._budget.bytes is None else self._budget.bytes
+        buffers = 0 if self._store is None else PagedStore(self._store, largest).buffer_bytes()
+        slots = self._budget.slots_for(largest, buffers)
+        return slots * largest if self._budget.bytes is None else self._budget.bytes - buffers
 
     def prepare(self, state: State) -> None:
         """Weigh state 0; plan the next sweep if its costs are known.
@@ -131,11 +163,22 @@ class Unequal(Generic[State, Adjoint]):
             self.forget()  # another state 0 than before
             self.metered.begin(state)
         if self.plan is None and self.costs is not None:
-            self.plan = chain_plan(self.costs, self._room(self.costs), self._strategy)
+            self._make_plan(self.costs)
+
+    def _make_plan(self, costs: StageCosts) -> None:
+        room, paged, rates = self._room(costs), None, None
+        if self._store is not None and len(costs.stages) <= MOST_STREAMED:
+            paged = PagedStore(self._store, largest_state(costs))
+            require_room(paged, costs)
+            if self._rates is None:
+                self._rates = measured_rates(paged)
+            rates = bounded(self._rates, paged, costs)
+        self.plan = chain_plan(costs, room, self._strategy, rates)
+        self.tier = paged if any(isinstance(a, Put) for a in self.plan.actions) else None
 
     def forget(self) -> None:
         """Let go of a plan that does not hold; the next sweep is surveyed."""
-        self.plan = self.costs = self.metered.costs = None
+        self.plan = self.costs = self.metered.costs = self.tier = None
 
     def schedule(self, is_last: Callable[[int], bool] | None) -> Schedule:
         """Return the schedule of the next sweep, for the executor.
@@ -193,26 +236,31 @@ class Unequal(Generic[State, Adjoint]):
         """Return the plan of the next sweep as one of uniform steps, None if it surveys."""
         return None if self.plan is None else described(self.plan)
 
-    def ended(self, n_steps: int, counts: Counts) -> Callable[[], Plan]:
+    def ended(self, n_steps: int, counts: Counts, timeline: Timeline) -> Callable[[], Plan]:
         """Learn from a sweep that has ended; return what describes it.
 
         Once that is asked, `counts` have the peak that sizes as seen come to.
         """
         plan, actions = self.plan, tuple(self._surveyed)
-        seen = self._learn(n_steps)
+        seen = self._learn(n_steps, timeline)
 
         def made() -> Plan:
             drawn = plan or surveyed(seen, actions)
             found = described(drawn)
-            peak_bytes = use_of(drawn.actions, seen).peak_bytes
+            tiers = () if drawn.tier is None else (drawn.tier,)
+            peak_bytes = use_of(drawn.actions, seen, tiers).peak_bytes
             counts.peak_slots = peak_bytes / found.costs.state_bytes
             return found
 
         return cache(made)
 
-    def _learn(self, n_steps: int) -> StageCosts:
+    def _learn(self, n_steps: int, timeline: Timeline) -> StageCosts:
         """Return what the sweep that has ended has shown; plan the next one by it."""
         seen = self.metered.seen.costs(n_steps, self._chain)
+        if self.tier is not None and self._rates is not None:
+            rates = seen_rates(self._rates, timeline)
+            if rates is not self._rates:
+                self._rates, self.plan = rates, None
         if not self._given and self._n_steps is not None and self._differs(seen):
             self.costs, self.plan = seen, None
         return seen
@@ -225,6 +273,55 @@ class Unequal(Generic[State, Adjoint]):
         off_s = sum(abs(new.forward_s - old.forward_s) for old, new in pairs)
         sizes = any(new.output_bytes != old.output_bytes for old, new in pairs)
         return sizes or off_s > _DRIFT * total_s
+
+
+def measured_rates(paged: PagedStore) -> TierRates:
+    """Return how fast a store moves pages; it is opened and closed."""
+    page, found = paged.page_bytes, probe_store(paged.store, paged.page_layout, seconds=_PROBE_S)
+    if not found.write_s or not found.read_s:
+        raise StoreError(
+            f"tier {paged.name!r} took not one page of {page} bytes; raise its capacity or leave "
+            "it out"
+        )
+    return TierRates(page / found.write_s, page / found.read_s, name=paged.name, tapes=False)
+
+
+def require_room(paged: PagedStore, costs: StageCosts) -> None:
+    """Raise StoreError if a store holds not even the smallest of the states."""
+    pages = paged.store.capacity_states(paged.page_layout)
+    sizes = [size for stage in costs.stages[:-1] if (size := stage.output_bytes)]
+    if pages is not None and sizes and pages < paged.pages_of(min(sizes)):
+        raise StoreError(
+            f"tier {paged.name!r} has a capacity of {pages} pages of {paged.page_bytes} bytes, the "
+            f"smallest state takes {min(sizes)} bytes; raise its capacity or leave it out"
+        )
+
+
+def bounded(rates: TierRates, paged: PagedStore, costs: StageCosts) -> TierRates:
+    """Return the rates with the room of a store, counted in bytes of states, not of pages."""
+    pages = paged.store.capacity_states(paged.page_layout)
+    if pages is None:
+        return rates
+    sizes = [size for stage in costs.stages[:-1] if (size := stage.output_bytes)]
+    share = min((size / (paged.pages_of(size) * paged.page_bytes) for size in sizes), default=1.0)
+    capacity = int(pages * paged.page_bytes * share)
+    return replace(rates, capacity_bytes=capacity)
+
+
+def seen_rates(rates: TierRates, timeline: Timeline) -> TierRates:
+    """Return the rates that a sweep has shown, if they are others than was thought."""
+    found: dict[str, float] = {}
+    kinds: tuple[tuple[Literal["write", "read"], str], ...] = (
+        ("write", "write_bytes_per_s"),
+        ("read", "read_bytes_per_s"),
+    )
+    for kind, name in kinds:
+        seconds, moved = timeline.totals_s[kind], timeline.bytes[kind]
+        before = getattr(rates, name)
+        rate = moved / seconds if seconds and moved else before
+        if not before / _FASTER <= rate <= before * _FASTER:
+            found[name] = rate
+    return replace(rates, **found) if found else rates  # type: ignore[arg-type]
 
 
 def described(chain: ChainPlan) -> Plan:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import tracemalloc
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,26 @@ import pytest
 from chains import raw
 from unequal_chains import KINDS, Case
 
-from multistage import Budget, Costs, FunctionChain, InPlaceChain, Reversal, StageCosts, reversal
-from multistage.errors import ArgumentError, BudgetError, StateError
+from multistage import (
+    Budget,
+    Costs,
+    FunctionChain,
+    InPlaceChain,
+    Reversal,
+    StageCosts,
+    reversal,
+    unequal,
+)
+from multistage.backends import FileStore, MemoryStore, Store
+from multistage.backends.paged import PagedStore
+from multistage.backends.testing import FaultyStore
+from multistage.errors import (
+    ArgumentError,
+    BudgetError,
+    CheckpointWarning,
+    StateError,
+    StoreError,
+)
 from multistage.metered import of_chain
 from multistage.plan.heterogeneous import smallest_memory
 from multistage.probe import measure
@@ -24,6 +45,7 @@ from multistage.unequal import largest_state
 @pytest.fixture(autouse=True)
 def _measured_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reversal, "measure", partial(measure, seconds=0.01))
+    monkeypatch.setattr(unequal, "_PROBE_S", 0.01)
 
 
 def swept(run: Reversal[Any, int], case: Case) -> tuple[bytes, int]:
@@ -100,18 +122,26 @@ def _large(seed: int, n: int, in_place: bool) -> tuple[Any, StageCosts, Any]:
     return chain, StageCosts(tuple(stages), sizes[0]), lambda: {"u": np.ones(counts[0])}
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("what", ["given", "measured", "streamed"])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_no_more_memory_than_budget_and_largest_step(in_place: bool, known: bool) -> None:
+def test_no_more_memory_than_budget_and_largest_step(
+    in_place: bool, what: str, tmp_path: Path
+) -> None:
+    known = what != "measured"
     slack = 100_000  # of the sweep's own objects
-    for seed in range(3):
-        n = 24
+    n = 24
+    for seed in range(1 if what == "streamed" else 2):
         chain, costs, start = _large(seed, n, in_place)
-        for slots in (1, 2, 5, 12):
+        for slots in (1, 5):
             room = slots * largest_state(costs)
             limit = smallest_memory(of_chain(costs, chain)) + room + slack
             given = costs if known else None
-            with Reversal(chain, n_steps=n, budget=room + 200, costs=given) as run:
+            tier, budget = None, room + 200
+            if what == "streamed":
+                tier = FileStore(tmp_path, "direct", buffer_bytes=0)
+                budget += (buffers := PagedStore(tier, largest_state(costs)).buffer_bytes())
+                limit += buffers
+            with Reversal(chain, n_steps=n, budget=budget, costs=given, tier=tier) as run:
                 for sweep in range(2):
                     if not known and not sweep:
                         run.forward(start())  # this one measures, and plans as it goes
@@ -123,7 +153,7 @@ def test_no_more_memory_than_budget_and_largest_step(in_place: bool, known: bool
                     peak = tracemalloc.get_traced_memory()[1]
                     tracemalloc.stop()
                     assert peak <= limit, (seed, slots, sweep, peak, limit)
-                    if slots == 5:
+                    if slots == 5 and tier is None:
                         assert peak > limit / 2  # the budget is used
 
 
@@ -254,3 +284,72 @@ def test_given_uniform_costs_or_a_planner_keep_steps_uniform() -> None:
             pytest.raises(StateError, match="unlike the first"),
         ):
             run.forward(case.start())
+
+
+# ---------------------------------------------------------------------------- tiers
+
+
+TIERS: dict[str, Callable[[Path], Store]] = {
+    "memory": lambda folder: MemoryStore(buffer_bytes=0),
+    "file": lambda folder: FileStore(folder, "direct", buffer_bytes=48 << 10),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+@pytest.mark.parametrize("name", TIERS)
+def test_states_of_unequal_size_travel(name: str, kind: str, tmp_path: Path) -> None:
+    for seed in range(3):
+        case = Case(seed, kind, 14)
+        for known in (True, False):
+            costs = case.costs if known else None
+            run = Reversal(
+                case.chain(), n_steps=14, budget="1 slots", costs=costs, tier=TIERS[name](tmp_path)
+            )
+            with run:
+                for _ in range(2):
+                    assert swept(run, case) == case.store_all()
+                    if known:
+                        assert run.report().counts.writes > 0
+                        assert run.report().counts.lost == 0
+                assert str(run.report())
+
+
+@pytest.mark.parametrize("fault", ["refuse", "lose_write", "lose_read"])
+@pytest.mark.parametrize("kind", ["functional", "in-place-tape"])
+def test_a_fault_at_every_page_costs_time_only(kind: str, fault: str) -> None:
+    case = Case(5, kind, 12)
+    answer, costs, noticed = case.store_all(), case.costs, 0
+    numbers: list[Any] = [0, 1, 3, 8, 21, None]
+    on = [False]
+    for number in numbers:
+
+        def hit(k: int, number: int | None = number) -> bool:
+            return on[0] and (k == number or (number is None and k % 2 == 0))
+
+        on[0] = False  # while the tier is measured
+        store = FaultyStore(MemoryStore(buffer_bytes=0), **{fault: hit})
+        with (
+            Reversal(case.chain(), budget="1 slots", costs=costs, tier=store) as run,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore", CheckpointWarning)
+            run.prepare(case.start())
+            on[0] = True
+            for _ in range(2):
+                assert swept(run, case) == answer
+            counts = run.report().counts
+            noticed += bool(counts.lost or counts.refused)
+    assert noticed >= 4
+
+
+def test_tiers_that_cannot_hold_a_state_or_are_not_for_these_steps() -> None:
+    case = Case(3, "functional", 9)
+    small = MemoryStore(64, buffer_bytes=0)
+    with (
+        Reversal(case.chain(), costs=case.costs, budget="2 slots", tier=small) as run,
+        pytest.raises(StoreError, match="capacity"),
+    ):
+        run.forward(case.start())
+    chain = Case(3, "one-tape", 9)
+    with pytest.raises(ArgumentError, match="one_tape"):
+        Reversal(chain.chain(), costs=chain.costs, budget="2 slots", tier=MemoryStore())

@@ -25,6 +25,7 @@ from ..layout import Array, Layout
 from .base import CheckpointLost, Store, StoreStats, TransferRecord
 
 _ALIGN = 64
+_COPIED = 8  # pages that are copies may be waiting to be written
 _PAGES = 16  # of the largest thing: of a smaller one half a page is lost on average
 # From here on a store writes a page by reference, and is asked for no copy of it.
 _LARGE_BYTES, _BY_REFERENCE_BYTES = 1 << 20, 512 << 10
@@ -50,8 +51,8 @@ class _Thing:
     pages: range
     shapes: list[tuple[tuple[int, ...], np.dtype[Any]]]
     nbytes: int
-    # What the store below may still be reading, until it is written.
-    sent: list[Array] = field(default_factory=list)
+    # What the store below may still be reading, by page, until it is written.
+    sent: dict[int, Array] = field(default_factory=dict)
 
 
 class PagedStore:
@@ -72,9 +73,10 @@ class PagedStore:
     Notes
     -----
     For one computing thread.  `put` with `block`, `wait_written`, `get` and
-    `close` may block, and a `put` that is refused half way waits for the pages
-    that were taken.  While it is read, a thing takes its bytes twice: in pages, and
-    put together (`buffer_bytes` counts that).
+    `close` may block; so may a `put` that is refused half way, for the pages that
+    were taken, and one that copies while eight copies wait to be written.  While it
+    is read, a thing takes its bytes twice: in pages, and put together.  `buffer_bytes`
+    counts both.
 
     Examples
     --------
@@ -100,19 +102,16 @@ class PagedStore:
         self.page_bytes = page
         self.page_layout = Layout.of(np.zeros(page, np.uint8))
         self.queue_depth = store.queue_depth
+        self.stats: StoreStats = store.stats  # of the store below: writes and reads are pages
         self._transfers: deque[TransferRecord] = deque(maxlen=100_000)
         self._things: dict[int, _Thing] = {}
         self._firsts: list[int] = []  # of the pages of each put, ascending
         self._keys: list[int] = []
         self._next = 0
+        self._copied: deque[tuple[int, _Thing]] = deque()  # pages, oldest first
         self._opened = False
 
     # ------------------------------------------------------------------- life
-
-    @property
-    def stats(self) -> StoreStats:
-        """What the store below counts; its writes and reads are pages."""
-        return self.store.stats
 
     @property
     def transfers(self) -> deque[TransferRecord]:
@@ -139,8 +138,9 @@ class PagedStore:
         return max(1, -(-nbytes // self.page_bytes))
 
     def buffer_bytes(self, layout: Layout | None = None) -> int:
-        """Return the bytes of buffers: of the store below, and of one thing put together."""
-        return self.store.buffer_bytes(self.page_layout) + self.largest_bytes
+        """Return the bytes of buffers: of the store below, of copies, of a thing put together."""
+        copied = _COPIED * self.page_bytes
+        return self.store.buffer_bytes(self.page_layout) + copied + self.largest_bytes
 
     def capacity_states(self, layout: Layout | None = None) -> int | None:
         """Return how many of the largest things it can hold, None if unbounded."""
@@ -151,9 +151,10 @@ class PagedStore:
         """Open the store below for pages.  Raises StoreError."""
         depth = self.queue_depth * self.pages_of(self.largest_bytes)
         self.store.open(self.page_layout)
-        self._opened = True
+        self._opened, self.stats = True, self.store.stats
         self.store.queue_depth = depth  # as many things may be waiting as without pages
         self._things, self._firsts, self._keys, self._next = {}, [], [], 0
+        self._copied.clear()
         self._transfers.clear()
 
     def close(self) -> None:
@@ -165,6 +166,7 @@ class PagedStore:
                 self._opened = False
                 self.store.queue_depth = self.queue_depth
             self._things.clear()
+            self._copied.clear()
 
     # ----------------------------------------------------------------- things
 
@@ -184,9 +186,12 @@ class PagedStore:
                     self.store.wait_written(number)
                     self.store.drop(number)
                 return False
+            if page.base is None:
+                self._copied.append((self._next, thing))
+            thing.sent[self._next] = page
             self._next += 1
             thing.pages = range(first, self._next)
-            thing.sent.append(page)
+            del page  # or it would be there beside the next
         self._firsts.append(first)
         self._keys.append(key)
         self._things[key] = thing
@@ -205,7 +210,7 @@ class PagedStore:
                     at += size
                     continue
                 if page is None:
-                    page, fill = np.zeros(size, np.uint8), 0
+                    page, fill = self._copy(), 0
                 count = min(size - fill, len(raw) - at)
                 page[fill : fill + count] = raw[at : at + count]
                 at += count
@@ -216,7 +221,16 @@ class PagedStore:
         if page is not None:
             yield page
         elif not any(array.nbytes for array in arrays):
-            yield np.zeros(size, np.uint8)
+            yield self._copy()
+
+    def _copy(self) -> Array:
+        """Return a page of zeros, once no more copies than may be are waiting."""
+        while len(self._copied) >= _COPIED:
+            number, thing = self._copied.popleft()
+            if number in thing.sent:
+                self.store.wait_written(number)
+                del thing.sent[number]
+        return np.zeros(self.page_bytes, np.uint8)
 
     def wait_written(self, key: int) -> bool:
         """Block until the arrays of `key` are its owner's again; False if they are lost."""

@@ -43,6 +43,7 @@ from ..actions import (
     Tape,
 )
 from ..errors import BudgetError
+from ..rates import TierRates
 from ..stages import Stage, StageCosts
 from .chain_memory import use_of
 from .heterogeneous import SLOTS, ChainPlan, plan_chain, smallest_memory
@@ -138,8 +139,13 @@ def plan(
     yield from _pieces(costs, 0, len(costs.stages), room_bytes, strategy, first)
 
 
-def chain_plan(costs: StageCosts, room_bytes: int, strategy: Strategy) -> ChainPlan:
-    """Return the plan of all steps, see `plan`, judged byte by byte."""
+def chain_plan(
+    costs: StageCosts, room_bytes: int, strategy: Strategy, rates: TierRates | None = None
+) -> ChainPlan:
+    """Return the plan of all steps, see `plan`, judged byte by byte; `rates` of a slow tier."""
+    if rates is not None:
+        memory = smallest_memory(costs, strategy) + room_bytes
+        return plan_chain(costs, memory, strategy, tiers=rates, progress=False)
     if len(costs.stages) <= MOST_AT_ONCE:
         memory = smallest_memory(costs, strategy) + room_bytes
         return plan_chain(costs, memory, strategy, slots=_slots(costs), progress=False)
