@@ -24,7 +24,6 @@ module, identities and versions only, never values.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -34,9 +33,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StateError
-from .holders import is_same
+from .holders import Contents, is_same
 from .randomness import Generators, State, random_devices
-from .scope import Scope, buffers_among
+from .scope import Found, Scope, buffers_among
 
 Buffers: TypeAlias = Sequence[tuple[nn.Module, str]]
 
@@ -86,7 +85,7 @@ class Environment:
         )
         self._versions = [t._version for t in self._tensors]
         self._flags = [t.requires_grad for t in self._tensors]
-        self._pointers = [] if _exchanges_memory() else [_address(t) for t in self._tensors]
+        self._pointers = [] if _exchanges_memory() else _addresses(self._tensors)
         self._places: dict[int, int] | None = None
         self._kept = cloned(buffers) if keep_values else []
         self._kept_versions = [0 if b is None else version_of(b) for b in buffers]
@@ -95,6 +94,11 @@ class Environment:
     def number(self) -> int:
         """Of what it captured, but for values of tensors; see `Found`."""
         return self._found.number
+
+    @property
+    def found(self) -> Found:
+        """What it captured, but for values of tensors."""
+        return self._found
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -117,9 +121,10 @@ class Environment:
         StateError
             It names the tensor.
         """
-        for tensor, version in zip(self._tensors, self._versions, strict=True):
-            if tensor._version != version:
-                self._refuse_written(tensor)
+        if [t._version for t in self._tensors] != self._versions:
+            for tensor, version in zip(self._tensors, self._versions, strict=True):
+                if tensor._version != version:
+                    self._refuse_written(tensor)
         self._verify_buffers()
 
     def let_graphs_go(self) -> None:
@@ -175,6 +180,12 @@ class Environment:
         """Return the addresses of parameters and unchanged buffers, each with a number."""
         if self._places is None and _exchanges_memory():
             self._places = {}
+        memo = self._found.memo
+        known = memo.get("places")
+        if self._places is None and known is not None:
+            changing, pointers, places = known
+            if changing is self._changing and pointers == self._pointers:
+                self._places = places
         if self._places is None:
             # Copies stand in for the others.
             skipped = {id(module._buffers[key]) for module, key in self._changing}
@@ -189,6 +200,7 @@ class Environment:
             ]
             found = [(_address(x), number) for number, x in enumerate(held)]
             self._places = {at: number for at, number in found if at}
+            memo["places"] = self._changing, self._pointers, self._places
         return self._places
 
     # ------------------------------------------------------------- comparing
@@ -236,13 +248,14 @@ class Environment:
 
     def _refuse_changed(self) -> None:
         """Raise StateError if a tensor was changed since it was captured."""
-        for tensor, version in zip(self._tensors, self._versions, strict=True):
-            if tensor._version != version:
-                raise StateError(
-                    f"{self._said(tensor)} was changed in place between forward and backward; "
-                    f"{_REMEDY}"
-                )
-        if not self._pointers or _exchanges_memory():
+        if [t._version for t in self._tensors] != self._versions:
+            for tensor, version in zip(self._tensors, self._versions, strict=True):
+                if tensor._version != version:
+                    raise StateError(
+                        f"{self._said(tensor)} was changed in place between forward and backward; "
+                        f"{_REMEDY}"
+                    )
+        if not self._pointers or _addresses(self._tensors) == self._pointers or _exchanges_memory():
             return
         for tensor, pointer in zip(self._tensors, self._pointers, strict=True):
             if _address(tensor) != pointer:
@@ -253,9 +266,8 @@ class Environment:
 
     # ---------------------------------------------------------- running again
 
-    @contextlib.contextmanager
-    def again(self, *, buffers: bool = True, random: bool = True) -> Iterator[None]:
-        """Make everything as it was; put the present back at the end.
+    def again(self, *, buffers: bool = True, random: bool = True) -> _Again:
+        """Return a context in which everything is as it was; the present is put back at its end.
 
         Parameters
         ----------
@@ -266,44 +278,14 @@ class Environment:
         Raises
         ------
         StateError
-            If a tensor of the environment was changed since.
+            When the context is entered, if a tensor of the environment was changed since.
         """
-        self._refuse_changed()
-        present = [holder.read() for holder in self._found.holders]
-        keys: dict[int, Any] = {}  # of those that are others now
-        exchanged: list[tuple[dict[str, Any], str, Any]] = []
-        drawn: tuple[State, ...] | None = None
-        flags = self._toggled()
-        try:
-            then = zip(self._found.holders, self._found.contents, present, strict=True)
-            for holder, before, now in then:
-                if not is_same(before, now):
-                    keys[id(holder)] = holder.keys()
-                    holder.write(before)
-            for tensor, flag, _ in flags:
-                tensor.requires_grad_(flag)
-            if buffers:
-                for owner, key, value in self._stand_ins():
-                    exchanged.append((owner, key, owner[key]))
-                    owner[key] = value
-            if random and self._generators is not None and self._random is not None:
-                drawn = self._generators.capture()
-                self._generators.restore(self._random)
-            yield
-        finally:
-            if drawn is not None and self._generators is not None and self._random is not None:
-                kept = zip(drawn, self._random, strict=True)
-                self._generators.restore([a if b is not None else None for a, b in kept])
-            for owner, key, value in reversed(exchanged):
-                owner[key] = value
-            for tensor, _, flag in flags:
-                tensor.requires_grad_(flag)
-            for holder, now in zip(self._found.holders, present, strict=True):
-                if not is_same(now, holder.read()):
-                    holder.write(now, keys.get(id(holder)))
+        return _Again(self, buffers, random)
 
     def _toggled(self) -> list[tuple[Tensor, bool, bool]]:
         """Return tensors with other wishes for gradients now, with the wishes then and now."""
+        if [t.requires_grad for t in self._tensors] == self._flags:
+            return []
         found = []
         for tensor, flag in zip(self._tensors, self._flags, strict=True):
             if tensor.requires_grad != flag:
@@ -317,6 +299,8 @@ class Environment:
 
     def _stand_ins(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """Yield places of buffers with copies, for a run to write to."""
+        if not self._changing and not any(m._buffers for m in self._found.modules):
+            return
         for (module, key), value in zip(self._changing, cloned(self._kept), strict=True):
             yield module._buffers, key, value
         changing = {(id(module), key) for module, key in self._changing}
@@ -336,6 +320,61 @@ class Environment:
             yield module._buffers, key, value
 
 
+class _Again:
+    """A context in which an environment is as it was when it was captured."""
+
+    __slots__ = ("_around", "_buffers", "_drawn", "_exchanged", "_flags", "_keys", "_present")
+
+    def __init__(self, around: Environment, buffers: bool, random: bool) -> None:
+        self._around, self._buffers = around, buffers
+        self._drawn: tuple[State, ...] | None = None
+        self._present: list[Contents] = []
+        self._keys: dict[int, Any] = {}  # of holders that hold something else now
+        self._exchanged: list[tuple[dict[str, Any], str, Any]] = []
+        self._flags: list[tuple[Tensor, bool, bool]] = []
+        if not random:
+            self._drawn = ()
+
+    def __enter__(self) -> None:
+        around = self._around
+        around._refuse_changed()
+        found = around._found
+        self._present = present = [holder.read() for holder in found.holders]
+        self._flags = around._toggled()
+        try:
+            for holder, before, now in zip(found.holders, found.contents, present, strict=True):
+                if not is_same(before, now):
+                    self._keys[id(holder)] = holder.keys()
+                    holder.write(before)
+            for tensor, flag, _ in self._flags:
+                tensor.requires_grad_(flag)
+            if self._buffers:
+                for owner, key, value in around._stand_ins():
+                    self._exchanged.append((owner, key, owner[key]))
+                    owner[key] = value
+            if around._generators is not None and self._drawn is None:
+                assert around._random is not None
+                self._drawn = around._generators.capture()
+                around._generators.restore(around._random)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        around = self._around
+        if self._drawn and around._generators is not None:
+            assert around._random is not None
+            kept = zip(self._drawn, around._random, strict=True)
+            around._generators.restore([a if b is not None else None for a, b in kept])
+        for owner, key, value in reversed(self._exchanged):
+            owner[key] = value
+        for tensor, _, flag in self._flags:
+            tensor.requires_grad_(flag)
+        for holder, now in zip(around._found.holders, self._present, strict=True):
+            if not is_same(now, holder.read()):
+                holder.write(now, self._keys.get(id(holder)))
+
+
 _REMEDY = "it cannot be run again as it was: call backward first"
 _STATISTICS = ("running_mean", "running_var")
 
@@ -351,6 +390,12 @@ def _address(tensor: Tensor) -> int:
     if type(tensor) not in _ADDRESSED or tensor.layout is not torch.strided:
         return 0
     return tensor.data_ptr()
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where the elements of tensors lie; see `_address`."""
+    strided = torch.strided
+    return [t.data_ptr() if type(t) in _ADDRESSED and t.layout is strided else 0 for t in tensors]
 
 
 _ADDRESSED = {Tensor, nn.Parameter, nn.Buffer}
@@ -376,6 +421,8 @@ def cloned(tensors: Sequence[Tensor | None]) -> list[Any]:
     """
     if not tensors:
         return []
+    if _lie_apart(tensors):
+        return [None if t is None else t.detach().clone() for t in tensors]
     once = {id(t): t for t in tensors if t is not None}
     strided = {k: t for k, t in once.items() if _address(t) and not (t.is_conj() or t.is_neg())}
     sharing = Counter(t.untyped_storage()._cdata for t in strided.values())
@@ -395,6 +442,20 @@ def cloned(tensors: Sequence[Tensor | None]) -> list[Any]:
             storages[at], tensor.storage_offset(), tensor.size(), tensor.stride()
         )
     return [None if t is None else copies[id(t)] for t in tensors]
+
+
+def _lie_apart(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether tensors share no memory for certain, and their copies have their strides."""
+    storages = set()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _ADDRESSED or tensor.layout is not torch.strided:
+            return False
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return False
+        storages.add(tensor.untyped_storage()._cdata)
+    return len(storages) == sum([t is not None for t in tensors])
 
 
 def put_back(tensor: Tensor, value: Tensor, version: int) -> None:

@@ -68,6 +68,8 @@ class Run:
         Of a plan; its last stage is the loss.
     berth : Berth, optional
         The tier of a plan that sends something there.
+    watchful : bool
+        Whether every stage is watched for draws of random numbers; see `Stages`.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class Run:
         traits: Sequence[Traits],
         actions: Sequence[Action],
         berth: Berth | None = None,
+        *,
+        watchful: bool = True,
     ) -> None:
-        self._stages, self._actions = Stages(stages, traits), actions
+        self._stages, self._actions = Stages(stages, traits, watchful=watchful), actions
         self._berth = berth
         self._stowage: Stowage | None = None
         self._streams = any(isinstance(action, Put) for action in actions)
@@ -101,9 +105,9 @@ class Run:
         ------
         StateError
             If a stage changes what it did not change when it was profiled.
-        LargerError
-            If a stage saves or returns more bytes than planned for; all that the
-            stages did is undone, except for writes to the input.
+        OnceMore
+            If a stage saves or returns more bytes than planned for, or draws random numbers
+            unforeseen; all that the stages did is undone, except for writes to the input.
         """
         with self._unless_it_fails(), self._stages.turn(), self._stages.sweep(state):
             if self._streams:

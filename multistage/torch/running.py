@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..errors import StateError
 from .environment import Environment
@@ -22,11 +21,15 @@ from .randomness import Generators, State
 from .saved import Caught, Complete, Kind, difference, kind_of, nodes_made
 from .scope import Scope
 from .settings import Settings
-from .sizes import Count, LargerError, counting
-from .states import KeptState, tensors_in, wants_of
+from .sizes import Count, OnceMore, counting
+from .states import KeptState, leaves_of, tensors_in, wants_of
 from .streams import Home
 from .traits import Traits
 from .turns import TURN
+
+
+class UnforeseenError(OnceMore):
+    """A stage draws random numbers that is not known to."""
 
 
 class Stages:
@@ -35,15 +38,28 @@ class Stages:
     Parameters
     ----------
     stages, traits : sequences of equal length
+    watchful : bool
+        Whether every stage is watched for draws of random numbers, rather than all those
+        between two that are known to draw.
     """
 
-    def __init__(self, stages: Sequence[Callable[[Any], Any]], traits: Sequence[Traits]) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Callable[[Any], Any]],
+        traits: Sequence[Traits],
+        *,
+        watchful: bool = False,
+    ) -> None:
+        # What was written to cannot be undone.
+        self._watchful = watchful or traits[0].changes_input
         self._stages, self.traits = stages, traits
         self._scopes = [t.scope or Scope.of(s) for s, t in zip(stages, traits, strict=True)]
         self._around: dict[int, Environment] = {}
         self._settings: Settings | None = None  # of the forward sweep
         self._holds_in: int | None = None  # a backward pass in which they were found to hold
         self._devices: set[torch.device] = set()
+        self._own: dict[int, tuple[str, Any]] = {}  # generators of the stages, with names
+        self._watched = 0  # of these
         self._generators = Generators()
         self._random: tuple[State, ...] = ()  # of the generators, between two stages
         self._kinds: dict[int, list[Kind]] = {}  # of the tensors each stage saved under hooks
@@ -67,15 +83,19 @@ class Stages:
         ------
         StateError
             If a stage leaves a setting changed.
-        LargerError
-            If a stage is larger than planned for; all that stages did is undone.
+        OnceMore
+            If a stage is larger than planned for, or draws random numbers unforeseen; all
+            that stages did is undone.
         """
-        self._watch({t.device for scope in self._scopes for t in scope.look().tensors})
-        self._watch({t.device for t in tensors_in(state)})
+        every = [scope.seen_last() for scope in self._scopes]
+        devices = {t.device for t in tensors_in(state)}.union(*[f.devices() for f in every])
+        self._watched = -1
+        self._watch(devices, [each for found in every for each in found.generators])
         self._settings = settings = Settings.capture(self._device_types())
         try:
             yield
-        except LargerError:
+            self._refuse_unforeseen()
+        except OnceMore:
             self._undo()
             raise
         changed = settings.differences(Settings.capture(self._device_types()))
@@ -85,6 +105,11 @@ class Stages:
                 "cannot be run again as they were: change it outside of the chain"
             )
         self._random = ()
+
+    def _refuse_unforeseen(self) -> None:
+        """Find out whether a stage drew random numbers that is not known to."""
+        if not self._watchful and self._random != self._generators.capture():
+            raise UnforeseenError("a stage draws random numbers, and did not when it was profiled")
 
     def _undo(self) -> None:
         self._generators.restore(self._random)  # as they were before the stage that failed
@@ -97,16 +122,20 @@ class Stages:
         if sizes is not None:
             sizes.returned(i - 1, leaves)
 
-    def _watch(self, devices: set[torch.device]) -> None:
-        """Look at the generators of these devices too."""
+    def _watch(self, devices: set[torch.device], own: Iterable[tuple[str, Any]]) -> None:
+        """Look at the generators of these devices too, and at these of the stages' own."""
         if torch.cuda.is_initialized():
             devices.add(torch.device("cuda", torch.cuda.current_device()))
-        if not self._random or not devices <= self._devices:
-            self._devices |= devices
-            own = {id(g): (name, g) for scope in self._scopes for name, g in scope.generators()}
-            others = [d for d in self._devices if d.type not in ("cpu", "meta")]
-            self._generators = Generators(sorted(others, key=str), own.values())
-            self._random = self._generators.capture()
+        self._own |= {id(g): (name, g) for name, g in own}
+        if len(self._own) == self._watched and devices <= self._devices:
+            return
+        if self._random:
+            self._refuse_unforeseen()
+        self._devices |= devices
+        self._watched = len(self._own)
+        others = [d for d in self._devices if d.type not in ("cpu", "meta")]
+        self._generators = Generators(sorted(others, key=str), self._own.values())
+        self._random = self._generators.capture()
 
     def _device_types(self) -> list[str]:
         return sorted({"cpu", *(device.type for device in self._devices)} - {"meta"})
@@ -118,15 +147,17 @@ class Stages:
         hooks: AbstractContextManager[Any] | None = None,
     ) -> Any:
         """Run stage i in the forward sweep; remember and verify its environment."""
-        leaves = pytree.tree_leaves(state)
+        leaves = leaves_of(state)
         self.returned(i, leaves)
-        if any(isinstance(x, Tensor) and x.device not in self._devices for x in leaves):
-            self._watch({t.device for t in tensors_in(state)})
         self._wants[i] = wants_of(leaves)
         trait = self.traits[i]
         around = self._around[i] = Environment(
             self._scopes[i], f"stage {trait.name}", trait.buffers
         )
+        devices = {x.device for x in leaves if isinstance(x, Tensor)}
+        self._watch(devices | around.found.devices(), around.found.generators)
+        if trait.draws and not self._watchful:
+            self._refuse_unforeseen()
         count, sizes = None, trait.sizes
         if sizes is not None and not trait.unhooked:
             way = sizes.way(leaves, around.number)
@@ -140,9 +171,10 @@ class Stages:
         if sizes is not None and count is not None:
             sizes.counted(way, count.nbytes)
             del self._counts[i]
-        before, self._random = self._random, self._generators.capture()
-        if around.drew(self._generators, before, self._random):
-            self._shares = True
+        if trait.draws or self._watchful:
+            before, self._random = self._random, self._generators.capture()
+            if around.drew(self._generators, before, self._random):
+                self._shares = True
         around.verify()
         around.let_graphs_go()
         TURN.moved()

@@ -20,7 +20,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -80,6 +80,8 @@ class Found:
         Of which only parameters and buffers are known.
     number : int
         Of these contents: what is found later with the same number holds the same.
+    memo : dict
+        What others have worked out of it.
     """
 
     modules: tuple[nn.Module, ...]
@@ -89,6 +91,14 @@ class Found:
     generators: tuple[tuple[str, Any], ...]
     scripted: tuple[Any, ...]
     number: int
+    memo: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def devices(self) -> frozenset[torch.device]:
+        """Return the devices that its tensors lie on."""
+        known: frozenset[torch.device] | None = self.memo.get("devices")
+        if known is None:
+            known = self.memo["devices"] = frozenset(t.device for t in self.tensors)
+        return known
 
     def differences(self) -> list[str]:
         """Return the names of values that are others now."""
@@ -164,7 +174,9 @@ class Scope:
         if changed is not None:
             contents = tuple(changed)
             tensors = _tensors_among(contents, found.scripted)
-            found = replace(found, contents=contents, tensors=tensors, number=next(_numbers))
+            found = replace(
+                found, contents=contents, tensors=tensors, number=next(_numbers), memo={}
+            )
             self._found = _without_results(found)
         return found
 
@@ -188,6 +200,10 @@ class Scope:
     def generators(self) -> tuple[tuple[str, Any], ...]:
         """Return generators of the values' own, with names."""
         return self.look().generators
+
+    def seen_last(self) -> Found:
+        """Return what was held when it was looked at last, but for results of runs."""
+        return self._found
 
 
 def buffers_among(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:

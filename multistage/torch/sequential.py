@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from ..backends.urls import Tiers, open_store, tier_names
@@ -27,9 +28,11 @@ from .measure import SECONDS, Profile, grouped, measure
 from .parts import Part
 from .randomness import device_types, refuse_hidden_draws
 from .runner import Run
+from .running import UnforeseenError
 from .scope import Found, Scope
 from .settings import Settings
 from .sizes import LargerError, Sizes
+from .states import leaves_of
 from .stowage import Berth, CannotTravel
 from .tiered import Tiered
 from .turns import TURN
@@ -94,6 +97,8 @@ class _Chain:
     checked: Checked | None = None
     functions: Scope | None = None  # of stages that are no modules
     whole: Scope | None = None  # of all stages
+    facts: tuple[int, _Facts] | None = None  # of what the scope held last, by its number
+    watchful: bool = False  # whether a stage drew random numbers unforeseen
     # By kind of input; the latest first.
     known: OrderedDict[object, list[_Planned]] = field(default_factory=OrderedDict)
 
@@ -110,6 +115,7 @@ class _Chain:
             "checked": None,
             "functions": None,
             "whole": None,
+            "facts": None,
         }
         return {**state, **empty}
 
@@ -352,8 +358,9 @@ class Sequential(nn.Module):
         )
         if not wanting:
             return _plain(self, state)
-        planned = _planned(self, state, together=is_collective(self))
-        return _run(self, _replanned(self, planned), state)
+        found = _whole(self)
+        planned = _planned(self, state, found, together=_facts(self, found).collective)
+        return _run(self, _replanned(self, planned), state, found)
 
     # ------------------------------------------------------------- as the model
 
@@ -483,28 +490,30 @@ def _tiered(tiers: Tiers | None, strategy: Strategy) -> Tiered | None:
 
 def _prepared(sequential: Sequential, state: Any) -> ChainPlan:
     with torch.enable_grad():
-        return _planned(sequential, state, together=True).plan
+        return _planned(sequential, state, _whole(sequential), together=True).plan
 
 
-def _planned(sequential: Sequential, state: Any, *, together: bool = False) -> _Planned:
+def _planned(
+    sequential: Sequential, state: Any, found: Found, *, together: bool = False
+) -> _Planned:
     """Return what is known of inputs like this one; profile and plan if nothing is."""
     chain = sequential._multistage
-    kind, way = _kind(sequential, state), _way(sequential, state)
+    kind, way = _kind(sequential, state, found), Sizes.way(leaves_of(state), found.number)
     variants = chain.known.get(kind, [])
     stages = stages_of(sequential)
-    found = next((v for v in variants if v.holds(stages, state, way)), None)
-    if found is None:
+    planned = next((v for v in variants if v.holds(stages, state, way)), None)
+    if planned is None:
         if chain.known and not chain.replan:
             raise ArgumentError(
                 "the input is of another kind (shapes, dtypes, devices, modes) than the one "
                 "planned for; call prepare() with a sample of it, or use replan=True"
             )
         with TURN.taken():  # generators and buffers are put back at the end
-            found = _made(sequential, state, variants, together)
-        _remember(chain, kind, [found, *variants[: _VARIANTS - 1]])
+            planned = _made(sequential, state, variants, together)
+        _remember(chain, kind, [planned, *variants[: _VARIANTS - 1]])
     chain.known.move_to_end(kind)
-    _use(chain, found)
-    return found
+    _use(chain, planned)
+    return planned
 
 
 def _remember(chain: _Chain, kind: object, variants: list[_Planned]) -> None:
@@ -667,7 +676,7 @@ def _compared(sequential: Sequential, planned: _Planned, state: Any) -> Checked:
     stages = planned.stages
     return check_chain(
         lambda given: _plain(sequential, given),
-        lambda given: _run(sequential, planned, given),
+        lambda given: _run(sequential, planned, given, _whole(sequential)),
         state,
         name=type(sequential if model is None else model).__name__,
         stages=stages if model is None else [model, *stages],
@@ -700,19 +709,26 @@ def _berth(sequential: Sequential, plan: ChainPlan) -> Berth | None:
     return tiered.berth(device_of(sequential), plan.memory_bytes)
 
 
-def _run(sequential: Sequential, planned: _Planned, state: Any) -> Any:
+def _run(sequential: Sequential, planned: _Planned, state: Any, found: Found) -> Any:
     """Run by a plan."""
-    way = _way(sequential, state)
+    way = Sizes.way(leaves_of(state), found.number)
     if planned.runs_plainly(way):
         return _plain(sequential, state)
-    for _ in range(_MOST_PLANS * len(planned.profile.groups)):
+    chain = sequential._multistage
+    for _ in range(1 + _MOST_PLANS * len(planned.profile.groups)):
         profile = planned.profile
         if not is_plain(planned.plan):
             refuse_hidden_draws([sequential], "the chain")
         calls = grouped(planned.stages, profile.groups)
+        watchful = chain.watchful or _facts(sequential, found).collective
         try:
             berth = _berth(sequential, planned.plan)
-            result = Run(calls, profile.traits, planned.plan.actions, berth).forward(state)
+            actions = planned.plan.actions
+            run = Run(calls, profile.traits, actions, berth, watchful=watchful)
+            result = run.forward(state)
+        except UnforeseenError:
+            chain.watchful = True
+            continue
         except LargerError as error:
             larger = error.with_traceback(None)  # which holds the tensors of the run
         else:
@@ -737,13 +753,13 @@ def _plain(sequential: Sequential, state: Any) -> Any:
     return state
 
 
-def _way(sequential: Sequential, state: Any) -> object:
-    """Return what decides sizes beside shapes: numbers in the state, and attributes."""
+def _whole(sequential: Sequential) -> Found:
+    """Return what all stages refer to."""
     chain = sequential._multistage
     if chain.whole is None:
         model = sequential._model()
         chain.whole = Scope([sequential] if model is None else [sequential, model])
-    return Sizes().way(pytree.tree_leaves(state), chain.whole.look().number)
+    return chain.whole.look()
 
 
 def _of_functions(sequential: Sequential) -> Found:
@@ -754,7 +770,7 @@ def _of_functions(sequential: Sequential) -> Found:
     return chain.functions.look()
 
 
-def _kind(model: Sequential, state: Any) -> object:
+def _kind(model: Sequential, state: Any, found: Found) -> object:
     """Return what a plan depends on: shapes, dtypes, devices, wishes and modes.
 
     Those of parameters too: numbers of words have one dtype, whatever the model's.
@@ -767,16 +783,33 @@ def _kind(model: Sequential, state: Any) -> object:
         for x in leaves
     )
     settings = Settings.capture(device_types(tensors_of(state)))
+    facts = _facts(model, found)
+    wishes = tuple([p.requires_grad for p in facts.wanting])
+    # Of tensors that are no parameters shapes may change at every call.
+    of_parameters = tuple([(p.shape, p.dtype, p.device) for p in facts.parameters])
+    return str(spec), of_leaves, settings, facts.modes, hash(wishes), hash(of_parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What the kind of an input takes from the stages, while they hold the same objects."""
+
+    modes: int
+    wanting: Sequence[Tensor]
+    parameters: Sequence[Tensor]
+    collective: bool
+
+
+def _facts(model: Sequential, found: Found) -> _Facts:
+    chain = model._multistage
+    if chain.facts is not None and chain.facts[0] == found.number:
+        return chain.facts[1]
     functions = _of_functions(model)
     modes = hash(tuple(m.training for m in (*model.modules(), *functions.modules)))
-    wanting = (*model.parameters(), *functions.tensors)
-    wishes = hash(tuple(p.requires_grad for p in wanting))
-    # Of tensors that are no parameters shapes may change at every call.
-    of_parameters = hash(
-        tuple(
-            (p.shape, p.dtype, p.device)
-            for p in wanting
-            if isinstance(p, nn.Parameter) and not nn.parameter.is_lazy(p)
-        )
-    )
-    return str(spec), of_leaves, settings, modes, wishes, of_parameters
+    wanting = [*model.parameters(), *functions.tensors]
+    parameters = [p for p in wanting if isinstance(p, nn.Parameter) and not is_lazy(p)]
+    facts = _Facts(modes, wanting, parameters, is_collective(model))
+    # Neither modes of scripted modules nor results of runs are remembered.
+    if not found.scripted and len(parameters) == len(wanting):
+        chain.facts = found.number, facts
+    return facts

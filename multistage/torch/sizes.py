@@ -25,10 +25,15 @@ from .meter import storages_of
 _MOST_KNOWN = 16  # ways to run of which the sizes are known
 
 
-class LargerError(BaseException):
-    """A stage saves or returns more than is planned for.
+class OnceMore(BaseException):
+    """A forward sweep that was undone has to be run once more, another way.
 
     No Exception, which a stage may catch for reasons of its own.
+    """
+
+
+class LargerError(OnceMore):
+    """A stage saves or returns more than is planned for.
 
     Parameters
     ----------
@@ -97,7 +102,8 @@ class Sizes:
             (self.output_bytes or 0) + returned, (self.saved_bytes or 0) + saved, varies=True
         )
 
-    def way(self, leaves: Sequence[Any], environment: int) -> object:
+    @staticmethod
+    def way(leaves: Sequence[Any], environment: int) -> object:
         """Return what decides sizes in a run, beside shapes: None if it cannot be remembered.
 
         Parameters

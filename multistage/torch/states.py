@@ -16,9 +16,17 @@ from .environment import cloned
 from .holders import LEAVES
 from .scope import Found, Scope
 
+_LEAF = pytree.tree_flatten(None)[1]  # of a state that is one tensor
+
+
+def leaves_of(state: Any) -> list[Any]:
+    """Return the leaves of a state."""
+    return [state] if isinstance(state, Tensor) else pytree.tree_leaves(state)
+
 
 def tensors_in(state: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
+    """Return the tensors of a state."""
+    return [leaf for leaf in leaves_of(state) if isinstance(leaf, Tensor)]
 
 
 def wants_of(leaves: Sequence[Any]) -> tuple[bool, ...]:
@@ -41,6 +49,9 @@ class KeptState:
 
     @classmethod
     def of(cls, state: Any) -> KeptState:
+        if isinstance(state, Tensor):
+            alone = state.detach()
+            return cls([alone], _LEAF, [alone._version], None, [])
         leaves, spec = pytree.tree_flatten(state)
         once: dict[int, Tensor] = {}
         for leaf in leaves:
@@ -120,6 +131,8 @@ class KeptState:
                 "change: return a new object, or keep such objects out of the state"
             )
         given = self.leaves
+        if self.spec is _LEAF and not to_be_changed and isinstance(given[0], Tensor):
+            return given[0].detach().requires_grad_(wants[0])
         if to_be_changed:
             copies = iter(cloned(self._given()))
             given = [next(copies) if isinstance(leaf, Tensor) else leaf for leaf in given]

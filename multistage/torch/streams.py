@@ -8,6 +8,7 @@ alone.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
@@ -271,7 +272,7 @@ class Home:
 
     def context(self) -> Any:
         """Return a context in which it is the current stream again."""
-        return torch.cuda.stream(self.stream)
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def hand(self, tensor: Tensor) -> None:
         """Let the current stream use a tensor that was made at home."""
