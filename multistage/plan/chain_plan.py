@@ -319,9 +319,9 @@ class ChainPlan:
         """Return the plan beside its lower bound and its alternatives: name, time, difference."""
         if self.tier is None:
             return []
-        rows = [("this plan", format_seconds(self.makespan_s), "")]
-        if self.stall_s:
-            rows.append(("  of which waiting", format_seconds(self.stall_s), ""))
+        gap = "" if self.gap is None else f"{100 * self.gap:.2f} % above the lower bound"
+        rows = [("this plan", format_seconds(self.makespan_s), gap)]
+        rows.append(("  of which waiting", format_seconds(self.stall_s), ""))
         others = {
             "lower bound": self.lower_bound_s,
             "no tier": self.no_tier_s,
@@ -332,7 +332,9 @@ class ChainPlan:
                 what = "not known" if name == "lower bound" else "does not fit"
                 rows.append((name, what, ""))
                 continue
-            more = f"{100 * (seconds / self.makespan_s - 1):+.1f} %" if self.makespan_s else ""
+            more = ""
+            if name != "lower bound" and self.makespan_s:
+                more = f"{100 * (seconds / self.makespan_s - 1):+.1f} %"
             rows.append((name, format_seconds(seconds), more))
         return rows
 
@@ -355,7 +357,7 @@ class ChainPlan:
                 self.comparison(),
                 tablefmt="plain",
                 disable_numparse=True,
-                colalign=("left", "right", "right"),
+                colalign=("left", "right", "left"),
             )
             lines += [f"tier {self.tier}", beside]
         return "\n".join([*lines, table])
