@@ -62,6 +62,7 @@ class Stages:
         self._watched = 0  # of these
         self._generators = Generators()
         self._random: tuple[State, ...] = ()  # of the generators, between two stages
+        self._captured = 0  # before this stage
         self._kinds: dict[int, list[Kind]] = {}  # of the tensors each stage saved under hooks
         self._wants: dict[int, tuple[bool, ...]] = {}  # of the leaves of each state, at first
         self._counts: dict[int, Count] = {}  # of the stage that runs, if its sizes are not known
@@ -156,7 +157,7 @@ class Stages:
         )
         devices = {x.device for x in leaves if isinstance(x, Tensor)}
         self._watch(devices | around.found.devices(), around.found.generators)
-        if trait.draws and not self._watchful:
+        if trait.draws and not self._watchful and self._captured != i:
             self._refuse_unforeseen()
         count, sizes = None, trait.sizes
         if sizes is not None and not trait.unhooked:
@@ -173,6 +174,7 @@ class Stages:
             del self._counts[i]
         if trait.draws or self._watchful:
             before, self._random = self._random, self._generators.capture()
+            self._captured = i + 1
             if around.drew(self._generators, before, self._random):
                 self._shares = True
         around.verify()
