@@ -2,10 +2,18 @@
 
 A residual network and an MLP mixer (and torchvision's networks on a CUDA
 device, where torchvision is installed): plain training, torch's
-`checkpoint_sequential` with every number of segments from 2 to 2 sqrt(L),
-Revolve, and the optimal schedule at ten limits, among them the peaks of the
-best `checkpoint_sequential` runs.  Each point is a fresh process, in which its
-steps alternate with plain ones; gradients are asserted to be the plain ones.
+`checkpoint_sequential` with every number of segments from 2 to 2 sqrt(L), the
+optimal schedule within the peak of each of these, and the optimal schedule and
+Revolve at some limits between the least and plain training's.  Each point is a
+fresh process, in which its steps alternate with plain ones, and those of
+`checkpoint_sequential` with those of the optimal schedule at its peak;
+gradients are asserted to be the plain ones.
+
+`gain_at_equal_memory` is the mean over all numbers of segments of the median
+ratio of the two, less 1, on the residual network (`..._all`: on all); the
+schedules differ in what they run, so `gain_predicted` is the same by the plan's
+own times, and what is between the two is overhead and noise: `gain_noise` is
+the standard error of the mean, from the spread of the ratios within each pair.
 
 Peaks are those of one more step, counted storage by storage on the CPU, by the
 allocator on CUDA: from the chain's input to its output, without parameters and
@@ -25,6 +33,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +42,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 import multistage.torch as mst
-from benchmarks._common import child, finish, options
+from benchmarks._common import child, finish, interleaved, options
 from multistage.plan.heterogeneous import memory_curve, smallest_memory
 from multistage.stages import StageCosts
 from multistage.torch.choosing import held_by_caller
@@ -45,10 +54,11 @@ KEEP = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(1 << 26),
 }
-BATCHES = {"cpu": {"residual": 78, "mixer": 28}, "cuda": {"residual": 1024, "mixer": 512}}
+BATCHES = {"cpu": {"residual": 12, "mixer": 6}, "cuda": {"residual": 1024, "mixer": 512}}
 BATCH_OF_OTHERS = 64
-LIMITS = 10
+LIMITS = 4  # beside the peaks of checkpoint_sequential
 REPEATS = 3
+ROUNDS = 7  # of checkpoint_sequential and the optimal schedule at its peak, in turn
 _TORCHVISION = ("resnet50", "resnet101", "densenet121", "inception_v3")
 
 
@@ -150,54 +160,108 @@ def _costs(task: dict[str, Any]) -> dict[str, Any]:
 
 def _point(task: dict[str, Any]) -> dict[str, Any]:
     """Run one point: check the gradient, count the peak, time it beside plain steps."""
-    stages, x, device = _prepared(task)
-    plain = stages if isinstance(stages, nn.Module) else nn.Sequential(*stages)
-    parameters = list(plain.parameters())
-    result: dict[str, Any] = {}
-    run: Callable[[Tensor], Tensor] = plain
+    steps = _Steps(task)
     if task["how"] == "sequential":
-        calls = list(stages)
+        run = steps.sequential(task["segments"])
+    elif task["how"] == "store-all":
+        run = steps.plain
+    else:
+        run, predicted = steps.chain(task["how"], task["limit"])
+    result = {"peak_bytes": steps.peak_bytes(run), "threads": torch.get_num_threads()}
+    if "limit" in task:
+        result |= predicted
+    return result | steps.timed({"": run}, task["repeats"])
+
+
+def _pair(task: dict[str, Any]) -> dict[str, Any]:
+    """Run `checkpoint_sequential` and, in turn with it, the optimal schedule at its peak."""
+    steps = _Steps(task)
+    theirs = steps.sequential(task["segments"])
+    limit = steps.peak_bytes(theirs)
+    ours, predicted = steps.chain("optimal", limit)
+    result = {
+        "limit": limit,
+        "peak_bytes": steps.peak_bytes(ours),
+        "threads": torch.get_num_threads(),
+        **predicted,
+    }
+    return result | steps.timed({"sequential_": theirs, "": ours}, task["rounds"])
+
+
+class _Steps:
+    """Steps of one network: forward, and backward of a loss."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        self._task = task
+        self._stages, self._x, self._device = _prepared(task)
+        stages = self._stages
+        self.plain = stages if isinstance(stages, nn.Module) else nn.Sequential(*stages)
+        self._parameters = list(self.plain.parameters())
+        self._gradients = self._of(self.plain)
+
+    def sequential(self, segments: int) -> Callable[[Tensor], Tensor]:
+        """Return the network by torch's `checkpoint_sequential`."""
+        calls = list(self._stages)
 
         def run(x: Tensor) -> Tensor:
-            out: Tensor = checkpoint_sequential(calls, task["segments"], x, use_reentrant=False)
+            out: Tensor = checkpoint_sequential(calls, segments, x, use_reentrant=False)
             return out
-    elif task["how"] != "store-all":
-        costs = StageCosts.load(task["costs"])
-        chain = mst.Sequential(stages, x, memory=task["limit"], strategy=task["how"], costs=costs)
-        assert chain.plan is not None
-        result["predicted_s"] = chain.plan.makespan_s
-        result["predicted_bytes"] = chain.plan.peak_bytes
-        run = chain
 
-    def step(forward: Callable[[Tensor], Tensor]) -> float:
-        _synchronize(device)
+        return run
+
+    def chain(self, strategy: Any, limit: int) -> tuple[mst.Sequential, dict[str, Any]]:
+        """Return the network by a plan, and what the plan predicts."""
+        costs = StageCosts.load(self._task["costs"])
+        chain = mst.Sequential(
+            self._stages, self._x, memory=limit, strategy=strategy, costs=costs, check="off"
+        )
+        assert chain.plan is not None
+        return chain, {
+            "predicted_s": chain.plan.makespan_s,
+            "predicted_over_plain": chain.plan.makespan_s / chain.plan.plain_s,
+            "predicted_bytes": chain.plan.peak_bytes,
+        }
+
+    def peak_bytes(self, run: Callable[[Tensor], Tensor]) -> int:
+        """Check the gradient, and return the peak of one more step."""
+        for ours, theirs in zip(self._of(run), self._gradients, strict=True):
+            assert torch.equal(ours, theirs), f"{self._task}: another gradient than plain training"
+        with Meter(self._device) as meter:
+            meter.ignore([self._x, *self._parameters])
+            meter.ignore(p.grad for p in self._parameters if p.grad is not None)
+            meter.ignore(self.plain.buffers())
+            self._step(run)
+            inputs = sum(t.untyped_storage().nbytes() for t in tensors_of(self._x))
+            return meter.peak_bytes + inputs
+
+    def timed(self, runs: dict[str, Callable[[Tensor], Tensor]], repeats: int) -> dict[str, Any]:
+        """Return the seconds of some runs, in turn with plain steps; keys get their names."""
+        every = {"plain_": self.plain, **runs}
+        calls = {name: partial(self._step, run) for name, run in every.items()}
+        seconds = interleaved(calls, repeats)
+        plain = seconds["plain_"]
+        result: dict[str, Any] = {"plain_s": statistics.median(plain)}
+        for name in runs:
+            result[f"{name}seconds"] = statistics.median(seconds[name])
+            over = [b / a for a, b in zip(plain, seconds[name], strict=True)]
+            result[f"{name}over_plain"] = statistics.median(over)
+        if len(runs) == 2:
+            theirs, ours = (seconds[name] for name in runs)
+            result["gains"] = [a / b - 1 for a, b in zip(theirs, ours, strict=True)]
+        return result
+
+    def _step(self, forward: Callable[[Tensor], Tensor]) -> float:
+        _synchronize(self._device)
         began = time.perf_counter()
-        forward(x).square().mean().backward()
-        _synchronize(device)
+        forward(self._x).square().mean().backward()
+        _synchronize(self._device)
         return time.perf_counter() - began
 
-    gradients = []
-    for forward in (plain, run):
-        for parameter in parameters:
+    def _of(self, forward: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        for parameter in self._parameters:
             parameter.grad = None
-        step(forward)
-        gradients.append([p.grad for p in parameters if p.grad is not None])
-    for ours, theirs in zip(*gradients, strict=True):
-        assert torch.equal(ours, theirs), f"{task['how']}: another gradient than plain training"
-    del gradients
-    with Meter(device) as meter:
-        meter.ignore([x, *parameters])
-        meter.ignore(p.grad for p in parameters if p.grad is not None)
-        meter.ignore(plain.buffers())
-        step(run)
-        inputs = sum(t.untyped_storage().nbytes() for t in tensors_of(x))
-        result["peak_bytes"] = meter.peak_bytes + inputs
-    seconds = [(step(plain), step(run)) for _ in range(task["repeats"])]
-    result["plain_s"] = statistics.median(a for a, _ in seconds)
-    result["threads"] = torch.get_num_threads()
-    result["seconds"] = statistics.median(b for _, b in seconds)
-    result["over_plain"] = statistics.median(b / a for a, b in seconds)
-    return result
+        self._step(forward)
+        return [p.grad.clone() for p in self._parameters if p.grad is not None]
 
 
 def _synchronize(device: torch.device) -> None:
@@ -215,12 +279,13 @@ def _net(net: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any
     costs_file = folder / f"{net}.json"
     task = {
         "net": net,
-        "batch": max(2, batch // 10) if quick else batch,
+        "batch": max(2, batch // 4) if quick else batch,
         "device": args.device,
         "seed": args.seed,
         "costs": str(costs_file),
         "repeats": 1 if quick else REPEATS,
-        "seconds": 3.0 if quick else 20.0,
+        "rounds": 3 if quick else ROUNDS,
+        "seconds": 3.0 if quick else 10.0,
     }
     child("benchmarks.chain_throughput", {**task, "how": "costs"}, KEEP)
     costs = StageCosts.load(costs_file)
@@ -228,25 +293,36 @@ def _net(net: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any
     points: list[dict[str, Any]] = []
 
     def run(how: str, **more: Any) -> dict[str, Any]:
-        given = {**task, "how": how, **more}
-        point = {"net": net, "how": how, **more}
-        point |= child("benchmarks.chain_throughput", given, KEEP)
+        found = child("benchmarks.chain_throughput", {**task, "how": how, **more}, KEEP)
+        point = {"net": net, "how": how, **more, **found}
+        if how == "pair":
+            point["how"] = "optimal"
+            theirs = {"net": net, "how": "sequential", **more, "peak_bytes": point["limit"]}
+            for key in ("seconds", "over_plain"):
+                theirs[key] = point.pop(f"sequential_{key}")
+            add(theirs)
+        add(point)
+        return point
+
+    def add(point: dict[str, Any]) -> None:
         points.append(point)
-        wanted = f"{more['limit'] / 2**20:8.0f}" if "limit" in more else " " * 8
+        wanted = f"{point['limit'] / 2**20:8.0f}" if "limit" in point else " " * 8
+        gain = f", gain {statistics.median(point['gains']):+.3f}" if "gains" in point else ""
         print(
-            f"{net:<12}{how:<11}{more.get('segments', ''):>3} {wanted} MiB: peak "
-            f"{point['peak_bytes'] / 2**20:7.0f} MiB, time over plain {point['over_plain']:.3f}",
+            f"{net:<12}{point['how']:<11}{point.get('segments', ''):>3} {wanted} MiB: peak "
+            f"{point['peak_bytes'] / 2**20:7.0f} MiB, time over plain "
+            f"{point['over_plain']:.3f}{gain}",
             flush=True,
         )
-        return point
 
     plain = run("store-all")
     most = max(2, math.floor(2 * math.sqrt(len(costs.stages))))
-    counts = range(2, most + 1) if not quick else (2, 4, most)
-    sequential = [run("sequential", segments=k) for k in counts]
-    limits = _limits(sequential, smallest_memory(held), plain["peak_bytes"], 4 if quick else LIMITS)
+    for segments in range(2, most + 1) if not quick else (2, 4, most):
+        run("pair", segments=segments)
     least = smallest_memory(held, "revolve")
-    for limit in limits:
+    low, count = int(1.02 * smallest_memory(held)), 2 if quick else LIMITS
+    for number in range(count):
+        limit = low + (plain["peak_bytes"] - low) * number // count
         run("optimal", limit=limit)
         if limit >= least:
             run("revolve", limit=limit)
@@ -265,39 +341,44 @@ def _front(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return front
 
 
-def _limits(sequential: list[dict[str, Any]], least: int, plain: int, count: int) -> list[int]:
-    """Return limits: the peaks of the best sequential points, and evenly between the ends."""
-    limits = {p["peak_bytes"] for p in _front(sequential)[-count + 2 :]}
-    rest = count - len(limits)
-    low = int(1.02 * least)
-    limits |= {low + (plain - low) * k // rest for k in range(rest)}
-    return sorted(limits)
-
-
 def _ratios(points: list[dict[str, Any]]) -> dict[str, float]:
-    gains, best_gains, times, bytes_, over = [], [], [], [], []
+    best_gains, times, bytes_, over = [], [], [], []
     for net in dict.fromkeys(p["net"] for p in points):
         of = [p for p in points if p["net"] == net]
-        optimal = {p["limit"]: p for p in of if p["how"] == "optimal"}
-        front = _front([p for p in of if p["how"] == "sequential"])
-        for limit, point in optimal.items():
-            fitting = [p["over_plain"] for p in front if p["peak_bytes"] <= limit]
-            if fitting and limit in {p["peak_bytes"] for p in front}:
-                gains.append(min(fitting) / point["over_plain"] - 1)
-        best = front[-1]
-        best_gains.append(best["over_plain"] / optimal[best["peak_bytes"]]["over_plain"] - 1)
+        best = _front([p for p in of if p["how"] == "sequential"])[-1]
+        beside = next(p for p in of if "gains" in p and p["segments"] == best["segments"])
+        best_gains.append(statistics.median(beside["gains"]))
         for point in of:
-            if "limit" in point:
+            if "limit" in point and "predicted_s" in point:
                 times.append(abs(point["predicted_s"] / point["seconds"] - 1))
                 bytes_.append(abs(point["predicted_bytes"] / point["peak_bytes"] - 1))
                 over.append(point["peak_bytes"] > point["limit"])
+    pairs = [p for p in points if "gains" in p]
+    residual = [p for p in pairs if p["net"] == "residual"] or pairs
+    theirs = {
+        (p["net"], p["segments"]): p["over_plain"] for p in points if p["how"] == "sequential"
+    }
+    predicted = [theirs[p["net"], p["segments"]] / p["predicted_over_plain"] - 1 for p in residual]
     return {
-        "gain_over_sequential": statistics.mean(gains),
+        "gain_at_equal_memory": statistics.mean(_gain(p) for p in residual),
+        "gain_at_equal_memory_all": statistics.mean(_gain(p) for p in pairs),
+        "gain_predicted": statistics.mean(predicted),
+        "gain_noise": math.sqrt(sum(_error(p) ** 2 for p in residual)) / len(residual),
         "gain_over_fastest_sequential": statistics.mean(best_gains),
         "time_error": statistics.mean(times),
         "memory_error": statistics.mean(bytes_),
         "limit_exceeded": float(sum(over)),
     }
+
+
+def _gain(pair: dict[str, Any]) -> float:
+    return statistics.median(pair["gains"])
+
+
+def _error(pair: dict[str, Any]) -> float:
+    """Return the standard error of the median gain, from the middle half of the samples."""
+    low, _, high = statistics.quantiles(pair["gains"], n=4)
+    return 1.25 * (high - low) / 1.35 / math.sqrt(len(pair["gains"]))
 
 
 def main() -> None:
@@ -310,7 +391,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         task = json.loads(args.child)
-        print(json.dumps(_costs(task) if task["how"] == "costs" else _point(task)))
+        children = {"costs": _costs, "pair": _pair}
+        print(json.dumps(children.get(task["how"], _point)(task)))
         return
     nets, left_out = ["residual", "mixer"], []
     if args.nets:
