@@ -319,9 +319,9 @@ class ChainPlan:
         """Return the plan beside its lower bound and its alternatives: name, time, difference."""
         if self.tier is None:
             return []
-        gap = "" if self.gap is None else f"{100 * self.gap:.2f} % above the lower bound"
-        rows = [("this plan", format_seconds(self.makespan_s), gap)]
-        rows.append(("  of which waiting", format_seconds(self.stall_s), ""))
+        rows = [("this plan", format_seconds(self.makespan_s), "")]
+        if self.stall_s:
+            rows.append(("  of which waiting", format_seconds(self.stall_s), ""))
         others = {
             "lower bound": self.lower_bound_s,
             "no tier": self.no_tier_s,
@@ -332,9 +332,7 @@ class ChainPlan:
                 what = "not known" if name == "lower bound" else "does not fit"
                 rows.append((name, what, ""))
                 continue
-            more = ""
-            if name != "lower bound" and self.makespan_s:
-                more = f"{100 * (seconds / self.makespan_s - 1):+.1f} %"
+            more = f"{100 * (seconds / self.makespan_s - 1):+.1f} %" if self.makespan_s else ""
             rows.append((name, format_seconds(seconds), more))
         return rows
 
@@ -357,7 +355,7 @@ class ChainPlan:
                 self.comparison(),
                 tablefmt="plain",
                 disable_numparse=True,
-                colalign=("left", "right", "left"),
+                colalign=("left", "right", "right"),
             )
             lines += [f"tier {self.tier}", beside]
         return "\n".join([*lines, table])

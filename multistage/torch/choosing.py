@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _DEVICE_SHARE = 0.9
 # A plan with a tier must be faster than one without by this factor: clocks are not exact.
 _PAYS = 0.98
-_HOOKS_S = 1e-4  # of a stage whose tape is caught by hooks and sorted
+_HOOKS_S = 3e-4  # of a stage whose tape is caught by hooks, sorted and taken apart again
 
 Choice: TypeAlias = tuple[Profile, ChainPlan]
 

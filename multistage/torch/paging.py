@@ -21,6 +21,7 @@ from ..layout import Layout
 PAGE_BYTES = 1 << 20
 _LEAST_PAGE_BYTES = 4096
 _AHEAD = 4  # pages of a row that are read ahead
+DEPTH = 4  # pages whose writes may be waiting
 _SHARE = 16  # of a memory limit, the most that buffers should take
 
 
@@ -34,7 +35,7 @@ def buffers_of(store: Store, page_bytes: int) -> int:
 
     Its own buffers, pages that are gathered or read ahead included.
     """
-    return store.buffer_bytes(page_layout(page_bytes)) + (_AHEAD + 2) * page_bytes
+    return store.buffer_bytes(page_layout(page_bytes)) + (_AHEAD + DEPTH + 1) * page_bytes
 
 
 def page_for(store: Store, limit_bytes: int | None) -> int:

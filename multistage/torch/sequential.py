@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..backends.urls import Tiers, open_store, tier_names
 from ..errors import ArgumentError, BudgetError, CheckpointWarning
-from ..plan.heterogeneous import ChainPlan, Strategy, plan_chain
+from ..plan.heterogeneous import ChainPlan, Strategy
 from ..stages import StageCosts
 from .adopting import adopt, yielding
 from .calling import arguments, sample_of
@@ -360,7 +360,7 @@ class Sequential(nn.Module):
             return _plain(self, state)
         found = _whole(self)
         planned = _planned(self, state, found, together=_facts(self, found).collective)
-        return _run(self, _replanned(self, planned), state, found)
+        return _run(self, _replanned(self, planned, state), state, found)
 
     # ------------------------------------------------------------- as the model
 
@@ -576,15 +576,13 @@ def _fitted(sequential: Sequential, state: Any, found: Profile, together: bool) 
     )
 
 
-def _replanned(sequential: Sequential, planned: _Planned) -> _Planned:
+def _replanned(sequential: Sequential, planned: _Planned, state: Any) -> _Planned:
     """Return a plan for the rates that the tier was seen to have, if they are others now."""
     chain = sequential._multistage
     tiered, plan = chain.tiered, planned.plan
     if tiered is None or not sends(plan) or is_collective(sequential) or not tiered.drifted():
         return planned
-    found = plan_chain(plan.costs, plan.memory_bytes, "optimal", tiers=tiered.rates)
-    if not sends(found):
-        tiered.close()
+    _, found = chosen(sequential, [planned.profile], limit_of(sequential, state), together=False)
     anew = replace(planned, plan=found)
     for variants in chain.known.values():
         variants[:] = [anew if v is planned else v for v in variants]

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ..backends.base import Store
+from ..backends.streamed import StreamedStore
 from ..backends.urls import TierName
 from ..errors import ArgumentError
 from ..rates import TierRates
-from .paging import buffers_of, page_for, page_layout
+from .paging import DEPTH, buffers_of, page_for, page_layout
 from .porter import Carried, Porter
 from .stowage import Berth
 from .tiers import open_tiers
@@ -60,6 +61,8 @@ class Tiered:
         if self._berth is None:
             store = open_tiers(self.names, device)
             assert store is not None
+            if isinstance(store, StreamedStore):
+                store.queue_depth = max(store.queue_depth, DEPTH)
             page_bytes = page_for(store, None if device.type == "cuda" else limit_bytes)
             self._berth = Berth(store, device, page_bytes)
         elif self._berth.device != device:
@@ -176,7 +179,7 @@ def _probed(berth: Berth, most_bytes: int) -> tuple[TierRates, float]:
         capacity_bytes=_capacity(berth.store, berth.page_bytes),
         name=berth.store.name,
     )
-    return rates, max(0.0, load.round_s() / alone.round_s() - 1)
+    return rates, min(1.0, max(0.0, load.round_s() / alone.round_s() - 1))
 
 
 class _Load:
@@ -204,9 +207,8 @@ class _Load:
         self.run_while(lambda: time.perf_counter() < end)
 
     def round_s(self) -> float:
-        """Return the seconds of a round, on average without the slowest."""
-        seconds = sorted(self._seconds)[: max(1, 9 * len(self._seconds) // 10)]
-        return sum(seconds) / len(seconds) if seconds else 1.0
+        """Return the seconds of a round, where nothing else on the machine was in its way."""
+        return sorted(self._seconds)[len(self._seconds) // 10] if self._seconds else 1.0
 
 
 def _capacity(store: Store, page_bytes: int) -> int | None:

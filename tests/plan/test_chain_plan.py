@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ def test_the_text_tells_time_memory_stalls_bound_and_alternatives(
     assert plan.lower_bound_s is not None and plan.gap is not None
     assert 0 < plan.lower_bound_s <= plan.makespan_s
     assert plan.gap == pytest.approx(plan.makespan_s / plan.lower_bound_s - 1)
-    assert lines["this plan"].endswith(f"{100 * plan.gap:.2f} % above the lower bound")
+    assert lines["lower bound"].endswith(f"{-100 * plan.gap / (1 + plan.gap):+.1f} %")
     assert lines["no tier"].endswith("does not fit")
     assert f"{1e3 / plan.makespan_s - 1:+.1%}".replace("%", " %") in lines["every tape to the tier"]
     assert "of which waiting" in text
@@ -195,38 +194,3 @@ def test_a_plan_runs_with_another_tier_within_its_memory() -> None:
     slow = plan.simulate(tier="write=1B/s,read=1B/s")
     assert slow.makespan_s > plan.makespan_s
     assert slow.peak_bytes == plan.peak_bytes
-
-
-JUNK = (None, True, -1, 0, 1, 7, 2.5, float("inf"), 10**40, "", "Put", [], ["Tape", 0], {})
-
-
-def test_a_file_spoilt_anywhere_is_read_or_refused() -> None:
-    """A value of the JSON replaced, an entry left out or said twice."""
-    plan = a_plan(MIXED, small_chain(2, 5))
-    whole = json.dumps(plan.to_dict())
-    draw = random.Random(0)
-    refused = 0
-    for _ in range(600):
-        data = json.loads(whole)
-        node: Any = data
-        while True:
-            key = draw.choice(list(node) if isinstance(node, dict) else range(len(node)))
-            if isinstance(node[key], dict | list) and node[key] and draw.random() < 0.8:
-                node = node[key]
-                continue
-            match draw.randrange(4):
-                case 0:
-                    del node[key]
-                case 1 if isinstance(node, list):
-                    node.insert(key, node[key])
-                case _:
-                    node[key] = draw.choice(JUNK)
-            break
-        try:
-            found = ChainPlan.from_dict(data)
-        except MultistageError:
-            refused += 1
-            continue
-        assert found.memory_bytes is None or found.peak_bytes <= found.memory_bytes
-        str(found.fates())
-    assert 200 < refused < 600
