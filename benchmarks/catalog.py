@@ -90,6 +90,14 @@ CATALOG: tuple[Entry, ...] = (
         short=True,
     ),
     Entry(
+        "joint_run",
+        "Chains with a slow tier, trained beside plans without one and torch's own ways",
+        "",
+        expected_s=60,
+        needs=("torch",),
+        environment=ONE_THREAD,
+    ),
+    Entry(
         "chain_solver",
         "Seconds and memory of the chain solver",
         "Beaumont et al., section 5.2",
