@@ -218,7 +218,7 @@ def test_an_interrupted_run_resumes(tiny: Any, tmp_path: Path, how: signal.Signa
             assert process.poll() is None
             time.sleep(0.01)
         process.send_signal(how)
-        printed, _ = process.communicate(timeout=110)
+        printed, _ = process.communicate(timeout=280)
     assert process.returncode == 130
     assert "--resume goes on from here" in printed
     kept = json.loads((out / "all.json").read_text())["benchmarks"]

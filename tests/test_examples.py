@@ -36,7 +36,7 @@ def run(name: str, *options: str, tmp_path: Path) -> subprocess.CompletedProcess
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
 
 
@@ -85,6 +85,6 @@ def test_a_gradient_that_differs_is_told(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert ran.returncode == 1 and "the gradients differ" in ran.stderr

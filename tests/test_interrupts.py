@@ -121,7 +121,7 @@ def child(folder: Path, engine: str, **what: Any) -> Any:
         [sys.executable, "-c", CHILD, str(folder), engine, json.dumps(what)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -203,7 +203,7 @@ print("done")
 
 def test_a_durable_run_at_any_moment(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", DURABLE, str(tmp_path)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", DURABLE, str(tmp_path)], capture_output=True, text=True, timeout=280
     )
     assert done.stdout == "done\n", done.stderr
 
@@ -256,7 +256,7 @@ def test_the_command_line_tells_how_far_it_came(when: str, tmp_path: Path) -> No
     run = ["demo", "lstm", "--steps=400", "--width=8", "--batch=2", "--sweeps=3"]
     run += ["--planner=revolve", "--tier=memory:", f"--output={tmp_path}"]
     done = subprocess.run(
-        [sys.executable, "-c", COMMAND, when, *run], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", COMMAND, when, *run], capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 130, done.stderr
     assert done.stderr.endswith("multistage: interrupted\n")

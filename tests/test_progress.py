@@ -253,7 +253,7 @@ def test_on_a_real_terminal(setting: str | None, size: tuple[int, int]) -> None:
         environment[VARIABLE] = setting
     try:
         subprocess.run(
-            [sys.executable, "-c", PROGRAM], stderr=theirs, env=environment, check=True, timeout=110
+            [sys.executable, "-c", PROGRAM], stderr=theirs, env=environment, check=True, timeout=280
         )
         os.write(theirs, b"END")
         seen = ""

@@ -342,7 +342,7 @@ print("exact")
 """
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)],
-        capture_output=True, text=True, timeout=110, check=False,
+        capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.stdout == "exact\n", done.stderr
 

@@ -17,7 +17,7 @@ from multistage.backends.files import ENGINES
 FILE_ENGINES = tuple(engine for engine in ENGINES if engine != "auto")
 PREAMBLE = """
     import faulthandler
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(280, exit=True)
     import json, os, resource, sys, threading, warnings
     from pathlib import Path
     import numpy as np
@@ -47,7 +47,7 @@ def start_child(code: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 def answer_of(child: subprocess.Popen[str]) -> dict[str, float]:
-    out, err = child.communicate(timeout=110)
+    out, err = child.communicate(timeout=280)
     assert child.returncode == 0, err
     found: dict[str, float] = json.loads(out)
     return found
@@ -143,7 +143,7 @@ def test_a_long_run_under_a_hard_limit(tmp_path: Path, kind: str) -> None:
 def test_the_hard_limit_is_one(tmp_path: Path) -> None:
     """The same run with twice the budget does not fit: the limit would have been felt."""
     code = LITTLE.replace("budget=budget", "budget=2 * budget")
-    out, err = start_child(code, tmp_path, "revolve").communicate(timeout=110)
+    out, err = start_child(code, tmp_path, "revolve").communicate(timeout=280)
     assert out == ""
     assert "MemoryError" in err
 

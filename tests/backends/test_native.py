@@ -298,7 +298,7 @@ def _run(script: str, folder: Path) -> str:
         [sys.executable, "-c", textwrap.dedent(script), str(folder)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -452,6 +452,6 @@ def test_a_driver_in_c_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> None
         env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert (done.returncode, done.stdout) == (0, "0 wrong\n"), done.stderr

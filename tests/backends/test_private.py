@@ -81,7 +81,7 @@ def run_as(uid: int, code: str, *arguments: object) -> str:
         + [str(argument) for argument in arguments],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         env={**os.environ, "PYTHONPATH": str(Path(multistage.__file__).parents[1])},
     )
     assert child.returncode == 0, child.stderr

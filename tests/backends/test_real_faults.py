@@ -50,7 +50,7 @@ def run_child(code: str, *arguments: object, **environment: str) -> Any:
         + [str(argument) for argument in arguments],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
     )
     assert child.returncode == 0, child.stderr

@@ -55,7 +55,7 @@ class World:
             return len(entries) == self.size or self.aborted or bool(self.left - entries.keys())
 
         with self.changed:
-            if not self.changed.wait_for(ready, timeout=100):
+            if not self.changed.wait_for(ready, timeout=280):
                 raise Deadlock(f"rank {rank} waits at {where}")
             if self.aborted:
                 raise Aborted

@@ -48,7 +48,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture
 def client(cluster: Any) -> Iterator[Any]:
     with distributed.Client(cluster) as made:
-        made.wait_for_workers(2, timeout=100)
+        made.wait_for_workers(2, timeout=280)
         yield made
 
 
@@ -178,7 +178,7 @@ def test_a_worker_killed_in_mid_shot_costs_time_alone(
     assert folders >= 1  # it did use the scratch folder
     assert writes > 0
     assert list(scratch.iterdir()) == []
-    client.wait_for_workers(2, timeout=100)
+    client.wait_for_workers(2, timeout=280)
     assert set(client.nthreads()) != before  # and a worker did die
 
 
@@ -199,11 +199,11 @@ def test_a_shot_that_kills_every_worker_ends(
         map_shots(client, deadly, [0, 1, 2], deaths=0, scratch=tmp_path)
     assert caught.value.shot == 1
     assert list(tmp_path.iterdir()) == []  # the other worker has seen to it
-    client.wait_for_workers(2, timeout=100)
+    client.wait_for_workers(2, timeout=280)
     with pytest.raises(ShotError, match="shot 1 failed"):
         map_shots(client, deadly, [0, 1, 2], deaths=1, scratch=tmp_path)
     # Both died, and nobody was there to clear up: the next use of the folder does.
-    client.wait_for_workers(2, timeout=100)
+    client.wait_for_workers(2, timeout=280)
     assert map_shots(client, deadly, [0, 2], scratch=tmp_path) == 2
     assert list(tmp_path.iterdir()) == []
 

@@ -49,7 +49,7 @@ def launch(ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[st
         env=os.environ | LENIENT | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=280,
     )
 
 

@@ -91,7 +91,7 @@ def run_code(core, which, tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT), "MULTISTAGE_CORE": core},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
 
 

@@ -1,6 +1,7 @@
 """One thread for tensors: small ones gain nothing from more, and lose much beside other work.
 
-And workspaces of cuBLAS that allow equal bits, told before CUDA starts.
+And workspaces of cuBLAS that allow equal bits, told before CUDA starts, and a check
+that takes its time.
 """
 
 from __future__ import annotations
@@ -20,3 +21,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def patient_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare gradients however slow the machine is: the check gives up after a second."""
+    monkeypatch.setattr("multistage.torch.checking._SECONDS", 60.0)
