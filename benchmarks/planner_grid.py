@@ -3,8 +3,8 @@
 Settings: n, s, T_W / T_A, T_R / T_W, T_B / T_A, with and without jitter.  The
 bound is the larger of the closed form and the priced bound.  Regions: rho =
 T_W / T_A at most s - 2 (write-bound, or read-bound where reading back keeps
-the reversal waiting), up to 2 s, and beyond.  Against an exact search for
-n = 8 to 12.
+the reversal waiting), up to 2 s, and beyond; `uniform_beyond_gap` is the mean
+wherever rho > s.  Against an exact search for n = 8 to 12.
 
     python -m benchmarks.planner_grid [--quick] [--json FILE] [--plot FILE]
 """
@@ -142,6 +142,9 @@ def main() -> None:
         return statistics.mean(pair["streaming"] / pair[other] for pair in pairs)
 
     ratios = {f"gap_{r}": statistics.mean(gaps["streaming"][r]) for r in REGIONS}
+    ratios["uniform_beyond_gap"] = statistics.mean(
+        row["makespan"]["streaming"] / row["bound"] - 1 for row in rows if row["T_W"] > row["s"]
+    )
     ratios |= {
         "worst_over_revolve": worst("revolve"),
         "worst_over_interval": worst("interval"),

@@ -68,7 +68,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.ms_priced_work_len.restype = _INT64
     library.ms_priced_work_len.argtypes = [_INT64, _INT64]
     library.ms_priced.restype = ctypes.c_double
-    library.ms_priced.argtypes = [_INT64, _INT64, *[ctypes.c_double] * 5, _BYTES]
+    library.ms_priced.argtypes = [_INT64, _INT64, *[ctypes.c_double] * 6, _BYTES]
     chain = ctypes.POINTER(Chain)
     library.ms_chain_isa.restype = _INT64
     library.ms_chain_isa.argtypes = []

@@ -54,9 +54,9 @@ EXPORT int64_t ms_priced_work_len(int64_t n, int64_t slots)
 
 /* Return the least priced cost of n steps with `slots` slots, turns not counted.
  *
- * forward_1 and write_1 are the prices of a step and of a write in the first
- * sweep, forward_2 and write_2 later, read that of a read. */
-EXPORT double ms_priced(int64_t n, int64_t slots, double forward_1, double write_1,
+ * forward_1, write_1 and keep_1 are the prices of a step, of a write and of a
+ * slot kept in the first sweep, forward_2 and write_2 later, read that of a read. */
+EXPORT double ms_priced(int64_t n, int64_t slots, double forward_1, double write_1, double keep_1,
                         double forward_2, double write_2, double read, double *work)
 {
     if (n <= 1)
@@ -84,7 +84,7 @@ EXPORT double ms_priced(int64_t n, int64_t slots, double forward_1, double write
             double back = now[LATER_SLOW * row + l];
             if (f > 0) {
                 later = fmin(later, fewer[LATER_FAST * row + l]);
-                first = fmin(first, fewer[FIRST_FAST * row + l]);
+                first = fmin(first, keep_1 + fewer[FIRST_FAST * row + l]);
                 back = fmin(back, fewer[LATER_FAST * row + l]);
             }
             if (l == n)

@@ -159,14 +159,17 @@ _INSTANT_S = 1e-300  # its inverse is still a number
 def priced_bound(costs: Costs, slots: int, n_steps: int) -> float:
     """Return a tighter lower bound for short problems, in seconds; at least `lower_bound`.
 
-    Both channels get a price per second, a first one up to the time state n-1
-    first exists and a second one after it; a dynamic programme finds the
+    Here s counts the working tape as a slot.  Both channels get a price per
+    second, a first one up to the time state n-1 first exists and a second one
+    after it, and so do slots at that time; a dynamic programme finds the
     cheapest schedule at those prices, and prices are searched for the largest
     bound.  With T_1 and T_2 the lengths of the two phases, W_1 T_W <= T_1
     holds for the writes done in the first, W_2 T_W <= T_2 + T_W for the
-    others, and R T_R <= T_2 + s T_R for the reads, at most s of which began
-    in the first; at most s writes are issued in the first phase and done in
-    the second.  What these corrections take off is subtracted.
+    others, and (R - R_1) T_R <= T_2 for the reads, R_1 of which began in the
+    first.  At the turn A states kept, R_1 states under a read and those under a
+    write take at most s slots.  So a write of the first phase costs the lesser
+    of two: its time in that phase, or its slot at the turn and its time later.
+    What these corrections take off is subtracted.
 
     Known gap: the programme ranges over nested schedules, in which a
     checkpoint stays until its interval is reversed.  Never above the exact
@@ -192,30 +195,33 @@ def priced_bound(costs: Costs, slots: int, n_steps: int) -> float:
     work = np.empty(int(native.LIBRARY.ms_priced_work_len(n_steps, room)))
     kernel = native.LIBRARY.ms_priced
 
-    def bound(prices: tuple[float, float, float]) -> float:
-        first, second, read = prices
+    def bound(prices: tuple[float, ...]) -> float:
+        first, second, read, keep = prices
         if min(prices) < 0 or first > 0.98 or second + read > 0.98:
             return 0.0
-        write_1, write_2 = first * tier.write_s, second * tier.write_s
+        write_2, keep_1 = second * tier.write_s, keep * tier.write_s
+        write_1 = min(first * tier.write_s, write_2 + keep_1)
         left, read_s = 1 - second - read, read * tier.read_s
         cheapest = kernel(
             n_steps,
             room,
             (1 - first) * step_s,
             write_1,
+            keep_1,
             left * step_s,
             write_2,
             read_s,
             work.ctypes.data,
         )
-        taken_off = room * max(0.0, write_1 - write_2) + write_2 + room * read_s
+        taken_off = room * max(keep_1, read_s) + write_2
         return float(left * (n_steps * turn_s + step_s) + cheapest - taken_off)
 
     best, at = max((bound(start), start) for start in _STARTS)
     stride = 0.16
     while stride > 0.004:
         moves = (
-            (at[0] + i * stride, at[1] + j * stride, at[2] + k * stride) for i, j, k in _DIRECTIONS
+            tuple(price + stride * way for price, way in zip(at, ways, strict=True))
+            for ways in _DIRECTIONS
         )
         value, there = max((bound(move), move) for move in moves)
         if value > best * (1 + 1e-12):
@@ -226,12 +232,12 @@ def priced_bound(costs: Costs, slots: int, n_steps: int) -> float:
 
 
 _PRICED_STEPS = 512
-_STARTS = (
-    (0.0, 0.0, 0.0),
-    (0.1, 0.02, 0.02),
-    (0.3, 0.05, 0.05),
-    (0.5, 0.1, 0.05),
-    (0.2, 0.2, 0.2),
-    (0.4, 0.05, 0.3),
+_STARTS: tuple[tuple[float, ...], ...] = (
+    (0.0, 0.0, 0.0, 0.0),
+    (0.1, 0.02, 0.02, 0.1),
+    (0.3, 0.05, 0.05, 0.25),
+    (0.5, 0.1, 0.05, 0.5),
+    (0.2, 0.2, 0.2, 0.1),
+    (0.4, 0.05, 0.3, 0.4),
 )
-_DIRECTIONS = tuple(move for move in product((-1, 0, 1), repeat=3) if 0 < sum(map(abs, move)) <= 2)
+_DIRECTIONS = tuple(move for move in product((-1, 0, 1), repeat=4) if 0 < sum(map(abs, move)) <= 2)

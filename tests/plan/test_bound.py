@@ -75,6 +75,9 @@ def test_prices_tighten_where_the_tier_is_slow() -> None:
     costs = Costs(1.0, 1.0, tiers=(Tier(write_s=20.0, read_s=20.0),))
     assert priced_bound(costs, 3, 200) > 1.1 * lower_bound(costs, 3, 200)
     assert priced_bound(costs, 3, 200) <= streaming(costs, 3, 200).makespan_s
+    # Slots at the turn have a price: without one the priced bound was the closed form here.
+    costs = Costs(1.0, 1.0, tiers=(Tier(write_s=50.0, read_s=50.0),))
+    assert priced_bound(costs, 10, 200) > 1.05 * lower_bound(costs, 10, 200)
 
 
 @pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
@@ -84,25 +87,25 @@ def test_the_kernel_equals_its_twin(n: int, slots: int, prices) -> None:
     import numpy as np
 
     first, second, read = prices
-    arguments = ((1 - first), 4 * first, (1 - second - read), 4 * second, 3 * read)
+    arguments = (1 - first, 4 * first, 3 * first, 1 - second - read, 4 * second, 3 * read)
     assert native.LIBRARY is not None
     work = np.empty(int(native.LIBRARY.ms_priced_work_len(n, slots)))
     kernel = native.LIBRARY.ms_priced(n, slots, *arguments, work.ctypes.data)
     assert kernel == pytest.approx(priced_twin(n, slots, *arguments))
 
 
-def priced_twin(n, slots, forward_1, write_1, forward_2, write_2, read) -> float:
+def priced_twin(n, slots, forward_1, write_1, keep_1, forward_2, write_2, read) -> float:
     """The programme as its formulas say it, with memory."""
     from functools import cache
     from math import inf
 
-    forward, write = (forward_1, forward_2), (write_1, write_2)
+    forward, write, keep = (forward_1, forward_2), (write_1, write_2), (keep_1, 0.0)
 
     @cache
     def right(length: int, free: int, later: int) -> float:
         if length == 1:
             return 0.0
-        kept = fast(length, free - 1, later) if free else inf
+        kept = keep[later] + fast(length, free - 1, later) if free else inf
         return min(kept, write[later] + slow(length, free, later))
 
     @cache
@@ -130,4 +133,4 @@ def priced_twin(n, slots, forward_1, write_1, forward_2, write_2, read) -> float
             for m in range(1, length)
         )
 
-    return min(fast(n, slots - 1, 0) if slots else inf, write_1 + slow(n, slots, 0))
+    return min(keep_1 + fast(n, slots - 1, 0) if slots else inf, write_1 + slow(n, slots, 0))
