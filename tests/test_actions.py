@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -180,17 +181,21 @@ def _as_static(sweep: Sweep, n: int) -> list[Action]:
     queue=st.integers(1, 4),
     drain=st.integers(0, 10),
     reserve=st.booleans(),
+    backlog=st.integers(0, 6),
     accepted=st.sampled_from([1.0, 0.7, 0.3, 0.0]),
     surviving=st.sampled_from([1.0, 0.9, 0.3, 0.0]),
     rnd=st.randoms(use_true_random=False),
 )
 def test_streaming_is_legal_whatever_the_answers(
-    n, slots, spacing, where, depth, queue, drain, reserve, accepted, surviving, rnd
+    n, slots, spacing, where, depth, queue, drain, reserve, backlog, accepted, surviving, rnd
 ) -> None:
     costs = Costs(1.0, 2.0, tiers=(Tier(write_s=spacing, read_s=spacing),))
     tail = None if where is None else int(where * (n - 1))
     reservation = Reservation(costs) if reserve else None
     sweep = Sweep(slots, spacing, tail, depth, queue, drain, reservation)
+    if tail is not None and backlog:
+        denser = max(1.0, spacing / 2)
+        sweep = replace(sweep, end_start=tail // 2, end_spacing=denser, backlog=backlog)
     used = check(
         sweep.schedule(n),
         n,

@@ -218,7 +218,7 @@ class SweepCall(ctypes.Structure):
     _fields_ = (
         *((name, _INT64) for name in ("n", "online", "slots", "tail_start", "depth")),
         *((name, _INT64) for name in ("queue_depth", "drain_steps", "keep_from", "end_start")),
-        *((name, _INT64) for name in ("capacity", "reserve")),
+        *((name, _INT64) for name in ("capacity", "reserve", "backlog")),
         *((name, ctypes.c_uint64) for name in ("extra", "skip")),
         *((name, ctypes.c_double) for name in ("spacing", "end_spacing", "forward", "taping")),
         *((name, ctypes.c_double) for name in ("reverse", "turn", "action", "write", "read")),

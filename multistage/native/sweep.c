@@ -26,7 +26,7 @@
 /* Field for field `Sweep` of multistage/native/__init__.py. */
 typedef struct {
     int64_t n, online, slots, tail_start, depth, queue_depth, drain_steps;
-    int64_t keep_from, end_start, capacity, reserve;
+    int64_t keep_from, end_start, capacity, reserve, backlog;
     uint64_t extra, skip; /* steps below 64 */
     double spacing, end_spacing;
     double forward, taping, reverse, turn, action;
@@ -55,10 +55,10 @@ typedef struct {
     double now, stall, forward_steps;
     int64_t writes, reads, peak;
     double write_free, read_free;
-    queue_t fresh;    /* held, not offered or not taken */
+    queue_t fresh;    /* held, not offered or not taken; of a tail: queued */
     queue_t pins;     /* held, under a write */
     queue_t written;  /* held, and known to be in the tier */
-    queue_t writing;  /* writes not awaited; step * 2 + staged */
+    queue_t writing;  /* writes not awaited; step * 4 + 2 where parked + staged */
     queue_t readable; /* in the tier and in no slot */
     queue_t pending;  /* reads under way */
     queue_t leftover; /* used up, but under a write */
@@ -66,6 +66,7 @@ typedef struct {
     int64_t waiting; /* writes that end at or before now, counted from the first */
     double *waiting_done;
     int64_t used, staged, stored, ended, end;
+    int64_t backlog; /* most that may be queued; 0 once the tail is over */
     int64_t *stack;
     int64_t *tables; /* the next one to be made, free slots of each, choices of each */
     double *scratch;
@@ -138,15 +139,19 @@ static void settle(run_t *r)
     int64_t entry = r->writing.step[r->writing.head];
     await_until(r, r->writing.done[r->writing.head++], 0.0);
     if (entry & 1) {
+        if (entry & 2)
+            act(r);
         r->used--;
         r->staged--;
     } else if (count(&r->pins)) { /* else it is used up already */
         r->pins.head++;
-        push(r, &r->written, entry / 2, 0.0);
+        push(r, &r->written, entry / 4, 0.0);
     }
 }
 
-static int offer(run_t *r, int64_t step, int held)
+enum { LIVE, HELD, QUEUED };
+
+static int offer(run_t *r, int64_t step, int from)
 {
     const sweep_t *p = r->p;
     act(r);
@@ -163,9 +168,12 @@ static int offer(run_t *r, int64_t step, int held)
     r->write_free = stop;
     r->waiting_done[r->writes++] = stop;
     r->stored++;
-    push(r, &r->writing, 2 * step + !held, stop);
-    if (!held) {
-        take(r);
+    push(r, &r->writing, 4 * step + 2 * (from == QUEUED) + (from != HELD), stop);
+    if (from != HELD) {
+        if (from == QUEUED)
+            r->fresh.head++;
+        else
+            take(r);
         r->staged++;
         push(r, &r->readable, step, stop);
     } else {
@@ -188,6 +196,27 @@ static void prefetch(run_t *r)
     push(r, &r->pending, r->readable.step[r->readable.tail], r->read_free);
 }
 
+/* Keep a parked state where it is, if it is one; return whether it was. */
+static int hold_parked(run_t *r, int64_t step)
+{
+    int64_t at = r->writing.head;
+    while (at < r->writing.tail && r->writing.step[at] != 4 * step + 3)
+        at++;
+    if (at == r->writing.tail)
+        return 0;
+    r->writing.step[at] = 4 * step;
+    queue_t *readable = &r->readable;
+    for (at = readable->head; readable->step[at] != step; at++)
+        ;
+    for (readable->tail--; at < readable->tail; at++) {
+        readable->step[at] = readable->step[at + 1];
+        readable->done[at] = readable->done[at + 1];
+    }
+    r->staged--;
+    push(r, &r->pins, step, 0.0);
+    return 1;
+}
+
 static void drop(run_t *r)
 {
     act(r);
@@ -198,26 +227,42 @@ static void clear_leftover(run_t *r)
 {
     const int64_t step = r->leftover.step[r->leftover.head++];
     /* Writes end in order: until this one is settled. */
-    while (count(&r->writing) && r->writing.step[r->writing.head] <= 2 * step && !r->status)
+    while (count(&r->writing) && r->writing.step[r->writing.head] <= 4 * step && !r->status)
         settle(r);
     act(r);
     r->used--;
     drop(r);
 }
 
+static int64_t queued(const run_t *r) { return r->backlog ? count(&r->fresh) : 0; }
+
+/* Offer what is queued, the oldest first, until the tier refuses. */
+static void send_queued(run_t *r)
+{
+    while (queued(r) && !r->status && offer(r, r->fresh.step[r->fresh.head], QUEUED))
+        ;
+}
+
 static void make_room(run_t *r)
 {
+    send_queued(r);
     while (r->used >= r->p->slots && !r->status) {
-        if (count(&r->leftover))
+        if (count(&r->leftover)) {
             clear_leftover(r);
-        else
+        } else if (queued(r) && !count(&r->writing)) {
+            act(r); /* the tier is full: the oldest is given up */
+            r->fresh.head++;
+            r->used--;
+        } else {
             settle(r);
+            send_queued(r);
+        }
     }
 }
 
 static int64_t reclaimable(const run_t *r)
 {
-    return r->p->slots - r->used + r->staged + count(&r->leftover);
+    return r->p->slots - r->used + r->staged + count(&r->leftover) + queued(r);
 }
 
 /* ----------------------------------------------------------------- reversals */
@@ -272,7 +317,7 @@ static void revolve(run_t *r, int64_t length, int64_t slots, int64_t keep_first)
     int64_t left = length, held = 0;
     double steps = 0, actions = 0;
     slots = slots < length ? slots : length;
-    if (length <= SHORT || r->staged || count(&r->leftover)) {
+    if (length <= SHORT || r->staged || queued(r) || count(&r->leftover)) {
         int64_t state[16], out[3 * 64], made;
         const int64_t most = length <= SHORT ? INT64_MAX : PATIENCE;
         ms_revolve_init(state, r->stack, 0, length, slots, keep_first);
@@ -409,7 +454,7 @@ static void segment(run_t *r, int64_t start, int64_t end)
 {
     const sweep_t *p = r->p;
     const int64_t need = end - start - 1;
-    const int held = count(&r->fresh) || count(&r->pins) || count(&r->written);
+    const int held = count(&r->fresh) > queued(r) || count(&r->pins) || count(&r->written);
     if (r->ended)
         while (count(&r->readable) && p->slots - r->used > need &&
                count(&r->pending) < p->depth && !r->status)
@@ -419,7 +464,8 @@ static void segment(run_t *r, int64_t start, int64_t end)
             end = start + down_the_spine(r, end - start);
         if (r->ended && reclaimable(r) > 0) {
             make_room(r);
-            prefetch(r);
+            if (!hold_parked(r, last(&r->readable)))
+                prefetch(r);
         }
     }
     revolve(r, end - start, reclaimable(r), 1);
@@ -429,13 +475,20 @@ static void segment(run_t *r, int64_t start, int64_t end)
 
 static int in(uint64_t steps, int64_t step) { return step < 64 && (steps >> step & 1); }
 
+/* The next nominal position after the one at `at` was taken at `position`. */
+static double later(double at, int64_t position, double spacing)
+{
+    const double next = (double)position + spacing - 1;
+    return at + spacing > next ? at + spacing : next;
+}
+
 static double offer_until(run_t *r, int64_t stop)
 {
     const sweep_t *p = r->p;
     int64_t live = 0, position = 0;
     double at = 0;
     while (position < stop && !r->status) {
-        if (p->capacity >= 0 && r->stored >= p->capacity && !p->skip && !p->extra) {
+        if (p->capacity >= 0 && r->stored >= p->capacity && !p->skip && !p->extra && !r->backlog) {
             /* The tier stays full: every step offers in vain, once a slot is there. */
             const double steps = (double)(stop - position);
             if (position > live)
@@ -451,12 +504,25 @@ static double offer_until(run_t *r, int64_t stop)
         }
         int taken = in(p->skip, position);
         if (!taken) {
-            make_room(r);
-            taken = offer(r, position, 0);
+            send_queued(r);
+            if (!queued(r)) {
+                make_room(r);
+                taken = offer(r, position, LIVE);
+            }
+            if (!taken && queued(r) < r->backlog && r->used < p->slots) {
+                act(r);
+                take(r);
+                push(r, &r->fresh, position, 0.0);
+                taken = 1;
+            }
         }
         if (position >= (int64_t)at && taken) {
-            const double next = (double)position + p->spacing - 1;
-            at = at + p->spacing > next ? at + p->spacing : next;
+            const double before = at;
+            at = later(before, position, p->spacing);
+            if (r->backlog && at > (double)p->end_start) {
+                at = later(before, position, p->end_spacing);
+                at = at > (double)p->end_start ? at : (double)p->end_start;
+            }
         }
         int64_t next = (int64_t)at;
         for (int64_t k = position + 1; k < 64 && k < next; k++)
@@ -520,7 +586,7 @@ static void ring(run_t *r)
         take(r);
         int kept = 1;
         if (i >= (int64_t)at || in(p->extra, i)) {
-            const int skipped = in(p->skip, i), taken = !skipped && offer(r, i, 1);
+            const int skipped = in(p->skip, i), taken = !skipped && offer(r, i, HELD);
             kept = !taken;
             if (skipped || taken) {
                 const double next = (double)i + spacing - 1;
@@ -556,6 +622,10 @@ static void tail(run_t *r)
         act(r);
         r->used--;
     }
+    /* What the tail left no time to write stays in its slot. */
+    for (int64_t k = r->writing.head; k < r->writing.tail; k++)
+        hold_parked(r, r->writing.step[k] / 4);
+    r->backlog = 0;
     r->end = p->tail_start;
 }
 
@@ -589,7 +659,7 @@ static void reverse_sweep(run_t *r)
             await_until(r, r->pending.done[r->pending.head++], p->read_overhead);
             if (!count(&r->pending))
                 r->pending.head = r->pending.tail = 0;
-            while (count(&r->writing) && r->writing.step[r->writing.head] / 2 <= anchor &&
+            while (count(&r->writing) && r->writing.step[r->writing.head] / 4 <= anchor &&
                    !r->status)
                 settle(r);
         }
@@ -648,7 +718,8 @@ EXPORT int64_t ms_sweep_tables_len(void)
 EXPORT int64_t ms_sweep(const sweep_t *p, int64_t room, void *work, int64_t *tables, double *out)
 {
     run_t r = {
-        .p = p, .room = room, .tables = tables, .nu_length = -1, .actions_length = -1};
+        .p = p, .room = room, .backlog = p->backlog, .tables = tables, .nu_length = -1,
+        .actions_length = -1};
     int64_t *whole = work;
     queue_t *queues[] = {&r.fresh, &r.pins, &r.written, &r.writing, &r.readable, &r.pending,
                          &r.leftover};

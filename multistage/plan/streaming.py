@@ -1,12 +1,16 @@
 """Streaming, the default: store whenever the channel is free, keep the end fast.
 
 After Kukreja, Hueckelheim & Gorman 2018 (arXiv:1806.01117), with the forward
-sweep counted and four changes, each better everywhere it was tried:
+sweep counted and five changes, each better everywhere it was tried:
 
 positions
     states floor(k g) instead of every I-th: the write channel never idles.
     g = max(1, rho, (T_R + T_A) / (T_A + T_B)); the last term is the rate at
     which intervals can be read back while others are reversed.
+backlog
+    where rho > s, states lie closer before the tail than the channel writes:
+    idle slots hold them, and the channel, idle no more, catches up while the
+    tail runs forward.
 end kept fast
     the last states are wanted first and are not worth a transfer: the ring
     where rho <= s, a Revolve tail where rho > s (see `sweep`).
@@ -35,6 +39,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 from .. import native
 from ..actions import Schedule
@@ -65,6 +70,11 @@ SPACINGS = tuple(sorted({*map(float, range(1, 9)), *(2 ** (k / 4) for k in range
 _SLOWER = 4.0
 # More tails than about twice as many are thinned out.
 _TAILS = 6
+# A backlog grows over so many times the spacing; more states are not worth a try.
+_DENSE = 6.0
+_BACKLOG = 64
+# However positions are rounded, none falls right before the tail.
+_WHOLE = 1 + 1e-6
 # Rings of more slots, or of more than so many times the spacing, are timed by
 # shorter ones, and wider spacings by narrower ones.
 _LONG_RING, _PERIODS, _WIDE = 2048, 32, 256.0
@@ -89,6 +99,8 @@ class Form:
         Spacing among the states that the ring keeps to the end, where it differs.
     online : bool
         A ring that does not know where the sequence ends.
+    backlog : int
+        States stored before the tail beyond those written by then: they wait in slots.
     """
 
     spacing: float
@@ -98,6 +110,7 @@ class Form:
     depth: int = 4
     end_spacing: float | None = None
     online: bool = False
+    backlog: int = 0
 
     def sweep(self, costs: Costs, slots: int, n_steps: int, reservation: Reservation) -> Sweep:
         """Lay the form over `n_steps` steps."""
@@ -120,6 +133,8 @@ class Form:
             if self.shift is not None:
                 start = int(round(start / self.spacing) * self.spacing) + self.shift
             start = min(max(start, 0), n_steps - 1)
+            if self.backlog:
+                return self._with_backlog(slots, start, tier.queue_depth, drain, reservation)
         last = self.end_spacing or self.spacing
         kept = int(min(n_steps, slots * last / max(last - 1, slots / n_steps)))
         end_start = None if self.end_spacing is None else max(0, n_steps - 1 - kept)
@@ -135,6 +150,30 @@ class Form:
             keep_from=max(0, n_steps - 1 - kept - margin),
             end_start=end_start,
             end_spacing=self.end_spacing or 1.0,
+        )
+
+    def ends(self, slots: int) -> int:
+        """Return how many steps at the ends are not periodic."""
+        if self.tail is None:
+            return 4 * slots
+        return self.tail + (math.ceil((_DENSE + 2) * self.spacing) if self.backlog else 0)
+
+    def _with_backlog(
+        self, slots: int, start: int, queue_depth: int, drain: int, reservation: Reservation
+    ) -> Sweep:
+        dense = min(start, math.ceil(_DENSE * self.spacing))
+        closer = dense / (dense / self.spacing + self.backlog)
+        return Sweep(
+            slots,
+            self.spacing,
+            start,
+            self.depth,
+            queue_depth,
+            drain_steps=drain,
+            reservation=reservation if self.reserve else None,
+            end_start=start - dense,
+            end_spacing=max(1.0, closer * _WHOLE),
+            backlog=self.backlog,
         )
 
 
@@ -236,7 +275,9 @@ def _best(
     share = _AS_GOOD if tier.write_overhead_s + tier.read_overhead_s else 0.0
     near = [form for seconds, form in judged if seconds <= judged[0][0] * (1 + share)]
     # The judgement of a part may err by more than the forms differ.
-    shortlist = dict.fromkeys(form for _, form in judged[:_PREDICTED])
+    plain = [form for _, form in judged if not form.backlog]
+    waiting = [form for _, form in judged if form.backlog]
+    shortlist = dict.fromkeys(plain[:_PREDICTED] + waiting[:_PREDICTED])
     if share:
         shortlist[max(near, key=lambda form: form.spacing)] = None
     predictions = {
@@ -264,8 +305,7 @@ def _prediction(
     form: Form, costs: Costs, slots: int, n_steps: int, reservation: Reservation
 ) -> Prediction:
     run = partial(_run, form, costs, slots, reservation)
-    head = 4 * slots if form.tail is None else form.tail
-    found = predict(run, n_steps, period=form.spacing, head=head)
+    found = predict(run, n_steps, period=form.spacing, head=form.ends(slots))
     return _at_least(found, costs, slots, n_steps)
 
 
@@ -395,6 +435,8 @@ class _Judge:
     def seconds(self, form: Form) -> float:
         """Return the form's makespan on a part of the steps, extended to all of them."""
         part = self.steps(ring=form.tail is None)
+        if form.backlog:  # both parts need the whole of it
+            part = min(self.n_steps, 2 * form.ends(self.slots) + part)
         if part == self.n_steps:
             return self._taken(form, self.costs, part)
         tier, *others = self.costs.tiers
@@ -446,6 +488,9 @@ def _forms(costs: Costs, slots: int, n_steps: int, least: float) -> Iterator[For
                 if end > spacing:
                     yield Form(spacing, None, depth=depth, end_spacing=end)
         if rho > slots - 2:
+            if costs.rho > slots - 2 and spacing <= 2 * steady:
+                for tail, backlog in product(_tails(spacing, slots, n_steps), _backlogs(slots)):
+                    yield Form(spacing, tail, backlog=backlog)
             for tail in _tails(spacing, slots, n_steps):
                 for shift in (None, 0, 1) if n_steps <= _NEAR else (None,):
                     yield Form(spacing, tail, shift)
@@ -481,6 +526,12 @@ def _tails(spacing: float, slots: int, n_steps: int) -> list[int]:
     if n_steps <= _NEAR:
         tails |= {int(tail + spacing * k) for tail in tuple(tails) for k in (-1, 1)}
     return sorted(tail for tail in tails if 0 < tail < n_steps)
+
+
+def _backlogs(slots: int) -> tuple[int, ...]:
+    """Return how many states may wait for the tier before a tail: some slots stay free."""
+    most = min(_BACKLOG, slots - 2)
+    return tuple(sorted({k for k in (1, 2, 3, 4, 6, most // 2, most) if 0 < k < slots}))
 
 
 def _polish(sweep: Sweep, costs: Costs, n_steps: int, best_s: float) -> Sweep:

@@ -9,7 +9,9 @@ ring
     survive in one place or the other.  Needs no knowledge of n.
 tail
     States are offered at the positions floor(k g) before `tail_start`; the
-    steps from there on are reversed by Revolve from the fast slots.
+    steps from there on are reversed by Revolve from the fast slots.  With a
+    backlog the last of them lie closer than the tier writes: idle slots hold
+    what it has not taken yet, and it catches up while the tail runs forward.
 
 The reverse sweep walks down from state n-1.  Its next anchor is the highest
 state at hand, in a slot or in the tier; the interval above the anchor is
@@ -25,6 +27,7 @@ drops out of the list, so that its interval merges with the one before.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Generator
@@ -62,10 +65,13 @@ class Sweep:
     spacing : float
         g: steps between two offers, at least.
     end_start : int or None
-        States from here on are those the ring keeps to the end; they are
-        offered at `end_spacing` instead, since no recomputation hides the
-        reads of those among them that the ring gives up.
+        From here on states are offered at `end_spacing` instead.  In a ring
+        they are those kept to the end: no recomputation hides the reads of
+        those among them that the ring gives up.  Before a tail they are those
+        that may be written while it runs.
     end_spacing : float
+    backlog : int
+        Tail only: most states kept in slots of their own until the tier takes them.
     tail_start : int or None
         Steps from here on are reversed from fast slots; None for the ring.
     keep_from : int
@@ -95,6 +101,7 @@ class Sweep:
     keep_from: int = 0
     end_start: int | None = None
     end_spacing: float = 1.0
+    backlog: int = 0
     extra: frozenset[int] = frozenset()
     skip: frozenset[int] = frozenset()
 
@@ -124,6 +131,8 @@ class SweepRun:
         self.written: deque[int] = deque()  # held, and known to be in the tier
         self.writing: deque[tuple[int, int, bool]] = deque()  # token, step, staged
         self.pinned: set[int] = set()  # held steps whose write was not awaited
+        self.queued: deque[int] = deque()  # in slots until the tier takes them, ascending
+        self.parked: set[int] = set()  # queued ones it took: staged in the slots they had
         self.stored = StepSet()  # steps in the tier
         self.readable = array("q")  # steps in the tier and in no slot, ascending
         self.pending: deque[tuple[int, int]] = deque()  # step, token of reads, descending
@@ -164,7 +173,10 @@ class SweepRun:
         if held:
             self.pinned.add(step)
         else:
-            self.used += 1
+            if self.queued and self.queued[0] == step:
+                self.parked.add(self.queued.popleft())
+            else:
+                self.used += 1
             self.staged += 1
             self.readable.append(step)
         # Transfers are first in, first out, and this one was accepted because
@@ -182,10 +194,38 @@ class SweepRun:
         elif not staged:
             self.written.append(step)
         if staged:
+            if step in self.parked:
+                self.parked.remove(step)
+                yield Free(step)
             self.used -= 1
             self.staged -= 1
         else:
             self.pinned.remove(step)
+
+    def _send_queued(self) -> Schedule:
+        """Offer what is queued, the oldest first, until the tier refuses."""
+        left = -1
+        while self.queued and len(self.queued) != left:
+            left = len(self.queued)
+            yield from self._offer(self.queued[0], held=False)
+
+    def _hold(self, step: int) -> None:
+        """Keep a parked state where it is: what needs it comes before its write is over."""
+        self.parked.remove(step)
+        self.readable.remove(step)
+        self.staged -= 1
+        self.held.append(step)
+        self.pinned.add(step)
+        self.writing = deque(
+            (token, each, staged and each != step) for token, each, staged in self.writing
+        )
+
+    def _queue(self, step: int) -> Schedule:
+        """Keep live state `step` until the tier takes it, if slots allow."""
+        if len(self.queued) < self.sweep.backlog and self.used < self.sweep.slots:
+            yield Save(step)
+            self.used += 1
+            self.queued.append(step)
 
     def _ring_forward(self) -> Schedule:
         sweep, n, is_last = self.sweep, self.n, self.is_last
@@ -240,6 +280,12 @@ class SweepRun:
     def _tail_forward(self, tail_start: int) -> Schedule:
         yield from self._offer_until(tail_start)
         yield from self._tail(tail_start)
+        # What the tail left no time to write stays in its slot.
+        for _, step, _ in tuple(self.writing):
+            if step in self.parked:
+                self._hold(step)
+        self.held.extend(self.queued)
+        self.queued.clear()
 
     def _offer_until(self, stop: int) -> Generator[Action, Answer, tuple[int, float]]:
         """Advance to state `stop`, offering states on the way, keeping none.
@@ -247,6 +293,9 @@ class SweepRun:
         Returns `stop` and the next nominal position.
         """
         sweep = self.sweep
+        end_start = math.inf
+        if sweep.backlog and sweep.end_start is not None:
+            end_start = sweep.end_start
         extras = sorted(sweep.extra)
         live, at = self.start, self.first
         position = max(live, int(at))
@@ -255,10 +304,18 @@ class SweepRun:
                 yield Advance(live, position)
                 live = position
             if position not in sweep.skip:
-                yield from self._room()
-                yield from self._offer(position, held=False)
-            if position >= int(at) and (position in sweep.skip or position in self.stored):
-                at = max(at + sweep.spacing, position + sweep.spacing - 1)
+                yield from self._send_queued()
+                if not self.queued:
+                    yield from self._room()
+                    yield from self._offer(position, held=False)
+                if position not in self.stored:
+                    yield from self._queue(position)
+            taken = position in self.stored or position in sweep.skip or position in self.queued
+            if position >= int(at) and taken:
+                before, at = at, max(at + sweep.spacing, position + sweep.spacing - 1)
+                if at > end_start:
+                    spacing = sweep.end_spacing
+                    at = max(end_start, before + spacing, position + spacing - 1)
             while extras and extras[0] <= position:
                 extras.pop(0)
             position = max(position + 1, min(int(at), extras[0] if extras else int(at)))
@@ -346,11 +403,16 @@ class SweepRun:
 
     def _room(self) -> Schedule:
         """See that a slot is free, waiting for a write if need be."""
+        yield from self._send_queued()
         while self.used >= self.sweep.slots:
             if self.leftover:
                 yield from self._clear_leftover()
+            elif self.queued and not self.writing:  # the tier is full
+                yield Free(self.queued.popleft())
+                self.used -= 1
             else:
                 yield from self._settle()
+                yield from self._send_queued()
 
     def _clear_leftover(self) -> Schedule:
         """Give back the slot of a used-up state whose write may still be under way."""
@@ -367,7 +429,7 @@ class SweepRun:
 
     def _reclaimable(self) -> int:
         """Slots that are free, or become so by waiting for writes."""
-        return self.sweep.slots - self.used + self.staged + len(self.leftover)
+        return self.sweep.slots - self.used + self.staged + len(self.leftover) + len(self.queued)
 
     # ---------------------------------------------------------------- segments
 
@@ -384,7 +446,9 @@ class SweepRun:
                 end = yield from self._down_the_spine(start, end, sweep.reservation)
             if self.ended and self._reclaimable() > 0:
                 yield from self._room()
-                if self.readable:  # unless the write just awaited was lost
+                if self.readable and self.readable[-1] in self.parked:
+                    self._hold(self.readable[-1])
+                elif self.readable:  # unless the write just awaited was lost
                     yield from self._prefetch()
         yield from self._revolve(start, end, self._reclaimable())
 

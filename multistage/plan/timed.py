@@ -60,6 +60,7 @@ def _by_kernel(sweep: Sweep, costs: Costs, n_steps: int, online: bool) -> Predic
         end_start=n_steps if sweep.end_start is None else sweep.end_start,
         capacity=-1 if tier.capacity_states is None else tier.capacity_states,
         reserve=sweep.reservation is not None,
+        backlog=sweep.backlog,
         extra=sum(1 << step for step in sweep.extra),
         skip=sum(1 << step for step in sweep.skip),
         spacing=min(sweep.spacing, _FARTHEST),
@@ -81,7 +82,7 @@ def _by_kernel(sweep: Sweep, costs: Costs, n_steps: int, online: bool) -> Predic
     offered = n_steps / max(1.0, closest)
     if tier.capacity_states is not None:
         offered = min(offered, tier.capacity_states)
-    room = int(offered + kept) + _MASK_STEPS
+    room = int(offered + kept) + sweep.backlog + _MASK_STEPS
     library = native.library()
     work = np.empty(int(library.ms_sweep_len(room, slots)))
     out = np.empty(6)
