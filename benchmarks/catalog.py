@@ -72,6 +72,11 @@ CATALOG: tuple[Entry, ...] = (
         expected_s=12,
     ),
     Entry(
+        "unequal_steps",
+        "Steps of unequal cost and states of unequal size, NumPy",
+        expected_s=45,
+    ),
+    Entry(
         "chain_networks",
         "The networks of the paper, planned from profiles",
         "Beaumont et al., figures 3 to 13, solver times",
