@@ -135,6 +135,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_problem(simulating)
     showing = _add_showing(simulating, "the timeline")
     showing.add_argument("--trace", type=Path, help="write a trace for ui.perfetto.dev")
+    simulating.add_argument(
+        "--load", type=Path, help="simulate a chain's plan that plan --save wrote"
+    )
+    simulating.add_argument("--tier", help="with other rates than planned, as for plan --tier")
     simulating.add_argument("--jitter", help="lognormal:SIGMA or spikes:PROBABILITY,FACTOR")
     simulating.add_argument("--seed", type=int, default=0, help="seed of the jitter (0)")
     simulating.set_defaults(run=_simulate)
@@ -405,6 +409,10 @@ def _print_curve(plans: Sequence[Plan]) -> None:
 def _simulate(args: argparse.Namespace) -> int:
     from .simulate import Jitter, simulate
 
+    if args.load is not None:
+        return _simulate_chain(args)
+    if args.tier is not None:
+        raise ArgumentError("--tier goes with --load; that of uniform steps is --write and --read")
     made = plan(_costs(args), args.budget, args.steps, args.planner, progress=shown(args))
     jitter = None if args.jitter is None else Jitter.parse(args.jitter)
     known = None if made.planner == "online" else made.n_steps
@@ -458,6 +466,60 @@ def _simulate(args: argparse.Namespace) -> int:
     print(f"{made.planner}: {made.n_steps} steps, {made.slots} fast slots")
     print(tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=("left", "right")))
     _say_written(args, args.picture, args.html, args.trace)
+    return 0
+
+
+def _simulate_chain(args: argparse.Namespace) -> int:
+    """Simulate a chain's plan from a file, its tier as planned or another."""
+    from .simulate import Jitter
+
+    for name in ("steps", "budget", "costs"):
+        if getattr(args, name) is not None:
+            raise ArgumentError(f"--load simulates a plan as it is; leave --{name} out")
+    if args.html is not None:
+        raise ArgumentError("--html of a simulated chain is that of plan --load; leave it out")
+    made = ChainPlan.load(args.load)
+    if args.tier is not None and made.tier is None:
+        raise ArgumentError(f"--tier: the plan {str(args.load)!r} has no tier to replace")
+    jitter = None if args.jitter is None else Jitter.parse(args.jitter)
+    run = made.simulate(tier=args.tier, jitter=jitter, seed=args.seed)
+    if args.picture is not None:
+        from .drawing import save_chart
+        from .drawing.plans import chain_limits
+        from .drawing.timeline import timeline_chart
+
+        title = f"{made.strategy}: {len(made.costs.stages)} stages, "
+        title += format_seconds(run.makespan_s)
+        limits = chain_limits(made.memory_bytes, args.tier or made.tier)
+        save_chart(timeline_chart(run.timeline, title, limits), args.picture)
+    if args.trace is not None:
+        from .trace import write_trace
+
+        write_trace(run.timeline, args.trace)
+    facts = {
+        "makespan_s": run.makespan_s,
+        "predicted_s": made.makespan_s,
+        "lower_bound_s": made.lower_bound_s,
+        "stall_s": run.stall_s,
+        "writes": run.writes,
+        "reads": run.reads,
+        "peak_bytes": run.peak_bytes,
+        "memory_bytes": made.memory_bytes,
+    }
+    if args.json:
+        print(json.dumps({**facts, "jitter": args.jitter, "seed": args.seed}, indent=2))
+        return 0
+    rows = [
+        ("makespan", format_seconds(run.makespan_s)),
+        ("predicted with the tier as planned", format_seconds(made.makespan_s)),
+        ("stalls", format_seconds(run.stall_s)),
+        ("written", f"{run.writes}"),
+        ("read", f"{run.reads}"),
+        ("peak memory", format_bytes(run.peak_bytes)),
+    ]
+    print(f"{made.strategy}: {len(made.costs.stages)} stages")
+    print(tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=("left", "right")))
+    _say_written(args, args.picture, args.trace)
     return 0
 
 

@@ -320,6 +320,34 @@ def test_a_plan_of_steps_is_kept_in_a_file(tmp_path, capsys) -> None:
 FILES = {"save": "plan.json", "html": "plan.html", "picture": "plan.svg"}
 
 
+def test_a_chain_s_plan_is_simulated_with_a_slower_tier(tmp_path, capsys) -> None:
+    path = tmp_path / "plan.json"
+    options = ["plan", a_chain_file(tmp_path), "--memory=0.4", "--tier=write=90kB/s"]
+    assert main([*options, f"--save={path}"]) == 0
+    capsys.readouterr()
+    assert main(["simulate", f"--load={path}", "--json"]) == 0
+    usual = json.loads(capsys.readouterr().out)
+    assert usual["makespan_s"] == usual["predicted_s"]
+    slower = ["simulate", f"--load={path}", "--tier=write=20kB/s", "--jitter=lognormal:0.3"]
+    assert main([*slower, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["makespan_s"] > usual["makespan_s"]
+    assert found["peak_bytes"] == usual["peak_bytes"] <= found["memory_bytes"]
+    picture, trace = tmp_path / "t.svg", tmp_path / "t.json"
+    assert main([*slower, f"--picture={picture}", f"--trace={trace}"]) == 0
+    assert "stalls" in capsys.readouterr().out
+    assert "coming from a tier" in picture.read_text() and json.loads(trace.read_text())
+    assert main(["plan", a_chain_file(tmp_path), f"--save={path}"]) == 0
+    for argv, message in (
+        (slower, "has no tier to replace"),
+        ([*slower, "--steps=3"], "leave --steps out"),
+        ([*slower, "--html=x.html"], "leave it out"),
+        (["simulate", *NUMBERS, "--tier=write=1"], "--tier goes with --load"),
+    ):
+        assert main(argv) == 2
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [

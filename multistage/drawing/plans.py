@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..costs import format_bytes, format_seconds
 from ..errors import ArgumentError
+from ..rates import TierRates
 from . import page, save_chart, save_text
 from .chart import Chart
 from .schedule import (
@@ -18,7 +19,6 @@ from .schedule import (
     course_chart,
     course_of,
     schedule_chart,
-    tiers_of,
 )
 from .timeline import timeline_chart
 from .tradeoff import chain_trade_off_chart, trade_off_chart
@@ -218,11 +218,16 @@ def chain_plan_chart(plan: ChainPlan, subject: Subject) -> Chart:
     raise ArgumentError(f"picture of {subject!r} is not known; choose one of {SUBJECTS}")
 
 
+def chain_limits(memory_bytes: int | None, tier: TierRates | str | None) -> dict[str, float | None]:
+    """Return what fast memory and the tier of a chain may hold, in bytes."""
+    rates = None if tier is None else TierRates.parse(tier)
+    limits: dict[str, float | None] = {"fast": memory_bytes}
+    return limits if rates is None else {**limits, rates.name: rates.capacity_bytes}
+
+
 def chain_timeline_chart(plan: ChainPlan, title: str = "") -> Chart:
     """Return what runs when in virtual time, and what fast memory and the tier hold."""
-    limits: dict[str, float | None] = {"fast": plan.memory_bytes}
-    for tier in tiers_of(plan):
-        limits[tier.name] = tier.capacity_bytes
+    limits = chain_limits(plan.memory_bytes, plan.tier)
     return timeline_chart(chain_course_of(plan)[1].timeline, title, limits)
 
 

@@ -32,7 +32,7 @@ STRATEGIES: tuple[Strategy, ...] = ("optimal", "revolve", "periodic", "store-all
 _FORMAT = "multistage-chain-plan-2"
 _KNOWN = ("no_tier_s", "offload_s")
 # Longest chain that the Python twin of the bound is solved for, in some seconds.
-_TWIN_STAGES = 12
+_TWIN_STAGES = 8
 _READ = ("strategy", "memory_bytes", "tier", "costs", "actions", *_KNOWN)
 
 
@@ -103,7 +103,7 @@ class ChainPlan:
     def lower_bound_s(self) -> float | None:
         """Seconds that no nested schedule within the limit and with the tier undercuts.
 
-        None without a tier, and of more than 12 stages where the C core is missing.
+        None without a tier, and of more than 8 stages where the C core is missing.
         Calculated when it is first asked for, in 0.1 to 1 s; see `plan.joint_bound`.
         """
         if self.tier is None:
