@@ -279,12 +279,12 @@ def _net(net: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any
     costs_file = folder / f"{net}.json"
     task = {
         "net": net,
-        "batch": max(2, batch // 4) if quick else batch,
+        "batch": batch,
         "device": args.device,
         "seed": args.seed,
         "costs": str(costs_file),
         "repeats": 1 if quick else REPEATS,
-        "rounds": 3 if quick else ROUNDS,
+        "rounds": 4 if quick else ROUNDS,
         "seconds": 3.0 if quick else 10.0,
     }
     child("benchmarks.chain_throughput", {**task, "how": "costs"}, KEEP)
