@@ -15,6 +15,7 @@ one disturbed run does not make a stage look slow.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 import weakref
@@ -30,8 +31,11 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError
 from ..stages import Stage, StageCosts
+from .environment import Environment
 from .exploring import Call, explore, fresh_copy, parameters_of, tensors_of, untouched
 from .meter import Meter, storages_of
+from .randomness import Generators
+from .saved import Kind, kind_of
 from .scope import Scope
 from .sizes import Count, Sizes, bytes_of
 from .stand_ins import hooks_silent, standing_in
@@ -153,6 +157,11 @@ class _Times:
     backward_s: float = math.inf
     rounds: int = 0
 
+    @property
+    def round_s(self) -> float:
+        """Seconds that a round takes, which runs forward twice."""
+        return 2 * self.forward_s + self.backward_s
+
     def add(self, forward_s: float, spared_s: float, backward_s: float) -> None:
         """Add a round."""
         self.forward_s = min(self.forward_s, forward_s)
@@ -174,7 +183,7 @@ def _measure_groups(
     parameters = parameters_of(calls)
     collective = sharded(parameters)
     times: dict[object, _Times] = {}
-    counted: list[tuple[Stage, _Times]] = []
+    counted: list[tuple[Stage, _Times, float]] = []
     sizes: list[Sizes] = []
     with _gradients_put_back(parameters) if collective else contextlib.nullcontext():
         for call, trait in zip(calls, traits, strict=True):
@@ -191,17 +200,18 @@ def _measure_groups(
                     stage, state, operations = run.count()
                     found = times.setdefault(operations, _Times())
                     run.time(found, seconds / len(calls))
-            counted.append((stage, found))
+                overhead_s = run.overhead_s()
+            counted.append((stage, found, overhead_s))
             sizes.append(run.sizes)
             input_bytes += run.hidden_bytes  # from its first run to its backward
     stages = [
         replace(
             stage,
-            forward_s=found.forward_s,
+            forward_s=found.forward_s + overhead_s,
             backward_s=found.backward_s,
             spared_s=min(found.spared_s, found.forward_s),
         )
-        for stage, found in counted
+        for stage, found, overhead_s in counted
     ]
     return StageCosts(tuple(stages), input_bytes, input_gradient), sizes
 
@@ -246,6 +256,8 @@ class _StageRun:
         self._given = tensors_of(state)
         self._own = scope.look().tensors  # whose storages the stand-ins share
         self._by_all = stand_ins is None
+        self._scope = scope
+        self._saved = 0  # tensors that it saves
         self.sizes = Sizes()
         self.hidden_bytes = 0  # that it leaves behind, though nothing that it saves is kept
 
@@ -302,6 +314,7 @@ class _StageRun:
             given_gradient = _bytes(t.grad for t in wanted if t.grad is not None)
             reverse_bytes = max(0, meter.peak_bytes - before - given_gradient)
             operations = meter.operations()
+        self._saved = saved.count
         saved.close()  # the graph's hooks refer to it
         self.sizes.saved_bytes = None if self._trait.unhooked else saved.nbytes
         del wanted, result, gradients, inputs
@@ -351,15 +364,38 @@ class _StageRun:
         meter.ignore(self._given)
         return meter
 
+    def overhead_s(self) -> float:
+        """Return the seconds of a run under a plan that are not the stage's own.
+
+        To capture its environment and put it back, to read the generators, and to hand each
+        tensor that it saves to a hook and back.
+        """
+        generators = Generators() if self._trait.draws else None
+
+        def twice() -> None:  # as it first runs, and as it runs again
+            around = Environment(self._scope, self._trait.name, self._trait.buffers)
+            around.verify()
+            with around.again():
+                pass
+            if generators is not None:
+                generators.capture()
+                generators.capture()
+
+        cpu = torch.device("cpu")
+        both_s = min(seconds_of(twice, cpu) for _ in range(2))
+        return both_s / 2 + self._saved * _hook_s()
+
     def time(self, found: _Times, seconds: float) -> None:
-        """Add rounds to the times of the stage: at least one, and two in all."""
+        """Add rounds to the times of the stage: two in all, and more that fit into the seconds."""
         began = time.perf_counter()
         # Runs of sharded stages are collective: every rank must do as many.
         collective = self._stand_ins is None
-        least = _SHARDED_ROUNDS if collective else max(1, _LEAST_ROUNDS - found.rounds)
+        least = _SHARDED_ROUNDS if collective else _LEAST_ROUNDS - found.rounds
         done = 0
         while done < least or (
-            not collective and done < _MOST_ROUNDS and time.perf_counter() - began < seconds
+            not collective
+            and done < _MOST_ROUNDS
+            and time.perf_counter() - began + found.round_s <= seconds
         ):
             found.add(*self._round())
             done += 1
@@ -436,6 +472,11 @@ class _Saved(Count):
         self._boxes.append(weakref.ref(box))
         return box
 
+    @property
+    def count(self) -> int:
+        """Tensors that were saved."""
+        return len(self._boxes)
+
     def tensors(self, output: Any) -> list[Tensor]:
         """Return what is saved now, and the tensors of an output."""
         boxes = [box for reference in self._boxes if (box := reference()) is not None]
@@ -461,6 +502,35 @@ class _Box:
 def _unboxed(box: _Box) -> Tensor:
     assert box.tensor is not None
     return box.tensor
+
+
+@functools.cache
+def _hook_s() -> float:
+    """Return the seconds to hand a saved tensor to a hook that keeps its kind, and back."""
+    tensor, count = torch.zeros(1, requires_grad=True), 64
+    kinds: list[Kind] = []
+
+    def pack(saved: Tensor) -> int:
+        kinds.append(kind_of(saved, {}, 0))
+        return len(kinds) - 1
+
+    def run() -> None:
+        kinds.clear()
+        with torch.enable_grad():
+            made = tensor
+            for _ in range(count):
+                made = made.exp()
+            torch.autograd.graph._engine_run_backward(
+                (made,), (torch.ones(1),), False, False, (tensor,), True, accumulate_grad=False
+            )
+
+    def hooked() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda _: torch.ones(1)):
+            run()
+
+    cpu = torch.device("cpu")
+    plain_s, hooked_s = (min(seconds_of(f, cpu) for _ in range(5)) for f in (run, hooked))
+    return max(0.0, hooked_s - plain_s) / count
 
 
 def _has_checkpoints(result: Sequence[Tensor]) -> bool:
