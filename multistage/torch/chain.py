@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
 
+from ..backends.urls import Tiers
 from ..errors import ArgumentError
 from .calling import aliases, layouts
 from .cutting import Staying, cuts, ways_to_count, why_uncut
@@ -29,6 +30,9 @@ from .recorded import Recorded
 from .recording import record
 from .settings import Settings
 from .watching import has_hooks
+
+if TYPE_CHECKING:
+    from .sequential import Sequential
 
 
 class Stages(list[Part]):
@@ -149,8 +153,28 @@ class _Conditions:
                 yield f"forward reads a value of its input, which is {now!r} and was {value!r}"
 
 
-def to_chain(model: nn.Module, sample_input: Any) -> Stages:
-    """Return the stages of a model, found in what its `forward` does.
+@overload
+def to_chain(model: nn.Module, sample_input: Any) -> Stages: ...
+
+
+@overload
+def to_chain(
+    model: nn.Module,
+    sample_input: Any,
+    *,
+    memory: int | str | float,
+    tiers: Tiers | None = None,
+) -> Sequential: ...
+
+
+def to_chain(
+    model: nn.Module,
+    sample_input: Any,
+    *,
+    memory: int | str | float | None = None,
+    tiers: Tiers | None = None,
+) -> Stages | Sequential:
+    """Return the stages of a model, found in what its `forward` does, or a chain of them.
 
     Its `forward` runs once on the sample, as in training, and the calls of torch
     that it makes are recorded.  The model, its buffers and all random generators
@@ -164,11 +188,15 @@ def to_chain(model: nn.Module, sample_input: Any) -> Stages:
         What the model is called with: one argument, positional arguments, or
         keyword arguments.  The stages take the same, for inputs of the same
         shapes, modes and attributes; `Sequential` records anew for others.
+    memory, tiers
+        As for `Sequential`: with a limit the result is
+        `Sequential(to_chain(model, sample_input), sample_input, memory, tiers=tiers)`.
 
     Raises
     ------
     ArgumentError
-        If the model cannot be recorded or cut; the message says why.
+        If the model cannot be recorded or cut; the message says why.  For tiers without
+        a limit.
 
     Examples
     --------
@@ -182,8 +210,14 @@ def to_chain(model: nn.Module, sample_input: Any) -> Stages:
     >>> [stage.name for stage in to_chain(model, torch.ones(2, 4, requires_grad=True))]
     ['add', 'add_1']
     """
+    if tiers is not None and memory is None:
+        raise ArgumentError("tiers=... goes with memory=...: where all fits nothing travels")
     recorded = record(model, sample_input)
     stages = Stages(model, sample_input, recorded)
     if len(stages) == 1:
         raise ArgumentError(f"{type(model).__name__} cannot be cut: {why_uncut(recorded)}")
-    return stages
+    if memory is None:
+        return stages
+    from .sequential import Sequential  # which builds on this module
+
+    return Sequential(stages, sample_input, memory, tiers=tiers)

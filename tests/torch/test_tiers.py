@@ -663,3 +663,27 @@ def test_a_tier_is_measured() -> None:
     assert rates.read_bytes_per_s > 1e5
     assert slowdown >= 0
     berth.close()
+
+
+@pytest.mark.usefixtures("fast_tiers")
+def test_a_traced_model_trains_with_a_tier() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(24, 24) for _ in range(8)])
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + torch.sin(layer(x)) * scale
+            return x
+
+    torch.manual_seed(0)
+    plain = Model()
+    scale = torch.rand(24)
+    x = torch.randn(4 * ROWS, 24, requires_grad=True)
+    expected = results(plain, lambda x: plain(x, scale), rows=4 * ROWS)
+    model = mst.to_chain(plain, (x, scale), memory=0.5, tiers=store())
+    assert same(results(model, lambda x: model(x, scale), rows=4 * ROWS), expected)
+    model.close()
+    with pytest.raises(ArgumentError, match="goes with memory"):
+        mst.to_chain(plain, (x, scale), tiers="memory:")  # type: ignore[call-overload]
