@@ -93,8 +93,8 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.ms_joint_improve.argtypes = [joint, _BYTES, ctypes.c_double, _INT64, _INT64]
     library.ms_joint_program_len.restype = _INT64
     library.ms_joint_program_len.argtypes = [joint, program]
-    library.ms_joint_program.restype = _INT64
-    library.ms_joint_program.argtypes = [joint, program, _BYTES, _BYTES]
+    library.ms_joint_program.restype = None
+    library.ms_joint_program.argtypes = [joint, program, _BYTES, _BYTES, _INT64, _BYTES, _BYTES]
     library.ms_joint_dual_len.restype = _INT64
     library.ms_joint_dual_len.argtypes = [_INT64, _INT64]
     library.ms_joint_dual.restype = ctypes.c_double
@@ -190,7 +190,7 @@ class JointProgram(ctypes.Structure):
     """`program_t` of joint_program.c: how the dynamic program rounds and what it charges."""
 
     _fields_ = (
-        *((name, ctypes.c_double) for name in ("read_price", "share", "staging", "fineness")),
+        *((name, ctypes.c_double) for name in ("read_price", "staging", "fineness")),
         ("speed", ctypes.c_double),
         *((name, _INT64) for name in ("reserve", "steps", "stride", "isa")),
     )

@@ -30,7 +30,6 @@ enum { MOST_ENDS = 120 };
 
 typedef struct {
     double read_price; /* of a second of reading */
-    double share;      /* of the limit that the program has */
     double staging;    /* of the largest recent tape, that a write under way holds besides */
     double fineness;   /* steps of time a mean tape takes to write; 0: as the limit has it */
     double speed;      /* the tier's times are multiplied by it */
@@ -413,17 +412,18 @@ static int read_off(solve_t *z, int64_t memory, uint8_t *fates)
     return 1;
 }
 
-/* Write the plan that the program finds best; 0 if it finds none. */
-EXPORT int64_t ms_joint_program(const joint_t *x, const program_t *p, int64_t *work,
-                                uint8_t *fates)
+/* Write the plans that the program finds best for `count` shares of the limit.
+ *
+ * `fates` takes n bytes a share, `found` whether there is a plan.
+ */
+EXPORT void ms_joint_program(const joint_t *x, const program_t *p, int64_t *work,
+                             const double *shares, int64_t count, uint8_t *fates, uint8_t *found)
 {
     solve_t z = {.x = x, .p = p, .n = x->slots->n, .slots = x->memories / p->stride};
     z.width = width_of(x, p->stride);
     z.layer = (p->steps + 1) * z.width;
     z.forward_s = total(x->forward_s, z.n);
     prepare(&z, work);
-    const double memory = p->share * (double)x->limit / (x->unit * (double)p->stride);
-    const int64_t m = memory < (double)z.slots ? (int64_t)memory : z.slots;
     for (int64_t s = z.n - 1; s >= 0; s--) {
         gather_ends(&z, s);
         for (int f = 0; f < (s ? 3 : 1); f++)
@@ -432,7 +432,9 @@ EXPORT int64_t ms_joint_program(const joint_t *x, const program_t *p, int64_t *w
         for (int64_t w = 0; s && w <= p->steps; w++)
             solve_apart(&z, s, w);
     }
-    if (!(least(&z, 0, 0, 0)[m] < INFINITY))
-        return 0;
-    return read_off(&z, m, fates);
+    for (int64_t k = 0; k < count; k++) {
+        const double memory = shares[k] * (double)x->limit / (x->unit * (double)p->stride);
+        const int64_t m = memory < (double)z.slots ? (int64_t)memory : z.slots;
+        found[k] = least(&z, 0, 0, 0)[m] < INFINITY && read_off(&z, m, fates + k * z.n);
+    }
 }

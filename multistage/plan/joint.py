@@ -53,23 +53,31 @@ from .joint_core import (
 )
 from .joint_twin import Twin
 
-# Memories of the table in a slot of the program: for chains of up to so many stages.
-_STRIDE, _LONG = 2, 150
+# Of chains of more stages: coarser programs, and fewer of them.
+_LONG = 150
+# Memories of the table in a slot of the program.
+_STRIDE, _STRIDE_LONG = 3, 4
+_PROGRAMS_LONG = 5
 _STEPS = 48
 _POOL = 6
 _SEED = 3
 # Beyond so many bytes in all, sums of sizes might not fit the core's integers.
 MOST_BYTES = 2**61
-# Parameters of the dynamic program: price of reading, share of the limit, staging,
-# fineness, and the reserve: none, a middling state, the largest state, a middling tape.
+# The programs' parameters: price of reading, staging, fineness, and the reserve: none, a
+# middling state, the largest state, a middling tape.  Chosen one after the other, each as
+# the best beside those before it, from 68 for 40 chains, memories and tiers.
 GRID = (
-    (0.0, 1.02, 0.5, 3.3, 0),
-    (0.0, 0.97, 1.0, 3.3, 0),
-    (0.03, 0.97, 0.5, 2.0, 1),
-    (0.0, 0.92, 0.0, 5.0, 2),
-    (0.1, 1.02, 1.0, 3.3, 2),
-    (0.0, 0.97, 0.0, 0.0, 3),
+    (0.03, 1.5, 5.0, 0),
+    (0.0, 0.0, 8.0, 3),
+    (0.0, 1.0, 3.3, 0),
+    (0.03, 0.0, 5.0, 0),
+    (0.0, 0.0, 5.0, 2),
+    (0.03, 0.5, 8.0, 0),
+    (0.0, 1.5, 0.0, 0),
+    (0.03, 0.5, 8.0, 3),
 )
+# Of the limit: what the programs' plans were made for.
+_SHARES = (1.05, 1.02, 0.99, 0.96, 0.92, 0.86)
 
 
 @dataclass(slots=True)
@@ -119,10 +127,12 @@ def plan_joint(true: Sizes, table: Table, unit_bytes: float, limit: int, rates: 
     """
     if not _plannable(true):
         return Found(None, math.inf, 0, 0.0, None)
-    stride = _STRIDE if len(true) <= _LONG else 2 * _STRIDE
     kind = Core if native.available() else Twin
     core = kind(true, table, unit_bytes, limit, rates)
-    pool = search(core, true, limit, unit_bytes, stride)
+    if len(true) <= _LONG:
+        pool = search(core, true, limit, unit_bytes, _STRIDE)
+    else:
+        pool = search(core, true, limit, unit_bytes, _STRIDE_LONG, grid=GRID[:_PROGRAMS_LONG])
     offload = Pool(core.judge)
     offload.offer(next(extremes(true)))
     offload_s = offload.found[0][0] if offload.found else None
@@ -178,8 +188,7 @@ def search(
     for fates in extremes(true):
         pool.offer(fates)
     for program in programs(true, limit, unit_bytes * stride, stride, grid):
-        made = core.program(program)
-        if made is not None:
+        for made in core.program(program, _SHARES):
             pool.offer(made)
     for rank, (seconds, fates) in enumerate(pool.found[:2]):
         better, found = core.improve(fates, seconds, moves // 2, _SEED + rank)
@@ -211,10 +220,9 @@ def programs(
         for size in (states[n // 2], states[-1], tapes[n // 2])
     ]
     seen = set()
-    for price, share, staging, fineness, reserve in grid:
+    for price, staging, fineness, reserve in grid:
         program = Program(
             read_price=price,
-            share=share,
             staging=staging,
             fineness=fineness,
             speed=1.0,

@@ -31,8 +31,6 @@ class Program:
     ----------
     read_price : float
         Of a second of reading.
-    share : float
-        Of the limit that the program takes to have.
     staging : float
         Of the largest recent tape, that a write under way holds besides.
     fineness : float
@@ -48,7 +46,6 @@ class Program:
     """
 
     read_price: float
-    share: float
     staging: float
     fineness: float
     speed: float
@@ -158,11 +155,10 @@ class Core:
         )
         return better, float(found)
 
-    def program(self, program: Program) -> Array | None:
-        """Return the plan that the dynamic program finds best, None if it finds none."""
+    def program(self, program: Program, shares: tuple[float, ...]) -> list[Array]:
+        """Return the plans that the dynamic program finds best for shares of the limit."""
         call = native.JointProgram(
             program.read_price,
-            program.share,
             program.staging,
             program.fineness,
             program.speed,
@@ -175,11 +171,19 @@ class Core:
         room = native.library().ms_joint_program_len(joint, ctypes.byref(call))
         if len(self._program) < room:
             self._program = np.empty(room, np.int64)
-        fates = np.zeros(self.n, np.uint8)
-        made = native.library().ms_joint_program(
-            joint, ctypes.byref(call), self._program.ctypes.data, fates.ctypes.data
+        count = len(shares)
+        plans, found = np.zeros((count, self.n), np.uint8), np.zeros(count, np.uint8)
+        wanted = np.array(shares)
+        native.library().ms_joint_program(
+            joint,
+            ctypes.byref(call),
+            self._program.ctypes.data,
+            wanted.ctypes.data,
+            count,
+            plans.ctypes.data,
+            found.ctypes.data,
         )
-        return fates if made else None
+        return [plan for plan, made in zip(plans, found, strict=True) if made]
 
     def lay_out(self, fates: Array) -> Laid:
         """Return a plan that fits as operations and things."""

@@ -33,11 +33,10 @@ def solve(
     rates: TierRates,
     may: list[int],
     program: Program,
-) -> Array | None:
-    """Return the plan that the program finds best, None if it finds none."""
+    shares: tuple[float, ...],
+) -> list[Array]:
+    """Return the plans that the program finds best for shares of the limit."""
     solved = _Solve(true, table, unit_bytes, limit, rates, may, program)
-    memory = program.share * limit / (unit_bytes * program.stride)
-    m = min(solved.slots, int(memory))
     for s in range(solved.n - 1, -1, -1):
         solved.gather(s)
         for f in range(3 if s else 1):
@@ -46,9 +45,12 @@ def solve(
         if s:
             for w in range(program.steps + 1):
                 solved.row_apart(s, w)
-    if not solved.least[0, 0, 0, m] < _INFINITE:
-        return None
-    return solved.read_off(m)
+    plans = []
+    for share in shares:
+        m = min(solved.slots, int(share * float(limit) / (unit_bytes * program.stride)))
+        if solved.least[0, 0, 0, m] < _INFINITE:
+            plans.append(solved.read_off(m))
+    return [plan for plan in plans if plan is not None]
 
 
 class _Solve:

@@ -64,9 +64,10 @@ class Twin:
         assert laid is not None
         return laid
 
-    def program(self, program: Program) -> Array | None:
-        """Return the plan that the dynamic program finds best, None if it finds none."""
-        return solve(self.true, self.table, self.unit, self.limit, self.rates, self.may, program)
+    def program(self, program: Program, shares: tuple[float, ...]) -> list[Array]:
+        """Return the plans that the dynamic program finds best for shares of the limit."""
+        place = self.true, self.table, self.unit, self.limit, self.rates, self.may
+        return solve(*place, program, shares)
 
     def improve(self, fates: Array, seconds: float, moves: int, seed: int) -> tuple[Array, float]:
         """Return the best plan that so many random moves find, and its makespan."""

@@ -9,7 +9,7 @@ from test_joint import random_chain, random_tier
 from multistage import native
 from multistage.plan.chain_table import Sizes, Table
 from multistage.plan.joint import GRID, extremes, programs
-from multistage.plan.joint_core import Core
+from multistage.plan.joint_core import Core, Program
 from multistage.plan.joint_twin import Twin
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
@@ -26,11 +26,9 @@ def test_twins_find_judge_and_improve_alike(seed):
     core, twin = (kind(true, table, unit, limit, rates) for kind in (Core, Twin))
     plans = list(extremes(true))
     for program in programs(true, limit, unit, 1, GRID[:3]):
-        found, again = core.program(program), twin.program(program)
-        assert (found is None) == (again is None)
-        if found is not None:
-            assert np.array_equal(found, again)
-            plans.append(found)
+        found, again = (kind.program(program, (1.02, 0.9)) for kind in (core, twin))
+        assert np.array_equal(found, again)
+        plans += found
     for fates in plans:
         seconds = core.judge(fates)
         assert twin.judge(fates) == seconds
@@ -50,9 +48,7 @@ def test_twins_agree_on_ends_left_out_of_long_chains():
     unit = limit / 14
     table = Table(true.in_slots(unit, "nearest"), 16)
     core, twin = (kind(true, table, unit, limit, rates) for kind in (Core, Twin))
-    program = next(iter(programs(true, limit, unit, 1, GRID)))
-    program = type(program)(0.1, 1.02, 0.5, 0.0, 1.0, 1, 3, 1)
-    found, again = core.program(program), twin.program(program)
-    assert found is not None and again is not None
-    assert np.array_equal(found, again)
-    assert core.judge(found) == twin.judge(found)
+    program = Program(0.1, 0.5, 0.0, 1.0, reserve=1, steps=3, stride=1)
+    found, again = (kind.program(program, (1.02,)) for kind in (core, twin))
+    assert len(found) == 1 and np.array_equal(found, again)
+    assert core.judge(found[0]) == twin.judge(again[0])
