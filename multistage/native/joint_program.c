@@ -243,19 +243,31 @@ static void gather(solve_t *z, int64_t s, int64_t e, float *out)
 {
     const joint_t *x = z->x;
     const table_t table = {x->slots, x->none, x->table, z->n * (z->n + 1) / 2};
-    for (int64_t m = 0; m < z->width; m++)
-        out[m] = m <= z->slots ? excess(&table, s, e, m * z->p->stride) : INFINITY;
+    const float *values = table.table + (row(z->n, s) + e) * PLANE;
+    for (int64_t m = 0, at = 0; m < z->width; m++, at += z->p->stride)
+        out[m] = m <= z->slots ? values[at / PLANE * PLANE * table.cells + at % PLANE] : INFINITY;
+}
+
+static float excess_at(const solve_t *z, int64_t s, int64_t e, int64_t m)
+{
+    const joint_t *x = z->x;
+    const table_t table = {x->slots, x->none, x->table, z->n * (z->n + 1) / 2};
+    return excess(&table, s, e, m * z->p->stride);
+}
+
+static int64_t next_end(const solve_t *z, int64_t s, int64_t e)
+{
+    const int64_t far = z->n > MOST_ENDS ? (e - s) / 8 : 0;
+    return e + max64(1, far);
 }
 
 /* The ends of segments from s, and their excess; the last row is that of the last segment. */
 static void gather_ends(solve_t *z, int64_t s)
 {
     z->n_ends = 0;
-    for (int64_t e = s; e < z->n - 1;) {
+    for (int64_t e = s; e < z->n - 1; e = next_end(z, s, e)) {
         gather(z, s, e, z->excess + z->n_ends * z->width);
         z->ends[z->n_ends++] = e;
-        const int64_t far = z->n > MOST_ENDS ? (e - s) / 8 : 0;
-        e += max64(1, far);
     }
     gather(z, s, z->n - 1, z->excess + z->n_ends * z->width);
 }
@@ -282,37 +294,54 @@ static void take_min(const solve_t *z, float *out, int64_t from, const float *ot
     }
 }
 
-static void solve_row(solve_t *z, int f, int64_t s, int64_t w)
+/* The candidates of segments, for all places of the input at once: they share the right part. */
+static void solve_segments(solve_t *z, int64_t places, int64_t s, int64_t w)
 {
-    const int64_t n = z->n, in = input(z, f, s), lands = landing(z, f, s) + z->p->reserve;
-    float *out = least(z, f, s, w);
-    for (int64_t m = 0; m < z->width; m++)
-        out[m] = INFINITY;
-    const int64_t rest = in + backlog(z, after(z, w, s, n - 1), n - 1);
-    take_min(z, out, rest, z->excess + z->n_ends * z->width, rest, 0);
     int64_t run = 0, reached = s;
+    const int64_t queued = backlog(z, w, s);
     for (int64_t k = 0; k < z->n_ends; k++) {
         const int64_t e = z->ends[k];
         for (; reached <= e; reached++)
             run = to_run(z, s, reached, run);
-        const int64_t from = max64(lands, run + in + backlog(z, w, s));
-        if (from <= z->slots)
-            rows_min(z->p->isa, out + from, z->excess + k * z->width + from - lands,
-                     apart(z, e + 1, after(z, w, s, e + 1)) + from, share_run(z, s, e),
-                     z->slots + 1 - from);
-    }
-    if (s < n - 1) {
-        const int64_t from = to_tape(z, f, s) + backlog(z, w, s), then = after(z, w, s, s + 1);
-        const int64_t queued = then + z->tape_w[s];
-        take_min(z, out, from, least(z, 0, s + 1, then), z->tape[s], 0);
-        if (queued <= z->p->steps && may(z, s, MAY_TAPE)) {
-            const float price = read_price(z, z->x->bytes->tape[s]);
-            take_min(z, out, from + z->p->reserve, least(z, 1, s + 1, queued), 0, price);
-            take_min(z, out, from + z->p->reserve, apart(z, s + 1, queued), 0, price);
+        const float *left = z->excess + k * z->width;
+        const float *right = apart(z, e + 1, after(z, w, s, e + 1));
+        const float add = share_run(z, s, e);
+        for (int f = 0; f < places; f++) {
+            const int64_t lands = landing(z, f, s) + z->p->reserve;
+            const int64_t from = max64(lands, run + input(z, f, s) + queued);
+            if (from <= z->slots)
+                rows_min(z->p->isa, least(z, f, s, w) + from, left + from - lands, right + from,
+                         add, z->slots + 1 - from);
         }
     }
-    if (w)
-        take_min(z, out, 0, least(z, f, s, w - 1), 0, (float)z->step);
+}
+
+static void solve_rows(solve_t *z, int64_t s, int64_t w)
+{
+    const int64_t n = z->n, places = s ? 3 : 1;
+    const int64_t then = after(z, w, s, s + 1), queued = then + z->tape_w[s];
+    for (int f = 0; f < places; f++) {
+        float *out = least(z, f, s, w);
+        for (int64_t m = 0; m < z->width; m++)
+            out[m] = INFINITY;
+        const int64_t rest = input(z, f, s) + backlog(z, after(z, w, s, n - 1), n - 1);
+        take_min(z, out, rest, z->excess + z->n_ends * z->width, rest, 0);
+    }
+    solve_segments(z, places, s, w);
+    for (int f = 0; f < places; f++) {
+        float *out = least(z, f, s, w);
+        if (s < n - 1) {
+            const int64_t from = to_tape(z, f, s) + backlog(z, w, s);
+            take_min(z, out, from, least(z, 0, s + 1, then), z->tape[s], 0);
+            if (queued <= z->p->steps && may(z, s, MAY_TAPE)) {
+                const float price = read_price(z, z->x->bytes->tape[s]);
+                take_min(z, out, from + z->p->reserve, least(z, 1, s + 1, queued), 0, price);
+                take_min(z, out, from + z->p->reserve, apart(z, s + 1, queued), 0, price);
+            }
+        }
+        if (w)
+            take_min(z, out, 0, least(z, f, s, w - 1), 0, (float)z->step);
+    }
 }
 
 static void solve_apart(solve_t *z, int64_t s, int64_t w)
@@ -383,30 +412,28 @@ static int read_off(solve_t *z, int64_t memory, uint8_t *fates)
         fates[s] |= STARTS;
         while (at.w && least(z, at.f, s, at.w - 1)[at.m] + (float)z->step <= best)
             best = least(z, at.f, s, --at.w)[at.m];
-        gather_ends(z, s);
-        const int64_t in = input(z, at.f, s);
+        const int64_t in = input(z, at.f, s), queued = backlog(z, at.w, s);
         const int64_t rest = in + backlog(z, after(z, at.w, s, n - 1), n - 1);
-        if (at.m >= rest && (z->excess + z->n_ends * z->width)[at.m - rest] <= best)
+        if (at.m >= rest && excess_at(z, s, n - 1, at.m - rest) <= best)
             return 1;
         if (s < n - 1 && go_tape(z, &at, fates, best))
             continue;
         const int64_t lands = landing(z, at.f, s) + z->p->reserve;
-        int64_t run = 0, reached = s, k = 0;
-        for (; k < z->n_ends; k++) {
-            const int64_t e = z->ends[k];
+        int64_t run = 0, reached = s, e = s;
+        for (; e < n - 1; e = next_end(z, s, e)) {
             for (; reached <= e; reached++)
                 run = to_run(z, s, reached, run);
-            if (at.m < max64(lands, run + in + backlog(z, at.w, s)))
+            if (at.m < max64(lands, run + in + queued))
                 continue;
-            const float here = z->excess[k * z->width + at.m - lands] +
+            const float here = excess_at(z, s, e, at.m - lands) +
                                apart(z, e + 1, after(z, at.w, s, e + 1))[at.m] +
                                share_run(z, s, e);
             if (here <= best)
                 break;
         }
-        if (k == z->n_ends)
+        if (e >= n - 1)
             return 0;
-        at = (place_t){z->ends[k] + 1, at.m, after(z, at.w, s, z->ends[k] + 1), 0};
+        at = (place_t){e + 1, at.m, after(z, at.w, s, e + 1), 0};
         go_apart(z, &at, fates);
     }
     return 1;
@@ -426,9 +453,8 @@ EXPORT void ms_joint_program(const joint_t *x, const program_t *p, int64_t *work
     prepare(&z, work);
     for (int64_t s = z.n - 1; s >= 0; s--) {
         gather_ends(&z, s);
-        for (int f = 0; f < (s ? 3 : 1); f++)
-            for (int64_t w = 0; w <= p->steps; w++)
-                solve_row(&z, f, s, w);
+        for (int64_t w = 0; w <= p->steps; w++)
+            solve_rows(&z, s, w);
         for (int64_t w = 0; s && w <= p->steps; w++)
             solve_apart(&z, s, w);
     }

@@ -319,7 +319,8 @@ class _Ladder:
     ) -> Trace:
         best, best_s, least_peak = least
         # Sizes rounded down: no schedule within so many slots is faster.
-        bound, unit = self._table(top, "down", self.slots, tick), top / self.slots
+        unit = top / self.slots
+        bound = self._table(top, "down", min(self.slots, math.floor(limit / unit)), tick)
         margin_s = FLOAT_ERROR * float(self.true.forward_s.sum())
         while top * _MORE >= max(1, least_peak):
             cap = min(limit, math.floor(top * _MORE))
