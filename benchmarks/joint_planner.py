@@ -34,6 +34,7 @@ from multistage.plan.heterogeneous import ChainPlan, plan_chain, smallest_memory
 from multistage.plan.joint import Pool
 from multistage.plan.joint_bound import joint_lower_bound
 from multistage.plan.joint_core import STARTS, STATE_AWAY, Core
+from multistage.plan.joint_rule import DeadlineRule
 from multistage.rates import TierRates
 from multistage.stages import Stage, StageCosts
 
@@ -48,9 +49,11 @@ CHAINS = (
 MEMORIES = (0.1, 0.2, 0.4, 0.6, 0.8)
 RHOS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 LATENCY_S = 2e-5
+SLOWER = (1.5, 3.0, 10.0)
 EXACT_CHAINS = 500
 EXACT_STATES = 2_000_000  # the exact search gives up beyond
 MIB = 2.0**20
+LATE_STAGES = 100  # of the longest chain that meets a late tier
 SHORTEST = min(length for _, length in CHAINS)
 SLOTS = 250  # of the table that equal segments are reversed by
 
@@ -156,6 +159,18 @@ def replayed(plan: ChainPlan, rates: TierRates) -> tuple[float, int]:
     return abs(as_planned.now / plan.makespan_s - 1), over
 
 
+def late(plan: ChainPlan) -> list[dict[str, float]]:
+    """Return what tiers slower than planned cost: with the deadline rule, and waiting."""
+    run_late = _from_tests("oracles.late").run_late
+    rule, found = DeadlineRule(plan), []
+    for slower in SLOWER:
+        judge, _ = run_late(plan, slower, rule=rule)
+        assert plan.memory_bytes is None or judge.peak <= plan.memory_bytes
+        waiting, _ = run_late(plan, slower, rule=None)
+        found.append({"slower": slower, "makespan_s": judge.now, "waiting_s": waiting.now})
+    return found
+
+
 def _from_tests(name: str) -> Any:
     if str(TESTS) not in sys.path:
         sys.path.append(str(TESTS))
@@ -201,6 +216,8 @@ def grid(thin: int, seed: int) -> Iterator[dict[str, Any]]:
                 if plan is not None:
                     row["offload_s"] = math.inf if plan.offload_s is None else plan.offload_s
                     row["replay_off"], row["over_limit"] = replayed(plan, rates)
+                    if length <= LATE_STAGES and _seconds(plan) < _seconds(alone) < math.inf:
+                        row["late"] = late(plan)
                 yield row
 
 
@@ -267,6 +284,13 @@ def ratios_of(
     for other in ("no_tier", "offload", "periodic"):
         name = {"offload": "offload_all"}.get(other, other)
         ratios[f"worst_over_{name}"] = max(r["makespan_s"] / r[f"{other}_s"] for r in fitting)
+    over = [(run, row["no_tier_s"]) for row in rows for run in row.get("late", ())]
+    if over:
+        ratios |= {
+            "late_over_no_tier_mean": statistics.mean(r["makespan_s"] / s for r, s in over),
+            "late_over_no_tier_worst": max(r["makespan_s"] / s for r, s in over),
+            "waiting_over_no_tier_mean": statistics.mean(r["waiting_s"] / s for r, s in over),
+        }
     ratios |= {
         "gain_over_best_mean": statistics.mean(gains) if gains else math.nan,
         "infeasible": float(

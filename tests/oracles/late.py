@@ -1,0 +1,48 @@
+"""A plan run in virtual time on a tier slower than planned, with the deadline rule or without."""
+
+from __future__ import annotations
+
+import math
+
+from chain_judge import Judge
+
+from multistage.actions import EndForward, Evict
+from multistage.plan.heterogeneous import ChainPlan
+from multistage.plan.joint_rule import DeadlineRule, Detour
+
+
+def run_late(
+    plan: ChainPlan, slower: float, *, rule: DeadlineRule | None, cancels: bool = True
+) -> tuple[Judge, Detour | None]:
+    """Return the judge after the run, and the detour taken.
+
+    The rule is asked where an eviction would wait and at the turn; it knows how slow the
+    tier is once a write has ended.
+    """
+    judge, ended = Judge(plan.costs, plan.tier, (slower, slower)), 0
+    for at, action in enumerate(plan.actions):
+        if rule is not None and not judge.ended:
+            evicts = isinstance(action, Evict)
+            late = isinstance(action, EndForward) and slower > 1
+            if evicts and judge.done[(action.step, action.tape), 0] > judge.now + 1e-12:
+                late = True
+            if late:
+                known = slower if ended else math.inf
+                detour = rule.at_deadline(at, known, cancels=cancels)
+                if detour is not None:
+                    return _taken(judge, detour), detour
+            ended += evicts
+        judge.apply(action)
+        judge.at_peak()
+    return judge, None
+
+
+def _taken(judge: Judge, detour: Detour) -> Judge:
+    for step in detour.save:
+        assert judge.at_hand(step)
+        judge.saved.add(step)
+    for step in detour.discard:
+        judge.tapes.remove(step)
+        judge.pinned.discard(step)
+    judge.at_peak()
+    return judge.run(detour.actions)

@@ -1,0 +1,90 @@
+"""The deadline rule: a tier slower than planned, in virtual time."""
+
+import math
+import random
+
+import pytest
+from oracles.late import run_late
+
+from multistage import native
+from multistage.actions import EndForward, Evict
+from multistage.errors import ArgumentError
+from multistage.plan.heterogeneous import plan_chain
+from multistage.plan.joint_rule import DeadlineRule
+from multistage.rates import TierRates
+from multistage.stages import Stage, StageCosts
+
+pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
+
+
+def planned(seed, memory, rho, stages=24):
+    draw = random.Random(seed)
+    made = []
+    for k in range(stages):
+        output = draw.randint(10, 40)
+        forward_s = draw.uniform(1, 3)
+        tape = output + draw.randint(10, 160)
+        over = (output // 7, output // 7, output // 3)
+        made.append(Stage(str(k), forward_s, 2 * forward_s, output, tape, -1, *over, spared_s=0.1))
+    costs = StageCosts(tuple(made), 20, 20)
+    rate = sum(stage.tape_bytes for stage in made) / (rho * plan_chain(costs).plain_s)
+    return plan_chain(costs, memory, tiers=TierRates(rate, rate, 0.01))
+
+
+CASES = [(seed, memory, rho) for seed in (1, 2) for memory in (0.2, 0.4) for rho in (0.5, 2.0)]
+
+
+@pytest.mark.parametrize(("seed", "memory", "rho"), CASES)
+def test_a_late_tier_is_no_slower_than_none(seed, memory, rho):
+    plan = planned(seed, memory, rho)
+    assert plan.makespan_s < plan.no_tier_s
+    rule = DeadlineRule(plan)
+    detours = 0
+    for slower in (1.5, 3.0, 10.0):
+        judge, detour = run_late(plan, slower, rule=rule)
+        assert judge.peak <= plan.memory_bytes
+        assert judge.now <= 1.03 * plan.no_tier_s
+        waiting = run_late(plan, slower, rule=None)[0].now
+        if detour is not None:
+            detours += 1
+            assert judge.now == pytest.approx(detour.makespan_s) and judge.now < waiting
+        if slower == 10:
+            assert waiting > 1.5 * plan.no_tier_s
+    assert detours > 0
+
+
+def test_a_tier_as_fast_as_planned_needs_no_detour():
+    plan = planned(3, 0.3, 1.0)
+    judge, detour = run_late(plan, 1.0, rule=DeadlineRule(plan))
+    assert detour is None or detour.makespan_s < plan.makespan_s
+    assert judge.now <= plan.makespan_s * (1 + 1e-9)
+
+
+def test_a_write_that_cannot_be_cancelled_keeps_its_tape():
+    plan = planned(1, 0.2, 2.0)
+    rule = DeadlineRule(plan)
+    at = next(k for k, action in enumerate(plan.actions) if isinstance(action, Evict))
+    writing = plan.actions[at]
+    free, bound = (rule.at_deadline(at, cancels=cancels) for cancels in (True, False))
+    assert writing.step not in bound.discard
+    assert free.makespan_s <= bound.makespan_s
+    assert math.isinf(free.waiting_s)
+    assert not any(isinstance(action, Evict) for action in (*free.actions, *bound.actions))
+
+
+def test_the_rule_is_asked_at_an_eviction_of_a_plan_with_a_tier():
+    plan = planned(1, 0.2, 2.0)
+    rule = DeadlineRule(plan)
+    with pytest.raises(ArgumentError, match="must be the index of an Evict or EndForward"):
+        rule.at_deadline(0)
+    at = next(k for k, action in enumerate(plan.actions) if isinstance(action, Evict))
+    with pytest.raises(ArgumentError, match=r"slower=0\.5 must be at least 1"):
+        rule.at_deadline(at, 0.5)
+    with pytest.raises(ArgumentError, match="has a tier and a limit"):
+        DeadlineRule(plan_chain(plan.costs, plan.memory_bytes))
+    later = [
+        k
+        for k, action in enumerate(plan.actions)
+        if isinstance(action, Evict) and EndForward() in plan.actions[:k]
+    ]
+    assert all(rule.at_deadline(k) is None for k in later)
