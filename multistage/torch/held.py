@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .geometry import Geometry, is_plain
-from .parcels import Origin, Origins, Parcel
+from .parcels import Origin, Origins, Parcel, Watch
 from .saved import Caught
 from .states import EmptyState, KeptState
 
@@ -35,7 +35,7 @@ class HeldTape:
     def __init__(self, caught: Caught, state: KeptState | None) -> None:
         self._tensors, self._versions = caught.tape, caught.versions
         self._given: list[weakref.ref[Tensor] | None] = [None] * len(caught.tape)
-        self._inputs: dict[int, tuple[Origin, Geometry]] = {}
+        self._inputs: dict[int, tuple[Origin, Geometry, Watch]] = {}
         self._parcel: Parcel | None = None
         self._spare: EmptyState | None = None
         self.state = state
@@ -63,7 +63,9 @@ class HeldTape:
             if tensor is not None and is_plain(tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata in inputs:
-                    self._inputs[number] = origins.of(storage), Geometry.of(tensor)
+                    origin = origins.of(storage)
+                    watch = Watch(tensor, origin, self._versions[number])
+                    self._inputs[number] = origin, Geometry.of(tensor), watch
                     self._tensors[number] = None
         self.output = output
         others = [] if output is None else output.tensors()
@@ -87,13 +89,13 @@ class HeldTape:
 
     def returned(self) -> None:
         """Take what came back."""
-        count = len(self._versions)
+        count, now = len(self._versions), self.parcel.versions
         for number, version in enumerate(self._versions):
-            tensor = self._tensors[number]
-            if tensor is not None and version >= 0:
-                self._versions[number] = tensor._version
+            if version >= 0:
+                self._versions[number] = now.get(number, version)
         if self._spare is not None:
-            self.output = self._spare.filled(self._tensors[count:])
+            of_output = {number - count: version for number, version in now.items()}
+            self.output = self._spare.filled(self._tensors[count:], of_output)
             self._spare = None
 
     def begin(self) -> None:
@@ -114,8 +116,10 @@ class HeldTape:
             If it was written to since it was saved.
         """
         if number in self._inputs:
-            origin, geometry = self._inputs[number]
+            origin, geometry, watch = self._inputs[number]
             memory = origin.bytes()
+            if memory is not None and watch.changed:
+                raise RuntimeError("modified by an inplace operation")
             return None if memory is None else origin.tensor(geometry, memory)
         tensor = self._tensors[number]
         if tensor is None:
@@ -140,4 +144,4 @@ class AwayState:
 
     def back(self) -> KeptState:
         """Return the state, whose parcel has come back."""
-        return self.empty.filled(self.parcel.tensors)
+        return self.empty.filled(self.parcel.tensors, self.parcel.versions)

@@ -28,14 +28,18 @@ class Origin:
     Attributes
     ----------
     nbytes : int
+    memories : int
+        How often it got new memory.
     spoilt : bool
         Whether its bytes did not come back.
     """
 
-    __slots__ = ("_align", "_alignment", "_device", "_shift", "_weak", "nbytes", "spoilt")
+    __slots__ = ("_align", "_alignment", "_device", "_shift", "_weak", "memories", "nbytes",
+                 "spoilt")  # fmt: skip
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.nbytes = storage.nbytes()
+        self.memories = 0
         self.spoilt = False
         self._device = storage.device
         self._align = _ALIGN_BYTES.get(self._device.type, _DEVICE_ALIGN_BYTES)
@@ -69,12 +73,50 @@ class Origin:
             memory = torch.empty(self.nbytes + self._align, dtype=torch.uint8, device=self._device)
             self._shift = (self._alignment - memory.data_ptr()) % self._align
         self._weak = StorageWeakRef(memory.untyped_storage())
+        self.memories += 1
         self.spoilt = False
         return memory
 
     def tensor(self, geometry: Geometry, memory: Tensor) -> Tensor:
         """Return a tensor that lies in it."""
         return geometry.on(memory, self._shift)
+
+
+class Watch:
+    """Tells whether a tensor that is let go of is written to by who still has its memory.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        Of the origin's memory; it is not held.
+    origin : Origin
+    version : int
+        Of the tensor, when it was right.
+    """
+
+    __slots__ = ("_memories", "_origin", "_probe", "_version")
+
+    def __init__(self, tensor: Tensor, origin: Origin, version: int) -> None:
+        self._probe = tensor.detach()  # counts versions with it
+        self._probe.data = torch.empty(0, device=tensor.device)
+        self._version, self._origin, self._memories = version, origin, origin.memories
+
+    @property
+    def changed(self) -> bool:
+        """Whether the memory is the same still, and was written to."""
+        return self._is_same and self._probe._version != self._version
+
+    @property
+    def _is_same(self) -> bool:
+        return self._origin.memories == self._memories
+
+    def joined(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the present memory; counts with the one that is watched."""
+        if not self._is_same:
+            return tensor
+        probe = self._probe.detach()
+        probe.data = tensor
+        return probe
 
 
 class Origins:
@@ -114,9 +156,12 @@ class Parcel:
         None for those that are away or were taken.
     stuck : list of str
         What those tensors are that cannot travel, though nothing else holds them.
+    versions : dict of int to int
+        Of those that came back, by their number: -1 if one was written to meanwhile, in
+        memory that something else holds.
     """
 
-    __slots__ = ("_memory", "_origins", "_places", "stuck", "tensors")
+    __slots__ = ("_memory", "_origins", "_places", "_watches", "stuck", "tensors", "versions")
 
     def __init__(
         self, tensors: Sequence[Tensor | None], origins: Origins, stays: Container[int]
@@ -124,7 +169,9 @@ class Parcel:
         self.tensors = list(tensors)
         self.stuck: list[str] = []
         self._origins = origins
+        self.versions: dict[int, int] = {}
         self._memory: list[Tensor] = []  # that it comes back to
+        self._watches: dict[int, Watch] = {}
         self._places: list[tuple[Origin, Geometry] | None] = []
         for tensor in tensors:
             self._places.append(None if tensor is None else self._place(tensor, stays))
@@ -135,8 +182,8 @@ class Parcel:
                 self.stuck.append(f"{type(tensor).__name__} of layout {tensor.layout}")
             return None
         storage = tensor.untyped_storage()
-        if storage._cdata in stays or not storage.nbytes() or not storage.resizable():
-            return None  # NumPy's memory is not resizable
+        if storage._cdata in stays or not storage.nbytes():
+            return None
         return self._origins.of(storage), Geometry.of(tensor)
 
     def _storages(self) -> list[Origin]:
@@ -155,7 +202,9 @@ class Parcel:
         """Refer to nothing that travels."""
         self._memory = []
         for number, place in enumerate(self._places):
-            if place is not None:
+            tensor = self.tensors[number]
+            if place is not None and tensor is not None:
+                self._watches[number] = Watch(tensor, place[0], tensor._version)
                 self.tensors[number] = None
 
     def make_room(self) -> list[Tensor | None]:
@@ -183,5 +232,8 @@ class Parcel:
             return False
         for number, place in enumerate(self._places):
             if place is not None:
-                self.tensors[number] = place[0].tensor(place[1], memory[place[0]])
+                watch = self._watches.pop(number)
+                tensor = watch.joined(place[0].tensor(place[1], memory[place[0]]))
+                self.tensors[number] = tensor
+                self.versions[number] = -1 if watch.changed else tensor._version
         return True

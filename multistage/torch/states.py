@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,12 +104,12 @@ class KeptState:
     def emptied(self) -> EmptyState:
         """Return the state without its tensors."""
         places = {id(tensor): number for number, tensor in enumerate(self.tensors())}
-        written = [
-            isinstance(leaf, Tensor) and leaf._version != version
+        versions = [
+            -1 if isinstance(leaf, Tensor) and leaf._version != version else version
             for leaf, version in zip(self.leaves, self.versions, strict=True)
         ]
         leaves = [_Place(places[id(x)]) if isinstance(x, Tensor) else x for x in self.leaves]
-        return EmptyState(leaves, self.spec, written, self.objects, self.inner)
+        return EmptyState(leaves, self.spec, versions, self.objects, self.inner)
 
     def fresh(self, wants: tuple[bool, ...], to_be_changed: bool) -> Any:
         """Return the state for a stage to run on, of leaves unless the stage writes to them.
@@ -157,16 +157,19 @@ class EmptyState:
 
     leaves: list[Any]
     spec: pytree.TreeSpec
-    written: list[bool]  # whether a leaf had been written to since it was kept
+    versions: list[int]  # -1 where a leaf had been written to since it was kept
     objects: Found | None
     inner: list[int]
 
-    def filled(self, tensors: Sequence[Tensor | None]) -> KeptState:
-        """Return the state with its tensors, in the order of `KeptState.tensors`."""
+    def filled(self, tensors: Sequence[Tensor | None], now: Mapping[int, int]) -> KeptState:
+        """Return the state with its tensors, in the order of `KeptState.tensors`.
+
+        `now` are the versions of those that were elsewhere, by their number.
+        """
         leaves = [tensors[x.number] if isinstance(x, _Place) else x for x in self.leaves]
         versions = [
-            -1 if written else x._version if isinstance(x, Tensor) else 0
-            for x, written in zip(leaves, self.written, strict=True)
+            now.get(x.number, before) if isinstance(x, _Place) and before >= 0 else before
+            for x, before in zip(self.leaves, self.versions, strict=True)
         ]
         return KeptState(leaves, self.spec, versions, self.objects, self.inner)
 
