@@ -43,6 +43,7 @@ LONG = (
     "thinned_out",
     "a_tier",
     "a_faster",
+    "longer_chains",
 )
 FLAGS = ("-std=gnu11", "-g", "-O1", "-fno-omit-frame-pointer", "-shared", "-fPIC", "-pthread")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")

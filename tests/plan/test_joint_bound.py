@@ -130,3 +130,14 @@ def test_a_table_with_moves_equals_its_twin(instructions):
         for t in range(s, 37):
             assert np.array_equal(tables[0].values(s, t), tables[1].values(s, t))
     assert not np.array_equal(tables[0].values(0, 30), Table(sizes, 40, work=0.7).values(0, 30))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_of_longer_chains_are_a_little_above_the_bound(seed):
+    costs = chain(24, seed, spared=True, megabytes=10**6)
+    tapes = sum(stage.tape_bytes for stage in costs.stages)
+    rate = tapes / (random.Random(seed).choice([2.0, 4.0]) * plan_chain(costs).plain_s)
+    rates = TierRates(rate, rate, 0.01)
+    plan = plan_chain(costs, 0.4, tiers=rates)
+    bound = joint_lower_bound(costs, plan.memory_bytes, rates)
+    assert bound <= plan.makespan_s <= 1.04 * bound
