@@ -82,7 +82,22 @@ class ArgumentError(MultistageError, ValueError):
 
 
 class BudgetError(ArgumentError):
-    """The memory budget is too small for any schedule."""
+    """The memory budget is too small for any schedule.
+
+    Attributes
+    ----------
+    least_bytes : int or None
+        The smallest budget that works, where it is known.
+    """
+
+    least_bytes: int | None = None
+
+    @classmethod
+    def below(cls, message: str, least_bytes: int) -> BudgetError:
+        """Return an error that knows the smallest budget that works."""
+        error = cls(message)
+        error.least_bytes = least_bytes
+        return error
 
 
 class StateError(MultistageError, ValueError):

@@ -372,9 +372,10 @@ def _limit(memory: int | str | float | None, plain_bytes: int) -> int | None:
 
 
 def _too_small(strategy: str, limit: int | None, least: int) -> BudgetError:
-    return BudgetError(
+    return BudgetError.below(
         f"memory={limit} bytes < {least} bytes ({format_bytes(least)}), the smallest limit that "
-        f"strategy {strategy!r} works within; raise the limit"
+        f"strategy {strategy!r} works within; raise the limit",
+        least,
     )
 
 

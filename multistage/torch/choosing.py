@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -140,8 +140,8 @@ def _planned_best(
 
 
 def _least_of(error: BudgetError) -> int:
-    """Return the smallest limit that a refusal names."""
-    return int(re.findall(r"< (\d+) bytes", str(error))[0])
+    """Return the smallest limit that a refusal knows of."""
+    return error.least_bytes if error.least_bytes is not None else sys.maxsize
 
 
 def _streaming(

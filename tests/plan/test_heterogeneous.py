@@ -256,7 +256,8 @@ def test_strategies_and_their_smallest_limits(strategy) -> None:
     assert free.makespan_s >= free.plain_s
     with pytest.raises(BudgetError, match="smallest limit") as refused:
         plan_chain(costs, 1000, strategy)
-    least = int(str(refused.value).split("< ")[1].split(" bytes")[0])
+    least = refused.value.least_bytes
+    assert least is not None
     assert plan_chain(costs, least, strategy).peak_bytes == least
     with pytest.raises(BudgetError, match=f"< {least} bytes"):
         plan_chain(costs, least - 1, strategy)
