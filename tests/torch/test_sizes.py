@@ -239,3 +239,13 @@ def test_what_no_hook_sees_is_planned_for(kind: type[nn.Module], memory: float) 
     held = [*chain.parameters(), x]
     _peak(chain, x, held)
     assert _peak(chain, x, held) <= chain.plan.memory_bytes
+
+
+def test_preparing_stays_within_the_limit() -> None:
+    x = torch.randn(512, 32)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(12)])
+    with Meter(torch.device("cpu")) as meter:
+        meter.ignore([x, *model.parameters()])
+        chain = mst.Sequential(model, x, memory=0.6)
+    assert chain.plan is not None and chain.plan.memory_bytes is not None
+    assert meter.peak_bytes + x.nbytes <= chain.plan.memory_bytes
