@@ -39,7 +39,7 @@ from .actions import (
 from .stages import StageCosts
 
 if TYPE_CHECKING:
-    from .rules import Rules, Transfer
+    from .machine import Rules, Transfer
 
 
 @dataclass(slots=True, eq=False)

@@ -179,16 +179,42 @@ MUTANTS = (
     ),
     # what judges and runs schedules
     _of(
-        "rules.py",
+        "machine.py",
         "elif step != self.adjoint - 1:",
         "elif step > self.adjoint - 1:",
         "test_actions.py",
     ),
     _of(
-        "simulate.py",
-        "start = max(now, self.read_free, self.stored[step])",
+        "channels.py",
+        "start = max(now, self.read_free, self.stored[item])",
         "start = max(now, self.read_free)",
         "test_simulate.py",
+    ),
+    _of(
+        "channels.py",
+        "            self.read_free = stop",
+        "            pass",
+        "test_simulate_stages.py",
+    ),
+    _of("machine.py", "if self.pins and ~step in self.pins:", "if False:", "test_accounting.py"),
+    _of("machine.py", "if self.pins[item] > 1:", "if False:", "test_accounting.py"),
+    _of(
+        "accounting.py",
+        "before = left + self.state[i + 1]",
+        "before = left",
+        "test_accounting.py",
+    ),
+    _of(
+        "accounting.py",
+        "if self.starts.get(state) is gone:",
+        "if False:",
+        "test_accounting.py",
+    ),
+    _of(
+        "plan/chain_plan.py",
+        "memory_bytes=limit, checked=False)",
+        "checked=False)",
+        "plan/test_chain_plan.py",
     ),
     _of(
         "execute.py",
@@ -213,7 +239,7 @@ MUTANTS = (
         "if False:\n                            raise",
         "test_one_tape.py",
     ),
-    _of("rules.py", "if self.tapes and not self.state_is_tape:", "if False:", "test_rules.py"),
+    _of("machine.py", "if self.tapes and not self.state_is_tape:", "if False:", "test_rules.py"),
     _of("blocks.py", 'bool(getattr(chain, "one_tape", False))', "False", OWNERSHIP),
     _of("reversal.py", "return self.plan.sealed", "return True", "test_given.py"),
     _of(

@@ -316,6 +316,15 @@ def test_a_byte_less_than_the_peak_is_refused_and_changes_nothing(
         pytest.fail("the limit was exceeded in silence")
 
 
+def test_a_run_of_stages_needs_two_states_at_a_time() -> None:
+    costs = StageCosts(tuple(Stage("a", 1, 1, size, size, 0, 3) for size in (10, 100, 90, 4)), 5)
+    rules = Rules.in_bytes(costs)
+    assert rules.memory is not None
+    rules.apply(Advance(0, 4), None)
+    assert rules.memory.peak_bytes == 5 + 100 + 90 + 3
+    assert rules.memory.resident_bytes == 5 + 4
+
+
 def test_a_tier_counts_bytes() -> None:
     costs = small_chain(1, 4)
     room = sum(stage.tape_bytes for stage in costs.stages[:3])
