@@ -42,6 +42,8 @@ class Seen:
     ----------
     forward_s, tape_s, reverse_s : list of float
         By step; infinite where it was not run that way.
+    runs : list of int
+        By step, how often it was run forward.
     state_bytes : list of int
         By state, -1 where it was not seen.
     tape_bytes : list of int
@@ -52,6 +54,7 @@ class Seen:
         self.forward_s: list[float] = []
         self.tape_s: list[float] = []
         self.reverse_s: list[float] = []
+        self.runs: list[int] = []
         self.state_bytes: list[int] = []
         self.tape_bytes: list[int] = []
 
@@ -61,6 +64,7 @@ class Seen:
             self.forward_s.append(math.inf)
             self.tape_s.append(math.inf)
             self.reverse_s.append(math.inf)
+            self.runs.append(0)
             self.tape_bytes.append(0)
         while len(self.state_bytes) <= step + 1:
             self.state_bytes.append(-1)
@@ -126,8 +130,8 @@ class Metered(Generic[State, Adjoint]):
     Parameters
     ----------
     chain : Chain
-    states : VariedStates
-        Those of the executor that runs it.
+    states : VariedStates or None
+        Those of the executor that runs it; None to time steps alone.
     clock : callable
 
     Attributes
@@ -141,7 +145,7 @@ class Metered(Generic[State, Adjoint]):
     def __init__(
         self,
         chain: Chain[State, Adjoint],
-        states: VariedStates,
+        states: VariedStates | None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._chain, self._states, self._clock = chain, states, clock
@@ -168,6 +172,7 @@ class Metered(Generic[State, Adjoint]):
             began = clock()
             state = advance(state, i, i + 1)
             seen.forward_s[i] = min(seen.forward_s[i], clock() - began)
+            seen.runs[i] += 1
             self._weigh(state, i + 1)
         return state
 
@@ -178,8 +183,9 @@ class Metered(Generic[State, Adjoint]):
         began = clock()
         after, tape = self._chain.tape(state, step)
         seen.tape_s[step] = min(seen.tape_s[step], clock() - began)
+        seen.runs[step] += 1
         self._weigh(after, step + 1)
-        if not self.one_tape:
+        if not self.one_tape and self._states is not None:
             if self.in_place:
                 nbytes = own_bytes(tape, after) + _shared_bytes(tape, after)
             else:
@@ -207,6 +213,8 @@ class Metered(Generic[State, Adjoint]):
         return result
 
     def _weigh(self, state: State, index: int) -> None:
+        if self._states is None:
+            return
         assert self._states.layouts is not None
         layout = self._states.layouts.see(state, index)
         found = self._weights.get(id(layout))

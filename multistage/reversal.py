@@ -8,6 +8,7 @@ adjoint to forward step, has drifted.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
@@ -28,15 +29,16 @@ from .chain import Chain, FunctionChain
 from .compressing import choose_compression
 from .costs import Budget, Costs
 from .durable.run import DurableRun, OrderedStates
-from .errors import ArgumentError, StateError, StoreError
+from .errors import ArgumentError, BudgetError, StateError, StoreError
 from .execute import Counts, Executor, Resumed
 from .given import agreeing, one_tape, planned, planner_of
 from .interrupts import Shield
 from .limits import default_budget_bytes
-from .metered import LargerThanPlanned
+from .metered import LargerThanPlanned, Metered
 from .plan import PLANNERS, Plan, Planner, online_schedule, plan
 from .plan.base import require_steps, sealing
 from .plan.heterogeneous import ChainPlan
+from .plan.pieces import MOST_AT_ONCE
 from .plan.resumed import durable_online_schedule, durable_plan, resumed_schedule
 from .probe import compressions, measure
 from .progress import Bars
@@ -44,7 +46,7 @@ from .report import Report, TierUse, seen_costs
 from .rules import Rules
 from .slots import ArrayStates, States
 from .stages import StageCosts
-from .unequal import Unequal
+from .unequal import LEAST_TIMED_S, Unequal, faster_plan
 from .values import shown
 
 State = TypeVar("State")
@@ -245,6 +247,8 @@ class Reversal(Generic[State, Adjoint]):
         self._bars = Bars(progress)
         self._layout: Any = None
         self._executor: Executor[State, Adjoint] | None = None
+        self._timed: Metered[State, Adjoint] | None = None  # the first sweep, step by step
+        self._looked = False  # at what it has shown
         self._opened: list[Store] = []  # those of the stores that are ours now
         self._birth = Birth.here()  # of what was opened
         self._dropped: weakref.finalize[..., Reversal[State, Adjoint]] | None = None
@@ -277,7 +281,7 @@ class Reversal(Generic[State, Adjoint]):
 
     @property
     def chain_plan(self) -> ChainPlan | None:
-        """The plan of the next sweep, where steps differ and their costs are known."""
+        """The plan of the last sweep or, where it surveyed, of the next, once that is planned."""
         return None if self._unequal is None else self._unequal.plan
 
     @property
@@ -532,6 +536,7 @@ class Reversal(Generic[State, Adjoint]):
             assert self.costs is not None
             assumed = drawn.costs if isinstance(drawn, Plan) else self.costs
             self._learn(seen_costs(assumed, timeline, counts))
+            self._look_at_times()
 
     def report(self) -> Report:
         """Return what the last sweeps did beside what was predicted.
@@ -714,7 +719,9 @@ class Reversal(Generic[State, Adjoint]):
         """Plan a sweep whose steps differ; return its executor."""
         unequal = self._unequal
         assert unequal is not None
-        if unequal.plan is None:  # the tier is measured, and opened for states of other sizes
+        if (
+            unequal.plan is None or unequal.stale
+        ):  # the tier is measured, and opened for states of other sizes
             _give_back(self._opened, None)
         unequal.prepare(state)
         tier = unequal.tier
@@ -756,8 +763,11 @@ class Reversal(Generic[State, Adjoint]):
                 one_tape=one_tape(self._chain),
                 recovers=True,
             )
+            if self._times_steps():
+                self._timed = Metered(self._chain, None)
+            chain = self._chain if self._timed is None else self._timed
             self._executor = Executor(
-                self._bars.watch(self._chain, self.costs.forward_step_s),
+                self._bars.watch(chain, self.costs.forward_step_s),
                 self._stores,
                 tape_slots=self.costs.tape_slots,
                 slots=slots,
@@ -767,6 +777,31 @@ class Reversal(Generic[State, Adjoint]):
                 states=self._states,
             )
         return self._executor
+
+    def _times_steps(self) -> bool:
+        """Whether the first sweep shows what each step takes, for the plan of the next."""
+        n, costs = self._n_steps, self.costs
+        assert costs is not None
+        return (
+            self._may_differ
+            and not self._stores
+            and not self._looked
+            and n is not None
+            and 2 < n <= MOST_AT_ONCE
+            and costs.forward_step_s >= LEAST_TIMED_S
+        )
+
+    def _look_at_times(self) -> None:
+        """Plan the next sweep step by step if the first has shown that it pays."""
+        timed, self._timed = self._timed, None
+        if timed is None:
+            return
+        self._executor, self._looked = None, True  # the next one needs no timing
+        assert self.costs is not None and self._n_steps is not None
+        with contextlib.suppress(BudgetError):  # what is kept beside the largest step was enough
+            self._unequal = faster_plan(
+                timed.seen, self._chain, self._n_steps, self.costs, self._budget
+            )
 
     def _heavier(self, step: int, nbytes: int) -> None:
         """Correct measured costs by the tape of `step`, which is larger than they say."""

@@ -16,6 +16,7 @@ reversed at all: state 0, and the largest step with its states, tape and gradien
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
@@ -36,6 +37,7 @@ from .plan.heterogeneous import ChainPlan, plan_chain
 from .plan.pieces import Strategy, chain_plan, performed, survey
 from .probe import probe_store
 from .rates import TierRates
+from .rules import check
 from .stages import StageCosts
 from .timeline import Timeline
 from .varied import VariedStates
@@ -48,6 +50,9 @@ _DRIFT = 0.3
 # ... and when a tier turns out to be so many times faster or slower.
 _FASTER = 1.5
 _PROBE_S = 0.3
+# Uniform states are planned step by step where times differ so many times, and that is
+# predicted to be so many times faster; steps shorter than this are not timed one by one.
+_SPREAD, _WORTH, LEAST_TIMED_S = 2.0, 1.1, 2e-5
 # Steps that are planned jointly with a tier, in a second or two; more are not streamed.
 MOST_STREAMED = 340
 
@@ -98,6 +103,8 @@ class Unequal(Generic[State, Adjoint]):
     ----------
     plan : ChainPlan or None
         Of the next sweep; None if it is to be surveyed.
+    stale : bool
+        Whether the plan is to be made again, by other costs.
     tier : PagedStore or None
         What that sweep needs open, on the slow tier.
 
@@ -118,6 +125,7 @@ class Unequal(Generic[State, Adjoint]):
         self.states = VariedStates(chain.in_place)
         self.metered = Metered(chain, self.states)
         self.plan: ChainPlan | None = None
+        self.stale = False
         self.tier: PagedStore | None = None
         self._store = store
         self._rates: TierRates | None = None
@@ -162,8 +170,13 @@ class Unequal(Generic[State, Adjoint]):
                 raise
             self.forget()  # another state 0 than before
             self.metered.begin(state)
-        if self.plan is None and self.costs is not None:
+        if (self.plan is None or self.stale) and self.costs is not None:
             self._make_plan(self.costs)
+
+    def plan_by(self, costs: StageCosts) -> None:
+        """Plan the next sweep by costs that were measured elsewhere."""
+        self.costs = costs
+        self._make_plan(costs)
 
     def _make_plan(self, costs: StageCosts) -> None:
         room, paged, rates = self._room(costs), None, None
@@ -173,7 +186,7 @@ class Unequal(Generic[State, Adjoint]):
             if self._rates is None:
                 self._rates = measured_rates(paged)
             rates = bounded(self._rates, paged, costs)
-        self.plan = chain_plan(costs, room, self._strategy, rates)
+        self.plan, self.stale = chain_plan(costs, room, self._strategy, rates), False
         self.tier = paged if any(isinstance(a, Put) for a in self.plan.actions) else None
 
     def forget(self) -> None:
@@ -260,9 +273,9 @@ class Unequal(Generic[State, Adjoint]):
         if self.tier is not None and self._rates is not None:
             rates = seen_rates(self._rates, timeline)
             if rates is not self._rates:
-                self._rates, self.plan = rates, None
+                self._rates, self.stale = rates, True
         if not self._given and self._n_steps is not None and self._differs(seen):
-            self.costs, self.plan = seen, None
+            self.costs, self.stale = seen, True
         return seen
 
     def _differs(self, seen: StageCosts) -> bool:
@@ -273,6 +286,37 @@ class Unequal(Generic[State, Adjoint]):
         off_s = sum(abs(new.forward_s - old.forward_s) for old, new in pairs)
         sizes = any(new.output_bytes != old.output_bytes for old, new in pairs)
         return sizes or off_s > _DRIFT * total_s
+
+
+def faster_plan(
+    seen: Seen, chain: Chain[Any, Any], n_steps: int, uniform: Costs, budget: Budget
+) -> Unequal[Any, Any] | None:
+    """Return what plans the next sweep by step times that were seen, if that is much faster.
+
+    Parameters
+    ----------
+    seen : Seen
+        Of a complete sweep of uniform steps, their times only.
+    uniform : Costs
+        What that sweep was planned with.
+    """
+    times = sorted(min(pair) for pair in zip(seen.forward_s, seen.tape_s, strict=True))[:n_steps]
+    # The spread but for a few outliers: one step may have met a garbage collection.
+    tenth = n_steps // 10
+    if len(times) < n_steps or times[-1 - tenth] < _SPREAD * times[tenth]:
+        return None
+    seen.state_bytes = [uniform.state_bytes] * (n_steps + 1)
+    if not chain.state_is_tape and not one_tape(chain):
+        seen.tape_bytes = [uniform.tape_bytes or uniform.state_bytes] * n_steps
+    costs = seen.costs(n_steps, chain)
+    taken_s = sum(
+        count * stage.forward_s + stage.backward_s
+        for count, stage in zip(seen.runs, costs.stages, strict=False)
+    )
+    made: Unequal[Any, Any] = Unequal(chain, n_steps, budget, None)
+    made.plan_by(costs)
+    assert made.plan is not None
+    return made if made.plan.makespan_s * _WORTH < taken_s else None
 
 
 def measured_rates(paged: PagedStore) -> TierRates:
@@ -333,16 +377,18 @@ def described(chain: ChainPlan) -> Plan:
         forward_step_s=max(1e-12, sum(stage.forward_s for stage in costs.stages) / n),
         reverse_step_s=sum(stage.backward_s for stage in costs.stages) / n,
         state_bytes=state_bytes,
+        tiers=() if chain.tier is None else (chain.tier.tier(state_bytes),),
     )
+    used = check(_schedule(chain), n, 4 * n + 8, state_is_tape=True)
     plan = Plan(
         planner=f"unequal, {chain.strategy}",
         n_steps=n,
-        slots=max(1, (chain.memory_bytes or chain.peak_bytes) // state_bytes),
+        slots=math.ceil(used.peak_slots) + 1,
         costs=means,
         make=lambda: _schedule(chain),
         makespan_s=chain.makespan_s,
         lower_bound_s=chain.plain_s,
-        forward_steps=chain.forward_steps,
+        forward_steps=used.forward_steps,
         peak_slots=chain.peak_bytes / state_bytes,
         writes=sum(isinstance(action, Put) for action in chain.actions),
         reads=sum(isinstance(action, Get) for action in chain.actions),

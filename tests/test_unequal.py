@@ -35,7 +35,7 @@ from multistage.errors import (
     StateError,
     StoreError,
 )
-from multistage.metered import of_chain
+from multistage.metered import Metered, of_chain
 from multistage.plan.heterogeneous import smallest_memory
 from multistage.probe import measure
 from multistage.stages import Stage
@@ -60,7 +60,7 @@ def swept(run: Reversal[Any, int], case: Case) -> tuple[bytes, int]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 2, 12])
 def test_costs_given_all_budgets_give_the_bits_of_store_all(kind: str, n: int) -> None:
-    for seed in range(3):
+    for seed in range(2):
         case = Case(seed, kind, n)
         answer, costs = case.store_all(), case.costs
         largest = largest_state(costs)
@@ -75,9 +75,9 @@ def test_costs_given_all_budgets_give_the_bits_of_store_all(kind: str, n: int) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [1, 5, 13])
+@pytest.mark.parametrize("n", [1, 13])
 def test_without_costs_the_first_sweep_measures(kind: str, n: int) -> None:
-    for seed in range(4):
+    for seed in range(2):
         case = Case(seed, kind, n)
         answer = case.store_all()
         largest = max(case.sizes) + 200  # uniform states are counted as records
@@ -298,7 +298,7 @@ TIERS: dict[str, Callable[[Path], Store]] = {
 @pytest.mark.parametrize("kind", KINDS[:-1])
 @pytest.mark.parametrize("name", TIERS)
 def test_states_of_unequal_size_travel(name: str, kind: str, tmp_path: Path) -> None:
-    for seed in range(3):
+    for seed in range(2):
         case = Case(seed, kind, 14)
         for known in (True, False):
             costs = case.costs if known else None
@@ -311,7 +311,10 @@ def test_states_of_unequal_size_travel(name: str, kind: str, tmp_path: Path) -> 
                     if known:
                         assert run.report().counts.writes > 0
                         assert run.report().counts.lost == 0
-                assert str(run.report())
+                if not seed:
+                    run.report().save(tmp_path / "report.html")
+                    assert run.plan is not None
+                    assert run.report().counts.peak_slots <= run.plan.peak_slots * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("fault", ["refuse", "lose_write", "lose_read"])
@@ -319,7 +322,7 @@ def test_states_of_unequal_size_travel(name: str, kind: str, tmp_path: Path) -> 
 def test_a_fault_at_every_page_costs_time_only(kind: str, fault: str) -> None:
     case = Case(5, kind, 12)
     answer, costs, noticed = case.store_all(), case.costs, 0
-    numbers: list[Any] = [0, 1, 3, 8, 21, None]
+    numbers: list[Any] = [0, 3, 21, None]
     on = [False]
     for number in numbers:
 
@@ -339,7 +342,7 @@ def test_a_fault_at_every_page_costs_time_only(kind: str, fault: str) -> None:
                 assert swept(run, case) == answer
             counts = run.report().counts
             noticed += bool(counts.lost or counts.refused)
-    assert noticed >= 4
+    assert noticed >= 3
 
 
 def test_tiers_that_cannot_hold_a_state_or_are_not_for_these_steps() -> None:
@@ -353,3 +356,54 @@ def test_tiers_that_cannot_hold_a_state_or_are_not_for_these_steps() -> None:
     chain = Case(3, "one-tape", 9)
     with pytest.raises(ArgumentError, match="one_tape"):
         Reversal(chain.chain(), costs=chain.costs, budget="2 slots", tier=MemoryStore())
+
+
+# ----------------------------------------------------------- equal sizes, unequal times
+
+
+@pytest.mark.parametrize("spread", [1, 20])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_steps_of_unequal_times_are_planned_by_what_the_first_sweep_shows(
+    in_place: bool, spread: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, n = [0.0], 30
+    costs = [float(spread) if 12 <= i < 18 else 1.0 for i in range(n)]
+    for module in (reversal, unequal):
+        monkeypatch.setattr(module, "Metered", partial(Metered, clock=lambda: now[0]))
+    monkeypatch.setattr(reversal, "LEAST_TIMED_S", 0.0)
+
+    def step(u: Any, i: int) -> Any:
+        now[0] += costs[i]
+        return np.sin(u + i)
+
+    def forward(u: Any, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            u[...] = step(u, i)
+
+    def adjoint_step(u: Any, a: Any, i: int) -> Any:
+        now[0] += 2 * costs[i]
+        return a * np.cos(u + i)
+
+    states = [np.linspace(0, 1, 9)]
+    for i in range(n):
+        states.append(np.sin(states[-1] + i))
+    wanted = np.ones(9)
+    for i in reversed(range(n)):
+        wanted = adjoint_step(states[i], wanted, i)
+    chain = InPlaceChain(forward, adjoint_step) if in_place else FunctionChain(step, adjoint_step)
+    took = []
+    with Reversal(chain, n_steps=n, budget="3 slots") as run:
+        for sweep in range(3):
+            if sweep == 0:
+                run.prepare(np.linspace(0, 1, 9))
+            began = now[0]
+            last = run.forward(np.linspace(0, 1, 9))
+            assert last.tobytes() == states[-1].tobytes()
+            assert run.reverse(np.ones(9)).tobytes() == wanted.tobytes()
+            took.append(now[0] - began)
+            assert str(run.report())
+            assert (run.chain_plan is not None) == (spread > 1)
+    if spread > 1:
+        assert max(took[1:]) < took[0] / 1.1
+    else:
+        assert took[0] == pytest.approx(took[2])
