@@ -214,6 +214,13 @@ static int hold_parked(run_t *r, int64_t step)
     }
     r->staged--;
     push(r, &r->pins, step, 0.0);
+    if (r->status)
+        return 1;
+    int64_t *pins = r->pins.step;
+    for (at = r->pins.tail - 1; at > r->pins.head && pins[at - 1] > step; at--) {
+        pins[at] = pins[at - 1]; /* the next anchor is held already */
+        pins[at - 1] = step;
+    }
     return 1;
 }
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -214,7 +215,7 @@ class SweepRun:
         self.parked.remove(step)
         self.readable.remove(step)
         self.staged -= 1
-        self.held.append(step)
+        insort(self.held, step)  # the next anchor may be held already, and this one not
         self.pinned.add(step)
         self.writing = deque(
             (token, each, staged and each != step) for token, each, staged in self.writing
