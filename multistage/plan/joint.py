@@ -29,6 +29,7 @@ claimed; `plan.joint_bound` bounds the gap.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -55,8 +56,9 @@ from .joint_twin import Twin
 
 # Of chains of more stages: coarser programs, and fewer of them.
 _LONG = 150
-# Memories of the table in a slot of the program.
-_STRIDE, _STRIDE_LONG = 3, 4
+# Memories of the table in a slot of the programs, in turn: where all sizes are equal, one
+# of them may round them badly.
+_STRIDES, _STRIDES_LONG = (2, 3), (4, 3)
 _PROGRAMS_LONG = 5
 _STEPS = 48
 _POOL = 6
@@ -130,9 +132,9 @@ def plan_joint(true: Sizes, table: Table, unit_bytes: float, limit: int, rates: 
     kind = Core if native.available() else Twin
     core = kind(true, table, unit_bytes, limit, rates)
     if len(true) <= _LONG:
-        pool = search(core, true, limit, unit_bytes, _STRIDE)
+        pool = search(core, true, limit, unit_bytes, _STRIDES)
     else:
-        pool = search(core, true, limit, unit_bytes, _STRIDE_LONG, grid=GRID[:_PROGRAMS_LONG])
+        pool = search(core, true, limit, unit_bytes, _STRIDES_LONG, grid=GRID[:_PROGRAMS_LONG])
     offload = Pool(core.judge)
     offload.offer(next(extremes(true)))
     offload_s = offload.found[0][0] if offload.found else None
@@ -178,16 +180,16 @@ def search(
     true: Sizes,
     limit: int,
     unit_bytes: float,
-    stride: int,
+    strides: tuple[int, ...],
     *,
     grid: tuple[tuple[float, ...], ...] = GRID,
     moves: int = 4000,
 ) -> Pool:
-    """Return the best plans found; `stride` memories of the table are a slot of the program."""
+    """Return the best plans found; `strides`: memories of the table in a program's slot."""
     pool = Pool(core.judge)
     for fates in extremes(true):
         pool.offer(fates)
-    for program in programs(true, limit, unit_bytes * stride, stride, grid):
+    for program in programs(true, limit, unit_bytes, strides, grid):
         for made in core.program(program, _SHARES):
             pool.offer(made)
     for rank, (seconds, fates) in enumerate(pool.found[:2]):
@@ -207,26 +209,25 @@ def extremes(true: Sizes) -> Iterator[Array]:
 def programs(
     true: Sizes,
     limit: int,
-    slot_bytes: float,
-    stride: int,
+    unit_bytes: float,
+    strides: tuple[int, ...],
     grid: tuple[tuple[float, ...], ...],
 ) -> Iterator[Program]:
     """Yield the programs to solve, each once."""
     n = len(true)
     states, tapes = np.sort(true.state[1:]), np.sort(true.tape)
-    half = int(limit / slot_bytes) // 2
-    reserves = [0] + [
-        min(half, math.ceil(int(size) / slot_bytes))
-        for size in (states[n // 2], states[-1], tapes[n // 2])
-    ]
+    kept = [0, int(states[n // 2]), int(states[-1]), int(tapes[n // 2])]
     seen = set()
-    for price, staging, fineness, reserve in grid:
+    for (price, staging, fineness, reserve), stride in zip(
+        grid, itertools.cycle(strides), strict=False
+    ):
+        slot_bytes = unit_bytes * stride
         program = Program(
             read_price=price,
             staging=staging,
             fineness=fineness,
             speed=1.0,
-            reserve=reserves[int(reserve)],
+            reserve=min(int(limit / slot_bytes) // 2, math.ceil(kept[int(reserve)] / slot_bytes)),
             steps=_STEPS,
             stride=stride,
         )

@@ -25,7 +25,7 @@ def test_twins_find_judge_and_improve_alike(seed):
     table = Table(true.in_slots(unit, "nearest"), 69)
     core, twin = (kind(true, table, unit, limit, rates) for kind in (Core, Twin))
     plans = list(extremes(true))
-    for program in programs(true, limit, unit, 1, GRID[:3]):
+    for program in programs(true, limit, unit, (1, 2), GRID[:3]):
         found, again = (kind.program(program, (1.02, 0.9)) for kind in (core, twin))
         assert np.array_equal(found, again)
         plans += found
