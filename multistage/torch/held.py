@@ -117,7 +117,8 @@ class HeldTape:
         """
         if number in self._inputs:
             origin, geometry, watch = self._inputs[number]
-            memory = origin.bytes()
+            # Where the state before is lost, another parcel may be bringing these bytes.
+            memory = origin.bytes() if origin.is_there else None
             if memory is not None and watch.changed:
                 raise RuntimeError("modified by an inplace operation")
             return None if memory is None else origin.tensor(geometry, memory)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .geometry import Geometry, is_plain, whole
+from .porter import Trip
 
 _ALIGN_BYTES = {"cpu": 64}  # as allocated, and the widest that kernels ask for
 _DEVICE_ALIGN_BYTES = 256
@@ -30,17 +31,17 @@ class Origin:
     nbytes : int
     memories : int
         How often it got new memory.
-    spoilt : bool
-        Whether its bytes did not come back.
+    filler : Trip or None
+        That brings the bytes back; None while the memory is its own.
     """
 
-    __slots__ = ("_align", "_alignment", "_device", "_shift", "_weak", "memories", "nbytes",
-                 "spoilt")  # fmt: skip
+    __slots__ = ("_align", "_alignment", "_device", "_shift", "_weak", "filler", "memories",
+                 "nbytes")  # fmt: skip
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.nbytes = storage.nbytes()
         self.memories = 0
-        self.spoilt = False
+        self.filler: Trip | None = None
         self._device = storage.device
         self._align = _ALIGN_BYTES.get(self._device.type, _DEVICE_ALIGN_BYTES)
         self._alignment = storage.data_ptr() % self._align
@@ -53,9 +54,15 @@ class Origin:
         """Of the storage that is its memory, or was last."""
         return int(self._weak.cdata)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether its memory, if it has any, has its bytes."""
+        return self.filler is None or self.filler.awaited
+
     def bytes(self) -> Tensor | None:
-        """Return its memory as one row of bytes, None if that is gone."""
-        if self.spoilt:
+        """Return its memory as one row of bytes, which may still be on their way; None if gone."""
+        filler = self.filler
+        if filler is not None and filler.done.is_set() and filler.row.error:
             return None
         storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
         return None if storage is None else whole(storage)
@@ -74,7 +81,6 @@ class Origin:
             self._shift = (self._alignment - memory.data_ptr()) % self._align
         self._weak = StorageWeakRef(memory.untyped_storage())
         self.memories += 1
-        self.spoilt = False
         return memory
 
     def tensor(self, geometry: Geometry, memory: Tensor) -> Tensor:
@@ -161,7 +167,16 @@ class Parcel:
         memory that something else holds.
     """
 
-    __slots__ = ("_memory", "_origins", "_places", "_watches", "stuck", "tensors", "versions")
+    __slots__ = (
+        "_memory",
+        "_origins",
+        "_places",
+        "_renewed",
+        "_watches",
+        "stuck",
+        "tensors",
+        "versions",
+    )
 
     def __init__(
         self, tensors: Sequence[Tensor | None], origins: Origins, stays: Container[int]
@@ -171,6 +186,7 @@ class Parcel:
         self._origins = origins
         self.versions: dict[int, int] = {}
         self._memory: list[Tensor] = []  # that it comes back to
+        self._renewed: list[Origin] = []  # what its own way back fills
         self._watches: dict[int, Watch] = {}
         self._places: list[tuple[Origin, Geometry] | None] = []
         for tensor in tensors:
@@ -210,25 +226,33 @@ class Parcel:
     def make_room(self) -> list[Tensor | None]:
         """Return lines to come back to, None for what is in fast memory still."""
         lines: list[Tensor | None] = []
-        self._memory = []
+        self._memory, self._renewed = [], []
         for origin in self._storages():
             memory = origin.bytes()
             if memory is None:
                 memory = self._origins.renew(origin)
+                self._renewed.append(origin)
                 lines.append(origin.line(memory))
             else:
                 lines.append(None)
             self._memory.append(memory)
         return lines
 
-    def came_back(self, arrived: bool) -> bool:
-        """Make the tensors anew, in memory that was filled; return whether all of it was."""
+    def on_its_way(self, trip: Trip) -> None:
+        """Note what fills the room that was made."""
+        for origin in self._renewed:
+            origin.filler = trip
+
+    def fillers(self) -> list[Trip]:
+        """Return the ways back that its bytes are on, those of other parcels included."""
+        fillers = (origin.filler for origin in self._storages())
+        return list({id(trip): trip for trip in fillers if trip is not None}.values())
+
+    def came_back(self) -> bool:
+        """Make the tensors anew, after `fillers` were awaited; return whether all are there."""
         memory = dict(zip(self._storages(), self._memory, strict=True))
-        self._memory = []
-        if not arrived:
-            for origin in memory:
-                origin.spoilt = True
-        if any(origin.spoilt for origin in memory):
+        self._memory, self._renewed = [], []
+        if not all(origin.is_there for origin in memory):
             return False
         for number, place in enumerate(self._places):
             if place is not None:

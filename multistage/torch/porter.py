@@ -7,6 +7,7 @@ row blocks the caller.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -22,6 +23,8 @@ from ..backends.base import Store
 from ..backends.lifetimes import Birth, end, forked
 from ..errors import StoreError
 from .paging import PAGE_BYTES, Pager, page_layout
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +56,8 @@ class Trip:
     ----------
     seconds : float
         On the way, once it is done.
+    awaited : bool
+        Whether its lines are for the computing thread to use.
     """
 
     row: Row
@@ -61,6 +66,7 @@ class Trip:
     ready: Any = None  # on CUDA: after what was computed before
     arrived: Any = None  # on CUDA: after the last copy
     seconds: float = 0.0
+    awaited: bool = False
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -203,7 +209,8 @@ class Porter:
                     break
         if trip.arrived is not None:
             torch.cuda.current_stream(self._work.stream.device).wait_event(trip.arrived)
-        return not trip.row.error
+        trip.awaited = not trip.row.error
+        return trip.awaited
 
     def drop(self, row: Row) -> None:
         """Free the tier's copy of a row; never blocks, and is called by finalizers."""
@@ -272,8 +279,8 @@ class _Work:
     def _drop(self, row: Row) -> None:
         try:
             self.pager.drop(row.keys)
-        except Exception as error:  # the store is closed or broken: nothing is in it any more
-            row.error = row.error or str(error)
+        except Exception:  # the store is closed or broken: nothing is in it any more
+            _log.debug("a row could not be dropped", exc_info=True)
 
 
 def _closing(work: _Work, thread: threading.Thread) -> Callable[[], None]:

@@ -143,6 +143,7 @@ class Stowage:
         stowed = self._stowed[step, tape]
         if not stowed.lost:
             stowed.trip = self._porter.fetch(stowed.trip.row, stowed.parcel.make_room())
+            stowed.parcel.on_its_way(stowed.trip)
 
     def arrived(self, token: int) -> tuple[int, bool, Parcel | None] | None:
         """Wait for a transfer; return what came back, None in the parcel's place if it is lost.
@@ -153,8 +154,11 @@ class Stowage:
             return None
         step, tape = self._tokens[token]
         stowed = self._stowed[step, tape]
-        if not stowed.lost and not stowed.parcel.came_back(self._waited(stowed.trip)):
-            self._lose(step, tape, stowed)
+        if not stowed.lost:
+            for trip in (stowed.trip, *stowed.parcel.fillers()):
+                self._waited(trip)
+            if not stowed.parcel.came_back():
+                self._lose(step, tape, stowed)
         stowed.landed = True
         return step, tape, None if stowed.lost else stowed.parcel
 

@@ -49,6 +49,7 @@ from multistage.torch.exploring import explore, untouched  # noqa: E402
 from multistage.torch.measure import measure  # noqa: E402
 from multistage.torch.meter import Meter  # noqa: E402
 from multistage.torch.paging import page_layout  # noqa: E402
+from multistage.torch.parcels import Origin  # noqa: E402
 from multistage.torch.runner import Run  # noqa: E402
 from multistage.torch.stowage import Berth  # noqa: E402
 
@@ -375,6 +376,39 @@ def test_what_is_lost_is_computed_again(what: str, every: int) -> None:
         with pytest.warns(CheckpointWarning, match="is lost"):
             assert same(results(model, run_with(model, actions, berth)), expected)
         berth.close()
+
+
+class Waits(Flaky):
+    """Reads nothing before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__("write", lambda key: key == 1)
+        self.go = threading.Event()
+
+    def get(self, key: int) -> list[Any]:
+        assert self.go.wait(60)
+        return super().get(key)
+
+
+def test_bytes_that_another_tape_is_bringing_are_not_used_before_they_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    renew = Origin.renew
+    monkeypatch.setattr(Origin, "renew", lambda origin: renew(origin).fill_(255))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(24, 24), nn.Sigmoid()), nn.Linear(24, 24))
+    expected = results(model, model)
+    waits = Waits()
+    berth = Berth(waits, CPU, PAGE)
+    actions = [Tape(0), Put(0, tape=True), Save(1), Put(1), Evict(0, tape=True), Tape(1), Evict(1)]
+    actions += [Tape(2), EndForward(), Reverse(2), Get(0, tape=True), Get(1), Await(3)]
+    actions += [Reverse(1), Free(1), Drop(1), Await(2), Reverse(0), Drop(0, tape=True)]
+    call = run_with(model, actions, berth)
+    handle = model[1].weight.register_hook(lambda _: waits.go.set())  # after its input was taken
+    with pytest.warns(CheckpointWarning, match="the output of stage 0 is lost"):
+        assert same(results(model, call), expected)
+    handle.remove()
+    berth.close()
 
 
 def test_a_tier_that_is_closed_meanwhile_costs_time_only() -> None:
