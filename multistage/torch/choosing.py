@@ -86,6 +86,20 @@ def _best_with_tier(
     """Return the fastest plan with a tier.  Raises BudgetError."""
     limit = _in_bytes(profiles[0], memory)
     device = device_of(sequential)
+    try:
+        return _best_within(tiered, profiles, limit, device, together)
+    except BaseException:
+        tiered.close()  # opened to be measured: no thread and no file is left
+        raise
+
+
+def _best_within(
+    tiered: Tiered,
+    profiles: Sequence[Profile],
+    limit: int | None,
+    device: torch.device,
+    together: bool,
+) -> Choice:
     rates = tiered.measured(device, limit)
     if together:
         tiered.rates = rates = of_rank_0(rates)

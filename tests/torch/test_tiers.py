@@ -39,7 +39,7 @@ from multistage.actions import (  # noqa: E402
 )
 from multistage.backends import FileStore, MemoryStore  # noqa: E402
 from multistage.backends.base import CheckpointLost  # noqa: E402
-from multistage.errors import ArgumentError, CheckpointWarning, StateError, StoreError  # noqa: E402
+from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, StateError, StoreError  # noqa: E402
 from multistage.rates import TierRates  # noqa: E402
 from multistage.simulate import simulate  # noqa: E402
 from multistage.stages import StageCosts  # noqa: E402
@@ -628,6 +628,20 @@ def test_random_plans_are_legal_and_take_no_more_than_simulated() -> None:
         x.grad = None
         assert x.nbytes + meter.peak_bytes <= allowed
         berth.close()
+
+
+def test_a_limit_that_is_too_small_leaves_the_tier_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def probed(berth: Berth, most: int) -> tuple[TierRates, float]:
+        berth.porter()
+        return FAST, 0.0
+
+    monkeypatch.setattr(tiered, "_probed", probed)
+    tier = store()
+    for _ in range(2):
+        with pytest.raises(BudgetError) as kept:
+            sequential(tier, 0.15)
+        assert kept.value is not None  # which refers to the chain
+    sequential(tier, 0.6).close()
 
 
 @pytest.mark.usefixtures("fast_tiers")
