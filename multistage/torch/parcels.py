@@ -168,6 +168,7 @@ class Parcel:
     """
 
     __slots__ = (
+        "_fillers",
         "_memory",
         "_origins",
         "_places",
@@ -187,6 +188,7 @@ class Parcel:
         self.versions: dict[int, int] = {}
         self._memory: list[Tensor] = []  # that it comes back to
         self._renewed: list[Origin] = []  # what its own way back fills
+        self._fillers: list[Trip | None] = []  # of its storages
         self._watches: dict[int, Watch] = {}
         self._places: list[tuple[Origin, Geometry] | None] = []
         for tensor in tensors:
@@ -242,16 +244,20 @@ class Parcel:
         """Note what fills the room that was made."""
         for origin in self._renewed:
             origin.filler = trip
+        # An origin gets new memory once a filler has failed: then ours is not that.
+        self._fillers = [origin.filler for origin in self._storages()]
 
     def fillers(self) -> list[Trip]:
         """Return the ways back that its bytes are on, those of other parcels included."""
-        fillers = (origin.filler for origin in self._storages())
-        return list({id(trip): trip for trip in fillers if trip is not None}.values())
+        return list({id(trip): trip for trip in self._fillers if trip is not None}.values())
 
     def came_back(self) -> bool:
         """Make the tensors anew, after `fillers` were awaited; return whether all are there."""
         memory = dict(zip(self._storages(), self._memory, strict=True))
         self._memory, self._renewed = [], []
+        fillers, self._fillers = self._fillers, []
+        if any(f is not o.filler for f, o in zip(fillers, memory, strict=True)):
+            return False
         if not all(origin.is_there for origin in memory):
             return False
         for number, place in enumerate(self._places):

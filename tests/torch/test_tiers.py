@@ -51,7 +51,7 @@ from multistage.torch.meter import Meter  # noqa: E402
 from multistage.torch.paging import page_layout  # noqa: E402
 from multistage.torch.parcels import Origin  # noqa: E402
 from multistage.torch.runner import Run  # noqa: E402
-from multistage.torch.stowage import Berth  # noqa: E402
+from multistage.torch.stowage import Berth, Stowage  # noqa: E402
 
 CPU = torch.device("cpu")
 PAGE = 4096
@@ -376,6 +376,27 @@ def test_what_is_lost_is_computed_again(what: str, every: int) -> None:
         with pytest.warns(CheckpointWarning, match="is lost"):
             assert same(results(model, run_with(model, actions, berth)), expected)
         berth.close()
+
+
+def test_memory_whose_filling_failed_is_not_taken_for_what_another_tape_brings() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(24, 24), nn.Sigmoid()), nn.Linear(24, 24))
+    expected = results(model, model)
+    berth = Berth(Flaky("read", lambda key: key == 1), CPU, PAGE)
+    actions = [Tape(0), Put(0, tape=True), Save(1), Put(1), Evict(0, tape=True), Tape(1), Evict(1)]
+    actions += [Tape(2), EndForward(), Reverse(2), Get(1), Get(0, tape=True), Await(2), Await(3)]
+    actions += [Reverse(1), Free(1), Drop(1), Reverse(0), Drop(0, tape=True)]
+    call = run_with(model, actions, berth)
+    get = Stowage.get
+
+    def failing_first(self: Stowage, step: int, tape: bool) -> None:
+        get(self, step, tape)
+        self._stowed[step, tape].trip.done.wait(60)  # so that the next one finds it failed
+
+    with pytest.MonkeyPatch.context() as patch, pytest.warns(CheckpointWarning, match="is lost"):
+        patch.setattr(Stowage, "get", failing_first)
+        assert same(results(model, call), expected)
+    berth.close()
 
 
 class Waits(Flaky):
