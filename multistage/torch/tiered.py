@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -138,7 +139,7 @@ class Tiered:
     def __reduce__(self) -> tuple[object, ...]:
         # A copy opens the tier anew, which only a name can.
         for name in self.names:
-            if not isinstance(name, str) and hasattr(name, "open"):
+            if not isinstance(name, str | os.PathLike):
                 raise ArgumentError(
                     f"a chain whose tier is the store {getattr(name, 'name', name)!r} cannot be "
                     "copied or pickled: both would use it; give the tier by its name, as in "

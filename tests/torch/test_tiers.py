@@ -729,6 +729,11 @@ def test_copies_open_the_tier_anew_or_are_refused() -> None:
     model.close()
 
 
+def test_a_chain_whose_tier_is_a_path_can_be_copied(tmp_path: Any) -> None:
+    model = mst.Sequential(nn.Sequential(nn.Linear(4, 4)), tiers=tmp_path)
+    assert deepcopy(model)._multistage.tiered.names == model._multistage.tiered.names
+
+
 @pytest.mark.usefixtures("fast_tiers")
 def test_a_store_of_another_run_is_refused() -> None:
     tier = store()
