@@ -49,8 +49,8 @@ class Stage:
     Raises
     ------
     ArgumentError
-        For a negative, infinite or missing number, a size beyond 2^60, or a
-        tape smaller than the output it includes.
+        For a name that is no string, a negative, infinite or missing number, a size
+        beyond 2^60, or a tape smaller than the output it includes.
 
     Examples
     --------
@@ -71,6 +71,8 @@ class Stage:
     spared_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ArgumentError(f"name={shown(self.name)} of a stage must be a string")
         if isinstance(self.gradient_bytes, int) and self.gradient_bytes == -1:
             object.__setattr__(self, "gradient_bytes", self.output_bytes)
         for name in ("forward_s", "backward_s", "spared_s"):

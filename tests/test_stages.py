@@ -26,6 +26,7 @@ def a_stage(**changes: object) -> Stage:
     ("changes", "message"),
     [
         ({"forward_s": -1.0}, "forward_s=-1.0"),
+        ({"name": ["conv"]}, "name=.* must be a string"),
         ({"backward_s": math.nan}, "backward_s=nan"),
         ({"forward_s": "fast"}, "forward_s='fast'"),
         ({"output_bytes": -2}, "output_bytes=-2"),
