@@ -657,7 +657,7 @@ class Executor(Generic[State, Adjoint]):
                         raise _illegal(action, f"the live state is {at}")
                     if one_tape and tapes:
                         raise _only_latest(action, tapes)
-                    if stop - start == 1:
+                    if copies or stop - start == 1:  # what steps overwrite may be given back
                         live = advance(live, start, stop)
                     else:  # not even we refer to the first state while others are made
                         hand.append(live)
@@ -741,7 +741,7 @@ class Executor(Generic[State, Adjoint]):
                         tapes[step] = hold(tape, (before, live), step)
                         before = tape = None  # or they would be references that nobody counts
                     at = step + 1
-                    if copies:
+                    if copies or not state_is_tape:  # a tape may hold on to it
                         slots.check(live, at)
                     now = clock()
                     forward_s += now - last

@@ -157,6 +157,20 @@ def test_no_more_memory_than_budget_and_largest_step(
                         assert peak > limit / 2  # the budget is used
 
 
+def test_a_larger_state_that_only_a_tape_refers_to_is_noticed() -> None:
+    def step(u: Any, i: int) -> Any:
+        return np.full(100_000 if i in (5, 6) else 100, u[0] / 2 + i)
+
+    def taped(u: Any, i: int) -> Any:
+        return step(u, i), (u,)
+
+    with Reversal(step, lambda t, a, i: a, 20, tape_step=taped, budget="20 slots") as run:
+        run.forward(np.ones(100))  # planned to hold all tapes, until states 6 and 7 show
+        run.reverse(0.0)
+        assert run.stage_costs is not None
+        assert run.stage_costs.stages[5].output_bytes == 800_000
+
+
 # --------------------------------------------------------------------- what is refused
 
 
@@ -258,6 +272,32 @@ def test_sizes_that_change_between_sweeps_are_measured_again(in_place: bool) -> 
             assert run.stage_costs is not None
             sizes = [stage.output_bytes for stage in run.stage_costs.stages]
             assert sizes == [state["u"].nbytes for state in states[1:]]
+
+
+@pytest.mark.parametrize("grown", range(1, 9))
+def test_an_in_place_state_0_is_given_back_wherever_a_state_has_grown(grown: int) -> None:
+    n, grows = 9, False
+
+    def forward(state: Any, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            state["u"] += i
+            size = (5, 7)[i % 2] * (3 if grows and i + 1 == grown else 1)
+            state["u"] = np.sin(np.resize(state["u"], size))
+
+    def adjoint_step(state: Any, adjoint: float, i: int) -> float:
+        return adjoint * 0.5 + float(state["u"].sum())
+
+    with Reversal(InPlaceChain(forward, adjoint_step), n_steps=n, budget="1 slots") as run:
+        for grows in (False, False, True):  # noqa: B007
+            states = [{"u": np.linspace(0, 1, 5)}]
+            for i in range(n):
+                states.append({"u": states[-1]["u"].copy()})
+                forward(states[-1], i, i + 1)
+            wanted = 0.0
+            for i in reversed(range(n)):
+                wanted = adjoint_step(states[i], wanted, i)
+            assert raw(run.forward({"u": np.linspace(0, 1, 5)})) == raw(states[-1])
+            assert run.reverse(0.0) == wanted
 
 
 def test_a_step_that_does_another_thing_when_it_is_run_again_is_an_error() -> None:
