@@ -119,9 +119,11 @@ class HeldTape:
             origin, geometry, watch = self._inputs[number]
             # Where the state before is lost, another parcel may be bringing these bytes.
             memory = origin.bytes() if origin.is_there else None
-            if memory is not None and watch.changed:
+            if memory is None:
+                return None
+            if watch.changed or origin.written:
                 raise RuntimeError("modified by an inplace operation")
-            return None if memory is None else origin.tensor(geometry, memory)
+            return watch.joined(origin.tensor(geometry, memory))
         tensor = self._tensors[number]
         if tensor is None:
             # Asked for twice, as a custom Function may: nothing else may hold it any more.

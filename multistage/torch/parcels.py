@@ -26,6 +26,9 @@ _DEVICE_ALIGN_BYTES = 256
 class Origin:
     """A storage, and the memory that has its bytes now: its own, or that it came back to.
 
+    All tensors that come back to one memory count its versions together, whichever
+    parcels they are of: who writes to it is found out, as in plain training.
+
     Attributes
     ----------
     nbytes : int
@@ -35,11 +38,12 @@ class Origin:
         That brings the bytes back; None while the memory is its own.
     """
 
-    __slots__ = ("_align", "_alignment", "_device", "_shift", "_weak", "filler", "memories",
-                 "nbytes")  # fmt: skip
+    __slots__ = ("_align", "_alignment", "_device", "_probe", "_shift", "_weak", "filler",
+                 "memories", "nbytes")  # fmt: skip
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.nbytes = storage.nbytes()
+        self._probe: Tensor | None = None  # counts with the memory it came back to
         self.memories = 0
         self.filler: Trip | None = None
         self._device = storage.device
@@ -59,17 +63,26 @@ class Origin:
         """Whether its memory, if it has any, has its bytes."""
         return self.filler is None or self.filler.awaited
 
+    @property
+    def written(self) -> bool:
+        """Whether memory that it came back to was written to since, by anybody."""
+        return self._probe is not None and self._probe._version > 0
+
     def bytes(self) -> Tensor | None:
         """Return its memory as one row of bytes, which may still be on their way; None if gone."""
         filler = self.filler
         if filler is not None and filler.done.is_set() and filler.row.error:
             return None
         storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
-        return None if storage is None else whole(storage)
+        if storage is None or self._probe is None:
+            return None if storage is None else whole(storage)
+        memory = self._probe.detach()
+        memory.data = whole(storage)
+        return memory
 
     def line(self, memory: Tensor) -> Tensor:
-        """Return the part of its memory that travels."""
-        return memory[self._shift : self._shift + self.nbytes]
+        """Return the part of its memory that travels; who fills it does not count as writing."""
+        return whole(memory.untyped_storage())[self._shift : self._shift + self.nbytes]
 
     def renew(self) -> Tensor:
         """Return new memory for it, aligned as its own."""
@@ -80,6 +93,8 @@ class Origin:
             memory = torch.empty(self.nbytes + self._align, dtype=torch.uint8, device=self._device)
             self._shift = (self._alignment - memory.data_ptr()) % self._align
         self._weak = StorageWeakRef(memory.untyped_storage())
+        self._probe = memory.detach()
+        self._probe.data = memory.new_empty(0)
         self.memories += 1
         return memory
 
@@ -265,5 +280,6 @@ class Parcel:
                 watch = self._watches.pop(number)
                 tensor = watch.joined(place[0].tensor(place[1], memory[place[0]]))
                 self.tensors[number] = tensor
-                self.versions[number] = -1 if watch.changed else tensor._version
+                spoilt = watch.changed or place[0].written
+                self.versions[number] = -1 if spoilt else tensor._version
         return True
