@@ -376,10 +376,15 @@ class Run:
         if self._stowage is not None:
             self._stowage.clear()
         self._saved = {0: self._saved[0]}
-        self._at = len(self._stages)
+        self._origins = Origins()
         self._live = self._saved[0]
         self._next = 0
-        self._sweep()
+        self._at = len(self._stages)
+        try:
+            self._sweep()
+        except BaseException:
+            self._at = -1  # the next request starts over again
+            raise
         self._live = None
 
 
