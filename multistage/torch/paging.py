@@ -94,13 +94,21 @@ class Pager:
         start = stop = self._next_key
         for parts in self._cut([len(line) for line in lines]):
             page = [lines[number][first:last] for number, first, last in parts]
-            if self.stopped or not self._store.put(stop, [self._record(page)], block=True):
-                self.wait(range(start, stop))
-                self.drop(range(start, stop))
+            try:
+                taken = not self.stopped and self._store.put(stop, [self._record(page)], block=True)
+            except BaseException:
+                self._take_back(range(start, stop))
+                raise
+            if not taken:
+                self._take_back(range(start, stop))
                 return None
             stop += 1
             self._next_key = stop
         return range(start, stop)
+
+    def _take_back(self, keys: range) -> None:
+        self.wait(keys)
+        self.drop(keys)
 
     def _record(self, parts: Sequence[Tensor]) -> Any:
         """Return a page of full length, as the store takes it."""

@@ -44,7 +44,7 @@ class Berth:
         self.store, self.device, self.page_bytes = store, device, page_bytes
         self.runs = 0  # that have something in it
         self._porter: Porter | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection of garbage may close it meanwhile
         self._birth = Birth.here()
 
     def porter(self) -> Porter:
@@ -56,11 +56,12 @@ class Berth:
             If the store cannot be used, is another run's, or this is a forked child.
         """
         with self._lock:
-            if self._porter is None or not self._porter.is_open:
-                if self._porter is not None and not self._birth.foreign:
-                    self._porter.close()
-                self._porter = Porter(self.store, self.device, self.page_bytes)
-            return self._porter
+            porter = self._porter
+            if porter is None or not porter.is_open:
+                if porter is not None and not self._birth.foreign:
+                    porter.close()
+                porter = self._porter = Porter(self.store, self.device, self.page_bytes)
+            return porter
 
     @property
     def opened(self) -> Porter | None:
