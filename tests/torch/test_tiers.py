@@ -19,6 +19,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from fuzz_tiers import CPU, INPLACE, PAGE, play, same  # noqa: E402
+from tierfuzz.chains import Residual, Spoils, chain  # noqa: E402
+from tierfuzz.faults import Flaky, poisoned  # noqa: E402
+from tierfuzz.plans import random_plan  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import multistage.torch as mst  # noqa: E402
@@ -38,7 +42,6 @@ from multistage.actions import (  # noqa: E402
     Tape,
 )
 from multistage.backends import FileStore, MemoryStore  # noqa: E402
-from multistage.backends.base import CheckpointLost  # noqa: E402
 from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, StateError, StoreError  # noqa: E402
 from multistage.rates import TierRates  # noqa: E402
 from multistage.simulate import simulate  # noqa: E402
@@ -49,12 +52,9 @@ from multistage.torch.exploring import explore, untouched  # noqa: E402
 from multistage.torch.measure import measure  # noqa: E402
 from multistage.torch.meter import Meter  # noqa: E402
 from multistage.torch.paging import page_layout  # noqa: E402
-from multistage.torch.parcels import Origin  # noqa: E402
+from multistage.torch.porter import Porter  # noqa: E402
 from multistage.torch.runner import Run  # noqa: E402
 from multistage.torch.stowage import Berth, Stowage  # noqa: E402
-
-CPU = torch.device("cpu")
-PAGE = 4096
 
 
 @pytest.fixture(autouse=True)
@@ -65,169 +65,6 @@ def no_threads_left() -> Iterator[None]:
         if thread.name.startswith("multistage"):
             thread.join(10)
             assert not thread.is_alive(), thread
-
-
-# ------------------------------------------------------------------- random plans
-
-
-class Items:
-    """What a random plan keeps, and when it moves."""
-
-    def __init__(self, rng: random.Random, n: int) -> None:
-        self.rng, self.n = rng, n
-        self.nodes: list[tuple[int, int, bool]] = []  # first stage, last stage, whether taped
-        start = 0
-        while start < n:
-            taped = rng.random() < 0.6
-            stop = start if taped else min(n - 1, start + rng.randrange(4))
-            self.nodes.append((start, stop, taped))
-            start = stop + 1
-        self.items: list[tuple[int, bool]] = []  # in the order they are made
-        taped = set()
-        for start, _, is_tape in self.nodes:
-            inside = start - 1 in taped
-            if start and (not inside or rng.random() < 0.2):
-                self.items.append((start, False))
-            if is_tape:
-                self.items.append((start, True))
-                taped.add(start)
-        self.tier = [item for item in self.items if rng.random() < 0.7]
-
-
-def random_plan(rng: random.Random, n: int) -> list[Action]:
-    """Return a legal plan of n stages with random nodes, items in the tier and times to move."""
-    plan = Items(rng, n)
-    kept, actions = set(plan.items), []
-    waiting: list[tuple[int, bool]] = []
-
-    def made(item: tuple[int, bool]) -> None:
-        if item in plan.tier:
-            actions.append(Put(item[0], tape=item[1]))
-            waiting.append(item)
-        while waiting and rng.random() < 0.5:
-            step, tape = waiting.pop(0)
-            actions.append(Evict(step, tape=tape))
-
-    for start, stop, taped in plan.nodes:
-        if (start, False) in kept:
-            actions.append(Save(start))
-            made((start, False))
-        if taped:
-            actions.append(Tape(start))
-            made((start, True))
-        else:
-            actions.append(Advance(start, stop + 1))
-    actions += [Evict(step, tape=tape) for step, tape in waiting]
-    actions += [Tape(n), EndForward(), Reverse(n)]
-    tokens: dict[tuple[int, bool], int] = {}
-    away = list(plan.tier)
-    fast = {item for item in plan.items if item not in plan.tier}
-    count = len(plan.tier)
-
-    def get(item: tuple[int, bool]) -> None:
-        nonlocal count
-        away.remove(item)
-        actions.append(Get(item[0], tape=item[1]))
-        tokens[item] = count
-        count += 1
-
-    def have(item: tuple[int, bool]) -> None:
-        if item in away:
-            get(item)
-        if item in tokens:
-            actions.append(Await(tokens.pop(item)))
-            fast.add(item)
-
-    for start, stop, taped in reversed(plan.nodes):
-        while away and rng.random() < 0.5:
-            get(away[-1])
-        if start:
-            have((start, False) if (start, False) in kept else (start - 1, True))
-        if taped:
-            have((start, True))
-            actions.append(Reverse(start))
-            if (start, True) in plan.tier:
-                actions.append(Drop(start, tape=True))
-        else:
-            for i in range(stop, start - 1, -1):
-                actions.append(Load(start))
-                if i > start:
-                    actions.append(Advance(start, i))
-                actions += [Tape(i), Reverse(i)]
-        if (start, False) in kept:
-            actions.append(Free(start))
-            if (start, False) in plan.tier:
-                actions.append(Drop(start))
-    return actions
-
-
-# ------------------------------------------------------------------------- chains
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(width)
-        self.linear = nn.Linear(width, width)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(torch.relu_(self.linear(self.norm(x))))
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).view(len(x), 4, -1).chunk(3, -1)
-        return (torch.softmax(q @ k.transpose(1, 2), -1) @ v).reshape(x.shape).tanh()
-
-
-class Apart(nn.Module):
-    """Passes its input on beside what it makes of it."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, torch.sigmoid(x)
-
-
-class Together(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] * pair[1]
-
-
-class Wave(nn.Module):
-    """Saves conjugate views and slices with gaps."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = torch.fft.rfft(x)
-        y = torch.fft.irfft(z * z.conj() / (1 + z.abs()), n=x.shape[-1])
-        return y[:, ::2].repeat_interleave(2, 1) * x
-
-
-class Flat(nn.Module):
-    """Saves nothing."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flip(0)
-
-
-def chain(width: int = 24) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        Residual(width),
-        Attention(width),
-        nn.Linear(width, width),
-        nn.Tanh(),
-        Apart(),
-        Together(),
-        Flat(),
-        Residual(width),
-        Wave(),
-        nn.Sequential(nn.Linear(width, width), nn.GELU()),
-        Residual(width),
-    )
 
 
 def results(
@@ -242,10 +79,6 @@ def results(
         y.square().sum().backward(retain_graph=times > 1)
     found = [y, x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
     return [t.detach().clone() for t in found if t is not None] + [torch.get_rng_state()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def run_with(
@@ -306,6 +139,54 @@ def test_a_second_backward_is_right(seed: int) -> None:
     berth.close()
 
 
+def test_a_second_backward_that_was_interrupted_starts_over() -> None:
+    expected = results(plain := chain(), plain)
+    model = chain()
+    berth = Berth(store(), CPU, PAGE)
+    call = run_with(model, offload_all(len(model)), berth)
+    interrupted: list[Action] = []
+    perform = Run._perform
+
+    def interrupting(run: Run, action: Action) -> None:
+        if run._next == 12 and not run._first and not interrupted:
+            interrupted.append(action)
+            raise KeyboardInterrupt
+        perform(run, action)
+
+    def thrice(x: Tensor) -> Tensor:
+        y = call(x)
+        y.sum().backward(retain_graph=True)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Run, "_perform", interrupting)
+            y.sum().backward(retain_graph=True)
+        x.grad = None
+        model.zero_grad()
+        return y
+
+    with pytest.warns(CheckpointWarning, match="closed"):
+        assert same(results(model, thrice), expected)
+    assert interrupted
+
+
+@pytest.mark.parametrize("by", ["tapes", "a state in fast memory", "a state and a tape"])
+def test_a_write_of_a_backward_to_what_another_stage_saved_is_found(by: str) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(24, 24), nn.Sigmoid()), Spoils())
+    with pytest.raises(RuntimeError, match=INPLACE):
+        results(model, model)
+    actions = offload_all(2)
+    if by == "a state in fast memory":
+        actions = [Tape(0), Put(0, tape=True), Save(1), Tape(1), Evict(0, tape=True), Tape(2)]
+        actions += [EndForward(), Reverse(2), Get(0, tape=True), Reverse(1), Await(1), Reverse(0)]
+    elif by == "a state and a tape":
+        actions = [Tape(0), Put(0, tape=True), Save(1), Put(1), Evict(0, tape=True), Tape(1)]
+        actions += [Evict(1), Tape(2), EndForward(), Reverse(2), Get(1), Get(0, tape=True)]
+        actions += [Await(2), Await(3), Reverse(1), Free(1), Reverse(0)]
+    berth = Berth(store(), CPU, PAGE)
+    with pytest.raises(RuntimeError, match=INPLACE):
+        results(model, run_with(model, actions, berth))
+    berth.close()
+
+
 def test_offloading_every_tape(tmp_path: Any) -> None:
     expected = results(plain := chain(), plain)
     model = chain()
@@ -342,30 +223,6 @@ def test_what_is_evicted_takes_no_memory() -> None:
 # -------------------------------------------------------------------------- faults
 
 
-class Flaky(MemoryStore):
-    """Refuses, fails to write or loses some pages, as told."""
-
-    def __init__(self, what: str, when: Callable[[int], bool]) -> None:
-        super().__init__(buffer_bytes=0)
-        self._what, self._when = what, when
-
-    def put(self, key: int, arrays: Any, *, block: bool = False) -> bool:
-        if self._what == "full" and self._when(key):
-            return False
-        if self._what == "break" and self._when(key):
-            raise OSError("the cable is out")
-        return super().put(key, arrays, block=block)
-
-    def wait_written(self, key: int) -> bool:
-        written = super().wait_written(key)
-        return written and not (self._what == "write" and self._when(key))
-
-    def get(self, key: int) -> list[Any]:
-        if self._what == "read" and self._when(key):
-            raise CheckpointLost("bad checksum")
-        return super().get(key)
-
-
 @pytest.mark.parametrize("what", ["full", "break", "write", "read"])
 @pytest.mark.parametrize("every", [1, 2, 5])
 def test_what_is_lost_is_computed_again(what: str, every: int) -> None:
@@ -376,6 +233,22 @@ def test_what_is_lost_is_computed_again(what: str, every: int) -> None:
         with pytest.warns(CheckpointWarning, match="is lost"):
             assert same(results(model, run_with(model, actions, berth)), expected)
         berth.close()
+
+
+@pytest.mark.filterwarnings("ignore:tier")
+@pytest.mark.parametrize("seed", range(16))
+def test_random_chains_plans_and_faults(seed: int) -> None:
+    name, right = play(seed)
+    assert right, name
+
+
+def test_a_row_whose_way_breaks_off_leaves_nothing_in_the_tier() -> None:
+    tier = Flaky("break", lambda key: key == 2)
+    porter = Porter(tier, CPU, PAGE)
+    assert not porter.wait(porter.send([torch.zeros(4 * PAGE, dtype=torch.uint8)]))
+    assert tier.stats.writes == 2
+    assert tier.stats.stored_bytes == 0
+    porter.close()
 
 
 def test_memory_whose_filling_failed_is_not_taken_for_what_another_tape_brings() -> None:
@@ -411,11 +284,7 @@ class Waits(Flaky):
         return super().get(key)
 
 
-def test_bytes_that_another_tape_is_bringing_are_not_used_before_they_came(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    renew = Origin.renew
-    monkeypatch.setattr(Origin, "renew", lambda origin: renew(origin).fill_(255))
+def test_bytes_that_another_tape_is_bringing_are_not_used_before_they_came() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(nn.Linear(24, 24), nn.Sigmoid()), nn.Linear(24, 24))
     expected = results(model, model)
@@ -426,7 +295,7 @@ def test_bytes_that_another_tape_is_bringing_are_not_used_before_they_came(
     actions += [Reverse(1), Free(1), Drop(1), Await(2), Reverse(0), Drop(0, tape=True)]
     call = run_with(model, actions, berth)
     handle = model[1].weight.register_hook(lambda _: waits.go.set())  # after its input was taken
-    with pytest.warns(CheckpointWarning, match="the output of stage 0 is lost"):
+    with poisoned(), pytest.warns(CheckpointWarning, match="the output of stage 0 is lost"):
         assert same(results(model, call), expected)
     handle.remove()
     berth.close()

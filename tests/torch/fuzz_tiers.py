@@ -1,0 +1,254 @@
+"""Random chains under random plans with a slow tier, with faults, against plain training.
+
+    python tests/torch/fuzz_tiers.py --seconds 170 --seed 0
+    python tests/torch/fuzz_tiers.py --case 12345
+
+A case follows from one integer: the stages, the plan, the store and what fails in it, how
+fast the tier is beside computing, and what is done with the graph.  Outputs, gradients,
+buffers and the random state must be those of plain training bit for bit, or an error says
+why not.  Memory that awaits bytes from the tier is filled with NaN, so that whoever uses
+it too early is found.  The exit status is 1 if anything else was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import random
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tierfuzz.chains import WIDTH, Spoil, Spoils, random_chain
+from tierfuzz.faults import Flaky, FlakyFile, Interrupts, Pace, poisoned
+from tierfuzz.plans import random_plan
+from torch import Tensor, nn
+
+from multistage.actions import (
+    Action,
+)
+from multistage.torch.exploring import explore, untouched
+from multistage.torch.runner import Run
+from multistage.torch.stowage import Berth
+
+CPU = torch.device("cpu")
+PAGE = 4096
+INPLACE = "modified by an inplace operation"
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+class Stop(Exception):
+    """Of a hook of the user's."""
+
+
+WAYS = ("once", "twice", "partial", "hook", "interrupt", "two", "two back", "same", "again")
+
+
+def train(
+    way: str,
+    rng: random.Random,
+    models: list[nn.Sequential],
+    calls: list[Callable[[Tensor], Tensor]],
+    interrupts: Interrupts | None,
+    between: Callable[[], None],
+) -> list[Tensor]:
+    """Return what training gives; `interrupts` is None where the faults are to be left out."""
+    torch.manual_seed(1)
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    parameters = [p for model in models for p in model.parameters()]
+    found: list[Tensor] = []
+
+    def forget() -> None:
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+
+    def backward(loss: Tensor, **given: Any) -> None:
+        """Until it comes through, from the same gradients."""
+        while True:
+            before = [None if t.grad is None else t.grad.clone() for t in (x, *parameters)]
+            try:
+                if interrupts is not None:
+                    interrupts.on = way == "interrupt"
+                loss.backward(retain_graph=True, **given)
+                return
+            except (KeyboardInterrupt, Stop):
+                for t, grad in zip((x, *parameters), before, strict=True):
+                    t.grad = grad
+            finally:
+                if interrupts is not None:
+                    interrupts.on = False
+
+    victim = rng.randrange(len(parameters))
+    own = [*models[0].parameters()]
+    some = rng.sample(own, min(3, len(own)))
+    ys = [call(x) for call in calls]
+    losses = [y.square().sum() for y in ys]
+    between()
+    if way in ("once", "interrupt"):
+        backward(losses[0])
+    elif way == "twice":
+        backward(losses[0])
+        backward(losses[0])
+    elif way == "partial":
+        found += torch.autograd.grad(losses[0], some, retain_graph=True)
+        found += torch.autograd.grad(losses[0], [x], retain_graph=True)
+        backward(losses[0])
+    elif way == "hook":
+        if interrupts is not None:
+            left = [1]
+
+            def stop(_: Tensor) -> None:
+                if left:
+                    left.clear()
+                    raise Stop
+
+            handle = parameters[victim].register_hook(stop)
+        backward(losses[0])
+        if interrupts is not None:
+            handle.remove()
+    elif way == "two back":
+        for loss in reversed(losses):
+            backward(loss)
+    elif way == "same":
+        backward(losses[0] + losses[1])
+    elif way == "again":
+        found += torch.autograd.grad(losses[0], some, retain_graph=True)
+        backward(losses[1])
+        backward(losses[0])
+    else:
+        for loss in losses:
+            backward(loss)
+    found += [*ys, x.grad, *[p.grad for p in parameters if p.grad is not None]]
+    found += [b for model in models for b in model.buffers()]
+    return [t.detach().clone() for t in found] + [torch.get_rng_state()]
+
+
+def bound(
+    model: nn.Sequential, actions: list[Action], berth: Berth
+) -> Callable[[Tensor], Tensor] | None:
+    """Return the chain under a plan; None where its stages do not go alone."""
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    with untouched(list(model), x):
+        groups, traits = explore(list(model), [str(k) for k in range(len(model))], x)
+    if any(len(group) != 1 for group in groups):
+        return None
+    return lambda x: Run(list(model), traits, actions, berth).forward(x)
+
+
+def play(seed: int) -> tuple[str, bool]:
+    """Run a case; return what it is, and whether it gave what plain training does."""
+    rng = random.Random(seed)
+    way = rng.choice(WAYS)
+    what = rng.choice(["none", "none", "full", "write", "read", "break", "close", "small"])
+    kind = rng.choice(["memory", "file"])
+    pace = rng.choice(["free", "eager", "lazy", "mixed"])
+    count = 2 if way in ("two", "two back", "same", "again") else 1
+    odds, until = rng.choice([0.05, 0.2, 0.5, 1.0]), rng.choice([10, 40, 10**9])
+    asked = 0
+
+    def when(key: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return asked < until and random.Random(seed * 31 + key).random() < odds
+
+    name = f"{way}, {kind} {what}, {pace}"
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        capacity = PAGE * rng.randrange(1, 30) if what == "small" else None
+        if kind == "file":
+            store = FlakyFile(folder, buffer_bytes=0, capacity_bytes=capacity)
+        else:
+            store = Flaky(what, when)
+            store.capacity_bytes = capacity
+        berth = Berth(store.fail(what, when), CPU, PAGE)
+        stack.callback(berth.close)
+        plain = [random_chain(seed + k) for k in range(count)]
+        ours = [random_chain(seed + k) for k in range(count)]
+        calls: list[Any] = []
+        for model in ours:
+            call = bound(model, random_plan(rng, len(model)), berth)
+            if call is None:
+                return "grouped", True
+            calls.append(call)
+        draw = rng.random()
+        nothing: Callable[[], None] = lambda: None  # noqa: E731
+        refused = False
+        Spoil.on = True
+        try:
+            expected = train(way, random.Random(draw), plain, list(plain), None, nothing)
+        except RuntimeError as error:
+            # Autograd finds out who wrote to what it saved: so may we, or have saved bytes of it.
+            assert INPLACE in str(error)
+            refused, Spoil.on = True, False
+            plain = [random_chain(seed + k) for k in range(count)]
+            expected = train(way, random.Random(draw), plain, list(plain), None, nothing)
+            Spoil.on = True
+        interrupts = Interrupts(rng, rng.randrange(1, 4))
+        for context in (poisoned(), Pace(rng, pace).kept(), interrupts.struck()):
+            stack.enter_context(context)
+        close = berth.close if what == "close" else nothing
+        spoils = any(isinstance(stage, Spoils) for model in ours for stage in model)
+        try:
+            found = train(way, random.Random(draw), ours, calls, interrupts, close)
+        except RuntimeError as error:
+            if not spoils or INPLACE not in str(error):
+                raise
+            return ("refused" if refused else "refused by us only") + ", " + name, True
+    return name, same(found, expected)
+
+
+def run(seconds: float, seed: int, count: int | None = None) -> tuple[Counter[str], list[str]]:
+    """Run cases from a seed on; return counts, and what was found."""
+    began, number = time.monotonic(), 0
+    counts: Counter[str] = Counter()
+    found: list[str] = []
+    with warnings.catch_warnings():
+        while time.monotonic() - began < seconds and number != count:
+            case = seed + number
+            number += 1
+            try:
+                name, right = play(case)
+                counts[name.partition(",")[0]] += 1
+                if not right:
+                    found.append(f"case {case} differs: {name}")
+                    print(found[-1], flush=True)
+            except Exception:
+                found.append(f"case {case} raised {traceback.format_exc(limit=-3)}")
+                print(found[-1], flush=True)
+            if number % 50 == 0:
+                gc.collect()
+    return counts, found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=170)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int)
+    parser.add_argument("--case", type=int, help="run one case")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.case is not None:
+        name, right = play(given.case)
+        print(name, "equal" if right else "DIFFERS")
+        return not right
+    counts, found = run(given.seconds, given.seed, given.count)
+    for name, number in counts.most_common():
+        print(f"{number:6} {name}")
+    print(f"{sum(counts.values())} cases, {len(found)} findings")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
