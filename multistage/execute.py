@@ -66,17 +66,16 @@ from .errors import (
     StoreError,
 )
 from .interrupts import Shield
-from .layout import Layout
 from .metered import LargerThanPlanned
 from .rules import Rules
 from .slots import (
     ArrayStates,
+    InPlace,
     Kept,
     Slots,
     StateLayout,
     States,
     apart_from,
-    given_back,
     no_adjoint,
     overwritten,
 )
@@ -475,7 +474,7 @@ class Executor(Generic[State, Adjoint]):
             try:
                 told = self._first_to_differ(error) if forward else error
                 if forward and self._chain.in_place and _sizes_differ(error):
-                    self._give_back()
+                    told = self._given_back(told)
             finally:
                 self.abort()
             if told is error:
@@ -490,13 +489,21 @@ class Executor(Generic[State, Adjoint]):
         finally:
             switching.restore(self)
 
-    def _give_back(self) -> None:
-        """Put state 0 back where the caller of an in-place chain has it: he may begin anew."""
+    def _given_back(self, error: BaseException) -> BaseException:
+        """Put state 0 back where the caller of an in-place chain has it: he may begin anew.
+
+        Where it does not go back the error returned tells so, and that he may not.
+        """
         run = self._run
-        if run is not None and isinstance(run.layout, Layout | Layouts):
-            layout = run.layout if isinstance(run.layout, Layout) else run.layout.first
-            with contextlib.suppress(Exception):  # what it was told first is worth more
-                given_back(run.live, run.origin, layout)
+        if run is None or not isinstance(run.slots, InPlace):
+            return error
+        with contextlib.suppress(Exception):  # what it was told first is worth more
+            if run.slots.given_back(run.live, run.origin):
+                return error
+        return StateError(
+            f"{str(error).split(';')[0]}; state 0 cannot be put back to measure such steps: in "
+            "place, give a dict or list of arrays that are not kept from being overwritten"
+        )
 
     def _first_to_differ(self, error: BaseException) -> BaseException:
         """Return the error that names the step whose state was the first of another layout.
@@ -526,8 +533,8 @@ class Executor(Generic[State, Adjoint]):
                 found = differs if differs.state == step + 1 else None
             except Exception:
                 pass  # what was wrong is known, if not where
-        if found is None:
-            return error
+        if found is None or found.varies != error.varies:
+            return error  # the first that differs may be such as a survey takes
         told = StateError(f"step {step} returned a state unlike the first: {found}")
         told.state, told.varies = error.state, error.varies
         return told

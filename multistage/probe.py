@@ -42,7 +42,7 @@ from .layout import Array, Layout
 from .plan.revolve import revolve_schedule
 from .plan.sweep import Sweep
 from .progress import counting
-from .slots import ArrayStates, Kept, Slots, States, given_back, overwritten
+from .slots import ArrayStates, InPlace, Kept, Slots, States, overwritten
 from .tapes import own_bytes
 
 State = TypeVar("State")
@@ -204,10 +204,11 @@ def _restore(kept: Kept, state: Any, slots: Slots) -> None:
     try:
         slots.load(kept, state)
     except StateError as error:  # steps have put arrays of other shapes into it
-        layout = getattr(slots, "layout", None)
-        if not error.varies or not isinstance(layout, Layout):
+        if not error.varies or not isinstance(slots, InPlace):
             raise
-        given_back(state, kept, layout)
+        if not slots.given_back(state, kept):
+            error.varies = False
+            raise
 
 
 def sample(

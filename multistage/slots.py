@@ -460,7 +460,6 @@ class InPlace(Copies):
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
-        self.layout = layout
         self._frozen = Frozen()
         self._home: list[Any] = []  # the arrays that the sweep began with
         self._simple = True  # arrays only, no scalars
@@ -490,6 +489,29 @@ class InPlace(Copies):
     def check(self, live: Any, where: int | str) -> None:
         if live is not self._only:
             self._live(live, where)
+        else:
+            self._layout.arrays(live, where)  # a step can set the shape of an array
+
+    def given_back(self, live: Any, kept: Kept) -> bool:
+        """Put the state that the sweep began with back into its tree, whatever that is now.
+
+        For a sweep that a state of another layout has ended: what its arrays were is
+        copied into those of them that are there still, else into new ones.  False if the
+        tree cannot take new ones, as an array or a tuple.
+        """
+        found = optree.tree_leaves(live, none_is_leaf=True)
+        own = list(map(id, self._home))
+        fits = len(found) == len(self._layout.leaves)
+        leaves: list[Any] = []
+        for k, array in enumerate(kept.arrays):
+            leaf: Any = found[k] if fits else None
+            # Any other array may be the operators' own.
+            if id(leaf) == own[k] and (leaf.shape, leaf.dtype) == (array.shape, array.dtype):
+                put_back(leaf, array, self._layout.leaves[k].path)
+                leaves.append(leaf)
+            else:
+                leaves.append(duplicate(array) if type(array) is np.ndarray else array)
+        return replaced(live, self._layout.state(leaves)) is live
 
     def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
         memory = self._memory_of(states[1])
@@ -634,26 +656,13 @@ class InPlace(Copies):
         self._pool.append(arrays)
 
 
-def given_back(live: Any, kept: Kept, layout: Layout) -> Any:
-    """Return an in-place chain's tree with the state that it began with, whatever it is now.
-
-    For a sweep that a state of another layout has ended: what its arrays were is
-    copied into them where they fit, else into new ones.
-    """
-    found = optree.tree_leaves(live, none_is_leaf=True)
-    fits = len(found) == len(layout.leaves)
-    leaves = []
-    for k, array in enumerate(kept.arrays):
-        leaf = found[k] if fits else None
-        if type(leaf) is np.ndarray and (leaf.shape, leaf.dtype) == (array.shape, array.dtype):
-            np.copyto(leaf, array)
-            leaves.append(leaf)
-        else:
-            leaves.append(duplicate(array) if type(array) is np.ndarray else array)
-    return replaced(live, layout.state(leaves))
-
-
 def put_back(target: Array, array: Array, path: str) -> None:
+    if target.shape != array.shape or target.dtype != array.dtype:  # or it would be repeated
+        raise StateError(
+            f"leaf {path or 'array'} was made {target.shape} {target.dtype} from {array.shape} "
+            f"{array.dtype} in place; an in-place chain's operators leave its arrays' shapes, or "
+            "put other arrays into its containers"
+        )
     if target.flags.writeable:
         np.copyto(target, array)
     elif target.tobytes() != array.tobytes():

@@ -91,7 +91,10 @@ class Layouts:
                     f"({str(error).split(';')[0]}); a step must do the same each time it is run"
                 ) from None
             return known
-        layout = self._like(state)
+        try:
+            layout = self._like(state)
+        except StateError as error:
+            raise StateError(f"state {step}: {error}") from None
         if self._in_place and layout.spec != self.first.spec:
             raise StateError(
                 f"state {step} changed its structure from {self.first.spec} to {layout.spec}; the "

@@ -300,6 +300,60 @@ def test_an_in_place_state_0_is_given_back_wherever_a_state_has_grown(grown: int
             assert run.reverse(0.0) == wanted
 
 
+@pytest.mark.parametrize("budget", ["1 slots", "2 slots", "50 slots"])
+@pytest.mark.parametrize("kind", ["repeated", "turned", "tuple"])
+def test_in_place_arrays_whose_shape_a_step_sets_are_refused(kind: str, budget: str) -> None:
+    def one(state: Any, i: int) -> None:
+        for array in state if kind == "tuple" else [state]:
+            array += i
+        if i == 4 and kind == "repeated":
+            state.resize(5, refcheck=False)  # a kept state of one number would fill it
+        elif i == 4:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # setting a shape is deprecated
+                (state[0] if kind == "tuple" else state).shape = (1, 4)
+
+    def forward(state: Any, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            one(state, i)
+
+    def start() -> Any:
+        if kind == "tuple":
+            return np.arange(4.0), np.ones(3)
+        return np.ones(1) if kind == "repeated" else np.arange(4.0)
+
+    chain = InPlaceChain(forward, lambda state, adjoint, i: adjoint)
+    with Reversal(chain, n_steps=9, budget=budget) as run, pytest.raises(StateError):
+        run.forward(start())
+        run.reverse(0.0)
+
+
+def test_an_array_of_the_operators_own_is_not_what_state_0_is_put_back_into() -> None:
+    own = np.arange(5.0)
+
+    def forward(state: Any, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            state["u"], state["v"] = own, np.ones(3 + i)
+
+    chain = InPlaceChain(forward, lambda state, adjoint, i: adjoint)
+    with Reversal(chain, n_steps=5, budget="2 slots") as run:
+        with pytest.raises(StateError, match="something else refers to"):
+            run.forward({"u": np.zeros(5), "v": np.ones(2)})
+        assert own.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("budget", ["1 slots", "2 slots", "50 slots"])
+def test_a_state_that_is_none_is_told_by_its_number_among_varying_ones(budget: str) -> None:
+    def step(u: Any, i: int) -> Any:
+        return None if i == 5 else np.ones(3 + i % 2)
+
+    with (
+        Reversal(step, lambda u, a, i: a, 11, budget=budget) as run,
+        pytest.raises(StateError, match="state 6: leaf of the state is NoneType"),
+    ):
+        run.forward(np.ones(3))
+
+
 def test_a_step_that_does_another_thing_when_it_is_run_again_is_an_error() -> None:
     calls = 0
 
