@@ -506,6 +506,11 @@ class Reversal(Generic[State, Adjoint]):
                 self._note_stop(error, "in the reverse sweep", None)
             finally:
                 self._end(keep=True)
+            if isinstance(error, StateError) and self._measures_anew(error):
+                raise StateError(
+                    f"{str(error).split(';')[0]}; first seen in the reverse sweep: call forward() "
+                    "again, which measures steps that differ, or give costs=StageCosts(...)"
+                ) from error
             raise
         self._bars.close()
         self._note_end(executor)

@@ -354,6 +354,28 @@ def test_a_state_that_is_none_is_told_by_its_number_among_varying_ones(budget: s
         run.forward(np.ones(3))
 
 
+def test_a_state_that_shows_its_size_in_the_reverse_sweep_only_is_measured_next() -> None:
+    n = 40
+
+    def step(u: Any, i: int) -> Any:
+        return np.full(9 if i + 1 == 29 else 3, u.sum() / 9 + i)
+
+    states = [np.ones(3)]
+    for i in range(n):
+        states.append(step(states[-1], i))
+    wanted = 0.0
+    for state in reversed(states[:-1]):
+        wanted = wanted * 0.5 + float(state.sum())
+    chain = FunctionChain(step, lambda u, a, i: a * 0.5 + float(u.sum()))
+    with Reversal(chain, n_steps=n, budget="3 slots") as run:
+        run.forward(np.ones(3))
+        with pytest.raises(StateError, match="again, which measures"):
+            run.reverse(0.0)
+        for _ in range(2):
+            run.forward(np.ones(3))
+            assert run.reverse(0.0) == wanted
+
+
 def test_a_step_that_does_another_thing_when_it_is_run_again_is_an_error() -> None:
     calls = 0
 
