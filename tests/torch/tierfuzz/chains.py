@@ -128,12 +128,12 @@ class Spoil(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return x * x
+        return x.sin()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        gradient = 2 * x * gradients[0]
+        gradient = x.cos() * gradients[0]
         if Spoil.on:
             x.zero_()
         return gradient
@@ -177,5 +177,5 @@ def random_chain(seed: int) -> nn.Sequential:
             stages += [Pair() for _ in range(rng.randrange(3))]
             stages += [Together()]
         else:
-            stages.append(rng.choice([*SINGLE, Spoils] if spoils else SINGLE)())
+            stages.append(Spoils() if spoils and rng.random() < 0.3 else rng.choice(SINGLE)())
     return nn.Sequential(*stages)

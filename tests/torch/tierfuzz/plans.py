@@ -27,6 +27,7 @@ class Items:
     def __init__(self, rng: random.Random, n: int) -> None:
         self.rng, self.n = rng, n
         self.nodes: list[tuple[int, int, bool]] = []  # first stage, last stage, whether taped
+        twice = rng.choice([0.2, 0.8])  # as often states lie in a tape too
         start = 0
         while start < n:
             taped = rng.random() < 0.6
@@ -37,7 +38,7 @@ class Items:
         taped = set()
         for start, _, is_tape in self.nodes:
             inside = start - 1 in taped
-            if start and (not inside or rng.random() < 0.2):
+            if start and (not inside or rng.random() < twice):
                 self.items.append((start, False))
             if is_tape:
                 self.items.append((start, True))
