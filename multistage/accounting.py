@@ -113,6 +113,7 @@ class ByteAccounting:
             or self.starts.get(step) is not None
             or rules.tapes.get(step - 1, -1) is None
             or rules.held.get(step, -1) is None
+            or (rules.recovers and step in rules.unread)  # the executor's tape has it
         )
 
     def parts(self, rules: Rules) -> dict[str, int]:

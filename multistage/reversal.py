@@ -113,7 +113,8 @@ class Reversal(Generic[State, Adjoint]):
         for the next.  See `docs/howto/unequal.md`.
     checked : bool
         Judge every action of the schedule before it is performed, also if it
-        comes from a planner of this package; others' are always judged.
+        comes from a planner of this package; others' are always judged.  Of steps
+        that differ those of a plan, byte by byte, not of a sweep that measures.
     progress : bool or None
         Show progress bars; None: on a terminal or in a notebook, unless the
         environment's `MULTISTAGE_PROGRESS` says otherwise.
@@ -430,7 +431,7 @@ class Reversal(Generic[State, Adjoint]):
                 state,
                 self._resumed,
                 watched=until is not None,
-                judged=self._unequal is None and (self._checked or not self._is_ours(until)),
+                judged=self._judges(until),
             )
             if self._durable is not None:
                 self._durable.ended(last, self._length)
@@ -693,6 +694,12 @@ class Reversal(Generic[State, Adjoint]):
         assert is_last is not None
         return make(self.costs, self._slots, is_last)
 
+    def _judges(self, until: object) -> bool:
+        """Whether every action is judged before it is performed."""
+        if self._unequal is not None:  # a survey learns only as it goes what its steps take
+            return self._checked and self._unequal.plan is not None and until is None
+        return self._checked or not self._is_ours(until)
+
     def _is_ours(self, until: object) -> bool:
         """Whether the schedule that `_schedule` returns comes from a planner of this package."""
         if until is not None or self._resumed is not None:
@@ -737,6 +744,7 @@ class Reversal(Generic[State, Adjoint]):
             self._executor = Executor(
                 self._bars.watch(unequal.metered, unequal.mean_step_s),
                 stores,
+                rules=unequal.rules,
                 progress=self._bars.update if self._bars.shown else None,
                 states=unequal.states,
             )

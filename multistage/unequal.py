@@ -37,7 +37,7 @@ from .plan.heterogeneous import ChainPlan, plan_chain
 from .plan.pieces import Strategy, chain_plan, performed, survey
 from .probe import probe_store
 from .rates import TierRates
-from .rules import check
+from .rules import Rules, check
 from .stages import StageCosts
 from .timeline import Timeline
 from .varied import VariedStates
@@ -215,6 +215,13 @@ class Unequal(Generic[State, Adjoint]):
         )
         self._surveyed.clear()
         return _recorded(schedule, self._surveyed)
+
+    def rules(self) -> Rules:
+        """Return the machine that judges the actions of the plan, byte by byte."""
+        plan = self.plan
+        assert plan is not None
+        n, memory_bytes = len(plan.costs.stages), plan.memory_bytes
+        return Rules.in_bytes(plan.costs, n, memory_bytes, recovers=True)
 
     def _is_last(self, i: int) -> bool:
         return i == self._n_steps

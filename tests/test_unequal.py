@@ -32,6 +32,7 @@ from multistage.errors import (
     ArgumentError,
     BudgetError,
     CheckpointWarning,
+    ScheduleError,
     StateError,
     StoreError,
 )
@@ -169,6 +170,21 @@ def test_a_larger_state_that_only_a_tape_refers_to_is_noticed() -> None:
         run.reverse(0.0)
         assert run.stage_costs is not None
         assert run.stage_costs.stages[5].output_bytes == 800_000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checked_judges_the_actions_of_a_plan_byte_by_byte(kind: str) -> None:
+    case = Case(4, kind, 12)
+    tier = None if kind == "one-tape" else MemoryStore(buffer_bytes=0)
+    with Reversal(case.chain(), costs=case.costs, budget="1 slots", tier=tier, checked=True) as run:
+        assert swept(run, case) == case.store_all()
+        assert run._unequal is not None
+        plan = run._unequal.plan
+        assert plan is not None
+        run._unequal.plan = replace(plan, memory_bytes=plan.peak_bytes - 1)
+        run._unequal.stale = False  # whatever the tier's rates were
+        with pytest.raises(ScheduleError, match="but the limit is"):
+            swept(run, case)
 
 
 # --------------------------------------------------------------------- what is refused
