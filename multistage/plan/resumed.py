@@ -133,8 +133,8 @@ def resumed_schedule(
     >>> for action, send in drive(schedule):
     ...     actions.append(action)
     ...     send(0 if action == Get(4) else 1 if action == Get(0) else True)
-    >>> [str(action) for action in actions[:5]]
-    ['EndForward()', 'Get(step=4, tier=0)', 'Await(token=0)', 'Load(step=4)', 'Get(step=0, tier=0)']
+    >>> [type(action).__name__ for action in actions[:5]], actions[1].step
+    (['EndForward', 'Get', 'Await', 'Load', 'Get'], 4)
     """
     run = _Resumed(_sweep(_with_tier(costs), slots, n_steps), n_steps, stored, is_last)
     return run.forward() if end is None else run.reverse(end)

@@ -99,6 +99,9 @@ class Stages:
         except OnceMore:
             self._undo()
             raise
+        # Not earlier: what is undone must come back with its graph.
+        for around in self._around.values():
+            around.let_graphs_go()
         changed = settings.differences(Settings.capture(self._device_types()))
         if changed:
             raise StateError(
@@ -178,7 +181,6 @@ class Stages:
             if around.drew(self._generators, before, self._random):
                 self._shares = True
         around.verify()
-        around.let_graphs_go()
         TURN.moved()
         return state
 

@@ -113,8 +113,8 @@ def test_losses_in_attributes_keep_no_earlier_run_alive(
     alive: weakref.WeakSet[Run] = weakref.WeakSet()
 
     class Noted(Run):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             alive.add(self)
 
     stages = [Auxiliary() for _ in range(4)]
