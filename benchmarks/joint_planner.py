@@ -276,13 +276,16 @@ def ratios_of(
         row["best_s"] = min(row["no_tier_s"], row["offload_s"], row["periodic_s"])
     fitting = [row for row in rows if math.isfinite(row["makespan_s"])]
     sampled = [row for row in fitting if row["sampled"]]  # not those for monotony alone
-    gaps = [row["makespan_s"] / row["bound_s"] - 1 for row in sampled]
+    gap = {id(row): row["makespan_s"] / row["bound_s"] - 1 for row in fitting}
     tight = [row for row in sampled if 0.5 <= row["rho"] <= 5 and row["memory"] <= 0.4]
     gains = [r["best_s"] / r["makespan_s"] - 1 for r in tight if math.isfinite(r["best_s"])]
     exact = [row["makespan_s"] / row["exact_s"] - 1 for row in tiny]
     below = [row for row in fitting if row["makespan_s"] < row["bound_s"]]
     below += [row for row in tiny if row["exact_s"] < row["bound_s"]]
-    ratios = {"gap_mean": statistics.mean(gaps), "gap_worst": max(gaps)}
+    ratios = {
+        "gap_mean": statistics.mean(gap[id(row)] for row in sampled),
+        "gap_worst": max(gap.values()),
+    }
     for other in ("no_tier", "offload", "periodic"):
         name = {"offload": "offload_all"}.get(other, other)
         ratios[f"worst_over_{name}"] = max(r["makespan_s"] / r[f"{other}_s"] for r in fitting)
