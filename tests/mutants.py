@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multistage import native
+from multistage.native.header import sum_of_sources
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 120
@@ -390,7 +391,9 @@ def harm(mutant: Mutant, folder: Path) -> None:
     path.write_text(text.replace(mutant.line, mutant.instead))
     if mutant.path.startswith("native/") and path.suffix in (".c", ".h"):
         sources = [str(source) for source in sorted(path.parent.glob("*.c"))]
-        command = ["cc", "-std=gnu11", "-O2", "-shared", "-fPIC", *sources, "-pthread", "-lm"]
+        number = f"-DMULTISTAGE_SOURCES={sum_of_sources(path.parent)}"
+        command = ["cc", "-std=gnu11", "-O2", "-shared", "-fPIC", number, *sources]
+        command += ["-pthread", "-lm"]
         subprocess.run([*command, "-o", path.parent / "_native.so"], check=True)
 
 

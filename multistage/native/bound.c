@@ -17,11 +17,7 @@
 #include <math.h>
 #include <stdint.h>
 
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
+#include "core.h"
 
 enum { LATER_FAST, LATER_SLOW, FIRST_FAST, FIRST_SLOW, N_COSTS };
 enum { RIGHT_LATER, RIGHT_FIRST, LEFT = 2, N_ROWS = LEFT + N_COSTS };
@@ -45,7 +41,7 @@ static double least_sum(const double *left, const double *right, int64_t l)
 }
 
 /* Doubles the caller has to provide, or -1 for sizes out of range. */
-EXPORT int64_t ms_priced_work_len(int64_t n, int64_t slots)
+int64_t ms_priced_work_len(int64_t n, int64_t slots)
 {
     if (n < 1 || n > 1 << 20 || slots < 0 || slots > n)
         return -1;
@@ -56,7 +52,7 @@ EXPORT int64_t ms_priced_work_len(int64_t n, int64_t slots)
  *
  * forward_1, write_1 and keep_1 are the prices of a step, of a write and of a
  * slot kept in the first sweep, forward_2 and write_2 later, read that of a read. */
-EXPORT double ms_priced(int64_t n, int64_t slots, double forward_1, double write_1, double keep_1,
+double ms_priced(int64_t n, int64_t slots, double forward_1, double write_1, double keep_1,
                         double forward_2, double write_2, double read, double *work)
 {
     if (n <= 1)

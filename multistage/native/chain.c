@@ -99,7 +99,7 @@ static inline four_t min_four(four_t a, four_t b)
 #endif
 
 /* The best instruction set this machine has. */
-EXPORT int64_t ms_chain_isa(void)
+int64_t ms_chain_isa(void)
 {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
@@ -250,7 +250,7 @@ static void *work(void *argument)
  * Planes ascend, and diagonals within a plane; the caller may stop between
  * two calls.  `none` and `table` have ms_chain_cells(n) entries a plane.
  */
-EXPORT int64_t ms_chain_solve(const chain_t *chain, const int32_t *none, float *table,
+int64_t ms_chain_solve(const chain_t *chain, const int32_t *none, float *table,
                               int64_t plane, int64_t first, int64_t last, int64_t isa,
                               int64_t threads)
 {
@@ -277,7 +277,7 @@ EXPORT int64_t ms_chain_solve(const chain_t *chain, const int32_t *none, float *
 }
 
 /* Fill none(s, t) for all pairs, clipped to `most`. */
-EXPORT void ms_chain_none(const chain_t *c, int32_t *none, int64_t most)
+void ms_chain_none(const chain_t *c, int32_t *none, int64_t most)
 {
     for (int64_t s = 0; s < c->n; s++) {
         int64_t peak = 0;
@@ -299,7 +299,7 @@ EXPORT void ms_chain_none(const chain_t *c, int32_t *none, int64_t most)
  * and `stack` room for 3 n entries.  Returns the number of pairs, or
  * INFEASIBLE.
  */
-EXPORT int64_t ms_chain_trace(const chain_t *chain, const int32_t *none, const float *table,
+int64_t ms_chain_trace(const chain_t *chain, const int32_t *none, const float *table,
                               int64_t first, int64_t last, int64_t m, int64_t *out, int64_t *stack)
 {
     const table_t x = {chain, none, table, chain->n * (chain->n + 1) / 2};
@@ -334,7 +334,7 @@ EXPORT int64_t ms_chain_trace(const chain_t *chain, const int32_t *none, const f
  * `bytes` is the chain with true sizes, whose sums may pass 2^63: the peak is
  * cut off at INT64_MAX.  `stack` has room for 2 n entries.
  */
-EXPORT void ms_chain_judge(const chain_t *bytes, const double *forward_s, const double *reverse_s,
+static void judge(const chain_t *bytes, const double *forward_s, const double *reverse_s,
                            const double *spared_s, const int64_t *trace, int64_t made, int64_t *stack_room,
                            double *seconds, int64_t *peak_bytes)
 {
@@ -382,7 +382,7 @@ EXPORT void ms_chain_judge(const chain_t *bytes, const double *forward_s, const 
  * Infeasible memories get infinite seconds.  `trace` has room for 6 n entries,
  * `stack` for 8 n (and is aligned to 16 bytes).
  */
-EXPORT void ms_chain_curve(const chain_t *chain, const chain_t *bytes, const double *forward_s,
+void ms_chain_curve(const chain_t *chain, const chain_t *bytes, const double *forward_s,
                            const double *reverse_s, const double *spared_s, const int32_t *none,
                            float *table, int64_t first, int64_t last, int64_t *trace,
                            int64_t *stack, double *seconds, int64_t *peak_bytes)
@@ -393,7 +393,7 @@ EXPORT void ms_chain_curve(const chain_t *chain, const chain_t *bytes, const dou
             seconds[m - first] = INFINITY;
             peak_bytes[m - first] = INT64_MAX;
         } else {
-            ms_chain_judge(bytes, forward_s, reverse_s, spared_s, trace, made, stack,
+            judge(bytes, forward_s, reverse_s, spared_s, trace, made, stack,
                            seconds + m - first, peak_bytes + m - first);
         }
     }
@@ -413,7 +413,7 @@ static int64_t plus(int64_t a, int64_t b)
  * Exact: no rounding to slots.  Both arrays have ms_chain_cells entries.
  * Stages first..n-1 descending may be done in several calls, the last first.
  */
-EXPORT void ms_chain_smallest(const chain_t *c, int64_t first, int64_t last, int64_t *peak,
+void ms_chain_smallest(const chain_t *c, int64_t first, int64_t last, int64_t *peak,
                               int32_t *choices)
 {
     const int64_t n = c->n;

@@ -4,27 +4,10 @@
 #include <math.h>
 #include <stdint.h>
 
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
+#include "core.h"
 
 enum { PLANE = 16 };
 enum { INFEASIBLE = -2 };
-
-/* A chain in slots.  Stages 0..n-1; state and grad have n+1 entries. */
-typedef struct {
-    int64_t n;
-    const int64_t *state, *grad;              /* of state i, in slots */
-    const int64_t *tape, *advance, *taping, *reverse; /* tape and overheads of stage i */
-    const float *prefix;                      /* P, n+1 entries, P[n] = 1 */
-    const float *leaf; /* what taping stage i alone costs beyond running it: at most 0 */
-    int64_t tapes; /* 0: a tape is made right before its adjoint only (Revolve) */
-    /* Null, or what it costs to have state k or tape s out of memory while what is behind
-     * them is processed, as shares: written to a slower tier and read again. */
-    const float *move_state, *move_tape;
-} chain_t;
 
 /* Solved: E(s, t, m) as planes of 16 slots, each of `cells` rows of the triangle. */
 typedef struct {

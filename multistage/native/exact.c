@@ -16,11 +16,7 @@
  */
 #include <stdint.h>
 
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
+#include "core.h"
 
 enum { FULL = -1, BAD = -2, UNREACHABLE = -3 };
 enum { IDLE, FORWARD, TURN };
@@ -277,7 +273,7 @@ static void let_time_pass(search_t *q, const state_t *x, int64_t seconds)
  *
  * keys and seconds hold n_table entries each, a power of two, keys all 0; heap
  * holds 3 * n_heap int64.  write = 0 means that there is no slow tier. */
-EXPORT int64_t ms_exact(int64_t n, int64_t slots, int64_t forward, int64_t turn, int64_t write,
+int64_t ms_exact(int64_t n, int64_t slots, int64_t forward, int64_t turn, int64_t write,
                         int64_t read, uint64_t *keys, int64_t *seconds, int64_t n_table,
                         int64_t *heap, int64_t n_heap)
 {

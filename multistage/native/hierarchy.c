@@ -22,11 +22,7 @@
 #include <immintrin.h>
 #endif
 
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
+#include "core.h"
 
 /* Candidates that are looked at, or passed over, together. */
 enum { BLOCK = 64, FAR = 8 * BLOCK };
@@ -77,7 +73,7 @@ static inline two_t min_two(two_t a, two_t b)
 #endif
 
 /* Doubles of scratch that ms_hierarchy_row needs for n steps. */
-EXPORT int64_t ms_hierarchy_blocks(int64_t n) { return n / BLOCK + 1; }
+int64_t ms_hierarchy_blocks(int64_t n) { return n / BLOCK + 1; }
 
 /* Fill one row for lengths first..last, 2 <= first, given all shorter ones.
  *
@@ -88,7 +84,7 @@ EXPORT int64_t ms_hierarchy_blocks(int64_t n) { return n / BLOCK + 1; }
  * depth and over_depth, unless null, get the fewest slots of the level that a
  * cheapest reversal takes; then right and over must be the same.
  */
-EXPORT void ms_hierarchy_row(int64_t n, int64_t first, int64_t last, const double *ahead,
+void ms_hierarchy_row(int64_t n, int64_t first, int64_t last, const double *ahead,
                              double write, const double *below, const double *right, double *left,
                              double *row, double *over, int32_t *depth, int32_t *over_depth,
                              double *blocks, int64_t isa)

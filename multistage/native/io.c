@@ -18,7 +18,7 @@
  * child has the memory but no threads: it must not call anything here.
  */
 #define _GNU_SOURCE
-#include "io.h"
+#include "core.h"
 
 #if defined(__linux__)
 #include <errno.h>
@@ -108,7 +108,7 @@ static uint64_t sum_end(const sum_t *sum, const char *rest, int64_t n_rest)
 }
 
 /* The checksum of this engine, for the test that compares it with its twin. */
-EXPORT int64_t ms_xxh64(const char *data, int64_t nbytes)
+int64_t ms_xxh64(const char *data, int64_t nbytes)
 {
     sum_t sum;
     sum_begin(&sum);
@@ -239,14 +239,14 @@ static void complete(lane_t *lane, job_t *job, int64_t error)
 }
 
 /* The job's state; what else it holds can be read once it is not IO_QUEUED. */
-EXPORT int64_t ms_io_state(const job_t *job)
+int64_t ms_io_state(const job_t *job)
 {
     return atomic_load_explicit(&((job_t *)job)->state, memory_order_acquire);
 }
 
 /* Wait until the count of completions is not `seen`, at most so long; returns the count.
  * A negative timeout is none. */
-EXPORT int64_t ms_io_wait(io_t *io, int64_t seen, int64_t timeout_ms)
+int64_t ms_io_wait(io_t *io, int64_t seen, int64_t timeout_ms)
 {
     int64_t completed = atomic_load(&io->completed);
     if (completed != seen || timeout_ms == 0)
@@ -482,11 +482,11 @@ static void stop_lane(lane_t *lane)
     sem_destroy(&lane->chunks);
 }
 
-EXPORT int64_t ms_io_len(void) { return sizeof(io_t); }
+int64_t ms_io_len(void) { return sizeof(io_t); }
 
 /* Start the threads; `io` is the caller's memory, of ms_io_len() bytes.
  * Returns 0 or an errno; after an error nothing is left to stop. */
-EXPORT int64_t ms_io_start(io_t *io, const io_options_t *options)
+int64_t ms_io_start(io_t *io, const io_options_t *options)
 {
     static void *(*const FRONT[])(void *) = {write_front, read_front};
     static void *(*const BACK[])(void *) = {write_back, read_back};
@@ -524,7 +524,7 @@ EXPORT int64_t ms_io_start(io_t *io, const io_options_t *options)
 
 /* Queue a job, behind those of its kind: a write (IO_WRITE) or a read (IO_READ).
  * Takes no lock and never waits. */
-EXPORT void ms_io_submit(io_t *io, job_t *job, int64_t kind)
+void ms_io_submit(io_t *io, job_t *job, int64_t kind)
 {
     lane_t *lane = &io->lane[kind];
     atomic_store_explicit(&job->state, IO_QUEUED, memory_order_relaxed);
@@ -535,7 +535,7 @@ EXPORT void ms_io_submit(io_t *io, job_t *job, int64_t kind)
 }
 
 /* Finish every job and stop the threads. */
-EXPORT void ms_io_stop(io_t *io)
+void ms_io_stop(io_t *io)
 {
     stop_lane(&io->lane[IO_WRITE]); /* first: a read may wait for a write */
     stop_lane(&io->lane[IO_READ]);
@@ -544,7 +544,7 @@ EXPORT void ms_io_stop(io_t *io)
 }
 
 /* Whether a file lies in memory, as on tmpfs, whatever its flags. */
-EXPORT int64_t ms_io_in_memory(int64_t fd)
+int64_t ms_io_in_memory(int64_t fd)
 {
     struct statfs found;
     if (fstatfs((int)fd, &found))
@@ -555,12 +555,12 @@ EXPORT int64_t ms_io_in_memory(int64_t fd)
 #else /* the portable engines take over */
 
 #include <errno.h>
-EXPORT int64_t ms_io_len(void) { return 1; }
-EXPORT int64_t ms_io_start(io_t *io, const io_options_t *o) { return (void)io, (void)o, ENOSYS; }
-EXPORT void ms_io_submit(io_t *io, job_t *job, int64_t kind) { (void)io, (void)job, (void)kind; }
-EXPORT int64_t ms_io_state(const job_t *job) { return (void)job, IO_FAILED; }
-EXPORT int64_t ms_io_wait(io_t *io, int64_t seen, int64_t t) { return (void)io, (void)t, seen; }
-EXPORT void ms_io_stop(io_t *io) { (void)io; }
-EXPORT int64_t ms_io_in_memory(int64_t fd) { return (void)fd, 0; }
-EXPORT int64_t ms_xxh64(const char *data, int64_t n) { return (void)data, (void)n, 0; }
+int64_t ms_io_len(void) { return 1; }
+int64_t ms_io_start(io_t *io, const io_options_t *o) { return (void)io, (void)o, ENOSYS; }
+void ms_io_submit(io_t *io, job_t *job, int64_t kind) { (void)io, (void)job, (void)kind; }
+int64_t ms_io_state(const job_t *job) { return (void)job, IO_FAILED; }
+int64_t ms_io_wait(io_t *io, int64_t seen, int64_t t) { return (void)io, (void)t, seen; }
+void ms_io_stop(io_t *io) { (void)io; }
+int64_t ms_io_in_memory(int64_t fd) { return (void)fd, 0; }
+int64_t ms_xxh64(const char *data, int64_t n) { return (void)data, (void)n, 0; }
 #endif

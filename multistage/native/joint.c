@@ -86,7 +86,7 @@ static int64_t cut_up(int64_t n, int64_t *work, work_t *w)
 }
 
 /* Entries of the work array of a chain of n stages. */
-EXPORT int64_t ms_joint_work_len(int64_t n)
+int64_t ms_joint_work_len(int64_t n)
 {
     return cut_up(n, 0, 0);
 }
@@ -483,7 +483,7 @@ static double judge(const joint_t *x, work_t *w, const uint8_t *fates, int64_t *
  * `summary` takes the numbers of things moved, operations, things, nodes, the
  * first operation of the reverse sweep, and the peak in bytes.
  */
-EXPORT double ms_joint_judge(const joint_t *x, const uint8_t *fates, int64_t *summary,
+double ms_joint_judge(const joint_t *x, const uint8_t *fates, int64_t *summary,
                              double *waited)
 {
     work_t w = work_of(x);
@@ -499,7 +499,7 @@ EXPORT double ms_joint_judge(const joint_t *x, const uint8_t *fates, int64_t *su
 /* Copy what the last call of ms_joint_judge laid out: 3 numbers an operation (kind, stage,
  * need), 7 a thing (tape, step, made, evicted, got, first, last), 5 a node (start, stop, slots,
  * apart, tape). */
-EXPORT void ms_joint_layout(const joint_t *x, int64_t *ops, int64_t *items, int64_t *nodes)
+void ms_joint_layout(const joint_t *x, int64_t *ops, int64_t *items, int64_t *nodes)
 {
     const work_t w = work_of(x);
     for (int64_t q = 0; q < w.head->ops; q++) {
@@ -604,7 +604,7 @@ static int move(uint8_t *fates, int64_t n, uint64_t *state)
  *
  * A move that makes it slower is kept now and then, less and less.
  */
-EXPORT double ms_joint_improve(const joint_t *x, uint8_t *fates, double seconds, int64_t moves,
+double ms_joint_improve(const joint_t *x, uint8_t *fates, double seconds, int64_t moves,
                                int64_t seed)
 {
     work_t w = work_of(x);

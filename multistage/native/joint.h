@@ -16,22 +16,6 @@ enum {
     MAY_TAPE = 2
 };
 
-typedef struct {
-    const chain_t *slots; /* the chain of the table */
-    const chain_t *bytes; /* the chain with true sizes, whose sums fit an int64 */
-    const int32_t *none;
-    const float *table;
-    int64_t memories; /* of the table: 0..memories */
-    double unit;      /* bytes of a slot */
-    const double *forward_s, *reverse_s, *spared_s;
-    int64_t limit; /* bytes, the chain's input not counted */
-    double write_bytes_per_s, read_bytes_per_s, latency_s;
-    int64_t capacity; /* bytes of the tier */
-    int64_t shared;   /* both directions are one channel */
-    const uint8_t *may; /* whether state i and tape i may travel */
-    int64_t *work;      /* of ms_joint_work_len entries, the first 0 before the first call */
-} joint_t;
-
 /* One operation: what runs, and the bytes it needs besides the things of the tier. */
 enum { ADVANCE, TAPE, TAPE_LAST, REVERSE };
 typedef struct {

@@ -24,20 +24,6 @@
  */
 #include "chain.h"
 
-typedef struct {
-    int64_t n, slots;
-    const int64_t *state, *tape; /* of state s and tape s, in slots */
-    const int64_t *taping;       /* slots that taping and reversing stage s takes */
-    const int64_t *passing;      /* (s, k): slots that running s..k-1 forward takes */
-    const float *table;          /* of chain.c: later(s, e, m) as shares of `total` */
-    const double *forward;       /* seconds before stage s, n + 1 entries */
-    double total, work;          /* work: the price of a second of work after the turn */
-    const double *fast_state, *fast_tape; /* prices of being in memory at the turn */
-    const double *move_state, *move_tape; /* of being moved */
-    const double *late_state;             /* of being moved after the right part */
-    const double *again_state;            /* of one more read */
-} dual_t;
-
 static inline double less(double a, double b)
 {
     return a < b ? a : b;
@@ -67,13 +53,13 @@ static void taped(const dual_t *x, int64_t s, const double *next, double *out)
 }
 
 /* Doubles of the work area. */
-EXPORT int64_t ms_joint_dual_len(int64_t n, int64_t slots)
+int64_t ms_joint_dual_len(int64_t n, int64_t slots)
 {
     return (n + 4) * (slots + 1);
 }
 
 /* Return the least priced seconds beyond the first sweep, infinite if nothing fits. */
-EXPORT double ms_joint_dual(const dual_t *x, double *area)
+double ms_joint_dual(const dual_t *x, double *area)
 {
     const int64_t n = x->n, slots = x->slots, width = slots + 1;
     double *right = area, *kept = area + n * width, *next = kept + width;

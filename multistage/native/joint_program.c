@@ -29,17 +29,6 @@
 enum { MOST_ENDS = 120 };
 
 typedef struct {
-    double read_price; /* of a second of reading */
-    double staging;    /* of the largest recent tape, that a write under way holds besides */
-    double fineness;   /* steps of time a mean tape takes to write; 0: as the limit has it */
-    double speed;      /* the tier's times are multiplied by it */
-    int64_t reserve;   /* slots kept free beside a segment, for landing */
-    int64_t steps;     /* of the backlog */
-    int64_t stride;    /* memories of the table in a slot of the program */
-    int64_t isa;
-} program_t;
-
-typedef struct {
     const joint_t *x;
     const program_t *p;
     int64_t n, slots, width, layer; /* floats of a row, of a stage */
@@ -71,7 +60,7 @@ static int64_t floats_of(const joint_t *x, const program_t *p)
     return 4 * (n + 1) * (p->steps + 1) * width + (n + 1) * width;
 }
 
-EXPORT int64_t ms_joint_program_len(const joint_t *x, const program_t *p)
+int64_t ms_joint_program_len(const joint_t *x, const program_t *p)
 {
     return (floats_of(x, p) + 1) / 2 + 12 * (x->slots->n + 2);
 }
@@ -443,7 +432,7 @@ static int read_off(solve_t *z, int64_t memory, uint8_t *fates)
  *
  * `fates` takes n bytes a share, `found` whether there is a plan.
  */
-EXPORT void ms_joint_program(const joint_t *x, const program_t *p, int64_t *work,
+void ms_joint_program(const joint_t *x, const program_t *p, int64_t *work,
                              const double *shares, int64_t count, uint8_t *fates, uint8_t *found)
 {
     solve_t z = {.x = x, .p = p, .n = x->slots->n, .slots = x->memories / p->stride};

@@ -7,11 +7,7 @@
 #include <unistd.h>
 #endif
 
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
+#include "core.h"
 
 /* Policies and flags, as in linux/mempolicy.h. */
 enum { PREFERRED = 1, BIND = 2, PREFERRED_MANY = 5, MODE_FLAGS = 7 << 13, STRICT = 1 };
@@ -22,7 +18,7 @@ enum { MOST_NODES = 1024, BITS = 8 * sizeof(unsigned long) };
  * `address` is page-aligned; pages that were touched already are not moved.
  * Returns 0 or an errno.
  */
-EXPORT int64_t ms_bind(void *address, int64_t nbytes, int64_t node)
+int64_t ms_bind(void *address, int64_t nbytes, int64_t node)
 {
 #if defined(__linux__) && defined(SYS_mbind)
     unsigned long mask[MOST_NODES / BITS] = {0};
@@ -44,7 +40,7 @@ EXPORT int64_t ms_bind(void *address, int64_t nbytes, int64_t node)
  * Writes at most `room` numbers to `nodes` and returns how many there are: 0
  * where no policy says so, or the kernel does not tell.
  */
-EXPORT int64_t ms_nodes_wanted(int64_t *nodes, int64_t room)
+int64_t ms_nodes_wanted(int64_t *nodes, int64_t room)
 {
     int64_t count = 0;
 #if defined(__linux__) && defined(SYS_get_mempolicy)

@@ -17,12 +17,6 @@
 
 #include "revolve.h"
 
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
-
 typedef unsigned __int128 wide;
 
 #define SATURATED ((uint64_t)1 << 62)
@@ -127,13 +121,13 @@ int64_t revolve_first_advance(int64_t l, int64_t s)
 }
 
 /* Bytes are for the caller to allocate: int64 fields of `state` and of `stack`. */
-EXPORT int64_t ms_revolve_state_len(void) { return N_FIELDS; }
-EXPORT int64_t ms_revolve_stack_len(int64_t slots) { return RECORD * (slots + 1); }
+int64_t ms_revolve_state_len(void) { return N_FIELDS; }
+int64_t ms_revolve_stack_len(int64_t slots) { return RECORD * (slots + 1); }
 
 /* Prepare to reverse steps start..end-1 with `slots` slots, state `start` live.
  * With keep_first, checkpoint `start` is already held beside those slots and
  * stays held. */
-EXPORT void ms_revolve_init(int64_t *state, int64_t *stack, int64_t start, int64_t end,
+void ms_revolve_init(int64_t *state, int64_t *stack, int64_t start, int64_t end,
                             int64_t slots, int64_t keep_first)
 {
     state[START] = start;
@@ -152,7 +146,7 @@ EXPORT void ms_revolve_init(int64_t *state, int64_t *stack, int64_t start, int64
 
 /* Write up to `room` actions to `out`, three int64 each (code, a, b); return how many.
  * 0 means the reversal is complete. */
-EXPORT int64_t ms_revolve_fill(int64_t *state, int64_t *stack, int64_t *out, int64_t room)
+int64_t ms_revolve_fill(int64_t *state, int64_t *stack, int64_t *out, int64_t room)
 {
     int64_t made = 0;
     int64_t start = state[START], end = state[END], live = state[LIVE], depth = state[DEPTH];
@@ -218,7 +212,7 @@ EXPORT int64_t ms_revolve_fill(int64_t *state, int64_t *stack, int64_t *out, int
 
 /* Count how often each of the `slots` slots, from the bottom of the stack, is
  * written and read when n steps are reversed; `stack` as for ms_revolve_init. */
-EXPORT void ms_revolve_accesses(int64_t n, int64_t slots, int64_t trajectory, int64_t *writes,
+void ms_revolve_accesses(int64_t n, int64_t slots, int64_t trajectory, int64_t *writes,
                                 int64_t *reads, int64_t *stack)
 {
     int64_t live = 0, end = n, depth = 0;

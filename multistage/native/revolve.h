@@ -4,12 +4,10 @@
 
 #include <stdint.h>
 
+#include "core.h"
+
 /* The codes that ms_revolve_fill writes. */
 enum { REVOLVE_ADVANCE, REVOLVE_REVERSE, REVOLVE_SAVE, REVOLVE_LOAD, REVOLVE_FREE };
-
-void ms_revolve_init(int64_t *state, int64_t *stack, int64_t start, int64_t end, int64_t slots,
-                     int64_t keep_first);
-int64_t ms_revolve_fill(int64_t *state, int64_t *stack, int64_t *out, int64_t room);
 
 /* nu(l, s): the fewest forward steps that reverse l steps with s slots; s = 0 counts as 1. */
 double revolve_nu(int64_t l, int64_t s);

@@ -17,22 +17,6 @@
 
 #include "revolve.h"
 
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
-
-/* Field for field `Sweep` of multistage/native/__init__.py. */
-typedef struct {
-    int64_t n, online, slots, tail_start, depth, queue_depth, drain_steps;
-    int64_t keep_from, end_start, capacity, reserve, backlog;
-    uint64_t extra, skip; /* steps below 64 */
-    double spacing, end_spacing;
-    double forward, taping, reverse, turn, action;
-    double write, read, write_overhead, read_overhead;
-} sweep_t;
-
 enum { MAKESPAN, STALL, FORWARD_STEPS, WRITES, READS, PEAK, N_OUT };
 enum { DONE = 0, FULL = -1, STUCK = -2 };
 
@@ -709,20 +693,20 @@ static void reverse_sweep(run_t *r)
 enum { ARRAYS = 13 };
 
 /* Numbers of eight bytes the caller has to provide; `room` bounds the states offered or kept. */
-EXPORT int64_t ms_sweep_len(int64_t room, int64_t slots)
+int64_t ms_sweep_len(int64_t room, int64_t slots)
 {
     if (room < 1 || slots < 1 || room > INT64_MAX / 256 || slots > INT64_MAX / 256)
         return -1;
     return ARRAYS * room + 2 * (slots + 3) + 2 * (EXACT_LENGTH + 1);
 }
 
-EXPORT int64_t ms_sweep_tables_len(void)
+int64_t ms_sweep_tables_len(void)
 {
     return 1 + N_TABLES + N_TABLES * (EXACT_LENGTH + 1);
 }
 
 /* Run the schedule; return DONE, FULL where `room` does not suffice, or STUCK. */
-EXPORT int64_t ms_sweep(const sweep_t *p, int64_t room, void *work, int64_t *tables, double *out)
+int64_t ms_sweep(const sweep_t *p, int64_t room, void *work, int64_t *tables, double *out)
 {
     run_t r = {
         .p = p, .room = room, .backlog = p->backlog, .tables = tables, .nu_length = -1,

@@ -2,7 +2,7 @@
  * writes, reads queued behind writes still under way, and waits, in a file that
  * is gone at the end.  Exits 0 if every byte came back. */
 #define _GNU_SOURCE
-#include "../../multistage/native/io.h"
+#include "../../multistage/native/core.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -13,8 +13,10 @@ import pytest
 import multistage
 from multistage import native
 from multistage.errors import SlowWarning
+from multistage.native.header import sum_of_sources
 
 ROOT = Path(multistage.__file__).parents[1]
+needs_core = pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
 
 
 def spec(monkeypatch, origin):
@@ -40,11 +42,35 @@ def test_a_file_that_is_no_library(monkeypatch, tmp_path):
     assert library is None and "_native.so" in why
 
 
-def test_a_core_of_another_version(monkeypatch):
+@pytest.mark.parametrize("wanted", ["", "required"])
+def test_a_library_of_another_version_is_an_error(monkeypatch, wanted):
     libc = next(p for p in Path("/proc/self/maps").read_text().split() if "libc.so" in p)
     spec(monkeypatch, libc)
-    library, why = native._load("")
-    assert library is None and "is of another version" in why and "ms_revolve" in why
+    with pytest.raises(ImportError, match=r"another version \(.*ms_"):
+        native._load(wanted)
+
+
+@needs_core
+@pytest.mark.parametrize("wanted", ["", "required"])
+def test_a_core_older_than_its_sources_is_an_error(monkeypatch, wanted):
+    monkeypatch.setattr(native, "sum_of_sources", lambda folder: sum_of_sources(folder) ^ 1)
+    with pytest.raises(ImportError, match=r"compiled from other sources.*pip install -e \."):
+        native._load(wanted)
+
+
+@needs_core
+def test_an_installed_core_has_no_sources_to_compare(monkeypatch):
+    monkeypatch.setattr(native, "sum_of_sources", lambda folder: 0)
+    assert native._load("required")[0] is not None
+
+
+def test_every_byte_of_the_sources_and_their_names_order_counts(tmp_path):
+    (tmp_path / "core.h").write_text("int a;")
+    assert sum_of_sources(tmp_path) == 0
+    (tmp_path / "a.c").write_text("int b;")
+    one = sum_of_sources(tmp_path)
+    (tmp_path / "core.h").write_text("int c;")
+    assert 0 != one != sum_of_sources(tmp_path) != 0
 
 
 def test_off_looks_for_nothing(monkeypatch):

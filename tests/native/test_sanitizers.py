@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import multistage
+from multistage.native.header import sum_of_sources
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent
@@ -73,7 +74,9 @@ def _runtimes() -> str:
 
 
 def _build(library: Path, *sources: Path) -> None:
-    command = [_compiler(), *FLAGS, *SANITIZE, "-o", str(library), *map(str, sources), "-lm"]
+    number = f"-DMULTISTAGE_SOURCES={sum_of_sources(SOURCES[0].parent)}"
+    command = [_compiler(), *FLAGS, *SANITIZE, number, "-o", str(library)]
+    command += [*map(str, sources), "-lm"]
     subprocess.run(command, check=True)
 
 
