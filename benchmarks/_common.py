@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from multistage import native
+
 PACKAGES = (
     "numpy",
     "torch",
@@ -25,8 +27,24 @@ PACKAGES = (
 )
 
 
+def require_core() -> None:
+    """End the program where it would measure the Python twins and nobody asked for that.
+
+    Raises
+    ------
+    SystemExit
+        If the C core is not there and MULTISTAGE_CORE is not "off".
+    """
+    if native.LIBRARY is None and os.environ.get("MULTISTAGE_CORE") != "off":
+        raise SystemExit(
+            f"this would measure the Python twins: {native.missing()}. In a checkout, compile the "
+            "C core with `pip install -e .`; to measure the twins, set MULTISTAGE_CORE=off"
+        )
+
+
 def options(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options of every benchmark."""
+    """Return a parser with the options of every benchmark; end where the C core is missing."""
+    require_core()
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

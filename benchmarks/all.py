@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import machine
+from benchmarks._common import machine, require_core
 from benchmarks.catalog import CATALOG, Entry, missing
 from benchmarks.claims import judge_all
 from benchmarks.docs import rewrite
@@ -260,6 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="rewrite the tables of this page (docs/reproduce.md)",
     )
     args = parser.parse_args(argv)
+    require_core()
     known = [entry.name for entry in CATALOG]
     if unknown := sorted(set(args.only or ()) - set(known)):
         parser.error(f"--only {' '.join(unknown)}: choose from {', '.join(known)}")

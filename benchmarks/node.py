@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks._common import child
+from benchmarks._common import child, require_core
 from benchmarks.all import load_average, run, write
 from benchmarks.catalog import CATALOG, ONE_THREAD, cuda, missing
 from benchmarks.facts import Scrubber, facts
@@ -369,6 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--from", dest="start", type=Path, default=Path(), help=argparse.SUPPRESS)
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    require_core()
     if args.child:
         print(json.dumps(_child(args.child)))
         return 0

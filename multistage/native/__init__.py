@@ -88,7 +88,7 @@ def _load(wanted: str) -> tuple[ctypes.CDLL | None, str]:
     # install the built library lies elsewhere than the sources.
     found = importlib.util.find_spec(f"{__name__}._native")
     if found is None or found.origin is None:
-        why = "it was not built"
+        why = f"it was not built, or not for the package in {_HERE.parent}"
     else:
         try:
             return _declared(ctypes.CDLL(found.origin), found.origin), ""
@@ -141,6 +141,11 @@ def available() -> bool:
     if LIBRARY is None and _WHY:
         _warn(_WHY)
     return LIBRARY is not None
+
+
+def missing() -> str:
+    """Return why the C core is not there; "" if it is, or if nobody wants it."""
+    return _WHY
 
 
 @cache
