@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from multistage.costs import format_bytes, format_seconds, parse_bytes
 from multistage.interop.pyrevolve import Revolver, install
+from multistage.units import format_bytes, format_seconds, parse_bytes
 
 
 def arguments() -> argparse.Namespace:

@@ -12,10 +12,10 @@ from . import backends as backends
 from . import errors as errors
 from .backends import open_store as open_store
 from .blocks import Blocks as Blocks
+from .budget import Budget as Budget
 from .chain import Chain as Chain
 from .chain import FunctionChain as FunctionChain
 from .chain import InPlaceChain as InPlaceChain
-from .costs import Budget as Budget
 from .costs import Costs as Costs
 from .costs import Tier as Tier
 from .plan import PLANNERS as PLANNERS

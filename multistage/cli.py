@@ -16,7 +16,7 @@ from typing import Any, Literal
 from tabulate import tabulate
 
 from . import __version__
-from .costs import Costs, Tier, format_bytes, format_seconds, parse_bytes
+from .costs import Costs, Tier
 from .demos.watching import add_progress, shown
 from .errors import ArgumentError, MultistageError, redacted
 from .plan import PLANNERS, RANKED, Plan, plan
@@ -24,6 +24,7 @@ from .plan.heterogeneous import STRATEGIES, ChainPlan, memory_curve, plan_chain
 from .plan.written import read_json
 from .rates import TierRates
 from .stages import StageCosts
+from .units import format_bytes, format_seconds, parse_bytes, parse_seconds
 
 _PLAN_EPILOG = """\
 times are seconds, or written with a unit: 250us, 1.5ms, 2s.
@@ -35,28 +36,6 @@ examples:
   # the same from a file written by --save-costs or by multistage.Costs.save
   multistage {command} --costs costs.json --steps 10000 --budget "512 MiB"
 """
-
-
-def parse_seconds(text: str) -> float:
-    """Return seconds from `0.002`, `2ms`, `250us`, `40ns` or `2s`.
-
-    Examples
-    --------
-    >>> parse_seconds("250us")
-    0.00025
-    """
-    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][-+]?\d+)?)\s*(ns|us|ms|s)?\s*", text)
-    try:
-        if match:
-            mantissa, _, exponent = match[1].lower().partition("e")
-            power = int(exponent or 0) + _POWERS[match[2] or "s"]
-            return float(f"{mantissa}e{power}")
-    except ValueError:
-        pass
-    raise ArgumentError(f"time {text!r} is no number of seconds; write 250us, 1.5ms or 2s")
-
-
-_POWERS = {"ns": -9, "us": -6, "ms": -3, "s": 0}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -282,9 +261,6 @@ def _costs(args: argparse.Namespace) -> Costs:
 
 def _plan_chain(args: argparse.Namespace) -> int:
     costs = StageCosts.load(args.chain)
-    memory = args.memory
-    if memory is not None and re.fullmatch(r"[01]?\.\d+|[01]\.", memory):
-        memory = float(memory)
     if args.curve:
         kind: Any = args.strategy
         if args.tier is not None:
@@ -299,7 +275,7 @@ def _plan_chain(args: argparse.Namespace) -> int:
         if args.picture is None and args.html is None:
             return 0
     rates = None if args.tier is None else _rates_for(costs, args.tier)
-    made = plan_chain(costs, memory, args.strategy, tiers=rates, progress=shown(args))
+    made = plan_chain(costs, args.memory, args.strategy, tiers=rates, progress=shown(args))
     if not args.curve:
         _print_plan(args, made)
     return _show(args, made)

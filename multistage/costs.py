@@ -1,4 +1,4 @@
-"""What the planners know: costs in seconds and bytes, tiers, and the memory budget.
+"""What the planners know: costs in seconds and bytes, and tiers.
 
 Symbols of the papers: T_A is `forward_step_s`, T_W and T_R are a tier's
 `write_s` and `read_s`, rho is `write_s / forward_step_s`, and T_B is
@@ -9,104 +9,15 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import ArgumentError, BudgetError
-from .values import LEAST_STEP_S, MOST, seconds, shown, whole
+from .errors import ArgumentError
+from .values import LEAST_STEP_S, seconds, shown, whole
 
 # As `tape_bytes`: more than any budget holds, so that no planner keeps a second tape.
 NOT_KEPT = 1 << 62
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "k": 2**10,
-    "m": 2**20,
-    "g": 2**30,
-    "t": 2**40,
-}
-
-
-def parse_bytes(text: str | int) -> int:
-    """Return a byte count from an int or a string such as `"512 MiB"`.
-
-    Decimal units (kB, MB, GB, TB) are powers of ten; KiB, MiB, GiB, TiB and
-    bare K, M, G, T are powers of two.
-
-    Raises
-    ------
-    ArgumentError
-        If the text is no size or is negative.
-
-    Examples
-    --------
-    >>> parse_bytes("512 MiB")
-    536870912
-    """
-    if not isinstance(text, str):
-        if isinstance(text, bool) or not hasattr(text, "__index__"):
-            raise ArgumentError(
-                f"size {shown(text)} must be a whole number of bytes, or a string such as "
-                "'512 MiB' or '32 slots'"
-            )
-        return whole(text, "size")
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        # What stands before an "@" is a secret perhaps: memory:PASSWORD@host.
-        said = re.sub(r"(?s).*(@|%40)", r"***\1", text)
-        raise ArgumentError(
-            f"size {shown(said)} is no byte count; write a number and a unit such as '512 MiB' "
-            "or '2GB'"
-        )
-    count = float(match[1]) * unit
-    if count > MOST:
-        raise ArgumentError(f"size {shown(text)} must be at most 2^62 bytes")
-    return int(count)
-
-
-def format_bytes(count: float) -> str:
-    """Return a byte count in the largest binary unit that keeps it above one.
-
-    Examples
-    --------
-    >>> format_bytes(3 << 20)
-    '3.00 MiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a time in the unit that suits its size.
-
-    Examples
-    --------
-    >>> format_seconds(0.00042)
-    '420 us'
-    """
-    if abs(seconds) < 1e-12:
-        return "0 s"
-    if math.isinf(seconds) or math.isnan(seconds):
-        return f"{seconds:g} s"
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(seconds) >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,80 +206,3 @@ class Costs:
         except UnicodeDecodeError as error:
             raise ArgumentError(f"no costs file: {path} is not text") from error
         return cls.from_json(text)
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """Fast memory for checkpoints: bytes or slots, exactly one of them.
-
-    The live state, the adjoint, one working tape and state 0 (the caller's, or a
-    copy where steps could overwrite it) belong to the computation and are not
-    counted; staging and landing slots are.  A budget in bytes
-    also pays for the I/O buffers of the tiers; one in slots does not.
-
-    Attributes
-    ----------
-    bytes : int or None
-        Bytes, for example from `parse_bytes("512 MiB")`.
-    slots : int or None
-        States.
-    """
-
-    bytes: int | None = None
-    slots: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.bytes is None) == (self.slots is None):
-            raise ArgumentError(
-                f"give a budget as bytes or as slots, not bytes={shown(self.bytes)}, "
-                f"slots={shown(self.slots)}"
-            )
-        name = "bytes" if self.slots is None else "slots"
-        object.__setattr__(self, name, whole(getattr(self, name), f"budget: {name}"))
-
-    @classmethod
-    def parse(cls, text: str | int | Budget) -> Budget:
-        """Return a budget from bytes (int), a size string, `"32 slots"` or a Budget.
-
-        Examples
-        --------
-        >>> Budget.parse("32 slots")
-        Budget(bytes=None, slots=32)
-        """
-        if isinstance(text, Budget):
-            return text
-        if isinstance(text, str) and (match := re.fullmatch(r"\s*(.*?)\s*slots?\s*", text)):
-            if not re.fullmatch(r"[0-9]{1,19}", match[1]):
-                raise ArgumentError(
-                    f"budget {shown(text)}: slots must be a whole number >= 1, as in '32 slots', "
-                    f"at most {MOST}"
-                )
-            return cls(slots=int(match[1]))
-        return cls(bytes=parse_bytes(text))
-
-    def slots_for(self, state_bytes: int, buffer_bytes: int = 0) -> int:
-        """Return how many states of `state_bytes` fit beside `buffer_bytes` of I/O buffers.
-
-        Raises
-        ------
-        BudgetError
-            When not even one state fits.
-        """
-        remedy = "raise the budget"
-        if self.slots is not None:
-            slots, have, need = self.slots, f"{self.slots} slots", "1 slot"
-        else:
-            assert self.bytes is not None
-            slots = max(0, self.bytes - buffer_bytes) // state_bytes
-            have = f"budget of {self.bytes} bytes ({format_bytes(self.bytes)})"
-            need = f"{state_bytes + buffer_bytes} bytes needed for one state of {state_bytes} bytes"
-            need += f" and {buffer_bytes} bytes of I/O buffers" if buffer_bytes else ""
-            if state_bytes <= self.bytes:
-                remedy = (
-                    "the state alone would fit: make the buffers smaller, such as "
-                    "file:///scratch?buffers=1MiB, raise the budget, or give it in slots, "
-                    "which leaves the buffers out"
-                )
-        if slots < 1:
-            raise BudgetError(f"{have} < {need}; {remedy}")
-        return slots

@@ -26,9 +26,9 @@ from .actions import (
     Save,
     Tape,
 )
-from .costs import format_bytes
 from .errors import ArgumentError, ScheduleError
 from .stages import StageCosts
+from .units import format_bytes
 
 
 @dataclass(slots=True)

@@ -9,12 +9,12 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from .costs import Tier, format_bytes, format_seconds, parse_bytes
+from .costs import Tier
 from .errors import ArgumentError
+from .units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from .values import number, seconds, shown, whole
 
 _FORM = "'write=2GB/s,read=1GB/s,latency=1ms,capacity=10GiB,shared'"
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _NAMES = ("write", "read", "latency", "capacity", "name")
 
 
@@ -109,7 +109,7 @@ class TierRates:
         return cls(
             write_bytes_per_s=_rate(given["write"]),
             read_bytes_per_s=_rate(given.get("read", given["write"])),
-            latency_s=_duration(given.get("latency", "0s")),
+            latency_s=parse_seconds(given.get("latency", "0s"), "latency"),
             capacity_bytes=None if capacity is None else parse_bytes(capacity),
             shared=flags["shared"],
             tapes=not flags["states-only"],
@@ -160,10 +160,3 @@ class TierRates:
 
 def _rate(text: str) -> float:
     return float(parse_bytes(re.sub(r"\s*/\s*s$", "", text)))
-
-
-def _duration(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|ms|us|ns)", text)
-    if match is None:
-        raise ArgumentError(f"latency {shown(text)} must be a time such as '1ms' or '0.5s'")
-    return float(match[1]) * _SECONDS[match[2]]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from tabulate import tabulate
 
 from .backends.base import Store, StoreStats
-from .costs import Costs, format_bytes, format_seconds
+from .costs import Costs
 from .drawing import page, save_chart, save_text
 from .drawing.chart import Chart
 from .drawing.plans import limits_of, plan_parts
@@ -20,6 +20,7 @@ from .execute import Counts
 from .plan import Plan
 from .timeline import Timeline
 from .trace import write_trace
+from .units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,10 @@ from .backends.base import Store, StoreStats
 from .backends.lifetimes import Birth, end, forked
 from .backends.streamed import StreamedStore, require_distinct
 from .backends.urls import Tiers, open_store, tier_names
+from .budget import Budget
 from .chain import Chain, FunctionChain
 from .compressing import choose_compression
-from .costs import Budget, Costs
+from .costs import Costs
 from .durable.run import DurableRun, OrderedStates
 from .errors import ArgumentError, BudgetError, StateError, StoreError
 from .execute import Counts, Executor, Resumed

@@ -33,8 +33,8 @@ from typing import Any, Self
 
 from tabulate import tabulate
 
-from .costs import format_bytes, format_seconds
 from .errors import ArgumentError
+from .units import format_bytes, format_seconds
 from .values import seconds, shown, whole
 
 MAX_BYTES = 1 << 60

@@ -25,8 +25,9 @@ from typing import Any, Generic, Literal, TypeVar
 from .actions import Action, EndForward, Get, Put, Reverse, Schedule, Tape
 from .backends.base import Store
 from .backends.paged import PagedStore
+from .budget import Budget
 from .chain import Chain
-from .costs import Budget, Costs
+from .costs import Costs
 from .errors import ArgumentError, BudgetError, StoreError
 from .execute import Counts
 from .given import one_tape

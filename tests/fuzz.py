@@ -23,7 +23,6 @@ import atheris
 with atheris.instrument_imports(include=["multistage"]):
     from multistage import Costs, Stage, StageCosts, Tier
     from multistage.backends import open_store
-    from multistage.costs import parse_bytes
     from multistage.durable.headers import (
         PRELUDE,
         Kind,
@@ -37,6 +36,7 @@ with atheris.instrument_imports(include=["multistage"]):
     )
     from multistage.durable.records import OrderedLayout
     from multistage.errors import MultistageError
+    from multistage.units import parse_bytes
 
 RUN = b"r" * 16
 RECORD_BYTES = 61

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 import multistage
 from multistage import Budget, Costs, Jitter, Reversal, Tier, check, plan, plan_chain, simulate
 from multistage.actions import EndForward, Reverse, Tape
-from multistage.costs import parse_bytes
 from multistage.errors import ArgumentError, BudgetError, ScheduleError
 from multistage.plan import PLANNERS
 from multistage.plan.trade_off import trade_off
 from multistage.stages import Stage, StageCosts
+from multistage.units import parse_bytes
 
 STRANGE = st.one_of(
     st.sampled_from(
@@ -101,7 +101,7 @@ ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         },
     ),
     "Budget": (Budget, {"bytes": None, "slots": None}),
-    "Budget.parse": (Budget.parse, {"text": "3 slots"}),
+    "Budget.parse": (Budget.parse, {"given": "3 slots"}),
     "Costs.from_json": (Costs.from_json, {"text": COSTS.to_json()}),
     "StageCosts.from_json": (StageCosts.from_json, {"text": CHAIN.to_json()}),
     "StageCosts.from_dict": (StageCosts.from_dict, {"data": CHAIN.to_dict()}),

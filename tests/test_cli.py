@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from multistage.backends.files import available_engines
-from multistage.cli import main, parse_seconds
+from multistage.cli import main
 from multistage.costs import Costs
-from multistage.errors import ArgumentError
 from multistage.plan.chain_plan import ChainPlan
 from multistage.stages import Stage, StageCosts
 
@@ -25,21 +24,6 @@ NUMBERS = [
     "--steps=300",
     "--budget=20 slots",
 ]
-
-
-def test_times() -> None:
-    assert [parse_seconds(t) for t in ("2", "0.5s", "3ms", "4us", "5ns", "1e-3", "1e3us")] == [
-        2.0,
-        0.5,
-        0.003,
-        4e-6,
-        5e-9,
-        1e-3,
-        1e-3,
-    ]
-    for bad in ("", "ms", "1 hour", "-1", "1.2.3"):
-        with pytest.raises(ArgumentError, match="time"):
-            parse_seconds(bad)
 
 
 def test_plan_shows_the_candidates_and_the_choice(capsys) -> None:

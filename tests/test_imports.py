@@ -17,6 +17,8 @@ ROOT = Path(multistage.__file__).parent
 LAYERS = [
     {"errors", "native", "progress", "interrupts", "switching"},
     {"values"},
+    {"units"},
+    {"budget"},
     {
         "layout",
         "sharing",

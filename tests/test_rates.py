@@ -19,7 +19,7 @@ def test_a_text_says_all() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "read=1GB/s", "write=0", "write=1GB/s,write=2GB/s", "write=-1", "speed=3", "write=x",
-     "write=1GB/s,latency=3", "write=1GB/s,shared=1", "write=1GB/s,capacity=-1"],
+     "write=1GB/s,latency=3h", "write=1GB/s,shared=1", "write=1GB/s,capacity=-1"],
 )  # fmt: skip
 def test_what_is_no_tier_is_refused(text: str) -> None:
     with pytest.raises(ArgumentError):

@@ -19,8 +19,9 @@ from chains import TAPED as TAPED_CHAINS
 from multistage import limits
 from multistage.backends import FileStore, MemoryStore, Store
 from multistage.backends.testing import FaultyStore
+from multistage.budget import Budget
 from multistage.chain import FunctionChain
-from multistage.costs import Budget, Costs, Tier
+from multistage.costs import Costs, Tier
 from multistage.errors import (
     ArgumentError,
     BudgetError,

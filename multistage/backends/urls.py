@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import TypeAlias, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from ..costs import parse_bytes
 from ..errors import OPTIONS, ArgumentError, redacted
+from ..units import parse_bytes
 from ..values import several
 from .base import Store
 from .cascade import CascadeStore

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
+from ..budget import Budget
 from ..chain import FunctionChain
-from ..costs import Budget, Costs, format_bytes, format_seconds
+from ..costs import Costs
 from ..durable.status import inspect
 from ..errors import ArgumentError
 from ..layout import Array, Layout
@@ -29,6 +30,7 @@ from ..plan import PLANNERS
 from ..probe import measure
 from ..report import Report
 from ..reversal import Reversal
+from ..units import format_bytes, format_seconds
 from .text import encode, standard_library
 from .watching import add_progress, shown, told_if_stopped
 

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..costs import format_bytes, format_seconds
 from ..errors import ArgumentError
+from ..units import format_bytes, format_seconds
 from .text import encode, standard_library
 from .watching import add_progress, shown
 

@@ -20,7 +20,8 @@ import numpy as np
 from tabulate import tabulate
 
 from ..backends.urls import open_store
-from ..costs import Budget, Costs, format_bytes, format_seconds
+from ..budget import Budget
+from ..costs import Costs
 from ..errors import ArgumentError, redacted
 from ..layout import Array, Layout
 from ..limits import free_bytes
@@ -28,6 +29,7 @@ from ..plan import PLANNERS, Plan
 from ..probe import measure
 from ..report import Report
 from ..reversal import Reversal
+from ..units import format_bytes, format_seconds
 from .watching import add_progress, shown, told_if_stopped
 from .wave import Acoustic2D, build, layered, taylor_test
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..costs import format_bytes, format_seconds
 from ..errors import ArgumentError
 from ..rates import TierRates
+from ..units import format_bytes, format_seconds
 from . import page, save_chart, save_text
 from .chart import Chart
 from .schedule import (

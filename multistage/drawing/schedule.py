@@ -26,10 +26,10 @@ from ..actions import (
     Save,
     Tape,
 )
-from ..costs import format_bytes, format_seconds
 from ..errors import ArgumentError
 from ..rates import TierRates
 from ..simulate import Simulation, simulate
+from ..units import format_bytes, format_seconds
 from .chart import Chart, Line, Panel, Segment, Strokes, byte_unit, time_unit
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..costs import format_bytes, format_seconds
 from ..timeline import Kind, Lane, Timeline
+from ..units import format_bytes, format_seconds
 from .chart import WIDTH, Area, Bars, Chart, Line, Mark, Panel, boxes_of, byte_unit, time_unit
 
 _LANES: tuple[Lane, ...] = ("compute", "write", "read")

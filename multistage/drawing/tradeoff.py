@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..costs import format_bytes, format_seconds
+from ..units import format_bytes, format_seconds
 from .chart import Chart, Line, Mark, Panel, Point, byte_unit, time_unit
 
 if TYPE_CHECKING:

@@ -32,8 +32,9 @@ from typing import Generic, Literal, Self, TypeVar
 
 from ..backends.base import Store
 from ..backends.urls import open_store
+from ..budget import Budget
 from ..chain import Chain, FunctionChain
-from ..costs import Budget, Costs, Tier
+from ..costs import Costs, Tier
 from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
 from ..errors import ArgumentError

@@ -10,9 +10,11 @@ import math
 from dataclasses import replace
 from functools import wraps
 
-from ..costs import Budget, Costs, format_seconds
+from ..budget import Budget
+from ..costs import Costs
 from ..errors import ArgumentError, BudgetError
 from ..progress import counting
+from ..units import format_seconds
 from ..values import shown, whole
 from .base import Plan as Plan
 from .base import Planner as Planner

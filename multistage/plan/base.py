@@ -13,8 +13,9 @@ from typing import Any, Literal, ParamSpec, TypeAlias
 from tabulate import tabulate
 
 from ..actions import Schedule
-from ..costs import Costs, format_bytes, format_seconds
+from ..costs import Costs
 from ..errors import ArgumentError
+from ..units import format_bytes, format_seconds
 from ..values import shown, whole
 from .written import read_json
 

@@ -14,11 +14,11 @@ from tabulate import tabulate
 
 from .. import native
 from ..actions import Action, Advance, EndForward, Put, Reverse, Save, Tape
-from ..costs import format_bytes, format_seconds
 from ..errors import ArgumentError
 from ..rates import TierRates
 from ..simulate import Jitter, Simulation, simulate
 from ..stages import StageCosts
+from ..units import format_bytes, format_seconds
 from ..values import seconds as a_time
 from ..values import shown, whole
 from .chain_memory import use_of

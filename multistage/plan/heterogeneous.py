@@ -42,11 +42,12 @@ from dataclasses import replace
 from typing import Literal
 
 from ..actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
-from ..costs import format_bytes, parse_bytes
+from ..budget import Memory, memory_bytes
 from ..errors import ArgumentError, BudgetError
 from ..progress import counting
 from ..rates import TierRates
 from ..stages import StageCosts
+from ..units import format_bytes
 from ..values import shown
 from ..values import whole as whole_number
 from .chain_memory import actions_of, use_of
@@ -69,7 +70,7 @@ _MOST_SLOTS, _MOST_THREADS = 1 << 20, 1024
 
 def plan_chain(
     costs: StageCosts,
-    memory: int | str | float | None = None,
+    memory: Memory | None = None,
     strategy: Strategy = "optimal",
     *,
     tiers: TierRates | str | Sequence[TierRates | str] | None = None,
@@ -83,9 +84,9 @@ def plan_chain(
     Parameters
     ----------
     costs : StageCosts
-    memory : int, str, float or None
+    memory : int, str, float, Budget or None
         Bytes for activations and their gradients, the chain's input included:
-        a number, a string such as `"4 GiB"`, or a fraction (a float up to 1)
+        a number, a string such as `"4 GiB"`, or a fraction (a float up to 1, `"50 %"`)
         of what keeping every tape takes.  None for no limit.
     strategy : {"optimal", "revolve", "periodic", "store-all"}
     tiers : TierRates, str or sequence, optional
@@ -131,7 +132,7 @@ def plan_chain(
     if rates is not None and strategy != "optimal":
         raise ArgumentError(f"tiers go with strategy 'optimal', not {strategy!r}")
     plain = use_of(store_all(costs), costs)
-    limit = _limit(memory, plain.peak_bytes)
+    limit = memory_bytes(memory, lambda: plain.peak_bytes)
     fits = limit is None or plain.peak_bytes <= limit
 
     def made(actions: Sequence[Action], through: Sequence[TierRates] = ()) -> ChainPlan:
@@ -356,19 +357,6 @@ def _all_states(true: Sizes) -> int:
         for i in range(len(true))
     )
     return one + sum(int(x) for x in true.state)
-
-
-def _limit(memory: int | str | float | None, plain_bytes: int) -> int | None:
-    if memory is None:
-        return None
-    if isinstance(memory, float):
-        if not 0 < memory <= 1:
-            raise ArgumentError(
-                f"memory={memory:g} as a fraction of plain training must be above 0 and at most 1; "
-                "bytes are an int or a string such as '4 GiB'"
-            )
-        return int(memory * plain_bytes)
-    return parse_bytes(memory)
 
 
 def _too_small(strategy: str, limit: int | None, least: int) -> BudgetError:

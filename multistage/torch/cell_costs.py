@@ -13,13 +13,15 @@ from tabulate import tabulate
 from torch import Tensor
 
 from ..backends.base import Store
-from ..costs import Budget, Costs, Tier, format_bytes, format_seconds
+from ..budget import Budget
+from ..costs import Costs, Tier
 from ..drawing import page, save_text
 from ..drawing.plans import plan_parts
 from ..errors import ArgumentError, BudgetError
 from ..plan import Plan, plan
 from ..plan.interval import shortest_interval
 from ..probe import action_seconds, probe_store, with_driver
+from ..units import format_bytes, format_seconds
 from .cell import Facts
 from .checking import Checked
 from .collector import Collector

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..actions import Get, Put
-from ..costs import parse_bytes
+from ..budget import memory_bytes
 from ..errors import BudgetError
 from ..limits import default_budget_bytes
 from ..plan.heterogeneous import ChainPlan, plan_chain
@@ -134,8 +134,7 @@ def _planned_best(
     """Return the fastest plan within a limit, with the profile it is for."""
     chain = sequential._multistage
     costs = [held_by_caller(profile.costs) for profile in profiles]
-    if isinstance(memory, float) and 0 < memory <= 1:  # of plain training, as the first counts it
-        memory = _in_bytes(profiles[0], memory)
+    memory = _in_bytes(profiles[0], memory)  # a fraction is of what the first counts
     found: list[tuple[float, int, ChainPlan]] = []
     refused: list[BudgetError] = []
     for number, each in enumerate(costs):
@@ -201,9 +200,11 @@ def _busy(plan: ChainPlan) -> float:
 
 def _in_bytes(profile: Profile, memory: int | str | float | None) -> int | None:
     """Return a limit in bytes; a fraction is of what plain training takes."""
-    if not isinstance(memory, float):
-        return None if memory is None else parse_bytes(memory)
-    return int(memory * plan_chain(held_by_caller(profile.costs), None, "store-all").plain_bytes)
+
+    def plain_bytes() -> int:
+        return plan_chain(held_by_caller(profile.costs), None, "store-all").plain_bytes
+
+    return memory_bytes(memory, plain_bytes)
 
 
 def sends(plan: ChainPlan) -> bool:

@@ -40,8 +40,8 @@ from torch.utils.weak import TensorWeakRef
 from ..backends.base import CheckpointLost, Store
 from ..backends.lifetimes import Birth, end
 from ..backends.urls import Tiers, tier_names
-from ..costs import parse_bytes
 from ..errors import ArgumentError, MultistageError
+from ..units import parse_bytes
 from .geometry import Geometry, Place, extent, is_plain, whole
 from .paging import PAGE_BYTES, Pager, page_layout
 from .streams import Home, the_device

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from ..backends.base import Store
 from ..backends.urls import TierName
-from ..costs import Tier, parse_bytes
-from ..errors import ArgumentError, BudgetError
+from ..budget import Budget
+from ..costs import Tier
+from ..errors import BudgetError
 from ..limits import default_budget_bytes
 from .cell import Cell
 from .cell_costs import (
@@ -140,23 +141,20 @@ def planned(
         known = None
     if known is not None and settings.memory is not None:
         return known.plan
-    limit: int | str | float
     if settings.memory is None:
-        limit = _free(chain.device)
-        if known is not None and known.holds(limit):
+        free = _free(chain.device)
+        if known is not None and known.holds(free):
             return known.plan
+        budget = Budget(bytes=free)
     else:
-        limit = settings.memory
+        budget = Budget.parse(settings.memory, "memory", of="stages")
     tapes = store is not None and settings.strategy in ("auto", "offload")
     if known is not None:
         samples = known.samples
     else:
-        most = parse_bytes(limit) if not isinstance(limit, float) else 1 << 62
+        most = 1 << 62 if budget.bytes is None else budget.bytes
         samples = sample_chunks(chain, leaves, chunk=settings.chunk, most_bytes=most, tapes=tapes)
-    if isinstance(limit, float):
-        if not 0 < limit <= 1:
-            raise ArgumentError(f"memory={limit!r} as a fraction must lie in (0, 1]")
-        limit = int(limit * keep_bytes(samples, inputs.steps))
+    limit_bytes = budget.bytes_of(lambda: keep_bytes(samples, inputs.steps))
     tier = None
     if store is not None:
         tier = _tiers.got(
@@ -171,7 +169,7 @@ def planned(
     plan = choose(
         samples,
         inputs.steps,
-        parse_bytes(limit),
+        limit_bytes,
         layout.nbytes,
         tier=tier,
         buffer_bytes=0 if store is None else store.buffer_bytes(layout.record),

@@ -37,7 +37,8 @@ import sys
 from types import ModuleType
 
 from ...backends.urls import Tiers
-from ...costs import Budget, Costs
+from ...budget import Budget
+from ...costs import Costs
 from ...errors import ArgumentError
 from ...plan import Plan, Planner
 from . import compression, crevolve, profiling, pyrevolve, schedulers, storage, tools

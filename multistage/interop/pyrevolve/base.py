@@ -10,7 +10,8 @@ from typing import Any, Self
 
 from ...actions import Answer, Await, Get, Put, Save
 from ...backends.urls import Tiers
-from ...costs import NOT_KEPT, Budget, Costs, Tier
+from ...budget import Budget
+from ...costs import NOT_KEPT, Costs, Tier
 from ...errors import ArgumentError
 from ...plan import Plan, Planner
 from ...plan.base import require_steps

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, cast
 
 from ...backends.urls import Tiers
-from ...costs import Budget, Costs
+from ...budget import Budget
+from ...costs import Costs
 from ...errors import ArgumentError
 from ...plan import PLANNERS, Plan, Planner
 from ...plan.base import sealing
