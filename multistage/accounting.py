@@ -209,6 +209,22 @@ class ByteAccounting:
                     self._release(gone)
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
 
+    def keep(self, step: int, rules: Rules) -> None:
+        """Keep a state that is at hand, wherever it is."""
+        if step == 0:
+            found: _Buffer | None = self.first
+        elif rules.tapes.get(step - 1, -1) is None:
+            found = self.tapes[step - 1]
+        else:
+            found = self.live if rules.live == step else self.starts.get(step)
+        assert found is not None
+        self.saved[step] = self._share(found)
+
+    def give_up(self, step: int) -> None:
+        """Give a tape back that is in no tier; a state in it that is kept stays."""
+        self._leave(step)
+        self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
+
     def _reverse(self, step: int, rules: Rules) -> None:
         if rules.live == step + 1:
             rules.live = None  # what it led to is used up

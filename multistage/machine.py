@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import KW_ONLY, astuple, dataclass, field
 from typing import Any, NoReturn, Self, assert_never
@@ -535,6 +535,50 @@ class Rules:
         for what, items in left.items():
             if items:
                 self._fail(f"the schedule ended and left {what}: {items}")
+
+    def usual_answer(self, action: Action) -> Answer:
+        """Return what a tier answers that takes what it is offered and loses nothing."""
+        match action:
+            case Offer():
+                return self.next_token if self.tier_has_room(action) else None
+            case Put() | Get():
+                return self.next_token
+            case Await() | Evict():
+                return True
+            case _:
+                return None
+
+    def divert(self, save: Iterable[int], discard: Iterable[int]) -> None:
+        """Leave a plan for a detour of `plan.joint_rule`; in a machine that counts bytes.
+
+        Writes under way are cancelled, their copies in the tier to be dropped; states at
+        hand are kept, as by `Save`; tapes are given up, with the state inside if it is not
+        kept.
+
+        Raises
+        ------
+        ScheduleError
+            If such a state or tape is not at hand; the machine is unchanged.
+        """
+        memory = self.memory
+        assert memory is not None
+        for step in save:
+            if step in self.held or not memory.has(step, self):
+                self._fail(f"a detour keeps state {step}, which is not at hand or is kept already")
+        for step in discard:
+            if self.tapes.get(step, -1) is not None:
+                self._fail(f"a detour gives up tape {step}, which is not held")
+        for token, transfer in list(self.tokens.items()):
+            if transfer.is_write and not transfer.staged:
+                del self.tokens[token]
+                self._unpin(transfer.item)
+                self.stored[transfer.item, transfer.tier] = None
+        for step in save:
+            memory.keep(step, self)
+            self.held[step] = None
+        for step in discard:
+            self._end_tape(step)
+            memory.give_up(step)
 
     def _in_bytes(self, action: Action, answer: Answer) -> None:
         """Perform an action where bytes are counted."""

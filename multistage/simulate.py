@@ -107,14 +107,8 @@ class _Stages:
 
     def judge(self, action: Action, now: float) -> Answer:
         """Let the rules perform an action; return its answer."""
-        rules, answer = self.rules, None
-        match action:
-            case Offer():
-                answer = rules.next_token if rules.tier_has_room(action) else None
-            case Put() | Get():
-                answer = rules.next_token
-            case Await() | Evict():
-                answer = True
+        rules = self.rules
+        answer = rules.usual_answer(action)
         rules.apply(action, answer)
         if self.timeline is not None and rules.memory is not None:
             self.timeline.sample("fast", now, rules.memory.needed_bytes)

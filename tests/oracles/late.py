@@ -30,14 +30,15 @@ def run_late(
                 known = slower if ended else math.inf
                 detour = rule.at_deadline(at, known, cancels=cancels)
                 if detour is not None:
-                    return _taken(judge, detour), detour
+                    return go_on(judge, detour), detour
             ended += evicts
         judge.apply(action)
         judge.at_peak()
     return judge, None
 
 
-def _taken(judge: Judge, detour: Detour) -> Judge:
+def go_on(judge: Judge, detour: Detour) -> Judge:
+    """Return the judge after a detour."""
     for step in detour.save:
         assert judge.at_hand(step)
         judge.saved.add(step)
