@@ -3,7 +3,8 @@
 Reading order: `Reversal` and `reverse` run a computation and its adjoint;
 `Costs`, `Tier` and `Budget` say what they cost and may take; `plan` chooses a
 schedule, `simulate` runs it in virtual time, `check` proves it legal;
-`StageCosts` and `plan_chain` do the same for chains of unequal stages;
+`StageCosts` and `plan_chain` do the same for chains of unequal stages; both make a
+`Plan`, which prints, draws, saves and loads itself;
 `actions` holds the vocabulary of schedules and `errors` what may go wrong.
 """
 
@@ -20,6 +21,7 @@ from .costs import Costs as Costs
 from .costs import Tier as Tier
 from .plan import PLANNERS as PLANNERS
 from .plan import Plan as Plan
+from .plan import UniformPlan as UniformPlan
 from .plan import plan as plan
 from .plan.heterogeneous import ChainPlan as ChainPlan
 from .plan.heterogeneous import memory_curve as memory_curve

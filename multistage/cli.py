@@ -9,9 +9,9 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tabulate import tabulate
 
@@ -19,12 +19,16 @@ from . import __version__
 from .costs import Costs, Tier
 from .demos.watching import add_progress, shown
 from .errors import ArgumentError, MultistageError, redacted
-from .plan import PLANNERS, RANKED, Plan, plan
+from .plan import PLANNERS, RANKED, Plan, UniformPlan, plan
 from .plan.heterogeneous import STRATEGIES, ChainPlan, memory_curve, plan_chain
-from .plan.written import read_json
 from .rates import TierRates
 from .stages import StageCosts
 from .units import format_bytes, format_seconds, parse_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from .simulate import Simulation
+
+Rows: TypeAlias = "list[dict[str, Any]]"
 
 _PLAN_EPILOG = """\
 times are seconds, or written with a unit: 250us, 1.5ms, 2s.
@@ -114,10 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_problem(simulating)
     showing = _add_showing(simulating, "the timeline")
     showing.add_argument("--trace", type=Path, help="write a trace for ui.perfetto.dev")
-    simulating.add_argument(
-        "--load", type=Path, help="simulate a chain's plan that plan --save wrote"
-    )
-    simulating.add_argument("--tier", help="with other rates than planned, as for plan --tier")
+    simulating.add_argument("--load", type=Path, help="simulate a plan that plan --save wrote")
+    simulating.add_argument("--tier", help="for a chain's plan: other rates than planned")
     simulating.add_argument("--jitter", help="lognormal:SIGMA or spikes:PROBABILITY,FACTOR")
     simulating.add_argument("--seed", type=int, default=0, help="seed of the jitter (0)")
     simulating.set_defaults(run=_simulate)
@@ -259,28 +261,6 @@ def _costs(args: argparse.Namespace) -> Costs:
     return costs
 
 
-def _plan_chain(args: argparse.Namespace) -> int:
-    costs = StageCosts.load(args.chain)
-    if args.curve:
-        kind: Any = args.strategy
-        if args.tier is not None:
-            raise ArgumentError("--curve is of plans without a tier; leave --tier out")
-        if kind not in ("optimal", "revolve"):
-            raise ArgumentError(f"--curve goes with strategy optimal or revolve, not {kind}")
-        curve = memory_curve(costs, kind)
-        if args.json:
-            print(json.dumps([{"peak_bytes": m, "makespan_s": s} for m, s in curve], indent=2))
-        else:
-            _print_chain_curve(curve)
-        if args.picture is None and args.html is None:
-            return 0
-    rates = None if args.tier is None else _rates_for(costs, args.tier)
-    made = plan_chain(costs, args.memory, args.strategy, tiers=rates, progress=shown(args))
-    if not args.curve:
-        _print_plan(args, made)
-    return _show(args, made)
-
-
 def _rates_for(costs: StageCosts, text: str) -> TierRates:
     """Return the rates of a tier that holds at least one thing that may travel there."""
     rates = TierRates.parse(text)
@@ -295,23 +275,11 @@ def _rates_for(costs: StageCosts, text: str) -> TierRates:
     return rates
 
 
-def _print_chain_curve(curve: Sequence[tuple[int, float]]) -> None:
-    best = curve[-1][1]
-    # A table is for reading: every so many points of a long curve.
-    chosen = curve[:: max(1, len(curve) // 24)]
-    chosen = chosen if chosen[-1] == curve[-1] else [*chosen, curve[-1]]
-    rows = [
-        (format_bytes(m), format_seconds(s), f"{100 * (s / best - 1):.1f} %") for m, s in chosen
-    ]
-    headers = ("peak", "makespan", "above the fastest")
-    print(tabulate(rows, headers=headers, disable_numparse=True, stralign="right"))
-
-
-def _show(args: argparse.Namespace, made: Plan | ChainPlan) -> int:
+def _show(args: argparse.Namespace, made: Plan) -> int:
     """Write the files that were asked for, and say so."""
     if args.picture is not None:
-        with_tier = isinstance(made, ChainPlan) and made.tier is not None
-        what: Literal["timeline", "schedule"] = "timeline" if with_tier else "schedule"
+        travels = isinstance(made, ChainPlan) and made.tier is not None
+        what: Literal["timeline", "schedule"] = "timeline" if travels else "schedule"
         made.picture(args.picture, "trade-off" if args.curve else what)
     for path in (args.html, args.save):
         if path is not None:
@@ -332,74 +300,106 @@ def _plan(args: argparse.Namespace) -> int:
             f"--save {str(args.save)!r} must end in .json, and goes without --curve"
         )
     if args.load is not None:
-        return _load(args)
-    if args.chain is not None:
-        return _plan_chain(args)
-    if args.memory is not None:
+        for name in ("chain", "memory", "tier", "save", "steps", "budget", "costs"):
+            if getattr(args, name) is not None:
+                raise ArgumentError(f"--load shows a plan as it is; leave --{name} out")
+    made = _made(args)
+    if args.curve:
+        _print_curve(args, made)
+    else:
+        print(json.dumps(made.to_dict(), indent=2) if args.json else made)
+    return _show(args, made)
+
+
+def _made(args: argparse.Namespace) -> Plan:
+    """Return the plan that was asked for: from a file, of a chain or of steps."""
+    if args.load is not None:
+        return Plan.load(args.load)
+    chain = getattr(args, "chain", None)
+    if chain is not None:
+        costs = StageCosts.load(chain)
+        if args.curve and args.tier is not None:
+            raise ArgumentError("--curve is of plans without a tier; leave --tier out")
+        rates = None if args.tier is None else _rates_for(costs, args.tier)
+        return plan_chain(costs, args.memory, args.strategy, tiers=rates, progress=shown(args))
+    if getattr(args, "memory", None) is not None:
         raise ArgumentError("--memory goes with --chain; the memory of uniform steps is --budget")
     if args.tier is not None:
+        if args.command == "simulate":
+            raise ArgumentError(
+                "--tier goes with --load; that of uniform steps is --write and --read"
+            )
         raise ArgumentError("--tier goes with --chain; that of uniform steps is --write and --read")
-    made = plan(_costs(args), args.budget, args.steps, args.planner, progress=shown(args))
-    if args.curve:
-        from .plan.trade_off import trade_off
+    return plan(_costs(args), args.budget, args.steps, args.planner, progress=shown(args))
 
-        names = RANKED if args.planner == "auto" else (args.planner,)
-        curves = trade_off(made.costs, made.n_steps, names, also=made.slots, progress=shown(args))
-        plans = [each for each_planner in curves.values() for each in each_planner]
-        if args.json:
-            columns = ("slots", "planner", "makespan_s", "lower_bound_s", "recompute_factor")
-            points = [{name: getattr(p, name) for name in columns} for p in plans]
-            print(json.dumps(points, indent=2))
-        else:
-            _print_curve(plans)
+
+def _print_curve(args: argparse.Namespace, made: Plan) -> None:
+    """Print the time-memory trade-off of a plan's problem."""
+    if isinstance(made, UniformPlan):
+        points, rows = _curve_of_steps(args, made)
     else:
-        _print_plan(args, made)
-    return _show(args, made)
+        assert isinstance(made, ChainPlan)
+        points, rows = _curve_of_chain(args, made)
+    if args.json:
+        print(json.dumps(points, indent=2))
+    else:
+        print(tabulate(rows, headers="keys", disable_numparse=True, stralign="right"))
 
 
-def _load(args: argparse.Namespace) -> int:
-    """Show a plan from a file."""
-    for name in ("chain", "memory", "tier", "save", "steps", "budget", "costs"):
-        if getattr(args, name) is not None:
-            raise ArgumentError(f"--load shows a plan as it is; leave --{name} out")
-    data = read_json(args.load)
-    of_steps = isinstance(data, dict) and data.get("format") == "multistage-plan-1"
-    made = Plan.from_dict(data) if of_steps else ChainPlan.from_dict(data)
-    _print_plan(args, made)
-    return _show(args, made)
+def _curve_of_steps(args: argparse.Namespace, made: UniformPlan) -> tuple[Rows, Rows]:
+    """Return every plan of the trade-off, and the fastest of each number of slots."""
+    from .plan.trade_off import trade_off
+
+    names = RANKED if args.planner == "auto" else (args.planner,)
+    curves = trade_off(made.costs, made.n_steps, names, also=made.slots, progress=shown(args))
+    plans = [each for curve in curves.values() for each in curve]
+    columns = ("slots", "planner", "makespan_s", "lower_bound_s", "recompute_factor")
+    points = [{name: getattr(p, name) for name in columns} for p in plans]
+    best: dict[int, UniformPlan] = {}
+    for each in sorted(plans, key=lambda p: (p.slots, p.makespan_s)):
+        best.setdefault(each.slots, each)
+    return points, [{"slots": slots, **each.row()} for slots, each in best.items()]
 
 
-def _print_plan(args: argparse.Namespace, made: Plan | ChainPlan) -> None:
-    print(json.dumps(made.to_dict(), indent=2) if args.json else made)
-
-
-def _print_curve(plans: Sequence[Plan]) -> None:
-    """Print the fastest plan of each number of slots."""
-    best: dict[int, Plan] = {}
-    for made in sorted(plans, key=lambda p: (p.slots, p.makespan_s)):
-        best.setdefault(made.slots, made)
-    rows = [{"slots": slots, **made.row()} for slots, made in best.items()]
-    print(tabulate(rows, headers="keys", disable_numparse=True, stralign="right"))
+def _curve_of_chain(args: argparse.Namespace, made: ChainPlan) -> tuple[Rows, Rows]:
+    """Return every point of the trade-off, and as many as a table is read for."""
+    if args.strategy not in ("optimal", "revolve"):
+        raise ArgumentError(f"--curve goes with strategy optimal or revolve, not {args.strategy}")
+    curve = memory_curve(made.costs, args.strategy)
+    best = curve[-1][1]
+    chosen = curve[:: max(1, len(curve) // 24)]
+    chosen = chosen if chosen[-1] == curve[-1] else [*chosen, curve[-1]]
+    rows: Rows = [
+        {
+            "peak": format_bytes(m),
+            "makespan": format_seconds(s),
+            "above the fastest": f"{100 * (s / best - 1):.1f} %",
+        }
+        for m, s in chosen
+    ]
+    return [{"peak_bytes": m, "makespan_s": s} for m, s in curve], rows
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from .simulate import Jitter, simulate
+    """Run a plan in virtual time, from a file or made anew; a chain's with another tier, too."""
+    from .simulate import Jitter
 
     if args.load is not None:
-        return _simulate_chain(args)
+        for name in ("steps", "budget", "costs"):
+            if getattr(args, name) is not None:
+                raise ArgumentError(f"--load simulates a plan as it is; leave --{name} out")
+    planned = made = _made(args)
     if args.tier is not None:
-        raise ArgumentError("--tier goes with --load; that of uniform steps is --write and --read")
-    made = plan(_costs(args), args.budget, args.steps, args.planner, progress=shown(args))
+        if not isinstance(made, ChainPlan) or made.tier is None:
+            raise ArgumentError(f"--tier: the plan {str(args.load)!r} has no tier to replace")
+        made = replace(made, tier=TierRates.parse(args.tier))
     jitter = None if args.jitter is None else Jitter.parse(args.jitter)
-    known = None if made.planner == "online" else made.n_steps
-    run = simulate(made.schedule(), known, made.costs, made.slots, jitter=jitter, seed=args.seed)
+    run = made.simulate(jitter=jitter, seed=args.seed)
     if args.picture is not None:
         from .drawing import save_chart
-        from .drawing.plans import limits_of
-        from .drawing.timeline import timeline_chart
+        from .drawing.plans import run_chart
 
-        title = f"{made.planner}: {made.n_steps} steps, {format_seconds(run.makespan_s)}"
-        save_chart(timeline_chart(run.timeline, title, limits_of(made)), args.picture)
+        save_chart(run_chart(made, run, made.title), args.picture)
     if args.html is not None:
         from .drawing.plans import save_run
 
@@ -408,95 +408,43 @@ def _simulate(args: argparse.Namespace) -> int:
         from .trace import write_trace
 
         write_trace(run.timeline, args.trace)
-    if args.json:
-        print(
-            json.dumps(
-                {
-                    "planner": made.planner,
-                    "makespan_s": run.makespan_s,
-                    "predicted_s": made.makespan_s,
-                    "lower_bound_s": made.lower_bound_s,
-                    "recompute_factor": run.forward_steps / made.n_steps,
-                    "stall_s": run.stall_s,
-                    "writes": run.writes,
-                    "reads": run.reads,
-                    "peak_slots": run.peak_slots,
-                    "jitter": args.jitter,
-                    "seed": args.seed,
-                },
-                indent=2,
-            )
-        )
-        return 0
-    rows = [
-        ("makespan", format_seconds(run.makespan_s)),
-        ("predicted without jitter", format_seconds(made.makespan_s)),
-        ("lower bound", format_seconds(made.lower_bound_s)),
-        ("recompute factor", f"{run.forward_steps / made.n_steps:.3f}"),
-        ("stalls", format_seconds(run.stall_s)),
-        ("states written", f"{run.writes}"),
-        ("states read", f"{run.reads}"),
-        ("peak fast slots", f"{run.peak_slots:g}"),
-        ("peak fast memory", format_bytes(run.peak_slots * made.costs.state_bytes)),
-    ]
-    print(f"{made.planner}: {made.n_steps} steps, {made.slots} fast slots")
-    print(tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=("left", "right")))
+    _print_run(args, planned, run)
     _say_written(args, args.picture, args.html, args.trace)
     return 0
 
 
-def _simulate_chain(args: argparse.Namespace) -> int:
-    """Simulate a chain's plan from a file, its tier as planned or another."""
-    from .simulate import Jitter
-
-    for name in ("steps", "budget", "costs"):
-        if getattr(args, name) is not None:
-            raise ArgumentError(f"--load simulates a plan as it is; leave --{name} out")
-    if args.html is not None:
-        raise ArgumentError("--html of a simulated chain is that of plan --load; leave it out")
-    made = ChainPlan.load(args.load)
-    if args.tier is not None and made.tier is None:
-        raise ArgumentError(f"--tier: the plan {str(args.load)!r} has no tier to replace")
-    jitter = None if args.jitter is None else Jitter.parse(args.jitter)
-    run = made.simulate(tier=args.tier, jitter=jitter, seed=args.seed)
-    if args.picture is not None:
-        from .drawing import save_chart
-        from .drawing.plans import chain_limits
-        from .drawing.timeline import timeline_chart
-
-        title = f"{made.strategy}: {len(made.costs.stages)} stages, "
-        title += format_seconds(run.makespan_s)
-        limits = chain_limits(made.memory_bytes, args.tier or made.tier)
-        save_chart(timeline_chart(run.timeline, title, limits), args.picture)
-    if args.trace is not None:
-        from .trace import write_trace
-
-        write_trace(run.timeline, args.trace)
-    facts = {
-        "makespan_s": run.makespan_s,
-        "predicted_s": made.makespan_s,
-        "lower_bound_s": made.lower_bound_s,
-        "stall_s": run.stall_s,
-        "writes": run.writes,
-        "reads": run.reads,
-        "peak_bytes": run.peak_bytes,
-        "memory_bytes": made.memory_bytes,
-    }
+def _print_run(args: argparse.Namespace, planned: Plan, run: Simulation) -> None:
+    bound_s = planned.lower_bound_s
     if args.json:
-        print(json.dumps({**facts, "jitter": args.jitter, "seed": args.seed}, indent=2))
-        return 0
+        facts = {
+            "planner": planned.planner,
+            "makespan_s": run.makespan_s,
+            "predicted_s": planned.makespan_s,
+            "lower_bound_s": bound_s,
+            "recompute_factor": run.forward_steps / planned.n_steps,
+            "stall_s": run.stall_s,
+            "writes": run.writes,
+            "reads": run.reads,
+            "peak_bytes": run.peak_bytes,
+            **({"peak_slots": run.peak_slots} if isinstance(planned, UniformPlan) else {}),
+            "memory_bytes": planned.memory_bytes,
+            "jitter": args.jitter,
+            "seed": args.seed,
+        }
+        print(json.dumps(facts, indent=2))
+        return
     rows = [
         ("makespan", format_seconds(run.makespan_s)),
-        ("predicted with the tier as planned", format_seconds(made.makespan_s)),
+        ("predicted, as planned", format_seconds(planned.makespan_s)),
+        ("lower bound", "not known" if bound_s is None else format_seconds(bound_s)),
+        ("recompute factor", f"{run.forward_steps / planned.n_steps:.3f}"),
         ("stalls", format_seconds(run.stall_s)),
         ("written", f"{run.writes}"),
         ("read", f"{run.reads}"),
-        ("peak memory", format_bytes(run.peak_bytes)),
+        ("peak fast memory", format_bytes(run.peak_bytes)),
     ]
-    print(f"{made.strategy}: {len(made.costs.stages)} stages")
+    print(planned.summary())
     print(tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=("left", "right")))
-    _say_written(args, args.picture, args.trace)
-    return 0
 
 
 def _probe(args: argparse.Namespace) -> int:

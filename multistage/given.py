@@ -14,7 +14,7 @@ from typing import Any
 from .chain import Chain
 from .costs import NOT_KEPT, Costs
 from .errors import ArgumentError, BudgetError
-from .plan import PLANNERS, Plan, Planner
+from .plan import PLANNERS, Planner, UniformPlan
 
 
 def one_tape(chain: Chain[Any, Any]) -> bool:
@@ -51,7 +51,7 @@ def agreeing(costs: Costs, chain: Chain[Any, Any]) -> Costs:
     return costs
 
 
-def planner_of(planner: str | Plan | Planner, n_steps: int | None) -> str | Planner:
+def planner_of(planner: str | UniformPlan | Planner, n_steps: int | None) -> str | Planner:
     """Return the name of a planner, or the planner itself.
 
     Raises
@@ -65,9 +65,9 @@ def planner_of(planner: str | Plan | Planner, n_steps: int | None) -> str | Plan
                 f"planner {planner!r} is not known; choose 'auto' or one of {', '.join(PLANNERS)}"
             )
         return planner
-    if not isinstance(planner, Plan):
+    if not isinstance(planner, UniformPlan):
         if not callable(planner):
-            raise ArgumentError(f"planner={planner!r} must be a name, a Plan or a callable")
+            raise ArgumentError(f"planner={planner!r} must be a name, a UniformPlan or a callable")
         return planner
     made = planner
     if made.n_steps != n_steps:
@@ -75,7 +75,7 @@ def planner_of(planner: str | Plan | Planner, n_steps: int | None) -> str | Plan
     return lambda costs, slots, n: made
 
 
-def planned(planner: Callable[..., Any], costs: Costs, slots: int, n_steps: int) -> Plan:
+def planned(planner: Callable[..., Any], costs: Costs, slots: int, n_steps: int) -> UniformPlan:
     """Return the plan of a user's planner, for these steps and within these slots.
 
     Raises
@@ -86,8 +86,10 @@ def planned(planner: Callable[..., Any], costs: Costs, slots: int, n_steps: int)
         If the plan takes more slots.
     """
     made = planner(costs, slots, n_steps)
-    if not isinstance(made, Plan):
-        raise ArgumentError(f"the planner returned {type(made).__name__}; it must return a Plan")
+    if not isinstance(made, UniformPlan):
+        raise ArgumentError(
+            f"the planner returned {type(made).__name__}; it must return a UniformPlan"
+        )
     if made.n_steps != n_steps:
         raise ArgumentError(f"the plan is for {made.n_steps} steps, not n_steps={n_steps}")
     if made.slots > slots:

@@ -14,10 +14,10 @@ from .backends.base import Store, StoreStats
 from .costs import Costs
 from .drawing import page, save_chart, save_text
 from .drawing.chart import Chart
-from .drawing.plans import limits_of, plan_parts
+from .drawing.plans import plan_parts
 from .drawing.timeline import timeline_chart
 from .execute import Counts
-from .plan import Plan
+from .plan import UniformPlan
 from .timeline import Timeline
 from .trace import write_trace
 from .units import format_bytes, format_seconds
@@ -88,7 +88,7 @@ class Report:
 
     Attributes
     ----------
-    plan : Plan
+    plan : UniformPlan
         What was predicted; its costs are what was assumed.
     timeline : Timeline
         What happened when, in seconds since the run began.
@@ -104,7 +104,7 @@ class Report:
         they are complete.
     """
 
-    plan: Plan
+    plan: UniformPlan
     timeline: Timeline = field(repr=False)
     counts: Counts
     makespan_s: float
@@ -115,7 +115,7 @@ class Report:
     @classmethod
     def of(
         cls,
-        plan: Plan,
+        plan: UniformPlan,
         timeline: Timeline,
         counts: Counts,
         tiers: tuple[TierUse, ...] = (),
@@ -160,7 +160,7 @@ class Report:
             ("recompute factor", f"{plan.recompute_factor:.3f}", factor),
             (
                 "peak fast memory",
-                format_bytes(plan.peak_fast_bytes),
+                format_bytes(plan.peak_bytes),
                 format_bytes(self.peak_fast_bytes),
             ),
             ("states written", f"{plan.writes}", f"{counts.writes}"),
@@ -251,7 +251,7 @@ class Report:
                 "makespan_s": plan.makespan_s,
                 "lower_bound_s": plan.lower_bound_s,
                 "recompute_factor": plan.recompute_factor,
-                "peak_fast_bytes": plan.peak_fast_bytes,
+                "peak_fast_bytes": plan.peak_bytes,
                 "writes": plan.writes,
                 "reads": plan.reads,
                 "stall_s": plan.stall_s,
@@ -275,7 +275,7 @@ class Report:
         return json.dumps(self.to_dict(), indent=2)
 
     def _chart(self, title: str = "") -> Chart:
-        limits = limits_of(self.plan)
+        limits = self.plan.limits()
         limits |= {use.name: use.capacity_bytes for use in self.tiers}
         return timeline_chart(self.timeline, title, limits)
 

@@ -36,11 +36,11 @@ from .given import agreeing, one_tape, planned, planner_of
 from .interrupts import Shield
 from .limits import default_budget_bytes
 from .metered import LargerThanPlanned, Metered
-from .plan import PLANNERS, Plan, Planner, online_schedule, plan
-from .plan.base import require_steps, sealing
+from .plan import PLANNERS, Planner, UniformPlan, online_schedule, plan
 from .plan.heterogeneous import ChainPlan
 from .plan.pieces import MOST_AT_ONCE
 from .plan.resumed import durable_online_schedule, durable_plan, resumed_schedule
+from .plan.uniform import require_steps, sealing
 from .probe import compressions, measure
 from .progress import Bars
 from .report import Report, TierUse, seen_costs
@@ -103,9 +103,9 @@ class Reversal(Generic[State, Adjoint]):
         `"file:///scratch?capacity=10GiB > s3://bucket/run"`, is one tier.
         Without one, the best schedule for the budget alone.  All planners but
         the hierarchical ones use the first tier only.
-    planner : str, Plan or callable
+    planner : str, UniformPlan or callable
         A key of `PLANNERS`, or `"auto"` for the fastest prediction; a plan made
-        before; or a planner of your own, `(costs, slots, n_steps) -> Plan`.
+        before; or a planner of your own, `(costs, slots, n_steps) -> UniformPlan`.
     costs : Costs or StageCosts, optional
         Assumed costs; measured with a few steps at the first `forward` if not
         given (`step` is then called some extra times, `adjoint_step` never).
@@ -133,7 +133,7 @@ class Reversal(Generic[State, Adjoint]):
 
     Attributes
     ----------
-    plan : Plan or None
+    plan : UniformPlan or None
         The plan of the last sweep.
     costs : Costs or None
         What the next sweep is planned with, if its steps are uniform.
@@ -177,7 +177,7 @@ class Reversal(Generic[State, Adjoint]):
         tape_step: Callable[[State, int], tuple[State, object]] | None = None,
         budget: Budget | int | str | None = None,
         tier: Tiers | None = None,
-        planner: str | Plan | Planner = "auto",
+        planner: str | UniformPlan | Planner = "auto",
         costs: Costs | StageCosts | None = None,
         checked: bool = False,
         progress: bool | None = None,
@@ -199,7 +199,7 @@ class Reversal(Generic[State, Adjoint]):
             )
         if durable is not None and not isinstance(durable, str | os.PathLike | DurableRun):
             raise ArgumentError(f"durable={durable!r} must be the name of a folder")
-        if isinstance(planner, Plan):
+        if isinstance(planner, UniformPlan):
             n_steps = planner.n_steps if n_steps is None else n_steps
             budget = Budget(slots=planner.slots) if budget is None else budget
             costs = planner.costs if costs is None else costs
@@ -268,17 +268,17 @@ class Reversal(Generic[State, Adjoint]):
         self._unequal: Unequal[State, Adjoint] | None = None
         if stages is not None:
             self._unequal = Unequal(chain, n_steps, self._budget, stages, self._first_store())
-        self._drawn: Plan | Callable[[], Plan] | None = None
+        self._drawn: UniformPlan | Callable[[], UniformPlan] | None = None
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> UniformPlan | None:
         """The plan of the last sweep; of one of unknown length it is made when asked for."""
-        if self._drawn is not None and not isinstance(self._drawn, Plan):
+        if self._drawn is not None and not isinstance(self._drawn, UniformPlan):
             self._drawn = self._drawn()
         return self._drawn
 
     @plan.setter
-    def plan(self, plan: Plan | None) -> None:
+    def plan(self, plan: UniformPlan | None) -> None:
         self._drawn = plan
 
     @property
@@ -446,7 +446,7 @@ class Reversal(Generic[State, Adjoint]):
         self._bars.turn(self._length)
         return last
 
-    def prepare(self, state: State) -> Plan:
+    def prepare(self, state: State) -> UniformPlan:
         """Measure, plan and open the tier, as the first `forward` would; return the plan.
 
         Raises
@@ -534,14 +534,14 @@ class Reversal(Generic[State, Adjoint]):
         uses = tuple(map(TierUse.of, self._stores, self._before))
 
         def made() -> Report:
-            plan = drawn if isinstance(drawn, Plan) or drawn is None else drawn()
+            plan = drawn if isinstance(drawn, UniformPlan) or drawn is None else drawn()
             assert plan is not None
             return Report.of(plan, timeline, counts, uses)
 
         self._report, self._partial, self._stopped = None, made, ""
         if self._resumed is None and self._unequal is None:
             assert self.costs is not None
-            assumed = drawn.costs if isinstance(drawn, Plan) else self.costs
+            assumed = drawn.costs if isinstance(drawn, UniformPlan) else self.costs
             self._learn(seen_costs(assumed, timeline, counts))
             self._look_at_times()
 
@@ -593,7 +593,7 @@ class Reversal(Generic[State, Adjoint]):
 
         self._partial = made
 
-    def _in_hindsight(self, n_steps: int) -> Callable[[], Plan]:
+    def _in_hindsight(self, n_steps: int) -> Callable[[], UniformPlan]:
         """Return what plans a sweep whose number of steps only showed itself, once."""
         assert self.costs is not None
         return cache(partial(PLANNERS["online"], self.costs, self._slots, n_steps))
@@ -647,7 +647,7 @@ class Reversal(Generic[State, Adjoint]):
             return plan(costs, budget, n, self._planner, progress=False).makespan_s
         return planned(self._planner, costs, self._slots, n).makespan_s
 
-    def _plan(self, slots: int) -> Plan:
+    def _plan(self, slots: int) -> UniformPlan:
         assert self.costs is not None
         n, self._stale = self._n_steps or 1, False
         if isinstance(self._planner, str):
@@ -889,7 +889,7 @@ def reverse(
     tape_step: Callable[[State, int], tuple[State, object]] | None = None,
     budget: Budget | int | str | None = None,
     tier: Tiers | None = None,
-    planner: str | Plan | Planner = "auto",
+    planner: str | UniformPlan | Planner = "auto",
     costs: Costs | StageCosts | None = None,
     progress: bool | None = None,
     durable: str | os.PathLike[str] | None = None,

@@ -66,8 +66,8 @@ class Simulation:
     timeline : Timeline
         Empty in an unchecked run.
     peak_bytes : int
-        Most bytes in fast memory, state 0 included, of a chain of stages that differ; 0
-        of uniform steps.
+        Most bytes in fast memory: of a chain of stages that differ with state 0, of uniform
+        steps those of the fast slots.
     """
 
     makespan_s: float
@@ -339,7 +339,7 @@ def simulate(
     if checked or stages is not None:
         rules.finish()
     timeline.end_s = max(timeline.end_s, now)
-    peak_bytes = 0 if memory is None else memory.peak_bytes
+    peak_bytes = round(rules.peak * state_bytes) if memory is None else memory.peak_bytes
     peak = rules.peak if stages is None else 0.0
     return Simulation(now, forward_steps, stall_s, writes, reads, peak, timeline, peak_bytes)
 

@@ -32,10 +32,10 @@ from .errors import ArgumentError, BudgetError, StoreError
 from .execute import Counts
 from .given import one_tape
 from .metered import LargerThanPlanned, Metered, Seen, of_chain
-from .plan.base import Plan
 from .plan.chain_memory import use_of
 from .plan.heterogeneous import ChainPlan, plan_chain
 from .plan.pieces import Strategy, chain_plan, performed, survey
+from .plan.uniform import UniformPlan
 from .probe import probe_store
 from .rates import TierRates
 from .rules import Rules, check
@@ -253,11 +253,11 @@ class Unequal(Generic[State, Adjoint]):
         total_s = sum(stage.forward_s for stage in self.costs.stages)
         return max(1e-6, total_s / len(self.costs.stages))
 
-    def described(self) -> Plan | None:
+    def described(self) -> UniformPlan | None:
         """Return the plan of the next sweep as one of uniform steps, None if it surveys."""
         return None if self.plan is None else described(self.plan)
 
-    def ended(self, n_steps: int, counts: Counts, timeline: Timeline) -> Callable[[], Plan]:
+    def ended(self, n_steps: int, counts: Counts, timeline: Timeline) -> Callable[[], UniformPlan]:
         """Learn from a sweep that has ended; return what describes it.
 
         Once that is asked, `counts` have the peak that sizes as seen come to.
@@ -265,7 +265,7 @@ class Unequal(Generic[State, Adjoint]):
         plan, actions = self.plan, tuple(self._surveyed)
         seen = self._learn(n_steps, timeline)
 
-        def made() -> Plan:
+        def made() -> UniformPlan:
             drawn = plan or surveyed(seen, actions)
             found = described(drawn)
             tiers = () if drawn.tier is None else (drawn.tier,)
@@ -376,8 +376,8 @@ def seen_rates(rates: TierRates, timeline: Timeline) -> TierRates:
     return replace(rates, **found) if found else rates  # type: ignore[arg-type]
 
 
-def described(chain: ChainPlan) -> Plan:
-    """Return a plan of unequal steps as a `Plan`, its costs the means over the steps."""
+def described(chain: ChainPlan) -> UniformPlan:
+    """Return a plan of unequal steps as a `UniformPlan`, its costs the means over the steps."""
     costs, n = chain.costs, len(chain.costs.stages)
     sizes = [costs.input_bytes, *(stage.output_bytes for stage in costs.stages)]
     state_bytes = max(1, round(sum(sizes) / len(sizes)))
@@ -388,7 +388,7 @@ def described(chain: ChainPlan) -> Plan:
         tiers=() if chain.tier is None else (chain.tier.tier(state_bytes),),
     )
     used = check(_schedule(chain), n, 4 * n + 8, state_is_tape=True)
-    plan = Plan(
+    plan = UniformPlan(
         planner=f"unequal, {chain.strategy}",
         n_steps=n,
         slots=math.ceil(used.peak_slots) + 1,

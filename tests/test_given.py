@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multistage import PLANNERS, Budget, Costs, Plan, Reversal, Tier, execute, plan
+from multistage import PLANNERS, Budget, Costs, Reversal, Tier, UniformPlan, execute, plan
 from multistage.actions import (
     Action,
     Advance,
@@ -34,9 +34,9 @@ from multistage.backends.testing import FaultyStore
 from multistage.chain import FunctionChain, InPlaceChain
 from multistage.costs import NOT_KEPT
 from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, ScheduleError
-from multistage.plan.base import sealing
 from multistage.plan.bound import lower_bound
 from multistage.plan.revolve import revolve_schedule
+from multistage.plan.uniform import sealing
 
 N = 6
 COSTS = Costs(1.0, 2.0, tiers=(Tier("memory", 1.0, 1.0),))
@@ -67,9 +67,9 @@ def start() -> Any:
 
 def made_of(
     make: Callable[[], Any], costs: Costs = COSTS, slots: int = 2, n_steps: int = N
-) -> Plan:
+) -> UniformPlan:
     """Return a plan as a user's planner makes it."""
-    return Plan(
+    return UniformPlan(
         planner="mine",
         n_steps=n_steps,
         slots=slots,
@@ -101,7 +101,7 @@ EARLY.insert(2, Free(0))
 EARLY.insert(-1, Free(0))
 
 
-def of(actions: list[Action]) -> Callable[..., Plan]:
+def of(actions: list[Action]) -> Callable[..., UniformPlan]:
     return lambda *_: made_of(lambda: iter(actions))
 
 
@@ -185,7 +185,7 @@ def test_a_judged_schedule_survives_lost_checkpoints(fault: str, lost: set[int])
 @pytest.mark.parametrize(
     ("given", "error", "rule"),
     [
-        (lambda *_: None, ArgumentError, "returned NoneType; it must return a Plan"),
+        (lambda *_: None, ArgumentError, "returned NoneType; it must return a UniformPlan"),
         (lambda *_: made_of(list, n_steps=5), ArgumentError, "is for 5 steps, not n_steps=6"),
         (lambda *_: made_of(list, slots=3), BudgetError, "takes 3 fast slots, the budget holds 2"),
         (

@@ -30,7 +30,7 @@ from multistage.errors import (
     ScheduleError,
     StateError,
 )
-from multistage.plan import PLANNERS, Plan
+from multistage.plan import PLANNERS, UniformPlan
 from multistage.reversal import Reversal, drifted, reverse
 
 N = 33
@@ -144,7 +144,7 @@ def test_hindsight_is_planned_when_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     planned: list[int] = []
     online, interrupt = PLANNERS["online"], [True]
 
-    def counted(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+    def counted(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
         planned.append(n_steps or 0)
         if interrupt.pop() if interrupt else False:
             raise KeyboardInterrupt
@@ -490,7 +490,7 @@ def test_a_plan_a_planner_and_several_tiers() -> None:
     made = PLANNERS["streaming"](costs, 6, n)
     called = []
 
-    def planner(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+    def planner(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
         called.append((slots, n_steps))
         return made
 
@@ -515,7 +515,7 @@ def test_a_plan_a_planner_and_several_tiers() -> None:
         assert len(measured.prepare(start).costs.tiers) == 2
     with pytest.raises(ArgumentError, match="40 steps, not n_steps=41"):
         Reversal(step, adjoint_step, 41, planner=made)
-    with pytest.raises(ArgumentError, match="a name, a Plan or a callable"):
+    with pytest.raises(ArgumentError, match="a name, a UniformPlan or a callable"):
         Reversal(step, adjoint_step, n, planner=3)  # type: ignore[arg-type]
     with (
         Reversal(step, adjoint_step, n, planner=made, budget="5 slots") as run,

@@ -33,7 +33,16 @@ from hypothesis.stateful import (
 )
 from leaks import descriptors, native_threads
 
-from multistage import Budget, Costs, FunctionChain, InPlaceChain, Plan, Report, Reversal, Tier
+from multistage import (
+    Budget,
+    Costs,
+    FunctionChain,
+    InPlaceChain,
+    Report,
+    Reversal,
+    Tier,
+    UniformPlan,
+)
 from multistage.errors import ArgumentError, MultistageError, StateError
 
 N = 11
@@ -262,7 +271,7 @@ class Calls(RuleBasedStateMachine):
         for value in (self.run.costs, Budget(slots=self.slots)):
             assert how(value) == value
         plan = self.run.plan
-        assert plan is None or isinstance(plan, Plan)
+        assert plan is None or isinstance(plan, UniformPlan)
         if plan is not None:
             again = how(plan)
             assert again == plan and str(again) == str(plan)

@@ -25,7 +25,7 @@ from ..costs import Costs
 from ..errors import ArgumentError, redacted
 from ..layout import Array, Layout
 from ..limits import free_bytes
-from ..plan import PLANNERS, Plan
+from ..plan import PLANNERS, UniformPlan
 from ..probe import measure
 from ..report import Report
 from ..reversal import Reversal
@@ -132,7 +132,7 @@ def _differentiate(
     for what, seconds in measured:
         say(f"{what:<32}{format_seconds(seconds):>10}")
 
-    say("\n== Plan")
+    say("\n== UniformPlan")
     before = _begin_peak()
     with (
         Reversal(
@@ -186,7 +186,7 @@ def _differentiate(
     }
 
 
-def _plan_table(plan: Plan) -> str:
+def _plan_table(plan: UniformPlan) -> str:
     """Return a plan as text of 80 columns: the candidates and the choice."""
     shown = ("planner", "makespan", "above bound", "recompute", "writes", "peak bytes")
     candidates = sorted(plan.candidates or (plan,), key=lambda other: other.makespan_s)

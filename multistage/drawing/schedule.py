@@ -26,15 +26,15 @@ from ..actions import (
     Save,
     Tape,
 )
+from ..costs import Costs
 from ..errors import ArgumentError
-from ..rates import TierRates
-from ..simulate import Simulation, simulate
+from ..plan.chain_plan import ChainPlan
+from ..simulate import Simulation
 from ..units import format_bytes, format_seconds
 from .chart import Chart, Line, Panel, Segment, Strokes, byte_unit, time_unit
 
 if TYPE_CHECKING:
     from ..plan.base import Plan
-    from ..plan.heterogeneous import ChainPlan
 
 # Steps of a schedule that is drawn: some seconds of virtual time passing.
 MOST_STEPS = 20_000
@@ -108,7 +108,7 @@ def _place(tier: int, tape: bool) -> str:
 
 
 def course_of(plan: Plan) -> tuple[Course, Simulation]:
-    """Return what the plan's schedule does in virtual time, and its simulation.
+    """Return what a plan's schedule does in virtual time, and its simulation.
 
     Raises
     ------
@@ -120,48 +120,52 @@ def course_of(plan: Plan) -> tuple[Course, Simulation]:
             f"a schedule of {plan.n_steps} steps is too long to draw; plan at most {MOST_STEPS} "
             "steps with the same costs and slots, whose picture is the same, only shorter"
         )
-    costs, course, before = plan.costs, Course(), 0.0
-
+    course, before = Course(), 0.0
+    action_s, overheads = 0.0, [(0.0, 0.0) for _ in plan.tiers]
+    if isinstance(plan.costs, Costs):
+        action_s = plan.costs.action_s
+        overheads = [(tier.write_overhead_s, tier.read_overhead_s) for tier in plan.costs.tiers]
     reads: dict[int, float] = {}  # token -> what the transfer costs the computing thread
 
     def timed(action: Action, answer: Answer, now: float) -> None:
         nonlocal before
-        start_s, busy_s = before + costs.action_s, 0.0
+        start_s, busy_s = before + action_s, 0.0
         match action:
             case Get(_, tier):
                 assert answer is not None
-                reads[answer] = costs.tiers[tier].read_overhead_s
+                reads[answer] = overheads[tier][1]
             case Await(token):
                 busy_s = reads.pop(token, 0.0)
             case Offer(_, tier) | Put(_, tier) if answer is not None:
-                busy_s = costs.tiers[tier].write_overhead_s
-        course.apply(action, answer, min(now, start_s), now)
-        if isinstance(action, Await | Put) and now - busy_s > start_s + 1e-12 * now:
+                busy_s = overheads[tier][0]
+        if not (isinstance(action, Tape | Reverse) and action.step == plan.n_steps):  # the loss
+            course.apply(action, answer, min(now, start_s), now)
+        if isinstance(action, Await | Put | Evict) and now - busy_s > start_s + 1e-12 * now:
             course.wait(start_s, now - busy_s)
         before = now
 
-    known = None if plan.planner == "online" else plan.n_steps
-    run = simulate(plan.schedule(), known, costs, plan.slots, timed=timed)
-    return course, run
+    return course, plan.simulate(timed=timed)
 
 
 def schedule_chart(plan: Plan, title: str = "") -> Chart:
-    """Return where checkpoints stand over both sweeps of a plan.
+    """Return what is kept where over both sweeps of a plan.
 
     Raises
     ------
     ArgumentError
         If it is too long to draw.
     """
+    if isinstance(plan, ChainPlan):
+        return chain_chart(plan, title)
     return course_chart(plan, course_of(plan)[0], title)
 
 
 def course_chart(plan: Plan, course: Course, title: str = "") -> Chart:
     """Return the chart of a course that is known."""
-    names = [tier.name for tier in plan.costs.tiers]
+    names = [tier.name for tier in plan.tiers]
     panel, legend, unit = _course_panel(course, plan.n_steps, names, "step")
     return Chart(
-        title=title or f"{plan.planner}: {plan.n_steps} steps, {plan.slots} fast slots",
+        title=title or plan.summary(),
         panels=(panel,),
         label=f"time ({unit})",
         low=0.0,
@@ -216,37 +220,16 @@ def _chain_title(plan: ChainPlan) -> str:
     return f"{plan.strategy}: {len(plan.costs.stages)} stages{limit}"
 
 
-def chain_course_of(plan: ChainPlan) -> tuple[Course, Simulation]:
-    """Return what a chain's plan does in virtual time, and its simulation."""
-    course, before, loss = Course(), 0.0, len(plan.costs.stages)
-
-    def timed(action: Action, answer: Answer, now: float) -> None:
-        nonlocal before
-        if not (isinstance(action, Tape | Reverse) and action.step == loss):  # it is no stage
-            course.apply(action, answer, before, now)
-        if isinstance(action, Await | Evict) and now > before:
-            course.wait(before, now)
-        before = now
-
-    run = simulate(plan.actions, None, plan.costs, tiers=tiers_of(plan), timed=timed)
-    return course, run
-
-
-def tiers_of(plan: ChainPlan) -> tuple[TierRates, ...]:
-    """Return the tiers of a chain's plan: one or none."""
-    return () if plan.tier is None else (plan.tier,)
-
-
 def chain_chart(plan: ChainPlan, title: str = "") -> Chart:
     """Return what is kept of a chain over both sweeps, above the memory it takes."""
-    course, run = chain_course_of(plan)
+    course, run = course_of(plan)
     samples = run.timeline.memory["fast"]
     limit = plan.memory_bytes
     top = max(peak for _, peak in samples)
     # As in a timeline: a limit far above the peak is told in words.
     shown = limit is not None and limit <= 3 * top
     most = max(top, limit) if shown and limit is not None else top
-    names = [tier.name for tier in tiers_of(plan)]
+    names = [tier.name for tier in plan.tiers]
     panel, legend, unit = _course_panel(
         course, len(plan.costs.stages), names, "stage", "", "tape or state"
     )

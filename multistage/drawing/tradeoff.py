@@ -9,20 +9,22 @@ from ..units import format_bytes, format_seconds
 from .chart import Chart, Line, Mark, Panel, Point, byte_unit, time_unit
 
 if TYPE_CHECKING:
-    from ..plan.base import Plan
-    from ..plan.heterogeneous import ChainPlan
+    from ..plan.chain_plan import ChainPlan
+    from ..plan.uniform import UniformPlan
 
 # Plans so many times slower than the fastest are left out: of two slots, say.
 _SLOWEST = 4.0
 _RIVALS = ("forward", "reverse", "write", "read", "tape", "tier", "rival", "rival 3")
 
 
-def trade_off_chart(chosen: Plan, curves: dict[str, Sequence[Plan]], title: str = "") -> Chart:
+def trade_off_chart(
+    chosen: UniformPlan, curves: dict[str, Sequence[UniformPlan]], title: str = ""
+) -> Chart:
     """Return makespan and recompute factor over the fast slots, planner by planner.
 
     Parameters
     ----------
-    chosen : Plan
+    chosen : UniformPlan
         Marked.
     curves : dict of planner to plans
         As `multistage.plan.trade_off` makes them: slots ascending.

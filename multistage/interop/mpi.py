@@ -40,7 +40,7 @@ from ..durable.run import DurableRun
 from ..errors import ArgumentError
 from ..layout import Layout
 from ..limits import default_budget_bytes
-from ..plan import Plan
+from ..plan import UniformPlan
 from ..probe import measure, probe_store, with_driver
 from ..progress import is_shown
 from ..report import Report
@@ -97,7 +97,7 @@ class MPIReversal(Generic[State, Adjoint]):
 
     Attributes
     ----------
-    plan : Plan or None
+    plan : UniformPlan or None
         The plan of the last sweep, the same on every rank.
     costs : Costs or None
         What the next sweep is planned with: the slowest rank's times, this
@@ -213,7 +213,7 @@ class MPIReversal(Generic[State, Adjoint]):
         self._closed = False
         self._report: Report | None = None
         self.costs: Costs | None = None
-        self.plan: Plan | None = None
+        self.plan: UniformPlan | None = None
 
     @property
     def rank(self) -> int:
@@ -336,7 +336,7 @@ class MPIReversal(Generic[State, Adjoint]):
         self._ready = True
         return last
 
-    def prepare(self, state: State) -> Plan:
+    def prepare(self, state: State) -> UniformPlan:
         """Agree, measure, plan and open the tiers, as the first `forward` would.
 
         Raises

@@ -1,6 +1,6 @@
 """Planners: from costs, a budget and a number of steps to a schedule and its price.
 
-Every planner is a pure function `(costs, slots, n_steps) -> Plan`; `PLANNERS`
+Every planner is a pure function `(costs, slots, n_steps) -> UniformPlan`; `PLANNERS`
 holds them by name and `plan` ranks them.
 """
 
@@ -17,8 +17,6 @@ from ..progress import counting
 from ..units import format_seconds
 from ..values import shown, whole
 from .base import Plan as Plan
-from .base import Planner as Planner
-from .base import require_costs, require_steps, sealing
 from .hierarchy import disk_revolve, h_revolve, worth_ranking
 from .interval import interval
 from .mixed import mixed, worth_trying
@@ -30,13 +28,16 @@ from .revolve import pyrevolve, revolve
 from .store_all import store_all
 from .streaming import streaming
 from .stumm_walther import stumm_walther
+from .uniform import Planner as Planner
+from .uniform import UniformPlan as UniformPlan
+from .uniform import require_costs, require_steps, sealing
 
 
 def _checked(planner: Planner) -> Planner:
     """Return the planner with its arguments checked, NumPy's integers made Python's."""
 
     @wraps(planner)
-    def checked(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+    def checked(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
         require_costs(costs)
         return planner(costs, whole(slots, "slots", 1), n_steps)
 
@@ -75,7 +76,7 @@ def plan(
     *,
     buffer_bytes: int = 0,
     progress: bool | None = None,
-) -> Plan:
+) -> UniformPlan:
     """Choose a schedule and predict it.
 
     Parameters
@@ -95,7 +96,7 @@ def plan(
 
     Returns
     -------
-    Plan
+    UniformPlan
         With `candidates` and `why` when ranked.
 
     Raises
@@ -124,7 +125,7 @@ def plan(
                 f"choose 'auto' or one of {', '.join(PLANNERS)}"
             )
         return PLANNERS[planner](costs, slots, n)
-    plans: list[Plan] = []
+    plans: list[UniformPlan] = []
     refused: list[str] = []
     names = (
         *RANKED,
@@ -154,7 +155,7 @@ def _over_tiers(costs: Costs, slots: int, n_steps: int) -> tuple[str, ...]:
     return (*(("h-revolve", "stumm-walther") if solved else ()), "periodic-disk")
 
 
-def _why(plans: list[Plan]) -> str:
+def _why(plans: list[UniformPlan]) -> str:
     best = plans[0]
     if len(plans) == 1:
         return f"Chosen: {best.planner}, the only planner that fits the budget."

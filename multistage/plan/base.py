@@ -1,173 +1,177 @@
-"""What every planner returns: a Plan, a schedule with its predicted cost."""
+"""What every planner returns: a plan, which is data that prints, draws, saves and loads itself."""
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from functools import wraps
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from tabulate import tabulate
-
-from ..actions import Schedule
-from ..costs import Costs
+from ..actions import Action, Answer, Schedule
 from ..errors import ArgumentError
-from ..units import format_bytes, format_seconds
-from ..values import shown, whole
 from .written import read_json
 
-MOST_STEPS = 1 << 40
-_FORMAT = "multistage-plan-1"
+if TYPE_CHECKING:
+    from ..costs import Costs, Tier
+    from ..rates import TierRates
+    from ..simulate import Jitter, Simulation
+    from ..stages import StageCosts
 
-P = ParamSpec("P")
-Planner: TypeAlias = "Callable[[Costs, int, int | None], Plan]"
 
-
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """A schedule, where it comes from and what it is predicted to cost.
+    """A schedule and what it is predicted to cost: what all plans have and do.
+
+    There are two kinds.  A `UniformPlan`, from `plan`, is of steps that are alike: its costs
+    are numbers, its schedule is made as it is run, and 10^9 steps take no memory.  A
+    `ChainPlan`, from `plan_chain`, is of stages that differ: its costs are those of each stage
+    and its schedule is a tuple of actions.
 
     Attributes
     ----------
     planner : str
-        Name of the planner, a key of `PLANNERS`.
-    n_steps : int
-    slots : int
-        Fast slots the plan may take.
-    costs : Costs
+        Name of the planner, or of the strategy.
+    costs : Costs or StageCosts
         What the prediction assumes.
-    make : callable
-        Returns a fresh schedule; see `schedule`.
+    tiers : tuple
+        The slow tiers it was planned with.
+    n_steps : int
+        Steps, or stages.
+    memory_bytes : int or None
+        Fast memory the plan may take; None for no limit.
     makespan_s : float
         Predicted seconds from the start to the last adjoint step.
-    lower_bound_s : float
-        No schedule with these slots and tiers can be faster.
+    lower_bound_s : float or None
+        No schedule within these limits can be faster; None where that is not known.
     forward_steps : int
         Predicted steps run forward, the first sweep included.
-    peak_slots : float
-        Most fast slots the schedule takes.
+    peak_bytes : int
+        Predicted peak of fast memory.
     writes, reads : int
-        Predicted transfers of states to and from the slow tiers.
+        Predicted transfers to and from the slow tiers.
     stall_s : float
         Predicted seconds the computing thread waits for transfers.
-    note : str
-        One sentence: what the planner does with these costs.
-    parameters : mapping
-        The planner's own numbers, such as the interval.
-    candidates : tuple of Plan
-        The plans this one was chosen from (including an equal of itself).
-    seal : tuple
-        What `sealing` vouches for; see `sealed`.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from multistage import Costs, Stage, StageCosts, plan, plan_chain
+    >>> layers = StageCosts.uniform(12, Stage("layer", 1.0, 2.0, 10, 30), 10)
+    >>> plans = [plan(Costs(1.0, 2.0), "5 slots", 100), plan_chain(layers, "50 %")]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for made in plans:
+    ...         made.save(f"{folder}/plan.json")
+    ...         print(made.summary(), Plan.load(f"{folder}/plan.json") == made)
+    ... # doctest: +ELLIPSIS
+    plan revolve: 100 steps, 5 fast slots of 1 B True
+    plan optimal: 12 stages within 195 B: ... True
     """
 
-    planner: str
-    n_steps: int
-    slots: int
-    costs: Costs
-    make: Callable[[], Schedule] = field(repr=False, compare=False)
-    makespan_s: float
-    lower_bound_s: float
-    forward_steps: int
-    peak_slots: float
-    writes: int = 0
-    reads: int = 0
-    stall_s: float = 0.0
-    note: str = ""
-    parameters: Mapping[str, float | int | str] = field(default_factory=dict)
-    candidates: tuple[Plan, ...] = field(default=(), repr=False)
-    why: str = ""
-    seal: tuple[object, ...] = field(default=(), repr=False, compare=False)
+    __slots__ = ()
 
-    def schedule(self) -> Schedule:
-        """Return a fresh, lazy schedule of this plan."""
-        return self.make()
+    FORMAT: ClassVar[str]
+    UNIT: ClassVar[str]
+
+    costs: Costs | StageCosts
+    makespan_s: float
+    forward_steps: int
+    stall_s: float
+
+    # What the two kinds know in different ways.
 
     @property
-    def sealed(self) -> bool:
-        """Whether this is what a planner of this package made, its schedule and its premises.
+    def planner(self) -> str:
+        raise NotImplementedError
 
-        Schedules of sealed plans are run as they are; all others are judged
-        action by action.  Replacing `make`, `n_steps`, `slots` or `costs`
-        breaks the seal.
-        """
-        return self.seal == self._vouched()
+    @property
+    def n_steps(self) -> int:
+        raise NotImplementedError
 
-    def _vouched(self) -> tuple[object, ...]:
-        return self.make, self.n_steps, self.slots, self.costs
+    @property
+    def tiers(self) -> Sequence[Tier | TierRates]:
+        raise NotImplementedError
+
+    @property
+    def memory_bytes(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def peak_bytes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def lower_bound_s(self) -> float | None:
+        raise NotImplementedError
+
+    @property
+    def writes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def reads(self) -> int:
+        raise NotImplementedError
+
+    def schedule(self) -> Schedule:
+        """Return a fresh schedule of this plan, for `check`, `simulate` and executors."""
+        raise NotImplementedError
+
+    def simulate(
+        self,
+        *,
+        jitter: Jitter | None = None,
+        seed: int = 0,
+        timed: Callable[[Action, Answer, float], None] | None = None,
+    ) -> Simulation:
+        """Run the plan in virtual time, within its limits; see `multistage.simulate`."""
+        raise NotImplementedError
+
+    def limits(self) -> dict[str, float | None]:
+        """Return what fast memory and each tier may hold, in bytes; None without bound."""
+        raise NotImplementedError
+
+    def summary(self) -> str:
+        """Return the plan in one line."""
+        raise NotImplementedError
+
+    def table(self) -> str:
+        """Return the plan beside its alternatives as text."""
+        raise NotImplementedError
+
+    def details(self) -> list[str]:
+        """Return the lines that printing the plan shows below its summary."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data, for JSON; `from_dict` reads it back."""
+        raise NotImplementedError
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any]) -> Plan:
+        raise NotImplementedError
+
+    # What follows from that.
 
     @property
     def recompute_factor(self) -> float:
-        """Forward steps run / n_steps."""
+        """Forward steps run / steps."""
         return self.forward_steps / self.n_steps
 
     @property
-    def peak_fast_bytes(self) -> float:
-        """Bytes of fast memory taken by checkpoints at the peak."""
-        return self.peak_slots * self.costs.state_bytes
+    def gap(self) -> float | None:
+        """How far the makespan lies above the lower bound, 0 at best; None if that is not known."""
+        bound_s = self.lower_bound_s
+        return None if bound_s is None else gap_of(self.makespan_s, bound_s)
 
     @property
-    def gap(self) -> float:
-        """How far the makespan lies above the lower bound, 0 at best."""
-        if not self.lower_bound_s:  # steps that take no time
-            return 0.0 if not self.makespan_s else math.inf
-        return self.makespan_s / self.lower_bound_s - 1
-
-    def row(self) -> dict[str, str | int | float]:
-        """Return the plan as one row of a table."""
-        return {
-            "planner": self.planner,
-            "makespan": format_seconds(self.makespan_s),
-            "above bound": f"{100 * self.gap:.2f} %",
-            "recompute": round(self.recompute_factor, 3),
-            "writes": self.writes,
-            "reads": self.reads,
-            "stall": format_seconds(self.stall_s),
-            "peak slots": round(self.peak_slots, 1),
-            "peak bytes": format_bytes(self.peak_fast_bytes),
-        }
-
-    def table(self) -> str:
-        """Return the candidates side by side as text, the chosen one marked."""
-        plans = sorted(self.candidates or (self,), key=lambda plan: plan.makespan_s)
-        rows = [{"": ">" if plan.planner == self.planner else "", **plan.row()} for plan in plans]
-        return tabulate(rows, headers="keys", disable_numparse=True, stralign="right")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain data, for JSON."""
-        return {
-            "format": _FORMAT,
-            **self._facts(),
-            "n_steps": self.n_steps,
-            "slots": self.slots,
-            "why": self.why,
-            "candidates": [candidate._facts() for candidate in self.candidates],
-            "costs": asdict(self.costs),
-        }
-
-    def _facts(self) -> dict[str, Any]:
-        return {
-            "planner": self.planner,
-            "makespan_s": self.makespan_s,
-            "lower_bound_s": self.lower_bound_s,
-            "recompute_factor": self.recompute_factor,
-            "writes": self.writes,
-            "reads": self.reads,
-            "stall_s": self.stall_s,
-            "peak_slots": self.peak_slots,
-            "peak_fast_bytes": self.peak_fast_bytes,
-            "parameters": dict(self.parameters),
-            "note": self.note,
-        }
+    def title(self) -> str:
+        """What it is a plan of, in few words."""
+        return f"{self.planner}: {self.n_steps} {self.UNIT}"
 
     @classmethod
-    def from_dict(cls, data: Any) -> Plan:
-        """Return the plan that `to_dict` described, planned anew.
+    def from_dict(cls, data: Any) -> Self:
+        """Return the plan that `to_dict` described, of either kind.
 
-        A schedule of uniform steps follows from its planner, costs, slots and number of
-        steps; nothing else in the data counts.
+        What the data says of times and memory does not count: a plan of steps that are alike is
+        planned anew, the schedule of a chain is judged and simulated anew.
 
         Raises
         ------
@@ -175,48 +179,36 @@ class Plan:
             Naming what is missing or wrong; for a planner that is none of `PLANNERS`.
         BudgetError
             Where the slots hold too little.
+        ScheduleError
+            Naming the first action of a chain that is illegal or exceeds `memory_bytes`.
         """
-        from . import PLANNERS, plan
+        from .chain_plan import ChainPlan
+        from .uniform import UniformPlan
 
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise ArgumentError(
-                f"no plan of uniform steps: 'format' must be {_FORMAT!r}; "
-                "plans of chains are read by ChainPlan"
-            )
-        for name in ("planner", "costs", "slots", "n_steps"):
-            if name not in data:
-                raise ArgumentError(f"no plan of uniform steps: {name!r} is missing")
-        planner, costs = data["planner"], Costs.from_dict(data["costs"])
-        slots, n_steps = whole(data["slots"], "slots"), whole(data["n_steps"], "n_steps", 1)
-        if not isinstance(planner, str) or planner not in PLANNERS:
-            raise ArgumentError(
-                f"planner {shown(planner)} is none of {', '.join(PLANNERS)}; "
-                "its schedule is not in the file"
-            )
-        if data.get("candidates"):
-            found = plan(costs, f"{slots} slots", n_steps, progress=False)
-            if found.planner == planner:
+        kinds = [kind for kind in (UniformPlan, ChainPlan) if issubclass(kind, cls)]
+        for kind in kinds:
+            if isinstance(data, dict) and data.get("format") == kind.FORMAT:
+                found = kind._read(data)
+                assert isinstance(found, cls)
                 return found
-        return PLANNERS[planner](costs, slots, n_steps)
+        formats = " or ".join(repr(kind.FORMAT) for kind in kinds)
+        raise ArgumentError(f"no plan: 'format' must be {formats}")
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Return the plan that `save` wrote to a `.json` file, planned anew.
+    def _require(cls, data: Mapping[str, Any], names: Sequence[str]) -> None:
+        for name in names:
+            if name not in data:
+                raise ArgumentError(f"no plan of {cls.UNIT}: {name!r} is missing")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Return the plan that `save` wrote to a `.json` file, of either kind.
 
         Raises
         ------
         ArgumentError
-            If it cannot be read, or for `from_dict`'s reasons.
-
-        Examples
-        --------
-        >>> import tempfile
-        >>> from multistage import plan
-        >>> made = plan(Costs(1.0, 2.0), "5 slots", 100)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     made.save(f"{folder}/plan.json")
-        ...     Plan.load(f"{folder}/plan.json") == made
-        True
+            If it cannot be read, or for `from_dict`'s reasons; BudgetError and ScheduleError for
+            its others.
         """
         return cls.from_dict(read_json(path))
 
@@ -246,15 +238,15 @@ class Plan:
         path : str or Path
             `.svg` needs nothing; `.png`, `.pdf` and others need matplotlib.
         what : {"schedule", "timeline", "trade-off"}
-            Where checkpoints stand over both sweeps; what runs when in virtual
-            time, with the memory of each tier; or makespan and recompute
-            factor over the number of slots, for this planner and its rivals.
+            What is kept where over both sweeps; what runs when in virtual
+            time, compute and transfers, with the memory of each place; or time
+            over memory, for this plan and its rivals.
 
         Raises
         ------
         ArgumentError
             If matplotlib is needed and not installed; for an unknown suffix or
-            subject; for schedules of more than 20 000 steps.
+            subject; for uniform schedules of more than 20 000 steps.
         """
         from ..drawing.plans import draw_plan
 
@@ -266,64 +258,12 @@ class Plan:
         return plan_html(self)
 
     def __str__(self) -> str:
-        costs = self.costs
-        head = (
-            f"plan {self.planner}: {self.n_steps} steps, {self.slots} fast slots of "
-            f"{format_bytes(costs.state_bytes)}\n"
-            f"step {format_seconds(costs.forward_step_s)}, "
-            f"adjoint step {format_seconds(costs.turn_s)}"
-        )
-        if tier := costs.tier:
-            head += (
-                f"; tier {tier.name}: write {format_seconds(tier.write_s)}, "
-                f"read {format_seconds(tier.read_s)} per state "
-                f"(rho = {costs.rho:.3g})"
-            )
-        lines = [head, "", self.table(), "", f"lower bound {format_seconds(self.lower_bound_s)}"]
-        lines += [text for text in (self.note, self.why) if text]
-        return "\n".join(lines)
+        return "\n".join([self.summary(), *self.details()])
 
 
-def sealing(planner: Callable[P, Plan]) -> Callable[P, Plan]:
-    """Return a planner of this package whose plans are sealed, see `Plan.sealed`.
-
-    What is sealed must have been tested: the tests run every planner of
-    `PLANNERS` through `check`.
-    """
-
-    @wraps(planner)
-    def sealed(*args: P.args, **kwargs: P.kwargs) -> Plan:
-        made = planner(*args, **kwargs)
-        return replace(made, seal=made._vouched())
-
-    return sealed
-
-
-def require_steps(n_steps: int | None, planner: str) -> int:
-    """Return `n_steps`, known and at least 1.
-
-    Raises
-    ------
-    ArgumentError
-        Otherwise.
-    """
-    if n_steps is None:
-        raise ArgumentError(
-            f"planner {planner!r} must know n_steps beforehand; use planner 'online'"
-        )
-    try:
-        n = -1 if isinstance(n_steps, bool) else operator.index(n_steps)  # NumPy's ints too
-    except TypeError:
-        n = -1
-    if not 1 <= n <= MOST_STEPS:
-        raise ArgumentError(f"n_steps={shown(n_steps)} must be an int, at least 1 and at most 2^40")
-    return n
-
-
-def require_costs(costs: Costs) -> None:
-    """Raise ArgumentError unless these are costs of uniform steps."""
-    if not isinstance(costs, Costs):
-        raise ArgumentError(
-            f"costs={shown(costs)} must be multistage.Costs; for stages that differ there is "
-            "plan_chain"
-        )
+def gap_of(makespan_s: float, bound_s: float) -> float:
+    """Return how far a makespan lies above a lower bound, as a share of that."""
+    if not bound_s:  # steps that take no time
+        return 0.0 if not makespan_s else math.inf
+    gap = makespan_s / bound_s - 1
+    return gap if abs(gap) > 1e-12 else 0.0  # rounding is no gap

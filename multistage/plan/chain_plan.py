@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from tabulate import tabulate
 
 from .. import native
-from ..actions import Action, Advance, EndForward, Put, Reverse, Save, Tape
+from ..actions import (
+    Action,
+    Advance,
+    Answer,
+    EndForward,
+    Get,
+    Put,
+    Reverse,
+    Save,
+    Schedule,
+    Tape,
+)
 from ..errors import ArgumentError
 from ..rates import TierRates
 from ..simulate import Jitter, Simulation, simulate
@@ -21,15 +31,15 @@ from ..stages import StageCosts
 from ..units import format_bytes, format_seconds
 from ..values import seconds as a_time
 from ..values import shown, whole
+from .base import Plan
 from .chain_memory import use_of
 from .chain_table import default_threads
 from .joint_bound import joint_lower_bound
-from .written import actions_from_lists, actions_to_lists, read_json
+from .written import actions_from_lists, actions_to_lists
 
 # What `plan_chain` offers; plans that `pieces` makes of chains too long for it or not known.
 Strategy = Literal["optimal", "revolve", "periodic", "store-all", "pieces", "survey"]
 STRATEGIES: tuple[Strategy, ...] = ("optimal", "revolve", "periodic", "store-all")
-_FORMAT = "multistage-chain-plan-2"
 _KNOWN = ("no_tier_s", "offload_s")
 # Longest chain that the Python twin of the bound is solved for, in some seconds.
 _TWIN_STAGES = 8
@@ -37,8 +47,10 @@ _READ = ("strategy", "memory_bytes", "tier", "costs", "actions", *_KNOWN)
 
 
 @dataclass(frozen=True, slots=True)
-class ChainPlan:
-    """A schedule of a chain, and what it is predicted to take.
+class ChainPlan(Plan):
+    """A schedule of a chain of stages that differ, and what it is predicted to take.
+
+    What it does besides, see `Plan`.
 
     Attributes
     ----------
@@ -64,12 +76,16 @@ class ChainPlan:
         Of the makespan, spent waiting for transfers.
     """
 
+    FORMAT: ClassVar[str] = "multistage-chain-plan-2"
+    UNIT: ClassVar[str] = "stages"
+
     strategy: Strategy
     costs: StageCosts
-    memory_bytes: int | None
+    # `field()`: or what the base class has by these names would be their defaults.
+    memory_bytes: int | None = field()
     actions: tuple[Action, ...] = field(repr=False)
     makespan_s: float
-    peak_bytes: int
+    peak_bytes: int = field()
     forward_steps: int
     plain_s: float
     plain_bytes: int
@@ -79,9 +95,33 @@ class ChainPlan:
     stall_s: float = 0.0
 
     @property
-    def recompute_factor(self) -> float:
-        """Stages run forward / stages."""
-        return self.forward_steps / len(self.costs.stages)
+    def planner(self) -> str:
+        """The strategy."""
+        return self.strategy
+
+    @property
+    def n_steps(self) -> int:
+        """Stages, the loss not counted."""
+        return len(self.costs.stages)
+
+    @property
+    def tiers(self) -> tuple[TierRates, ...]:
+        """The slow tier, if there is one."""
+        return () if self.tier is None else (self.tier,)
+
+    @property
+    def writes(self) -> int:
+        """States and tapes sent to the tier."""
+        return sum(isinstance(action, Put) for action in self.actions)
+
+    @property
+    def reads(self) -> int:
+        """States and tapes brought back."""
+        return sum(isinstance(action, Get) for action in self.actions)
+
+    def schedule(self) -> Schedule:
+        """Return the actions one by one; stage `len(costs.stages)` is the loss."""
+        yield from self.actions
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -109,16 +149,6 @@ class ChainPlan:
         if self.tier is None:
             return None
         return _bound_s(self.costs, self.memory_bytes, self.tier)
-
-    @property
-    def gap(self) -> float | None:
-        """How far the makespan lies above the lower bound, 0 at best; None if that is not known."""
-        bound_s = self.lower_bound_s
-        if bound_s is None:
-            return None
-        if not bound_s:
-            return 0.0 if not self.makespan_s else math.inf
-        return max(0.0, self.makespan_s / bound_s - 1)
 
     def fates(self) -> list[str]:
         """Return what the forward sweep leaves of each stage.
@@ -149,6 +179,7 @@ class ChainPlan:
         tier: TierRates | str | None = None,
         jitter: Jitter | None = None,
         seed: int = 0,
+        timed: Callable[[Action, Answer, float], None] | None = None,
     ) -> Simulation:
         """Run the plan in virtual time, with its own tier or another.
 
@@ -172,7 +203,13 @@ class ChainPlan:
             memory_bytes=self.memory_bytes,
             jitter=jitter,
             seed=seed,
+            timed=timed,
         )
+
+    def limits(self) -> dict[str, float | None]:
+        """Return what fast memory and the tier may hold, in bytes; None without bound."""
+        rooms = {tier.name: tier.capacity_bytes for tier in self.tiers}
+        return {"fast": self.memory_bytes, **rooms}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, for JSON; `from_dict` reads it back.
@@ -181,7 +218,7 @@ class ChainPlan:
         there for the reader's convenience.
         """
         return {
-            "format": _FORMAT,
+            "format": self.FORMAT,
             "strategy": self.strategy,
             "memory_bytes": self.memory_bytes,
             "makespan_s": self.makespan_s,
@@ -202,24 +239,9 @@ class ChainPlan:
         }
 
     @classmethod
-    def from_dict(cls, data: Any) -> Self:
-        """Return the plan that `to_dict` described, its schedule judged anew.
-
-        Times and memory are those of a new simulation; what the data says of them does
-        not count.
-
-        Raises
-        ------
-        ArgumentError
-            Naming what is missing or wrong.
-        ScheduleError
-            Naming the first action that is illegal or exceeds `memory_bytes`.
-        """
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise ArgumentError(f"no plan of a chain: 'format' must be {_FORMAT!r}")
-        missing = [name for name in _READ if name not in data]
-        if missing:
-            raise ArgumentError(f"no plan of a chain: {missing[0]!r} is missing")
+    def _read(cls, data: Mapping[str, Any]) -> ChainPlan:
+        """Return the plan that `to_dict` described, its schedule judged anew."""
+        cls._require(data, _READ)
         strategies = get_args(Strategy)
         if data["strategy"] not in strategies:
             raise ArgumentError(
@@ -249,62 +271,6 @@ class ChainPlan:
             **known,
         )
 
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Return the plan that `save` wrote to a `.json` file, its schedule judged anew.
-
-        Raises
-        ------
-        ArgumentError
-            If it cannot be read, or for `from_dict`'s reasons; ScheduleError for its others.
-        """
-        return cls.from_dict(read_json(path))
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan to a file: `.json`, which `load` reads back, or `.html`.
-
-        The page is one file that needs no network.
-
-        Raises
-        ------
-        ArgumentError
-            For another suffix.
-        """
-        from ..drawing.plans import save_chain_plan
-
-        save_chain_plan(self, path)
-
-    def picture(
-        self,
-        path: str | Path,
-        what: Literal["schedule", "timeline", "trade-off"] = "schedule",
-    ) -> None:
-        """Draw the plan to a file; the suffix chooses the format.
-
-        Parameters
-        ----------
-        path : str or Path
-            `.svg` needs nothing; `.png`, `.pdf` and others need matplotlib.
-        what : {"schedule", "timeline", "trade-off"}
-            What is kept over both sweeps, and the memory it takes; what runs when,
-            compute and transfers, with the memory of each place by what is in it;
-            or time over peak memory, with this plan marked.
-
-        Raises
-        ------
-        ArgumentError
-            If matplotlib is needed and not installed; for an unknown suffix or
-            subject.
-        """
-        from ..drawing.plans import draw_chain_plan
-
-        draw_chain_plan(self, path, what)
-
-    def _repr_html_(self) -> str:
-        from ..drawing.plans import chain_plan_html
-
-        return chain_plan_html(self)
-
     def summary(self) -> str:
         """Return the plan in one line."""
         limit = "no limit" if self.memory_bytes is None else format_bytes(self.memory_bytes)
@@ -317,8 +283,6 @@ class ChainPlan:
 
     def comparison(self) -> list[tuple[str, str, str]]:
         """Return the plan beside its lower bound and its alternatives: name, time, difference."""
-        if self.tier is None:
-            return []
         rows = [("this plan", format_seconds(self.makespan_s), "")]
         if self.stall_s:
             rows.append(("  of which waiting", format_seconds(self.stall_s), ""))
@@ -327,7 +291,7 @@ class ChainPlan:
             "no tier": self.no_tier_s,
             "every tape to the tier": self.offload_s,
         }
-        for name, seconds in others.items():
+        for name, seconds in others.items() if self.tier is not None else ():
             if seconds is None:
                 what = "not known" if name == "lower bound" else "does not fit"
                 rows.append((name, what, ""))
@@ -336,29 +300,31 @@ class ChainPlan:
             rows.append((name, format_seconds(seconds), more))
         return rows
 
-    def __str__(self) -> str:
+    def table(self) -> str:
+        """Return the plan beside its lower bound and its alternatives as text."""
+        return tabulate(
+            self.comparison(),
+            tablefmt="plain",
+            disable_numparse=True,
+            colalign=("left", "right", "right"),
+        )
+
+    def details(self) -> list[str]:
+        """Return the rest of what printing it shows: its alternatives, and each stage."""
         rows = [
             (i, stage.name, what, runs, format_bytes(stage.tape_bytes))
             for i, (stage, what, runs) in enumerate(
                 zip(self.costs.stages, self.fates(), self.runs(), strict=True)
             )
         ]
-        table = tabulate(
+        stages = tabulate(
             rows,
             headers=("", "stage", "forward sweep", "runs", "tape"),
             disable_numparse=True,
             colalign=("right", "left", "left", "right", "right"),
         )
-        lines = [self.summary()]
-        if self.tier is not None:
-            beside = tabulate(
-                self.comparison(),
-                tablefmt="plain",
-                disable_numparse=True,
-                colalign=("left", "right", "right"),
-            )
-            lines += [f"tier {self.tier}", beside]
-        return "\n".join([*lines, table])
+        beside = [] if self.tier is None else [f"tier {self.tier}", self.table()]
+        return [*beside, stages]
 
 
 def store_all(costs: StageCosts) -> list[Action]:

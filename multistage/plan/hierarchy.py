@@ -24,11 +24,11 @@ from functools import partial
 from .. import native
 from ..actions import Advance, Await, Drop, Free, Get, Load, Put, Schedule
 from ..costs import Costs, Tier
-from .base import Plan, require_steps
 from .binomial import nu, reverse_actions
 from .levels import ADVANCE, DROP, ORIGIN, READ, REVERSE, WRITE, Hierarchy, Level, solve, solving_s
 from .rows import PLAIN_PER_S, PLANNING_S, PRUNED_PER_S
 from .synchronous import Counts, reversed_piece, synchronous_plan, transfer_s, without_tier
+from .uniform import UniformPlan, require_steps
 
 
 def hierarchy_schedule(hierarchy: Hierarchy, slots: int, tiers: tuple[int, ...]) -> Schedule:
@@ -110,7 +110,7 @@ def _levels(tiers: tuple[Tier, ...], order: tuple[int, ...], slots: int) -> tupl
 
 def _over_tiers(
     planner: str, costs: Costs, tiers: tuple[Tier, ...], slots: int, n_steps: int, note: str
-) -> Plan:
+) -> UniformPlan:
     first, *others = _orders(tiers)
     # What another order would take longer for than a planner may is not worth it.
     each_s = solving_s(_levels(tiers, first, slots), n_steps)
@@ -153,7 +153,7 @@ def worth_ranking(costs: Costs, slots: int, n_steps: int) -> bool:
     return len(orders) * solving_s(levels, n_steps) <= _CHEAP_S * share
 
 
-def h_revolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+def h_revolve(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """Return the optimal plan that waits for every transfer, over all tiers of `costs`.
 
     Raises
@@ -175,7 +175,7 @@ def h_revolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     return _over_tiers("h-revolve", costs, costs.tiers, slots, n, note)
 
 
-def disk_revolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+def disk_revolve(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """Return the optimal plan that waits for every transfer to and from the first tier.
 
     Disk-Revolve knows no bound of the disk; where the tier has one, this is

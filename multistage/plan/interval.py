@@ -47,11 +47,11 @@ from ..actions import (
 from ..costs import Costs
 from ..layout import Array
 from ..simulate import simulate
-from .base import Plan, require_steps
 from .binomial import NuTable, nu, reverse_actions
 from .bound import lower_bound
 from .predict import SIMULATED_STEPS
 from .revolve import ACTIONS_PER_STEP, revolve
+from .uniform import UniformPlan, require_steps
 
 
 def printed_factor(interval: int, slots: int) -> float:
@@ -141,7 +141,7 @@ def interval_schedule(interval: int, slots: int, queue: int, n_steps: int) -> Sc
         yield Free(start)
 
 
-def interval(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+def interval(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """Return the best plan of the paper's form: I = ceil(rho), or longer, or Revolve.
 
     Examples
@@ -165,7 +165,7 @@ def interval(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     return made if made.makespan_s <= plain.makespan_s else plain
 
 
-def paper_interval(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+def paper_interval(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """Return the plan of the paper, I = ceil(rho), or Revolve's where it does not apply."""
     n = require_steps(n_steps, "interval")
     least = _least_length(costs, n)
@@ -174,7 +174,7 @@ def paper_interval(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     return _over(costs, slots, n, least)
 
 
-def shortest_interval(costs: Costs, slots: int, n_steps: int) -> Plan | None:
+def shortest_interval(costs: Costs, slots: int, n_steps: int) -> UniformPlan | None:
     """Return the plan that writes the most the tier keeps up with, even where Revolve is faster.
 
     Where the tier keeps up with no interval, state 0 alone is written.  None for
@@ -218,7 +218,7 @@ def _lengths(least: int, n_steps: int) -> Array:
 _EVERY_LENGTH = 1 << 12
 
 
-def _revolve(costs: Costs, slots: int, n: int) -> Plan:
+def _revolve(costs: Costs, slots: int, n: int) -> UniformPlan:
     note = "No interval pays, reaches the slow tier in time and fits there: Revolve."
     return replace(revolve(costs, slots, n), planner="interval", note=note)
 
@@ -271,7 +271,7 @@ def _seconds(costs: Costs, slots: int, n: int, lengths: Array) -> Array:
     return seconds
 
 
-def _over(costs: Costs, slots: int, n: int, length: int) -> Plan:
+def _over(costs: Costs, slots: int, n: int, length: int) -> UniformPlan:
     """Return the plan with intervals of `length` steps."""
     tier = costs.tier
     assert tier is not None
@@ -294,7 +294,7 @@ def _over(costs: Costs, slots: int, n: int, length: int) -> Plan:
     if costs.action_s and n <= SIMULATED_STEPS:
         run = simulate(make(), n, costs, slots, checked=False)
         makespan_s, stall_s = run.makespan_s, run.stall_s
-    return Plan(
+    return UniformPlan(
         planner="interval",
         n_steps=n,
         slots=slots,

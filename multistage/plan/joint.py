@@ -1,6 +1,6 @@
 """Chains with a slow tier: what stays in fast memory, what travels, what is recomputed.
 
-Plan
+UniformPlan
     The forward sweep is cut into nodes: a stage that keeps its tape, or a
     segment, of which the state before its first stage is kept.  Whatever is
     kept stays in fast memory or is a *thing of the tier*: written as soon as it

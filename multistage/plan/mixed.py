@@ -33,10 +33,10 @@ from .. import native
 from ..actions import Advance, EndForward, Free, Load, Reverse, Save, Schedule, Tape
 from ..costs import Costs
 from ..layout import Array
-from .base import Plan, require_steps
 from .binomial import nu
 from .rows import MOST_S, PLAIN_PER_S, PLANNING_S, PRUNED_PER_S, Rows, affordable
 from .synchronous import Counts, synchronous_plan, without_tier
+from .uniform import UniformPlan, require_steps
 
 # What "auto" spends on it, some tens of milliseconds each: seconds for the
 # table, steps for the walk.
@@ -183,7 +183,7 @@ def worth_trying(costs: Costs, slots: int, n_steps: int) -> bool:
     return n_steps <= _CHEAP_STEPS and slots * n_steps**2 / 2 <= _CHEAP_S * per_s
 
 
-def mixed(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+def mixed(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """Return the optimal plan whose slots hold states or tapes.
 
     Raises

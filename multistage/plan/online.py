@@ -28,7 +28,6 @@ from ..actions import Advance, EndForward, Free, Load, Save, Schedule
 from ..costs import Costs
 from ..layout import Array
 from ..simulate import simulate
-from .base import Plan, require_steps
 from .binomial import beta, nu, repetitions, reverse_actions
 from .bound import lower_bound
 from .predict import SIMULATED_STEPS, Prediction, simulated
@@ -36,6 +35,7 @@ from .reserve import Reservation
 from .revolve import ACTIONS_PER_STEP, revolve_seconds
 from .streaming import SPACINGS, Form, ring_prediction, streaming_spacing
 from .timed import timed
+from .uniform import UniformPlan, require_steps
 
 IsLast = Callable[[int], bool]
 
@@ -156,7 +156,7 @@ def _ring(costs: Costs, slots: int) -> Form:
     return min((least, *(replace(least, spacing=spacing) for spacing in wider)), key=taken)
 
 
-def online(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+def online(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """Return the plan an online schedule would follow were its length `n_steps`.
 
     The schedule itself never looks at `n_steps`; the figures do.
@@ -167,7 +167,7 @@ def online(costs: Costs, slots: int, n_steps: int | None) -> Plan:
         run = ring_prediction(_ring(costs, slots), costs, slots, n)
     else:
         run = _dynamic_prediction(costs, slots, n)
-    return Plan(
+    return UniformPlan(
         planner="online",
         n_steps=n,
         slots=slots,

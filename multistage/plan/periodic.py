@@ -20,9 +20,9 @@ from itertools import pairwise
 from ..actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Schedule, Tape
 from ..costs import Costs
 from ..errors import BudgetError
-from .base import Plan, require_steps
 from .binomial import forward_and_reverse
 from .bound import lower_bound
+from .uniform import UniformPlan, require_steps
 
 _ONE_TAPE = (
     "{} keeps the tapes of a segment, and of these operators only one exists; use planner='auto'"
@@ -54,7 +54,7 @@ def periodic_schedule(length: int, n_steps: int) -> Schedule:
         yield from taped_segment(start, start + length)
 
 
-def periodic(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+def periodic(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """Return the plan with the longest segments that fit.
 
     Raises
@@ -96,7 +96,7 @@ def periodic(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     forward = (segments - 1) * length * costs.forward_step_s + last * costs.taping_s
     turns = (segments - 1) * ((length - 1) * (costs.taping_s + costs.reverse_step_s) + costs.turn_s)
     actions = 2 * last + 1 + (segments - 1) * (2 * length + 3)
-    return Plan(
+    return UniformPlan(
         planner="periodic",
         n_steps=n,
         slots=slots,
@@ -152,7 +152,7 @@ class _Count:
     actions: int
 
 
-def recursive(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+def recursive(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """Return the plan of recursive segments with the branching that costs least.
 
     Raises
@@ -245,7 +245,7 @@ def recursive(costs: Costs, slots: int, n_steps: int | None) -> Plan:
             f"the budget has {slots}"
         )
     makespan_s, branch, counts = min(found, key=lambda entry: entry[:2])
-    return Plan(
+    return UniformPlan(
         planner="recursive",
         n_steps=n,
         slots=slots,

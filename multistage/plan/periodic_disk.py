@@ -24,9 +24,9 @@ import numpy as np
 
 from ..actions import Advance, Await, Drop, Free, Get, Load, Put, Schedule
 from ..costs import Costs
-from .base import Plan, require_steps
 from .binomial import NuTable, beta, nu, reverse_actions
 from .synchronous import Counts, reversed_piece, synchronous_plan, transfer_s, without_tier
+from .uniform import UniformPlan, require_steps
 
 _ALL_PERIODS = 1 << 16
 
@@ -116,7 +116,7 @@ def best_period(
     return (int(periods[best]), int(low[best])) if low[best] else (0, 0)
 
 
-def periodic_disk(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+def periodic_disk(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """Return the plan with the period and number of stored states that cost least.
 
     Examples

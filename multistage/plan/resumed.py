@@ -22,18 +22,18 @@ from functools import partial
 
 from ..actions import Advance, Await, Drop, EndForward, Free, Load, Reverse, Schedule, Tape
 from ..costs import Costs, Tier
-from .base import Plan
 from .bound import lower_bound
 from .online import IsLast
 from .reserve import Reservation
 from .streaming import Form, ring_prediction, streaming, streaming_spacing
 from .sweep import Sweep, SweepRun
+from .uniform import UniformPlan
 
 # The share of the forward sweep that unneeded writes may take from it, inverted.
 _SHARE = 20
 
 
-def durable_plan(costs: Costs, slots: int, n_steps: int) -> Plan:
+def durable_plan(costs: Costs, slots: int, n_steps: int) -> UniformPlan:
     """Return the plan of a durable run: streaming, but one that writes states.
 
     Examples
@@ -49,7 +49,7 @@ def durable_plan(costs: Costs, slots: int, n_steps: int) -> Plan:
         return plan
     sweep = _sweep(costs, slots, n_steps)
     predicted = ring_prediction(Form(sweep.spacing, None), costs, slots, n_steps)
-    return Plan(
+    return UniformPlan(
         planner="streaming",
         n_steps=n_steps,
         slots=slots,

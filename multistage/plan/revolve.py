@@ -12,9 +12,9 @@ from functools import partial
 from ..actions import Advance, EndForward, Free, Load, Reverse, Save, Schedule, Tape
 from ..costs import Costs
 from ..errors import ArgumentError
-from .base import Plan, require_steps
 from .binomial import forward_and_reverse, nu, reverse_actions
 from .bound import lower_bound
+from .uniform import UniformPlan, require_steps
 
 # An advance, a load and a reverse per step, and a save and a free for most.
 ACTIONS_PER_STEP = 4.5
@@ -33,7 +33,7 @@ def revolve_schedule(slots: int, n_steps: int) -> Schedule:
     return forward_and_reverse(reverse_actions(0, n_steps, slots))
 
 
-def revolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+def revolve(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """Return the plan that uses the fast slots alone, optimally.
 
     Examples
@@ -43,7 +43,7 @@ def revolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     (3637, 5637.0)
     """
     n = require_steps(n_steps, "revolve")
-    return Plan(
+    return UniformPlan(
         planner="revolve",
         n_steps=n,
         slots=slots,
@@ -89,7 +89,7 @@ def pyrevolve_schedule(slots: int, n_steps: int) -> Schedule:
         yield Free(saved.pop())
 
 
-def pyrevolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+def pyrevolve(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """Return the plan whose schedule comes from pyrevolve's core.
 
     Raises
@@ -106,7 +106,7 @@ def pyrevolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
             "pip install 'multistage-checkpointing[pyrevolve]'"
         ) from error
     ours = revolve(costs, slots, n)
-    return Plan(
+    return UniformPlan(
         planner="pyrevolve",
         n_steps=n,
         slots=slots,

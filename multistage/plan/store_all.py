@@ -7,8 +7,8 @@ from functools import partial
 from ..actions import EndForward, Reverse, Schedule, Tape
 from ..costs import NOT_KEPT, Costs
 from ..errors import BudgetError
-from .base import Plan, require_steps
 from .bound import lower_bound
+from .uniform import UniformPlan, require_steps
 
 
 def store_all_schedule(n_steps: int) -> Schedule:
@@ -20,7 +20,7 @@ def store_all_schedule(n_steps: int) -> Schedule:
         yield Reverse(i)
 
 
-def store_all(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+def store_all(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """Return the plan that keeps every tape in fast memory.
 
     Raises
@@ -39,7 +39,7 @@ def store_all(costs: Costs, slots: int, n_steps: int | None) -> Plan:
         raise BudgetError("store-all keeps all tapes, and of these operators only one exists")
     if peak > slots:
         raise BudgetError(f"store-all needs {peak:g} fast slots, the budget has {slots}")
-    return Plan(
+    return UniformPlan(
         planner="store-all",
         n_steps=n,
         slots=slots,

@@ -44,7 +44,6 @@ from itertools import product
 from .. import native
 from ..actions import Schedule
 from ..costs import Costs
-from .base import Plan, require_steps
 from .binomial import beta, nu
 from .bound import lower_bound
 from .interval import interval
@@ -53,6 +52,7 @@ from .reserve import Reservation
 from .revolve import revolve
 from .sweep import Sweep
 from .timed import timed
+from .uniform import UniformPlan, require_steps
 
 # Lengths up to this are searched harder: every tail start, single positions moved.
 _SHORT = 24
@@ -192,7 +192,7 @@ def streaming_spacing(costs: Costs) -> float:
     return max(1.0, tier.write_s / step_s, (tier.read_s + step_s) / (step_s + turn_s))
 
 
-def streaming(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+def streaming(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """Return the streaming plan, or Revolve's where streaming cannot pay.
 
     Examples
@@ -243,7 +243,7 @@ def streaming(costs: Costs, slots: int, n_steps: int | None) -> Plan:
         return fallback
     if paper.makespan_s < predicted.makespan_s:
         return replace(paper, planner="streaming", note=f"The paper's rule. {paper.note}")
-    return Plan(
+    return UniformPlan(
         planner="streaming",
         n_steps=n,
         slots=slots,

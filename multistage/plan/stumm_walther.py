@@ -46,9 +46,9 @@ from ..actions import (
 from ..costs import Costs
 from ..errors import ArgumentError
 from ..layout import Array
-from .base import Plan, require_steps
 from .binomial import TRAJECTORIES, Trajectory, accesses, first_advance, nu
 from .synchronous import Counts, synchronous_plan, transfer_s, without_tier
+from .uniform import UniformPlan, require_steps
 
 # Steps of all candidates together, about a second.
 _MOST_WORK = 1 << 25
@@ -170,7 +170,7 @@ def _allocated(priced: Array, fast: int, top_fast: bool) -> Array | None:
     return in_tier
 
 
-def stumm_walther(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+def stumm_walther(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """Return the plan of the split that costs least.
 
     Raises

@@ -1,4 +1,4 @@
-"""What planners for synchronous hierarchies share: their price, their bound, their Plan.
+"""What planners for synchronous hierarchies share: their price, their bound, their UniformPlan.
 
 In a synchronous hierarchy a transfer stops the computing thread: a write is
 `Put` and `Await`, a read `Get` and `Await`.  Each costs `write_s` or `read_s`
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from ..actions import Action, Schedule
 from ..costs import Costs, Tier
 from ..simulate import simulate
-from .base import Plan
 from .binomial import forward_and_reverse
 from .bound import lower_bound
 from .predict import SIMULATED_STEPS
 from .revolve import ACTIONS_PER_STEP, revolve
+from .uniform import UniformPlan
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ def synchronous_plan(
     *,
     note: str,
     parameters: Mapping[str, float | int | str],
-) -> Plan:
+) -> UniformPlan:
     """Return the plan of a schedule whose actions are counted.
 
     Exact; with `costs.action_s`, which not even the actions of a slot are
@@ -96,7 +96,7 @@ def synchronous_plan(
     elif costs.action_s:
         # Get, Await, Load, Free and Drop against the Save, Load and Free of a slot.
         makespan_s += (ACTIONS_PER_STEP * n_steps + 2 * (writes + reads)) * costs.action_s
-    return Plan(
+    return UniformPlan(
         planner=planner,
         n_steps=n_steps,
         slots=slots,
@@ -114,7 +114,7 @@ def synchronous_plan(
     )
 
 
-def without_tier(planner: str, costs: Costs, slots: int, n_steps: int, why: str) -> Plan:
+def without_tier(planner: str, costs: Costs, slots: int, n_steps: int, why: str) -> UniformPlan:
     """Return Revolve's plan under the name of a planner that finds nothing to add to it."""
     plain = revolve(costs, slots, n_steps)
     return replace(plain, planner=planner, note=f"{why}: plain Revolve from the fast slots.")

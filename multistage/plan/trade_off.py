@@ -10,7 +10,7 @@ from ..errors import ArgumentError, BudgetError
 from ..progress import counting
 from ..values import several, shown, whole
 from . import PLANNERS, RANKED
-from .base import Plan, require_costs, require_steps
+from .uniform import UniformPlan, require_costs, require_steps
 
 
 def trade_off(
@@ -21,7 +21,7 @@ def trade_off(
     slots: Iterable[int] | None = None,
     also: int | None = None,
     progress: bool | None = None,
-) -> dict[str, tuple[Plan, ...]]:
+) -> dict[str, tuple[UniformPlan, ...]]:
     """Return the plans of each planner for a range of fast slots.
 
     Parameters
@@ -72,7 +72,7 @@ def trade_off(
         chosen.add(whole(also, "also", 1))
     if not chosen:
         raise ArgumentError("slots=[] must hold at least one number of slots")
-    curves: dict[str, tuple[Plan, ...]] = {}
+    curves: dict[str, tuple[UniformPlan, ...]] = {}
     with counting("trade-off", len(names) * len(chosen), progress, " plans") as tick:
         for name in names:
             found = []

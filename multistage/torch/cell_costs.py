@@ -18,7 +18,7 @@ from ..costs import Costs, Tier
 from ..drawing import page, save_text
 from ..drawing.plans import plan_parts
 from ..errors import ArgumentError, BudgetError
-from ..plan import Plan, plan
+from ..plan import UniformPlan, plan
 from ..plan.interval import shortest_interval
 from ..probe import action_seconds, probe_store, with_driver
 from ..units import format_bytes, format_seconds
@@ -84,7 +84,7 @@ class UnrollPlan:
         Predicted, forward and backward.
     keep_bytes : int
         What plain autograd is predicted to take.
-    plan : Plan or None
+    plan : UniformPlan or None
         The schedule of chunks.
     alternatives : tuple of (strategy, chunk, seconds, peak_bytes)
         All that fit, the fastest first.
@@ -99,7 +99,7 @@ class UnrollPlan:
     peak_bytes: int
     seconds: float
     keep_bytes: int
-    plan: Plan | None
+    plan: UniformPlan | None
     alternatives: tuple[tuple[str, int, float, int], ...]
     checked: Checked | None = None
 
@@ -336,7 +336,7 @@ def offloaded(
     return seconds * chunks, int(staying * chunks) + on_the_way + sample.peak_bytes // sample.chunk
 
 
-def _scheduled(costs: Costs, slots: int, n: int, strategy: Strategy) -> Plan:
+def _scheduled(costs: Costs, slots: int, n: int, strategy: Strategy) -> UniformPlan:
     """Return the best schedule; with strategy "stream" one that writes, if any can."""
     best = plan(costs, Budget(slots=slots), n)
     if strategy != "stream" or best.writes:
@@ -371,7 +371,7 @@ def choose(
     """
     keep = keep_bytes(samples, steps)
     action_s = action_seconds()
-    found: list[tuple[float, int, str, int, Plan | None]] = []
+    found: list[tuple[float, int, str, int, UniformPlan | None]] = []
     if strategy in ("auto", "keep") and (keep <= memory or strategy == "keep"):
         if keep > memory:
             raise BudgetError(

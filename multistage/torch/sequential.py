@@ -153,7 +153,7 @@ class Sequential(nn.Module):
     segments : int, optional
         For `periodic`.
     costs : StageCosts, optional
-        Plan for these, as saved by `profile`, in place of measured ones.
+        UniformPlan for these, as saved by `profile`, in place of measured ones.
     replan : bool
         Whether inputs of another kind (shapes, dtypes, modes) are profiled
         when they come; else they are an error.

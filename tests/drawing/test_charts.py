@@ -19,7 +19,7 @@ from multistage.actions import Advance, Await, Drop, EndForward, Free, Get, Load
 from multistage.drawing import save_chart
 from multistage.drawing.chart import Area, Bars, Chart, Line, Panel, Point, Strokes, apart, ticks
 from multistage.drawing.figure import to_figure
-from multistage.drawing.plans import chain_timeline_chart, plan_chart
+from multistage.drawing.plans import plan_chart
 from multistage.drawing.schedule import MOST_STEPS, chain_chart, course_chart, course_of
 from multistage.drawing.svg import to_svg
 from multistage.drawing.timeline import timeline_chart
@@ -193,7 +193,7 @@ def test_what_fast_memory_holds_by_kind() -> None:
     made = plan_chain(CHAIN, 0.4, tiers="write=4GB/s,read=4GB/s,name=disk")
     assert any("to tier" in fate for fate in made.fates())
     run = made.simulate()
-    chart = chain_timeline_chart(made)
+    chart = plan_chart(made, "timeline")
     lanes, fast, disk = chart.panels
     layers = [mark for mark in fast.marks if isinstance(mark, Area)]
     assert [layer.label for layer in layers] == [

@@ -99,7 +99,7 @@ def test_a_report_as_a_page(tmp_path: Path) -> None:
     for rows in (report.rows(), report.cost_rows()):
         for what, predicted, measured in rows:
             assert {what, predicted, measured} - {""} <= set(found.words)
-    for part in ("Timeline, measured", "Slow tiers", "Where checkpoints stand", "memory"):
+    for part in ("Timeline, measured", "Slow tiers", "What is kept where", "memory"):
         assert part in found.words
     assert text.count("<svg") == 4  # measured, schedule, predicted, trade-off
     report.save(tmp_path / "r.json")
@@ -138,7 +138,7 @@ def test_a_chain_as_a_page(tmp_path: Path) -> None:
     assert [word for word in words if word in ("tape kept", "input kept", "recomputed")] == (
         made.fates()
     )
-    assert text.count("<svg") == 2
+    assert text.count("<svg") == 3  # schedule, timeline, trade-off
     made.save(tmp_path / "c.json")
     assert json.loads((tmp_path / "c.json").read_text()) == made.to_dict()
 
@@ -152,7 +152,7 @@ def test_a_chain_with_a_tier_as_a_page(tmp_path: Path) -> None:
     fates = made.fates()
     assert any("to tier" in fate for fate in fates)
     assert [word for word in words if word in set(fates)] == fates
-    assert {"What runs when", "no tier", "every tape to the tier", "lower bound"} <= set(words)
+    assert {"Timeline, predicted", "no tier", "every tape to the tier", "lower bound"} <= set(words)
     assert text.count("<svg") == 3
 
 
@@ -163,12 +163,12 @@ def test_hostile_names_are_text() -> None:
     timeline = Timeline()
     timeline.add("compute", "forward", 0.0, 1.0)
     timeline.sample(HOSTILE, 0.0, 5.0)
-    from multistage.drawing.plans import chain_parts, plan_parts
+    from multistage.drawing.plans import plan_parts
     from multistage.drawing.timeline import timeline_chart
 
     for parts in (
         plan_parts(made),
-        chain_parts(chain),
+        plan_parts(chain),
         [page.picture(timeline_chart(timeline, HOSTILE)), page.paragraph(HOSTILE, "soft")],
         [page.cards([(HOSTILE,) * 3]), page.table([HOSTILE], [[HOSTILE]]), page.heading(HOSTILE)],
     ):

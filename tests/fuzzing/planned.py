@@ -10,7 +10,7 @@ from typing import Any
 
 import checkpoint_schedules as theirs
 
-from multistage import PLANNERS, Budget, Costs, Plan, Tier, plan
+from multistage import PLANNERS, Budget, Costs, Tier, UniformPlan, plan
 from multistage.actions import (
     Advance,
     Await,
@@ -107,7 +107,7 @@ def costs(case: Case) -> Costs | None:
 
 
 def planner(case: Case, n: int) -> Any:
-    """Return what goes to `planner=`.  Raises MultistageError where a Plan cannot be made."""
+    """Return what goes to `planner=`.  Raises MultistageError where a plan cannot be made."""
     kind, _, name = case.planner.rpartition(":")
     if kind == "":
         return name
@@ -119,7 +119,7 @@ def planner(case: Case, n: int) -> Any:
             return name
         return plan(given, f"{case.slots} slots", n, name)
 
-    def called(found: Costs, slots: int, n: int | None) -> Plan:
+    def called(found: Costs, slots: int, n: int | None) -> UniformPlan:
         if name == "auto":
             made = plan(found, Budget(slots=slots), n or 1)
         else:

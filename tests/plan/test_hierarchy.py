@@ -22,7 +22,7 @@ from multistage import native
 from multistage.actions import Action, Reverse
 from multistage.costs import Costs, Tier
 from multistage.errors import ArgumentError
-from multistage.plan import PLANNERS, RANKED, Plan, plan
+from multistage.plan import PLANNERS, RANKED, UniformPlan, plan
 from multistage.plan.binomial import TRAJECTORIES, Trajectory, accesses, first_advance, nu, nu_up_to
 from multistage.plan.levels import (
     ADVANCE,
@@ -247,7 +247,7 @@ def synchronous_costs() -> st.SearchStrategy[Costs]:
     )
 
 
-def judged(made: Plan, **more: Any) -> None:
+def judged(made: UniformPlan, **more: Any) -> None:
     limits = {
         k: t.capacity_states
         for k, t in enumerate(made.costs.tiers)
@@ -334,7 +334,7 @@ def test_two_plans_of_one_hierarchy_do_not_disturb_each_other() -> None:
     judged(made)
 
 
-def replay(made: Plan) -> list[Action]:
+def replay(made: UniformPlan) -> list[Action]:
     actions: list[Action] = []
     simulate(made.schedule(), made.n_steps, made.costs, made.slots, trace=actions.append)
     return actions

@@ -22,7 +22,7 @@ from multistage.actions import (
 )
 from multistage.costs import NOT_KEPT, Costs, Tier
 from multistage.errors import ArgumentError, BudgetError
-from multistage.plan import PLANNERS, RANKED, Plan, plan
+from multistage.plan import PLANNERS, RANKED, UniformPlan, plan
 from multistage.plan.interval import corrected_factor, paper_interval, printed_factor
 from multistage.plan.online import dynamic_schedule, online_schedule
 from multistage.plan.predict import SIMULATED_STEPS
@@ -154,7 +154,7 @@ def test_spacing_keeps_up_with_both_channels() -> None:
     assert streaming_spacing(Costs(1.0, 2.0, tiers=(Tier(write_s=0.1, read_s=0.1),))) == 1.0
 
 
-def replay(made: Plan) -> list[Action]:
+def replay(made: UniformPlan) -> list[Action]:
     actions: list[Action] = []
     simulate(
         made.schedule(), made.n_steps, made.costs, made.slots, trace=actions.append, checked=False

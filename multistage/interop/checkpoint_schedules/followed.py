@@ -31,7 +31,7 @@ from ...actions import (
     drive,
 )
 from ...errors import ScheduleError
-from ...plan import Plan
+from ...plan import UniformPlan
 from ...simulate import simulate
 
 
@@ -158,7 +158,7 @@ class Follower:
             self.loaded = None
 
 
-def survey(plan: Plan) -> Survey:
+def survey(plan: UniformPlan) -> Survey:
     """Run a plan's schedule in virtual time, and note what must be known beforehand."""
     seen = Survey()
     follower = Follower()
@@ -184,7 +184,7 @@ def survey(plan: Plan) -> Survey:
     return seen
 
 
-def events(plan: Plan, seen: Survey) -> Iterator[Event]:
+def events(plan: UniformPlan, seen: Survey) -> Iterator[Event]:
     """Yield what a plan's schedule does, in the run that was surveyed.
 
     `Stored` is left out where nothing restarts from that checkpoint.
@@ -206,7 +206,7 @@ def events(plan: Plan, seen: Survey) -> Iterator[Event]:
                 yield event
 
 
-def _mark_kept(plan: Plan, seen: Survey) -> None:
+def _mark_kept(plan: UniformPlan, seen: Survey) -> None:
     """Find the tapes that outlive a `Forward`.
 
     Steps taped one after the other are one Forward, and what of them is

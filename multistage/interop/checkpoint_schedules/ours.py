@@ -8,17 +8,17 @@ from typing import Any
 
 from ...actions import Advance, EndForward, Reverse, Tape
 from ...errors import ScheduleError, ScheduleUsedError
-from ...plan import Plan
+from ...plan import UniformPlan
 from .followed import Restart, Stored, Survey, events, survey
 from .package import theirs
 
 
-def as_schedule(plan: Plan, *, replayable: bool = False) -> Any:
+def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> Any:
     """Return a plan as a schedule of checkpoint_schedules, for one adjoint calculation.
 
     Parameters
     ----------
-    plan : Plan
+    plan : UniformPlan
         Of any planner.  Whether an opportunistic one is offered room is
         decided here, by its predicted transfer times.
     replayable : bool
@@ -156,7 +156,7 @@ def _asked_by_pyadjoint() -> bool:
 class _Writer:
     """Says in their actions what a plan's schedule does."""
 
-    def __init__(self, plan: Plan, seen: Survey) -> None:
+    def __init__(self, plan: UniformPlan, seen: Survey) -> None:
         self.plan = plan
         self.seen = seen
         self.their = theirs()

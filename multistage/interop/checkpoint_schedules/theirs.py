@@ -26,10 +26,10 @@ from ...actions import (
 )
 from ...costs import Costs
 from ...errors import ArgumentError, ScheduleError
-from ...plan import Plan, Planner
-from ...plan.base import require_steps
+from ...plan import Planner, UniformPlan
 from ...plan.bound import lower_bound
 from ...plan.overlap import overlap
+from ...plan.uniform import require_steps
 from ...rules import Rules
 from ...simulate import simulate
 from .package import theirs
@@ -228,7 +228,7 @@ def as_planner(make: Callable[[], Any]) -> Planner:
     return partial(_plan, make)
 
 
-def _plan(make: Callable[[], Any], costs: Costs, slots: int, n_steps: int | None) -> Plan:
+def _plan(make: Callable[[], Any], costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     n = require_steps(n_steps, "checkpoint_schedules")
     made = make()
     rules, recorded = _judge(made, n, slots, costs)
@@ -239,7 +239,7 @@ def _plan(make: Callable[[], Any], costs: Costs, slots: int, n_steps: int | None
         )
 
     run = simulate(schedule(), n, costs, slots, checked=False)
-    return Plan(
+    return UniformPlan(
         planner=type(made).__name__,
         n_steps=n,
         slots=slots,

@@ -40,7 +40,7 @@ from ...backends.urls import Tiers
 from ...budget import Budget
 from ...costs import Costs
 from ...errors import ArgumentError
-from ...plan import Plan, Planner
+from ...plan import Planner, UniformPlan
 from . import compression, crevolve, profiling, pyrevolve, schedulers, storage, tools
 from .base import BaseRevolver as BaseRevolver
 from .base import set_defaults
@@ -93,7 +93,7 @@ def install(
     *,
     memory: Budget | int | str | None = None,
     tiers: Tiers | None = None,
-    planner: str | Plan | Planner | None = None,
+    planner: str | UniformPlan | Planner | None = None,
     costs: Costs | None = None,
     progress: bool | None = None,
 ) -> None:

@@ -13,8 +13,8 @@ from ...backends.urls import Tiers
 from ...budget import Budget
 from ...costs import NOT_KEPT, Costs, Tier
 from ...errors import ArgumentError
-from ...plan import Plan, Planner
-from ...plan.base import require_steps
+from ...plan import Planner, UniformPlan
+from ...plan.uniform import require_steps
 from ...report import Report
 from ...reversal import Reversal
 from .compression import init_compression
@@ -111,7 +111,7 @@ class BaseRevolver:
         *,
         budget: Budget | int | str,
         tier: Tiers | None,
-        planner: str | Plan | Planner,
+        planner: str | UniformPlan | Planner,
         costs: Costs | None = None,
         compression: Compression | None = None,
         progress: bool | None = None,
@@ -134,7 +134,7 @@ class BaseRevolver:
         }
         self._assumed = None
         if assumed is not None:
-            assert callable(planner) and not isinstance(planner, Plan)
+            assert callable(planner) and not isinstance(planner, UniformPlan)
             self._assumed = planner
             costs = Costs(
                 forward_step_s=assumed[0],
@@ -256,7 +256,7 @@ class BaseRevolver:
         return replace(report, plan=plan)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> UniformPlan:
         """The plan of the sweeps; made at the first `apply_forward` if costs are measured."""
         reversal = self._ready()
         if reversal.plan is not None:

@@ -6,16 +6,18 @@ from dataclasses import replace
 
 from ...actions import Advance, Await, Drop, Free, Get, Load, Put, Save, Schedule
 from ...costs import Costs
-from ...plan import Plan
-from ...plan.base import require_steps
+from ...plan import UniformPlan
 from ...plan.binomial import forward_and_reverse, nu, reverse_actions
 from ...plan.bound import lower_bound
 from ...plan.levels import ADVANCE, DROP, ORIGIN, READ, REVERSE, WRITE, Hierarchy, Level, solve
 from ...plan.overlap import on_tier, overlap
 from ...plan.revolve import revolve
+from ...plan.uniform import require_steps
 
 
-def revolve_on_disk(n_checkpoints: int, costs: Costs, slots: int, n_steps: int | None) -> Plan:
+def revolve_on_disk(
+    n_checkpoints: int, costs: Costs, slots: int, n_steps: int | None
+) -> UniformPlan:
     """Plan Revolve with its checkpoints on the tier, transfers beside the steps."""
     n = require_steps(n_steps, "revolve")
 
@@ -37,8 +39,8 @@ def revolve_on_disk(n_checkpoints: int, costs: Costs, slots: int, n_steps: int |
 
 def h_revolve_on_storages(
     levels: tuple[Level, ...], fast: bool, uf: float, costs: Costs, slots: int, n_steps: int | None
-) -> Plan:
-    """Plan H-Revolve over storages, level 0 in fast memory or on the first tier."""
+) -> UniformPlan:
+    """UniformPlan H-Revolve over storages, level 0 in fast memory or on the first tier."""
     n = require_steps(n_steps, "h-revolve")
     solved = solve(levels, n, uf)
     capacity = levels[0].capacity or 1
@@ -55,7 +57,7 @@ def h_revolve_on_storages(
             steps += b - a
     # What is not steps are transfers, in units of uf.
     transfers_s = (solved.seconds / uf - steps) * costs.forward_step_s
-    return Plan(
+    return UniformPlan(
         planner="h-revolve",
         n_steps=n,
         slots=slots,

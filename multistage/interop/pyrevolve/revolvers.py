@@ -11,9 +11,9 @@ from ...backends.urls import Tiers
 from ...budget import Budget
 from ...costs import Costs
 from ...errors import ArgumentError
-from ...plan import PLANNERS, Plan, Planner
-from ...plan.base import sealing
+from ...plan import PLANNERS, Planner, UniformPlan
 from ...plan.levels import Level
+from ...plan.uniform import sealing
 from ...values import whole
 from .base import TRANSIT, BaseRevolver, defaults
 from .compression import init_compression
@@ -43,7 +43,7 @@ class SingleLevelRevolver(BaseRevolver):
         Memory for checkpoints, such as `"2 GiB"`, in place of `n_checkpoints`.
     tiers : str, Store or sequence of them, optional
         Slow tiers such as `"file:///scratch"`, to which states are streamed.
-    planner : str, Plan or callable, optional
+    planner : str, UniformPlan or callable, optional
         As for `multistage.Reversal`; `"auto"` if another of these options is given.
     costs : Costs, optional
         Assumed costs; where any of these options is given without them, they
@@ -72,7 +72,7 @@ class SingleLevelRevolver(BaseRevolver):
         *,
         memory: Budget | int | str | None = None,
         tiers: Tiers | None = None,
-        planner: str | Plan | Planner | None = None,
+        planner: str | UniformPlan | Planner | None = None,
         costs: Costs | None = None,
         progress: bool | None = None,
     ) -> None:
@@ -180,7 +180,7 @@ class MemoryRevolver(SingleLevelRevolver):
         *,
         memory: Budget | int | str | None = None,
         tiers: Tiers | None = None,
-        planner: str | Plan | Planner | None = None,
+        planner: str | UniformPlan | Planner | None = None,
         costs: Costs | None = None,
         progress: bool | None = None,
     ) -> None:
@@ -221,7 +221,7 @@ class DiskRevolver(SingleLevelRevolver):
         *,
         memory: Budget | int | str | None = None,
         tiers: Tiers | None = None,
-        planner: str | Plan | Planner | None = None,
+        planner: str | UniformPlan | Planner | None = None,
         costs: Costs | None = None,
         progress: bool | None = None,
     ) -> None:
@@ -302,7 +302,7 @@ class MultiLevelRevolver(BaseRevolver):
             self.reload_scheduler(uf, ub, up)
 
     def reload_scheduler(self, uf: float = 1, ub: float = 1, up: float = 1) -> None:
-        """Plan anew, for the storages as they are in `storage_list` now."""
+        """UniformPlan anew, for the storages as they are in `storage_list` now."""
         for name, cost in (("uf", uf), ("ub", ub), ("up", up)):
             if not 0 <= cost < float("inf") or (name == "uf" and cost == 0):
                 raise ArgumentError(f"{name}={cost} must be finite, and not negative (uf above 0)")
