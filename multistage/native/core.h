@@ -136,6 +136,8 @@ typedef struct {
     const double *move_state, *move_tape; /* of being moved */
     const double *late_state;             /* of being moved after the right part */
     const double *again_state;            /* of one more read */
+    /* What waits for the write of tape s that is moved: taping the next stage, or running it. */
+    const double *wait_taped, *wait_passed;
 } dual_t;
 
 EXPORT int64_t ms_joint_dual_len(int64_t n, int64_t slots);

@@ -16,8 +16,9 @@ front of it, with RR-9302's table for what is recomputed.  Any prices give a
 bound; a pattern search finds good ones, on a coarser chain if stages are many.
 Sizes are rounded down to slots.
 
-What is left out only lowers the bound: the room that landing and staging take,
-the state behind a tape in the tier, the tier's capacity.
+Where a tape does not fit beside the stage behind it, its transfers are waited for
+(`_Waits`).  What is left out only lowers the bound: the room that landing and
+staging take elsewhere, the state behind a tape in the tier, the tier's capacity.
 
 Complexity: O(L^3 S / 6) once for the table of L stages and S slots, O(L^2 S)
 for each of a counted number of prices.
@@ -28,7 +29,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TypeAlias
 
@@ -62,7 +63,8 @@ _STARTS: tuple[Prices, ...] = (
     (0.03, 0.0, 0.0, 0.03),
     (1.0, 0.0, 0.3, 1.0),
 )
-# The first six leave the prices after the turn alone.
+# So many of the first leave the prices after the turn alone.
+_FIRST_SWEEP = 6
 _DIRECTIONS: tuple[Direction, ...] = (
     (1, 0, 0, 1),
     (-1, 0, 0, -1),
@@ -83,6 +85,8 @@ _DIRECTIONS: tuple[Direction, ...] = (
     (0, 1, 0, -1),
     (0, -1, 0, 1),
 )
+# On a channel that both directions share, the dearer price counts.
+_SHARED: tuple[Direction, ...] = ((0, 1, 1, 0), (0, -1, -1, 0))
 _LAST_STEP = 0.0005
 # The table adds float32; a sum of doubles may be off in its last digits.
 _FLOAT32, _DOUBLE = 2.0**-24, 1e-12
@@ -140,6 +144,8 @@ def joint_lower_bound(
     best, starts = -math.inf, _STARTS
     for sizes, cells, evaluations, step, directions in _stages(true, min(slots, room)):
         dual = _Dual(sizes, room, rates, cells, threads, use_native)
+        if rates.shared and len(directions) > _FIRST_SWEEP:
+            directions += _SHARED
         value, prices = _search(dual, starts, directions, step, evaluations)
         if math.isfinite(value):
             starts = (prices,)
@@ -165,7 +171,7 @@ def _stages(
         yield merged, few, solved(merged, few, 3e8), 0.16, _DIRECTIONS
     else:
         yield true, few, solved(true, few, 2e8), 0.16, _DIRECTIONS
-    yield true, few, 60, 0.08, _DIRECTIONS[:6]
+    yield true, few, 60, 0.08, _DIRECTIONS[:_FIRST_SWEEP]
     if len(true) <= 2 * _COARSE:
         yield true, min(4 * few, slots), solved(true, 4 * few, 1.2e9), 0.04, _DIRECTIONS
     else:
@@ -245,6 +251,48 @@ def _merged(true: Sizes, most: int) -> Sizes:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """Seconds that nothing runs in, if a stage's tape goes to the tier, as memory is short.
+
+    Of a nested schedule, what follows a tape in the first sweep is the next stage, and
+    what precedes its adjoint is that of the next stage.  Where the tape does not fit
+    beside that, the whole write is waited for, or the whole read.
+
+    Attributes
+    ----------
+    taped_s : array
+        Of writes, if the next stage is taped.
+    passed_s : array
+        Of writes, if the next stage is run forward.
+    read_s : array
+    """
+
+    taped_s: Array
+    passed_s: Array
+    read_s: Array
+
+    @classmethod
+    def of(cls, true: Sizes, room: int, rates: TierRates) -> _Waits:
+        """Return the waits of a chain without its loss."""
+        tape = true.tape[:-1]
+        spare = room - tape
+        taping = true.tape[1:] + true.taping[1:]
+        passing = true.state[2:] + true.advance[1:]
+        gradients = true.gradient[2:] + true.gradient[1:-1]
+        write_s = rates.latency_s + tape / rates.write_bytes_per_s
+        read_s = rates.latency_s + tape / rates.read_bytes_per_s
+
+        def where(short: Array, seconds: Array) -> Array:
+            return np.append(np.where(short, seconds, 0.0), 0.0)
+
+        return cls(
+            where(taping > spare, write_s),
+            where(passing > spare, write_s),
+            where(true.tape[1:] + gradients + true.reverse[1:] > spare, read_s),
+        )
+
+
 class _Dual:
     """The dual of one chain, at any prices."""
 
@@ -260,6 +308,7 @@ class _Dual:
         reversing = sizes.tape + sizes.gradient[1:] + sizes.gradient[:-1] + sizes.reverse
         self.taping = np.maximum(sizes.tape + sizes.taping, reversing)
         self.passing = _passing(sizes)
+        self.waits = _Waits.of(true, room, rates)
         if use_native:
             self._area = np.empty(native.library().ms_joint_dual_len(len(sizes), slots))
 
@@ -293,10 +342,22 @@ class _Dual:
         fast_tape, move_tape, _, _, again_tape = moves(true.tape)
         if not rates.tapes:
             move_tape = again_tape = np.full(n, math.inf)
+        waits = self.waits
+        move_tape = move_tape + work * waits.read_s
+        again_tape = again_tape + work * (waits.read_s + np.minimum(waits.taped_s, waits.passed_s))
         least = self._least(
             work,
             self._planes(work, again, again_tape),
-            (fast_state, fast_tape, move_state, move_tape, late_state, again_state),
+            (
+                fast_state,
+                fast_tape,
+                move_state,
+                move_tape,
+                late_state,
+                again_state,
+                (1 - before) * waits.taped_s,
+                (1 - before) * waits.passed_s,
+            ),
         )
         if math.isinf(least):
             return least
@@ -380,7 +441,8 @@ def _passing(sizes: Sizes) -> Array:
 
 def _twin(dual: _Dual, work: float, planes: Array, prices: tuple[Array, ...]) -> float:
     """Return what `ms_joint_dual` returns."""
-    fast_state, fast_tape, move_state, move_tape, late_state, again_state = prices
+    fast_state, fast_tape, move_state, move_tape, late_state, again_state, *waits = prices
+    wait_taped, wait_passed = waits
     sizes, n, slots = dual.sizes, len(dual.sizes), dual.slots
     memories = np.arange(slots + 1)
     right: list[Array] = [np.empty(0)] * n
@@ -391,25 +453,29 @@ def _twin(dual: _Dual, work: float, planes: Array, prices: tuple[Array, ...]) ->
             out[by:] = values[: slots + 1 - by]
         return out
 
-    kept = np.where(memories >= dual.taping[n - 1], 0.0, math.inf)
+    taped = np.where(memories >= dual.taping[n - 1], 0.0, math.inf)
+    passed = np.full(slots + 1, math.inf)
     for s in range(n - 1, -1, -1):
         state = int(sizes.state[s])
         moved = np.full(slots + 1, math.inf)
         if s < n - 1:
-            fast = shifted(kept, int(sizes.tape[s])) + fast_tape[s]
-            kept = np.minimum(fast, kept + move_tape[s])
-            kept[: dual.taping[s]] = math.inf
-            moved = kept + move_state[s]
+            fast = shifted(np.minimum(taped, passed), int(sizes.tape[s])) + fast_tape[s]
+            away = np.minimum(taped + wait_taped[s], passed + wait_passed[s])
+            taped = np.minimum(fast, away + move_tape[s])
+            taped[: dual.taping[s]] = math.inf
+            moved = taped + move_state[s]
+        passed = np.full(slots + 1, math.inf)
         row = s * n - s * (s - 1) // 2 - s
         for k in range(s + 1, n):
             u = work * (dual.before[k] - dual.before[s])
             passing = int(dual.passing[row + k])
             later = dual.total * planes[:, row + k - 1].reshape(-1)[: slots + 1].astype(float)
             here = later + right[k] + u
-            kept[passing:] = np.minimum(kept, here)[passing:]
+            passed[passing:] = np.minimum(passed, here)[passing:]
             held = later + shifted(right[k], state) + late_state[s]
             left = np.minimum(shifted(later, state), later + again_state[s])
             here = np.minimum(held, left + right[k] + move_state[s]) + u
             moved[passing:] = np.minimum(moved, here)[passing:]
+        kept = np.minimum(taped, passed)
         right[s] = np.minimum(shifted(kept, state) + fast_state[s], moved)
-    return float(kept[slots])
+    return float(min(taped[slots], passed[slots]))

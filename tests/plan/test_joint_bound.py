@@ -96,12 +96,13 @@ def test_what_no_schedule_fits_has_no_finite_bound():
     "prices", [(0.2, 0.0, 0.0, 0.2), (0.3, 0.1, 0.2, 0.25), (1.0, 0.5, 0.5, 1)]
 )
 @pytest.mark.parametrize("tapes", [True, False])
-def test_the_kernel_equals_its_twin(prices, tapes):
+@pytest.mark.parametrize("room", [30_000, 14_000])
+def test_the_kernel_equals_its_twin(prices, tapes, room):
     if not native.available():
         pytest.skip("no C core")
     true = _without_loss(Sizes.of(chain(23, 4, spared=True, megabytes=1000)))
     rates = TierRates(700.0, 900.0, latency_s=0.1, tapes=tapes)
-    values = [_Dual(true, 30_000, rates, 45, 1, native).at(prices) for native in (True, False)]
+    values = [_Dual(true, room, rates, 45, 1, native).at(prices) for native in (True, False)]
     assert values[0] == values[1]
     assert math.isfinite(values[0])
 
@@ -141,3 +142,31 @@ def test_plans_of_longer_chains_are_a_little_above_the_bound(seed):
     plan = plan_chain(costs, 0.4, tiers=rates)
     bound = joint_lower_bound(costs, plan.memory_bytes, rates)
     assert bound <= plan.makespan_s <= 1.04 * bound
+
+
+def test_a_transfer_is_waited_for_where_two_tapes_do_not_fit():
+    costs = StageCosts.uniform(20, Stage("layer", 1.0, 2.0, 10, 40), 10)
+    plain_s = plan_chain(costs).makespan_s
+    # Beside each other: two tapes, the gradients of two states.  Either way a stage with
+    # its tape in the tier costs 0.4 s of waiting, one run again costs a second.
+    rates = TierRates(200.0, 200.0)
+    assert joint_lower_bound(costs, 120, rates) == pytest.approx(plain_s)
+    short = joint_lower_bound(costs, 80, rates)
+    assert short > 1.1 * plain_s
+    assert short <= plan_chain(costs, 80, tiers=rates).makespan_s
+
+
+def test_a_long_chain_is_planned_as_close_to_the_bound_as_a_short_one():
+    if not native.available():
+        pytest.skip("no C core")
+    draw = random.Random(3)
+    stages = []
+    for k in range(160):
+        forward_s, tape = draw.lognormvariate(0, 0.7), int(1e6 * draw.lognormvariate(0, 0.8))
+        stages.append(Stage(f"{k}", forward_s, forward_s, tape // 4, tape))
+    costs = StageCosts(tuple(stages), 10**6)
+    plain = plan_chain(costs)
+    rate = sum(stage.tape_bytes for stage in stages) / (2 * plain.plain_s)
+    plan = plan_chain(costs, 0.5, tiers=TierRates(rate, rate), slots=100)
+    bound = joint_lower_bound(costs, plan.memory_bytes, TierRates(rate, rate))
+    assert plan.makespan_s <= 1.02 * bound
