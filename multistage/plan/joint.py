@@ -54,12 +54,16 @@ from .joint_core import (
 )
 from .joint_twin import Twin
 
-# Of chains of more stages: coarser programs, and fewer of them.
+# Of chains of more stages: fewer programs, and fewer moves.
 _LONG = 150
 # Memories of the table in a slot of the programs, in turn: where all sizes are equal, one
-# of them may round them badly.
-_STRIDES, _STRIDES_LONG = (2, 3), (4, 3)
-_PROGRAMS_LONG = 5
+# of them may round them badly.  Where things are many, and so not much larger than a slot,
+# a program keeps those that were rounded down: it needs all memories of the table.
+_STRIDES, _STRIDES_LONG = (1, 2, 3), (1,)
+_PROGRAMS_LONG = 3
+# Plans that are improved, and by how many random moves each: so many a stage, and at most.
+_IMPROVED, _IMPROVED_LONG = 4, 2
+_MOVES_A_STAGE, _MOVES, _MOVES_LONG = 100, 5000, 2000
 _STEPS = 48
 _POOL = 6
 _SEED = 3
@@ -79,7 +83,7 @@ GRID = (
     (0.03, 0.5, 8.0, 3),
 )
 # Of the limit: what the programs' plans were made for.
-_SHARES = (1.05, 1.02, 0.99, 0.96, 0.92, 0.86)
+_SHARES = (1.05, 1.02, 0.99, 0.96, 0.92, 0.86, 0.8, 0.74, 0.68)
 
 
 @dataclass(slots=True)
@@ -131,10 +135,7 @@ def plan_joint(true: Sizes, table: Table, unit_bytes: float, limit: int, rates: 
         return Found(None, math.inf, 0, 0.0, None)
     kind = Core if native.available() else Twin
     core = kind(true, table, unit_bytes, limit, rates)
-    if len(true) <= _LONG:
-        pool = search(core, true, limit, unit_bytes, _STRIDES)
-    else:
-        pool = search(core, true, limit, unit_bytes, _STRIDES_LONG, grid=GRID[:_PROGRAMS_LONG])
+    pool = search(core, true, limit, unit_bytes)
     offload = Pool(core.judge)
     offload.offer(next(extremes(true)))
     offload_s = offload.found[0][0] if offload.found else None
@@ -180,20 +181,38 @@ def search(
     true: Sizes,
     limit: int,
     unit_bytes: float,
-    strides: tuple[int, ...],
     *,
-    grid: tuple[tuple[float, ...], ...] = GRID,
-    moves: int = 4000,
+    strides: tuple[int, ...] | None = None,
+    grid: tuple[tuple[float, ...], ...] | None = None,
+    improved: int | None = None,
+    moves: int | None = None,
 ) -> Pool:
-    """Return the best plans found; `strides`: memories of the table in a program's slot."""
+    """Return the best plans found.
+
+    Parameters
+    ----------
+    strides : tuple of int, optional
+        Memories of the table in a program's slot, in turn.
+    grid : tuple, optional
+        Parameters of the programs.
+    improved : int, optional
+        How many of the best plans to improve.
+    moves : int, optional
+        By how many random moves each.
+    """
+    long = len(true) > _LONG
+    strides = strides or (_STRIDES_LONG if long else _STRIDES)
+    grid = grid or (GRID[:_PROGRAMS_LONG] if long else GRID)
+    improved = improved or (_IMPROVED_LONG if long else _IMPROVED)
+    moves = moves or (_MOVES_LONG if long else min(_MOVES, _MOVES_A_STAGE * len(true)))
     pool = Pool(core.judge)
     for fates in extremes(true):
         pool.offer(fates)
     for program in programs(true, limit, unit_bytes, strides, grid):
         for made in core.program(program, _SHARES):
             pool.offer(made)
-    for rank, (seconds, fates) in enumerate(pool.found[:2]):
-        better, found = core.improve(fates, seconds, moves // 2, _SEED + rank)
+    for rank, (seconds, fates) in enumerate(pool.found[:improved]):
+        better, found = core.improve(fates, seconds, moves, _SEED + rank)
         pool.keep(found, better)
     return pool
 
