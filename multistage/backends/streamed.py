@@ -65,6 +65,13 @@ class StreamedStore:
         Most bytes of an extent of small states, and of one write of a large
         one: more where each request takes long.
 
+    Attributes
+    ----------
+    coalesces : bool
+        Whether small states share extents.  Set it to False, before `open`, for
+        records that are read in the order they were written: each then has an extent
+        of its own, and fewer bytes of buffers are held.
+
     Notes
     -----
     For one computing thread.  `put` with `block`, `wait_written`, `get` and
@@ -95,6 +102,7 @@ class StreamedStore:
         self.stats = StoreStats()
         self.transfers: deque[TransferRecord] = deque(maxlen=100_000)
         self.exact = True  # what is read is what was put, bit for bit
+        self.coalesces = True
         self._open_medium = open_medium
         self._buffer_bytes = buffer_bytes
         self._bounces = bounces
@@ -107,6 +115,8 @@ class StreamedStore:
 
     def _per_extent(self, layout: Layout) -> int:
         """Return how many states share an extent, 1 for large ones."""
+        if not self.coalesces:
+            return 1
         extent = min(self._most_extent_bytes, self._buffer_bytes // (2 * _STAGING))
         if self.capacity_bytes is not None:
             extent = min(extent, self.capacity_bytes // 4)

@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from ..backends.base import CheckpointLost, Store
+from ..backends.files import FileStore
+from ..backends.memory import MemoryStore
+from ..backends.streamed import StreamedStore
 from ..layout import Layout
 
 PAGE_BYTES = 1 << 20
 _LEAST_PAGE_BYTES = 4096
 _AHEAD = 4  # pages of a row that are read ahead
 DEPTH = 4  # pages whose writes may be waiting
-_SHARE = 16  # of a memory limit, the most that buffers should take
+_SHARE = 12  # of a memory limit, the most that buffers should take
 
 
 def page_layout(page_bytes: int) -> Layout:
@@ -35,7 +38,22 @@ def buffers_of(store: Store, page_bytes: int) -> int:
 
     Its own buffers, pages that are gathered or read ahead included.
     """
-    return store.buffer_bytes(page_layout(page_bytes)) + (_AHEAD + DEPTH + 1) * page_bytes
+    # What is read ahead lies in the buffers of a store that has one for each page.
+    whole = isinstance(store, StreamedStore) and not store.coalesces
+    ahead = 1 if whole else _AHEAD
+    return store.buffer_bytes(page_layout(page_bytes)) + (ahead + DEPTH + 1) * page_bytes
+
+
+def set_up(store: Store) -> None:
+    """Let a store of pages have as many on their way as rows need, in buffers that are few.
+
+    Rows are read in the order they were written; a file and memory move a page as fast as
+    several together.
+    """
+    if isinstance(store, StreamedStore):
+        store.queue_depth = max(store.queue_depth, DEPTH)
+    if isinstance(store, FileStore | MemoryStore):
+        store.coalesces = False
 
 
 def page_for(store: Store, limit_bytes: int | None) -> int:

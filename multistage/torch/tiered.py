@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from ..backends.base import Store
-from ..backends.streamed import StreamedStore
 from ..backends.urls import TierName
 from ..errors import ArgumentError
 from ..rates import TierRates
-from .paging import DEPTH, buffers_of, page_for, page_layout
+from .paging import buffers_of, page_for, page_layout, set_up
 from .porter import Carried, Porter
 from .stowage import Berth
 from .tiers import open_tiers
@@ -23,6 +22,7 @@ from .tiers import open_tiers
 _PROBE_S = 0.3  # about as long as the tier is measured
 _PROBE_BYTES = 32 << 20  # most that are sent at a time
 _ROWS = 8  # that are sent at a time
+_WIDE_BYTES = 16 << 20  # read and written by computing, more than most caches hold
 _DRIFT = 1.25  # rates this much faster or slower than planned for are others
 
 
@@ -62,8 +62,7 @@ class Tiered:
         if self._berth is None:
             store = open_tiers(self.names, device)
             assert store is not None
-            if isinstance(store, StreamedStore):
-                store.queue_depth = max(store.queue_depth, DEPTH)
+            set_up(store)
             page_bytes = page_for(store, None if device.type == "cuda" else limit_bytes)
             self._berth = Berth(store, device, page_bytes)
         elif self._berth.device != device:
@@ -164,12 +163,12 @@ def _probed(berth: Berth, most_bytes: int) -> tuple[TierRates, float]:
         torch.randint(0, 256, (length,), dtype=torch.uint8, device=berth.device)
         for _ in range(count)
     ]
-    load = _Load(berth.device)
-    load.run_for(_PROBE_S / 4)
-    alone, load = load, _Load(berth.device)
+    wide_bytes = min(_WIDE_BYTES, most_bytes // 4)
+    alone, load = (_Load(berth.device, wide_bytes) for _ in range(2))
     began = time.perf_counter()
     rounds: list[tuple[Carried, Carried]] = []
     while len(rounds) < 2 or time.perf_counter() - began < _PROBE_S:
+        alone.run_for(_PROBE_S / 12)  # in turn: the machine may be busy with other work
         rounds.append(_round(porter, rows, load))
     # The first round is for memory that is touched for the first time.
     write, read = (max(each[way].bytes_per_s(0.0) or 0.0 for each in rounds[1:]) for way in (0, 1))
@@ -184,11 +183,16 @@ def _probed(berth: Berth, most_bytes: int) -> tuple[TierRates, float]:
 
 
 class _Load:
-    """Computing such as stages do, and the seconds each round of it took."""
+    """Computing such as stages do, and the seconds each round of it took.
 
-    def __init__(self, device: torch.device) -> None:
+    Half of it is bound by the processor, half by memory, which transfers take from it.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
         self._device = device
         self._state = torch.rand(256, 256, device=device)
+        self._wide = torch.rand(max(1, nbytes // 8), device=device)
+        self._made = torch.empty_like(self._wide)
         self._seconds: list[float] = []
 
     def run_while(self, busy: Callable[[], bool]) -> None:
@@ -196,8 +200,8 @@ class _Load:
         with torch.no_grad():
             while busy():
                 began = time.perf_counter()
-                for _ in range(4):
-                    self._state = torch.tanh(self._state @ self._state)
+                self._state = torch.tanh(self._state @ self._state)
+                torch.add(self._wide, 1.0, out=self._made)
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
                 self._seconds.append(time.perf_counter() - began)
@@ -209,7 +213,7 @@ class _Load:
 
     def round_s(self) -> float:
         """Return the seconds of a round, where nothing else on the machine was in its way."""
-        return sorted(self._seconds)[len(self._seconds) // 10] if self._seconds else 1.0
+        return sorted(self._seconds)[len(self._seconds) // 4] if self._seconds else 1.0
 
 
 def _capacity(store: Store, page_bytes: int) -> int | None:

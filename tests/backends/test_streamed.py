@@ -246,3 +246,23 @@ def test_small_states_take_the_buffers_they_say(shape: tuple[int, ...]) -> None:
     assert held < 3 << 20  # what the index takes of it is some 16 bytes a state
     assert [array.shape for array in store.get(7)] == [shape, (1,)]
     store.close()
+
+
+@pytest.mark.parametrize("name", ["memory", "file"])
+def test_records_with_extents_of_their_own_come_back_from_fewer_buffers(
+    name: str, tmp_path: Path
+) -> None:
+    store = MemoryStore() if name == "memory" else FileStore(tmp_path)
+    layout = Layout.of(np.zeros(1 << 16, np.uint8))
+    shared = store.buffer_bytes(layout)
+    store.coalesces = False
+    assert store.buffer_bytes(layout) < shared / 8
+    store.open(layout)
+    pages = [np.full(1 << 16, k, np.uint8) for k in range(5)]
+    for key, page in enumerate(pages):
+        assert store.put(key, [page], block=True)
+        assert store.wait_written(key)
+    assert store.stats.bytes_written == 5 << 16  # none waits for others in a shared extent
+    for key, page in enumerate(pages):
+        assert np.array_equal(store.get(key)[0], page)
+    store.close()
