@@ -18,6 +18,7 @@ from ..plan.heterogeneous import ChainPlan, plan_chain
 from ..rates import TierRates
 from ..stages import StageCosts
 from .exploring import tensors_of
+from .hooking import hooks_s
 from .measure import Profile, sharded
 from .tiered import Tiered
 
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
 # Of the memory that is free on a CUDA device, where no limit is given.
 _DEVICE_SHARE = 0.9
-# A plan with a tier must be faster than one without by this factor: clocks are not exact.
+# A plan with a tier must be faster than one without by this factor: clocks are not exact,
+# and what is chosen for less is noise.
 _PAYS = 0.98
-_HOOKS_S = 3e-4  # of a stage whose tape is caught by hooks, sorted and taken apart again
 
 Choice: TypeAlias = tuple[Profile, ChainPlan]
 
@@ -168,13 +169,14 @@ def _streaming(
 
 def _slower(costs: StageCosts, factor: float) -> StageCosts:
     """Return costs whose times are longer by a factor, and by catching tapes with hooks."""
+    caught_s = hooks_s()
     return replace(
         costs,
         stages=tuple(
             [
                 replace(
                     stage,
-                    forward_s=stage.forward_s * factor + _HOOKS_S,
+                    forward_s=stage.forward_s * factor + caught_s,
                     backward_s=stage.backward_s * factor,
                     spared_s=stage.spared_s * factor,
                 )

@@ -46,7 +46,7 @@ from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, Sta
 from multistage.rates import TierRates  # noqa: E402
 from multistage.simulate import simulate  # noqa: E402
 from multistage.stages import StageCosts  # noqa: E402
-from multistage.torch import tiered  # noqa: E402
+from multistage.torch import choosing, hooking, tiered  # noqa: E402
 from multistage.torch.choosing import held_by_caller  # noqa: E402
 from multistage.torch.exploring import explore, untouched  # noqa: E402
 from multistage.torch.measure import measure  # noqa: E402
@@ -483,6 +483,7 @@ FAST = TierRates(1e12, 1e12, name="fast")
 def fast_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every tier be measured as fast, so that plans use it."""
     monkeypatch.setattr(tiered, "_probed", lambda berth, most: (FAST, 0.0))
+    monkeypatch.setattr(choosing, "hooks_s", lambda: 1e-4)
 
 
 @functools.cache
@@ -668,6 +669,28 @@ def test_tiers_that_are_none_are_refused(tiers: Any) -> None:
 def test_tiers_go_with_the_optimal_strategy() -> None:
     with pytest.raises(ArgumentError, match="optimal"):
         mst.Sequential(deep(), tiers="memory:", strategy="revolve")
+
+
+def test_what_hooks_cost_is_measured_on_a_plan_that_gives_plain_gradients() -> None:
+    stages = [hooking._Small() for _ in range(hooking._STAGES)]
+    x = torch.ones(2, 4, requires_grad=True)
+    names = [str(k) for k in range(len(stages))]
+    profile = measure(stages, names, x, seconds=0.0)
+    berth = Berth(store(), CPU, hooking._PAGE_BYTES)
+    found = []
+    for actions in (hooking._kept(), hooking._travelling()):
+        simulate(actions, None, held_by_caller(profile.costs), tiers=(FAST,))  # it is legal
+        run = Run(stages, profile.traits, actions, berth)
+        found += torch.autograd.grad(run.forward(x).sum(), x)
+    plain = x
+    for stage in stages:
+        plain = stage(plain)
+    found += torch.autograd.grad(plain.sum(), x)
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[2])
+    assert sum(isinstance(a, Put) for a in hooking._travelling()) == len(stages)
+    berth.close()
+    assert 0 < hooking.hooks_s() < 1
 
 
 def test_a_tier_is_measured() -> None:
