@@ -1,16 +1,20 @@
 """Chains with a slow tier, trained: measured steps beside plans without one, and beside torch.
 
-A residual network, a transformer of 24 blocks and an MLP mixer, at 0.1, 0.2 and 0.4 of
-the memory of plain training, with a file and with host memory as the tier.  Each point
-is a fresh process, in which steps take turns: plain training, the best plan without a
-tier, `Sequential(tiers=)`, the plan that sends every tape to the tier, torch's
-`save_on_cpu`, and `checkpoint_sequential` with the number of segments whose peak is
-lowest and with the fastest of those within the limit, if there is one.  Gradients are
-asserted to be the plain ones, bit for bit, and peaks are counted storage by storage.
+A residual network of 54 blocks (the ResNet-110 of He et al. 2016), a transformer of 24
+blocks and an MLP mixer, at 0.1, 0.2 and 0.4 of the memory of plain training, with a file
+and with host memory as the tier.  Each network at each limit is a fresh process, in which
+steps take turns: plain training, the best plan without a tier, `Sequential(tiers=)` with
+either tier, and the plan that sends every tape to that tier.  Another process times
+torch's `save_on_cpu` and `checkpoint_sequential` beside plain training: at a limit counts
+the fastest number of segments whose peak is within it.  Gradients are asserted to be the
+plain ones, bit for bit, and peaks are counted storage by storage.
 
-Ratios are of the medians of steps that took turns, so that a slow spell of the machine
-falls on all alike; predictions are compared as multiples of plain training.  With a
-memory tier on the CPU the tier and computing share one memory bus, and the
+Ratios are medians of the ratios within each turn, so that a slow spell of the machine
+falls on all alike; predictions are compared as multiples of plain training.  `noise` is
+the mean standard error of these medians.  Where a plan exists with a tier only, the point
+counts in `only_with_tier`; where none exists, in `nothing_fits`.
+
+With a memory tier on the CPU the tier and computing share one memory bus, and the
 background threads need a core of their own: a figure here is one of this machine.
 Where they have none, `thread_over_no_tier`, seconds of the computing thread alone,
 says what a machine would gain whose transfers are free.  A tier whose transfers slow
@@ -22,7 +26,6 @@ computing down, as measured when the plan is made, may not be chosen at all.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import statistics
@@ -30,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,7 @@ import multistage.torch as mst
 from benchmarks._common import child, finish, interleaved, options
 from benchmarks.chain_throughput import KEEP, Mix, Pool, Residual
 from multistage.actions import Put
+from multistage.errors import BudgetError
 from multistage.plan.chain_memory import use_of
 from multistage.plan.chain_table import Sizes, Table
 from multistage.plan.joint import extremes
@@ -52,6 +57,7 @@ from multistage.torch.meter import Meter
 NETS = ("residual", "transformer", "mixer")
 MEMORY = (0.1, 0.2, 0.4)
 TIERS = ("file", "memory")
+SEGMENTS = (2, 4, 6, 8)
 REPEATS = 5
 Call = Callable[[Tensor], Tensor]
 
@@ -84,99 +90,135 @@ def build(net: str, *, quick: bool) -> tuple[nn.Sequential, Tensor]:
     if net == "residual":
         stages: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1)]
         for group, width in enumerate((16, 32, 64)):
-            for k in range(6):
+            for k in range(18):
                 given = width // 2 if group and not k else width
                 stages.append(Residual(given, width, 2 if group and not k else 1))
         stages += [Pool((2, 3)), nn.Linear(64, 10)]
-        return nn.Sequential(*stages), torch.randn(4 * batch, 3, 64, 64)
+        return nn.Sequential(*stages), torch.randn(batch, 3, 64, 64)
     if net == "mixer":
         mixers = [Mix(144, 192) for _ in range(16)]
-        return nn.Sequential(*mixers, Pool((1,))), torch.randn(2 * batch, 144, 192)
+        return nn.Sequential(*mixers, Pool((1,))), torch.randn(batch, 144, 192)
     blocks = [Block(192, 4) for _ in range(24)]
     return nn.Sequential(*blocks, Pool((1,))), torch.randn(batch, 128, 192)
 
 
-# ------------------------------------------------------------------- one point
+# ------------------------------------------------------------- one process
+
+
+class _Steps:
+    """Steps of one network, of which plain training is the measure."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        torch.manual_seed(task["seed"])
+        torch.set_num_threads(1)
+        self.plain, self.x = build(task["net"], quick=task["quick"])
+        self._buffers = {name: buffer.clone() for name, buffer in self.plain.named_buffers()}
+        self.step(self.plain)
+        self._expected = self._found()
+
+    def step(self, call: Call) -> tuple[float, float]:
+        """Run a step; return its seconds, and those of this thread."""
+        for parameter in self.plain.parameters():
+            parameter.grad = None
+        began, begun = time.perf_counter(), time.thread_time()
+        call(self.x).square().mean().backward()
+        return time.perf_counter() - began, time.thread_time() - begun
+
+    def peak_bytes(self, call: Call) -> int:
+        """Check the gradients of a step; return its peak, as limits count it."""
+        self._put_back()
+        parameters = list(self.plain.parameters())
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        with Meter(torch.device("cpu")) as meter:
+            meter.ignore([self.x, *parameters, *self.plain.buffers()])
+            meter.ignore(p.grad for p in parameters if p.grad is not None)
+            call(self.x).square().mean().backward()
+        same = [torch.equal(a, b) for a, b in zip(self._found(), self._expected, strict=True)]
+        assert all(same), "another gradient than plain training"
+        return int(meter.peak_bytes) + self.x.nbytes
+
+    def _found(self) -> list[Tensor]:
+        return [p.grad for p in self.plain.parameters() if p.grad is not None]
+
+    def _put_back(self) -> None:
+        for name, buffer in self.plain.named_buffers():
+            buffer.copy_(self._buffers[name])
+
+    def timed(self, ways: dict[str, Call], repeats: int) -> dict[str, Any]:
+        """Return the seconds of some ways, and of their threads, in turn with plain training."""
+        every: dict[str, Call] = {"plain": self.plain, **ways}
+        calls: dict[str, Any] = {n: partial(self.step, call) for n, call in every.items()}
+        samples: dict[str, Any] = interleaved(calls, repeats)
+        return {"samples": samples}
 
 
 def _costs(task: dict[str, Any]) -> dict[str, Any]:
-    torch.manual_seed(task["seed"])
-    torch.set_num_threads(1)
-    stages, x = build(task["net"], quick=task["quick"])
-    mst.profile(stages, x, seconds=task["seconds"]).save(task["costs"])
-    return {}
+    """Profile a network, and time torch's own ways to save memory."""
+    steps = _Steps(task)
+    mst.profile(steps.plain, steps.x, seconds=task["seconds"]).save(task["costs"])
+
+    def save_on_cpu(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            out: Tensor = steps.plain(x)
+            return out
+
+    def sequential(segments: int) -> Call:
+        def run(x: Tensor) -> Tensor:
+            out: Tensor = checkpoint_sequential(steps.plain, segments, x, use_reentrant=False)  # type: ignore[no-untyped-call]
+            return out
+
+        return run
+
+    ways: dict[str, Call] = {f"sequential {k}": sequential(k) for k in task["segments"]}
+    peaks = {name: steps.peak_bytes(call) for name, call in ways.items()}
+    return {"peaks": peaks, **steps.timed({"save_on_cpu": save_on_cpu, **ways}, task["repeats"])}
 
 
 def _point(task: dict[str, Any]) -> dict[str, Any]:
-    """Run one point; return seconds of all ways, bytes and what was predicted."""
-    torch.manual_seed(task["seed"])
-    torch.set_num_threads(1)
-    plain, x = build(task["net"], quick=task["quick"])
-    before = {name: buffer.clone() for name, buffer in plain.named_buffers()}
-    ways: dict[str, Call] = {"plain": plain}
-    given: dict[str, Any] = {"costs": StageCosts.load(task["costs"]), "check": "off"}
-    without = mst.Sequential(plain, x, memory=task["memory"], **given)
-    chain = mst.Sequential(plain, x, memory=task["memory"], tiers=task["tier"], **given)
-    everything = mst.Sequential(plain, x, memory=task["memory"], tiers=task["tier"], **given)
-    assert without.plan is not None
-    assert chain.plan is not None
-    ways["no tier"], ways["tier"] = without, chain
-    if _sends_all(everything):
-        ways["offload all"] = everything
-    limit = without.plan.memory_bytes
-    ways |= _torch(plain, x, limit)
+    """Run a network at one limit; return seconds of all ways, bytes and what was predicted."""
+    steps = _Steps(task)
+    costs = StageCosts.load(task["costs"])
+    given: dict[str, Any] = {"costs": costs, "check": "off"}
+    plain = mst.Sequential(steps.plain, steps.x, strategy="store-all", **given).plan
+    assert plain is not None
+    limit = int(task["memory"] * plain.plain_bytes)
+    ways: dict[str, mst.Sequential] = {}
+    least: dict[str, int | None] = {}
+    rates: dict[str, str] = {}
 
-    worked: list[float] = []
+    def made(name: str, tier: str | None) -> mst.Sequential | None:
+        try:
+            return mst.Sequential(steps.plain, steps.x, memory=limit, tiers=tier, **given)
+        except BudgetError as error:
+            least[name] = error.least_bytes
+            return None
 
-    def step(call: Call) -> float:
-        for parameter in plain.parameters():
-            parameter.grad = None
-        began, begun = time.perf_counter(), time.thread_time()
-        call(x).square().mean().backward()
-        worked.append(time.thread_time() - begun)
-        return time.perf_counter() - began
-
-    def gradients(call: Call) -> list[Tensor]:
-        for name, buffer in plain.named_buffers():
-            buffer.copy_(before[name])
-        step(call)
-        return [p.grad for p in plain.parameters() if p.grad is not None]
-
-    peaks = {}
-    expected = gradients(plain)
-    for name, call in ways.items():
-        if not name.startswith("torch"):
-            found = gradients(call)
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), name
-            del found
-        peaks[name] = _peak(plain, call, x)
-    worked.clear()
-    samples = interleaved({n: lambda c=c: step(c) for n, c in ways.items()}, task["repeats"])  # type: ignore[misc]
+    for name, tier in {"no tier": None, **task["tiers"]}.items():
+        chain = made(name, tier)
+        if chain is None:
+            continue
+        assert chain.plan is not None
+        sends = any(isinstance(action, Put) for action in chain.plan.actions)
+        if sends or tier is None:
+            ways[name] = chain
+        if sends:
+            rates[name] = str(chain.plan.tier)
+            everything = made(name, tier)
+            if everything is not None and _sends_all(everything):
+                ways[f"all to {name}"] = everything
+    plans = {name: chain.plan for name, chain in ways.items() if chain.plan is not None}
     result = {
         "limit": limit,
-        "chose_tier": any(isinstance(action, Put) for action in chain.plan.actions),
-        "peaks": peaks,
-        "seconds": {name: statistics.median(each) for name, each in samples.items()},
-        "samples": samples,
-        "thread_s": {n: statistics.median(worked[k :: len(ways)]) for k, n in enumerate(ways)},
-        "predicted": chain.plan.makespan_s / without.plan.plain_s,
-        "predicted_without": without.plan.makespan_s / without.plan.plain_s,
-        "rates": str(chain.plan.tier),
+        "least": least,
+        "rates": rates,
+        "peaks": {name: steps.peak_bytes(chain) for name, chain in ways.items()},
+        "predicted": {name: plan.makespan_s / plain.plain_s for name, plan in plans.items()},
+        **steps.timed({**ways}, task["repeats"]),
     }
-    for each in (chain, everything):
-        each.close()
+    for chain in ways.values():
+        chain.close()
     return result
-
-
-def _peak(model: nn.Module, call: Call, x: Tensor) -> int:
-    """Return the bytes of a step, as limits count them."""
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with Meter(torch.device("cpu")) as meter:
-        meter.ignore([x, *model.parameters(), *model.buffers()])
-        meter.ignore(p.grad for p in model.parameters() if p.grad is not None)
-        call(x).square().mean().backward()
-    return meter.peak_bytes + x.nbytes
 
 
 def _sends_all(chain: mst.Sequential) -> bool:
@@ -202,106 +244,110 @@ def _sends_all(chain: mst.Sequential) -> bool:
     return True
 
 
-def _torch(plain: nn.Sequential, x: Tensor, limit: int | None) -> dict[str, Call]:
-    """Return torch's own ways to save memory."""
-
-    def save_on_cpu(x: Tensor) -> Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            out: Tensor = plain(x)
-            return out
-
-    def sequential(segments: int) -> Call:
-        return lambda x: checkpoint_sequential(plain, segments, x, use_reentrant=False)
-
-    peaks = {k: _peak(plain, sequential(k), x) for k in (2, 4, 6, 8)}
-    fitting = [k for k, peak in peaks.items() if limit is not None and peak <= limit]
-    least = min(peaks, key=lambda k: peaks[k])
-    # The fewest segments run the least again: the last one is not.
-    best = {"torch sequential, fits": sequential(min(fitting))} if fitting else {}
-    return {
-        "torch save_on_cpu": save_on_cpu,
-        "torch sequential, least memory": sequential(least),
-        **best,
-    }
-
-
 # -------------------------------------------------------------------- all points
 
 
-def _ratios(points: list[dict[str, Any]]) -> dict[str, float]:
-    with_tier = [p for p in points if p["chose_tier"]]
-    over = [p["seconds"]["no tier"] / p["seconds"]["tier"] for p in with_tier]
-    over_all = [
-        p["seconds"]["offload all"] / p["seconds"]["tier"]
-        for p in with_tier
-        if "offload all" in p["seconds"]
-    ]
-    errors = [
-        abs(p["predicted"] * p["seconds"]["plain"] / p["seconds"]["tier"] - 1) for p in points
-    ]
-    ours = ("no tier", "tier", "offload all")
-    exceeded = [
-        p["peaks"][name] > p["limit"] for p in points for name in ours if name in p["peaks"]
-    ]
-    torch_best = [
-        min(s for n, s in p["seconds"].items() if n == "torch sequential, fits")
-        / p["seconds"]["tier"]
-        for p in points
-        if "torch sequential, fits" in p["seconds"]
-    ]
+def _over(point: dict[str, Any], name: str, other: str, which: int = 0) -> float:
+    """Return how much longer than one way another takes, as the median over the turns."""
+    pairs = zip(point["samples"][other], point["samples"][name], strict=True)
+    return float(statistics.median(a[which] / b[which] for a, b in pairs))
+
+
+def _ratios(points: list[dict[str, Any]], torchs: dict[str, dict[str, Any]]) -> dict[str, float]:
+    ways = [(p, tier) for p in points for tier in TIERS]
+    chosen = [(p, tier) for p, tier in ways if tier in p["samples"]]
+    beside = [(p, tier) for p, tier in chosen if "no tier" in p["samples"]]
+    # Where no tier is chosen, the plan is the one without.
+    plans = [(p, t if t in p["samples"] else "no tier") for p, t in ways]
+    plans = [(p, name) for p, name in plans if name in p["samples"]]
     ratios = {
-        "chose_tier": len(with_tier) / len(points),
-        "limit_exceeded": float(sum(exceeded)),
-        "prediction_error": statistics.mean(errors),
+        "chose_tier": len(chosen) / max(1, len(plans)),
+        "only_with_tier": float(len(chosen) - len(beside)),
+        "nothing_fits": float(len(ways) - len(plans)),
+        "limit_exceeded": float(sum(b > p["limit"] for p in points for b in p["peaks"].values())),
+        "noise": statistics.mean(_error(p, name) for p, name in plans),
     }
-    if over:
-        worked = [p["thread_s"]["no tier"] / p["thread_s"]["tier"] for p in with_tier]
-        ratios["thread_over_no_tier"] = statistics.mean(worked)
-        ratios |= {"over_no_tier": statistics.mean(over), "worst_over_no_tier": min(over)}
-    if over_all:
-        ratios["over_offload_all"] = statistics.mean(over_all)
-        ratios["worst_over_offload_all"] = min(over_all)
-    if torch_best:
-        ratios["over_checkpoint_sequential"] = statistics.mean(torch_best)
-    ratios["over_save_on_cpu"] = statistics.mean(
-        p["seconds"]["torch save_on_cpu"] / p["seconds"]["tier"] for p in points
-    )
+    errors = [abs(p["predicted"][name] / _over(p, "plain", name) - 1) for p, name in plans]
+    ratios["prediction_error"] = statistics.mean(errors)
+    found: dict[str, list[float]] = {
+        "over_no_tier": [_over(p, tier, "no tier") for p, tier in beside],
+        "thread_over_no_tier": [_over(p, tier, "no tier", 1) for p, tier in beside],
+        "over_offload_all": [
+            _over(p, tier, f"all to {tier}")
+            for p, tier in chosen
+            if f"all to {tier}" in p["samples"]
+        ],
+    }
+    over_sequential, over_save = [], []
+    for p, name in plans:
+        ours, theirs = _over(p, "plain", name), torchs[p["net"]]
+        over_save.append(_over(theirs, "plain", "save_on_cpu") / ours)
+        fitting = [k for k, peak in theirs["peaks"].items() if peak <= p["limit"]]
+        if fitting:
+            over_sequential.append(min(_over(theirs, "plain", k) for k in fitting) / ours)
+    found |= {"over_checkpoint_sequential": over_sequential, "over_save_on_cpu": over_save}
+    for name, each in found.items():
+        if each:
+            ratios |= {name: statistics.mean(each), f"worst_{name}": min(each)}
     return ratios
+
+
+def _error(point: dict[str, Any], name: str) -> float:
+    """Return the relative standard error of a median over the turns."""
+    pairs = zip(point["samples"][name], point["samples"]["plain"], strict=True)
+    over = [ours[0] / plain[0] for ours, plain in pairs]
+    low, middle, high = statistics.quantiles(over, n=4)
+    return float(1.25 * (high - low) / 1.35 / math.sqrt(len(over)) / middle)
+
+
+def _shown(point: dict[str, Any]) -> str:
+    ways = [name for name in point["samples"] if name != "plain"]
+    seconds = statistics.median(pair[0] for pair in point["samples"]["plain"])
+    text = [f"plain {seconds:.2f} s"]
+    for name in ways:
+        said = f"{name} {_over(point, 'plain', name):.3f}"
+        if name in point.get("predicted", {}):
+            said += f" (predicted {point['predicted'][name]:.3f})"
+        text.append(said)
+    for name, nbytes in point.get("least", {}).items():
+        needed = "" if nbytes is None else f", which needs {nbytes / 2**20:.0f} MiB"
+        text.append(f"{name} does not fit{needed}")
+    text += [f"{name}: {rates}" for name, rates in point.get("rates", {}).items()]
+    return "; ".join(text)
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = options(__doc__)
     parser.add_argument("--folder", type=Path, help="of the file tier; a temporary one, if none")
+    parser.add_argument("--nets", nargs="+", choices=NETS, help="some of the networks")
+    parser.add_argument("--memory", nargs="+", type=float, help="some limits, as parts of plain")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        task = json.loads(args.child)
-        print(json.dumps(_point(task) if "tier" in task else _costs(task)))
+        task: dict[str, Any] = json.loads(args.child)
+        print(json.dumps(_point(task) if "memory" in task else _costs(task)))
         return
-    points = []
-    nets, memory = (NETS[1:2], (0.4,)) if args.quick else (NETS, MEMORY)
+    points, torchs = [], {}
+    nets = args.nets or (NETS[1:2] if args.quick else NETS)
+    memory = args.memory or ((0.4,) if args.quick else MEMORY)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        names = {"file": f"file://{folder}", "memory": "memory:"}
-        for net, tier, share in itertools.product(nets, TIERS, memory):
-            costs = Path(folder) / f"{net}.json"
-            task: dict[str, Any] = {"net": net, "seed": args.seed, "quick": args.quick}
-            task |= {"costs": str(costs), "seconds": 2.0 if args.quick else 10.0}
-            if not costs.exists():
-                child("benchmarks.joint_run", task, KEEP)
-            task |= {"tier": names[tier], "memory": share}
-            task["repeats"] = 3 if args.quick else REPEATS
-            point = {"net": net, "tier": tier, "memory": share}
-            point |= child("benchmarks.joint_run", task, KEEP)
-            points.append(point)
-            plain = point["seconds"]["plain"]
-            shown = ", ".join(f"{n} {s / plain:.3f}" for n, s in point["seconds"].items())
-            print(
-                f"{net} {tier} {share}: {shown}; predicted {point['predicted']:.3f}, without "
-                f"{point['predicted_without']:.3f}; {point['rates']}",
-                flush=True,
-            )
-    finish(args, "joint_run", points, _ratios(points))
+        tiers = {"file": f"file://{Path(folder).resolve()}", "memory": "memory:"}
+        for net in nets:
+            task = {"net": net, "seed": args.seed, "quick": args.quick}
+            task |= {"costs": str(Path(folder) / f"{net}.json"), "segments": SEGMENTS}
+            task |= {"seconds": 2.0 if args.quick else 8.0}
+            task |= {"repeats": 3 if args.quick else REPEATS}
+            torchs[net] = child("benchmarks.joint_run", task, KEEP)
+            print(f"{net} by torch: {_shown(torchs[net])}", flush=True)
+            for share in memory:
+                point = {"net": net, "memory": share}
+                more = {"tiers": tiers, "memory": share}
+                point |= child("benchmarks.joint_run", task | more, KEEP)
+                points.append(point)
+                print(f"{net} {share}: {_shown(point)}", flush=True)
+    samples = {"points": points, "torch": torchs}
+    finish(args, "joint_run", samples, _ratios(points, torchs))
 
 
 if __name__ == "__main__":
