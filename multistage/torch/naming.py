@@ -6,10 +6,50 @@ import builtins
 import dis
 import functools
 import sys
+from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
 _OTHERS = {"torch", "numpy", "multistage", "triton", "sympy", "torchgen", "functorch", "pytest"}
+
+
+# Operators that name globals and attributes, and by how many bits their argument is shifted.
+_NAMING = {
+    dis.opmap[name]: (
+        name,
+        int(name == "LOAD_GLOBAL" or (name == "LOAD_ATTR" and sys.version_info >= (3, 12))),
+    )
+    for name in (
+        "LOAD_GLOBAL",
+        "LOAD_NAME",
+        "STORE_GLOBAL",
+        "DELETE_GLOBAL",
+        "LOAD_ATTR",
+        "LOAD_METHOD",
+        "STORE_ATTR",
+    )
+    if name in dis.opmap
+}
+_CACHE, _EXTENDED = dis.opmap.get("CACHE", -1), dis.opmap["EXTENDED_ARG"]
+
+
+def steps_of(code: CodeType) -> Iterator[tuple[str, str]]:
+    """Yield for each step of code its operator and the name it has, "" for both if it has none.
+
+    What `dis.get_instructions` tells too, in a tenth of the time: models of a large library
+    name thousands of functions.
+    """
+    raw, names = code.co_code, code.co_names
+    argument = 0
+    for operator, low in zip(raw[::2], raw[1::2], strict=True):
+        if operator == _CACHE:
+            continue
+        argument = argument << 8 | low
+        if operator == _EXTENDED:
+            continue
+        found = _NAMING.get(operator)
+        yield ("", "") if found is None else (found[0], names[argument >> found[1]])
+        argument = 0
 
 
 @functools.lru_cache(maxsize=8192)
@@ -21,17 +61,16 @@ def global_names(
     stored: set[str] = set()
     attributes: dict[tuple[str, str], None] = {}
     last = ""
-    for step in dis.get_instructions(code):
-        name = step.argval
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+    for opname, name in steps_of(code):
+        if opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             last = name
             if not hasattr(builtins, name):
                 loaded[name] = None
             continue
-        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+        if opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             loaded[name] = None
             stored.add(name)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and last:
+        elif opname and last:  # of an attribute
             attributes[last, name] = None
         last = ""
     for constant in code.co_consts:
