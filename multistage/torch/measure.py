@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import resource
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,6 +43,7 @@ from .stand_ins import hooks_silent, standing_in
 from .traits import Traits
 
 SECONDS = 0.25  # to time a chain's stages repeatedly
+_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # on Linux
 _LEAST_ROUNDS = 2  # of timing a stage: the first pays for what is made once
 _MOST_ROUNDS = 50
 _SHARDED_ROUNDS = 4
@@ -590,7 +592,7 @@ class _Clock:
     def now(self) -> Any:
         """Return this moment."""
         if self._device.type != "cuda":
-            return time.perf_counter()
+            return _moment()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -598,7 +600,7 @@ class _Clock:
     def between(self, start: Any, stop: Any) -> float:
         """Return the seconds between two moments."""
         if self._device.type != "cuda":
-            return float(stop - start)
+            return seconds_between(start, stop)
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1e3
 
@@ -607,11 +609,27 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
     """Return the seconds some work takes, on its device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    began = time.perf_counter()
+    began = _moment()
     work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - began
+    return seconds_between(began, _moment())
+
+
+def _moment() -> tuple[float, float, int]:
+    """Return this moment, seconds that this thread has computed, and how often it lost its core."""
+    lost = resource.getrusage(_THREAD).ru_nivcsw if _THREAD is not None else 0
+    return time.perf_counter(), time.thread_time(), lost
+
+
+def seconds_between(began: tuple[float, float, int], ended: tuple[float, float, int]) -> float:
+    """Return the seconds between two moments, but those in which others had the thread's core.
+
+    Where torch computes in other threads too, these are unknown, and part of it.
+    """
+    if ended[2] > began[2] and torch.get_num_threads() == 1:
+        return ended[1] - began[1]
+    return ended[0] - began[0]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError
+from multistage.torch.measure import seconds_between
 from multistage.torch.meter import Meter
 
 CPU = torch.device("cpu")
@@ -301,3 +302,16 @@ def test_gradients_by_torch_func_need_their_tape() -> None:
     mst.Sequential(layers, x)(x).sum().backward()
     with pytest.raises(ArgumentError, match=r"stage \d ByFunc computes gradients by torch.func"):
         mst.Sequential(layers, x, memory=0.6)
+
+
+def test_seconds_in_which_others_had_the_core_do_not_count() -> None:
+    threads = torch.get_num_threads()
+    began, ended = (10.0, 1.0, 7), (13.0, 1.5, 7)
+    try:
+        torch.set_num_threads(1)
+        assert seconds_between(began, ended) == 3.0  # it waited of its own accord
+        assert seconds_between(began, (13.0, 1.5, 8)) == 0.5
+        torch.set_num_threads(2)
+        assert seconds_between(began, (13.0, 1.5, 8)) == 3.0
+    finally:
+        torch.set_num_threads(threads)
