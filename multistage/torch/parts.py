@@ -169,6 +169,10 @@ class _Selection(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def values(self) -> list[Any]:  # type: ignore[override]  # read at every run: not a view
+        space = self._all()
+        return [space[name] for name in self._chosen if name in space]
+
     def copy(self) -> dict[str, Any]:
         return dict(self)
 
