@@ -29,11 +29,11 @@ class HeldTape:
         The state that the stage made, if the tape holds it.
     """
 
-    __slots__ = ("_given", "_inputs", "_parcel", "_spare", "_tensors", "_versions", "output",
-                 "state")  # fmt: skip
+    __slots__ = ("_given", "_inputs", "_parcel", "_parts", "_spare", "_tensors", "_versions",
+                 "output", "state")  # fmt: skip
 
     def __init__(self, caught: Caught, state: KeptState | None) -> None:
-        self._tensors, self._versions = caught.tape, caught.versions
+        self._tensors, self._versions, self._parts = caught.tape, caught.versions, caught.parts
         self._given: list[weakref.ref[Tensor] | None] = [None] * len(caught.tape)
         self._inputs: dict[int, tuple[Origin, Geometry, Watch]] = {}
         self._parcel: Parcel | None = None
@@ -107,6 +107,16 @@ class HeldTape:
         """Whether the `number`-th tensor lies in the state before, which is not held on to."""
         return number in self._inputs
 
+    def at_hand(self, number: int) -> Tensor | None:
+        """Return what `take` would where that takes nothing else, None where it may."""
+        tensor = self._tensors[number]
+        if tensor is None or tensor._version != self._versions[number]:
+            return None
+        if self._parts and number < self._parts[-1]:
+            return None
+        self._tensors[number], self._given[number] = None, weakref.ref(tensor)
+        return tensor
+
     def take(self, number: int) -> Tensor | None:
         """Return the tensor saved as the `number`-th and hold it no more; None if it is gone.
 
@@ -115,6 +125,10 @@ class HeldTape:
         RuntimeError
             If it was written to since it was saved.
         """
+        while self._parts and number < self._parts[-1]:
+            # The stages above are done with: what nothing has asked for goes.
+            part = self._parts.pop()
+            self._tensors[part:] = [None] * (len(self._tensors) - part)
         if number in self._inputs:
             origin, geometry, watch = self._inputs[number]
             # Where the state before is lost, another parcel may be bringing these bytes.

@@ -193,17 +193,21 @@ class Run:
     def _advance(self, i: int) -> None:
         """Run stage i from the live state, without a tape."""
         if self._first:
-            self._live = self._stages.hooked(i, self._live, None, partial(self._tensor, i))
-            return
-        state, self._live = self._live, None
-        self._live = self._stages.advance(i, state)
+            self._live = self._stages.hooked(i, self._given(), None, partial(self._tensor, i))
+        else:
+            self._live = self._stages.advance(i, self._given())
+
+    def _given(self) -> list[Any]:
+        """Return the live state in a box: whoever takes it out holds it alone."""
+        box, self._live = [self._live], None
+        return box
 
     def _tape(self, i: int) -> None:
         """Run stage i from the live state, keeping its tape."""
         if self._first and self._streams:
             self._tape_first(i)
         elif self._first:
-            self._live = self._stages.first(i, self._live)  # its graph holds it
+            self._live = self._stages.first(i, self._given())  # its graph holds it
         elif self._at == len(self._stages) and not self._streams:
             self._advance(i)  # its graph has the tape
         else:
@@ -224,7 +228,7 @@ class Run:
         """Run stage i in the forward sweep, with its tape held here and not by its graph."""
         state = self._at_hand(i) or self._live_state()
         caught = Caught()
-        self._live = self._stages.hooked(i, self._live, caught, partial(self._tensor, i))
+        self._live = self._stages.hooked(i, self._given(), caught, partial(self._tensor, i))
         self._hold(i, caught, state, KeptState.of(self._live))
 
     def _hold(self, i: int, caught: Caught, state: KeptState, output: KeptState | None) -> None:
@@ -295,7 +299,7 @@ class Run:
         while (state := self._at_hand(start)) is None:
             start -= 1
         for j in range(start, i):
-            state = self._stages.advance(j, state)
+            state = self._stages.advance(j, [state])
         return state
 
     def _recover(self, i: int) -> None:
@@ -316,13 +320,23 @@ class Run:
                 "double backward (create_graph=True) through a chain with recomputed stages is "
                 "not supported; give it memory enough to keep every tape"
             )
-        with self._lock, self._unless_it_fails():
+        with self._lock:
+            # Most are at hand, and nothing is to be done for them.
+            tensor = None
+            if i == self._at and not self._streams and (tape := self._tapes.get(i)) is not None:
+                tensor = tape.at_hand(number)
+            if tensor is None:
+                tensor = self._wanted(i, number)
+            self._stages.hand(tensor)
+            return tensor
+
+    def _wanted(self, i: int, number: int) -> Tensor:
+        """Return a tensor that stage i saved, of a tape that is to be made if need be."""
+        with self._unless_it_fails():
             if i != self._at or i not in self._tapes:
                 with self._stages.as_at_first():
                     self._begin(i)
-            tensor = self._take(i, number)
-            self._stages.hand(tensor)
-            return tensor
+            return self._take(i, number)
 
     def _begin(self, i: int) -> None:
         """Have the tape of stage i at hand, and be done with those above."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import StateError
 from .environment import Environment
 from .inside import Inside
+from .joining import Joined
 from .randomness import Generators, State
 from .saved import Caught, Complete, Kind, difference, kind_of, nodes_made
 from .scope import Scope
@@ -144,14 +145,22 @@ class Stages:
     def _device_types(self) -> list[str]:
         return sorted({"cpu", *(device.type for device in self._devices)} - {"meta"})
 
+    def _call(self, i: int, box: list[Any], between: Callable[[int, Any], None] | None) -> Any:
+        """Run stage i from the state in a box, which is emptied."""
+        stage = self._stages[i]
+        return stage(box, between) if isinstance(stage, Joined) else stage(box.pop())
+
     def first(
         self,
         i: int,
-        state: Any,
+        box: list[Any],
         hooks: AbstractContextManager[Any] | None = None,
     ) -> Any:
-        """Run stage i in the forward sweep; remember and verify its environment."""
-        leaves = leaves_of(state)
+        """Run stage i in the forward sweep from the state in a box, which is emptied.
+
+        Remembers and verifies its environment.
+        """
+        leaves = leaves_of(box[0])
         self.returned(i, leaves)
         self._wants[i] = wants_of(leaves)
         trait = self.traits[i]
@@ -170,8 +179,10 @@ class Stages:
                 if hooks is None:
                     pack, unpack = counting(count, trait.name)
                     hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        del leaves
+        stage = self._stages[i]
         with hooks or contextlib.nullcontext():
-            state = self._stages[i](state)
+            state = self._call(i, box, stage.look if isinstance(stage, Joined) else None)
         if sizes is not None and count is not None:
             sizes.counted(way, count.nbytes)
             del self._counts[i]
@@ -185,14 +196,15 @@ class Stages:
         return state
 
     def hooked(
-        self, i: int, state: Any, caught: Caught | None, unpack: Callable[[int], Tensor]
+        self, i: int, box: list[Any], caught: Caught | None, unpack: Callable[[int], Tensor]
     ) -> Any:
         """Run stage i in the forward sweep; its graph keeps numbers in place of tensors.
 
         Parameters
         ----------
         i : int
-        state : pytree
+        box : list of one pytree
+            The state, which is taken out of it.
         caught : Caught or None
             Gets the tensors; None to let go of them.
         unpack : callable
@@ -220,7 +232,7 @@ class Stages:
         self._kinds[i] = kinds
         filling = caught  # the graph refers to these hooks, which must not hold the tape
         try:
-            return self.first(i, state, torch.autograd.graph.saved_tensors_hooks(pack, give))
+            return self.first(i, box, torch.autograd.graph.saved_tensors_hooks(pack, give))
         finally:
             inside = filling = None
 
@@ -241,12 +253,11 @@ class Stages:
         """Let the current stream use what was made on that of the forward sweep."""
         self._home.hand(tensor)
 
-    def advance(self, i: int, state: KeptState) -> KeptState:
-        """Run stage i again, without a tape."""
+    def advance(self, i: int, box: list[KeptState]) -> KeptState:
+        """Run stage i again from the state in a box, which is emptied, without a tape."""
         with torch.set_grad_enabled(self.traits[i].graded), self._around[i].again():
-            return KeptState.of(
-                self._stages[i](state.fresh(self._wants[i], self.traits[i].changes_input))
-            )
+            given = [box.pop().fresh(self._wants[i], self.traits[i].changes_input)]
+            return KeptState.of(self._call(i, given, None))
 
     def catch(self, i: int, state: KeptState, *, alone: bool) -> tuple[Caught, KeptState | None]:
         """Run stage i again; return what it saves and, unless `alone`, its output.
@@ -308,9 +319,9 @@ class Stages:
             around.again(),
             torch.autograd.graph.saved_tensors_hooks(catch, inside.give),
         ):
-            inputs = state.fresh(self._wants[i], changes_input)
+            given = [state.fresh(self._wants[i], changes_input)]
             begun = nodes_made()
-            output = self._stages[i](inputs)
+            output = self._call(i, given, caught.part)
         return caught, output
 
     def storages(self, i: int) -> set[int]:

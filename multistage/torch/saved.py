@@ -23,11 +23,22 @@ class Complete(BaseException):
 
 @dataclass(slots=True)
 class Caught:
-    """What a stage saved when it ran again."""
+    """What a stage saved when it ran again.
+
+    Attributes
+    ----------
+    parts : list of int
+        Of stages run as one: how much was saved by the end of each but the last.
+    """
 
     tape: list[Tensor | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
+
+    def part(self, number: int, state: object) -> None:
+        """Note that one of several stages is through."""
+        self.parts.append(len(self.tape))
 
 
 _sequence_nr: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)

@@ -24,7 +24,8 @@ from .chain import Stages
 from .checking import Check, Checked, check_chain, checked_choice, room_for_tapes
 from .choosing import chosen, device_of, is_collective, is_plain, limit_of, of_rank_0, sends
 from .exploring import tensors_of
-from .measure import SECONDS, Profile, grouped, measure
+from .joining import ApartError, Running
+from .measure import SECONDS, Profile, measure
 from .parts import Part
 from .randomness import device_types, refuse_hidden_draws
 from .runner import Run
@@ -64,6 +65,7 @@ class _Planned:
     plan: ChainPlan
     checked: Checked
     sizes: Sizes = field(default_factory=Sizes)  # of the whole, where it runs as it is
+    running: Running = field(default_factory=Running)
 
     def holds(self, stages: Sequence[Call], state: Any, way: object) -> bool:
         """Whether it is of the chain's present stages, and serves an input."""
@@ -713,21 +715,30 @@ def _run(sequential: Sequential, planned: _Planned, state: Any, found: Found) ->
     if planned.runs_plainly(way):
         return _plain(sequential, state)
     chain = sequential._multistage
-    for _ in range(1 + _MOST_PLANS * len(planned.profile.groups)):
+    for _ in range(2 * (1 + _MOST_PLANS * len(planned.profile.groups))):
         profile = planned.profile
         if not is_plain(planned.plan):
             refuse_hidden_draws([sequential], "the chain")
-        calls = grouped(planned.stages, profile.groups)
-        watchful = chain.watchful or _facts(sequential, found).collective
+        collective = _facts(sequential, found).collective
+        joins = planned.running.joins and not collective
+        stages, traits, actions = planned.running.of(
+            planned.stages, profile, planned.plan.actions, joins=joins
+        )
+        watchful = chain.watchful or collective
         try:
             berth = _berth(sequential, planned.plan)
-            actions = planned.plan.actions
-            run = Run(calls, profile.traits, actions, berth, watchful=watchful)
+            run = Run(stages, traits, actions, berth, watchful=watchful)
             result = run.forward(state)
         except UnforeseenError:
             chain.watchful = True
             continue
+        except ApartError:
+            planned.running.joins = False
+            continue
         except LargerError as error:
+            if joins:  # which of them it is shows when they run one by one
+                planned.running.joins = False
+                continue
             larger = error.with_traceback(None)  # which holds the tensors of the run
         else:
             planned.sizes.counted(way, 0)

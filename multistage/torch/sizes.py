@@ -132,6 +132,10 @@ class Sizes:
             self._known.clear()
         self._known.add(way)
 
+    def is_exceeded_by(self, leaves: Sequence[Any]) -> bool:
+        """Whether a state is larger than planned for."""
+        return self.output_bytes is not None and bytes_of(leaves) > self.output_bytes
+
     def returned(self, number: int, leaves: Sequence[Any]) -> None:
         """Compare the bytes that a stage returned.
 
