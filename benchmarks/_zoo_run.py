@@ -11,7 +11,7 @@ import statistics
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -327,7 +327,7 @@ def run(name: str, seed: int, repeats: int) -> dict[str, Any]:
             point["differs"] = differs(known, trained(ours))
             point["over_limit"] = ours.peak_bytes() / ours.limit()
             pairs = [(plain.seconds(), ours.seconds()) for _ in range(repeats)]
-            point["over_plain"] = statistics.median(b / a for a, b in pairs)
+            point["over_plain"] = least_over_least(pairs)
             point["seconds"] = [list(pair) for pair in pairs]
         except BudgetError as error:
             point["reason"] = _said(error)
@@ -340,6 +340,19 @@ def run(name: str, seed: int, repeats: int) -> dict[str, Any]:
     return record
 
 
+def least_over_least(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the ratio of the least seconds of two ways that ran in turns.
+
+    What else a machine does can only add seconds.
+
+    Examples
+    --------
+    >>> least_over_least([(1.0, 3.0), (2.0, 1.5), (1.25, 2.0)])
+    1.5
+    """
+    return min(b for _, b in pairs) / min(a for a, _ in pairs)
+
+
 def _beside_checkpoint(ways: Any, plain: Way, plain_bytes: int, repeats: int) -> dict[str, Any]:
     """Return how torch's checkpointing does, and how we do at its peak."""
     found: dict[str, Any] = {}
@@ -350,7 +363,7 @@ def _beside_checkpoint(ways: Any, plain: Way, plain_bytes: int, repeats: int) ->
     except Exception as error:
         return {"reason": _said(error)}
     found["peak_over_plain"] = peak / plain_bytes
-    found["over_plain"] = statistics.median(b / a for a, b in pairs)
+    found["over_plain"] = least_over_least(pairs)
     try:
         ours = ways.ours(peak)
         ours.step()
@@ -362,7 +375,7 @@ def _beside_checkpoint(ways: Any, plain: Way, plain_bytes: int, repeats: int) ->
     except Exception as error:
         found["refused"] = _said(error)
         return found
-    found["over_checkpoint"] = statistics.median(b / a for a, b in pairs)
+    found["over_checkpoint"] = least_over_least(pairs)
     found["seconds"] = [list(pair) for pair in pairs]
     return found
 
