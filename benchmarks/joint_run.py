@@ -29,6 +29,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -207,15 +208,18 @@ def _point(task: dict[str, Any]) -> dict[str, Any]:
             everything = made(name, tier)
             if everything is not None and _sends_all(everything):
                 ways[f"all to {name}"] = everything
-    plans = {name: chain.plan for name, chain in ways.items() if chain.plan is not None}
+    peaks = {name: steps.peak_bytes(chain) for name, chain in ways.items()}
+    for chain in ways.values():  # a plan may be made again, from what its transfers showed
+        steps.step(chain)
     result = {
         "limit": limit,
         "least": least,
         "rates": rates,
-        "peaks": {name: steps.peak_bytes(chain) for name, chain in ways.items()},
-        "predicted": {name: plan.makespan_s / plain.plain_s for name, plan in plans.items()},
+        "peaks": peaks,
         **steps.timed({**ways}, task["repeats"]),
     }
+    plans = {name: chain.plan for name, chain in ways.items() if chain.plan is not None}
+    result["predicted"] = {n: plan.makespan_s / plain.plain_s for n, plan in plans.items()}
     for chain in ways.values():
         chain.close()
     return result
@@ -240,7 +244,8 @@ def _sends_all(chain: mst.Sequential) -> bool:
     anew = replace(plan, actions=actions, makespan_s=use.makespan_s, peak_bytes=use.peak_bytes)
     for variants in state.known.values():
         variants[:] = [replace(each, plan=anew) for each in variants]
-    state.replan = False
+    assert state.tiered is not None
+    state.tiered._next_look = sys.maxsize  # no other plan takes its place
     return True
 
 
