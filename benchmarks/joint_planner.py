@@ -35,8 +35,8 @@ from multistage.plan.joint import Pool
 from multistage.plan.joint_bound import joint_lower_bound
 from multistage.plan.joint_core import STARTS, STATE_AWAY, Core
 from multistage.plan.joint_rule import DeadlineRule
-from multistage.rates import TierRates
 from multistage.stages import Stage, StageCosts
+from multistage.tier import Tier
 
 TESTS = Path(__file__).parent.parent / "tests"
 CHAINS = (
@@ -119,7 +119,7 @@ def _seconds(plan: ChainPlan | None) -> float:
     return math.inf if plan is None else plan.makespan_s
 
 
-def planned(costs: StageCosts, memory: int, rates: TierRates | None) -> ChainPlan | None:
+def planned(costs: StageCosts, memory: int, rates: Tier | None) -> ChainPlan | None:
     """Return the plan, None where none fits."""
     try:
         return plan_chain(costs, memory, tiers=rates, threads=1)
@@ -135,7 +135,7 @@ class Segments:
         self.unit = max(1, self.limit) / SLOTS
         self.table = Table(self.true.in_slots(self.unit, "nearest"), int(1.13 * SLOTS))
 
-    def best_s(self, rates: TierRates) -> float:
+    def best_s(self, rates: Tier) -> float:
         """Return the seconds of the best length, infinite if none fits."""
         core = Core(self.true, self.table, self.unit, self.limit, rates)
         pool, n = Pool(core.judge), len(self.true)
@@ -146,7 +146,7 @@ class Segments:
         return pool.found[0][0] if pool.found else math.inf
 
 
-def replayed(plan: ChainPlan, rates: TierRates) -> tuple[float, int]:
+def replayed(plan: ChainPlan, rates: Tier) -> tuple[float, int]:
     """Return how far the judge's makespan is from the plan's, and replays over the limit."""
     judge = _from_tests("chain_judge").Judge
     as_planned = judge(plan.costs, rates).run(plan.actions)
@@ -194,7 +194,7 @@ def grid(thin: int, seed: int) -> Iterator[dict[str, Any]]:
                 segments = segments or Segments(costs, memory)
                 alone = alone or planned(costs, memory, None)
                 rate = tapes / (rho * plain.plain_s)
-                rates = TierRates(rate, rate, LATENCY_S)
+                rates = Tier.of_rates(rate, rate, LATENCY_S)
                 began = time.process_time()
                 plan = planned(costs, memory, rates)
                 took_s = time.process_time() - began
@@ -321,7 +321,7 @@ def plan_seconds() -> float:
     costs = a_chain("random", 339, 0)
     rate = sum(s.tape_bytes for s in costs.stages) / plan_chain(costs).plain_s
     began = time.process_time()
-    plan_chain(costs, 0.2, tiers=TierRates(rate, rate, LATENCY_S), threads=1)
+    plan_chain(costs, 0.2, tiers=Tier.of_rates(rate, rate, LATENCY_S), threads=1)
     return time.process_time() - began
 
 

@@ -23,7 +23,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +73,9 @@ def probed(tier: str, seconds: float, sizes: Sequence[int] = SIZES) -> list[dict
 
 
 def _rates(tier: Tier, size: int) -> dict[str, Any]:
-    costs = asdict(tier)
-    costs.pop("name")
+    names = ("write_s", "read_s", "write_overhead_s", "read_overhead_s", "capacity_states")
     return {
-        **costs,
+        **{name: getattr(tier, name) for name in (*names, "queue_depth")},
         "write_bytes_per_s": size / tier.write_s if tier.write_s else 0.0,
         "read_bytes_per_s": size / tier.read_s if tier.read_s else 0.0,
     }

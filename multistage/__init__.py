@@ -18,7 +18,6 @@ from .chain import Chain as Chain
 from .chain import FunctionChain as FunctionChain
 from .chain import InPlaceChain as InPlaceChain
 from .costs import Costs as Costs
-from .costs import Tier as Tier
 from .plan import PLANNERS as PLANNERS
 from .plan import Plan as Plan
 from .plan import UniformPlan as UniformPlan
@@ -28,7 +27,6 @@ from .plan.heterogeneous import memory_curve as memory_curve
 from .plan.heterogeneous import plan_chain as plan_chain
 from .plan.heterogeneous import smallest_memory as smallest_memory
 from .probe import measure as measure
-from .rates import TierRates as TierRates
 from .report import Report as Report
 from .reversal import Result as Result
 from .reversal import Reversal as Reversal
@@ -38,5 +36,6 @@ from .simulate import Jitter as Jitter
 from .simulate import simulate as simulate
 from .stages import Stage as Stage
 from .stages import StageCosts as StageCosts
+from .tier import Tier as Tier
 
 __version__ = "0.1.0"

@@ -11,9 +11,8 @@ from typing import Literal
 
 from .accounting import ByteAccounting
 from .actions import Get, Offer, Put
-from .costs import Tier
 from .errors import ArgumentError
-from .rates import TierRates
+from .tier import Tier
 from .values import number, shown
 
 
@@ -91,12 +90,12 @@ class Channels:
         "depth",
         "factor",
         "one_channel",
-        "rates",
         "read_free",
         "read_overhead_s",
         "read_s",
         "stored",
         "tape_slots",
+        "tier",
         "waiting",
         "write_free",
         "write_overhead_s",
@@ -105,28 +104,28 @@ class Channels:
 
     def __init__(
         self,
-        tier: Tier | TierRates,
+        tier: Tier,
         factor: Callable[[Literal["w", "r"]], float],
         tape_slots: float = 1.0,
+        *,
+        by_bytes: bool = False,
     ) -> None:
-        self.rates: TierRates | None = None
+        self.tier = tier
         self.factor = factor
         self.tape_slots = tape_slots
         self.write_free = 0.0
         self.read_free = 0.0
         self.waiting: deque[float] = deque()
         self.stored: dict[int, float] = {}
-        self.one_channel = False
+        self.one_channel = tier.shared
         self.capacity = self.depth = math.inf
-        self.write_s = self.read_s = self.write_overhead_s = self.read_overhead_s = 0.0
-        if isinstance(tier, Tier):
+        self.write_s = self.read_s = 0.0
+        self.write_overhead_s, self.read_overhead_s = tier.write_overhead_s, tier.read_overhead_s
+        if not by_bytes:
             self.depth = tier.queue_depth
-            self.write_s, self.write_overhead_s = tier.write_s, tier.write_overhead_s
-            self.read_s, self.read_overhead_s = tier.read_s, tier.read_overhead_s
+            self.write_s, self.read_s = tier.write_s, tier.read_s
             if tier.capacity_states is not None:
                 self.capacity = tier.capacity_states
-        else:
-            self.rates, self.one_channel = tier, tier.shared
 
     def other(
         self, action: Offer | Put | Get, memory: ByteAccounting | None
@@ -136,10 +135,10 @@ class Channels:
         As its item, its bytes, and the seconds in which it is written and read.
         """
         item = ~action.step if action.tape else action.step
-        if self.rates is None or memory is None:
+        if memory is None:
             return item, 0, self.write_s * self.tape_slots, self.read_s * self.tape_slots
         nbytes = memory.bytes_of(item)
-        return item, nbytes, self.rates.write_s(nbytes), self.rates.read_s(nbytes)
+        return item, nbytes, self.tier.writing_s(nbytes), self.tier.reading_s(nbytes)
 
     def has_room(self, now: float) -> bool:
         waiting = self.waiting

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from tabulate import tabulate
 
 from . import __version__
-from .costs import Costs, Tier
+from .costs import Costs
 from .demos.watching import add_progress, shown
 from .errors import ArgumentError, MultistageError, redacted
 from .plan import PLANNERS, RANKED, Plan, UniformPlan, plan
 from .plan.heterogeneous import STRATEGIES, ChainPlan, memory_curve, plan_chain
-from .rates import TierRates
 from .stages import StageCosts
+from .tier import Tier
 from .units import format_bytes, format_seconds, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -92,11 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     chain.add_argument("--chain", type=Path, help="costs of its stages, as saved by profile()")
     chain.add_argument("--memory", help="limit: bytes, '4GiB', or a fraction such as 0.5")
     chain.add_argument(
-        "--tier",
-        help="where tapes and states may go: write=2GB/s,read=1GB/s, and if wanted latency=1ms, "
-        "capacity=10GiB, name=NAME, shared (one channel for both), states-only",
-    )
-    chain.add_argument(
         "--strategy", default="optimal", choices=STRATEGIES, help="strategy (optimal)"
     )
     showing = _add_showing(planning, "where checkpoints stand, or the trade-off with --curve,")
@@ -119,7 +114,6 @@ def _parser() -> argparse.ArgumentParser:
     showing = _add_showing(simulating, "the timeline")
     showing.add_argument("--trace", type=Path, help="write a trace for ui.perfetto.dev")
     simulating.add_argument("--load", type=Path, help="simulate a plan that plan --save wrote")
-    simulating.add_argument("--tier", help="for a chain's plan: other rates than planned")
     simulating.add_argument("--jitter", help="lognormal:SIGMA or spikes:PROBABILITY,FACTOR")
     simulating.add_argument("--seed", type=int, default=0, help="seed of the jitter (0)")
     simulating.set_defaults(run=_simulate)
@@ -211,6 +205,12 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--tape-step", help="time of a forward step keeping its tape, if tapes are")
     costs.add_argument("--state", default="1", help="size of one state, such as 64KiB")
     costs.add_argument("--tape", default="0", help="size of one tape (that of a state)")
+    costs.add_argument(
+        "--tier",
+        help="the slow tier by its rates: write=2GB/s,read=1GB/s, and if wanted latency=1ms, "
+        "capacity=10GiB, name=NAME; for stages also shared (one channel for both), states-only; "
+        "with simulate --load: another than planned",
+    )
     costs.add_argument("--write", help="time to write one state to the slow tier (T_W)")
     costs.add_argument("--read", help="time to read it back (that of --write)")
     costs.add_argument("--write-overhead", default="0", help="what a write costs the computation")
@@ -256,14 +256,18 @@ def _costs(args: argparse.Namespace) -> Costs:
             tape_bytes=parse_bytes(args.tape),
             tiers=tiers,
         )
+    if args.tier is not None:
+        if args.write is not None:
+            raise ArgumentError("--tier says what --write and --read would; leave one of them out")
+        costs = replace(costs, tiers=(Tier.parse(args.tier),))
     if args.save_costs is not None:
         costs.save(args.save_costs)
     return costs
 
 
-def _rates_for(costs: StageCosts, text: str) -> TierRates:
+def _rates_for(costs: StageCosts, text: str) -> Tier:
     """Return the rates of a tier that holds at least one thing that may travel there."""
-    rates = TierRates.parse(text)
+    rates = Tier.parse(text)
     sizes = (s.tape_bytes if rates.tapes else s.output_bytes for s in costs.stages)
     least = min((nbytes for nbytes in sizes if nbytes), default=0)
     if rates.capacity_bytes is not None and rates.capacity_bytes < least:
@@ -324,12 +328,6 @@ def _made(args: argparse.Namespace) -> Plan:
         return plan_chain(costs, args.memory, args.strategy, tiers=rates, progress=shown(args))
     if getattr(args, "memory", None) is not None:
         raise ArgumentError("--memory goes with --chain; the memory of uniform steps is --budget")
-    if args.tier is not None:
-        if args.command == "simulate":
-            raise ArgumentError(
-                "--tier goes with --load; that of uniform steps is --write and --read"
-            )
-        raise ArgumentError("--tier goes with --chain; that of uniform steps is --write and --read")
     return plan(_costs(args), args.budget, args.steps, args.planner, progress=shown(args))
 
 
@@ -389,10 +387,8 @@ def _simulate(args: argparse.Namespace) -> int:
             if getattr(args, name) is not None:
                 raise ArgumentError(f"--load simulates a plan as it is; leave --{name} out")
     planned = made = _made(args)
-    if args.tier is not None:
-        if not isinstance(made, ChainPlan) or made.tier is None:
-            raise ArgumentError(f"--tier: the plan {str(args.load)!r} has no tier to replace")
-        made = replace(made, tier=TierRates.parse(args.tier))
+    if args.tier is not None and args.load is not None:
+        made = made.with_tier(args.tier)
     jitter = None if args.jitter is None else Jitter.parse(args.jitter)
     run = made.simulate(jitter=jitter, seed=args.seed)
     if args.picture is not None:

@@ -14,10 +14,11 @@ from typing import Any, Literal, TypeVar
 
 from .backends.base import Store
 from .chain import Chain
-from .costs import Costs, Tier
+from .costs import Costs
 from .layout import Array
 from .probe import compressions, probe_store, sample, starting
 from .slots import States
+from .tier import Tier
 from .units import format_seconds
 
 State = TypeVar("State")

@@ -1,4 +1,4 @@
-"""What the planners know: costs in seconds and bytes, and tiers.
+"""What planners of steps that are alike know: costs in seconds and bytes.
 
 Symbols of the papers: T_A is `forward_step_s`, T_W and T_R are a tier's
 `write_s` and `read_s`, rho is `write_s / forward_step_s`, and T_B is
@@ -9,54 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from .errors import ArgumentError
+from .tier import Tier
 from .values import LEAST_STEP_S, seconds, shown, whole
 
 # As `tape_bytes`: more than any budget holds, so that no planner keeps a second tape.
 NOT_KEPT = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class Tier:
-    """What one state costs on a slow tier.
-
-    Attributes
-    ----------
-    name : str
-        As shown in tables, for example `"file"`.
-    write_s, read_s : float
-        Seconds to move one state there and back while compute runs.
-    write_overhead_s, read_overhead_s : float
-        Seconds the computing thread itself loses per state written or read
-        (copies, queueing, interference).
-    capacity_states : int or None
-        States it can hold; None if unbounded.
-    queue_depth : int
-        Writes that may be under way or waiting before an `Offer` is refused (q).
-    """
-
-    name: str = "slow"
-    write_s: float = 0.0
-    read_s: float = 0.0
-    write_overhead_s: float = 0.0
-    read_overhead_s: float = 0.0
-    capacity_states: int | None = None
-    queue_depth: int = 2
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise ArgumentError(f"name={shown(self.name)} of a tier must be a string")
-        of = f" of tier {shown(self.name)}"
-        for name in ("write_s", "read_s", "write_overhead_s", "read_overhead_s"):
-            object.__setattr__(self, name, seconds(getattr(self, name), name + of))
-        object.__setattr__(self, "queue_depth", whole(self.queue_depth, "queue_depth" + of, 1))
-        if self.capacity_states is not None:
-            capacity = whole(self.capacity_states, "capacity_states" + of)
-            object.__setattr__(self, "capacity_states", capacity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +40,8 @@ class Costs:
         Size of one state and of one tape; `tape_bytes` 0 means `state_bytes`,
         `NOT_KEPT` that only the latest tape exists, in working memory.
     tiers : tuple of Tier
-        The slow tiers, fastest first.
+        The slow tiers, fastest first.  Since all states have one size, rates are folded into
+        seconds per state and capacities into states, see `Tier.for_states`.
     action_s : float
         Seconds the driver itself takes per action of a schedule.
 
@@ -112,7 +75,8 @@ class Costs:
         tiers = tuple(self.tiers) if isinstance(self.tiers, list | tuple) else (self.tiers,)
         if not all(isinstance(tier, Tier) for tier in tiers):
             raise ArgumentError(f"tiers={shown(self.tiers)} must be a tuple of Tier")
-        object.__setattr__(self, "tiers", tiers)
+        folded = tuple(tier.for_states(self.state_bytes) for tier in tiers)
+        object.__setattr__(self, "tiers", folded)
 
     @property
     def state_is_tape(self) -> bool:
@@ -153,11 +117,14 @@ class Costs:
         """Return the same costs with no slow tier."""
         return replace(self, tiers=())
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the costs as plain data, read back by `from_dict`."""
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        return data | {"tiers": [tier.to_dict() for tier in self.tiers]}
+
     def to_json(self) -> str:
         """Return the costs as JSON text, read back by `from_json`."""
-        data = asdict(self)
-        data["format"] = "multistage-costs-1"
-        return json.dumps(data, indent=2)
+        return json.dumps({**self.to_dict(), "format": "multistage-costs-1"}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Costs:
@@ -181,7 +148,7 @@ class Costs:
         """Return the costs whose attributes `data` has, tiers as dicts.  Raises ArgumentError."""
         try:
             data = dict(data)
-            tiers = tuple(Tier(**tier) for tier in data.pop("tiers", ()))
+            tiers = tuple(Tier.from_dict(tier) for tier in data.pop("tiers", ()))
             return cls(tiers=tiers, **data)
         except (TypeError, ValueError) as error:
             if isinstance(error, ArgumentError):

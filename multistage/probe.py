@@ -35,7 +35,7 @@ from .backends.files import FileStore, available_engines
 from .backends.memory import MemoryStore
 from .backends.urls import TierName, open_store
 from .chain import Chain, FunctionChain
-from .costs import NOT_KEPT, Costs, Tier
+from .costs import NOT_KEPT, Costs
 from .errors import StateError, StoreError
 from .execute import Executor
 from .layout import Array, Layout
@@ -44,6 +44,7 @@ from .plan.sweep import Sweep
 from .progress import counting
 from .slots import ArrayStates, InPlace, Kept, Slots, States, overwritten
 from .tapes import own_bytes
+from .tier import Tier
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")

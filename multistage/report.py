@@ -264,8 +264,8 @@ class Report:
                 "bytes_read": self.timeline.bytes["read"],
                 **asdict(self.counts),
             },
-            "assumed": asdict(plan.costs),
-            "seen": asdict(self.seen),
+            "assumed": plan.costs.to_dict(),
+            "seen": self.seen.to_dict(),
             "tiers": [asdict(use) for use in self.tiers],
             "ended": self.ended,
         }

@@ -41,9 +41,9 @@ from .channels import Channels, factors
 from .channels import Jitter as Jitter
 from .costs import Costs
 from .errors import ArgumentError
-from .rates import TierRates
 from .rules import Rules, byte_rules, run_arguments
 from .stages import StageCosts
+from .tier import Tier
 from .timeline import Timeline
 from .values import several, shown, whole
 
@@ -130,7 +130,7 @@ def simulate(
     costs: Costs | StageCosts,
     slots: float = math.inf,
     *,
-    tiers: Sequence[TierRates] = (),
+    tiers: Sequence[Tier] = (),
     memory_bytes: int | None = None,
     jitter: Jitter | None = None,
     seed: int = 0,
@@ -150,7 +150,7 @@ def simulate(
         Its tiers are addressed by the actions' tier index.
     slots : float
         Fast slots the schedule may take; not of stages that differ.
-    tiers : sequence of TierRates
+    tiers : sequence of Tier
         Those of a chain whose stages differ; as they are, not as they were planned.
     memory_bytes : int, optional
         Fast memory of such a chain, state 0 included; no limit if None.
@@ -188,7 +188,7 @@ def simulate(
     >>> there = [Tape(0), Put(0, tape=True), Tape(1), Evict(0, tape=True), Tape(2), EndForward()]
     >>> back = [Reverse(2), Get(0, tape=True), Await(1), Reverse(1), Reverse(0)]
     >>> back += [Drop(0, tape=True)]
-    >>> run = simulate([*there, *back], None, costs, tiers=[TierRates(15.0, 30.0)])
+    >>> run = simulate([*there, *back], None, costs, tiers=[Tier.of_rates(15.0, 30.0)])
     >>> run.makespan_s, run.stall_s, run.peak_bytes
     (8.0, 2.0, 85)
     """
@@ -204,7 +204,7 @@ def simulate(
         capacities = {k: room for k, room in rooms.items() if room is not None}
         rules = byte_rules(costs, n_steps, memory_bytes, capacities)
         stages = _Stages(costs, rules, timeline if checked else None)
-        channels = [Channels(tier, factor) for tier in rates]
+        channels = [Channels(tier, factor, by_bytes=True) for tier in rates]
         action_s = forward_s = taping_s = reverse_s = turn_s = 0.0
         state_bytes = 0
         named = [(k, tier.name, 1.0) for k, tier in enumerate(rates)]
@@ -348,7 +348,7 @@ def _uniform_rules(
     costs: Costs,
     n_steps: int | None,
     slots: float,
-    tiers: Sequence[TierRates],
+    tiers: Sequence[Tier],
     memory_bytes: int | None,
 ) -> Rules:
     if not isinstance(costs, Costs):
@@ -369,12 +369,12 @@ def _uniform_rules(
     )
 
 
-def _rates(tiers: Sequence[TierRates], slots: float) -> tuple[TierRates, ...]:
+def _rates(tiers: Sequence[Tier], slots: float) -> tuple[Tier, ...]:
     if slots != math.inf:
         raise ArgumentError(f"slots={slots:g} go with uniform steps; give memory_bytes")
-    if isinstance(tiers, str | TierRates) or not several(tiers):
+    if isinstance(tiers, str | Tier) or not several(tiers):
         tiers = (tiers,)  # type: ignore[assignment]
-    return tuple(TierRates.parse(tier) for tier in tiers)
+    return tuple(Tier.parse(tier).in_bytes() for tier in tiers)
 
 
 _MOVES_MEMORY = frozenset({Save, Free, Offer, Put, Get, Await, Evict, Drop, Tape, Load, Reverse})

@@ -37,9 +37,9 @@ from .plan.heterogeneous import ChainPlan, plan_chain
 from .plan.pieces import Strategy, chain_plan, performed, survey
 from .plan.uniform import UniformPlan
 from .probe import probe_store
-from .rates import TierRates
 from .rules import Rules, check
 from .stages import StageCosts
+from .tier import Tier
 from .timeline import Timeline
 from .varied import VariedStates
 
@@ -129,7 +129,7 @@ class Unequal(Generic[State, Adjoint]):
         self.stale = False
         self.tier: PagedStore | None = None
         self._store = store
-        self._rates: TierRates | None = None
+        self._rates: Tier | None = None
         if store is not None and one_tape(chain):
             raise ArgumentError(
                 "steps that differ, with only the latest tape (one_tape), are not streamed to a "
@@ -327,7 +327,7 @@ def faster_plan(
     return made if made.plan.makespan_s * _WORTH < taken_s else None
 
 
-def measured_rates(paged: PagedStore) -> TierRates:
+def measured_rates(paged: PagedStore) -> Tier:
     """Return how fast a store moves pages; it is opened and closed."""
     page, found = paged.page_bytes, probe_store(paged.store, paged.page_layout, seconds=_PROBE_S)
     if not found.write_s or not found.read_s:
@@ -335,7 +335,7 @@ def measured_rates(paged: PagedStore) -> TierRates:
             f"tier {paged.name!r} took not one page of {page} bytes; raise its capacity or leave "
             "it out"
         )
-    return TierRates(page / found.write_s, page / found.read_s, name=paged.name, tapes=False)
+    return Tier.of_rates(page / found.write_s, page / found.read_s, name=paged.name, tapes=False)
 
 
 def require_room(paged: PagedStore, costs: StageCosts) -> None:
@@ -349,7 +349,7 @@ def require_room(paged: PagedStore, costs: StageCosts) -> None:
         )
 
 
-def bounded(rates: TierRates, paged: PagedStore, costs: StageCosts) -> TierRates:
+def bounded(rates: Tier, paged: PagedStore, costs: StageCosts) -> Tier:
     """Return the rates with the room of a store, counted in bytes of states, not of pages."""
     pages = paged.store.capacity_states(paged.page_layout)
     if pages is None:
@@ -360,7 +360,7 @@ def bounded(rates: TierRates, paged: PagedStore, costs: StageCosts) -> TierRates
     return replace(rates, capacity_bytes=capacity)
 
 
-def seen_rates(rates: TierRates, timeline: Timeline) -> TierRates:
+def seen_rates(rates: Tier, timeline: Timeline) -> Tier:
     """Return the rates that a sweep has shown, if they are others than was thought."""
     found: dict[str, float] = {}
     kinds: tuple[tuple[Literal["write", "read"], str], ...] = (
@@ -385,7 +385,7 @@ def described(chain: ChainPlan) -> UniformPlan:
         forward_step_s=max(1e-12, sum(stage.forward_s for stage in costs.stages) / n),
         reverse_step_s=sum(stage.backward_s for stage in costs.stages) / n,
         state_bytes=state_bytes,
-        tiers=() if chain.tier is None else (chain.tier.tier(state_bytes),),
+        tiers=chain.tiers,
     )
     used = check(_schedule(chain), n, 4 * n + 8, state_is_tape=True)
     plan = UniformPlan(

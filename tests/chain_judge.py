@@ -61,7 +61,9 @@ class Judge:
 
     def transfer(self, thing, direction):
         nbytes = self.size(thing)
-        took = (self.rates.write_s, self.rates.read_s)[direction](nbytes) * self.slower[direction]
+        took = (self.rates.writing_s, self.rates.reading_s)[direction](nbytes) * self.slower[
+            direction
+        ]
         channel = 0 if self.rates.shared else direction
         self.busy[channel] = max(self.now, self.busy[channel]) + took
         self.done[thing, direction] = self.busy[channel]

@@ -48,13 +48,14 @@ from multistage.backends.medium import Medium
 from multistage.backends.streamed import StreamedStore
 from multistage.backends.testing import FaultyStore
 from multistage.chain import Chain, FunctionChain
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import CheckpointWarning, MultistageError
 from multistage.layout import Array, Layout
 from multistage.plan import PLANNERS, UniformPlan
 from multistage.plan.overlap import on_tier, overlap
 from multistage.plan.revolve import revolve_schedule
 from multistage.reversal import Reversal
+from multistage.tier import Tier
 
 N = 10
 N_COALESCED = 24  # so that some extents are no longer in a buffer when they are wanted

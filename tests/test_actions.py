@@ -24,11 +24,12 @@ from multistage.actions import (
     Save,
     Tape,
 )
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import ArgumentError, ScheduleError
 from multistage.plan.reserve import Reservation
 from multistage.plan.sweep import Sweep
 from multistage.rules import Rules, check
+from multistage.tier import Tier
 
 LEGAL = [
     Put(0),

@@ -12,10 +12,11 @@ from chains import CHAINS, TAPED, raw, store_all
 
 from multistage.blocks import Blocks
 from multistage.chain import FunctionChain, InPlaceChain
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import ArgumentError, StateError
 from multistage.plan import PLANNERS
 from multistage.reversal import Reversal
+from multistage.tier import Tier
 
 SINGLE = [name for name in CHAINS if not name.startswith("blocks")]
 

@@ -45,6 +45,21 @@ def test_plan_as_json_and_costs_files(capsys, tmp_path: Path) -> None:
     assert json.loads(capsys.readouterr().out) == facts
 
 
+def test_a_tier_of_steps_is_told_by_its_rates_too(capsys, tmp_path: Path) -> None:
+    made = []
+    for tier in (["--write=4ms", "--read=8ms"], ["--tier=write=25kB/s,read=12500B/s"]):
+        numbers = [n for n in NUMBERS if not n.startswith("--write")]
+        assert main(["plan", *numbers, "--state=100", *tier, "--json"]) == 0
+        made.append(json.loads(capsys.readouterr().out))
+    assert made[0] == made[1]
+    path = tmp_path / "plan.json"
+    assert main(["plan", *NUMBERS, f"--save={path}"]) == 0
+    capsys.readouterr()
+    assert main(["simulate", f"--load={path}", "--tier=write=1B/s", "--json"]) == 0
+    run = json.loads(capsys.readouterr().out)
+    assert run["makespan_s"] > run["predicted_s"] and run["planner"] == "streaming"
+
+
 def test_simulate_draws_and_traces(capsys, tmp_path: Path) -> None:
     picture, trace = tmp_path / "t.png", tmp_path / "t.json"
     jitter = ["--jitter=lognormal:0.3", "--seed=3"]
@@ -182,7 +197,7 @@ def test_demo_differentiates_and_tests(capsys, tmp_path: Path, options: list[str
         (["probe", "ftp://x"], "'ftp://x' is not known"),
         (["probe", "pinned:"], "is for PyTorch alone"),
         (["plan", *NUMBERS, "--memory=."], "--memory goes with --chain"),
-        (["plan", *NUMBERS, "--tier=write=1"], "--tier goes with --chain; that of uniform"),
+        (["plan", *NUMBERS, "--tier=write=1"], "leave one of them out"),
         (["plan", *NUMBERS, "--save=plan.html"], "must end in .json"),
         (["plan", *NUMBERS, "--save=plan.json", "--curve"], "goes without --curve"),
         (["plan", *NUMBERS, "--load=plan.json"], "leave --steps out"),
@@ -327,7 +342,7 @@ def test_a_chain_s_plan_is_simulated_with_a_slower_tier(tmp_path, capsys) -> Non
     for argv, message in (
         (slower, "has no tier to replace"),
         ([*slower, "--steps=3"], "leave --steps out"),
-        (["simulate", *NUMBERS, "--tier=write=1"], "--tier goes with --load"),
+        (["simulate", *NUMBERS, "--tier=write=1"], "leave one of them out"),
     ):
         assert main(argv) == 2
         assert message in capsys.readouterr().err

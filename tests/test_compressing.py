@@ -13,10 +13,11 @@ from multistage.backends.medium import Ram
 from multistage.backends.streamed import StreamedStore
 from multistage.chain import FunctionChain
 from multistage.compressing import choose_compression
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.layout import Array
 from multistage.reversal import Reversal
 from multistage.slots import ArrayStates
+from multistage.tier import Tier
 
 pytest.importorskip("blosc2")
 pytest.importorskip("zfpy")

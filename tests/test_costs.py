@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import ArgumentError
+from multistage.tier import Tier
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from multistage.actions import (
 from multistage.backends import FileStore, MemoryStore, Store
 from multistage.backends.testing import FaultyStore
 from multistage.chain import FunctionChain, InPlaceChain
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import (
     BudgetError,
     CheckpointWarning,
@@ -46,6 +46,7 @@ from multistage.layout import Layout
 from multistage.plan import PLANNERS, UniformPlan
 from multistage.rules import Rules, check
 from multistage.simulate import simulate
+from multistage.tier import Tier
 
 N = 31
 SYNCHRONOUS = ("h-revolve", "disk-revolve", "periodic-disk", "stumm-walther")

@@ -18,7 +18,7 @@ LAYERS = [
     {"errors", "native", "progress", "interrupts", "switching"},
     {"values"},
     {"units"},
-    {"budget"},
+    {"budget", "tier"},
     {
         "layout",
         "sharing",
@@ -34,7 +34,7 @@ LAYERS = [
         "steps",
     },
     {"costs"},
-    {"stages", "rates", "metered"},
+    {"stages", "metered"},
     {"accounting", "machine", "rules"},
     {"backends"},
     {"plan", "simulate", "channels", "probe", "execute", "compressing", "drawing", "given"},

@@ -9,7 +9,7 @@ import pytest
 
 from multistage.actions import Advance, EndForward, Load, Reverse, Save, Tape
 from multistage.chain import FunctionChain, InPlaceChain
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import ArgumentError
 from multistage.execute import Executor
 from multistage.layout import Layout
@@ -17,6 +17,7 @@ from multistage.plan import PLANNERS
 from multistage.reversal import Reversal
 from multistage.sharing import Frozen
 from multistage.slots import ArrayStates
+from multistage.tier import Tier
 
 N = 41
 

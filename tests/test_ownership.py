@@ -24,12 +24,13 @@ from hypothesis import strategies as st
 
 from multistage.blocks import Blocks
 from multistage.chain import FunctionChain, InPlaceChain
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import ArgumentError, StateError
 from multistage.execute import Executor
 from multistage.plan.revolve import revolve_schedule
 from multistage.plan.store_all import store_all_schedule
 from multistage.reversal import Reversal
+from multistage.tier import Tier
 
 N = 17
 COSTS = Costs(1.0, 2.0, state_bytes=128, tiers=(Tier("memory", 1.5, 1.5),))

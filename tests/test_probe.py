@@ -17,11 +17,12 @@ from multistage.backends.files import available_engines
 from multistage.backends.testing import FaultyStore
 from multistage.blocks import Blocks
 from multistage.chain import FunctionChain, InPlaceChain
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import StateError, StoreError
 from multistage.layout import Layout
 from multistage.probe import measure, probe_store, probe_tier
 from multistage.slots import InPlace
+from multistage.tier import Tier
 
 
 class Clock:

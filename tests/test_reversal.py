@@ -21,7 +21,7 @@ from multistage.backends import FileStore, MemoryStore, Store
 from multistage.backends.testing import FaultyStore
 from multistage.budget import Budget
 from multistage.chain import FunctionChain
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import (
     ArgumentError,
     BudgetError,
@@ -32,6 +32,7 @@ from multistage.errors import (
 )
 from multistage.plan import PLANNERS, UniformPlan
 from multistage.reversal import Reversal, drifted, reverse
+from multistage.tier import Tier
 
 N = 33
 COSTS = Costs(1.0, 2.0, state_bytes=10, tiers=(Tier("file", 2.0, 2.0),))

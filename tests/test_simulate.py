@@ -18,9 +18,10 @@ from multistage.actions import (
     Schedule,
     Tape,
 )
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import ArgumentError, ScheduleError
 from multistage.simulate import Jitter, simulate
+from multistage.tier import Tier
 
 COSTS = Costs(1.0, 2.0, tiers=(Tier("t", write_s=4.0, read_s=3.0),))
 STREAMED = [

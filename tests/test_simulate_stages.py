@@ -20,11 +20,11 @@ from multistage.actions import (
     Save,
     Tape,
 )
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import ArgumentError, ScheduleError
-from multistage.rates import TierRates
 from multistage.simulate import Jitter, simulate
 from multistage.stages import Stage, StageCosts
+from multistage.tier import Tier
 from tests.chain_schedules import MIXED, offload_all, small_chain
 
 # Three stages of one second; tapes of 40, 20 and 30 bytes.
@@ -36,7 +36,7 @@ COSTS = StageCosts(
     ),
     input_bytes=5,
 )
-TIER = TierRates(write_bytes_per_s=10.0, read_bytes_per_s=20.0)
+TIER = Tier.of_rates(write_bytes_per_s=10.0, read_bytes_per_s=20.0)
 
 
 def spans(run, lane: str) -> list[tuple[float, float, int, int]]:
@@ -59,7 +59,7 @@ def test_transfers_take_the_time_of_their_bytes_in_order() -> None:
 
 
 def test_latency_and_one_channel_for_both_directions() -> None:
-    late = TierRates(10.0, 20.0, latency_s=0.5)
+    late = Tier.of_rates(10.0, 20.0, latency_s=0.5)
     run = simulate(offload_all(3), None, COSTS, tiers=[late])
     assert spans(run, "write") == [(1.0, 5.5, 0, 40), (5.5, 8.0, 1, 20)]
 
@@ -72,7 +72,7 @@ def test_reads_wait_for_writes_where_both_have_one_channel(shared: bool, read: f
             [Put(0), Await(0), Tape(0), Put(0, tape=True), Get(0), Await(2)],
             None,
             COSTS,
-            tiers=[TierRates(1.0, 1.0, shared=shared)],
+            tiers=[Tier.of_rates(1.0, 1.0, shared=shared)],
             timed=lambda _action, _answer, now: seen.append(now),
         )
     # State 0 is written 0..5, stage 0 runs 5..6, its tape is written 6..46.
@@ -86,7 +86,7 @@ def test_a_read_waits_for_the_write_of_the_same_thing() -> None:
             [Put(0), Get(0), Await(1)],
             None,
             COSTS,
-            tiers=[TierRates(1.0, 5.0)],
+            tiers=[Tier.of_rates(1.0, 5.0)],
             timed=lambda _action, _answer, at: now.append(at),
         )
     assert now == [0.0, 0.0, 6.0]
@@ -95,8 +95,8 @@ def test_a_read_waits_for_the_write_of_the_same_thing() -> None:
 @pytest.mark.parametrize("slower", [1.0, 3.0, 50.0])
 def test_a_slower_tier_takes_time_and_no_more_memory(slower: float) -> None:
     costs = small_chain(2, 5)
-    usual = simulate(MIXED, None, costs, tiers=[TierRates(10.0, 10.0)])
-    tier = TierRates(10.0 / slower, 10.0 / slower)
+    usual = simulate(MIXED, None, costs, tiers=[Tier.of_rates(10.0, 10.0)])
+    tier = Tier.of_rates(10.0 / slower, 10.0 / slower)
     run = simulate(MIXED, None, costs, tiers=[tier], memory_bytes=usual.peak_bytes)
     assert run.peak_bytes == usual.peak_bytes
     compute_s = run.timeline.totals_s["forward"] + run.timeline.totals_s["reverse"]
@@ -133,7 +133,7 @@ def test_the_last_forward_is_spared_what_only_its_output_needs() -> None:
 
 def test_an_offer_is_refused_where_the_tier_is_full() -> None:
     answers: list[object] = []
-    tier = TierRates(10.0, 10.0, capacity_bytes=44)
+    tier = Tier.of_rates(10.0, 10.0, capacity_bytes=44)
     with pytest.raises(ScheduleError, match="ended"):
         simulate(
             [Tape(0), Offer(0, tape=True), Load(0), Offer(0)],

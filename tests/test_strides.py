@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from multistage.blocks import Blocks
 from multistage.chain import FunctionChain, InPlaceChain
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.durable.records import OrderedLayout
 from multistage.layout import Layout
 from multistage.reversal import Reversal
 from multistage.strides import alike, duplicate, geometry, repeats
+from multistage.tier import Tier
 
 KERNELS: list[Callable[[Any], Any]] = [
     np.exp,

@@ -121,10 +121,8 @@ def course_of(plan: Plan) -> tuple[Course, Simulation]:
             "steps with the same costs and slots, whose picture is the same, only shorter"
         )
     course, before = Course(), 0.0
-    action_s, overheads = 0.0, [(0.0, 0.0) for _ in plan.tiers]
-    if isinstance(plan.costs, Costs):
-        action_s = plan.costs.action_s
-        overheads = [(tier.write_overhead_s, tier.read_overhead_s) for tier in plan.costs.tiers]
+    action_s = plan.costs.action_s if isinstance(plan.costs, Costs) else 0.0
+    overheads = [(tier.write_overhead_s, tier.read_overhead_s) for tier in plan.tiers]
     reads: dict[int, float] = {}  # token -> what the transfer costs the computing thread
 
     def timed(action: Action, answer: Answer, now: float) -> None:

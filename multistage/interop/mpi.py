@@ -34,7 +34,7 @@ from ..backends.base import Store
 from ..backends.urls import open_store
 from ..budget import Budget
 from ..chain import Chain, FunctionChain
-from ..costs import Costs, Tier
+from ..costs import Costs
 from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
 from ..errors import ArgumentError
@@ -45,6 +45,7 @@ from ..probe import measure, probe_store, with_driver
 from ..progress import is_shown
 from ..report import Report
 from ..reversal import Reversal, drifted
+from ..tier import Tier
 from .agreed import AgreedStore as AgreedStore
 from .ranks import Communicator as Communicator
 from .ranks import Ranks as Ranks

@@ -108,7 +108,7 @@ def plan(
 
     Examples
     --------
-    >>> from multistage.costs import Tier
+    >>> from multistage.tier import Tier
     >>> costs = Costs(1e-3, 2e-3, tiers=(Tier("file", 4e-3, 4e-3),))
     >>> chosen = plan(costs, "20 slots", n_steps=10_000)
     >>> chosen.planner, round(chosen.recompute_factor, 2)

@@ -12,10 +12,10 @@ from ..errors import ArgumentError
 from .written import read_json
 
 if TYPE_CHECKING:
-    from ..costs import Costs, Tier
-    from ..rates import TierRates
+    from ..costs import Costs
     from ..simulate import Jitter, Simulation
     from ..stages import StageCosts
+    from ..tier import Tier
 
 
 class Plan:
@@ -87,7 +87,7 @@ class Plan:
         raise NotImplementedError
 
     @property
-    def tiers(self) -> Sequence[Tier | TierRates]:
+    def tiers(self) -> tuple[Tier, ...]:
         raise NotImplementedError
 
     @property
@@ -117,11 +117,24 @@ class Plan:
     def simulate(
         self,
         *,
+        tier: Tier | str | None = None,
         jitter: Jitter | None = None,
         seed: int = 0,
         timed: Callable[[Action, Answer, float], None] | None = None,
     ) -> Simulation:
-        """Run the plan in virtual time, within its limits; see `multistage.simulate`."""
+        """Run the plan in virtual time, with its own tier or another; see `multistage.simulate`."""
+        raise NotImplementedError
+
+    def with_tier(self, tier: Tier | str) -> Plan:
+        """Return the plan with another tier in its place; the schedule stays.
+
+        What was predicted is of the tier it was planned with.
+
+        Raises
+        ------
+        ArgumentError
+            If it has no tier, or several.
+        """
         raise NotImplementedError
 
     def limits(self) -> dict[str, float | None]:

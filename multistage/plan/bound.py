@@ -48,7 +48,8 @@ from itertools import product
 import numpy as np
 
 from .. import native
-from ..costs import Costs, Tier
+from ..costs import Costs
+from ..tier import Tier
 
 
 def lower_bound(costs: Costs, slots: int, n_steps: int) -> float:
@@ -66,7 +67,7 @@ def lower_bound(costs: Costs, slots: int, n_steps: int) -> float:
 
     Examples
     --------
-    >>> from multistage.costs import Tier
+    >>> from multistage.tier import Tier
     >>> tier = Tier(write_s=4.0, read_s=4.0)
     >>> lower_bound(Costs(1.0, 2.0, tiers=(tier,)), 20, 200)
     729.0
@@ -178,7 +179,7 @@ def priced_bound(costs: Costs, slots: int, n_steps: int) -> float:
 
     Examples
     --------
-    >>> from multistage.costs import Tier
+    >>> from multistage.tier import Tier
     >>> costs = Costs(1.0, 1.0, tiers=(Tier(write_s=20.0, read_s=20.0),))
     >>> priced_bound(costs, 3, 200) >= lower_bound(costs, 3, 200)
     True

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
-from ..rates import TierRates
 from ..simulate import Simulation, simulate
 from ..stages import StageCosts
+from ..tier import Tier
 
 
-def use_of(
-    actions: Iterable[Action], costs: StageCosts, tiers: Sequence[TierRates] = ()
-) -> Simulation:
+def use_of(actions: Iterable[Action], costs: StageCosts, tiers: Sequence[Tier] = ()) -> Simulation:
     """Return what a schedule takes, without a timeline; the loss is stage `len(costs.stages)`.
 
     Raises

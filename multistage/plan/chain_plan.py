@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, get_args
 
@@ -25,9 +25,9 @@ from ..actions import (
     Tape,
 )
 from ..errors import ArgumentError
-from ..rates import TierRates
 from ..simulate import Jitter, Simulation, simulate
 from ..stages import StageCosts
+from ..tier import Tier
 from ..units import format_bytes, format_seconds
 from ..values import seconds as a_time
 from ..values import shown, whole
@@ -67,7 +67,7 @@ class ChainPlan(Plan):
         Stages run forward.
     plain_s, plain_bytes
         The same with every tape kept.
-    tier : TierRates or None
+    tier : Tier or None
         The slow tier it was planned with.
     no_tier_s, offload_s : float or None
         The makespans of the alternatives, without the tier and with every tape sent
@@ -89,7 +89,7 @@ class ChainPlan(Plan):
     forward_steps: int
     plain_s: float
     plain_bytes: int
-    tier: TierRates | None = None
+    tier: Tier | None = None
     no_tier_s: float | None = None
     offload_s: float | None = None
     stall_s: float = 0.0
@@ -105,7 +105,7 @@ class ChainPlan(Plan):
         return len(self.costs.stages)
 
     @property
-    def tiers(self) -> tuple[TierRates, ...]:
+    def tiers(self) -> tuple[Tier, ...]:
         """The slow tier, if there is one."""
         return () if self.tier is None else (self.tier,)
 
@@ -176,7 +176,7 @@ class ChainPlan(Plan):
     def simulate(
         self,
         *,
-        tier: TierRates | str | None = None,
+        tier: Tier | str | None = None,
         jitter: Jitter | None = None,
         seed: int = 0,
         timed: Callable[[Action, Answer, float], None] | None = None,
@@ -194,17 +194,28 @@ class ChainPlan(Plan):
         >>> run.makespan_s > plan.makespan_s, run.peak_bytes <= plan.memory_bytes
         (True, True)
         """
-        rates = self.tier if tier is None else TierRates.parse(tier)
         return simulate(
             self.actions,
             None,
             self.costs,
-            tiers=() if rates is None else (rates,),
+            tiers=self.tiers if tier is None else self.with_tier(tier).tiers,
             memory_bytes=self.memory_bytes,
             jitter=jitter,
             seed=seed,
             timed=timed,
         )
+
+    def with_tier(self, tier: Tier | str) -> ChainPlan:
+        """Return the plan with another tier in its place; the schedule stays.
+
+        Raises
+        ------
+        ArgumentError
+            If it has no tier.
+        """
+        if self.tier is None:
+            raise ArgumentError("the plan has no tier to replace; plan it with tiers=...")
+        return replace(self, tier=Tier.parse(tier).in_bytes())
 
     def limits(self) -> dict[str, float | None]:
         """Return what fast memory and the tier may hold, in bytes; None without bound."""
@@ -248,7 +259,7 @@ class ChainPlan(Plan):
                 f"strategy {shown(data['strategy'])} is not known; it is one of {strategies}"
             )
         costs = StageCosts.from_dict(data["costs"])
-        tier = None if data["tier"] is None else TierRates.from_dict(data["tier"])
+        tier = None if data["tier"] is None else Tier.from_dict(data["tier"])
         limit = data["memory_bytes"]
         limit = None if limit is None else whole(limit, "memory_bytes")
         actions = actions_from_lists(data["actions"])
@@ -335,7 +346,7 @@ def store_all(costs: StageCosts) -> list[Action]:
 
 
 @lru_cache(maxsize=64)
-def _bound_s(costs: StageCosts, memory_bytes: int | None, tier: TierRates) -> float | None:
+def _bound_s(costs: StageCosts, memory_bytes: int | None, tier: Tier) -> float | None:
     if not native.available() and len(costs.stages) > _TWIN_STAGES:
         return None
     found = joint_lower_bound(costs, memory_bytes, tier, threads=default_threads())

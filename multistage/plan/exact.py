@@ -73,7 +73,7 @@ def exact_makespan(costs: Costs, slots: int, n_steps: int, *, limit: int = 20_00
 
     Examples
     --------
-    >>> from multistage.costs import Tier
+    >>> from multistage.tier import Tier
     >>> exact_makespan(Costs(1.0, 2.0, tiers=(Tier(write_s=2.0, read_s=1.0),)), 2, 6)
     19.0
     """

@@ -45,8 +45,8 @@ from ..actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Ta
 from ..budget import Memory, memory_bytes
 from ..errors import ArgumentError, BudgetError
 from ..progress import counting
-from ..rates import TierRates
 from ..stages import StageCosts
+from ..tier import Tier
 from ..units import format_bytes
 from ..values import shown
 from ..values import whole as whole_number
@@ -73,7 +73,7 @@ def plan_chain(
     memory: Memory | None = None,
     strategy: Strategy = "optimal",
     *,
-    tiers: TierRates | str | Sequence[TierRates | str] | None = None,
+    tiers: Tier | str | Sequence[Tier | str] | None = None,
     segments: int | None = None,
     slots: int = SLOTS,
     threads: int | None = None,
@@ -89,8 +89,8 @@ def plan_chain(
         a number, a string such as `"4 GiB"`, or a fraction (a float up to 1, `"50 %"`)
         of what keeping every tape takes.  None for no limit.
     strategy : {"optimal", "revolve", "periodic", "store-all"}
-    tiers : TierRates, str or sequence, optional
-        A slow tier for states and tapes (the first, if several), as `TierRates` or
+    tiers : Tier, str or sequence, optional
+        A slow tier for states and tapes (the first, if several), as `Tier` or
         as a text such as `"write=2GB/s,read=1GB/s"`; with strategy "optimal".  The
         plan is never slower than without it.  See `plan.joint`.
     segments : int, optional
@@ -135,7 +135,7 @@ def plan_chain(
     limit = memory_bytes(memory, lambda: plain.peak_bytes)
     fits = limit is None or plain.peak_bytes <= limit
 
-    def made(actions: Sequence[Action], through: Sequence[TierRates] = ()) -> ChainPlan:
+    def made(actions: Sequence[Action], through: Sequence[Tier] = ()) -> ChainPlan:
         use = use_of(actions, costs, through)
         assert limit is None or use.peak_bytes <= limit
         return ChainPlan(
@@ -184,18 +184,18 @@ def plan_chain(
     return replace(best, tier=rates, no_tier_s=no_tier_s, offload_s=found.offload_s)
 
 
-def _first_tier(tiers: TierRates | str | Sequence[TierRates | str] | None) -> TierRates | None:
-    if tiers is None or isinstance(tiers, TierRates | str):
-        return None if tiers is None else TierRates.parse(tiers)
+def _first_tier(tiers: Tier | str | Sequence[Tier | str] | None) -> Tier | None:
+    if tiers is None or isinstance(tiers, Tier | str):
+        return None if tiers is None else Tier.parse(tiers).in_bytes()
     if not isinstance(tiers, Sequence) or not tiers:
         raise ArgumentError(
-            f"tiers={shown(tiers)} must be TierRates, a text such as 'write=2GB/s,read=1GB/s', "
+            f"tiers={shown(tiers)} must be a Tier, a text such as 'write=2GB/s,read=1GB/s', "
             "or a sequence of them, the fastest first"
         )
-    return TierRates.parse(tiers[0])
+    return Tier.parse(tiers[0]).in_bytes()
 
 
-def _beside_tier(plan: ChainPlan, rates: TierRates | None) -> ChainPlan:
+def _beside_tier(plan: ChainPlan, rates: Tier | None) -> ChainPlan:
     """Return a plan that keeps every tape, which no tier makes faster."""
     if rates is None:
         return plan

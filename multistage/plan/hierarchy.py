@@ -23,7 +23,8 @@ from functools import partial
 
 from .. import native
 from ..actions import Advance, Await, Drop, Free, Get, Load, Put, Schedule
-from ..costs import Costs, Tier
+from ..costs import Costs
+from ..tier import Tier
 from .binomial import nu, reverse_actions
 from .levels import ADVANCE, DROP, ORIGIN, READ, REVERSE, WRITE, Hierarchy, Level, solve, solving_s
 from .rows import PLAIN_PER_S, PLANNING_S, PRUNED_PER_S

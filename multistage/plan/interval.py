@@ -146,7 +146,7 @@ def interval(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
 
     Examples
     --------
-    >>> from multistage.costs import Tier
+    >>> from multistage.tier import Tier
     >>> slow_reads = Costs(1.0, 1.0, tiers=(Tier(write_s=1.0, read_s=20.0),))
     >>> paper_interval(slow_reads, 30, 1000).makespan_s, interval(slow_reads, 30, 1000).makespan_s
     (20982.0, 2931.0)
@@ -182,7 +182,7 @@ def shortest_interval(costs: Costs, slots: int, n_steps: int) -> UniformPlan | N
 
     Examples
     --------
-    >>> from multistage.costs import Tier
+    >>> from multistage.tier import Tier
     >>> costs = Costs(1.0, 1.0, tiers=(Tier(write_s=4.0, read_s=4.0),))
     >>> interval(costs, 30, 20).writes, shortest_interval(costs, 30, 20).writes
     (0, 5)

@@ -39,7 +39,7 @@ import numpy as np
 from .. import native
 from ..actions import Action
 from ..layout import Array
-from ..rates import TierRates
+from ..tier import Tier
 from .chain_table import Sizes, Table, need_to_tape
 from .joint_actions import actions_of_laid
 from .joint_core import (
@@ -119,7 +119,7 @@ class Found:
     offload_s: float | None
 
 
-def plan_joint(true: Sizes, table: Table, unit_bytes: float, limit: int, rates: TierRates) -> Found:
+def plan_joint(true: Sizes, table: Table, unit_bytes: float, limit: int, rates: Tier) -> Found:
     """Return the fastest plan found for a chain and a tier within `limit` bytes.
 
     Parameters
@@ -152,7 +152,7 @@ def _plannable(true: Sizes) -> bool:
     return total < MOST_BYTES and float(true.forward_s.sum()) > 0
 
 
-def smallest_with_tier(true: Sizes, rates: TierRates) -> int:
+def smallest_with_tier(true: Sizes, rates: Tier) -> int:
     """Return the smallest limit, in bytes, within which every state or every tape travels.
 
     The chain's input not counted; 2^62 where they do not fit into the tier.

@@ -37,8 +37,8 @@ import numpy as np
 
 from .. import native
 from ..layout import Array
-from ..rates import TierRates
 from ..stages import StageCosts
+from ..tier import Tier
 from .chain_table import PLANE, Sizes, Table
 
 SLOTS = 300
@@ -95,7 +95,7 @@ _FLOAT32, _DOUBLE = 2.0**-24, 1e-12
 def joint_lower_bound(
     costs: StageCosts,
     memory_bytes: int | None,
-    rates: TierRates,
+    rates: Tier,
     *,
     slots: int = SLOTS,
     threads: int = 1,
@@ -112,7 +112,7 @@ def joint_lower_bound(
     costs : StageCosts
     memory_bytes : int or None
         With the chain's input; None for no limit.
-    rates : TierRates
+    rates : Tier
         A shared channel and `tapes=False` are heeded, capacity is not.
     slots : int
         Of memory, at least 1; more make the bound tighter.
@@ -128,7 +128,7 @@ def joint_lower_bound(
     --------
     >>> from multistage.stages import Stage
     >>> costs = StageCosts.uniform(12, Stage("layer", 1.0, 2.0, 10, 30), 10)
-    >>> fast, slow = TierRates(60, 60), TierRates(1, 1)
+    >>> fast, slow = Tier.of_rates(60, 60), Tier.of_rates(1, 1)
     >>> [round(joint_lower_bound(costs, 200, rates), 2) for rates in (fast, slow)]
     [36.0, 42.26]
     """
@@ -273,15 +273,15 @@ class _Waits:
     read_s: Array
 
     @classmethod
-    def of(cls, true: Sizes, room: int, rates: TierRates) -> _Waits:
+    def of(cls, true: Sizes, room: int, rates: Tier) -> _Waits:
         """Return the waits of a chain without its loss."""
         tape = true.tape[:-1]
         spare = room - tape
         taping = true.tape[1:] + true.taping[1:]
         passing = true.state[2:] + true.advance[1:]
         gradients = true.gradient[2:] + true.gradient[1:-1]
-        write_s = rates.latency_s + tape / rates.write_bytes_per_s
-        read_s = rates.latency_s + tape / rates.read_bytes_per_s
+        write_s = rates.write_s + tape / rates.write_bytes_per_s
+        read_s = rates.read_s + tape / rates.read_bytes_per_s
 
         def where(short: Array, seconds: Array) -> Array:
             return np.append(np.where(short, seconds, 0.0), 0.0)
@@ -297,7 +297,7 @@ class _Dual:
     """The dual of one chain, at any prices."""
 
     def __init__(
-        self, true: Sizes, room: int, rates: TierRates, slots: int, threads: int, use_native: bool
+        self, true: Sizes, room: int, rates: Tier, slots: int, threads: int, use_native: bool
     ) -> None:
         self.true, self.room, self.rates, self.slots = true, room, rates, slots
         self.unit = room / slots
@@ -331,8 +331,8 @@ class _Dual:
         held = turn * max(writing, reading)
 
         def moves(nbytes: Array) -> tuple[Array, Array, Array, Array, Array]:
-            write_s = rates.latency_s + nbytes * writing
-            read_s = read * (rates.latency_s + nbytes * reading)
+            write_s = rates.write_s + nbytes * writing
+            read_s = read * (rates.read_s + nbytes * reading)
             fast = held * nbytes
             late = min(before, after) * write_s + fast + read_s
             first = np.minimum(before * write_s + np.minimum(read_s, fast), late)

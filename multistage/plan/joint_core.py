@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import native
 from ..layout import Array
-from ..rates import TierRates
+from ..tier import Tier
 from .chain_table import Sizes, Table, in_core
 
 KEEPS_TAPE, STARTS, TAPE_AWAY, STATE_AWAY, APART = 1, 2, 4, 8, 16
@@ -106,7 +106,7 @@ class Core:
     """
 
     def __init__(
-        self, true: Sizes, table: Table, unit_bytes: float, limit: int, rates: TierRates
+        self, true: Sizes, table: Table, unit_bytes: float, limit: int, rates: Tier
     ) -> None:
         self.n, self.table = len(true), table
         slots, none, values = table.solved()
@@ -213,7 +213,7 @@ class Core:
         )
 
 
-def may_travel(true: Sizes, rates: TierRates) -> Array:
+def may_travel(true: Sizes, rates: Tier) -> Array:
     """Return for each stage whether its input and its tape may go to the tier, as bits."""
     most = UNBOUNDED if rates.capacity_bytes is None else rates.capacity_bytes
     n = len(true)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from ..layout import Array
-from ..rates import TierRates
+from ..tier import Tier
 from .chain_table import Sizes, Table
 from .joint_core import (
     APART,
@@ -30,7 +30,7 @@ def solve(
     table: Table,
     unit_bytes: float,
     limit: int,
-    rates: TierRates,
+    rates: Tier,
     may: list[int],
     program: Program,
     shares: tuple[float, ...],
@@ -60,7 +60,7 @@ class _Solve:
         table: Table,
         unit: float,
         limit: int,
-        rates: TierRates,
+        rates: Tier,
         may: list[int],
         p: Program,
     ) -> None:

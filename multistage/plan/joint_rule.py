@@ -53,8 +53,8 @@ from ..actions import (
 from ..errors import ArgumentError, BudgetError, ScheduleError
 from ..layout import Array
 from ..machine import Rules
-from ..rates import TierRates
 from ..stages import StageCosts
+from ..tier import Tier
 from ..values import number
 from .chain_memory import use_of
 from .chain_table import Sizes, Table
@@ -217,13 +217,7 @@ class DeadlineRule:
             return None
         # Where no transfer has ended, waiting is out of the question.
         factor = min(slower, 1e6)
-        rates = replace(
-            self.rates,
-            write_bytes_per_s=max(1e-3, self.rates.write_bytes_per_s / factor),
-            read_bytes_per_s=max(1e-3, self.rates.read_bytes_per_s / factor),
-            latency_s=self.rates.latency_s * factor,
-            capacity_bytes=None,
-        )
+        rates = replace(self.rates.slower(factor), capacity_bytes=None)
         held = _Held.by(actions[:at], plan.costs)
         limit = self.limit
         if not cancels and held.written:
@@ -408,9 +402,7 @@ def _joined(whole: Sequence[Action], held: _Held, costs: StageCosts) -> Detour |
     return Detour(tuple(save), tuple(discard), tuple(actions), math.inf, math.inf)
 
 
-def _seconds(
-    true: Sizes, rates: TierRates, before: Iterable[Action], after: Iterable[Action]
-) -> float:
+def _seconds(true: Sizes, rates: Tier, before: Iterable[Action], after: Iterable[Action]) -> float:
     """Return the makespan of a schedule that took a detour."""
     now, adjoint = 0.0, len(true)
     busy, ends, written = [0.0, 0.0], [], {}
@@ -428,7 +420,7 @@ def _seconds(
                 writes = isinstance(action, Put)
                 size = float(true.tape[step] if tape else true.state[step])
                 channel = 0 if writes or rates.shared else 1
-                took = rates.write_s(size) if writes else rates.read_s(size)
+                took = rates.writing_s(size) if writes else rates.reading_s(size)
                 busy[channel] = max(now, busy[channel]) + took
                 ends.append(busy[channel])
                 if writes:

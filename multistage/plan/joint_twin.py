@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..layout import Array
-from ..rates import TierRates
+from ..tier import Tier
 from .chain_table import INFEASIBLE, Sizes, Table
 from .joint_core import (
     ADVANCE,
@@ -45,7 +45,7 @@ class Twin:
     """What `joint_core.Core` is, without the C core; parameters as there."""
 
     def __init__(
-        self, true: Sizes, table: Table, unit_bytes: float, limit: int, rates: TierRates
+        self, true: Sizes, table: Table, unit_bytes: float, limit: int, rates: Tier
     ) -> None:
         self.n, self.table, self.true, self.unit = len(true), table, true, unit_bytes
         self.limit, self.rates = limit, rates
@@ -381,7 +381,7 @@ class _Layout:
                     now = written[evict]
                 evict += 1
             while get >= 0 and things[get].got == q:
-                free[reading] = max(now, free[reading]) + rates.read_s(self._bytes(things[get]))
+                free[reading] = max(now, free[reading]) + rates.reading_s(self._bytes(things[get]))
                 landed[get] = free[reading]
                 get -= 1
             while q >= self.turn and wait >= 0 and things[wait].first <= q:
@@ -396,7 +396,7 @@ class _Layout:
                 if kind == TAPE_LAST:
                     now -= float(true.spared_s[stage])
             while put < moved and things[put].made == q:
-                free[0] = max(now, free[0]) + rates.write_s(self._bytes(things[put]))
+                free[0] = max(now, free[0]) + rates.writing_s(self._bytes(things[put]))
                 written[put] = free[0]
                 put += 1
         return now, stalled

@@ -91,7 +91,8 @@ def overlap(
 
     Examples
     --------
-    >>> from multistage.costs import Costs, Tier
+    >>> from multistage.costs import Costs
+    >>> from multistage.tier import Tier
     >>> from multistage.plan.revolve import revolve_schedule
     >>> from multistage.simulate import simulate
     >>> costs = Costs(1.0, 2.0, tiers=(Tier("file", 1.0, 1.0),))

@@ -121,7 +121,7 @@ def periodic_disk(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
 
     Examples
     --------
-    >>> from multistage.costs import Tier
+    >>> from multistage.tier import Tier
     >>> costs = Costs(1.0, 2.0, tiers=(Tier("file", 5.0, 5.0),))
     >>> plan = periodic_disk(costs, slots=3, n_steps=100)
     >>> plan.parameters["period"], plan.makespan_s

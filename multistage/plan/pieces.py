@@ -43,8 +43,8 @@ from ..actions import (
     Tape,
 )
 from ..errors import BudgetError
-from ..rates import TierRates
 from ..stages import Stage, StageCosts
+from ..tier import Tier
 from .chain_memory import use_of
 from .heterogeneous import SLOTS, ChainPlan, plan_chain, smallest_memory
 
@@ -140,7 +140,7 @@ def plan(
 
 
 def chain_plan(
-    costs: StageCosts, room_bytes: int, strategy: Strategy, rates: TierRates | None = None
+    costs: StageCosts, room_bytes: int, strategy: Strategy, rates: Tier | None = None
 ) -> ChainPlan:
     """Return the plan of all steps, see `plan`, judged byte by byte; `rates` of a slow tier."""
     if rates is not None:

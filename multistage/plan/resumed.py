@@ -21,7 +21,8 @@ from dataclasses import replace
 from functools import partial
 
 from ..actions import Advance, Await, Drop, EndForward, Free, Load, Reverse, Schedule, Tape
-from ..costs import Costs, Tier
+from ..costs import Costs
+from ..tier import Tier
 from .bound import lower_bound
 from .online import IsLast
 from .reserve import Reservation
@@ -38,7 +39,7 @@ def durable_plan(costs: Costs, slots: int, n_steps: int) -> UniformPlan:
 
     Examples
     --------
-    >>> from multistage.costs import Tier
+    >>> from multistage.tier import Tier
     >>> costs = Costs(1.0, 2.0, tiers=(Tier(write_s=4.0, read_s=4.0),))
     >>> streaming(costs, 100, 50).writes, durable_plan(costs, 100, 50).writes
     (0, 13)
@@ -125,7 +126,7 @@ def resumed_schedule(
 
     Examples
     --------
-    >>> from multistage.costs import Tier
+    >>> from multistage.tier import Tier
     >>> costs = Costs(1.0, 2.0, tiers=(Tier(write_s=4.0, read_s=4.0),))
     >>> actions = []
     >>> schedule = resumed_schedule(costs, 3, 100, [0, 4], end=6)

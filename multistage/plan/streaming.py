@@ -182,7 +182,7 @@ def streaming_spacing(costs: Costs) -> float:
 
     Examples
     --------
-    >>> from multistage.costs import Tier
+    >>> from multistage.tier import Tier
     >>> streaming_spacing(Costs(1.0, 2.0, tiers=(Tier(write_s=4.0, read_s=4.0),)))
     4.0
     """
@@ -197,7 +197,7 @@ def streaming(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
 
     Examples
     --------
-    >>> from multistage.costs import Tier
+    >>> from multistage.tier import Tier
     >>> costs = Costs(1.0, 2.0, tiers=(Tier(write_s=4.0, read_s=4.0),))
     >>> plan = streaming(costs, slots=20, n_steps=10_000)
     >>> round(plan.makespan_s / plan.n_steps, 2), round(plan.recompute_factor, 2)

@@ -180,7 +180,7 @@ def stumm_walther(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
 
     Examples
     --------
-    >>> from multistage.costs import Tier
+    >>> from multistage.tier import Tier
     >>> costs = Costs(1.0, 2.0, tiers=(Tier("file", 5.0, 5.0, capacity_states=6),))
     >>> plan = stumm_walther(costs, slots=3, n_steps=100)
     >>> plan.parameters["slow slots"], plan.makespan_s

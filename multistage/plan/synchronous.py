@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..actions import Action, Schedule
-from ..costs import Costs, Tier
+from ..costs import Costs
 from ..simulate import simulate
+from ..tier import Tier
 from .binomial import forward_and_reverse
 from .bound import lower_bound
 from .predict import SIMULATED_STEPS

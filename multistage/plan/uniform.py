@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, ClassVar, ParamSpec, TypeAlias
 
 from tabulate import tabulate
 
 from ..actions import Action, Answer, Schedule
-from ..costs import Costs, Tier
+from ..costs import Costs
 from ..errors import ArgumentError
 from ..simulate import Jitter, Simulation, simulate
+from ..tier import Tier
 from ..units import format_bytes, format_seconds
 from ..values import shown, whole
 from .base import Plan, gap_of
@@ -133,11 +134,12 @@ class UniformPlan(Plan):
     def simulate(
         self,
         *,
+        tier: Tier | str | None = None,
         jitter: Jitter | None = None,
         seed: int = 0,
         timed: Callable[[Action, Answer, float], None] | None = None,
     ) -> Simulation:
-        """Run the plan in virtual time, see `simulate`.
+        """Run the plan in virtual time, with its own tier or another; see `simulate`.
 
         Examples
         --------
@@ -147,9 +149,23 @@ class UniformPlan(Plan):
         True
         """
         known = None if self.planner == "online" else self.n_steps
+        costs = self.costs if tier is None else self.with_tier(tier).costs
         return simulate(
-            self.schedule(), known, self.costs, self.slots, jitter=jitter, seed=seed, timed=timed
+            self.schedule(), known, costs, self.slots, jitter=jitter, seed=seed, timed=timed
         )
+
+    def with_tier(self, tier: Tier | str) -> UniformPlan:
+        """Return the plan with another tier in its place; the schedule stays.
+
+        Raises
+        ------
+        ArgumentError
+            If it has no tier, or several.
+        """
+        if len(self.tiers) != 1:
+            raise ArgumentError(f"the plan has {len(self.tiers)} tiers; one can be replaced")
+        costs = replace(self.costs, tiers=(Tier.parse(tier),))
+        return replace(self, costs=costs)
 
     def row(self) -> dict[str, str | int | float]:
         """Return the plan as one row of a table."""
@@ -180,7 +196,7 @@ class UniformPlan(Plan):
             "slots": self.slots,
             "why": self.why,
             "candidates": [candidate._facts() for candidate in self.candidates],
-            "costs": asdict(self.costs),
+            "costs": self.costs.to_dict(),
         }
 
     def _facts(self) -> dict[str, Any]:
@@ -288,3 +304,10 @@ def require_costs(costs: Costs) -> None:
             f"costs={shown(costs)} must be multistage.Costs; for stages that differ there is "
             "plan_chain"
         )
+    for tier in costs.tiers:
+        if tier.shared:
+            raise ArgumentError(
+                f"tier {shown(tier.name)} is one channel for both directions (shared), planners of "
+                "steps that are alike count on two; leave shared out, or plan "
+                "StageCosts.uniform(...) by plan_chain"
+            )

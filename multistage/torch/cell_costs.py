@@ -14,13 +14,14 @@ from torch import Tensor
 
 from ..backends.base import Store
 from ..budget import Budget
-from ..costs import Costs, Tier
+from ..costs import Costs
 from ..drawing import page, save_text
 from ..drawing.plans import plan_parts
 from ..errors import ArgumentError, BudgetError
 from ..plan import UniformPlan, plan
 from ..plan.interval import shortest_interval
 from ..probe import action_seconds, probe_store, with_driver
+from ..tier import Tier
 from ..units import format_bytes, format_seconds
 from .cell import Facts
 from .checking import Checked

@@ -15,8 +15,8 @@ from ..budget import memory_bytes
 from ..errors import BudgetError
 from ..limits import default_budget_bytes
 from ..plan.heterogeneous import ChainPlan, plan_chain
-from ..rates import TierRates
 from ..stages import StageCosts
+from ..tier import Tier
 from .exploring import tensors_of
 from .hooking import hooks_s
 from .measure import Profile, sharded
@@ -158,9 +158,7 @@ def _least_of(error: BudgetError) -> int:
     return error.least_bytes if error.least_bytes is not None else sys.maxsize
 
 
-def _streaming(
-    costs: StageCosts, memory: int | None, rates: TierRates, slowdown: float
-) -> ChainPlan:
+def _streaming(costs: StageCosts, memory: int | None, rates: Tier, slowdown: float) -> ChainPlan:
     """Return the fastest plan with a tier, what transfers take from computing included."""
     plan = plan_chain(_slower(costs, 1.0), memory, "optimal", tiers=rates)
     factor = 1 + slowdown * _busy(plan)
@@ -195,7 +193,7 @@ def _busy(plan: ChainPlan) -> float:
             nbytes = stages[action.step].tape_bytes if action.tape else 0
             if not action.tape and action.step:
                 nbytes = stages[action.step - 1].output_bytes
-            way_s = plan.tier.write_s if isinstance(action, Put) else plan.tier.read_s
+            way_s = plan.tier.writing_s if isinstance(action, Put) else plan.tier.reading_s
             seconds += way_s(nbytes)
     return min(1.0, seconds / plan.makespan_s) if plan.makespan_s else 0.0
 
@@ -267,7 +265,7 @@ def is_collective(model: nn.Module) -> bool:
     )
 
 
-_Known = TypeVar("_Known", StageCosts, TierRates)
+_Known = TypeVar("_Known", StageCosts, Tier)
 
 
 def of_rank_0(known: _Known) -> _Known:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from ..backends.base import Store
 from ..backends.urls import TierName
 from ..budget import Budget
-from ..costs import Tier
 from ..errors import BudgetError
 from ..limits import default_budget_bytes
+from ..tier import Tier
 from .cell import Cell
 from .cell_costs import (
     Sample,

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..backends.base import Store
 from ..backends.urls import TierName
 from ..errors import ArgumentError
-from ..rates import TierRates
+from ..tier import Tier
 from .paging import buffers_of, page_for, page_layout, set_up
 from .porter import Carried, Porter
 from .stowage import Berth
@@ -36,7 +36,7 @@ class Tiered:
 
     Attributes
     ----------
-    rates : TierRates or None
+    rates : Tier or None
         What plans are made for; None before the first.
     slowdown : float
         How much longer computing takes while something travels, less 1.
@@ -44,7 +44,7 @@ class Tiered:
 
     def __init__(self, names: Sequence[TierName]) -> None:
         self.names = tuple(names)
-        self.rates: TierRates | None = None
+        self.rates: Tier | None = None
         self.slowdown = 0.0
         self._berth: Berth | None = None
         self._since = Carried(), Carried()  # when the rates were compared last
@@ -77,7 +77,7 @@ class Tiered:
         berth = self.berth(device, limit_bytes)
         return 0 if device.type == "cuda" else buffers_of(berth.store, berth.page_bytes)
 
-    def measured(self, device: torch.device, limit_bytes: int | None) -> TierRates:
+    def measured(self, device: torch.device, limit_bytes: int | None) -> Tier:
         """Return the rates of the tier; measures them, beside computing, if they are not known.
 
         Raises
@@ -147,12 +147,12 @@ class Tiered:
         return Tiered, (self.names,)
 
 
-def _probed(berth: Berth, most_bytes: int) -> tuple[TierRates, float]:
+def _probed(berth: Berth, most_bytes: int) -> tuple[Tier, float]:
     """Measure a tier, with pages as chains send them, while this thread computes.
 
     Returns
     -------
-    rates : TierRates
+    rates : Tier
     slowdown : float
         How much longer computing takes meanwhile, less 1.
     """
@@ -172,7 +172,7 @@ def _probed(berth: Berth, most_bytes: int) -> tuple[TierRates, float]:
         rounds.append(_round(porter, rows, load))
     # The first round is for memory that is touched for the first time.
     write, read = (max(each[way].bytes_per_s(0.0) or 0.0 for each in rounds[1:]) for way in (0, 1))
-    rates = TierRates(
+    rates = Tier.of_rates(
         write_bytes_per_s=max(write, 1.0),
         read_bytes_per_s=max(read, 1.0),
         latency_s=_latency(porter, rows[0][:1]),

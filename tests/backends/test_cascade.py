@@ -17,10 +17,11 @@ from multistage.backends.base import CheckpointLost
 from multistage.backends.medium import Medium, Ram
 from multistage.backends.streamed import StreamedStore
 from multistage.backends.testing import FaultyStore, check_store
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import ArgumentError, CheckpointWarning, StoreError
 from multistage.layout import Array, Layout
 from multistage.reversal import Reversal
+from multistage.tier import Tier
 
 SIZE = 1024
 LAYOUT = Layout.of(np.zeros(SIZE))

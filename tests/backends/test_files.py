@@ -23,10 +23,11 @@ from multistage.backends import CheckpointLost, FileStore
 from multistage.backends.aio import AioFiles
 from multistage.backends.direct import DirectFile
 from multistage.backends.files import available_engines
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import ArgumentError, CheckpointWarning, SlowWarning, StoreError
 from multistage.layout import Layout
 from multistage.reversal import Reversal
+from multistage.tier import Tier
 
 STATE = np.arange(1000.0)
 LAYOUT = Layout.of(STATE)

@@ -24,10 +24,11 @@ from multistage.backends.base import CheckpointLost
 from multistage.backends.remote import RemoteObjects
 from multistage.backends.streamed import StreamedStore
 from multistage.backends.testing import check_store
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import ArgumentError, CheckpointWarning, StoreError
 from multistage.layout import Layout
 from multistage.reversal import Reversal
+from multistage.tier import Tier
 
 fsspec = pytest.importorskip("fsspec")
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.durable.folder import Folder
 from multistage.durable.headers import (
     PRELUDE,
@@ -39,6 +39,7 @@ from multistage.durable.run import intact, snapshots
 from multistage.durable.status import inspect
 from multistage.durable.store import DurableStore
 from multistage.layout import Array
+from multistage.tier import Tier
 
 LAYOUT = OrderedLayout.of({"a": np.zeros((2, 3)), "b": np.zeros(5, np.int8)})
 SIZE = LAYOUT.record_bytes

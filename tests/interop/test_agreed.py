@@ -19,7 +19,7 @@ from multistage.backends import MemoryStore
 from multistage.backends.base import CheckpointLost, StoreStats
 from multistage.backends.testing import FaultyStore
 from multistage.chain import FunctionChain
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import ArgumentError, BudgetError, MultistageError, StoreError
 from multistage.execute import Executor
 from multistage.interop.agreed import AgreedStore
@@ -27,6 +27,7 @@ from multistage.interop.ranks import Ranks
 from multistage.layout import Layout
 from multistage.plan import PLANNERS
 from multistage.plan.online import online_schedule
+from multistage.tier import Tier
 
 pytestmark = pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
 LAYOUT = Layout.of(np.zeros(1))

@@ -13,7 +13,7 @@ from chains import CHAINS, raw, store_all
 from multistage.actions import Advance, EndForward, Free, Load, Reverse, Save, Tape
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import (
     ArgumentError,
     BudgetError,
@@ -26,6 +26,7 @@ from multistage.plan import PLANNERS, plan
 from multistage.reversal import Reversal
 from multistage.rules import check
 from multistage.simulate import simulate
+from multistage.tier import Tier
 
 their = pytest.importorskip("checkpoint_schedules")
 from validity import Judge  # noqa: E402

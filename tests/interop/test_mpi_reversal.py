@@ -20,10 +20,11 @@ from multistage import limits, probe
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.chain import FunctionChain
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import ArgumentError, BudgetError, StateError, StoreError
 from multistage.interop import mpi
 from multistage.interop.mpi import MPIReversal, slowest
+from multistage.tier import Tier
 
 pytestmark = pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
 N = 40

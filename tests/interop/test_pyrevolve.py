@@ -16,7 +16,7 @@ from leaks import native_threads
 
 from multistage.backends import FileStore, MemoryStore
 from multistage.backends.testing import FaultyStore
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import (
     ArgumentError,
     BudgetError,
@@ -27,6 +27,7 @@ from multistage.errors import (
 from multistage.interop import pyrevolve as ours
 from multistage.interop.pyrevolve import compression, storage
 from multistage.plan.binomial import nu
+from multistage.tier import Tier
 
 NT = 60
 

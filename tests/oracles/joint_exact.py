@@ -2,7 +2,7 @@
 
 The oracle of the joint planner and of its lower bound: an A* search in
 `joint_exact.c`, built by the first who asks.  It shares nothing with the
-planner, the simulator or the judge but `StageCosts` and `TierRates`.
+planner, the simulator or the judge but `StageCosts` and `Tier`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from multistage.rates import TierRates
 from multistage.stages import StageCosts
+from multistage.tier import Tier
 
 MAX_STAGES = 6
 _SOURCE = Path(__file__).with_suffix(".c")
@@ -59,7 +59,7 @@ def _library() -> ctypes.CDLL:
 
 
 def exact_joint_makespan(
-    costs: StageCosts, memory_bytes: int, rates: TierRates, upper_s: int, *, limit: int = 2_000_000
+    costs: StageCosts, memory_bytes: int, rates: Tier, upper_s: int, *, limit: int = 2_000_000
 ) -> int | None:
     """Return the least makespan of any schedule, `upper_s` if none is faster.
 
@@ -85,8 +85,8 @@ def exact_joint_makespan(
         "forward_s": [0, *(_whole(s.forward_s) for s in stages), 0],
         "spared_s": [0, *(_whole(s.spared_s) for s in stages), 0],
         "backward_s": [0, *(_whole(s.backward_s) for s in stages), 0],
-        "write_s": [_whole(rates.write_s(size)) for size in things],
-        "read_s": [_whole(rates.read_s(size)) for size in things],
+        "write_s": [_whole(rates.writing_s(size)) for size in things],
+        "read_s": [_whole(rates.reading_s(size)) for size in things],
     }
     problem = _Problem(
         n,

@@ -8,13 +8,13 @@ import pytest
 from multistage.plan.chain_exact import exact_chain_makespan
 from multistage.plan.heterogeneous import plan_chain, smallest_memory
 from multistage.plan.joint_bound import joint_lower_bound
-from multistage.rates import TierRates
 from multistage.stages import Stage, StageCosts
+from multistage.tier import Tier
 from oracles.joint_exact import compiler, exact_joint_makespan
 from oracles.tiny import tiny_chain
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
-NEVER = TierRates(math.inf, math.inf, latency_s=60.0)
+NEVER = Tier.of_rates(math.inf, math.inf, latency_s=60.0)
 
 
 def within(costs, seed):
@@ -47,7 +47,7 @@ def test_what_the_tier_is_worth():
     found = [
         exact_joint_makespan(costs, memory, rates, 60)
         for memory in (6, 8, 9, 11)
-        for rates in (TierRates(1.0, 1.0), NEVER)
+        for rates in (Tier.of_rates(1.0, 1.0), NEVER)
     ]
     assert found == [25, 27, 21, 24, 18, 21, 18, 18]
 

@@ -2,11 +2,11 @@
 
 import random
 
-from multistage.rates import TierRates
 from multistage.stages import Stage, StageCosts
+from multistage.tier import Tier
 
 
-def tiny_chain(seed: int, most: int = 6) -> tuple[StageCosts, TierRates]:
+def tiny_chain(seed: int, most: int = 6) -> tuple[StageCosts, Tier]:
     """Return a chain of 3 to `most` stages and a tier.
 
     Stages are equal, unequal and partly spared, or unequal with overheads, in turn.
@@ -27,7 +27,7 @@ def tiny_chain(seed: int, most: int = 6) -> tuple[StageCosts, TierRates]:
         spared = float(draw.randint(0, run)) if kind == 1 else 0.0
         overheads = (forward, forward, backward)
         stages.append(Stage(str(i), run, back, sizes[i], tape, sizes[i], *overheads, spared))
-    rates = TierRates(
+    rates = Tier.of_rates(
         1 / write,
         1 / read,
         float(draw.random() < 1 / 3),

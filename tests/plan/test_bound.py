@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multistage import native
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.plan.bound import lower_bound, priced_bound
 from multistage.plan.exact import exact_makespan
 from multistage.plan.revolve import revolve
 from multistage.plan.store_all import store_all
 from multistage.plan.streaming import streaming
+from multistage.tier import Tier
 
 
 def test_with_room_for_all_the_bound_is_plain_work() -> None:

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import BudgetError
 from multistage.plan import PLANNERS, plan
 from multistage.plan.bound import lower_bound
 from multistage.simulate import simulate
+from multistage.tier import Tier
 
 SECONDS = st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.7, 3.0, 4.0, 9.0, 30.0])
 

@@ -13,11 +13,11 @@ from multistage.errors import ArgumentError, MultistageError, ScheduleError
 from multistage.plan.chain_memory import use_of
 from multistage.plan.chain_plan import ChainPlan
 from multistage.plan.heterogeneous import plan_chain
-from multistage.rates import TierRates
 from multistage.stages import Stage, StageCosts
+from multistage.tier import Tier
 from tests.chain_schedules import MIXED, offload_all, small_chain
 
-TIER = TierRates(10.0, 10.0)
+TIER = Tier.of_rates(10.0, 10.0)
 
 
 def a_plan(actions: list[Any], costs: StageCosts, **fields: Any) -> ChainPlan:
@@ -118,8 +118,8 @@ def put_in(name: str, value: Any) -> Any:
         (put_in("strategy", ["optimal"]), ArgumentError, "is not known"),
         (put_in("actions", "none"), ArgumentError, "must be a list of actions"),
         (put_in("memory_bytes", 3.5), ArgumentError, r"memory_bytes=3\.5"),
-        (put_in("tier", {"write": 3}), ArgumentError, "no rates of a tier"),
-        (put_in("tier", [3]), ArgumentError, "no rates of a tier"),
+        (put_in("tier", {"write": 3}), ArgumentError, "no tier: "),
+        (put_in("tier", [3]), ArgumentError, "no tier: "),
         (put_in("costs", None), ArgumentError, "not the costs of a chain"),
         (put_in("offload_s", "long"), ArgumentError, "offload_s='long'"),
         (put_in("no_tier_s", float("nan")), ArgumentError, "no_tier_s=nan"),

@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multistage import native
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import ArgumentError
 from multistage.plan import exact
 from multistage.plan.binomial import nu
 from multistage.plan.exact import exact_makespan, whole_times
+from multistage.tier import Tier
 
 
 def costs(turn: float, write: float, read: float) -> Costs:

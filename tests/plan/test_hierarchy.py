@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from multistage import native
 from multistage.actions import Action, Reverse
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import ArgumentError
 from multistage.plan import PLANNERS, RANKED, UniformPlan, plan
 from multistage.plan.binomial import TRAJECTORIES, Trajectory, accesses, first_advance, nu, nu_up_to
@@ -40,6 +40,7 @@ from multistage.plan.rows import PLANNING_S, Rows
 from multistage.plan.stumm_walther import stumm_walther_schedule
 from multistage.rules import check
 from multistage.simulate import simulate
+from multistage.tier import Tier
 
 SYNCHRONOUS = ("h-revolve", "disk-revolve", "periodic-disk", "stumm-walther")
 needs_native = pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")

@@ -9,8 +9,8 @@ from multistage import native
 from multistage.actions import Evict, Get, Put
 from multistage.errors import ArgumentError, BudgetError
 from multistage.plan.heterogeneous import plan_chain, smallest_memory
-from multistage.rates import TierRates
 from multistage.stages import Stage, StageCosts
+from multistage.tier import Tier
 
 core = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 
@@ -29,7 +29,7 @@ def random_chain(rng, stages, kind):
 
 
 def random_tier(rng):
-    return TierRates(
+    return Tier.of_rates(
         rng.choice([0.5, 1.0, 2.0, float("inf")]),
         rng.choice([0.5, 1.0, 2.0]),
         rng.choice([0.0, 1.0]),

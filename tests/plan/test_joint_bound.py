@@ -11,10 +11,10 @@ from multistage.plan.chain_exact import exact_chain_makespan
 from multistage.plan.chain_table import Sizes, Table
 from multistage.plan.heterogeneous import plan_chain, smallest_memory
 from multistage.plan.joint_bound import _Dual, _merged, _without_loss, joint_lower_bound
-from multistage.rates import TierRates
 from multistage.stages import Stage, StageCosts
+from multistage.tier import Tier
 
-SLOW = TierRates(1e-3, 1e-3)
+SLOW = Tier.of_rates(1e-3, 1e-3)
 
 
 def chain(length, seed, spared=False, megabytes=1):
@@ -42,7 +42,7 @@ def chain(length, seed, spared=False, megabytes=1):
 def rates_of(seed):
     draw = random.Random(seed)
     speeds = [draw.choice([0.3, 0.5, 1.0, 2.0]) for _ in range(2)]
-    return TierRates(*speeds, latency_s=draw.choice([0.0, 1.0]), shared=draw.random() < 0.3)
+    return Tier.of_rates(*speeds, latency_s=draw.choice([0.0, 1.0]), shared=draw.random() < 0.3)
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -68,7 +68,7 @@ def test_a_tier_that_takes_no_time_makes_plain_training_the_bound():
     costs = chain(20, 1)
     memory = smallest_memory(costs)
     plain_s = plan_chain(costs).makespan_s
-    assert joint_lower_bound(costs, memory, TierRates(1e12, 1e12)) == pytest.approx(plain_s)
+    assert joint_lower_bound(costs, memory, Tier.of_rates(1e12, 1e12)) == pytest.approx(plain_s)
     assert joint_lower_bound(costs, None, SLOW) == pytest.approx(plain_s)
 
 
@@ -76,20 +76,20 @@ def test_a_faster_tier_lowers_the_bound_and_states_alone_raise_it():
     costs = chain(10, 2, megabytes=10**6)
     memory = int(0.3 * plan_chain(costs).plain_bytes)
     speeds = (2e5, 5e5, 1e6, 4e6)
-    bounds = [joint_lower_bound(costs, memory, TierRates(v, v)) for v in speeds]
+    bounds = [joint_lower_bound(costs, memory, Tier.of_rates(v, v)) for v in speeds]
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[0] > 1.1 * bounds[-1]
-    half = joint_lower_bound(costs, memory, TierRates(4e5, 4e5))
-    assert half <= joint_lower_bound(costs, memory, TierRates(4e5, 4e5, shared=True))
-    assert half <= joint_lower_bound(costs, memory, TierRates(4e5, 4e5, tapes=False))
-    assert half <= joint_lower_bound(costs, memory, TierRates(4e5, 4e5, latency_s=2.0))
+    half = joint_lower_bound(costs, memory, Tier.of_rates(4e5, 4e5))
+    assert half <= joint_lower_bound(costs, memory, Tier.of_rates(4e5, 4e5, shared=True))
+    assert half <= joint_lower_bound(costs, memory, Tier.of_rates(4e5, 4e5, tapes=False))
+    assert half <= joint_lower_bound(costs, memory, Tier.of_rates(4e5, 4e5, latency_s=2.0))
 
 
 def test_what_no_schedule_fits_has_no_finite_bound():
     costs = StageCosts((Stage("a", 1.0, 1.0, 10, 30), Stage("b", 1.0, 1.0, 10, 30)), 5, 0)
-    assert math.isinf(joint_lower_bound(costs, 40, TierRates(1.0, 1.0)))
-    assert math.isinf(joint_lower_bound(costs, 4, TierRates(1.0, 1.0)))
-    assert joint_lower_bound(costs, 60, TierRates(1.0, 1.0)) < math.inf
+    assert math.isinf(joint_lower_bound(costs, 40, Tier.of_rates(1.0, 1.0)))
+    assert math.isinf(joint_lower_bound(costs, 4, Tier.of_rates(1.0, 1.0)))
+    assert joint_lower_bound(costs, 60, Tier.of_rates(1.0, 1.0)) < math.inf
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_the_kernel_equals_its_twin(prices, tapes, room):
     if not native.available():
         pytest.skip("no C core")
     true = _without_loss(Sizes.of(chain(23, 4, spared=True, megabytes=1000)))
-    rates = TierRates(700.0, 900.0, latency_s=0.1, tapes=tapes)
+    rates = Tier.of_rates(700.0, 900.0, latency_s=0.1, tapes=tapes)
     values = [_Dual(true, room, rates, 45, 1, native).at(prices) for native in (True, False)]
     assert values[0] == values[1]
     assert math.isfinite(values[0])
@@ -138,7 +138,7 @@ def test_plans_of_longer_chains_are_a_little_above_the_bound(seed):
     costs = chain(24, seed, spared=True, megabytes=10**6)
     tapes = sum(stage.tape_bytes for stage in costs.stages)
     rate = tapes / (random.Random(seed).choice([2.0, 4.0]) * plan_chain(costs).plain_s)
-    rates = TierRates(rate, rate, 0.01)
+    rates = Tier.of_rates(rate, rate, 0.01)
     plan = plan_chain(costs, 0.4, tiers=rates)
     bound = joint_lower_bound(costs, plan.memory_bytes, rates)
     assert bound <= plan.makespan_s <= 1.04 * bound
@@ -149,7 +149,7 @@ def test_a_transfer_is_waited_for_where_two_tapes_do_not_fit():
     plain_s = plan_chain(costs).makespan_s
     # Beside each other: two tapes, the gradients of two states.  Either way a stage with
     # its tape in the tier costs 0.4 s of waiting, one run again costs a second.
-    rates = TierRates(200.0, 200.0)
+    rates = Tier.of_rates(200.0, 200.0)
     assert joint_lower_bound(costs, 120, rates) == pytest.approx(plain_s)
     short = joint_lower_bound(costs, 80, rates)
     assert short > 1.1 * plain_s
@@ -167,6 +167,6 @@ def test_a_long_chain_is_planned_as_close_to_the_bound_as_a_short_one():
     costs = StageCosts(tuple(stages), 10**6)
     plain = plan_chain(costs)
     rate = sum(stage.tape_bytes for stage in stages) / (2 * plain.plain_s)
-    plan = plan_chain(costs, 0.5, tiers=TierRates(rate, rate), slots=100)
-    bound = joint_lower_bound(costs, plan.memory_bytes, TierRates(rate, rate))
+    plan = plan_chain(costs, 0.5, tiers=Tier.of_rates(rate, rate), slots=100)
+    bound = joint_lower_bound(costs, plan.memory_bytes, Tier.of_rates(rate, rate))
     assert plan.makespan_s <= 1.02 * bound

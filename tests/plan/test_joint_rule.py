@@ -12,8 +12,8 @@ from multistage.actions import EndForward, Evict
 from multistage.errors import ArgumentError, BudgetError, ScheduleError
 from multistage.plan.heterogeneous import plan_chain
 from multistage.plan.joint_rule import DeadlineRule, judged, replayed
-from multistage.rates import TierRates
 from multistage.stages import Stage, StageCosts
+from multistage.tier import Tier
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 
@@ -29,7 +29,7 @@ def planned(seed, memory, rho, stages=24):
         made.append(Stage(str(k), forward_s, 2 * forward_s, output, tape, -1, *over, spared_s=0.1))
     costs = StageCosts(tuple(made), 20, 20)
     rate = sum(stage.tape_bytes for stage in made) / (rho * plan_chain(costs).plain_s)
-    return plan_chain(costs, memory, tiers=TierRates(rate, rate, 0.01))
+    return plan_chain(costs, memory, tiers=Tier.of_rates(rate, rate, 0.01))
 
 
 CASES = [(seed, memory, rho) for seed in (1, 2) for memory in (0.2, 0.4) for rho in (0.5, 2.0)]
@@ -94,7 +94,7 @@ def random_plan(seed):
     costs = StageCosts(tuple(made), draw.choice([0, 30]), draw.choice([0, 20]))
     total = sum(stage.tape_bytes for stage in made) + 1
     rate = total / 10 ** draw.uniform(-1, 1) / (plan_chain(costs).plain_s + 0.1)
-    tier = TierRates(
+    tier = Tier.of_rates(
         max(0.01, rate),
         max(0.01, rate * draw.choice([1, 3, 0.3])),
         draw.choice([0, 0.3]),

@@ -26,7 +26,7 @@ from multistage.actions import (
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.chain import FunctionChain
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import CheckpointWarning, ScheduleError
 from multistage.execute import Executor
 from multistage.layout import Layout
@@ -34,6 +34,7 @@ from multistage.plan.overlap import on_tier, overlap
 from multistage.plan.revolve import revolve_schedule
 from multistage.rules import check
 from multistage.simulate import simulate
+from multistage.tier import Tier
 
 
 def steps_run(schedule: object) -> list[Action]:

@@ -20,7 +20,7 @@ from multistage.actions import (
     Save,
     Tape,
 )
-from multistage.costs import NOT_KEPT, Costs, Tier
+from multistage.costs import NOT_KEPT, Costs
 from multistage.errors import ArgumentError, BudgetError
 from multistage.plan import PLANNERS, RANKED, UniformPlan, plan
 from multistage.plan.interval import corrected_factor, paper_interval, printed_factor
@@ -29,6 +29,7 @@ from multistage.plan.predict import SIMULATED_STEPS
 from multistage.plan.streaming import streaming, streaming_spacing
 from multistage.rules import check
 from multistage.simulate import simulate
+from multistage.tier import Tier
 
 
 def tiers() -> st.SearchStrategy[tuple[Tier, ...]]:

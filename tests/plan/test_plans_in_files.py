@@ -18,7 +18,6 @@ from multistage import (
     Stage,
     StageCosts,
     Tier,
-    TierRates,
     UniformPlan,
     plan,
     plan_chain,
@@ -101,7 +100,7 @@ def chain_plans(draw: st.DrawFn) -> ChainPlan:
         return Stage(name, draw(seconds), draw(seconds), output, output + draw(sizes))
 
     costs = StageCosts(tuple(stage(f"s{i}") for i in range(draw(st.integers(1, 4)))), draw(sizes))
-    rates = TierRates(draw(positive), draw(positive), draw(seconds), shared=draw(st.booleans()))
+    rates = Tier.of_rates(draw(positive), draw(positive), draw(seconds), shared=draw(st.booleans()))
     tiers = draw(st.sampled_from([None, rates]))
     try:
         return plan_chain(costs, draw(st.floats(0.3, 1.0)), tiers=tiers, slots=64)

@@ -22,13 +22,14 @@ from multistage.actions import (
     Tape,
     drive,
 )
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.execute import Resumed
 from multistage.plan.binomial import nu
 from multistage.plan.resumed import durable_plan, resumed_schedule
 from multistage.plan.streaming import streaming
 from multistage.rules import Rules
 from multistage.simulate import simulate
+from multistage.tier import Tier
 
 
 def costs(rho: float, read: float = 1.0, overhead: float = 0.0) -> Costs:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multistage import native
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import ArgumentError, BudgetError
 from multistage.plan import PLANNERS, plan, timed
 from multistage.plan.interval import (
@@ -28,6 +28,7 @@ from multistage.plan.reserve import Reservation
 from multistage.plan.streaming import Form, _forms, ring_prediction
 from multistage.plan.sweep import Sweep
 from multistage.simulate import simulate
+from multistage.tier import Tier
 
 needs_core = pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from multistage.costs import Costs, Tier
+from multistage.costs import Costs
 from multistage.errors import ArgumentError
 from multistage.plan import PLANNERS, RANKED
 from multistage.plan.trade_off import trade_off
+from multistage.tier import Tier
 
 COSTS = Costs(1e-3, 2e-3, tiers=(Tier("file", 4e-3, 4e-3),))
 

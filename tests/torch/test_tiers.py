@@ -43,9 +43,9 @@ from multistage.actions import (  # noqa: E402
 )
 from multistage.backends import FileStore, MemoryStore  # noqa: E402
 from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, StateError, StoreError  # noqa: E402
-from multistage.rates import TierRates  # noqa: E402
 from multistage.simulate import simulate  # noqa: E402
 from multistage.stages import StageCosts  # noqa: E402
+from multistage.tier import Tier  # noqa: E402
 from multistage.torch import choosing, hooking, tiered  # noqa: E402
 from multistage.torch.choosing import held_by_caller  # noqa: E402
 from multistage.torch.exploring import explore, untouched  # noqa: E402
@@ -476,7 +476,7 @@ def deep(count: int = 12) -> nn.Sequential:
     return nn.Sequential(*(Residual(24) for _ in range(count)))
 
 
-FAST = TierRates(1e12, 1e12, name="fast")
+FAST = Tier.of_rates(1e12, 1e12, name="fast")
 
 
 @pytest.fixture
@@ -522,7 +522,7 @@ def test_random_plans_are_legal_and_take_no_more_than_simulated() -> None:
 
 
 def test_a_limit_that_is_too_small_leaves_the_tier_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def probed(berth: Berth, most: int) -> tuple[TierRates, float]:
+    def probed(berth: Berth, most: int) -> tuple[Tier, float]:
         berth.porter()
         return FAST, 0.0
 
@@ -653,7 +653,7 @@ def test_a_slower_tier_is_planned_for_again(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_tier_that_does_not_pay_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = TierRates(1e3, 1e3, name="slow")
+    slow = Tier.of_rates(1e3, 1e3, name="slow")
     monkeypatch.setattr(tiered, "_probed", lambda berth, most: (slow, 0.0))
     model = sequential(store())
     assert not any(isinstance(a, Put) for a in model.plan.actions)

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 
 import multistage.torch as mst
 from multistage.backends import MemoryStore
-from multistage.costs import Tier
 from multistage.errors import ArgumentError, BudgetError, MultistageError, StateError, StoreError
 from multistage.plan import PLANNERS
+from multistage.tier import Tier
 from multistage.torch.cell_costs import Sample, choose
 from multistage.torch.meter import Meter
 

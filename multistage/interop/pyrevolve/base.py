@@ -11,12 +11,13 @@ from typing import Any, Self
 from ...actions import Answer, Await, Get, Put, Save
 from ...backends.urls import Tiers
 from ...budget import Budget
-from ...costs import NOT_KEPT, Costs, Tier
+from ...costs import NOT_KEPT, Costs
 from ...errors import ArgumentError
 from ...plan import Planner, UniformPlan
 from ...plan.uniform import require_steps
 from ...report import Report
 from ...reversal import Reversal
+from ...tier import Tier
 from .compression import init_compression
 from .operators import Compression, OperatorChain, OperatorStates
 from .profiling import Profiler
