@@ -55,9 +55,7 @@ def ours(costs: StageCosts, limit: int, instructions: Any, threads: int) -> dict
     """Solve one table for a limit; return seconds."""
     true = Sizes.of(costs)
     began = time.perf_counter()
-    table = Table(
-        true.in_slots(limit / SLOTS, "nearest"), SLOTS, threads=threads, instructions=instructions
-    )
+    table = Table(true.in_slots(limit / SLOTS), SLOTS, threads=threads, instructions=instructions)
     seconds = time.perf_counter() - began
     return {"seconds": seconds, "table_bytes": table.nbytes}
 

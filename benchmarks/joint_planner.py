@@ -133,7 +133,7 @@ class Segments:
     def __init__(self, costs: StageCosts, memory: int) -> None:
         self.true, self.limit = Sizes.of(costs), memory - costs.input_bytes
         self.unit = max(1, self.limit) / SLOTS
-        self.table = Table(self.true.in_slots(self.unit, "nearest"), int(1.13 * SLOTS))
+        self.table = Table(self.true.in_slots(self.unit), int(1.13 * SLOTS))
 
     def best_s(self, rates: Tier) -> float:
         """Return the seconds of the best length, infinite if none fits."""

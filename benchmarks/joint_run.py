@@ -234,7 +234,7 @@ def _sends_all(chain: mst.Sequential) -> bool:
         return False
     true = Sizes.of(plan.costs)
     limit = plan.memory_bytes - plan.costs.input_bytes
-    table = Table(true.in_slots(limit / 400, "nearest"), 400)
+    table = Table(true.in_slots(limit / 400), 400)
     core = Core(true, table, limit / 400, limit, plan.tier)
     fates = next(extremes(true))
     if math.isinf(core.judge(fates)):

@@ -79,12 +79,11 @@ class Sizes:
     def __len__(self) -> int:
         return len(self.tape)
 
-    def in_slots(self, unit_bytes: float, rounding: Literal["nearest", "down"]) -> Sizes:
-        """Return the sizes in slots of `unit_bytes`."""
-        to_whole = np.rint if rounding == "nearest" else np.floor
+    def in_slots(self, unit_bytes: float) -> Sizes:
+        """Return the sizes in slots of `unit_bytes`, rounded to the nearest."""
 
         def slots(values: Array) -> Array:
-            return np.minimum(to_whole(values / unit_bytes), _MAX_SLOTS).astype(np.int64)
+            return np.minimum(np.rint(values / unit_bytes), _MAX_SLOTS).astype(np.int64)
 
         return Sizes(
             slots(self.state),

@@ -41,6 +41,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
+
 from ..actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
 from ..budget import Memory, memory_bytes
 from ..errors import ArgumentError, BudgetError
@@ -50,6 +52,8 @@ from ..tier import Tier
 from ..units import format_bytes
 from ..values import shown
 from ..values import whole as whole_number
+from .chain_bound import SLOTS as BOUND_SLOTS
+from .chain_bound import ChainBound
 from .chain_memory import actions_of, use_of
 from .chain_plan import STRATEGIES as STRATEGIES
 from .chain_plan import ChainPlan as ChainPlan
@@ -63,6 +67,8 @@ SLOTS = 500
 _MORE = 1.15
 # Ratio of neighbouring rungs of the ladder of limits.
 _RUNG = 1.3
+# Of a rung's slots, if sizes are rounded less by it.
+_FINER = 1.15
 
 
 _MOST_SLOTS, _MOST_THREADS = 1 << 20, 1024
@@ -262,7 +268,7 @@ def memory_curve(
         points.append((plain.peak_bytes, plain.makespan_s))
     unit = max(1.0, plain.peak_bytes - costs.input_bytes) / slots
     table = Table(
-        true.in_slots(unit, "nearest"),
+        true.in_slots(unit),
         int(slots * _MORE),
         tapes=strategy == "optimal",
         threads=threads or default_threads(),
@@ -280,7 +286,7 @@ def memory_curve(
 class _Ladder:
     """The rungs of limits that tables are solved for.
 
-    Rung k stands for `whole / 1.3^k` bytes, which are cut into `slots`.  Its
+    Rung k stands for `whole / 1.3^k` bytes, which are cut into about `slots`.  Its
     schedules are those of its table whose true peak is at most 1.15 times
     that; so a rung's schedules do not depend on the limit asked for.
     """
@@ -293,9 +299,8 @@ class _Ladder:
     def first(self, limit: int) -> tuple[Table, float]:
         """Return the table of the highest rung for a limit, and the bytes of its slots."""
         top = self._top(limit)
-        more = int(self.slots * _MORE)
-        self._first = self._table(top, "nearest", more, lambda: None)
-        return self._first, top / self.slots
+        self._first = self._table(top, lambda: None)
+        return self._first, self._unit(top)
 
     def _top(self, limit: int) -> float:
         rung = max(0, math.floor(math.log(self.whole / max(1, limit)) / math.log(_RUNG)))
@@ -309,9 +314,9 @@ class _Ladder:
         best = least
         best_s, least_peak = judge(self.true, least)
         top = self._top(limit)
-        more = int(self.slots * _MORE)
+        more = int(self.slots * _MORE * _FINER)
         rungs = 1 + max(0, int(math.log(max(1.0, top * _MORE / max(1, least_peak)), _RUNG)))
-        calls = Table.calls_of(self.slots) + rungs * Table.calls_of(more)  # at most
+        calls = Table.calls_of(BOUND_SLOTS) + rungs * Table.calls_of(more)  # at most
         with counting("solving", calls, progress) as tick:
             return self._best(limit, (best, best_s, least_peak), top, lambda: tick(""))
 
@@ -319,15 +324,15 @@ class _Ladder:
         self, limit: int, least: tuple[Trace, float, int], top: float, tick: Callable[[], object]
     ) -> Trace:
         best, best_s, least_peak = least
-        # Sizes rounded down: no schedule within so many slots is faster.
-        unit = top / self.slots
-        bound = self._table(top, "down", min(self.slots, math.floor(limit / unit)), tick)
+        bound = ChainBound(
+            self.true, max(1, limit), tapes=self.tapes, threads=self.threads, tick=tick
+        )
         margin_s = FLOAT_ERROR * float(self.true.forward_s.sum())
         while top * _MORE >= max(1, least_peak):
             cap = min(limit, math.floor(top * _MORE))
-            if bound.least_seconds(math.floor(cap / unit)) - margin_s >= best_s:
+            if bound.seconds(cap) - margin_s >= best_s:
                 break  # and so it is for all rungs below
-            table = self._first or self._table(top, "nearest", int(self.slots * _MORE), tick)
+            table = self._first or self._table(top, tick)
             self._first = None
             seconds, memory = table.fastest(self.true, cap)
             if seconds < best_s:
@@ -338,14 +343,22 @@ class _Ladder:
             top /= _RUNG
         return best
 
-    def _table(
-        self,
-        top: float,
-        rounding: Literal["nearest", "down"],
-        slots: int,
-        tick: Callable[[], object],
-    ) -> Table:
-        sizes = self.true.in_slots(top / self.slots, rounding)
+    def _unit(self, top: float) -> float:
+        """Return the bytes of a slot of a rung.
+
+        Another than `top / slots`, by half at most, only if it rounds tapes by less
+        than half as much: where stages are equal.
+        """
+        sizes = self.true.tape.astype(float)
+        units = top / self.slots * np.append(1.0, np.geomspace(1 / _FINER, 1.5, 48))
+        off = [float(np.abs(np.rint(sizes / unit) * unit - sizes).sum()) for unit in units]
+        at = int(np.argmin(off))
+        return float(units[at] if off[at] < off[0] / 2 else units[0])
+
+    def _table(self, top: float, tick: Callable[[], object]) -> Table:
+        unit = self._unit(top)
+        sizes = self.true.in_slots(unit)
+        slots = int(top * _MORE / unit)
         return Table(sizes, slots, tapes=self.tapes, threads=self.threads, tick=tick)
 
 

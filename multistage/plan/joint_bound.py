@@ -132,18 +132,17 @@ def joint_lower_bound(
     >>> [round(joint_lower_bound(costs, 200, rates), 2) for rates in (fast, slow)]
     [36.0, 42.26]
     """
-    true = _without_loss(Sizes.of(costs))
+    true = without_loss(Sizes.of(costs))
     plain_s = float(true.forward_s.sum() + true.reverse_s.sum())
     if memory_bytes is None:
         return plain_s * (1 - _DOUBLE)
     room = memory_bytes - costs.input_bytes
     if room < 1:
         return 0.0 if room == 0 else math.inf
-    use_native = native.available() if native_kernel is None else native_kernel
 
     best, starts = -math.inf, _STARTS
     for sizes, cells, evaluations, step, directions in _stages(true, min(slots, room)):
-        dual = _Dual(sizes, room, rates, cells, threads, use_native)
+        dual = Dual(sizes, room, rates, cells, threads, native_kernel)
         if rates.shared and len(directions) > _FIRST_SWEEP:
             directions += _SHARED
         value, prices = _search(dual, starts, directions, step, evaluations)
@@ -181,7 +180,7 @@ def _stages(
 
 
 def _search(
-    dual: _Dual,
+    dual: Dual,
     starts: tuple[Prices, ...],
     directions: tuple[Direction, ...],
     step: float,
@@ -217,7 +216,7 @@ def _moved(at: Prices, direction: Direction, step: float) -> Prices:
     return a, b, c, d
 
 
-def _without_loss(whole: Sizes) -> Sizes:
+def without_loss(whole: Sizes) -> Sizes:
     """Return the chain without its loss, which takes neither time nor memory.
 
     So the turn is where the adjoint of the last stage starts, which is taped in the
@@ -293,12 +292,19 @@ class _Waits:
         )
 
 
-class _Dual:
+class Dual:
     """The dual of one chain, at any prices."""
 
     def __init__(
-        self, true: Sizes, room: int, rates: Tier, slots: int, threads: int, use_native: bool
+        self,
+        true: Sizes,
+        room: int,
+        rates: Tier,
+        slots: int,
+        threads: int,
+        use_native: bool | None = None,
     ) -> None:
+        use_native = native.available() if use_native is None else use_native
         self.true, self.room, self.rates, self.slots = true, room, rates, slots
         self.unit = room / slots
         self.threads, self.native = threads, use_native
@@ -345,7 +351,7 @@ class _Dual:
         waits = self.waits
         move_tape = move_tape + work * waits.read_s
         again_tape = again_tape + work * (waits.read_s + np.minimum(waits.taped_s, waits.passed_s))
-        least = self._least(
+        least = self.least(
             work,
             self._planes(work, again, again_tape),
             (
@@ -361,12 +367,10 @@ class _Dual:
         )
         if math.isinf(least):
             return least
-        # A sum of the table has at most 6 roundings a level and n levels.
-        rounding = 6 * n * _FLOAT32 * (least + 2 * work * float(true.spared_s.sum()))
         value = (1 - before) * float(true.forward_s.sum()) + work * float(true.reverse_s.sum())
         last = true.tape[-1] + true.gradient[-1] + true.gradient[-2] + true.reverse[-1]
         resident = self.room - int(last)
-        return value + least - held * resident - rounding
+        return value + least - held * resident - self.rounding(work, least)
 
     def _planes(self, work: float, again_state: Array, again_tape: Array) -> Array:
         """Return the table of what is recomputed, moves at their prices."""
@@ -389,14 +393,23 @@ class _Dual:
         rows = np.concatenate([leaf[s:] for s in range(len(leaf))])
         return np.broadcast_to(rows[:, None], (-(-(self.slots + 1) // PLANE), len(rows), PLANE))
 
-    def _least(self, work: float, planes: Array, prices: tuple[Array, ...]) -> float:
+    def rounding(self, work: float, least: float) -> float:
+        """Return how much too large a value may be."""
+        # A sum of the table has at most 6 roundings a level and n levels.
+        return 6 * len(self.true) * _FLOAT32 * (least + 2 * work * float(self.true.spared_s.sum()))
+
+    def least(
+        self, work: float, planes: Array, prices: tuple[Array, ...], slots: int | None = None
+    ) -> float:
+        """Return the least priced seconds within so many slots, all of them unless given."""
+        slots = self.slots if slots is None else slots
         if not self.native:
-            return _twin(self, work, planes, prices)
+            return _twin(self, work, planes, prices, slots)
         sizes = self.sizes
         arrays = (sizes.state, sizes.tape, self.taping, self.passing, planes, self.before)
         call = native.JointDual(
             len(sizes),
-            self.slots,
+            slots,
             *(array.ctypes.data for array in arrays),
             self.total,
             work,
@@ -439,11 +452,11 @@ def _passing(sizes: Sizes) -> Array:
     return np.concatenate(rows)
 
 
-def _twin(dual: _Dual, work: float, planes: Array, prices: tuple[Array, ...]) -> float:
+def _twin(dual: Dual, work: float, planes: Array, prices: tuple[Array, ...], slots: int) -> float:
     """Return what `ms_joint_dual` returns."""
     fast_state, fast_tape, move_state, move_tape, late_state, again_state, *waits = prices
     wait_taped, wait_passed = waits
-    sizes, n, slots = dual.sizes, len(dual.sizes), dual.slots
+    sizes, n = dual.sizes, len(dual.sizes)
     memories = np.arange(slots + 1)
     right: list[Array] = [np.empty(0)] * n
 

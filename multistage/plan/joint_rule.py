@@ -178,7 +178,7 @@ class DeadlineRule:
         self.true = true = Sizes.of(plan.costs)
         self.limit = plan.memory_bytes - plan.costs.input_bytes
         self.unit = max(1, self.limit) / _SLOTS
-        self.table = Table(true.in_slots(self.unit, "nearest"), int(_MORE * _SLOTS))
+        self.table = Table(true.in_slots(self.unit), int(_MORE * _SLOTS))
         try:
             alone = plan_chain(plan.costs, plan.memory_bytes)
         except BudgetError:

@@ -150,7 +150,7 @@ def test_judges_agree(seed: int, length: int, tapes: bool) -> None:
     costs = random_chain(seed, length, largest=50)
     true = Sizes.of(costs)
     slots = 40
-    sizes = true.in_slots(max(1.0, float(true.tape.sum()) / slots), "nearest")
+    sizes = true.in_slots(max(1.0, float(true.tape.sum()) / slots))
     table = Table(sizes, slots, tapes=tapes)
     seconds, peaks = table.curve(true)
     for memory in range(slots + 1):
@@ -173,7 +173,7 @@ def test_judges_agree(seed: int, length: int, tapes: bool) -> None:
 def test_kernels_and_twin_make_the_same_table(length: int, slots: int, tapes: bool) -> None:
     costs = big_chain(length, length)
     true = Sizes.of(costs)
-    sizes = true.in_slots(float(true.tape.sum()) * 0.4 / slots, "nearest")
+    sizes = true.in_slots(float(true.tape.sum()) * 0.4 / slots)
     twin = Table(sizes, slots, tapes=tapes, native_kernel=False)
     kernels = [
         Table(sizes, slots, tapes=tapes, threads=threads, instructions=instructions)
@@ -196,7 +196,7 @@ def test_kernels_and_twin_make_the_same_table(length: int, slots: int, tapes: bo
 def test_threads_make_the_same_table() -> None:
     costs = big_chain(7, 130)
     true = Sizes.of(costs)
-    sizes = true.in_slots(float(true.tape.sum()) * 0.2 / 100, "nearest")
+    sizes = true.in_slots(float(true.tape.sum()) * 0.2 / 100)
     one, four = Table(sizes, 100, threads=1), Table(sizes, 100, threads=4)
     assert np.array_equal(one._table, four._table)
 
@@ -366,7 +366,7 @@ def test_the_solver_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(given)
 
     monkeypatch.setattr(native, "library", Counting)
-    sizes = Sizes.of(big_chain(1, 700)).in_slots(1 << 22, "nearest")
+    sizes = Sizes.of(big_chain(1, 700)).in_slots(1 << 22)
     timer = threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT))
     main = threading.get_ident()
     # Processes started in the background of a shell ignore it.

@@ -10,7 +10,7 @@ from multistage import native
 from multistage.plan.chain_exact import exact_chain_makespan
 from multistage.plan.chain_table import Sizes, Table
 from multistage.plan.heterogeneous import plan_chain, smallest_memory
-from multistage.plan.joint_bound import _Dual, _merged, _without_loss, joint_lower_bound
+from multistage.plan.joint_bound import Dual, _merged, joint_lower_bound, without_loss
 from multistage.stages import Stage, StageCosts
 from multistage.tier import Tier
 
@@ -100,15 +100,15 @@ def test_what_no_schedule_fits_has_no_finite_bound():
 def test_the_kernel_equals_its_twin(prices, tapes, room):
     if not native.available():
         pytest.skip("no C core")
-    true = _without_loss(Sizes.of(chain(23, 4, spared=True, megabytes=1000)))
+    true = without_loss(Sizes.of(chain(23, 4, spared=True, megabytes=1000)))
     rates = Tier.of_rates(700.0, 900.0, latency_s=0.1, tapes=tapes)
-    values = [_Dual(true, room, rates, 45, 1, native).at(prices) for native in (True, False)]
+    values = [Dual(true, room, rates, 45, 1, native).at(prices) for native in (True, False)]
     assert values[0] == values[1]
     assert math.isfinite(values[0])
 
 
 def test_a_long_chain_merges_for_the_search_alone():
-    true = _without_loss(Sizes.of(chain(150, 5, spared=True)))
+    true = without_loss(Sizes.of(chain(150, 5, spared=True)))
     merged = _merged(true, 64)
     assert len(merged) == 50
     assert merged.forward_s.sum() == true.forward_s.sum()
@@ -120,7 +120,7 @@ def test_a_long_chain_merges_for_the_search_alone():
 def test_a_table_with_moves_equals_its_twin(instructions):
     if not native.available():
         pytest.skip("no C core")
-    sizes = _without_loss(Sizes.of(chain(37, 6, spared=True)))
+    sizes = without_loss(Sizes.of(chain(37, 6, spared=True)))
     draw = np.random.default_rng(6)
     moves = draw.uniform(0, 3, 37), draw.uniform(0, 5, 37)
     tables = [

@@ -22,7 +22,7 @@ def test_twins_find_judge_and_improve_alike(seed):
     true = Sizes.of(costs)
     limit = int(true.tape.sum()) // 2
     unit = limit / 60
-    table = Table(true.in_slots(unit, "nearest"), 69)
+    table = Table(true.in_slots(unit), 69)
     core, twin = (kind(true, table, unit, limit, rates) for kind in (Core, Twin))
     plans = list(extremes(true))
     for program in programs(true, limit, unit, (1, 2), GRID[:3]):
@@ -46,7 +46,7 @@ def test_twins_agree_on_ends_left_out_of_long_chains():
     true = Sizes.of(costs)
     limit = int(true.tape.sum()) // 3
     unit = limit / 14
-    table = Table(true.in_slots(unit, "nearest"), 16)
+    table = Table(true.in_slots(unit), 16)
     core, twin = (kind(true, table, unit, limit, rates) for kind in (Core, Twin))
     program = Program(0.1, 0.5, 0.0, 1.0, reserve=1, steps=3, stride=1)
     found, again = (kind.program(program, (1.02,)) for kind in (core, twin))
