@@ -38,7 +38,7 @@ LAYERS = [
     {"accounting", "machine", "rules"},
     {"backends"},
     {"plan", "simulate", "channels", "probe", "execute", "compressing", "drawing", "given"},
-    {"durable"},
+    {"durable", "detour"},
     {"report", "trace"},
     {"unequal"},
     {"reversal"},

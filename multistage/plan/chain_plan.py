@@ -74,6 +74,9 @@ class ChainPlan(Plan):
         to it; None where they do not fit, or no tier was given.
     stall_s : float
         Of the makespan, spent waiting for transfers.
+    given_up : int
+        Tapes that the last run made again, as the tier was slower than planned; see
+        `multistage.detour`.
     """
 
     FORMAT: ClassVar[str] = "multistage-chain-plan-2"
@@ -93,6 +96,7 @@ class ChainPlan(Plan):
     no_tier_s: float | None = None
     offload_s: float | None = None
     stall_s: float = 0.0
+    given_up: int = field(default=0, compare=False)
 
     @property
     def planner(self) -> str:
@@ -266,7 +270,7 @@ class ChainPlan(Plan):
         tiers = () if tier is None else (tier,)
         use = simulate(actions, None, costs, tiers=tiers, memory_bytes=limit, checked=False)
         plain = use_of(store_all(costs), costs)
-        known = {name: _seconds(data[name], name) for name in _KNOWN}
+        no_tier_s, offload_s = (_seconds(data[name], name) for name in _KNOWN)
         return cls(
             strategy=data["strategy"],
             costs=costs,
@@ -278,8 +282,9 @@ class ChainPlan(Plan):
             plain_s=plain.makespan_s,
             plain_bytes=plain.peak_bytes,
             tier=tier,
+            no_tier_s=no_tier_s,
+            offload_s=offload_s,
             stall_s=use.stall_s,
-            **known,
         )
 
     def summary(self) -> str:
@@ -335,6 +340,10 @@ class ChainPlan(Plan):
             colalign=("right", "left", "left", "right", "right"),
         )
         beside = [] if self.tier is None else [f"tier {self.tier}", self.table()]
+        if self.given_up:
+            beside.append(
+                f"tapes given up in the last run, as their writes were late: {self.given_up}"
+            )
         return [*beside, stages]
 
 

@@ -64,6 +64,7 @@ from .joint_core import APART, KEEPS_TAPE, RESERVE_AT, STARTS, STATE_AWAY, TAPE_
 from .joint_twin import Twin
 
 _SLOTS, _MORE = 400, 1.13
+_LONG, _FEWER = 100, 150  # stages, and the slots of longer chains: tables grow as squares
 _SHARES = 5  # of what was evicted, as candidates for reading back
 _IMPROVED = 1  # of the candidates of each share
 _MOST_KEPT = 24  # choices of tapes to keep, of each kind
@@ -153,6 +154,11 @@ def judged(rules: Rules, detour: Detour, memory_bytes: int) -> Rules:
     return rules
 
 
+def rates_when(tier: Tier, slower: float) -> Tier:
+    """Return a tier so many times slower; one that moves nothing, if infinitely so."""
+    return replace(tier.slower(min(slower, 1e6)), capacity_bytes=None)
+
+
 class DeadlineRule:
     """The rule for one plan; made once, asked while it runs.
 
@@ -177,8 +183,9 @@ class DeadlineRule:
         self.plan, self.rates = plan, plan.tier
         self.true = true = Sizes.of(plan.costs)
         self.limit = plan.memory_bytes - plan.costs.input_bytes
-        self.unit = max(1, self.limit) / _SLOTS
-        self.table = Table(true.in_slots(self.unit), int(_MORE * _SLOTS))
+        slots = _SLOTS if len(true) <= _LONG else _FEWER
+        self.unit = max(1, self.limit) / slots
+        self.table = Table(true.in_slots(self.unit), int(_MORE * slots))
         try:
             alone = plan_chain(plan.costs, plan.memory_bytes)
         except BudgetError:
@@ -215,9 +222,7 @@ class DeadlineRule:
             raise ArgumentError(f"slower={slower} must be at least 1")
         if EndForward() in actions[:at]:
             return None
-        # Where no transfer has ended, waiting is out of the question.
-        factor = min(slower, 1e6)
-        rates = replace(self.rates.slower(factor), capacity_bytes=None)
+        rates = rates_when(self.rates, slower)
         held = _Held.by(actions[:at], plan.costs)
         limit = self.limit
         if not cancels and held.written:

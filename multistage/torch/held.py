@@ -79,13 +79,13 @@ class HeldTape:
         return self._parcel
 
     def leave(self) -> None:
-        """Let go of the state it made; what was written to since it was saved is spoilt."""
+        """Let go of the states beside it; what was written to since it was saved is spoilt."""
         for number, version in enumerate(self._versions):
             tensor = self._tensors[number]
             if tensor is not None and tensor._version != version:
                 self._versions[number] = -1
         self._spare = None if self.output is None else self.output.emptied()
-        self.output = None
+        self.output = self.state = None
 
     def returned(self) -> None:
         """Take what came back."""

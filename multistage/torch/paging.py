@@ -8,7 +8,7 @@ where a page lies within one line, and gathered where it does not.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,19 +101,26 @@ class Pager:
         self._store = store
         self._next_key = 0
 
-    def put(self, lines: Sequence[Tensor]) -> range | None:
-        """Queue the writes of a row; return the keys of its pages, None if there was no room.
+    def put(
+        self, lines: Sequence[Tensor], cancelled: Callable[[], bool] = lambda: False
+    ) -> range | None:
+        """Queue the writes of a row; return the keys of its pages.
+
+        None if there was no room, or if it was cancelled.
 
         Parameters
         ----------
         lines : sequence of Tensor
             Of uint8 and one dimension; unchanged until `wait`.
+        cancelled : callable, optional
+            Asked before each page whether the row is wanted no more.
         """
         start = stop = self._next_key
         for parts in self._cut([len(line) for line in lines]):
             page = [lines[number][first:last] for number, first, last in parts]
             try:
-                taken = not self.stopped and self._store.put(stop, [self._record(page)], block=True)
+                taken = not self.stopped and not cancelled()
+                taken = taken and self._store.put(stop, [self._record(page)], block=True)
             except BaseException:
                 self._take_back(range(start, stop))
                 raise

@@ -25,6 +25,7 @@ from ..errors import StoreError
 from .paging import PAGE_BYTES, Pager, page_layout
 
 _log = logging.getLogger(__name__)
+_CANCELLED = "its write was cancelled"
 
 
 @dataclass(eq=False, slots=True)
@@ -58,6 +59,12 @@ class Trip:
         On the way, once it is done.
     awaited : bool
         Whether its lines are for the computing thread to use.
+    cancelled : bool
+        Whether it is wanted no more.
+    queued_s, ended_s : float
+        When, by `time.perf_counter`.
+    pages : int
+        Of a write, those begun.
     """
 
     row: Row
@@ -67,7 +74,17 @@ class Trip:
     arrived: Any = None  # on CUDA: after the last copy
     seconds: float = 0.0
     awaited: bool = False
+    cancelled: bool = False
+    begun: bool = False
+    queued_s: float = 0.0
+    ended_s: float = 0.0
+    pages: int = 0
     done: threading.Event = field(default_factory=threading.Event)
+
+    def wanted_no_more(self) -> bool:
+        """Count a page of a write; return whether it is to be left out."""
+        self.pages += not self.cancelled
+        return self.cancelled
 
 
 @dataclass(slots=True)
@@ -160,6 +177,11 @@ class Porter:
         """Whether it carries rows; not after `close`, nor in a forked child."""
         return not self._work.pager.stopped and not self._birth.foreign
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive() and not self._birth.foreign
+
     def _check(self) -> None:
         if self._birth.foreign:
             raise forked(f"tier {self._work.store.name!r}")
@@ -191,6 +213,7 @@ class Porter:
         if self._work.stream is not None:
             trip.ready = torch.cuda.Event()
             trip.ready.record(torch.cuda.current_stream(self._work.stream.device))
+        trip.queued_s = time.perf_counter()
         if self._work.pager.stopped:
             trip.row.error = "the tier was closed"
             trip.lines.clear()
@@ -211,6 +234,18 @@ class Porter:
             torch.cuda.current_stream(self._work.stream.device).wait_event(trip.arrived)
         trip.awaited = not trip.row.error
         return trip.awaited
+
+    def cancel(self, trip: Trip) -> None:
+        """Let a write end as lost: before it begins, or between two of its pages.
+
+        Never blocks.  Where `trip.done` is set the lines are not referred to any more.
+        """
+        self._work.cancel(trip)
+
+    def resume(self, trip: Trip) -> Trip | None:
+        """Let a cancelled write go on; return None if it has ended, as lost."""
+        trip.cancelled = False
+        return None if trip.row.error else trip
 
     def drop(self, row: Row) -> None:
         """Free the tier's copy of a row; never blocks, and is called by finalizers."""
@@ -234,6 +269,15 @@ class _Work:
         self.pager = Pager(store, page_bytes)
         self.tasks: queue.SimpleQueue[Trip | Row | None] = queue.SimpleQueue()
         self.written, self.read = Carried(), Carried()
+        self._beginning = threading.RLock()  # finalizers, which may run anywhere, cancel
+
+    def cancel(self, trip: Trip) -> None:
+        with self._beginning:
+            trip.cancelled = True
+            if not trip.begun and not trip.done.is_set():
+                trip.row.error = _CANCELLED
+                trip.lines.clear()
+                trip.done.set()
 
     def run(self) -> None:
         """Carry until the tasks end in None."""
@@ -246,6 +290,10 @@ class _Work:
                 del task
 
     def _carry(self, trip: Trip) -> None:
+        with self._beginning:
+            if trip.done.is_set():  # it was cancelled
+                return
+            trip.begun = True
         row, began = trip.row, time.perf_counter()
         try:
             if trip.ready is not None:
@@ -260,16 +308,21 @@ class _Work:
         except Exception as error:  # whatever a store raises: the row is computed again
             row.error = row.error or str(error) or type(error).__name__
         finally:
-            trip.seconds = time.perf_counter() - began
+            trip.ended_s = time.perf_counter()
+            trip.seconds = trip.ended_s - began
             if not row.error:
                 (self.written if trip.is_write else self.read).add(row.nbytes, trip.seconds)
+            elif row.error == _CANCELLED and trip.pages:
+                nbytes = min(row.nbytes, trip.pages * self.pager.page_bytes)
+                self.written.add(nbytes, trip.seconds)
             trip.lines.clear()  # before anybody hears of it: their memory must be gone
             trip.done.set()
 
     def _write(self, trip: Trip) -> None:
-        keys = self.pager.put([line for line in trip.lines if line is not None])
+        lines = [line for line in trip.lines if line is not None]
+        keys = self.pager.put(lines, trip.wanted_no_more)
         if keys is None:
-            trip.row.error = "the tier took no more"
+            trip.row.error = _CANCELLED if trip.cancelled else "the tier took no more"
         else:
             trip.row.keys = keys
             if not self.pager.wait(keys):
@@ -292,7 +345,7 @@ def _closing(work: _Work, thread: threading.Thread) -> Callable[[], None]:
         work.store.close()
         while not work.tasks.empty():
             task = work.tasks.get_nowait()
-            if isinstance(task, Trip):
+            if isinstance(task, Trip) and not task.done.is_set():
                 task.row.error = "the tier was closed"
                 task.lines.clear()
                 task.done.set()

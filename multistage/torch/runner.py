@@ -48,6 +48,7 @@ from ..actions import (
     Save,
     Tape,
 )
+from ..detour import Deadlines
 from ..errors import MultistageError
 from .held import AwayState, HeldTape
 from .parcels import Origins, Parcel
@@ -70,6 +71,8 @@ class Run:
         The tier of a plan that sends something there.
     watchful : bool
         Whether every stage is watched for draws of random numbers; see `Stages`.
+    deadlines : Deadlines, optional
+        What to ask when writes are late; of the plan that the actions are of.
     """
 
     def __init__(
@@ -80,8 +83,11 @@ class Run:
         berth: Berth | None = None,
         *,
         watchful: bool = True,
+        deadlines: Deadlines | None = None,
     ) -> None:
-        self._stages, self._actions = Stages(stages, traits, watchful=watchful), actions
+        self._stages = Stages(stages, traits, watchful=watchful)
+        self._planned = self._actions = actions
+        self._deadlines = deadlines
         self._berth = berth
         self._stowage: Stowage | None = None
         self._streams = any(isinstance(action, Put) for action in actions)
@@ -140,10 +146,43 @@ class Run:
 
     def _sweep(self) -> None:
         """Perform the actions of the forward sweep."""
+        if self._deadlines is not None:
+            self._deadlines.begin()
         for action in self._actions_left():
-            if isinstance(action, EndForward):
+            if not isinstance(action, EndForward):
+                self._perform(action)
+            elif not self._left_plan(None):
                 break
-            self._perform(action)
+
+    def _left_plan(self, late: Evict | None) -> bool:
+        """Take a detour if one is faster than to wait, for a write or for all that is away."""
+        asked = self._deadlines
+        if asked is None or self._actions is not self._planned or not self._is_forward:
+            return False
+        at, writes = self._next - 1, self._transfers
+        if late is None:
+            detour = asked.at_turn(writes)
+        else:
+            detour = asked.at_eviction(at, late.step, late.tape, writes)
+        if detour is None:
+            return False
+        self._saved |= {step: self._found(step, at) for step in detour.save}
+        for step in detour.discard:
+            del self._tapes[step]
+        self._leaving = set()  # nothing leaves any more
+        self._actions, self._next = detour.actions, 0
+        return True
+
+    def _found(self, i: int, at: int) -> KeptState:
+        """Return state i: kept, in a tape, the input of one, or live before action `at`."""
+        if (state := self._at_hand(i)) is not None:
+            return state
+        if i in self._tapes and (state := self._tapes[i].state) is not None:
+            return state
+        ran = next(a for a in reversed(self._actions[:at]) if isinstance(a, Advance | Tape))
+        reached = ran.stop if isinstance(ran, Advance) else ran.step + 1
+        assert i == min(reached, len(self._stages))  # the loss runs elsewhere
+        return self._live_state()
 
     def _actions_left(self) -> Iterator[Action]:
         """Yield the actions from where the last one left off."""
@@ -172,13 +211,15 @@ class Run:
             case Put(step, tape=tape):
                 self._transfers.put(step, tape, self._parcel(step, tape))
             case Evict(step, tape=tape):
-                self._evict(step, tape)
+                if not self._left_plan(action):
+                    self._evict(step, tape)
             case Get(step, tape=tape):
                 self._transfers.get(step, tape)
             case Await(token):
                 self._await(token)
             case Drop(step, tape=tape):
                 self._transfers.drop(step, tape)
+                (self._away_tapes if tape else self._away).pop(step, None)
             case _:
                 raise AssertionError(f"{action} has no place in a plan of a chain")
 
@@ -237,7 +278,8 @@ class Run:
             self._tapes[i] = HeldTape(caught, state)
             return
         leaves = i in self._leaving
-        tape = self._tapes[i] = HeldTape(caught, None if leaves else state)
+        elsewhere = leaves and self._at_hand(i) is not None
+        tape = self._tapes[i] = HeldTape(caught, None if elsewhere else state)
         last = i + 1 == len(self._stages)  # its output is the caller's
         if last and output is not None:
             self._staying |= storages_of_all(output.tensors())
@@ -392,7 +434,8 @@ class Run:
         self._saved = {0: self._saved[0]}
         self._origins = Origins()
         self._live = self._saved[0]
-        self._next = 0
+        self._actions, self._next = self._planned, 0
+        self._leaving = _states_that_leave(self._planned) if self._streams else set()
         self._at = len(self._stages)
         try:
             self._sweep()

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from ..backends.urls import Tiers, open_store, tier_names
+from ..detour import Deadlines
 from ..errors import ArgumentError, BudgetError, CheckpointWarning
 from ..plan.heterogeneous import ChainPlan, Strategy
 from ..stages import StageCosts
@@ -208,7 +209,8 @@ class Sequential(nn.Module):
     A tier is opened when a plan first uses it, and stays open, with one thread and its
     files, until `close`, until the chain is gone, or until something is raised.  What
     is lost there is computed again, with a CheckpointWarning.  A slow or a full tier
-    costs time alone.
+    costs time alone: where a write is late, tapes are given up and made again, as many as
+    `plan.given_up` says, and the next iteration is planned for the tier as it is.
     """
 
     def __init__(
@@ -582,9 +584,13 @@ def _replanned(sequential: Sequential, planned: _Planned, state: Any) -> _Planne
     """Return a plan for the rates that the tier was seen to have, if they are others now."""
     chain = sequential._multistage
     tiered, plan = chain.tiered, planned.plan
-    if tiered is None or not sends(plan) or is_collective(sequential) or not tiered.drifted():
+    if tiered is None or is_collective(sequential) or (plan.keeps_all and not sends(plan)):
         return planned
-    _, found = chosen(sequential, [planned.profile], limit_of(sequential, state), together=False)
+    if not (tiered.drifted() if sends(plan) else tiered.forget()):
+        return planned
+    began, limit = tiered.clock(), limit_of(sequential, state)
+    _, found = chosen(sequential, [planned.profile], limit, together=False)
+    tiered.looked(tiered.clock() - began)
     anew = replace(planned, plan=found)
     for variants in chain.known.values():
         variants[:] = [anew if v is planned else v for v in variants]
@@ -727,7 +733,9 @@ def _run(sequential: Sequential, planned: _Planned, state: Any, found: Found) ->
         watchful = chain.watchful or collective
         try:
             berth = _berth(sequential, planned.plan)
-            run = Run(stages, traits, actions, berth, watchful=watchful)
+            # Ranks that run stages together cannot leave their plan one by one.
+            late = None if berth is None or collective else Deadlines(planned.plan)
+            run = Run(stages, traits, actions, berth, watchful=watchful, deadlines=late)
             result = run.forward(state)
         except UnforeseenError:
             chain.watchful = True
@@ -742,6 +750,8 @@ def _run(sequential: Sequential, planned: _Planned, state: Any, found: Found) ->
             larger = error.with_traceback(None)  # which holds the tensors of the run
         else:
             planned.sizes.counted(way, 0)
+            if late is not None and late.detour is not None:
+                _note_detour(chain, planned.plan, late)
             return result
         planned = _for_larger(sequential, planned, state, larger)
     raise BudgetError(
@@ -749,6 +759,14 @@ def _run(sequential: Sequential, planned: _Planned, state: Any, found: Found) ->
         f"for more {_MOST_PLANS} times a stage; sizes must not change from one run to the next on "
         "the same input"
     )
+
+
+def _note_detour(chain: _Chain, plan: ChainPlan, late: Deadlines) -> None:
+    """Tell that a run left its plan; the next one is planned for the tier as it is."""
+    chain.plan = replace(plan, given_up=late.given_up)
+    _log.info("tier %.3g times slower than planned: %d tapes given up", late.slower, late.given_up)
+    if chain.tiered is not None:
+        chain.tiered.was_late(late.slower)
 
 
 def _plain(sequential: Sequential, state: Any) -> Any:

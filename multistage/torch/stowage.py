@@ -19,6 +19,7 @@ import torch
 from ..backends.base import Store
 from ..backends.lifetimes import Birth, end
 from ..errors import CheckpointWarning, MultistageError
+from ..tier import Tier
 from .paging import PAGE_BYTES
 from .parcels import Parcel
 from .porter import Porter, Trip
@@ -138,6 +139,60 @@ class Stowage:
             self._lose(step, tape, stowed)
         return written
 
+    def written(self, step: int, tape: bool, timeout_s: float) -> bool:
+        """Wait for a parcel to have left, no longer than so many seconds."""
+        trip = self._stowed[step, tape].trip
+        began = time.perf_counter()
+        # Whoever waits on finds out if the tier was closed, or its thread is gone.
+        done = trip.done.wait(timeout_s) or not self._porter.is_alive
+        self.stall_s += time.perf_counter() - began
+        return done
+
+    def slower(self, tier: Tier) -> float:
+        """Return the seconds that writes took over those planned, at least 1.
+
+        The first that is not done counts from when it was queued, or the one before it
+        ended, but not as faster than planned.
+        """
+        took_s = planned_s = before_s = 0.0
+        for trip in self._sent():
+            expected_s = tier.writing_s(trip.row.nbytes)
+            planned_s += expected_s
+            if not trip.done.is_set():
+                since_s = max(trip.queued_s, before_s)
+                took_s += max(expected_s, time.perf_counter() - since_s)
+                break
+            took_s += trip.seconds
+            before_s = trip.ended_s
+        return max(1.0, took_s / planned_s) if planned_s else 1.0
+
+    def _sent(self) -> list[Trip]:
+        """Return the writes of things that are in the tier, in order."""
+        sent = [self._stowed[item] for token, item in enumerate(self._tokens)
+                if token in self._writes and item in self._stowed]  # fmt: skip
+        return [stowed.trip for stowed in sent if stowed.trip.is_write]
+
+    def cancel(self, timeout_s: float) -> bool:
+        """Cancel the writes; return whether the one under way has ended within a time."""
+        under_way = [trip for trip in self._sent() if not trip.done.is_set()]
+        for trip in reversed(under_way):
+            self._porter.cancel(trip)
+        began = time.perf_counter()
+        ended = all(trip.done.wait(timeout_s) for trip in under_way)
+        self.stall_s += time.perf_counter() - began
+        return ended
+
+    def under_way_bytes(self) -> int:
+        """Return the bytes of the oldest write that is not done."""
+        return next((trip.row.nbytes for trip in self._sent() if not trip.done.is_set()), 0)
+
+    def resume(self) -> None:
+        """Queue what `cancel` has cancelled again."""
+        for stowed in self._stowed.values():
+            trip = stowed.trip
+            if trip.is_write and trip.cancelled and self._porter.resume(trip) is None:
+                stowed.trip = self._porter.send(stowed.parcel.lines())
+
     def get(self, step: int, tape: bool) -> None:
         """Make room for a parcel and queue its way back."""
         self._tokens.append((step, tape))
@@ -170,10 +225,10 @@ class Stowage:
         return done
 
     def drop(self, step: int, tape: bool) -> None:
-        """Free the tier's copy."""
+        """Free the tier's copy; of a write that is not done, cancel it."""
         stowed = self._stowed.pop((step, tape), None)
         if stowed is not None:
-            self._porter.drop(stowed.trip.row)
+            _end(stowed.trip, self._porter)
 
     def clear(self) -> None:
         """Free all of it: the run starts over."""
@@ -205,6 +260,12 @@ class CannotTravel(MultistageError):
     """A tape holds what no tier can: the chain is planned without one."""
 
 
+def _end(trip: Trip, porter: Porter) -> None:
+    if trip.is_write and not trip.done.is_set():
+        porter.cancel(trip)
+    porter.drop(trip.row)
+
+
 def _leave(
     stowed: dict[tuple[int, bool], _Stowed], porter: Porter, berth: Berth, birth: Birth
 ) -> None:
@@ -212,6 +273,6 @@ def _leave(
     berth.runs -= 1
     finished = all(each.landed or each.lost for each in stowed.values())
     for each in stowed.values():
-        porter.drop(each.trip.row)
+        _end(each.trip, porter)
     if not finished and not berth.runs and berth.opened is porter:
         end(berth.close, birth)

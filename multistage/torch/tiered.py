@@ -23,6 +23,8 @@ _PROBE_S = 0.3  # about as long as the tier is measured
 _PROBE_BYTES = 32 << 20  # most that are sent at a time
 _ROWS = 8  # that are sent at a time
 _WIDE_BYTES = 16 << 20  # read and written by computing, more than most caches hold
+# A tier that is not used is looked at again after so many times what looking takes.
+_AGAIN, _LOOK_S = 50, 1.0
 _DRIFT = 1.25  # rates this much faster or slower than planned for are others
 
 
@@ -40,6 +42,8 @@ class Tiered:
         What plans are made for; None before the first.
     slowdown : float
         How much longer computing takes while something travels, less 1.
+    clock : callable
+        Seconds, for when the tier is looked at again that a plan does not use.
     """
 
     def __init__(self, names: Sequence[TierName]) -> None:
@@ -50,6 +54,9 @@ class Tiered:
         self._since = Carried(), Carried()  # when the rates were compared last
         self._looks = 0
         self._next_look = 1
+        self._slower = 1.0  # than planned, when a run left its plan
+        self.clock: Callable[[], float] = time.monotonic
+        self._due_s: float | None = None
 
     def berth(self, device: torch.device, limit_bytes: int | None) -> Berth:
         """Return the tier, for tensors of a device; it is made at the first call.
@@ -103,6 +110,27 @@ class Tiered:
         self._since = now
         return found
 
+    def was_late(self, slower: float) -> None:
+        """Note that a run left its plan, the tier being so many times slower than planned."""
+        self._slower, self._next_look = slower, self._looks + 1
+
+    def forget(self) -> bool:
+        """Measure the tier anew when it is asked for next, if that is due.
+
+        Of a tier that the plan does not use: looking takes a fiftieth of the time at most.
+        """
+        now_s = self.clock()
+        if self._due_s is None:
+            self._due_s = now_s + _AGAIN * _LOOK_S
+        if now_s < self._due_s:
+            return False
+        self.rates = None
+        return True
+
+    def looked(self, seconds: float) -> None:
+        """Note how long it took to measure and to plan."""
+        self._due_s = self.clock() + _AGAIN * max(_LOOK_S, seconds)
+
     def drifted(self) -> bool:
         """Note the rates seen since the last call; return whether they are others.
 
@@ -117,9 +145,10 @@ class Tiered:
         fetch = read.bytes_per_s(self.rates.latency_s)
         found = replace(
             self.rates,
-            write_bytes_per_s=write or self.rates.write_bytes_per_s,
+            write_bytes_per_s=write or max(1e-3, self.rates.write_bytes_per_s / self._slower),
             read_bytes_per_s=fetch or self.rates.read_bytes_per_s,
         )
+        self._slower = 1.0
         pairs = (
             (found.write_bytes_per_s, self.rates.write_bytes_per_s),
             (found.read_bytes_per_s, self.rates.read_bytes_per_s),

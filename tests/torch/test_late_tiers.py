@@ -1,0 +1,277 @@
+"""Chains whose tier is slower than planned: detours give the bits of plain training."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fuzz_tiers import CPU, PAGE, same  # noqa: E402
+from test_tiers import costs_of_deep, deep, results  # noqa: E402
+from tierfuzz.chains import chain  # noqa: E402
+from tierfuzz.faults import Pace, poisoned  # noqa: E402
+from tierfuzz.late import NOW, as_planned, asking, by_chance, said_late  # noqa: E402
+from tierfuzz.plans import random_plan  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+import multistage.torch as mst  # noqa: E402
+from multistage import detour, native  # noqa: E402
+from multistage.actions import EndForward, Evict  # noqa: E402
+from multistage.backends import MemoryStore  # noqa: E402
+from multistage.detour import Deadlines  # noqa: E402
+from multistage.plan.heterogeneous import ChainPlan, plan_chain  # noqa: E402
+from multistage.plan.joint_rule import DeadlineRule  # noqa: E402
+from multistage.tier import Tier  # noqa: E402
+from multistage.torch import tiered  # noqa: E402
+from multistage.torch.choosing import held_by_caller, sends  # noqa: E402
+from multistage.torch.exploring import explore, untouched  # noqa: E402
+from multistage.torch.measure import measure  # noqa: E402
+from multistage.torch.meter import Meter  # noqa: E402
+from multistage.torch.porter import Carried  # noqa: E402
+from multistage.torch.runner import Run  # noqa: E402
+from multistage.torch.stowage import Berth  # noqa: E402
+
+pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="the rule's twin is slow")
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("multistage"):
+            thread.join(10)
+            assert not thread.is_alive(), thread
+
+
+class Gate(MemoryStore):
+    """Takes no page until it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__(buffer_bytes=0)
+        self.gate = threading.Event()
+
+    def put(self, key: int, arrays: Any, *, block: bool = False) -> bool:
+        assert self.gate.wait(60)
+        return super().put(key, arrays, block=block)
+
+
+def bound(
+    model: nn.Sequential, plan: ChainPlan, berth: Berth, asked: list[Deadlines]
+) -> Callable[[Tensor], Tensor]:
+    x = torch.randn(8, 24, requires_grad=True)
+    with untouched(list(model), x):
+        _, traits = explore(list(model), [str(k) for k in range(len(model))], x)
+
+    def call(x: Tensor) -> Tensor:
+        asked.append(asking(plan))
+        stages = list(model)
+        return Run(stages, traits, plan.actions, berth, deadlines=asked[-1]).forward(x)
+
+    return call
+
+
+@contextlib.contextmanager
+def nothing_recovered() -> Iterator[None]:
+    """Fail where a run makes up for what its plan should have had at hand."""
+
+    def recovers(run: Run, i: int) -> None:
+        raise AssertionError(f"tape {i} was not at hand")
+
+    def state(run: Run, i: int) -> Any:
+        found = run._at_hand(i)
+        assert found is not None, f"state {i} was not at hand"
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_recover", recovers)
+        patch.setattr(Run, "_state", state)
+        yield
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("times", [1, 2])
+def test_detours_from_random_plans_give_the_bits_of_plain_training(seed: int, times: int) -> None:
+    rng = random.Random(seed + 100 * times)
+    expected = results(plain := chain(), plain, times)
+    tier, taken = MemoryStore(buffer_bytes=0), 0
+    berth = Berth(tier, CPU, PAGE)
+    pace = rng.choice(["free", "eager", "lazy", "mixed"])
+    with poisoned(), Pace(rng, pace).kept(), nothing_recovered():
+        for _ in range(3):
+            model, asked = chain(), []
+            plan = as_planned(rng, random_plan(rng, len(model)), len(model))
+            late, refuses = (by_chance(rng, rng.choice(odds)) for odds in ([0.2, 1], [0, 0.5]))
+            with said_late(late, lambda: rng.choice([1.0, 1.5, 3.0, 10.0, 1e6]), refuses):
+                found = results(model, bound(model, plan, berth, asked), times)
+            assert same(found, expected), plan.actions
+            taken += any(each.detour is not None for each in asked)
+            gc.collect()
+            if berth.opened is not None:
+                berth.opened.wait(berth.opened.send([]))  # after all that was dropped
+                assert tier.stats.stored_bytes == 0
+    assert taken
+    berth.close()
+
+
+ROWS = 1024
+
+
+def planned(memory: float, rho: float = 1.0) -> ChainPlan:
+    """Return a plan for `deep` and a tier that moves all tapes in `rho` times plain training."""
+    costs = held_by_caller(costs_of_deep())
+    rate = sum(s.tape_bytes for s in costs.stages) / (rho * plan_chain(costs).plain_s)
+    return plan_chain(costs, memory, tiers=Tier.of_rates(rate, rate))
+
+
+@pytest.mark.parametrize("memory", [0.3, 0.45])
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_detour_stays_within_the_limit(memory: float, refuses: bool) -> None:
+    plan, model = planned(memory), deep()
+    x = torch.randn(ROWS, 24, requires_grad=True)
+    names = [str(k) for k in range(len(model))]
+    traits = measure(list(model), names, x, costs=costs_of_deep()).traits
+    turn = plan.actions.index(EndForward())
+    evictions = sum(isinstance(a, Evict) for a in plan.actions[:turn])
+    assert evictions > 2
+    given_up = 0
+    for late in range(0, evictions, 2):
+        berth, asked = Berth(MemoryStore(buffer_bytes=0), CPU, PAGE), asking(plan)
+        left = iter(range(late, -1, -1))
+        is_late = partial(lambda left: next(left, 1) == 0, left)
+        with said_late(is_late, lambda: 10.0, lambda: refuses), Meter(CPU) as meter:
+            meter.ignore([x, *model.parameters(), *model.buffers()])
+            y = Run(list(model), traits, plan.actions, berth, deadlines=asked).forward(x)
+            given_up += asked.detour is not None
+            y.sum().backward()
+            del y
+        for tensor in (x, *model.parameters()):
+            tensor.grad = None
+        assert x.nbytes + meter.peak_bytes <= plan.memory_bytes
+        berth.close()
+    assert given_up
+
+
+def test_a_tier_that_stops_writing_is_left_alone() -> None:
+    expected = results(plain := deep(), plain, 2, rows=ROWS)
+    plan, model, tier = planned(0.45), deep(), Gate()
+    berth, asked = Berth(tier, CPU, PAGE), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(NOW, "cancel_s", 0.01)
+        with said_late(lambda: True, lambda: 1e6):
+            assert same(results(model, bound(model, plan, berth, asked), 2, rows=ROWS), expected)
+    assert asked[0].detour is not None and tier.stats.bytes_written == 0
+    tier.gate.set()
+    berth.close()
+
+
+def test_what_is_cancelled_in_vain_is_written_all_the_same() -> None:
+    expected = results(plain := deep(), plain, rows=ROWS)
+    plan, model, tier = planned(0.45), deep(), Gate()
+    berth, asked = Berth(tier, CPU, PAGE), []
+    at_deadline = DeadlineRule.at_deadline
+
+    def only_with_cancelling(rule: DeadlineRule, at: int, slower: float, **given: Any) -> Any:
+        if given:
+            tier.gate.set()
+            return None
+        return at_deadline(rule, at, slower)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(NOW, "cancel_s", 0.01)
+        patch.setattr(DeadlineRule, "at_deadline", only_with_cancelling)
+        with said_late(lambda: not tier.gate.is_set(), lambda: 10.0):
+            call = bound(model, plan, berth, asked)
+            assert same(results(model, call, rows=ROWS), expected)
+    assert asked[0].detour is None and berth.opened is not None
+    assert berth.opened.written.rows >= sum(isinstance(a, Evict) for a in plan.actions)
+    berth.close()
+
+
+def test_a_tier_as_fast_as_planned_is_not_asked_about() -> None:
+    plan = planned(0.45)
+    assert Deadlines(plan).at_eviction(0, 0, True, Written(9, 1.0)) is None
+    assert Deadlines(plan).at_turn(Written(0, 1.1)) is None
+
+
+class Written:
+    """Writes that are done after some waits; nothing is asked or cancelled."""
+
+    def __init__(self, waits: int, slower: float) -> None:
+        self._waits, self._slower = waits, slower
+
+    def written(self, step: int, tape: bool, timeout_s: float) -> bool:
+        self._waits -= 1
+        return self._waits < 0
+
+    def slower(self, tier: Tier) -> float:
+        return self._slower
+
+    def under_way_bytes(self) -> int:
+        raise AssertionError
+
+    def cancel(self, timeout_s: float) -> bool:
+        raise AssertionError
+
+    def resume(self) -> None:
+        raise AssertionError
+
+
+def sequential(tier: MemoryStore, rho: float = 1.0) -> Any:
+    """Return a chain that is planned for a tier by the rates of `planned`."""
+    rates = planned(0.45, rho).tier
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiered, "_probed", lambda berth, most: (rates, 0.0))
+        x = torch.randn(ROWS, 24, requires_grad=True)
+        return mst.Sequential(
+            deep(), x, memory=0.45, tiers=tier, costs=costs_of_deep(), check="off"
+        )
+
+
+def test_a_chain_is_planned_again_after_a_detour() -> None:
+    plain = deep()
+    expected = [results(plain, plain, rows=ROWS) for _ in range(2)]
+    model = sequential(MemoryStore(buffer_bytes=0))
+    before = model.plan
+    assert sends(before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(detour, "_PER_STAGE_S", 0.0)
+        patch.setattr(detour, "_PER_PAIR_S", 0.0)
+        with said_late(lambda: True, lambda: 50.0):
+            assert same(results(model, model, rows=ROWS), expected[0])
+    assert model.plan.given_up > 0 and model.plan == before
+    assert "tapes given up in the last run" in str(model.plan)
+    patched = Carried()
+    with pytest.MonkeyPatch.context() as patch:  # nothing has arrived: as slow as it was said to be
+        patch.setattr(tiered.Tiered, "_look", lambda _: (patched, patched))
+        assert same(results(model, model, rows=ROWS), expected[1])
+    assert not sends(model.plan) and model.plan.given_up == 0
+    model.close()
+
+
+def test_a_tier_that_is_not_used_is_looked_at_again() -> None:
+    model = sequential(MemoryStore(buffer_bytes=0), rho=1e6)
+    used, now = model._multistage.tiered, [0.0]
+    used.clock = lambda: now[0]
+    assert not sends(model.plan)
+    asked: list[float] = []
+
+    def probed(berth: Berth, most: int) -> tuple[Tier, float]:
+        asked.append(now[0])
+        return Tier.of_rates(1e12, 1e12), 0.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiered, "_probed", probed)
+        for second in (0.0, 49.0, 50.0, 51.0):
+            now[0] = second
+            results(model, model, rows=ROWS)
+    assert asked == [50.0] and sends(model.plan)
+    model.close()
