@@ -7,12 +7,11 @@ Symbols of the papers: T_A is `forward_step_s`, T_W and T_R are a tier's
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
+from .cost_model import CostModel
 from .errors import ArgumentError
 from .tier import Tier
 from .values import LEAST_STEP_S, seconds, shown, whole
@@ -22,7 +21,7 @@ NOT_KEPT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class Costs(CostModel):
     """Measured or assumed costs of one uniform computation and its tiers.
 
     Attributes
@@ -51,6 +50,9 @@ class Costs:
     >>> costs.turn_s, costs.rho
     (0.002, 8.0)
     """
+
+    FORMAT: ClassVar[str] = "multistage-costs-1"
+    WHAT: ClassVar[str] = "costs of steps"
 
     forward_step_s: float
     reverse_step_s: float
@@ -118,58 +120,11 @@ class Costs:
         return replace(self, tiers=())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the costs as plain data, read back by `from_dict`."""
+        """Return the costs as plain data, with their format; read back by `from_dict`."""
         data = {field.name: getattr(self, field.name) for field in fields(self)}
-        return data | {"tiers": [tier.to_dict() for tier in self.tiers]}
-
-    def to_json(self) -> str:
-        """Return the costs as JSON text, read back by `from_json`."""
-        return json.dumps({**self.to_dict(), "format": "multistage-costs-1"}, indent=2)
+        return data | {"tiers": [tier.to_dict() for tier in self.tiers], "format": self.FORMAT}
 
     @classmethod
-    def from_json(cls, text: str) -> Costs:
-        """Return the costs held in JSON text written by `to_json`.
-
-        Raises
-        ------
-        ArgumentError
-            If the text is no such JSON or its values are out of range.
-        """
-        try:
-            data: Any = json.loads(text)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ArgumentError(f"no costs file: {error}") from error
-        if not isinstance(data, dict) or data.pop("format", None) != "multistage-costs-1":
-            raise ArgumentError('no costs file: "format" must be "multistage-costs-1"')
-        return cls.from_dict(data)
-
-    @classmethod
-    def from_dict(cls, data: Any) -> Costs:
-        """Return the costs whose attributes `data` has, tiers as dicts.  Raises ArgumentError."""
-        try:
-            data = dict(data)
-            tiers = tuple(Tier.from_dict(tier) for tier in data.pop("tiers", ()))
-            return cls(tiers=tiers, **data)
-        except (TypeError, ValueError) as error:
-            if isinstance(error, ArgumentError):
-                raise
-            raise ArgumentError(f"no costs file: {error}") from error
-
-    def save(self, path: str | Path) -> None:
-        """Write the costs to a JSON file."""
-        Path(path).write_text(self.to_json() + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Costs:
-        """Return the costs held in a JSON file.
-
-        Raises
-        ------
-        ArgumentError
-            If it is no such file, as for `from_json`.
-        """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ArgumentError(f"no costs file: {path} is not text") from error
-        return cls.from_json(text)
+    def _read(cls, data: dict[str, Any]) -> Self:
+        tiers = tuple(Tier.from_dict(tier) for tier in data.pop("tiers", ()))
+        return cls(tiers=tiers, **data)

@@ -24,21 +24,21 @@ here                     there
 
 from __future__ import annotations
 
-import json
 import operator
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any, Self
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Self
 
 from tabulate import tabulate
 
+from .cost_model import CostModel
+from .costs import Costs
 from .errors import ArgumentError
+from .tier import Tier
 from .units import format_bytes, format_seconds
 from .values import seconds, shown, whole
 
 MAX_BYTES = 1 << 60
-_FORMAT = "multistage-stages-1"
 _MOST_STAGES = 1 << 24
 
 
@@ -95,7 +95,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class StageCosts:
+class StageCosts(CostModel):
     """A chain of stages, and the size of what goes into it.
 
     Attributes
@@ -113,6 +113,9 @@ class StageCosts:
     >>> len(costs.stages), StageCosts.from_json(costs.to_json()) == costs
     (2, True)
     """
+
+    FORMAT: ClassVar[str] = "multistage-stages-1"
+    WHAT: ClassVar[str] = "costs of a chain"
 
     stages: tuple[Stage, ...]
     input_bytes: int = 0
@@ -141,57 +144,85 @@ class StageCosts:
         """
         return cls((stage,) * whole(count, "count", 1, _MOST_STAGES), input_bytes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the costs as plain data."""
-        data = asdict(self)
-        return {"format": _FORMAT, **data, "stages": list(data["stages"])}
-
-    def to_json(self) -> str:
-        """Return the costs as JSON text."""
-        return json.dumps(self.to_dict(), indent=1)
-
-    def save(self, path: str | Path) -> None:
-        """Write the costs to a JSON file, for `multistage plan --chain`."""
-        Path(path).write_text(self.to_json() + "\n")
-
     @classmethod
-    def from_dict(cls, data: Any) -> Self:
-        """Return the costs that `to_dict` described.
+    def of(cls, costs: Costs, n_steps: int) -> Self:
+        """Return `n_steps` steps that are alike as stages; tiers are told elsewhere.
+
+        Memory then counts bytes: a tape includes the state that its step makes.  A step that
+        takes longer when it keeps its tape is charged for that at its adjoint.
 
         Raises
         ------
         ArgumentError
-            If `data` does not describe the costs of a chain.
+            For more than 2^24 steps, or if only the latest tape exists (`NOT_KEPT`).
+
+        Examples
+        --------
+        >>> costs = StageCosts.of(Costs(1.0, 2.0, 1.5, state_bytes=10, tape_bytes=25), 3)
+        >>> costs[2].backward_s, costs[2].tape_bytes, len(costs), costs.is_uniform
+        (2.5, 35, 3, True)
         """
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise ArgumentError(f"not the costs of a chain: 'format' must be {_FORMAT!r}")
-        try:
-            stages: Sequence[Any] = data["stages"]
-            return cls(
-                tuple(Stage(**stage) for stage in stages),
-                data["input_bytes"],
-                data.get("input_gradient_bytes", 0),
+        if costs.one_tape:
+            raise ArgumentError(
+                "tape_bytes=NOT_KEPT: tapes that are never kept have no size; plan these steps by "
+                "plan(...), whose planners know it"
             )
-        except (KeyError, TypeError) as error:
-            raise ArgumentError(f"not the costs of a chain: {error}") from error
+        tape_bytes = 0 if costs.state_is_tape else costs.tape_bytes or costs.state_bytes
+        stage = Stage(
+            "step",
+            costs.forward_step_s,
+            max(0.0, costs.reverse_step_s + costs.taping_s - costs.forward_step_s),
+            costs.state_bytes,
+            costs.state_bytes + tape_bytes,
+            gradient_bytes=0,
+            spared_s=costs.forward_step_s if costs.state_is_tape else 0.0,
+        )
+        return cls.uniform(n_steps, stage, costs.state_bytes)
+
+    def mean(self, tiers: tuple[Tier, ...] = ()) -> Costs:
+        """Return the means over the stages, as costs of steps that are alike.
+
+        Examples
+        --------
+        >>> StageCosts((Stage("a", 1.0, 2.0, 10, 30), Stage("b", 3.0, 4.0, 20, 30)), 30).mean()
+        ... # doctest: +ELLIPSIS
+        Costs(forward_step_s=2.0, reverse_step_s=3.0, tape_step_s=None, state_bytes=20, ...)
+        """
+        n = len(self.stages)
+        sizes = [self.input_bytes, *(stage.output_bytes for stage in self.stages)]
+        return Costs(
+            forward_step_s=max(1e-12, sum(stage.forward_s for stage in self.stages) / n),
+            reverse_step_s=sum(stage.backward_s for stage in self.stages) / n,
+            state_bytes=max(1, round(sum(sizes) / len(sizes))),
+            tiers=tiers,
+        )
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __getitem__(self, step: int) -> Stage:
+        return self.stages[step]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all stages, and their input, take the same."""
+        first = self.stages[0]
+        same = (replace(stage, name=first.name) == first for stage in self.stages)
+        return self.input_bytes == first.output_bytes and all(same)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the costs as plain data, with their format; read back by `from_dict`."""
+        data = asdict(self)
+        return {"format": self.FORMAT, **data, "stages": list(data["stages"])}
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Return the costs that `to_json` wrote.  Raises ArgumentError."""
-        try:
-            return cls.from_dict(json.loads(text))
-        except (TypeError, ValueError, RecursionError) as error:
-            if isinstance(error, ArgumentError):
-                raise
-            raise ArgumentError(f"not the costs of a chain: {error}") from error
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Return the costs saved in a file.  Raises ArgumentError."""
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ArgumentError(f"the costs {str(path)!r} cannot be read: {error}") from error
+    def _read(cls, data: dict[str, Any]) -> Self:
+        stages: Sequence[Any] = data["stages"]
+        return cls(
+            tuple(Stage(**stage) for stage in stages),
+            data["input_bytes"],
+            data.get("input_gradient_bytes", 0),
+        )
 
     def __str__(self) -> str:
         rows = [

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Generic, Literal, TypeVar
 
-from .actions import Action, EndForward, Get, Put, Reverse, Schedule, Tape
+from .actions import Action, EndForward, Put, Reverse, Schedule, Tape
 from .backends.base import Store
 from .backends.paged import PagedStore
 from .budget import Budget
@@ -378,15 +378,8 @@ def seen_rates(rates: Tier, timeline: Timeline) -> Tier:
 
 def described(chain: ChainPlan) -> UniformPlan:
     """Return a plan of unequal steps as a `UniformPlan`, its costs the means over the steps."""
-    costs, n = chain.costs, len(chain.costs.stages)
-    sizes = [costs.input_bytes, *(stage.output_bytes for stage in costs.stages)]
-    state_bytes = max(1, round(sum(sizes) / len(sizes)))
-    means = Costs(
-        forward_step_s=max(1e-12, sum(stage.forward_s for stage in costs.stages) / n),
-        reverse_step_s=sum(stage.backward_s for stage in costs.stages) / n,
-        state_bytes=state_bytes,
-        tiers=chain.tiers,
-    )
+    n, means = chain.n_steps, chain.costs.mean(chain.tiers)
+    state_bytes = means.state_bytes
     used = check(_schedule(chain), n, 4 * n + 8, state_is_tape=True)
     plan = UniformPlan(
         planner=f"unequal, {chain.strategy}",
@@ -398,8 +391,8 @@ def described(chain: ChainPlan) -> UniformPlan:
         lower_bound_s=chain.plain_s,
         forward_steps=used.forward_steps,
         peak_slots=chain.peak_bytes / state_bytes,
-        writes=sum(isinstance(action, Put) for action in chain.actions),
-        reads=sum(isinstance(action, Get) for action in chain.actions),
+        writes=chain.writes,
+        reads=chain.reads,
         note=f"{chain.summary()}; step times and sizes shown are means over the steps",
     )
     return replace(plan, seal=plan._vouched())

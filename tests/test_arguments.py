@@ -263,7 +263,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         (lambda: StageCosts((1, 2)), "must be a Stage"),
         (lambda: Costs("1ms", 2.0), "forward_step_s='1ms' must be a finite number"),
         (lambda: Costs(True, 2.0), "forward_step_s=True must be a finite number"),
-        (lambda: Costs.from_json("[" * 100_000), "no costs file"),
+        (lambda: Costs.from_json("[" * 100_000), "not the costs of steps"),
         (lambda: StageCosts.from_json("[" * 100_000), "not the costs of a chain"),
         (lambda: parse_bytes("9" * 400), "must be at most"),
         (lambda: check(np.array(3), 5, 3), "schedule=array.* must be an iterable"),

@@ -18,7 +18,7 @@ LAYERS = [
     {"errors", "native", "progress", "interrupts", "switching"},
     {"values"},
     {"units"},
-    {"budget", "tier"},
+    {"budget", "tier", "cost_model"},
     {
         "layout",
         "sharing",

@@ -6,7 +6,11 @@ import math
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from multistage import PLANNERS, Costs, Tier, simulate
+from multistage.costs import NOT_KEPT
 from multistage.errors import ArgumentError
 from multistage.stages import Stage, StageCosts
 
@@ -66,3 +70,50 @@ def test_files(tmp_path: Path) -> None:
             StageCosts.load(tmp_path / "bad.json")
     with pytest.raises(ArgumentError, match="cannot be read"):
         StageCosts.load(tmp_path / "none.json")
+
+
+@given(
+    st.sampled_from(["store-all", "revolve", "periodic", "h-revolve", "disk-revolve"]),
+    st.none() | st.floats(1.0, 3.0),
+    st.floats(1.0, 5.0),
+    st.integers(1, 40),
+    st.integers(1, 14),
+    st.booleans(),
+)
+def test_steps_that_are_alike_are_the_constant_case(
+    planner: str, tape_step_s: float | None, reverse_step_s: float, size: int, n: int, tier: bool
+) -> None:
+    """A schedule takes as long whether steps or stages are counted."""
+    tiers = (Tier("disk", 0.5, 0.7),) if tier else ()
+    costs = Costs(1.0, reverse_step_s, tape_step_s, size, tiers=tiers)
+    try:
+        made = PLANNERS[planner](costs, 13, n)
+    except ArgumentError:  # too little memory
+        return
+    alike = made.simulate()
+    stages = StageCosts.of(costs, n)
+    assert stages.is_uniform and len(stages) == n
+    each = simulate(made.schedule(), n, stages, tiers=tiers)
+    assert each.makespan_s == pytest.approx(alike.makespan_s)
+    assert (each.forward_steps, each.writes) == (alike.forward_steps, alike.writes)
+    # Beside the slots: state 0, the live state, one working tape; and what a held tape includes.
+    held = n if tape_step_s is not None and planner in ("store-all", "periodic") else 1
+    assert each.peak_bytes <= alike.peak_bytes + (3 + held) * size
+
+
+def test_what_steps_take_is_what_their_stages_take_on_average() -> None:
+    costs = Costs(2.0, 3.0, state_bytes=10, tiers=(Tier("disk", 4.0, 4.0),))
+    assert StageCosts.of(costs, 5).mean(costs.tiers) == costs
+    other = StageCosts((Stage("a", 1.0, 2.0, 10, 30), Stage("b", 3.0, 2.0, 10, 30)), 10)
+    assert not other.is_uniform and other[1].name == "b"
+    with pytest.raises(ArgumentError, match="tapes that are never kept have no size"):
+        StageCosts.of(Costs(1.0, 2.0, 1.0, tape_bytes=NOT_KEPT), 5)
+
+
+def test_files_of_costs_are_not_taken_for_one_another(tmp_path: Path) -> None:
+    steps, stages = Costs(1.0, 2.0), StageCosts.of(Costs(1.0, 2.0), 3)
+    for costs, other in ((steps, StageCosts), (stages, Costs)):
+        costs.save(tmp_path / "costs.json")
+        assert type(costs).load(tmp_path / "costs.json") == costs
+        with pytest.raises(ArgumentError, match=f"'format' must be '{other.FORMAT}'"):
+            other.load(tmp_path / "costs.json")

@@ -51,10 +51,10 @@ def test_a_plan_comes_back_from_json(tmp_path: Path, planner: str) -> None:
         ("slots", -1, "slots=-1"),
         ("slots", 1.5, r"slots=1\.5"),
         ("n_steps", 0, "n_steps=0"),
-        ("costs", [3], "no costs file"),
+        ("costs", [3], "not the costs of steps"),
         ("costs", {"forward_step_s": 1.0}, "reverse_step_s"),
         ("costs", {"forward_step_s": float("nan"), "reverse_step_s": 1.0}, "forward_step_s=nan"),
-        ("costs", None, "no costs file"),
+        ("costs", None, "not the costs of steps"),
     ],
 )
 def test_what_is_no_plan_is_refused(name: str, value: Any, message: str) -> None:
