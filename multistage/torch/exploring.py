@@ -45,9 +45,8 @@ def fresh_copy(state: Any, *, wants: bool | None = None) -> Any:
 
 
 @contextlib.contextmanager
-def untouched(stages: Sequence[Call], sample: Any) -> Iterator[None]:
+def untouched(scope: Scope, sample: Any) -> Iterator[None]:
     """Put buffers, attributes and random generators back at the end; see `environment`."""
-    scope = Scope(stages)
     undo = undo_of(scope, tensors_of(sample))
     values = [(b, b.detach().clone(), version_of(b)) for _, _, b in scope.buffers()]
     try:
@@ -57,11 +56,6 @@ def untouched(stages: Sequence[Call], sample: Any) -> Iterator[None]:
         for buffer, value, version in values:
             if version_of(buffer) != version or not _equal(buffer, value):
                 put_back(buffer, value, version)
-
-
-def parameters_of(stages: Sequence[Call]) -> list[Tensor]:
-    """Return the parameters of stages, and other tensors they refer to that want gradients."""
-    return Scope(stages).parameters()
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -145,7 +139,7 @@ def explore(
             for m, k, b in scope.buffers()
             if storages_of(b).keys() & moved and (m, k) not in stage_changes
         ]
-    return _groups(starts, stages, names, changed, draws, graded, changes_first)
+    return _groups(starts, stages, scopes, names, changed, draws, graded, changes_first)
 
 
 @dataclass(slots=True)
@@ -214,6 +208,7 @@ def _storages(state: Any) -> dict[int, StorageWeakRef]:
 def _groups(
     starts: list[int],
     stages: Sequence[Call],
+    scopes: Sequence[Scope],
     names: Sequence[str],
     changed: list[list[tuple[nn.Module, str]]],
     draws: list[bool],
@@ -238,7 +233,7 @@ def _groups(
                 differentiates=any(graded[i].differentiates for i in group),
                 unhooked=any(graded[i].unhooked for i in group),
                 changes_input=changes_first and number == 0,
-                scope=Scope([stages[i] for i in group]),
+                scope=scopes[group[0]] if len(group) == 1 else Scope([stages[i] for i in group]),
             )
         )
     return tuple(tuple(group) for group in groups), tuple(traits)

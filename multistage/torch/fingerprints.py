@@ -65,6 +65,16 @@ def fingerprint(value: Any, depth: int = 0) -> object:
     return type(value).__qualname__, fingerprint(vars(value), depth + 1)
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype, device and bits."""
+    plain = one.layout is other.layout is torch.strided and one.device == other.device
+    plain = plain and one.shape == other.shape and one.dtype == other.dtype
+    if not plain or one.is_nested or one.is_quantized or one.device.type == "meta":
+        return fingerprint(one) == fingerprint(other)
+    words = [t.detach().resolve_conj().resolve_neg().reshape(-1) for t in (one, other)]
+    return torch.equal(*[flat.view(torch.uint8) for flat in words])
+
+
 def is_helper(value: Any) -> bool:
     """Whether an object is a user's own, that a module may keep state in."""
     kind = type(value)

@@ -83,7 +83,8 @@ class OfModule(Holder):
         self._keys = self.keys()
 
     def keys(self) -> list[tuple[Any, ...]]:
-        return [tuple(self._attributes or ()), *(tuple(part) for part in self._parts)]
+        a, b, c, d, e = self._parts
+        return [tuple(self._attributes or ()), tuple(a), tuple(b), tuple(c), tuple(d), tuple(e)]
 
     def read(self) -> Contents:
         a, b, c, d, e = self._parts

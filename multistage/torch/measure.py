@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ArgumentError
 from ..stages import Stage, StageCosts
 from .environment import Environment
-from .exploring import Call, explore, fresh_copy, parameters_of, tensors_of, untouched
+from .exploring import Call, explore, fresh_copy, tensors_of, untouched
 from .meter import Meter, storages_of
 from .randomness import Generators
 from .saved import Kind, kind_of
@@ -125,13 +125,17 @@ def measure(
         If `costs` are of another number of stages, or if sharded parameters have hooks
         on their gradients.
     """
-    device = _device([*tensors_of(sample), *parameters_of(stages)])
+    scope = Scope(stages)
+    parameters = scope.parameters()
+    device = _device([*tensors_of(sample), *parameters])
     # FSDP2 gathers parameters for the backward pass in hooks on tensors.
-    ours = not sharded(parameters_of(stages))
-    with untouched(stages, sample), hooks_silent(Scope.of(*stages).modules, on_tensors=ours):
+    ours = not sharded(parameters)
+    with untouched(scope, sample), hooks_silent(scope.modules, on_tensors=ours):
         groups, traits = explore(stages, names, sample)
         if costs is None:
-            costs, sizes = _measure_groups(grouped(stages, groups), traits, sample, device, seconds)
+            costs, sizes = _measure_groups(
+                grouped(stages, groups), traits, sample, device, seconds, parameters
+            )
             traits = tuple([replace(t, sizes=each) for t, each in zip(traits, sizes, strict=True)])
         elif len(costs.stages) != len(groups):
             raise ArgumentError(
@@ -178,11 +182,11 @@ def _measure_groups(
     sample: Any,
     device: torch.device,
     seconds: float,
+    parameters: Sequence[Tensor],
 ) -> tuple[StageCosts, list[Sizes]]:
     state = fresh_copy(sample)
     input_bytes = _bytes(tensors_of(sample)) + _bytes_to_run_again(traits, device)
     input_gradient = _bytes(t for t in tensors_of(sample) if t.requires_grad)
-    parameters = parameters_of(calls)
     collective = sharded(parameters)
     times: dict[object, _Times] = {}
     counted: list[tuple[Stage, _Times, float]] = []

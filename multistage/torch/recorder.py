@@ -32,6 +32,7 @@ from .recorded import (
     UnrecordableError,
     Value,
 )
+from .scope import Scope
 from .vocabulary import (
     LITERALS,
     PROPERTIES,
@@ -119,7 +120,7 @@ class Recorder(TorchFunctionMode):
         snapshot = Snapshot(self._model)
         with (
             torch.enable_grad(),
-            untouched([self._model], leaves),
+            untouched(Scope.of(self._model), leaves),
             torch.autograd.graph.saved_tensors_hooks(_drop, _never),
         ):
             copies = _copies(leaves)

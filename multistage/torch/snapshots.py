@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .environment import put_back, undo_of, version_of
-from .fingerprints import fingerprint, is_helper
+from .fingerprints import fingerprint, is_helper, same_bits
 from .randomness import RandomState
 from .scope import Scope
 
@@ -152,7 +152,7 @@ def _undo_of_writes(tensor: Tensor | None) -> Callable[[], None]:
     value, version = tensor.detach().clone(), version_of(tensor)
 
     def undo() -> None:
-        if version_of(tensor) != version or fingerprint(tensor) != fingerprint(value):
+        if version_of(tensor) != version or not same_bits(tensor, value):
             put_back(tensor, value, version)
 
     return undo

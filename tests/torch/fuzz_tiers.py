@@ -36,6 +36,7 @@ from multistage.actions import (
 )
 from multistage.torch.exploring import explore, untouched
 from multistage.torch.runner import Run
+from multistage.torch.scope import Scope
 from multistage.torch.stowage import Berth
 
 CPU = torch.device("cpu")
@@ -139,7 +140,7 @@ def bound(
 ) -> Callable[[Tensor], Tensor] | None:
     """Return the chain under a plan; None where its stages do not go alone."""
     x = torch.randn(8, WIDTH, requires_grad=True)
-    with untouched(list(model), x):
+    with untouched(Scope(list(model)), x):
         groups, traits = explore(list(model), [str(k) for k in range(len(model))], x)
     if any(len(group) != 1 for group in groups):
         return None

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import multistage.torch as mst
 from multistage.errors import ArgumentError, DifferenceWarning, StateError
 from multistage.torch.checking import Checked, check_chain, room_for_tapes
+from multistage.torch.fingerprints import same_bits
 from multistage.torch.measure import measure
 from multistage.torch.meter import Meter
 from multistage.torch.plainly import TooDear, Windowed
@@ -445,3 +446,18 @@ def test_a_cell_with_hidden_state_is_refused() -> None:
 
     with pytest.raises(StateError, match=r"cell Cell return.* other numbers"):
         run()
+
+
+def test_bits_are_compared_not_values() -> None:
+    x = torch.tensor([[1.0, -0.0], [float("nan"), 3.0]])
+    others = [
+        x.double(),
+        x.reshape(-1),
+        torch.tensor([[1.0, 0.0], [float("nan"), 3.0]]),
+        x.to_sparse(),
+    ]
+    assert same_bits(x, x.clone()) and same_bits(x.t(), x.clone().t())
+    assert same_bits(torch.ones(()), torch.ones(())) and same_bits(x.to_sparse(), x.to_sparse())
+    assert not any(same_bits(x, other) for other in others)
+    z = torch.tensor([1 + 2j])
+    assert same_bits(z.conj(), z.conj()) and not same_bits(z, z.conj())
