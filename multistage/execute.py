@@ -82,7 +82,7 @@ from .slots import (
 from .steps import StepSet
 from .tapes import WEIGHED, own_bytes
 from .timeline import Timeline
-from .varied import Layouts, VariedInPlace, VariedReferences
+from .varied import Layouts
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -553,7 +553,7 @@ class Executor(Generic[State, Adjoint]):
         one_tape = not state_is_tape and getattr(chain, "one_tape", False)
         slots, held, tapes = run.slots, run.held, run.tapes
         keep, load, release, trim = slots.keep, slots.load, slots.release, slots.trim
-        used_up = slots.used_up if isinstance(slots, VariedReferences | VariedInPlace) else None
+        used_up = getattr(slots, "used_up", None)  # where states are of any size
         copies, watched = chain.in_place, forward and self._watched
         shared, apart = slots.shared, slots.apart
         # What a functional step returns is looked at once here, then where it is kept.

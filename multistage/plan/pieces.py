@@ -169,6 +169,26 @@ def chain_plan(
     )
 
 
+def plan_within(costs: StageCosts, memory_bytes: int, *, slots: int = SLOTS) -> ChainPlan:
+    """Return the plan of all steps within a limit, in pieces where there are too many.
+
+    Raises
+    ------
+    BudgetError
+        If there is none, or in pieces perhaps none.
+    """
+    if len(costs.stages) <= MOST_AT_ONCE:
+        return plan_chain(costs, memory_bytes, slots=slots, progress=False)
+    least = _least(costs)
+    if memory_bytes < least:
+        raise BudgetError.below(
+            f"memory={memory_bytes} bytes < {least} bytes, in which {len(costs.stages)} steps are "
+            "planned in pieces; raise the limit",
+            least,
+        )
+    return chain_plan(costs, memory_bytes - least, "optimal")
+
+
 def _slots(costs: StageCosts) -> int:
     return SLOTS if len(costs.stages) <= _FINE else _FEWER
 

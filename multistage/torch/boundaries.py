@@ -10,7 +10,7 @@ return `h, h` and later zeros, or the state it got where a sequence has ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -140,13 +140,19 @@ class Boundaries:
         return tuple([self._known.get(id(leaf), -1) for leaf in leaves])
 
     def outputs_of(
-        self, k: int, given: Sequence[Tensor], ys: Outputs, chunk: int, last: bool
+        self,
+        k: int,
+        given: Sequence[Tensor],
+        ys: Outputs,
+        stop_of: Callable[[int], int],
+        last: bool,
     ) -> list[tuple[int, int, Tensor]]:
         """Return the outputs whose gradients enter chunk k: leaf of y, step, tensor.
 
         Those that are the state before it are among them, and those that are the
         state after it are not: they enter the chunk above.  In the order in which
         plain autograd serves reductions that were made one after the other.
+        `stop_of(k)` is the step after chunk k.
         """
         above = () if last else self[k].held
         passed = {each.start for each in above}
@@ -155,9 +161,9 @@ class Boundaries:
             (j, t, given[each.leaf])
             for each in self[k - 1].held
             if each.leaf not in passed
-            for j, t in self._of(k - 1, each, chunk)
+            for j, t in self._of(k - 1, each, stop_of)
         ]
-        end = ys[-1][0] + 1 if ys else 0
+        end = stop_of(k)
         found += [
             (j, t, y)
             for t, leaves in ys
@@ -169,10 +175,10 @@ class Boundaries:
         found.sort(key=lambda entry: (-entry[0], entry[1]))
         return found
 
-    def _of(self, k: int, held: Held, chunk: int) -> Iterator[tuple[int, int]]:
+    def _of(self, k: int, held: Held, stop_of: Callable[[int], int]) -> Iterator[tuple[int, int]]:
         """Yield the outputs, of chunk k and those before it, that a leaf after it is."""
         while True:
-            yield from ((j, (k + 1) * chunk - back) for j, back in held.outputs)
+            yield from ((j, stop_of(k) - back) for j, back in held.outputs)
             k -= 1
             below = [each for each in self[k].held if each.leaf == held.start]
             if not below:

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, StateError
 from .scope import Scope
+from .tensors import Kind
 
 Buffers: TypeAlias = tuple[tuple[nn.Module, str], ...]
-Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class Cell:
@@ -139,15 +138,15 @@ class Facts:
 
     def leaves(self, state: Any, name: str, t: int) -> list[Tensor]:
         """Return the leaves of a state.  Raises StateError if it has another structure."""
-        return _leaves(state, self.spec, f"{name} returned a state", t)
+        return leaves_of(state, self.spec, f"{name} returned a state", t)
 
     def y_leaves(self, y: Any, name: str, t: int) -> list[Tensor]:
         """Return the leaves of y.  Raises StateError if it has another structure."""
         assert self.y_spec is not None
-        return _leaves(y, self.y_spec, f"{name} returned an output y", t)
+        return leaves_of(y, self.y_spec, f"{name} returned an output y", t)
 
 
-def _leaves(tree: Any, spec: pytree.TreeSpec, what: str, t: int) -> list[Tensor]:
+def leaves_of(tree: Any, spec: pytree.TreeSpec, what: str, t: int) -> list[Tensor]:
     """Return the leaves of a tree in the order of a structure: dicts may have any order."""
     try:
         leaves = [tree] if spec.is_leaf() else spec.flatten_up_to(tree)

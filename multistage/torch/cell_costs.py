@@ -19,8 +19,10 @@ from ..drawing import page, save_text
 from ..drawing.plans import plan_parts
 from ..errors import ArgumentError, BudgetError
 from ..plan import UniformPlan, plan
+from ..plan.chain_plan import ChainPlan
 from ..plan.interval import shortest_interval
 from ..probe import action_seconds, probe_store, with_driver
+from ..stages import Stage
 from ..tier import Tier
 from ..units import format_bytes, format_seconds
 from .cell import Facts
@@ -36,6 +38,7 @@ Strategy = Literal["auto", "keep", "recompute", "stream", "offload"]
 STRATEGIES: tuple[Strategy, ...] = ("auto", "keep", "recompute", "stream", "offload")
 _PROBE_S = 1.0
 _LONGEST_S = 0.05  # a chunk of this length hides every overhead
+_SHOWN = 64  # chunks whose fates are printed one by one
 _AS_GOOD = 1.02  # plans within this factor tie
 
 
@@ -76,7 +79,8 @@ class UnrollPlan:
         them; stream states to a slow tier besides; or stream tapes there, and
         run nothing again.
     steps, chunk : int
-        Time steps, and how many make one step of the schedule.
+        Time steps, and how many make one step of the schedule (at most, where steps
+        differ).
     memory_bytes : int
         The limit.
     peak_bytes : int
@@ -91,6 +95,14 @@ class UnrollPlan:
         All that fit, the fastest first.
     checked : Checked or None
         What the check found; see `unroll`.
+    chain : ChainPlan or None
+        Where steps differ: the plan of the chunks as a chain of stages, with the costs
+        of each.
+    cuts : tuple of int
+        Where steps differ: the first time step of each chunk, and behind the last the
+        number of all.
+    kinds : tuple of (Stage, int)
+        Where steps differ: what a step of each kind costs, and how many there are.
     """
 
     strategy: str
@@ -103,10 +115,15 @@ class UnrollPlan:
     plan: UniformPlan | None
     alternatives: tuple[tuple[str, int, float, int], ...]
     checked: Checked | None = None
+    chain: ChainPlan | None = None
+    cuts: tuple[int, ...] = ()
+    kinds: tuple[tuple[Stage, int], ...] = ()
 
     def summary(self) -> str:
         """Return the plan in one line."""
         what = f"{self.strategy}, chunks of {self.chunk}" if self.plan else self.strategy
+        if self.chain is not None:
+            what = f"{self.strategy}, {len(self.cuts) - 1} chunks of up to {self.chunk}"
         return (
             f"plan {what}: {self.steps} steps within {format_bytes(self.memory_bytes)}: "
             f"{format_seconds(self.seconds)}, peak {format_bytes(self.peak_bytes)} "
@@ -127,11 +144,29 @@ class UnrollPlan:
         lines = [self.summary(), "", tabulate(rows, headers="keys", stralign="right")]
         if self.keep_bytes > self.memory_bytes:
             lines += ["", "Not kept: plain autograd does not fit the limit."]
+        if self.kinds:
+            lines += ["", "Kinds of steps:", "", tabulate(self._kinds(), headers="keys")]
         if self.checked is not None:
             lines += ["", f"Checked against plain autograd: {self.checked}."]
-        if self.plan is not None:
+        if self.chain is not None:
+            short = len(self.chain.costs.stages) <= _SHOWN
+            lines += ["", str(self.chain) if short else self.chain.summary()]
+        elif self.plan is not None:
             lines += ["", str(self.plan)]
         return "\n".join(lines)
+
+    def _kinds(self) -> list[dict[str, object]]:
+        return [
+            {
+                "kind": stage.name,
+                "steps": count,
+                "forward": format_seconds(stage.forward_s),
+                "backward": format_seconds(stage.backward_s),
+                "state": format_bytes(stage.output_bytes),
+                "graph": format_bytes(stage.tape_bytes),
+            }
+            for stage, count in self.kinds
+        ]
 
     def _table(self) -> str:
         rows = [

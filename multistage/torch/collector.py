@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,27 @@ class Collector:
     fused : bool
     graph : bool
         Whether the results are to carry a graph.
+    order : mapping of int to int, optional
+        The place of step t among those that return y, of which there are `steps`; by
+        default all steps do.
+
+    Attributes
+    ----------
+    steps : int
     """
 
     def __init__(
-        self, facts: Facts, steps: int, mode: Any, fused: bool, *, graph: bool = False
+        self,
+        facts: Facts,
+        steps: int,
+        mode: Any,
+        fused: bool,
+        *,
+        graph: bool = False,
+        order: Mapping[int, int] | None = None,
     ) -> None:
         self._facts = facts
-        self._steps = steps
+        self.steps, self._order = steps, order
         self._fused = fused
         self._graph = graph
         self._callback = mode if callable(mode) else None
@@ -73,8 +87,8 @@ class Collector:
             elif kind == "stack":
                 if before is None:
                     size = leaf.shape[1:] if self._fused else leaf.shape
-                    before = self._values[j] = leaf.new_empty((self._steps, *size))
-                place = before[t : t + leaf.shape[0]] if self._fused else before[t]
+                    before = self._values[j] = leaf.new_empty((self.steps, *size))
+                place = before[t : t + leaf.shape[0]] if self._fused else before[self._place(t)]
                 if place.shape != leaf.shape or place.dtype != leaf.dtype:
                     raise StateError(
                         f"step {t} returned an output of {tuple(leaf.shape)} {leaf.dtype} where "
@@ -82,6 +96,9 @@ class Collector:
                         "must all be alike"
                     )
                 place.copy_(leaf)
+
+    def _place(self, t: int) -> int:
+        return t if self._order is None else self._order[t]
 
     def gradient(self, j: int, t: int, leaf: Tensor, gradient: Tensor | None) -> Tensor | None:
         """Return the gradient of leaf j of y of the steps from t on, from that of its reduction."""
@@ -91,8 +108,8 @@ class Collector:
         if kind == "sum":
             return gradient
         if kind == "stack":
-            return gradient[t : t + leaf.shape[0]] if self._fused else gradient[t]
-        last = t + leaf.shape[0] == self._steps if self._fused else t + 1 == self._steps
+            return gradient[t : t + leaf.shape[0]] if self._fused else gradient[self._place(t)]
+        last = t + leaf.shape[0] == self.steps if self._fused else self._place(t) + 1 == self.steps
         if not last:
             return None
         if not self._fused:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, StateError
-from .cell import Buffers, Cell, Facts, Kind
+from .cell import Buffers, Cell, Facts
 from .checking import Check, complain
 from .checksums import checksum
 from .environment import Environment
@@ -22,8 +22,13 @@ from .inputs import Inputs
 from .randomness import Generators, device_types
 from .settings import Autocast, autocast
 from .surroundings import refuse_changes, refuse_graph
+from .tensors import Kind, kind_of, said
 
 _FEW = 8  # steps of a fused cell to look at
+
+
+class StateVaries(StateError):
+    """A cell returned a state of another shape than it was given."""
 
 
 def explore(
@@ -39,6 +44,8 @@ def explore(
 
     Raises
     ------
+    StateVaries
+        If it returns a state of another shape than it gets.
     StateError
         If it returns another kind of state than it gets, writes to the state
         it gets, changes what it refers to, or returns other numbers each time.
@@ -46,12 +53,32 @@ def explore(
         If the state is no pytree of tensors, or it uses tensors of a graph that
         were not given as parameters.
     """
+    leaves, spec = state_leaves(state)
+    known = known_parameters(cell, inputs, parameters)
+
+    def sample(taken: list[Any]) -> Any:
+        return inputs.sample(_FEW, fused=cell.fused, leaves=taken)
+
+    with autocast(Autocast.capture(device_types([*leaves, *known, *inputs.held()]))):
+        explorer = Explorer(cell, leaves, spec, sample, generators, known, check)
+        return explorer.inferred() if torch.is_inference_mode_enabled() else explorer.facts(draws)
+
+
+def state_leaves(state: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
+    """Return the leaves and the structure of a state.  Raises ArgumentError."""
     leaves, spec = pytree.tree_flatten(state)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise ArgumentError(
                 f"the state holds {type(leaf).__name__}; it must be a pytree of tensors"
             )
+    return leaves, spec
+
+
+def known_parameters(
+    cell: Cell, inputs: Inputs, parameters: Sequence[Tensor] | None
+) -> list[Tensor]:
+    """Return the parameters known before a step is run.  Raises ArgumentError."""
     own = [p for m in cell.scope.modules for p in m._parameters.values() if p is not None]
     wanting = {id(p): p for p in own if p.requires_grad}
     known = list(wanting.values() if parameters is None else parameters)
@@ -61,40 +88,84 @@ def explore(
             f"the parameters of {cell.name} are sharded; shard the module that calls unroll "
             "(fully_shard on it gathers them around the whole sequence), not the cell"
         )
-    with autocast(Autocast.capture(device_types([*leaves, *known, *inputs.held()]))):
-        explorer = _Explorer(cell, leaves, spec, inputs, generators, known, check)
-        return explorer.inferred() if torch.is_inference_mode_enabled() else explorer.facts(draws)
+    return known
 
 
 @dataclass(slots=True)
-class _Look:
+class Look:
+    """What one run of a step has shown.
+
+    Attributes
+    ----------
+    spec : TreeSpec
+        Of the state after it.
+    leaves, ys : lists of Tensor
+        Of that state and of y, without their graph.
+    differentiable, wants : tuples of bool
+        Which of these outputs, and of the leaves, take part in the gradient.
+    draws : tuple of bool
+        By generator.
+    found : list of Tensor
+        Leaves of the graph that were not known.
+    weight : (int, int)
+        See `Facts`.
+    used : set
+        For `uses`, which tells the parameters that the step's graph leads to.
+    """
+
+    spec: pytree.TreeSpec
+    leaves: list[Tensor]
     returns_y: bool
     y_spec: pytree.TreeSpec | None
-    ys: list[Tensor]  # without their graph, as `results`
+    ys: list[Tensor]
     differentiable: tuple[bool, ...]
     wants: tuple[bool, ...]
     draws: tuple[bool, ...]
     buffers: Buffers
     found: list[Tensor]
-    results: list[Tensor]
     weight: tuple[int, int]
     x_kinds: tuple[Kind, ...]
+    used: set[Any]
+
+    @property
+    def results(self) -> list[Tensor]:
+        """All that the step returned."""
+        return [*self.leaves, *self.ys]
 
 
-class _Explorer:
+class Explorer:
+    """Runs a step a few times.
+
+    Parameters
+    ----------
+    cell : Cell
+    leaves, spec
+        Of the state before it.
+    x : callable
+        `x(taken)` returns x_t; `taken` gets what stands for inputs that want gradients.
+    generators : Generators
+    known : list of Tensor
+        Parameters; those found are added.
+    check : {"error", "warn", "off"}
+    alike : bool
+        Whether the state must keep its structure and shapes.
+    """
+
     def __init__(
         self,
         cell: Cell,
         leaves: Sequence[Tensor],
         spec: pytree.TreeSpec,
-        inputs: Inputs,
+        x: Callable[[list[Any]], Any],
         generators: Generators,
         known: list[Tensor],
         check: Check,
+        *,
+        alike: bool = True,
     ) -> None:
-        self._check = check
+        self._check, self._alike = check, alike
         self._cell, self._leaves, self._spec = cell, leaves, spec
-        self._inputs, self._generators, self._known = inputs, generators, known
+        self._x, self._generators, self._known = x, generators, known
         self._random = generators.capture()
         self._buffers = [(module, key) for module, key, _ in cell.scope.buffers()]
         self._around = Environment(cell.scope, cell.name, self._buffers)
@@ -113,7 +184,7 @@ class _Explorer:
             spec=self._spec,
             returns_y=looked.returns_y,
             y_spec=looked.y_spec,
-            summed=_summed(looked.ys),
+            summed=summed(looked.ys),
             differentiable=looked.differentiable,
             wants=tuple(wants),
             draws=looked.draws if draws is None else (draws,) * len(self._random),
@@ -124,31 +195,48 @@ class _Explorer:
             x_kinds=looked.x_kinds,
         )
 
+    def look(self) -> tuple[Look, bool]:
+        """Look once; return what was seen, and whether the step must be run with a graph."""
+        if torch.is_inference_mode_enabled():
+            return self._inferred(), False
+        wants = tuple(leaf.requires_grad for leaf in self._leaves)
+        looked = self._look(wants)
+        self._known += held_elsewhere(looked.found)
+        return looked, self._graded(looked, wants)
+
     def inferred(self) -> Facts:
         """Return what inference mode needs, where nothing has a graph: the kind of results."""
-        copies = [leaf.clone() for leaf in self._leaves]
-        with self._untouched():
-            x = self._inputs.sample(_FEW, fused=self._cell.fused, leaves=[])
-            result = self._cell.call(pytree.tree_unflatten(copies, self._spec), x)
-        returns_y = _returns_y(self._cell, result, self._spec)
-        ys, y_spec = _outputs(self._cell, result) if returns_y else ([], None)
+        looked = self._inferred()
         return Facts(
             spec=self._spec,
-            returns_y=returns_y,
-            y_spec=y_spec,
-            summed=_summed(ys),
-            differentiable=(False,) * len(ys),
-            wants=((False,) * len(copies),),
-            draws=(False,) * len(self._random),
+            returns_y=looked.returns_y,
+            y_spec=looked.y_spec,
+            summed=summed(looked.ys),
+            differentiable=looked.differentiable,
+            wants=(looked.wants,),
+            draws=looked.draws,
             graded=False,
             buffers=(),
             parameters=(),
-            weight=(0, 0),
+            weight=looked.weight,
             x_kinds=(),
         )
 
+    def _inferred(self) -> Look:
+        copies = [leaf.clone() for leaf in self._leaves]
+        with self.untouched():
+            result = self._cell.call(pytree.tree_unflatten(copies, self._spec), self._x([]))
+        returns_y = self._returns_y(result)
+        leaves, spec = self._state_of(result[0] if returns_y else result)
+        ys, y_spec = self._outputs(result) if returns_y else ([], None)
+        no, silent = (False,) * len(leaves), (False,) * len(ys)
+        draws, nothing = (False,) * len(self._random), (0, 0)
+        return Look(
+            spec, leaves, returns_y, y_spec, ys, silent, no, draws, (), [], nothing, (), set()
+        )
+
     @contextlib.contextmanager
-    def _untouched(self) -> Iterator[None]:
+    def untouched(self) -> Iterator[None]:
         """Run the cell as it is now; put everything back."""
         try:
             with self._around.again(random=False):
@@ -156,7 +244,7 @@ class _Explorer:
         finally:
             self._generators.restore(self._random)
 
-    def _graded(self, looked: _Look, wants: Sequence[bool]) -> bool:
+    def _graded(self, looked: Look, wants: Sequence[bool]) -> bool:
         """Whether a step returns other bits without a graph, from state 0 or the one after it.
 
         State 0 is often zeros, from which many kernels round alike.  The compiler
@@ -168,9 +256,8 @@ class _Explorer:
             given = [t.detach() for t in state]
             if wants is not None:
                 given = [t.requires_grad_(w) for t, w in zip(given, wants, strict=True)]
-            with self._untouched(), torch.set_grad_enabled(wants is not None):
-                x = self._inputs.sample(_FEW, fused=cell.fused, leaves=[])
-                result = cell.call(pytree.tree_unflatten(given, spec), x)
+            with self.untouched(), torch.set_grad_enabled(wants is not None):
+                result = cell.call(pytree.tree_unflatten(given, spec), self._x([]))
             return checksum([t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)])
 
         seen = checksum(looked.results)
@@ -186,16 +273,17 @@ class _Explorer:
                     "(torch.use_deterministic_algorithms)",
                 )
             return True
-        after = looked.results[: len(self._leaves)]
-        return step(after, None) != step(after, looked.wants)
+        if not _are_alike(looked.leaves, self._leaves):
+            return False
+        return step(looked.leaves, None) != step(looked.leaves, looked.wants)
 
-    def _look(self, wants: Sequence[bool]) -> _Look:
+    def _look(self, wants: Sequence[bool]) -> Look:
         parameters = [p for p in self._cell.scope.parameters() if p.is_leaf]
         aside = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None
         try:
-            with self._untouched(), torch.enable_grad():
+            with self.untouched(), torch.enable_grad():
                 looked = self._looked(wants)
             if any(p.grad is not None for p in parameters):
                 raise StateError(
@@ -207,13 +295,13 @@ class _Explorer:
             for parameter, gradient in zip(parameters, aside, strict=True):
                 parameter.grad = gradient
 
-    def _looked(self, wants: Sequence[bool]) -> _Look:
-        cell, leaves, spec, inputs = self._cell, self._leaves, self._spec, self._inputs
+    def _looked(self, wants: Sequence[bool]) -> Look:
+        cell, leaves, spec = self._cell, self._leaves, self._spec
         given = [t.detach().requires_grad_(w) for t, w in zip(leaves, wants, strict=True)]
         before = [(m, k, b, b._version, b.detach().clone()) for m, k, b in self._owned()]
         begun = graph_begins()
         taken: list[Any] = []
-        x = inputs.sample(_FEW, fused=cell.fused, leaves=taken)
+        x = self._x(taken)
         # Copies, so that a cell that writes to its state is found out, not stopped by autograd.
         copies = [t.clone() for t in given]
         versions = [t._version for t in copies]
@@ -233,23 +321,9 @@ class _Explorer:
         )
         for module, key in changed:
             refuse_graph(cell.name, module, key, "in its first step")
-        returns_y = _returns_y(cell, result, spec)
-        new_state = result[0] if returns_y else result
-        new_leaves = pytree.tree_leaves(new_state)
-        for number, (old, new) in enumerate(zip(leaves, new_leaves, strict=True)):
-            is_tensor = isinstance(new, Tensor)
-            if not is_tensor or (new.shape, new.dtype, new.device) != (
-                old.shape,
-                old.dtype,
-                old.device,
-            ):
-                what = f"{tuple(new.shape)} {new.dtype} on {new.device}" if is_tensor else type(new)
-                raise StateError(
-                    f"{cell.name} changed leaf {number} of its state from {tuple(old.shape)} "
-                    f"{old.dtype} on {old.device} to {what}; it must return a state like the one "
-                    "it got"
-                )
-        ys, y_spec = _outputs(cell, result) if returns_y else ([], None)
+        returns_y = self._returns_y(result)
+        new_leaves, new_spec = self._state_of(result[0] if returns_y else result)
+        ys, y_spec = self._outputs(result) if returns_y else ([], None)
         exchanged = {id(module._buffers[key]) for module, key in changed}
         if any(id(leaf) in exchanged for leaf in ys):
             raise StateError(
@@ -258,8 +332,11 @@ class _Explorer:
             )
         own = {id(t) for t in [*given, *(leaf for _, leaf in taken)]}
         roots = [t for t in [*new_leaves, *ys] if t.requires_grad]
-        found = list(leaves_below(roots, own, self._known, begun, cell.name))
-        return _Look(
+        used: set[Any] = set()
+        found = list(leaves_below(roots, own, self._known, begun, cell.name, used))
+        return Look(
+            new_spec,
+            [t.detach() for t in new_leaves],
             returns_y,
             y_spec,
             [t.detach() for t in ys],
@@ -268,10 +345,62 @@ class _Explorer:
             tuple([name in drawn for name in self._generators.names]),
             changed,
             found,
-            [t.detach() for t in [*new_leaves, *ys]],
             graph_weight(roots, begun),
-            tuple((t.shape, t.dtype, t.device) for t in tensors_of(x)),
+            tuple(kind_of(t) for t in tensors_of(x)),
+            used,
         )
+
+    def _state_of(self, state: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
+        """Return the leaves and structure of a state that was returned.  Raises StateError."""
+        leaves, spec = pytree.tree_flatten(state)
+        for number, new in enumerate(leaves):
+            if not isinstance(new, Tensor):
+                raise StateError(
+                    f"{self._cell.name} returned {type(new).__name__} as leaf {number} of its "
+                    "state; it must be a pytree of tensors"
+                )
+        if not self._alike:
+            return leaves, spec
+        for number, (old, new) in enumerate(zip(self._leaves, leaves, strict=True)):
+            if kind_of(old) != kind_of(new):
+                raise StateVaries(
+                    f"{self._cell.name} changed leaf {number} of its state from "
+                    f"{said(kind_of(old))} to {said(kind_of(new))}; it must return a state like "
+                    "the one it got"
+                )
+        return leaves, spec
+
+    def _returns_y(self, result: Any) -> bool:
+        """Whether a step returned (state, y).
+
+        Where states may be of another structure each, a pair that is not like the state it
+        was given is (state, y).
+        """
+        spec = self._spec
+        if pytree.tree_structure(result) == spec:
+            return False
+        if isinstance(result, tuple) and len(result) == 2:
+            if pytree.tree_structure(result[0]) == spec or not self._alike:
+                return True
+            result = result[0]
+        if not self._alike:
+            return False
+        raise StateVaries(
+            f"{self._cell.name} got a state of structure {spec} and returned "
+            f"{pytree.tree_structure(result)}; it must return a state like it, or (state, y)"
+        )
+
+    def _outputs(self, result: Any) -> tuple[list[Tensor], pytree.TreeSpec | None]:
+        """Return the leaves and structure of y; where states may differ it may be None."""
+        if result[1] is None and not self._alike:
+            return [], None
+        ys, spec = pytree.tree_flatten(result[1])
+        for leaf in ys:
+            if not isinstance(leaf, Tensor):
+                raise StateError(
+                    f"{self._cell.name} returns {type(leaf).__name__} in y; tensors only"
+                )
+        return ys, spec
 
     def _owned(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         for module, key in self._buffers:
@@ -280,28 +409,10 @@ class _Explorer:
                 yield module, key, buffer
 
 
-def _returns_y(cell: Cell, result: Any, spec: pytree.TreeSpec) -> bool:
-    if pytree.tree_structure(result) == spec:
-        return False
-    if isinstance(result, tuple) and len(result) == 2:
-        if pytree.tree_structure(result[0]) == spec:
-            return True
-        result = result[0]
-    raise StateError(
-        f"{cell.name} got a state of structure {spec} and returned "
-        f"{pytree.tree_structure(result)}; it must return a state like it, or (state, y)"
-    )
+def _are_alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return [kind_of(t) for t in some] == [kind_of(t) for t in others]
 
 
-def _outputs(cell: Cell, result: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
-    """Return the leaves and structure of y."""
-    ys, spec = pytree.tree_flatten(result[1])
-    for leaf in ys:
-        if not isinstance(leaf, Tensor):
-            raise StateError(f"{cell.name} returns {type(leaf).__name__} in y; tensors only")
-    return ys, spec
-
-
-def _summed(ys: Sequence[Tensor]) -> tuple[bool, ...]:
+def summed(ys: Sequence[Tensor]) -> tuple[bool, ...]:
     """Return which outputs are one number, a loss."""
     return tuple([y.dim() == 0 and y.is_floating_point() for y in ys])

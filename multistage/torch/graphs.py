@@ -38,6 +38,7 @@ def leaves_below(
     known: Sequence[Tensor],
     begun: int,
     name: str,
+    used: set[Any] | None = None,
 ) -> Iterator[Tensor]:
     """Yield the leaves of a graph that are neither inputs nor known.
 
@@ -51,6 +52,8 @@ def leaves_below(
         Parameters; where they are no leaves, the graph ends at them.
     begun : int
         Sequence number of autograd nodes from which on they are the cell's.
+    used : set, optional
+        Gets what `uses` asks for.
 
     Raises
     ------
@@ -61,20 +64,27 @@ def leaves_below(
     # One output of a node each: others, as the rest of an `unbind`, are not known by it.
     ends = {(p.grad_fn, p.output_nr) for p in known}
     passed = inputs | {id(p) for p in known}
+    used = set() if used is None else used
     for root in roots:
-        if root.grad_fn is None and root.requires_grad and id(root) not in passed:
-            passed.add(id(root))
-            yield root
+        if root.grad_fn is None and root.requires_grad:
+            used.add(id(root))
+            if id(root) not in passed:
+                passed.add(id(root))
+                yield root
     stack: list[tuple[Any, int]] = [(t.grad_fn, t.output_nr) for t in roots]
     seen: set[Any] = {None}
     while stack:
         edge = stack.pop()
         node = edge[0]
-        if node in seen or edge in ends:
+        if edge in ends and node is not None:
+            used.add(edge)
+            continue
+        if node in seen:
             continue
         seen.add(node)
         if type(node) is leaf_node:
             variable = node.variable
+            used.add(id(variable))
             if id(variable) not in passed:
                 passed.add(id(variable))
                 yield variable
@@ -86,6 +96,11 @@ def leaves_below(
                 "an earlier step computed it"
             )
         stack += node.next_functions
+
+
+def uses(used: set[Any], parameter: Tensor) -> bool:
+    """Whether a graph that `leaves_below` walked leads to a parameter."""
+    return id(parameter) in used or (parameter.grad_fn, parameter.output_nr) in used
 
 
 def held_elsewhere(leaves: list[Tensor], *, collect: bool = False) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, StateError
 
 Place = int | slice
 
@@ -58,6 +58,7 @@ class Inputs:
             tuple,
         )
         self.repeated: list[Tensor] = []
+        self._most_bytes: int | None = None  # of x_t that is made anew
         self._allowed: set[int] | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[tuple[Tensor, int]] = []
@@ -119,6 +120,22 @@ class Inputs:
                     (k, n) for k, n in places if id(self._tensors[n]) not in self._allowed
                 ]
 
+    def differs(self) -> bool:
+        """Whether elements of a list differ in structure, shapes, dtypes or devices."""
+        if not self._elements:
+            return False
+        first = _form(*self._elements[0])
+        return any(_form(*element) != first for element in self._elements)
+
+    def expect(self, kinds: Sequence[tuple[torch.Size, torch.dtype, Any]], count: int) -> None:
+        """Refuse x_t that is made anew and takes more than the ones that were looked at.
+
+        `kinds` are those of the tensors of `count` steps.
+        """
+        if self.made and kinds:
+            total = sum(size.numel() * dtype.itemsize for size, dtype, _ in kinds)
+            self._most_bytes = total // count
+
     def changed(self) -> bool:
         """Whether a tensor that was given was written to since."""
         return any(tensor._version != version for tensor, version in self._versions)
@@ -161,7 +178,16 @@ class Inputs:
         value = self.given(t) if callable(self.given) else self.given[t]
         if self._allowed is None:
             return value
-        for leaf in [value] if isinstance(value, Tensor) else pytree.tree_leaves(value):
+        leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
+        if self._most_bytes is not None:
+            found = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+            if found > self._most_bytes:
+                raise StateError(
+                    f"x_{t} of inputs takes {found} bytes, and the first {self._most_bytes}, by "
+                    "which memory was planned; where inputs differ in shape say unequal=True, or "
+                    "give them as a list"
+                )
+        for leaf in leaves:
             if (
                 isinstance(leaf, Tensor)
                 and leaf.requires_grad
@@ -240,6 +266,13 @@ class InputGradients:
     def values(self) -> list[Tensor | None]:
         """Return the gradients; None of a tensor that none reached, as plain autograd has it."""
         return self._found
+
+
+def _form(flat: Sequence[Any], spec: Any) -> object:
+    """Return what tells apart elements but for their values."""
+    return spec, tuple(
+        [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in flat]
+    )
 
 
 def _stacked(elements: Sequence[Any]) -> Any:

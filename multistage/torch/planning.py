@@ -16,6 +16,7 @@ from ..backends.urls import TierName
 from ..budget import Budget
 from ..errors import BudgetError
 from ..limits import default_budget_bytes
+from ..stages import StageCosts
 from ..tier import Tier
 from .cell import Cell
 from .cell_costs import (
@@ -30,7 +31,7 @@ from .cell_costs import (
 )
 from .checking import Check, Checked
 from .paging import PAGE_BYTES
-from .tensors import TensorLayout
+from .tensors import TensorLayout, kind_of
 from .through_time import ThroughTime
 
 TRAVELS_BYTES = 256 << 10  # tapes' tensors of at least this travel
@@ -50,12 +51,14 @@ class Settings:
     strategy: Strategy
     progress: bool | None
     check: Check = "error"
+    costs: StageCosts | None = None
 
 
-class _Memory(Generic[_V]):
+class Memory(Generic[_V]):
     """What was found last, by kind; for all threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = _REMEMBERED) -> None:
+        self._most = most
         self._lock = threading.Lock()
         self._found: OrderedDict[object, _V] = OrderedDict()
 
@@ -67,7 +70,7 @@ class _Memory(Generic[_V]):
         with self._lock:
             self._found[key] = value
             self._found.move_to_end(key)
-            while len(self._found) > _REMEMBERED:
+            while len(self._found) > self._most:
                 self._found.popitem(last=False)
         return value
 
@@ -96,8 +99,8 @@ class _Known:
         return self.plan.strategy == "keep" or limit <= 2 * self.plan.memory_bytes
 
 
-_plans: _Memory[_Known] = _Memory()
-_tiers: _Memory[Tier] = _Memory()
+_plans: Memory[_Known] = Memory()
+_tiers: Memory[Tier] = Memory()
 
 
 def planned(
@@ -124,7 +127,7 @@ def planned(
     """
     cell, facts, inputs = chain.cell, chain.facts, chain.inputs
     key = (
-        _identity(cell),
+        identity(cell),
         _kinds(leaves),
         inputs.steps,
         settings,
@@ -142,7 +145,7 @@ def planned(
     if known is not None and settings.memory is not None:
         return known.plan
     if settings.memory is None:
-        free = _free(chain.device)
+        free = free_bytes(chain.device)
         if known is not None and known.holds(free):
             return known.plan
         budget = Budget(bytes=free)
@@ -194,7 +197,7 @@ def _page_tier(store: Store, device: torch.device, settings: Settings) -> Tier |
         return None
 
 
-def _identity(cell: Cell) -> object:
+def identity(cell: Cell) -> object:
     """Return what tells cells of one kind from others; plans of a kind are shared."""
     given = cell.given
     if isinstance(given, nn.Module):
@@ -206,10 +209,11 @@ def _identity(cell: Cell) -> object:
 
 
 def _kinds(leaves: Sequence[Tensor]) -> object:
-    return tuple((t.shape, t.dtype, t.device) for t in leaves)
+    return tuple(kind_of(t) for t in leaves)
 
 
-def _free(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Return the memory of a device that may be used where no limit is given."""
     if device.type != "cuda":
         return default_budget_bytes()
     free, _ = torch.cuda.mem_get_info(device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -47,7 +47,24 @@ class TensorState:
         return self.tensors
 
 
-_Kind = tuple[torch.Size, torch.dtype, torch.device]
+Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def kind_of(tensor: Tensor) -> Kind:
+    """Return what a tensor is but for its values."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def said(kind: Kind) -> str:
+    """Return a kind in words.
+
+    Examples
+    --------
+    >>> said(kind_of(torch.zeros(2, 3)))
+    '(2, 3) float32 on cpu'
+    """
+    size, dtype, device = kind
+    return f"{tuple(size)} {str(dtype).removeprefix('torch.')} on {device}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +89,7 @@ class TensorLayout:
     """
 
     def __init__(self, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
-        self._kinds: list[_Kind] = [(t.shape, t.dtype, t.device) for t in tensors]
+        self._kinds: list[Kind] = [kind_of(t) for t in tensors]
         self._names = list(names)
         sizes = [t.numel() * t.element_size() for t in tensors]
         cuda = [t.device for t in tensors if t.device.type == "cuda"]
@@ -82,14 +99,14 @@ class TensorLayout:
 
     def arrays(self, state: TensorState, where: int | str = "the state") -> list[Tensor]:
         """Return the tensors of a state.  Raises StateError if they are of another layout."""
-        kinds = [(t.shape, t.dtype, t.device) for t in state.tensors]
+        kinds = [kind_of(t) for t in state.tensors]
         if kinds != self._kinds:
             where = f"state {where}" if isinstance(where, int) else where
             for name, was, now in zip(self._names, self._kinds, kinds, strict=False):
                 if was != now:
                     raise StateError(
-                        f"{where} changed {name} from {_said(was)} to {_said(now)}; a cell must "
-                        "return a state like the one it got"
+                        f"{where} changed {name} from {said(was)} to {said(now)}; a cell must "
+                        "return a state like the one it got, or say unequal=True"
                     )
             raise StateError(f"{where} has {len(kinds)} tensors in place of {len(self._kinds)}")
         return list(state.tensors)
@@ -124,11 +141,6 @@ class TensorLayout:
         return self._kinds == other._kinds
 
 
-def _said(kind: _Kind) -> str:
-    size, dtype, device = kind
-    return f"{tuple(size)} {str(dtype).removeprefix('torch.')} on {device}"
-
-
 def _is_dense(tensor: Tensor) -> bool:
     """Whether a tensor's elements fill a stretch of memory, in whatever order of axes."""
     if tensor.is_contiguous():
@@ -158,12 +170,16 @@ def _from_numpy(array: Any) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+class _Arrays(Protocol):
+    def arrays(self, state: TensorState, where: int | str = ...) -> list[Tensor]: ...
+
+
 class TensorSlots:
     """Fast slots: references, and copies of views that would keep more alive than themselves."""
 
     shared = True
 
-    def __init__(self, layout: TensorLayout) -> None:
+    def __init__(self, layout: _Arrays) -> None:
         self._layout = layout
 
     def keep(self, state: TensorState, where: int | str) -> Kept:

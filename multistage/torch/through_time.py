@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -111,6 +111,24 @@ class ThroughTime:
     def _steps(self, k: int) -> tuple[int, int]:
         return k * self.chunk, min((k + 1) * self.chunk, self.inputs.steps)
 
+    def _stop_of(self, k: int) -> int:
+        return self._steps(k)[1]
+
+    def _spec(self, k: int) -> pytree.TreeSpec:
+        """Return the structure of the state before a chunk."""
+        return self.facts.spec
+
+    def _wants(self, k: int) -> tuple[bool, ...]:
+        """Return which leaves of the state before a chunk take part in the gradient."""
+        return self.facts.wants_at(k)
+
+    def last_spec(self) -> pytree.TreeSpec:
+        """Return the structure of the last state."""
+        return self._spec(self.n_steps)
+
+    def _last_wants(self) -> tuple[bool, ...]:
+        return self.facts.wants[-1]
+
     def _note(self, k: int, given: Sequence[Tensor], leaves: Sequence[Tensor], ys: Ys) -> None:
         """Note which tensors around a chunk are one."""
         outputs = () if self.cell.fused else ys
@@ -122,15 +140,14 @@ class ThroughTime:
 
     def advance(self, state: TensorState, start: int, stop: int) -> TensorState:
         x = self.inputs.many if self.cell.fused else self.inputs.at
-        if self.checksums is None and self.check != "off":
-            self.checksums = Checksums(self.n_steps, self.device)
+        self.require_checksums()
         with torch.set_grad_enabled(self.facts.graded):
             for k in range(start, stop):
                 new = k >= self.front
                 self.front = max(self.front, k + 1)
                 given = self._given(state, k, graph=self.facts.graded)
                 first, last = self._steps(k)
-                user = pytree.tree_unflatten(list(given), self.facts.spec)
+                user = pytree.tree_unflatten(list(given), self._spec(k))
                 ys: Ys = []
                 versions: list[int] = []
 
@@ -140,13 +157,10 @@ class ThroughTime:
                     if new:  # noqa: B023
                         self.collector.add(*found)
 
-                leaves = run_steps(self.cell, self.facts, user, (first, last), x, take)
+                leaves = self._run_steps(user, (first, last), x, take)
                 self._note(k, given, leaves, ys)
                 if versions != [y._version for _, of_step in ys for y in of_step]:
-                    raise StateError(
-                        f"{self.cell.name} writes to an output of steps {first} to {last - 1} "
-                        "after it was returned; it must return tensors that it leaves alone: a copy"
-                    )
+                    self._refuse_written(first, last)
                 if new and self.checksums is not None:
                     self.checksums.note(k, [*leaves, *(ys[-1][1] if ys else ())])
                 state.checked()
@@ -154,12 +168,32 @@ class ThroughTime:
                 state = TensorState([*(t.detach() for t in leaves), *rest])
         return state
 
+    def require_checksums(self) -> None:
+        """Make room for the checksums of a first run, unless they are not wanted."""
+        if self.checksums is None and self.check != "off":
+            self.checksums = Checksums(self.n_steps, self.device)
+
+    def _run_steps(
+        self,
+        state: Any,
+        steps: tuple[int, int],
+        x: Callable[..., Any],
+        take: Callable[[tuple[int, list[Tensor]]], None],
+    ) -> list[Tensor]:
+        return run_steps(self.cell, self.facts, state, steps, x, take)
+
+    def _refuse_written(self, first: int, last: int) -> NoReturn:
+        raise StateError(
+            f"{self.cell.name} writes to an output of steps {first} to {last - 1} after it was "
+            "returned; it must return tensors that it leaves alone: a copy"
+        )
+
     def _given(self, state: TensorState, k: int, *, graph: bool) -> list[Tensor]:
         """Return the state before a chunk for the cell to run on, in the surroundings of then."""
         tensors = state.checked()
-        count = self.facts.spec.num_leaves
+        count = self._spec(k).num_leaves
         self.around.reinstall(tensors[count:])
-        before, wants = self.boundaries[k - 1], self.facts.wants_at(k)
+        before, wants = self.boundaries[k - 1], self._wants(k)
         pattern = before.pattern
         given: list[Tensor] = []
         for i, tensor in enumerate(tensors[:count]):
@@ -189,12 +223,13 @@ class ThroughTime:
                 continue
             places.append(len(results))
             results.append(leaf.view_as(leaf))
-            flags.append(self.facts.wants[-1][i])
+            flags.append(self._last_wants()[i])
         # The sum of one is that one.
-        one = ("last", "sum") if self.inputs.steps == 1 else ("last",)
+        one = ("last", "sum") if self.collector.steps == 1 else ("last",)
         kept = [kind in one and not self.cell.fused for kind in self.collector.kinds]
         for j, value in enumerate(self.collector.values()):
-            same = pattern[count + j] if kept[j] else count + j
+            known = kept[j] and count + j < len(pattern)  # else no y came in the last chunk
+            same = pattern[count + j] if known else count + j
             if value is None:
                 places.append(None)
             elif same < count or (same < count + j and kept[same - count]):
@@ -215,8 +250,31 @@ class ThroughTime:
             return self._reverse(tape, adjoint, step)
 
     def _reverse(self, before: TensorState, adjoint: Gradients, k: int) -> Gradients:
+        return self._back([self._again(before, k)], adjoint, k)
+
+    def _back(
+        self,
+        held: list[Again],
+        adjoint: Gradients,
+        k: int,
+        chosen: Sequence[int] | None = None,
+        views: Sequence[Tensor] = (),
+    ) -> Gradients:
+        """Return the gradients of the state before a chunk whose graph is there.
+
+        Parameters
+        ----------
+        held : list of one Again
+            Emptied: nobody else may hold the graph.
+        adjoint : tuple of Tensor or None
+        k : int
+        chosen : sequence of int, optional
+            The parameters that the graph uses; by default it may use all.
+        views : sequence of Tensor
+            Of those parameters, made after the graph; by default they are made now.
+        """
         facts = self.facts
-        again = self._again(before, k)
+        again = held.pop()
         given, xs = again.given, again.xs
         roots: list[tuple[Tensor, Tensor | None]]
         roots = list(zip(again.leaves, adjoint, strict=True)) + self._of_outputs(k, again)
@@ -229,24 +287,33 @@ class ThroughTime:
         unknown += leaves_below(below, own, facts.parameters, again.begun, self.cell.name)
         del below
         wanted = [t for i, t in enumerate(given) if t.requires_grad and self._is_own(k, i)]
+        of_sums = facts.parameters
+        sums = self.sums
+        if chosen is not None:
+            of_sums, sums = tuple([of_sums[i] for i in chosen]), [sums[i] for i in chosen]
         # Made last, and so served first: the sums of the chunks above.
-        for tensor, so_far in zip(facts.parameters, self.sums, strict=True):
+        for number, (tensor, so_far) in enumerate(zip(of_sums, sums, strict=True)):
             if so_far is not None:
-                roots.append((tensor.view_as(tensor), so_far))
-        targets = [*wanted, *(x for _, x in xs), *facts.parameters]
+                roots.append((views[number] if views else tensor.view_as(tensor), so_far))
+        targets = [*wanted, *(x for _, x in xs), *of_sums]
         with _without_hooks(facts.parameters):
             found = self._gradients(roots, targets)
         for (place, _), gradient in zip(xs, found[len(wanted) :], strict=False):
             if gradient is not None and self.of_inputs is not None:
                 self.of_inputs.put(place, gradient)
-        self.sums = list(found[len(wanted) + len(xs) :])
+        sums = list(found[len(wanted) + len(xs) :])
+        if chosen is None:
+            self.sums = sums
+        else:
+            for i, total in zip(chosen, sums, strict=True):
+                self.sums[i] = total
         of_state = iter(found[: len(wanted)])
         result = tuple(
             next(of_state) if t.requires_grad and self._is_own(k, i) else None
             for i, t in enumerate(given)
         )
         if unknown:
-            del again, given, xs, roots, wanted  # the cell's own leaves go with the graph
+            del again, given, xs, roots, wanted, targets  # the cell's own leaves go with the graph
             self._refuse(held_elsewhere(unknown, collect=True), k)
         return result
 
@@ -274,29 +341,34 @@ class ThroughTime:
                 )
         return found
 
-    def _again(self, before: TensorState, k: int) -> _Again:
+    def _again(self, before: TensorState, k: int) -> Again:
         """Run a chunk again, with a graph; check that it did the same."""
-        inputs, fused = self.inputs, self.cell.fused
-        given = self._given(before, k, graph=True)
         first, last = self._steps(k)
-        xs: list[tuple[Place, Tensor]] = []
         ys: Ys = []
-        begun = graph_begins()
-        leaves = run_steps(
-            self.cell,
-            self.facts,
-            pytree.tree_unflatten(given, self.facts.spec),
-            (first, last),
-            (lambda t, until: inputs.many(t, until, xs)) if fused else lambda t: inputs.at(t, xs),
-            ys.append,
-        )
+        given, leaves, xs, begun = self._with_graph(before, k, ys.append)
         results = [*leaves, *(ys[-1][1] if ys else ())]
         if self.checksums is not None and self.checksums.differs(k, results):
             self._refuse_other(k)
         self.around.refuse_graphs(first, last)
         self._check_wants(k, leaves, ys)
         self._note(k, given, leaves, ys)
-        return _Again(given, leaves, xs, ys, begun)
+        return Again(given, leaves, xs, ys, begun)
+
+    def _with_graph(
+        self, before: TensorState, k: int, take: Callable[[tuple[int, list[Tensor]]], None]
+    ) -> tuple[list[Tensor], list[Tensor], list[tuple[Place, Tensor]], int]:
+        """Run a chunk with a graph; return the state before and after, inputs, where it began."""
+        inputs, fused = self.inputs, self.cell.fused
+        given = self._given(before, k, graph=True)
+        xs: list[tuple[Place, Tensor]] = []
+        begun = graph_begins()
+        leaves = self._run_steps(
+            pytree.tree_unflatten(given, self._spec(k)),
+            self._steps(k),
+            (lambda t, until: inputs.many(t, until, xs)) if fused else lambda t: inputs.at(t, xs),
+            take,
+        )
+        return given, leaves, xs, begun
 
     def verify(self) -> None:
         """Raise StateError if a chunk gave other results on a device when it was run again."""
@@ -329,17 +401,17 @@ class ThroughTime:
         before = self.boundaries[k - 1]
         return before.pattern[i] == i and before.known[i] < 0
 
-    def _of_outputs(self, k: int, again: _Again) -> list[tuple[Tensor, Tensor | None]]:
+    def _of_outputs(self, k: int, again: Again) -> list[tuple[Tensor, Tensor | None]]:
         """Return the outputs that enter a chunk's graph, with their gradients."""
-        last = self._steps(k)[1] == self.inputs.steps
-        found = self.boundaries.outputs_of(k, again.given, again.ys, self.chunk, last)
+        last = k == self.n_steps - 1
+        found = self.boundaries.outputs_of(k, again.given, again.ys, self._stop_of, last)
         gradients = self.output_gradients
         return [(y, self.collector.gradient(j, t, y, gradients[j])) for j, t, y in found]
 
     def _check_wants(self, k: int, leaves: Sequence[Tensor], ys: Ys) -> None:
         """Raise StateError if a result takes part in the gradient that was not known to."""
         facts, name = self.facts, self.cell.name
-        for i, (leaf, wants) in enumerate(zip(leaves, facts.wants_at(k + 1), strict=True)):
+        for i, (leaf, wants) in enumerate(zip(leaves, self._wants(k + 1), strict=True)):
             if leaf.requires_grad and not wants:
                 raise StateError(
                     f"leaf {i} of the state of {name} takes part in the gradient after step "
@@ -356,8 +428,8 @@ class ThroughTime:
 
 
 @dataclass(slots=True)
-class _Again:
-    """A chunk that was run again."""
+class Again:
+    """A chunk that was run with a graph."""
 
     given: list[Tensor]  # the state before it
     leaves: list[Tensor]  # and after

@@ -3,67 +3,47 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..backends.base import Store
-from ..backends.lifetimes import Birth, end
 from ..backends.urls import Tiers, tier_names
 from ..costs import Costs
-from ..errors import ArgumentError, MultistageError
-from ..execute import Executor
+from ..errors import ArgumentError
 from ..plan import PLANNERS
 from ..progress import Bars
+from ..stages import StageCosts
 from .cell import Cell, Facts
 from .cell_costs import STRATEGIES, Strategy, UnrollPlan
+from .cells import Cells
 from .checking import Check, Checked, check_chain, checked_choice
 from .collector import Collector
 from .environment import generators_of
 from .exploring import tensors_of
-from .exploring_cells import explore
-from .inputs import InputGradients, Inputs
+from .exploring_cells import StateVaries, explore
+from .inputs import Inputs
 from .offload import offload
 from .planning import TRAVELS_BYTES, Settings, planned
 from .randomness import cuda_or_cpu, refuse_hidden_draws
 from .surroundings import Surroundings
-from .tensors import TensorLayout, TensorState, TensorStates
+from .sweeping import Sweep, results_of, through
+from .sweeping import Unrolled as Unrolled
+from .tensors import TensorLayout, TensorStates
 from .through_time import ThroughTime, run_steps
 from .tiers import open_tiers
+from .unroll_varied import unroll_varied
 
 _OUTPUTS = ("stack", "sum", "last")
 _CHECKED = 12  # steps at most that a check runs
 
 
-@dataclass(frozen=True, slots=True)
-class Unrolled:
-    """What `unroll` returns.
-
-    Attributes
-    ----------
-    state : pytree of Tensor
-        The state after the last step.
-    loss : Tensor or None
-        Sum of the losses of all steps, if the cell returns any.
-    outputs : pytree of Tensor or None
-        y of all steps, reduced as asked for.
-    plan : UnrollPlan or None
-        How it was run; None where no gradient is wanted.
-    """
-
-    state: Any
-    loss: Tensor | None
-    outputs: Any
-    plan: UnrollPlan | None
-
-
 def unroll(
-    cell: Callable[..., Any],
+    cell: Callable[..., Any] | Sequence[Callable[..., Any]],
     state: Any,
     inputs: Any,
     *,
@@ -78,6 +58,8 @@ def unroll(
     random: bool | None = None,
     progress: bool | None = None,
     check: Check = "error",
+    unequal: bool | None = None,
+    costs: StageCosts | None = None,
 ) -> Unrolled:
     """Run a cell over a sequence, so that its gradient fits the memory, whatever the length.
 
@@ -87,19 +69,22 @@ def unroll(
 
     Parameters
     ----------
-    cell : callable
+    cell : callable, or sequence of callables
         `cell(state, x_t)` returns the next state, or `(state, y_t)`; an
         `nn.LSTM`, `nn.GRU`, `nn.LSTMCell` or the like is called its own way.
         It must do the same when it is run again, and not write to its state.
+        A list, tuple or `nn.ModuleList`: one cell for each step, each of which takes
+        the state that the cell before it returns.
     state : pytree of Tensor
-        State 0; every state has its structure, shapes, dtypes and devices.
+        State 0; later states have its structure, shapes, dtypes and devices, unless
+        steps are unequal.
     inputs : Tensor, sequence, callable or None
         x_t: a tensor with time first, a list or tuple of trees of tensors, or a
         function of t or other sequence, which is called again when steps are run
         again, so that inputs need not fit in memory.  It is part of the cell:
         parameters it uses get gradients.
     steps : int, optional
-        Time steps; needed for a function.
+        Time steps; needed for a function, unless there is a cell for each.
     memory : int, str, float or None
         Limit for states and graphs on the device: bytes, `"2 GiB"`, a fraction
         (a float up to 1) of what plain autograd takes, or None for what is
@@ -140,6 +125,12 @@ def unroll(
         first, by checksums.  If they differ, raise StateError, or issue a
         DifferenceWarning.  The cell, and `inputs` if it is a function, are called
         some more times for it.
+    unequal : bool, optional
+        Whether steps may differ in cost and states in size; see Notes.  Found out, if
+        not given, from the cells, from a list of inputs, and from the first step.
+    costs : StageCosts, optional
+        What each time step costs, one Stage for each, in place of measuring each kind
+        of step; `tape_bytes` is the graph of the step.
 
     Returns
     -------
@@ -150,7 +141,9 @@ def unroll(
     ArgumentError, BudgetError, StoreError
         Before the sequence is run: rule, values, remedy.
     StateError
-        If the cell returns another kind of state than it gets, or writes to it.
+        If the cell returns another kind of state than it gets, or writes to it; if
+        unequal steps are not what their kind is, or a cell does not run on the state
+        that the cell before it returns.
 
     Examples
     --------
@@ -162,8 +155,28 @@ def unroll(
     >>> out.plan.strategy, cell.weight_hh.grad.shape
     ('recompute', torch.Size([64, 16]))
 
+    Cells of several widths, one for each step:
+
+    >>> class Layer(torch.nn.Linear):
+    ...     def forward(self, h, x):
+    ...         return torch.tanh(super().forward(h))
+    >>> widths = [(4, 64), (64, 64), (64, 16), (16, 4)]
+    >>> cells = [Layer(n, m) for n, m in widths] * 4
+    >>> out = mst.unroll(cells, torch.ones(512, 4, requires_grad=True), None, memory=0.7)
+    >>> out.plan.strategy, [(stage.output_bytes, count) for stage, count in out.plan.kinds]
+    ('recompute', [(131072, 4), (131072, 4), (32768, 4), (8192, 4)])
+
     Notes
     -----
+    Unequal steps: several cells; states that change their tree, shapes or dtypes; x_t
+    of several shapes.  A step's kind is its cell, the shapes of the state before it and
+    those of x_t.  One step of each kind, 64 kinds at most, is run and measured, and the
+    chunks are planned as a chain of unequal stages by `plan_chain`: states or whole
+    graphs are kept, the rest is run again.  A function of t is called once more at each
+    step to learn the shapes.  States travel to the first tier, by way of host memory;
+    graphs do not.  Steps that return y must all return the same tree; where a cell
+    returns a pair that is not like the state it got, the pair is `(state, y)`.
+
     Sequences of unequal length: pad them, and let the cell keep the state
     where the mask says so, `torch.where(mask_t, new, old)`.
 
@@ -185,9 +198,80 @@ def unroll(
         raise ArgumentError(f"outputs={outputs!r} is not known; choose one of {_OUTPUTS}, None, f")
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise ArgumentError(f"chunk={chunk!r} must be an int, at least 1")
-    sequence = Inputs(inputs, steps)
-    known = Cell(cell, fused, inputs if sequence.made else None)
-    settings = Settings(memory, tier_names(tiers), chunk, strategy, progress, checked_choice(check))
+    settings = Settings(
+        memory, tier_names(tiers), chunk, strategy, progress, checked_choice(check), costs
+    )
+    several = _several(cell)
+    sequence = Inputs(inputs, _steps(several, inputs, steps))
+    made = inputs if sequence.made else None
+    if unequal is None and _is_varied(several, sequence, costs):
+        unequal = True
+    if not unequal:
+        one = cell if several is None else several[0]
+        assert callable(one)
+        known = Cell(one, fused, made)
+        try:
+            return _alike(known, state, sequence, settings, outputs, parameters, random)
+        except StateVaries:
+            if unequal is False or known.fused:
+                raise
+    if several is None:
+        assert callable(cell)
+        several = [cell] * sequence.steps
+    if fused:
+        raise ArgumentError(
+            "fused=True is for cells that take several steps at once, and steps that differ are "
+            "run one by one; leave it out"
+        )
+    cells = Cells(several, made)
+    return unroll_varied(cells, state, sequence, settings, outputs, parameters, random)
+
+
+def _several(cell: Any) -> list[Callable[..., Any]] | None:
+    """Return the cells of a sequence of cells, None for one cell.  Raises ArgumentError."""
+    if not isinstance(cell, list | tuple | nn.ModuleList):
+        return None
+    if not len(cell):
+        raise ArgumentError("cell is an empty sequence; give one cell for each step")
+    for t, one in enumerate(cell):
+        if not callable(one):
+            raise ArgumentError(f"cell {t} is {type(one).__name__}; it must be callable")
+    return list(cell)
+
+
+def _steps(several: Sequence[object] | None, inputs: Any, steps: int | None) -> int | None:
+    """Return how many steps there are, where cells tell it.  Raises ArgumentError."""
+    if several is None:
+        return steps
+    length = steps
+    if steps is None and inputs is not None and not callable(inputs) and hasattr(inputs, "__len__"):
+        length = len(inputs)
+    if length is not None and length != len(several):
+        raise ArgumentError(
+            f"there are {len(several)} cells and {length} steps; give one cell for each step"
+        )
+    return len(several)
+
+
+def _is_varied(
+    several: Sequence[object] | None, sequence: Inputs, costs: StageCosts | None
+) -> bool:
+    if costs is not None or sequence.differs():
+        return True
+    return several is not None and any(one is not several[0] for one in several)
+
+
+def _alike(
+    known: Cell,
+    state: Any,
+    sequence: Inputs,
+    settings: Settings,
+    outputs: Any,
+    parameters: Sequence[Tensor] | None,
+    random: bool | None,
+) -> Unrolled:
+    """Run steps that are all alike."""
+    check, chunk = settings.check, settings.chunk
     leaves = pytree.tree_leaves(state)
     sequence.shared_with(leaves)
     generators = generators_of([known.scope], [*tensors_of(state), *sequence.held()])
@@ -196,6 +280,8 @@ def unroll(
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
         return _plain(known, facts, state, sequence, outputs, chunk, graph=False)
     sequence.known_as(facts.parameters)
+    if not known.fused:
+        sequence.expect(facts.x_kinds, 1)
     involved = [*leaves, *sequence.held(), *facts.parameters]
     device, around = cuda_or_cpu(involved), Surroundings(known, facts, generators, involved)
     store = open_tiers(settings.tiers, device)
@@ -239,23 +325,9 @@ def _run(
     chain.chunk = chosen.chunk
     if not chosen.plan.writes:
         store = None
-    run = _Run(chain, first, chosen, store, layout, names, Bars(settings.progress))
-    return _through(run, chosen, spec, wanted)
-
-
-def _through(
-    run: _Run, chosen: UnrollPlan, spec: pytree.TreeSpec, wanted: Sequence[Tensor]
-) -> Unrolled:
-    """Run a sequence by its schedule."""
-    try:
-        found = _ThroughAutograd.apply(run, *wanted)
-    except BaseException:
-        run.close()  # now: a traceback may keep it for long
-        raise
-    values = [None if n is None else found[n] for n in run.places]
-    loss, reduced = _results(run.chain.facts, values[spec.num_leaves :])
-    last = pytree.tree_unflatten(values[: spec.num_leaves], spec)
-    return Unrolled(last, loss, reduced, chosen)
+    states, bars = TensorStates(names), Bars(settings.progress)
+    run = Sweep(chain, first, chosen, store, layout.record, states, bars)
+    return through(run, chosen, spec, wanted)
 
 
 def _checked(
@@ -292,9 +364,8 @@ def _checked(
         part.check = chain.check
         names = part.names([f"leaf {k} of the state" for k in range(len(leaves))])
         first = part.first(leaves)
-        layout = TensorLayout(first.tensors, names)
-        run = _Run(part, first, plan, None, layout, names, Bars(False))
-        found = _through(run, plan, spec, [*leaves, *few.tensors(), *facts.parameters])
+        run = Sweep(part, first, plan, None, None, TensorStates(names), Bars(False))
+        found = through(run, plan, spec, [*leaves, *few.tensors(), *facts.parameters])
         return found.state, found.loss, found.outputs
 
     return check_chain(
@@ -308,17 +379,6 @@ def _checked(
         check=check,
         targets=[*few.tensors(), *facts.parameters],
     )
-
-
-def _results(facts: Facts, values: Sequence[Tensor | None]) -> tuple[Tensor | None, Any]:
-    """Return the loss and the outputs from the reduced leaves of y."""
-    if facts.y_spec is None:
-        return None, None
-    whole = pytree.tree_unflatten(list(values), facts.y_spec)
-    if facts.y_spec.is_leaf():
-        return (whole, None) if facts.summed[0] else (None, whole)
-    loss = whole.get("loss") if isinstance(whole, dict) else None
-    return (loss if isinstance(loss, Tensor) and loss.dim() == 0 else None), whole
 
 
 # ---------------------------------------------------------------------- running
@@ -343,118 +403,5 @@ def _plain(
         steps = start, min(start + size, inputs.steps)
         leaves = run_steps(cell, facts, last, steps, x, lambda found: collector.add(*found))
         last = pytree.tree_unflatten(leaves, facts.spec)
-    loss, outputs = _results(facts, collector.values())
+    loss, outputs = results_of(facts, collector.values())
     return Unrolled(last, loss, outputs, None)
-
-
-class _Run:
-    """One sequence, forward and backward; lives as long as the graph it is part of."""
-
-    def __init__(
-        self,
-        chain: ThroughTime,
-        first: TensorState,
-        plan: UnrollPlan,
-        store: Store | None,
-        layout: TensorLayout,
-        names: Sequence[str],
-        bars: Bars,
-    ) -> None:
-        self.chain = chain
-        self._bars = bars
-        self._first = first
-        self._plan = plan
-        self._ready = False
-        self.places: list[int | None] = []  # in the results, of the state's leaves and y's
-        stores: tuple[Store, ...] = ()
-        if store is not None:
-            store.open(layout.record)
-            stores = (store,)
-        assert plan.plan is not None
-        self._executor: Executor[TensorState, Any] = Executor(
-            bars.watch(chain, plan.plan.costs.forward_step_s),
-            stores,
-            slots=plan.plan.slots,
-            states=TensorStates(names),
-            progress=bars.update if bars.shown else None,
-        )
-        self._end = weakref.finalize(self, _end, self._executor, store, Birth.here())
-
-    def close(self) -> None:
-        """Forget the sweep; close the tier and give it back."""
-        self._end()
-
-    def forward(self) -> TensorState:
-        """Run all steps; return the last state."""
-        assert self._plan.plan is not None
-        with contextlib.closing(self._bars) as bars, self.chain.around.settled(keep=True):
-            bars.start(self._plan.plan.n_steps)
-            last = self._executor.forward(self._plan.plan.schedule(), self._first)
-        self._ready = True
-        return last
-
-    def backward(
-        self, adjoint: tuple[Tensor | None, ...], outputs: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of state 0; those of inputs and parameters lie in the chain."""
-        chain = self.chain
-        chain.output_gradients = outputs
-        chain.sums = [None] * len(chain.facts.parameters)
-        chain.of_inputs = InputGradients(chain.inputs)
-        with chain.replaying():
-            if not self._ready:  # a second backward: stand where the forward sweep ended
-                assert self._plan.plan is not None
-                self._executor.forward(self._plan.plan.schedule(), self._first)
-            self._ready = False
-            assert self._plan.plan is not None
-            with contextlib.closing(self._bars) as bars:
-                bars.back(self._plan.plan.n_steps)
-                gradients: tuple[Tensor | None, ...] = self._executor.reverse(adjoint)
-            chain.verify()
-            return gradients
-
-
-def _end(executor: Executor[TensorState, Any], store: Store | None, birth: Birth) -> None:
-    def close() -> None:
-        executor.abort()
-        if store is not None:
-            store.close()
-
-    end(close, birth)
-
-
-class _ThroughAutograd(torch.autograd.Function):
-    """The sequence as one operation of autograd's graph."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, *wanted: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.run = run
-        ctx.set_materialize_grads(False)
-        chain = run.chain
-        facts = chain.facts
-        last = run.forward().tensors[: facts.spec.num_leaves]
-        results, flags, run.places = chain.results(last)
-        chain.collector.clear()  # a result that leads to its graph must not be part of it
-        ctx.mark_non_differentiable(
-            *(t for t, flag in zip(results, flags, strict=True) if t is not None and not flag)
-        )
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise MultistageError(
-                "double backward (create_graph=True) through unroll is not supported; give it "
-                "memory enough to keep every tape, or strategy='keep'"
-            )
-        chain = ctx.run.chain
-        count, places = chain.facts.spec.num_leaves, ctx.run.places
-        # A result that stands at several places has one gradient, that of its first.
-        each = [
-            None if n is None or n in places[:i] else gradients[n] for i, n in enumerate(places)
-        ]
-        of_state = ctx.run.backward(tuple(each[:count]), each[count:])
-        assert chain.of_inputs is not None
-        of_inputs, sums = chain.of_inputs.values(), chain.sums
-        chain.of_inputs, chain.sums = None, []
-        return (None, *of_state, *of_inputs, *sums)

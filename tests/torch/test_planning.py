@@ -26,8 +26,8 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         measured.append(options["most_bytes"])
         return sample_chunks(*args, **options)
 
-    monkeypatch.setattr(planning, "_plans", planning._Memory())
-    monkeypatch.setattr(planning, "_tiers", planning._Memory())
+    monkeypatch.setattr(planning, "_plans", planning.Memory())
+    monkeypatch.setattr(planning, "_tiers", planning.Memory())
     monkeypatch.setattr(planning, "sample_chunks", counted)
     return measured
 
@@ -61,7 +61,7 @@ def test_a_plan_holds_while_it_fits_what_is_free(
     monkeypatch: pytest.MonkeyPatch, nothing_known: list[int]
 ) -> None:
     free = [1 << 30]
-    monkeypatch.setattr(planning, "_free", lambda device: free[0])
+    monkeypatch.setattr(planning, "free_bytes", lambda device: free[0])
     cell, h, x = Inner(2), torch.zeros(256), torch.randn(100, 256)
 
     def plan_with(limit: int) -> Any:
@@ -110,7 +110,7 @@ def test_a_lighter_cell_of_a_kind_takes_the_plan_of_a_heavier_one(nothing_known:
 
 def test_many_threads_plan_at_once() -> None:
     """With more kinds than are remembered, in tiers that are measured."""
-    memory: planning._Memory[int] = planning._Memory()
+    memory: planning.Memory[int] = planning.Memory()
     wrong: list[object] = []
     ready = threading.Barrier(4)
 

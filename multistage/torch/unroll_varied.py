@@ -1,0 +1,270 @@
+"""`unroll` where steps differ in cost, and states in size."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..actions import Action, Advance, EndForward, Load, Reverse, Tape
+from ..backends.base import Store
+from ..budget import Budget, Memory
+from ..plan.heterogeneous import plan_chain
+from ..progress import Bars
+from ..stages import Stage, StageCosts
+from ..unequal import described
+from .cell_costs import UnrollPlan
+from .cells import Cells, VariedFacts, run_varied
+from .checking import Check, Checked, check_chain
+from .collector import Collector
+from .environment import generators_of
+from .exploring import tensors_of
+from .inputs import Inputs
+from .kinds import Survey
+from .planning import Settings
+from .randomness import cuda_or_cpu, refuse_hidden_draws
+from .surroundings import Surroundings
+from .sweeping import Sweep, Unrolled, results_of, through
+from .tiers import open_tiers
+from .varied_planning import pages_for, planned_varied
+from .varied_time import VariedTensors, VariedThroughTime
+
+_CHECKED = 12  # steps at most that a check runs from state 0
+_SHARE = 8  # of the limit, what states held while kinds are found may take
+
+
+def unroll_varied(
+    cells: Cells,
+    state: Any,
+    inputs: Inputs,
+    settings: Settings,
+    outputs: Any,
+    parameters: Sequence[Tensor] | None,
+    random: bool | None,
+) -> Unrolled:
+    """Run a sequence of steps that differ; the arguments are those of `unroll`."""
+    leaves = pytree.tree_leaves(state)
+    inputs.shared_with(leaves)
+    generators = generators_of([cells.scope], [*tensors_of(state), *inputs.held()])
+    survey = Survey(
+        cells,
+        state,
+        inputs,
+        generators,
+        parameters,
+        settings.check,
+        exact=settings.costs is None,
+        room_bytes=_room_bytes(settings.memory),
+    )
+    facts = survey.facts(random)
+    program = _Program(cells, facts, inputs, outputs)
+    wanted = [*leaves, *inputs.tensors(), *facts.parameters]
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
+        return program.plainly(state, graph=False)
+    inputs.known_as(facts.parameters)
+    involved = [*leaves, *inputs.held(), *facts.parameters]
+    device, around = cuda_or_cpu(involved), Surroundings(cells, facts, generators, involved)
+    # States of any size go by way of host memory.
+    store = open_tiers(settings.tiers, torch.device("cpu"))
+
+    def checked(plan: UnrollPlan) -> Checked:
+        return _checked(program, survey, state, around, device, plan, settings.check)
+
+    chosen = planned_varied(cells, facts, survey, around, device, leaves, store, settings, checked)
+    if chosen.plan is None:
+        return replace(program.plainly(state, graph=True), plan=chosen)
+    refuse_hidden_draws(cells.scope.modules, cells.name)
+    return program.scheduled(state, chosen, around, device, settings, store)
+
+
+def _room_bytes(memory: Memory | None) -> int:
+    """Return what states may take that are held while kinds are found."""
+    limit = None if memory is None else Budget.parse(memory, "memory", of="stages").bytes
+    return 0 if limit is None else limit // _SHARE
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """Steps of a sequence, and what becomes of their outputs.
+
+    Attributes
+    ----------
+    window : (int, int) or None
+        The steps that are run; None for all.
+    """
+
+    cells: Cells
+    facts: VariedFacts
+    inputs: Inputs
+    outputs: Any
+    window: tuple[int, int] | None = None
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The steps that are run."""
+        return (0, self.inputs.steps) if self.window is None else self.window
+
+    def collector(self, *, graph: bool) -> Collector:
+        """Return what takes their outputs."""
+        speaking = [t for t in range(*self.steps) if self.facts.kind(t).y_spec is not None]
+        order = {t: place for place, t in enumerate(speaking)}
+        return Collector(self.facts, len(speaking), self.outputs, False, graph=graph, order=order)
+
+    def plainly(self, state: Any, *, graph: bool) -> Unrolled:
+        """Run the steps as they are written, with or without a graph."""
+        collector = self.collector(graph=graph)
+        leaves = run_varied(
+            self.cells,
+            self.facts,
+            state,
+            self.steps,
+            self.inputs.at,
+            lambda found: collector.add(*found),
+        )
+        last = pytree.tree_unflatten(leaves, self.facts.state(self.steps[1]).spec)
+        loss, reduced = results_of(self.facts, collector.values())
+        return Unrolled(last, loss, reduced, None)
+
+    def scheduled(
+        self,
+        state: Any,
+        chosen: UnrollPlan,
+        around: Surroundings,
+        device: torch.device,
+        settings: Settings | None = None,
+        store: Store | None = None,
+    ) -> Unrolled:
+        """Run the steps by a plan."""
+        leaves = pytree.tree_leaves(state)
+        given = None if settings is None else settings.costs
+        assert chosen.chain is not None
+        costs = chosen.chain.costs
+        most = (
+            None if given is None else [costs.input_bytes, *(s.output_bytes for s in costs.stages)]
+        )
+        chain = VariedThroughTime(
+            self.cells,
+            self.facts,
+            self.inputs,
+            self.collector(graph=False),
+            around,
+            chosen.cuts,
+            device,
+            most,
+        )
+        chain.check = "error" if settings is None else settings.check
+        names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
+        bars = Bars(False if settings is None else settings.progress)
+        assert chosen.plan is not None
+        paged = None
+        if store is not None and chosen.plan.writes:
+            paged = pages_for(store, costs)
+        run = Sweep(
+            chain,
+            chain.first(leaves),
+            chosen,
+            paged,
+            None if paged is None else paged.page_layout,
+            VariedTensors(names),
+            bars,
+        )
+        wanted = [*leaves, *self.inputs.tensors(), *self.facts.parameters]
+        return through(run, chosen, chain.last_spec(), wanted)
+
+
+def _checked(
+    program: _Program,
+    survey: Survey,
+    state: Any,
+    around: Surroundings,
+    device: torch.device,
+    chosen: UnrollPlan,
+    check: Check,
+) -> Checked:
+    """Run some steps plainly, and by a schedule that runs them again; compare.
+
+    The first steps of the sequence, then a step of each kind that is not among them.
+    """
+    if check == "off":
+        return Checked("off")
+    if any(each.enabled for each in around.settings.autocast):
+        return Checked("not checked; under autocast gradients are added in another precision")
+    facts, outputs = program.facts, program.outputs
+    first = min(program.inputs.steps, max(3, min(chosen.chunk, _CHECKED)))
+    windows: list[tuple[int, int, Any]] = [(0, first, state)]
+    windows += [(k.first, k.first + 1, k) for k in facts.kinds if k.first >= first]
+    seconds, outcomes = 0.0, []
+    for start, stop, given in windows:
+        part = replace(
+            program, window=(start, stop), outputs=None if callable(outputs) else outputs
+        )
+        if start:
+            leaves = survey.state_before(given)
+            given = pytree.tree_unflatten(leaves, facts.states[given.before].spec)
+        found = _checked_window(part, given, around, device, chosen, check)
+        seconds += found.seconds
+        outcomes.append(found.outcome)
+        del given
+    different = [outcome for outcome in outcomes if outcome != outcomes[0]]
+    return Checked("; ".join([outcomes[0], *dict.fromkeys(different)]), seconds)
+
+
+def _checked_window(
+    part: _Program,
+    state: Any,
+    around: Surroundings,
+    device: torch.device,
+    chosen: UnrollPlan,
+    check: Check,
+) -> Checked:
+    plan = _run_again(part.steps, chosen)
+
+    def plainly(given: Any) -> Any:
+        found = part.plainly(given, graph=True)
+        return found.state, found.loss, found.outputs
+
+    def scheduled(given: Any) -> Any:
+        found = part.scheduled(given, plan, around, device)
+        return found.state, found.loss, found.outputs
+
+    cells = {part.facts.kind(t).cell for t in range(*part.steps)}
+    return check_chain(
+        plainly,
+        plainly if chosen.plan is None else scheduled,
+        state,
+        name=part.cells.name,
+        stages=[part.cells.each[number].given for number in sorted(cells)],
+        room_bytes=chosen.memory_bytes / 2,
+        writes=False,
+        check=check,
+        targets=[*part.inputs.tensors(), *part.facts.parameters],
+    )
+
+
+def _run_again(steps: tuple[int, int], chosen: UnrollPlan) -> UnrollPlan:
+    """Return a plan of three chunks at most: the last is taped at once, the others run again.
+
+    One chunk alone is run again too.
+    """
+    start, stop = steps
+    cuts = (*range(start, stop, -(-(stop - start) // 3)), stop)
+    n = len(cuts) - 1
+    actions: list[Action] = [Advance(0, max(1, n - 1))]
+    if n > 1:
+        actions.append(Tape(n - 1))
+    actions += [Tape(n), EndForward(), Reverse(n)]
+    for k in reversed(range(n)):
+        if k < n - 1 or n == 1:
+            actions.append(Load(0))
+            actions += [Advance(0, k)] if k else []
+            actions.append(Tape(k))
+        actions.append(Reverse(k))
+    costs = StageCosts.uniform(n, Stage("chunk", 1e-6, 1e-6, 0, 0))
+    chain = replace(plan_chain(costs, None, "store-all"), actions=tuple(actions))
+    longest = max(b - a for a, b in itertools.pairwise(cuts))
+    return replace(chosen, chunk=longest, cuts=cuts, chain=chain, plan=described(chain))

@@ -1,0 +1,568 @@
+"""`unroll` over steps that differ: the bits of plain training, within the limit."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import multistage as ms
+import multistage.torch as mst
+from multistage.backends import MemoryStore
+from multistage.backends.testing import FaultyStore
+from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, StateError
+from multistage.torch.meter import Meter
+
+SMALL = "buffers=24KiB"
+
+
+class Layer(nn.Module):
+    """One layer of a stack of any widths; the input is not used."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(before, after)
+
+    def forward(self, h: Tensor, x: None) -> Tensor:
+        y = self.linear(h)
+        return torch.tanh(y) * torch.sigmoid(y)
+
+
+class Normed(nn.Module):
+    """Batch norm, an operator in place, and outputs."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(before, after), nn.BatchNorm1d(after)
+
+    def forward(self, h: Tensor, x: None) -> tuple[Tensor, dict[str, Tensor]]:
+        y = self.norm(self.linear(h)).relu_()
+        return y, {"mean": y.mean(), "sums": y.sum(1, keepdim=True)}
+
+
+class Level(nn.Module):
+    """One layer at one time; the state is the stack's."""
+
+    def __init__(self, number: int, before: int, width: int) -> None:
+        super().__init__()
+        self.number, self.cell = number, nn.GRUCell(before, width)
+
+    def forward(self, state: tuple[Tensor, ...], x: Tensor | None) -> tuple[Tensor, ...]:
+        below = x if self.number == 0 else state[self.number - 1]
+        h = nn.functional.dropout(self.cell(below, state[self.number]), 0.1)
+        return tuple(h if i == self.number else v for i, v in enumerate(state))
+
+
+class Head(nn.Module):
+    """A loss at the end of each time step."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 1)
+
+    def forward(self, state: tuple[Tensor, ...], x: None) -> Any:
+        return state, self.linear(state[-1]).square().mean()
+
+
+class Reader(nn.Module):
+    """Reads a whole sequence at each step, of another length each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 16), nn.Linear(16, 16)
+
+    def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.second(h) + torch.relu(self.first(x)).mean(0))
+        return h, h.square().mean()
+
+
+class Attends(nn.Module):
+    """A memory that grows by one entry a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(6, 6)
+
+    def forward(self, state: tuple[Tensor, Tensor], x: Tensor) -> Any:
+        bank, h = state
+        bank = torch.cat([bank, self.key(h)[None]])
+        weights = torch.einsum("bd,tbd->tb", h, bank).softmax(0)
+        h = torch.tanh(torch.einsum("tb,tbd->bd", weights, bank) + x)
+        return (bank, h), h
+
+
+class Joined(nn.Module):
+    """Another tree at each step: all layers before."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4 * count, 4)
+
+    def forward(self, states: list[Tensor], x: None) -> list[Tensor]:
+        return [*states, torch.tanh(self.linear(torch.cat(states, -1)))]
+
+
+Case = tuple[Any, Any, Any]  # cells, state, inputs
+
+
+def widths(batch: int = 8) -> Case:
+    sizes = [8, 16, 32, 64, 32, 16, 8]
+    cells = [Layer(a, b) for a, b in itertools.pairwise(sizes)] * 3
+    return cells, torch.randn(batch, 8, requires_grad=True), None
+
+
+def normed(batch: int = 8) -> Case:
+    sizes = [6, 12, 24, 12, 6]
+    cells = [Normed(a, b) for a, b in itertools.pairwise(sizes)] * 3
+    return cells, torch.randn(batch, 6, requires_grad=True), None
+
+
+def grid(batch: int = 5, times: int = 6) -> Case:
+    sizes = [3, 8, 16, 4]
+    layers = [Level(k, sizes[k], sizes[k + 1]) for k in range(3)]
+    x = [torch.randn(batch, 3, requires_grad=True) for _ in range(times)]
+    inputs = [x[t] if k == 0 else None for t in range(times) for k in range(4)]
+    state = tuple(torch.zeros(batch, n, requires_grad=True) for n in sizes[1:])
+    return [*layers, Head(4)] * times, state, inputs
+
+
+def curriculum(batch: int = 4) -> Case:
+    lengths = [2] * 6 + [5] * 5 + [9] * 4 + [3] * 2
+    xs = [torch.randn(n, batch, 4, requires_grad=True) for n in lengths]
+    return Reader(), torch.zeros(batch, 16, requires_grad=True), xs
+
+
+def growing(batch: int = 2) -> Case:
+    state = torch.zeros(0, batch, 6), torch.randn(batch, 6, requires_grad=True)
+    return Attends(), state, torch.randn(12, batch, 6, requires_grad=True)
+
+
+def trees(batch: int = 3) -> Case:
+    return [Joined(n + 1) for n in range(7)], [torch.randn(batch, 4, requires_grad=True)], None
+
+
+CASES: dict[str, Callable[..., Case]] = {
+    "widths": widths,
+    "normed": normed,
+    "grid": grid,
+    "curriculum": curriculum,
+    "growing": growing,
+    "trees": trees,
+}
+
+
+def plainly(cells: Any, state: Any, inputs: Any, mode: str) -> tuple[Any, list[Tensor]]:
+    """Run the steps as one would write it; return the last state and the reduced y."""
+    several = isinstance(cells, list)
+    flat: list[list[Tensor]] = []
+    for t in range(len(cells) if several else len(inputs)):
+        result = (cells[t] if several else cells)(state, None if inputs is None else inputs[t])
+        pair = isinstance(result, tuple) and len(result) == 2
+        if pair and pytree.tree_structure(result) != pytree.tree_structure(state):
+            state, y = result
+            flat.append(pytree.tree_leaves(y))
+        else:
+            state = result
+    reduced = []
+    for leaves in zip(*flat, strict=True):
+        if leaves[0].dim() == 0 or mode == "sum":
+            total = leaves[0]
+            for leaf in leaves[1:]:
+                total = total + leaf
+            reduced.append(total)
+        else:
+            reduced.append(leaves[-1] if mode == "last" else torch.stack(leaves))
+    return state, reduced
+
+
+def results_of(name: str, mode: str, run: Callable[[Case], tuple[Any, Any]]) -> list[Any]:
+    """Return all that a run leaves: results, gradients, buffers, the generators."""
+    torch.manual_seed(0)
+    cells, state, inputs = case = CASES[name]()
+    torch.manual_seed(1)
+    last, y = run(case)
+    leaves = [t for t in pytree.tree_leaves((last, y)) if isinstance(t, Tensor)]
+    torch.stack([(t * t).sum() for t in leaves if t.requires_grad]).sum().backward()
+    modules = list(dict.fromkeys(cells)) if isinstance(cells, list) else [cells]
+    given = [t for t in pytree.tree_leaves((state, inputs)) if isinstance(t, Tensor)]
+    return [
+        *leaves,
+        *(t.grad for t in given if t.requires_grad),
+        *(p.grad for m in modules for p in m.parameters()),
+        *(b for m in modules for b in m.buffers()),
+        torch.rand(2),
+    ]
+
+
+def compare(name: str, mode: str = "stack", **options: Any) -> mst.Unrolled:
+    """Compare a sequence with plain training; return what `unroll` did."""
+    found: list[mst.Unrolled] = []
+
+    def ours(case: Case) -> tuple[Any, Any]:
+        out = mst.unroll(*case, outputs=mode, **options)
+        found.append(out)
+        return out.state, out.loss if out.outputs is None else out.outputs
+
+    mine = results_of(name, mode, ours)
+    theirs = results_of(name, mode, lambda case: plainly(*case, mode))
+    assert len(mine) == len(theirs)
+    for number, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        assert (a is None) == (b is None), number
+        assert a is None or torch.equal(a, b), number
+    return found[0]
+
+
+# ------------------------------------------------------------------- equality
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("stack", {"memory": 1.0}),
+        ("last", {"memory": 0.85}),
+        ("sum", {"memory": "300 KiB", "chunk": 2, "strategy": "recompute"}),
+        ("stack", {"memory": "300 KiB", "chunk": 1, "strategy": "recompute"}),
+    ],
+)
+def test_numbers_are_those_of_plain_training(name: str, mode: str, options: dict[str, Any]) -> None:
+    try:
+        out = compare(name, mode, **options)
+    except BudgetError:
+        assert options["memory"] == 0.85 and name == "trees"  # its last state is half of all
+        return
+    assert out.plan is not None and out.plan.checked is not None
+    assert out.plan.checked.outcome == "equal"
+    assert (out.plan.strategy == "keep") == (options["memory"] == 1.0)
+
+
+@pytest.mark.parametrize("name", ["widths", "grid", "curriculum"])
+def test_numbers_where_little_memory_is_left(name: str) -> None:
+    """At the smallest limit that works, which the error names."""
+    with pytest.raises(BudgetError) as error:
+        compare(name, memory=1, chunk=1)
+    out = compare(name, memory=error.value.least_bytes, chunk=1)
+    plan = out.plan
+    assert plan is not None and plan.chain is not None
+    assert plan.chain.forward_steps > 2 * plan.steps
+    assert plan.peak_bytes <= plan.memory_bytes == error.value.least_bytes
+
+
+@pytest.mark.parametrize("name", ["widths", "normed", "grid", "growing"])
+@pytest.mark.parametrize("tier", ["memory:", "file:"])
+def test_states_travel_to_a_tier(name: str, tier: str, tmp_path: Path) -> None:
+    where = f"{tier}{tmp_path}?{SMALL}" if tier == "file:" else f"{tier}?{SMALL}"
+    out = compare(name, memory="250 KiB", tiers=[where], strategy="stream", chunk=1)
+    assert out.plan is not None and out.plan.plan is not None and out.plan.plan.writes > 0
+    del out
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fault", ["lose_read", "lose_write", "refuse"])
+def test_lost_states_are_computed_again(fault: str) -> None:
+    store = FaultyStore(MemoryStore(buffer_bytes=4096), **{fault: lambda number: number % 3 == 1})
+    options: dict[str, Any] = {"tiers": [store], "strategy": "stream", "chunk": 1}
+    with pytest.warns(CheckpointWarning):
+        out = compare("grid", memory="250 KiB", check="off", **options)
+    assert out.plan is not None and out.plan.strategy == "stream"
+
+
+def test_two_backwards_and_hooks_that_fire_once() -> None:
+    torch.manual_seed(0)
+    cells, state, _ = widths()
+    fired = []
+    cells[0].linear.weight.register_hook(lambda g: fired.append(1))
+    out = mst.unroll(cells, state, None, memory="100 KiB", chunk=2, strategy="recompute")
+    loss = out.state.square().sum()
+    (first,) = torch.autograd.grad(loss, [state], retain_graph=True)
+    loss.backward()
+    assert state.grad is not None and torch.equal(first, state.grad) and len(fired) == 1
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(context: Any) -> None:
+    torch.manual_seed(0)
+    cells, state, inputs = normed()
+    last, y = plainly([m.eval() for m in cells], state, inputs, "stack")
+    with context():
+        out = mst.unroll(cells, state, inputs)
+    assert torch.equal(out.state, last) and out.plan is None
+    assert all(torch.equal(a, b) for a, b in zip(pytree.tree_leaves(out.outputs), y, strict=True))
+
+
+def test_cells_that_are_one_run_as_equal_steps() -> None:
+    cell = Layer(8, 8)
+    out = mst.unroll([cell] * 30, torch.randn(4, 8), None, memory="64 KiB", strategy="recompute")
+    assert out.plan is not None and out.plan.plan is not None and out.plan.chain is None
+
+
+def test_a_pair_is_state_and_output_where_trees_differ() -> None:
+    def opens(h: Tensor, x: None) -> Any:
+        return (h, h * 2), None
+
+    def closes(state: tuple[Tensor, Tensor], x: None) -> Any:
+        return state[0] + state[1], {"loss": state[1].sum()}
+
+    start = torch.ones(3, requires_grad=True)
+    out = mst.unroll([opens, closes, opens, closes], start, None, memory=1.0)
+    assert out.loss is not None and out.state.tolist() == [9.0] * 3
+    out.loss.backward()
+    assert start.grad is not None and start.grad.tolist() == [8.0] * 3
+
+
+# --------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("name", ["widths", "grid", "curriculum", "growing"])
+@pytest.mark.parametrize("memory", [0.85, 0.6])
+def test_memory_stays_within_the_limit(name: str, memory: float) -> None:
+    torch.manual_seed(0)
+    cells, state, inputs = CASES[name](200)
+    modules = nn.ModuleList(dict.fromkeys(cells)) if isinstance(cells, list) else cells
+    given = [t for t in pytree.tree_leaves((state, inputs)) if isinstance(t, Tensor)]
+
+    def run() -> mst.Unrolled:
+        out = mst.unroll(cells, state, inputs, memory=memory, outputs=None)
+        leaves = [*pytree.tree_leaves(out.state), *([] if out.loss is None else [out.loss])]
+        torch.stack([t.sum() for t in leaves]).sum().backward()
+        return out
+
+    run()  # gradients are there the second time
+    with Meter(torch.device("cpu")) as meter:
+        meter.ignore([*given, *modules.parameters()])
+        meter.ignore(t.grad for t in [*given, *modules.parameters()] if t.grad is not None)
+        out = run()
+    assert out.plan is not None and out.plan.plan is not None
+    gradients = sum(t.nbytes for t in [*given, *modules.parameters()] if t.requires_grad)
+    assert meter.peak_bytes <= out.plan.memory_bytes + gradients
+    assert out.plan.peak_bytes <= out.plan.memory_bytes < out.plan.keep_bytes
+
+
+def test_nothing_is_left_after_a_forward_without_backward(tmp_path: Path) -> None:
+    cells, state, inputs = grid(64)
+    tier = f"file:{tmp_path}?{SMALL}"
+    options: Any = {"memory": "1 MiB", "tiers": tier, "strategy": "stream", "chunk": 1}
+    out: Any = mst.unroll(cells, state, inputs, **options)
+    assert list(tmp_path.iterdir())
+    del out
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------- plans
+
+
+class Counted(nn.Module):
+    """A cell of one width or another, whose calls are counted."""
+
+    calls: list[int]
+
+    def __init__(self, before: int, after: int, calls: list[int]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(before, after)
+        object.__setattr__(self, "count", _Count(calls))
+
+    def forward(self, h: Tensor, x: None) -> Tensor:
+        self.count()  # type: ignore[operator]
+        return torch.tanh(self.linear(h))
+
+
+class _Count:
+    """Counts where no scope looks: what it counts is no part of the computation."""
+
+    def __init__(self, calls: list[int]) -> None:
+        self.calls = iter(_counting(calls))
+
+    def __call__(self) -> None:
+        next(self.calls)
+
+
+def _counting(calls: list[int]) -> Iterator[None]:
+    while True:
+        calls[0] += 1
+        yield
+
+
+def test_a_long_sequence_is_looked_at_once_a_kind() -> None:
+    """10 000 steps of four kinds: the steps are not run before the sequence is."""
+    calls = [0]
+    sizes = [4, 8, 12, 8, 4]
+    four = [Counted(a, b, calls) for a, b in itertools.pairwise(sizes)]
+    with torch.no_grad():
+        mst.unroll(four * 2500, torch.zeros(1, 4), None)
+    assert 10_000 < calls[0] < 10_100
+    calls[0] = 0
+    with pytest.raises(BudgetError):
+        mst.unroll(four * 2500, torch.zeros(1, 4), None, memory=64)
+    assert calls[0] < 300
+
+
+def test_a_curriculum_is_planned_by_its_kinds() -> None:
+    inputs = [torch.ones(n, 1, 4) for n in (2, 4, 8) for _ in range(100)]
+    out = mst.unroll(Reader(), torch.zeros(1, 16, requires_grad=True), inputs, memory=0.1)
+    plan = out.plan
+    assert plan is not None and plan.chain is not None
+    assert [count for _, count in plan.kinds] == [100, 100, 100]
+    assert len(plan.chain.costs.stages) <= 192
+    # Chunks of long inputs have fewer steps: their graphs are larger.
+    lengths = [b - a for a, b in itertools.pairwise(plan.cuts)]
+    assert lengths[0] > lengths[-2]
+    assert "Kinds of steps" in str(plan) and "Reader on (1, 16), x (4, 1, 4)" in str(plan)
+
+
+def test_given_costs_plan_steps_of_any_number_of_kinds() -> None:
+    torch.manual_seed(0)
+    cell, x = Attends(), torch.randn(100, 2, 6)
+    state = torch.zeros(0, 2, 6), torch.zeros(2, 6)
+    sizes = [48 * (t + 1) + 48 for t in range(100)]
+    stages = [
+        ms.Stage(f"step {t}", 1e-4, 2e-4, n, 4 * n, backward_overhead_bytes=8 * n)
+        for t, n in enumerate(sizes)
+    ]
+    costs = ms.StageCosts(tuple(stages), 48)
+    gradients = []
+    for options in ({"costs": costs, "memory": "300 KiB"}, None):
+        cell.zero_grad()
+        if options is None:
+            _, (y,) = plainly(cell, state, x, "stack")
+        else:
+            out = mst.unroll(cell, state, x, **options)  # type: ignore[arg-type]
+            assert out.plan is not None and out.plan.strategy == "recompute"
+            y = out.outputs
+        y.square().sum().backward()
+        gradients.append([p.grad.clone() for p in cell.parameters()])  # type: ignore[union-attr]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    smaller = replace(costs, stages=(replace(stages[0], output_bytes=50), *stages[1:]))
+    with pytest.raises(BudgetError, match="state 1, which step 0 returned, takes 96 bytes"):
+        mst.unroll(cell, state, x, costs=smaller, memory="300 KiB", chunk=1)
+    with pytest.raises(ArgumentError, match="costs have 100 stages, but the sequence has 99"):
+        mst.unroll(cell, state, x[:99], costs=costs, memory="300 KiB")
+
+
+# ----------------------------------------------------------------- bad input
+
+
+def test_bad_arguments() -> None:
+    one, two, h = Layer(4, 8), Layer(8, 4), torch.ones(2, 4)
+    for cells, options, message in [
+        ([], {}, "cell is an empty sequence"),
+        ([one, 3], {}, "cell 1 is int; it must be callable"),
+        ([one, two], {"steps": 3}, "2 cells and 3 steps; give one cell for each step"),
+        ([one, two], {"inputs": torch.ones(3, 2)}, "2 cells and 3 steps"),
+        ([one, two], {"fused": True}, "fused=True is for cells that take several steps"),
+        ([nn.GRU(4, 4), two], {}, "give an nn.GRUCell for each layer"),
+        ([one, two], {"strategy": "offload"}, "'offload' takes steps that are alike"),
+        ([one, two], {"strategy": "stream"}, "needs a tier"),
+    ]:
+        given: dict[str, Any] = {"inputs": None, **options}
+        with pytest.raises(ArgumentError, match=message):
+            mst.unroll(cells, h, **given)  # type: ignore[arg-type]
+    with pytest.raises(StateError, match=r"Layer does not run at step 2, on a state of shapes"):
+        mst.unroll([one, two, two], h, None)
+    with pytest.raises(BudgetError, match="the smallest limit that works here"):
+        mst.unroll([one, two], h, None, memory=100)
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        (lambda h, x: (torch.tanh(h), h, h), "does not run at step 1, on a state of shapes"),
+        (lambda h, x: (h + x)[:, :2], "does not run at step 1, on a state of shapes"),
+        (lambda h, x: (h, [h.sum(), 3.0]), "returns float in y"),
+    ],
+)
+def test_one_cell_that_does_not_take_what_it_returns(cell: Any, message: str) -> None:
+    with pytest.raises(StateError, match=message):
+        mst.unroll(cell, torch.zeros(2, 6, requires_grad=True), torch.randn(5, 2, 6))
+
+
+def test_too_many_kinds_are_refused() -> None:
+    x = torch.randn(100, 2, 6)
+    with pytest.raises(ArgumentError, match="more than 64 kinds"):
+        mst.unroll(Attends(), (torch.zeros(0, 2, 6), torch.zeros(2, 6)), x)
+
+
+def test_inputs_made_larger_than_planned_for() -> None:
+    cell, h = Reader(), torch.zeros(2, 16)
+
+    def inputs(t: int) -> Tensor:
+        return torch.ones(2 if t < 50 else 9, 2, 4)
+
+    for strategy in ("keep", "recompute"):
+        with pytest.raises(StateError, match="x_50 of inputs takes 288 bytes, and the first 64"):
+            mst.unroll(cell, h, inputs, steps=60, strategy=strategy)  # type: ignore[arg-type]
+    out = mst.unroll(cell, h, inputs, steps=60, unequal=True, memory=0.5)
+    # State 0 wants no gradient, which makes its step a kind of its own.
+    assert out.plan is not None and [count for _, count in out.plan.kinds] == [1, 49, 10]
+
+
+def test_shapes_that_values_decide_are_refused() -> None:
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        after = h.sum() * torch.ones(3 if x > 0 else 2)
+        return after, after.sum()
+
+    x = torch.tensor([1.0, 1.0, 1.0, -1.0, 1.0])
+    with pytest.raises(StateError, match="other steps of this kind return"):
+        mst.unroll(cell, torch.ones(2, requires_grad=True), x, chunk=1, memory=1.0)
+
+
+class Late(nn.Module):
+    """Breaks its word on states of one width only."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, h: Tensor, x: None) -> Any:
+        y = torch.tanh(self.linear(h))
+        if h.shape[0] == 4:
+            match self.how:
+                case "counts":
+                    self.calls += 1
+                case "writes":
+                    h.mul_(2.0)
+                case "draws":
+                    y = y * random.random()
+                case "varies":
+                    y = y + next(_NUMBERS)
+        return y[:4] if h.shape[0] == 8 else torch.cat([y, y])
+
+
+_NUMBERS = (float(number) for number in range(10**9))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("counts", "changes attribute 'calls'"),
+        ("writes", "writes to the state it is given"),
+        ("varies", "other numbers"),
+    ],
+)
+def test_what_a_later_kind_does_is_found(how: str, message: str) -> None:
+    with pytest.raises(StateError, match=message):
+        mst.unroll(Late(how), torch.ones(8, 8), None, steps=6, chunk=1, strategy="recompute")
+
+
+def test_what_a_later_kind_draws_is_drawn_again() -> None:
+    found = []
+    for strategy in ("keep", "recompute"):
+        torch.manual_seed(0)
+        random.seed(0)
+        cell, h = Late("draws"), torch.ones(8, 8, requires_grad=True)
+        options: Any = {"strategy": strategy, "chunk": 1, "memory": "1 MiB"}
+        mst.unroll(cell, h, None, steps=6, **options).state.sum().backward()
+        found.append((h.grad, cell.linear.weight.grad, random.random()))
+    assert all(torch.equal(a, b) for a, b in zip(found[0][:2], found[1][:2], strict=True))  # type: ignore[arg-type]
+    assert found[0][2] == found[1][2]
