@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multistage import PLANNERS, Costs, Tier, simulate
@@ -72,6 +72,7 @@ def test_files(tmp_path: Path) -> None:
         StageCosts.load(tmp_path / "none.json")
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(["store-all", "revolve", "periodic", "h-revolve", "disk-revolve"]),
     st.none() | st.floats(1.0, 3.0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multistage import Costs, Stage, StageCosts, Tier, plan, plan_chain, simulate
@@ -54,6 +54,7 @@ def tiers() -> st.SearchStrategy[Tier]:
     )
 
 
+@settings(deadline=None)
 @given(tiers(), st.integers(1, 10**6))
 def test_tiers_come_back_from_json(tier: Tier, state_bytes: int) -> None:
     text = json.dumps(tier.to_dict(), allow_nan=False)

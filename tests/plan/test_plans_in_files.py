@@ -108,7 +108,7 @@ def chain_plans(draw: st.DrawFn) -> ChainPlan:
         return plan_chain(costs, None, tiers=tiers, slots=64)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.one_of(uniform_plans(), chain_plans()))
 def test_plans_of_both_kinds_come_back_and_are_as_they_were_predicted(made: Plan) -> None:
     data = json.loads(json.dumps(made.to_dict()))
