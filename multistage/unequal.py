@@ -33,7 +33,7 @@ from .execute import Counts
 from .given import one_tape
 from .metered import LargerThanPlanned, Metered, Seen, of_chain
 from .plan.chain_memory import use_of
-from .plan.heterogeneous import ChainPlan, plan_chain
+from .plan.heterogeneous import ChainPlan
 from .plan.pieces import Strategy, chain_plan, performed, survey
 from .plan.uniform import UniformPlan
 from .probe import probe_store
@@ -414,15 +414,7 @@ def surveyed(seen: StageCosts, actions: Iterable[Action]) -> ChainPlan:
                 found += [Tape(n), action]
                 action = Reverse(n)
         found.append(action)
-    use = use_of(found, seen)
-    return replace(
-        plan_chain(seen, None, "store-all"),
-        strategy="survey",
-        actions=tuple(found),
-        makespan_s=use.makespan_s,
-        peak_bytes=use.peak_bytes,
-        forward_steps=use.forward_steps,
-    )
+    return ChainPlan.judged("survey", seen, None, found)
 
 
 def _recorded(schedule: Schedule, into: list[Action]) -> Schedule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, get_args
@@ -29,8 +29,8 @@ from ..simulate import Jitter, Simulation, simulate
 from ..stages import StageCosts
 from ..tier import Tier
 from ..units import format_bytes, format_seconds
+from ..values import MOST, shown, whole
 from ..values import seconds as a_time
-from ..values import shown, whole
 from .base import Plan
 from .chain_memory import use_of
 from .chain_table import default_threads
@@ -97,6 +97,55 @@ class ChainPlan(Plan):
     offload_s: float | None = None
     stall_s: float = 0.0
     given_up: int = field(default=0, compare=False)
+
+    @classmethod
+    def judged(
+        cls,
+        strategy: Strategy,
+        costs: StageCosts,
+        memory_bytes: int | None,
+        actions: Iterable[Action],
+        tier: Tier | None = None,
+        *,
+        no_tier_s: float | None = None,
+        offload_s: float | None = None,
+    ) -> ChainPlan:
+        """Return a schedule as a plan, its times and its peak those of a simulation.
+
+        Raises
+        ------
+        ScheduleError
+            Naming the first action that is illegal or exceeds `memory_bytes`.
+
+        Examples
+        --------
+        >>> from multistage import Stage
+        >>> costs = StageCosts.uniform(1, Stage("a", 1.0, 2.0, 10, 30), 5)
+        >>> actions = [Tape(0), Tape(1), EndForward(), Reverse(1), Reverse(0)]
+        >>> ChainPlan.judged("optimal", costs, None, actions).peak_bytes
+        45
+        """
+        actions = tuple(actions)
+        tiers = () if tier is None else (tier,)
+        # What exceeds a whole number of the simulator's is no limit.
+        limit = None if memory_bytes is None or memory_bytes > MOST else memory_bytes
+        use = simulate(actions, None, costs, tiers=tiers, memory_bytes=limit, checked=False)
+        plain = plain_use(costs)
+        return cls(
+            strategy=strategy,
+            costs=costs,
+            memory_bytes=memory_bytes,
+            actions=actions,
+            makespan_s=use.makespan_s,
+            peak_bytes=use.peak_bytes,
+            forward_steps=use.forward_steps,
+            plain_s=plain.makespan_s,
+            plain_bytes=plain.peak_bytes,
+            tier=tier,
+            no_tier_s=no_tier_s,
+            offload_s=offload_s,
+            stall_s=use.stall_s,
+        )
 
     @property
     def planner(self) -> str:
@@ -267,25 +316,8 @@ class ChainPlan(Plan):
         limit = data["memory_bytes"]
         limit = None if limit is None else whole(limit, "memory_bytes")
         actions = actions_from_lists(data["actions"])
-        tiers = () if tier is None else (tier,)
-        use = simulate(actions, None, costs, tiers=tiers, memory_bytes=limit, checked=False)
-        plain = use_of(store_all(costs), costs)
-        no_tier_s, offload_s = (_seconds(data[name], name) for name in _KNOWN)
-        return cls(
-            strategy=data["strategy"],
-            costs=costs,
-            memory_bytes=limit,
-            actions=actions,
-            makespan_s=use.makespan_s,
-            peak_bytes=use.peak_bytes,
-            forward_steps=use.forward_steps,
-            plain_s=plain.makespan_s,
-            plain_bytes=plain.peak_bytes,
-            tier=tier,
-            no_tier_s=no_tier_s,
-            offload_s=offload_s,
-            stall_s=use.stall_s,
-        )
+        known = {name: _seconds(data[name], name) for name in _KNOWN}
+        return cls.judged(data["strategy"], costs, limit, actions, tier, **known)
 
     def summary(self) -> str:
         """Return the plan in one line."""
@@ -352,6 +384,12 @@ def store_all(costs: StageCosts) -> list[Action]:
     loss = len(costs.stages)
     forward: list[Action] = [Tape(i) for i in range(loss + 1)]
     return [*forward, EndForward(), *(Reverse(i) for i in range(loss, -1, -1))]
+
+
+@lru_cache(maxsize=64)
+def plain_use(costs: StageCosts) -> Simulation:
+    """Return what the schedule that keeps every tape takes."""
+    return use_of(store_all(costs), costs)
 
 
 @lru_cache(maxsize=64)

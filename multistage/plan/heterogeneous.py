@@ -58,7 +58,7 @@ from .chain_memory import actions_of, use_of
 from .chain_plan import STRATEGIES as STRATEGIES
 from .chain_plan import ChainPlan as ChainPlan
 from .chain_plan import Strategy as Strategy
-from .chain_plan import store_all
+from .chain_plan import plain_use, store_all
 from .chain_table import FLOAT_ERROR, Sizes, Table, Trace, default_threads, judge, smallest
 from .joint import plan_joint, smallest_with_tier
 
@@ -137,25 +137,12 @@ def plan_chain(
     rates = _first_tier(tiers)
     if rates is not None and strategy != "optimal":
         raise ArgumentError(f"tiers go with strategy 'optimal', not {strategy!r}")
-    plain = use_of(store_all(costs), costs)
+    plain = plain_use(costs)
     limit = memory_bytes(memory, lambda: plain.peak_bytes)
     fits = limit is None or plain.peak_bytes <= limit
 
-    def made(actions: Sequence[Action], through: Sequence[Tier] = ()) -> ChainPlan:
-        use = use_of(actions, costs, through)
-        assert limit is None or use.peak_bytes <= limit
-        return ChainPlan(
-            strategy=strategy,
-            costs=costs,
-            memory_bytes=limit,
-            actions=tuple(actions),
-            makespan_s=use.makespan_s,
-            peak_bytes=use.peak_bytes,
-            forward_steps=use.forward_steps,
-            plain_s=plain.makespan_s,
-            plain_bytes=plain.peak_bytes,
-            stall_s=use.stall_s,
-        )
+    def made(actions: Sequence[Action], tier: Tier | None = None) -> ChainPlan:
+        return ChainPlan.judged(strategy, costs, limit, actions, tier)
 
     if strategy == "store-all" or (strategy == "optimal" and fits):
         if not fits:
@@ -183,7 +170,7 @@ def plan_chain(
         return best
     no_tier_s = None if best is None else best.makespan_s
     if found.actions is not None:
-        joint = made(found.actions, (rates,))
+        joint = made(found.actions, rates)
         if best is None or joint.makespan_s < best.makespan_s:
             best = joint
     assert best is not None  # every state in the tier fits, where nothing else does
@@ -260,7 +247,7 @@ def memory_curve(
     if threads is not None:
         threads = whole_number(threads, "threads", 0, _MOST_THREADS)
     true = Sizes.of(costs)
-    plain = use_of(store_all(costs), costs)
+    plain = plain_use(costs)
     _, trace = smallest(true, tapes=strategy == "optimal")
     seconds, peak = judge(true, trace)
     points = [(peak + costs.input_bytes, seconds)]

@@ -22,26 +22,8 @@ TIER = Tier.of_rates(10.0, 10.0)
 
 def a_plan(actions: list[Any], costs: StageCosts, **fields: Any) -> ChainPlan:
     use = use_of(actions, costs, [TIER])
-    plain = plan_chain(costs)
-    known: dict[str, Any] = {
-        "no_tier_s": None,
-        "offload_s": 1e3,
-        **fields,
-    }
-    return ChainPlan(
-        strategy="optimal",
-        costs=costs,
-        memory_bytes=use.peak_bytes,
-        actions=tuple(actions),
-        makespan_s=use.makespan_s,
-        peak_bytes=use.peak_bytes,
-        forward_steps=use.forward_steps,
-        plain_s=plain.makespan_s,
-        plain_bytes=plain.peak_bytes,
-        tier=TIER,
-        stall_s=use.stall_s,
-        **known,
-    )
+    known: dict[str, Any] = {"no_tier_s": None, "offload_s": 1e3, **fields}
+    return ChainPlan.judged("optimal", costs, use.peak_bytes, actions, TIER, **known)
 
 
 def test_fates() -> None:
