@@ -21,6 +21,7 @@ enum { MAKESPAN, STALL, FORWARD_STEPS, WRITES, READS, PEAK, N_OUT };
 enum { DONE = 0, FULL = -1, STUCK = -2 };
 
 #define EXACT_LENGTH 512 /* of plan/reserve.py */
+#define AGAIN_ACTIONS 6  /* of plan/reserve.py */
 #define N_TABLES 8
 #define N_SPINES 8
 #define COUNTED 512  /* longer reversals have as many actions per step as this one */
@@ -50,6 +51,7 @@ typedef struct {
     int64_t waiting; /* writes that end at or before now, counted from the first */
     double *waiting_done;
     int64_t used, staged, stored, ended, end;
+    int64_t depth; /* 1 while an interval is reversed in parts */
     int64_t backlog; /* most that may be queued; 0 once the tail is over */
     int64_t *stack;
     int64_t *tables; /* the next one to be made, free slots of each, choices of each */
@@ -362,14 +364,34 @@ static void revolve(run_t *r, int64_t length, int64_t slots, int64_t keep_first)
     r->forward_steps += forward_steps;
 }
 
-/* `Reservation.advance`: where the spine goes on, or 0 to give up the slot now. */
-static int64_t spine_advance(run_t *r, int64_t length, int64_t free)
+/* `Reservation._read_again`. */
+static void fill_again(const run_t *r, const double *value, double *least, int64_t *again)
 {
     const sweep_t *p = r->p;
-    if (length <= 1 || free < 1)
-        return 0;
-    if (length > EXACT_LENGTH)
-        return revolve_first_advance(length, free + 1);
+    const double extra = AGAIN_ACTIONS * p->action + p->read_overhead;
+    for (int64_t k = 0; k <= EXACT_LENGTH; k++) {
+        double best = 0;
+        int64_t where = 0;
+        for (int64_t m = 1; m < k - 1; m++) {
+            const double parts = (double)m * p->forward + value[k - m] + least[m];
+            if (!where || parts < best) {
+                best = parts;
+                where = m;
+            }
+        }
+        least[k] = value[k];
+        again[k] = 0;
+        if (where && best + extra < value[k] - 1e-12) {
+            least[k] = best + extra;
+            again[k] = where;
+        }
+    }
+}
+
+/* `Reservation._table`: choices of the spine for every length, then those of a second read. */
+static const int64_t *choices(run_t *r, int64_t free)
+{
+    const sweep_t *p = r->p;
     int64_t at = 0;
     while (at < N_TABLES && r->tables[1 + at] != free)
         at++;
@@ -377,7 +399,7 @@ static int64_t spine_advance(run_t *r, int64_t length, int64_t free)
         at = r->tables[0]++ % N_TABLES;
         r->tables[1 + at] = free;
         double *less = r->scratch, *value = less + EXACT_LENGTH + 1;
-        int64_t *choice = r->tables + 1 + N_TABLES + at * (EXACT_LENGTH + 1);
+        int64_t *choice = r->tables + 1 + N_TABLES + at * 2 * (EXACT_LENGTH + 1);
         for (int64_t k = 0; k <= EXACT_LENGTH; k++)
             less[k] = (double)k * p->turn + revolve_nu(k, free) * p->forward;
         value[0] = 0;
@@ -399,8 +421,27 @@ static int64_t spine_advance(run_t *r, int64_t length, int64_t free)
                 choice[k] = where;
             }
         }
+        fill_again(r, value, less, choice + EXACT_LENGTH + 1);
     }
-    return r->tables[1 + N_TABLES + at * (EXACT_LENGTH + 1) + length];
+    return r->tables + 1 + N_TABLES + at * 2 * (EXACT_LENGTH + 1);
+}
+
+/* `Reservation.advance`: where the spine goes on, or 0 to give up the slot now. */
+static int64_t spine_advance(run_t *r, int64_t length, int64_t free)
+{
+    if (length <= 1 || free < 1)
+        return 0;
+    if (length > EXACT_LENGTH)
+        return revolve_first_advance(length, free + 1);
+    return choices(r, free)[length];
+}
+
+/* `Reservation.again`: when the first state leaves its slot and is read again, or 0. */
+static int64_t read_again(run_t *r, int64_t length, int64_t free)
+{
+    if (length <= 2 || length > EXACT_LENGTH || free < 1)
+        return 0;
+    return choices(r, free)[EXACT_LENGTH + 1 + length];
 }
 
 /* Reverse the upper parts of `length` steps with every slot; return how many are left.
@@ -448,7 +489,7 @@ static void segment(run_t *r, int64_t start, int64_t end)
     const int held = count(&r->fresh) > queued(r) || count(&r->pins) || count(&r->written);
     if (r->ended)
         while (count(&r->readable) && p->slots - r->used > need &&
-               count(&r->pending) < p->depth && !r->status)
+               count(&r->pending) < r->depth && !r->status)
             prefetch(r);
     if (!count(&r->pending) && !held && count(&r->readable)) {
         if (p->reserve)
@@ -655,15 +696,35 @@ static void reverse_sweep(run_t *r)
                 settle(r);
         }
         act(r);
+        const int kept = count(&r->fresh) || count(&r->pins) || count(&r->written);
+        const int alone = coming > top && !count(&r->pending) && !kept;
+        const int64_t part =
+            p->reserve && alone ? read_again(r, r->end - anchor, reclaimable(r)) : 0;
+        if (part) {
+            r->depth = 1;
+            act(r);
+            r->used--;
+            push(r, &r->readable, anchor, 0.0);
+            advance(r, part);
+            make_room(r);
+            act(r);
+            take(r);
+            segment(r, anchor + part, r->end);
+            act(r);
+            r->used--;
+            r->end = anchor + part;
+            continue;
+        }
         if (r->end - anchor > 1) {
             /* The anchor is at hand: it is among the held until it is used up. */
             segment(r, anchor, r->end);
         } else {
-            while (count(&r->readable) && r->used < p->slots && count(&r->pending) < p->depth &&
+            while (count(&r->readable) && r->used < p->slots && count(&r->pending) < r->depth &&
                    !r->status)
                 prefetch(r);
             turn(r);
         }
+        r->depth = p->depth;
         if (coming > top) {
             act(r);
             r->used--;
@@ -702,14 +763,14 @@ int64_t ms_sweep_len(int64_t room, int64_t slots)
 
 int64_t ms_sweep_tables_len(void)
 {
-    return 1 + N_TABLES + N_TABLES * (EXACT_LENGTH + 1);
+    return 1 + N_TABLES + N_TABLES * 2 * (EXACT_LENGTH + 1);
 }
 
 /* Run the schedule; return DONE, FULL where `room` does not suffice, or STUCK. */
 int64_t ms_sweep(const sweep_t *p, int64_t room, void *work, int64_t *tables, double *out)
 {
     run_t r = {
-        .p = p, .room = room, .backlog = p->backlog, .tables = tables, .nu_length = -1,
+        .p = p, .room = room, .backlog = p->backlog, .depth = p->depth, .tables = tables, .nu_length = -1,
         .actions_length = -1};
     int64_t *whole = work;
     queue_t *queues[] = {&r.fresh, &r.pins, &r.written, &r.writing, &r.readable, &r.pending,

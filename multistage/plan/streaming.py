@@ -16,7 +16,8 @@ end kept fast
     where rho <= s, a Revolve tail where rho > s (see `sweep`).
 reservation
     where an interval wants every slot, one is given up for the next read when
-    it costs least (see `reserve`).
+    it costs least; or the interval's first state leaves its slot to the upper
+    part and is read again for the lower one (see `reserve`).
 thrift
     where what a transfer costs the computing thread exceeds the recomputation
     it saves, states are stored less often.

@@ -18,7 +18,8 @@ state at hand, in a slot or in the tier; the interval above the anchor is
 reversed by Revolve with the slots that are left, and reads of the anchors
 below are queued as early as slots allow.  Where an interval needs all slots
 for itself (g > s), one slot is given up for the next read at the moment that
-costs least (`reserve`).
+costs least, and where that pays, the anchor leaves its own slot to the upper
+part and is read again for the lower one (`reserve`).
 
 Nothing here looks at a clock.  What a transfer's fate decides comes back as
 an answer: a refused offer is tried again one step later, a lost checkpoint
@@ -139,6 +140,7 @@ class SweepRun:
         self.pending: deque[tuple[int, int]] = deque()  # step, token of reads, descending
         self.leftover: deque[tuple[int, int]] = deque()  # used up but pinned: step, adjoint then
         self.ended = False
+        self.depth = sweep.depth
 
     def schedule(self) -> Schedule:
         if self.n == 1:
@@ -341,7 +343,7 @@ class SweepRun:
 
     def _reverse_sweep(self) -> Schedule:
         held, pending, readable, end = self.held, self.pending, self.readable, self.end
-        slots, depth = self.sweep.slots, self.sweep.depth
+        slots = self.sweep.slots
         while end > 0:
             while self.leftover and self.leftover[0][1] - end >= self.sweep.drain_steps:
                 yield from self._clear_leftover()
@@ -365,12 +367,17 @@ class SweepRun:
                 while self.writing and self.writing[0][1] <= anchor:
                     yield from self._settle()  # done: the read came behind them
             yield Load(anchor)
+            if coming > top and (part := self._again(end - anchor)):
+                yield from self._upper_part(anchor, anchor + part, end)
+                end = anchor + part
+                continue
             if end - anchor > 1:
                 yield from self._segment(anchor, end)
             else:
-                while readable and self.used < slots and len(pending) < depth:
+                while readable and self.used < slots and len(pending) < self.depth:
                     yield from self._prefetch()
                 yield Reverse(anchor)
+            self.depth = self.sweep.depth
             if coming > top:
                 yield Free(anchor)
                 self.used -= 1
@@ -381,6 +388,31 @@ class SweepRun:
                 held.pop()
                 yield from self._release(anchor, end)
             end = anchor
+
+    def _again(self, length: int) -> int:
+        """Return after how many steps the anchor, just read, leaves its slot; 0 to keep it."""
+        reservation = self.sweep.reservation
+        if reservation is None or self.pending or self.held:
+            return 0
+        return reservation.again(length, self._reclaimable())
+
+    def _upper_part(self, anchor: int, start: int, end: int) -> Schedule:
+        """Reverse start..end-1 with the slot of the live anchor too, and have it read again.
+
+        Intervals that are divided so want every slot: until this one is
+        reversed, however short its last parts, only the next state is read.
+        """
+        self.depth = 1
+        yield Free(anchor)
+        self.used -= 1
+        self.readable.append(anchor)
+        yield Advance(anchor, start)
+        yield from self._room()
+        yield Save(start)
+        self.used += 1
+        yield from self._segment(start, end)
+        yield Free(start)
+        self.used -= 1
 
     def _prefetch(self) -> Schedule:
         step = self.readable.pop()
@@ -439,7 +471,7 @@ class SweepRun:
         sweep, need = self.sweep, end - start - 1
         if self.ended:
             while (
-                self.readable and sweep.slots - self.used > need and len(self.pending) < sweep.depth
+                self.readable and sweep.slots - self.used > need and len(self.pending) < self.depth
             ):
                 yield from self._prefetch()
         if not (self.pending or self.held) and self.readable:

@@ -261,10 +261,10 @@ MAKESPANS = {
     },
     (3.0, 9.0, 4, 60): {"streaming": 305.0, "interval": 318.0, "online": 308.0, "mixed": 383.0},
     (9.0, 3.0, 6, 120): {
-        "streaming": 647.0,
+        "streaming": 643.0,
         "interval": 688.5,
         "recursive": 791.0,
-        "online": 672.0,
+        "online": 662.0,
         "h-revolve": 751.0,
         "periodic-disk": 752.0,
         "stumm-walther": 753.0,

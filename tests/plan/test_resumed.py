@@ -116,9 +116,22 @@ def test_the_reverse_sweep_needs_no_step_where_every_state_is_there() -> None:
 
 
 @pytest.mark.parametrize("slots", [2, 3, 10])
-def test_between_two_states_it_is_revolve(slots: int) -> None:
-    rules, _ = run([0], 100, slots, 40)
-    assert rules.forward_steps == nu(40, slots)
+def test_between_two_states_it_is_revolve_or_reads_the_lower_one_again(slots: int) -> None:
+    rules, actions = run([0], 100, slots, 40)
+    if sum(isinstance(action, Get) for action in actions) == 1:
+        assert rules.forward_steps == nu(40, slots)
+    else:
+        assert rules.forward_steps < nu(40, slots)
+
+
+def test_a_state_lost_when_it_is_read_again_costs_steps_only() -> None:
+    _, read_again = run([0, 40], 100, 3, 80)
+    assert [a.step for a in read_again if isinstance(a, Get)][:2] == [40, 40]
+    answers = iter([True, False])
+    rules, actions = run([0, 40], 100, 3, 80, survive=lambda: next(answers, True))
+    assert [a.step for a in actions if isinstance(a, Get)][:3] == [40, 40, 0]
+    assert [a.step for a in actions if isinstance(a, Reverse)] == list(range(79, -1, -1))
+    assert rules.peak <= 3
 
 
 def test_nothing_stored_means_revolve_from_state_0() -> None:
