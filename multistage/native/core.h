@@ -37,8 +37,7 @@ EXPORT int64_t ms_exact(int64_t n, int64_t slots, int64_t forward, int64_t turn,
 /* --------------------------------------------------------------- bound.c */
 
 EXPORT int64_t ms_priced_work_len(int64_t n, int64_t slots);
-EXPORT double ms_priced(int64_t n, int64_t slots, double forward_1, double write_1, double keep_1,
-                        double forward_2, double write_2, double read, double *work);
+EXPORT double ms_priced(int64_t n, int64_t slots, const double *prices, double *work);
 
 /* ----------------------------------------------------------- hierarchy.c */
 

@@ -44,6 +44,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -157,25 +158,61 @@ def _least_s(times: list[float], tiers: list[Tier], count: float) -> float:
 _INSTANT_S = 1e-300  # its inverse is still a number
 
 
+class Prices(NamedTuple):
+    """What the programme of `priced_bound` pays: seconds, and prices of a second.
+
+    Attributes
+    ----------
+    step, turn : float
+        Seconds of a forward step and of a turn.
+    first, second, reading : float
+        Of the write channel in the first sweep and later, and of the read channel.
+    write_1, keep_1, write_2, read : float
+        Of a write and of a slot kept in the first sweep, of a write later and of a read.
+    """
+
+    step: float
+    turn: float
+    first: float
+    second: float
+    reading: float
+    write_1: float
+    keep_1: float
+    write_2: float
+    read: float
+
+
 def priced_bound(costs: Costs, slots: int, n_steps: int) -> float:
     """Return a tighter lower bound for short problems, in seconds; at least `lower_bound`.
 
-    Here s counts the working tape as a slot.  Both channels get a price per
-    second, a first one up to the time state n-1 first exists and a second one
-    after it, and so do slots at that time; a dynamic programme finds the
-    cheapest schedule at those prices, and prices are searched for the largest
-    bound.  With T_1 and T_2 the lengths of the two phases, W_1 T_W <= T_1
-    holds for the writes done in the first, W_2 T_W <= T_2 + T_W for the
-    others, and (R - R_1) T_R <= T_2 for the reads, R_1 of which began in the
-    first.  At the turn A states kept, R_1 states under a read and those under a
-    write take at most s slots.  So a write of the first phase costs the lesser
-    of two: its time in that phase, or its slot at the turn and its time later.
-    What these corrections take off is subtracted.
+    Both channels get a price per second, a first one up to the time state n-1
+    first exists and a second one after it, and so do slots at that time; a
+    dynamic programme finds the cheapest schedule at those prices, and prices
+    are searched for the largest bound.
+
+    The programme counts the slots of the states that are kept until their turn
+    or their eviction: they have no room for a transfer.  So a second of work is
+    discounted by the price of the write channel only where a slot is free.  A
+    read takes a slot from its beginning until its state is wanted, so work is
+    discounted by the price of the read channel only from some moment before a
+    state is wanted up to then, with one slot less; two such reads at once are
+    counted as one.  Let F_1 and F_2 be the seconds of work in the two phases,
+    of lengths T_1 and T_2, during which no slot is free for a write, and G_2
+    those of the second in which no read has a slot.  Then W_1 T_W <= T_1 - F_1
+    holds for the writes done in the first, W_2 T_W <= T_2 - F_2 + T_W for the
+    others, and (R - R_1) T_R <= T_2 - G_2 for the reads, R_1 of which began in
+    the first.  A read that begins before the part reversed ahead of its state
+    is none: a state that stays in its slot so long needs no price.  At the
+    turn A states kept, R_1 states under a read and those under a write take
+    at most s slots: the live state is lost with the next step, and restarts
+    nothing.  So a write of the first phase costs the lesser of two: its time
+    in that phase, or its slot at the turn and its time later.  What these
+    corrections take off is subtracted.
 
     Known gap: the programme ranges over nested schedules, in which a
-    checkpoint stays until its interval is reversed.  Never above the exact
-    optimum on the instances tried (n <= 9).  O(s n^2) per price; n <= 512, one
-    tier; elsewhere it is `lower_bound`.
+    checkpoint stays, in a slot or in the tier, until its interval is reversed.
+    Never above the exact optimum on the instances tried (n <= 12).  O(s n^2)
+    per price; n <= 512, one tier; elsewhere it is `lower_bound`.
 
     Examples
     --------
@@ -191,31 +228,30 @@ def priced_bound(costs: Costs, slots: int, n_steps: int) -> float:
         return plain
     if tier.capacity_states is not None or costs.tape_slots < 1:
         return plain
-    step_s, turn_s = costs.forward_step_s, costs.turn_s
-    room = min(slots + 1, n_steps)  # the working tape can hold a state
+    room = min(slots, n_steps)
     work = np.empty(int(native.LIBRARY.ms_priced_work_len(n_steps, room)))
     kernel = native.LIBRARY.ms_priced
 
-    def bound(prices: tuple[float, ...]) -> float:
-        first, second, read, keep = prices
-        if min(prices) < 0 or first > 0.98 or second + read > 0.98:
+    def bound(at: tuple[float, ...]) -> float:
+        first, second, reading, keep = at
+        if min(at) < 0 or first > 0.98 or second + reading > 0.98:
             return 0.0
         write_2, keep_1 = second * tier.write_s, keep * tier.write_s
         write_1 = min(first * tier.write_s, write_2 + keep_1)
-        left, read_s = 1 - second - read, read * tier.read_s
-        cheapest = kernel(
-            n_steps,
-            room,
-            (1 - first) * step_s,
+        read = reading * tier.read_s
+        prices = Prices(
+            costs.forward_step_s,
+            costs.turn_s,
+            first,
+            second,
+            reading,
             write_1,
             keep_1,
-            left * step_s,
             write_2,
-            read_s,
-            work.ctypes.data,
+            read,
         )
-        taken_off = room * max(keep_1, read_s) + write_2
-        return float(left * (n_steps * turn_s + step_s) + cheapest - taken_off)
+        cheapest = kernel(n_steps, room, np.array(prices).ctypes.data, work.ctypes.data)
+        return float(cheapest - room * max(keep_1, read) - write_2)
 
     best, at = max((bound(start), start) for start in _STARTS)
     stride = 0.16
