@@ -427,13 +427,7 @@ class Reversal(Generic[State, Adjoint]):
             self._before = [replace(store.stats) for store in self._stores]
             self._bars.start(self._n_steps)
             where = "in the forward sweep"
-            last = executor.forward(
-                schedule,
-                state,
-                self._resumed,
-                watched=until is not None,
-                judged=self._judges(until),
-            )
+            last = executor.forward(schedule, state, self._resumed, judged=self._judges(until))
             if self._durable is not None:
                 self._durable.ended(last, self._length)
         except BaseException as error:

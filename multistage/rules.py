@@ -230,6 +230,35 @@ def _capacities(name: str, given: dict[int, int] | None, unit: str) -> dict[int,
     return {tier: whole(room, f"{name}[{shown(tier)}]") for tier, room in (given or {}).items()}
 
 
+def each_judged(schedule: Schedule, rules: Rules) -> Schedule:
+    """Pass a schedule on, every action judged before it is performed.
+
+    Raises
+    ------
+    ScheduleError
+        In place of the first illegal action.
+    """
+    answer: Answer = None
+    try:
+        while True:
+            try:
+                action = schedule.send(answer)
+            except StopIteration:
+                return
+            kind = type(action)
+            if kind is Offer or kind is Await or kind is Evict:
+                assert isinstance(action, Offer | Await | Evict)
+                rules.expect(action)
+                answer = yield action
+                rules.apply(action, answer)
+            else:
+                # Tokens are counted here as there: that of a Put or Get is known.
+                rules.apply(action, rules.next_token if kind is Put or kind is Get else None)
+                answer = yield action
+    finally:
+        schedule.close()
+
+
 def _checked(
     schedule: Schedule | Iterable[Action],
     rules: Rules,

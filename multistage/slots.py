@@ -186,8 +186,9 @@ def keep_tape(
     if memory is not None:
         leaves = [memory.leaf(leaf, said) for leaf in leaves]
     arrays: list[Any] = []
-    views = [k for k, leaf in enumerate(leaves) if _is_view(leaf)]
-    if views:
+    found = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+    if not all(array.flags.owndata for array in found):
+        views = [k for k, leaf in enumerate(leaves) if _is_view(leaf)]
         # The operator may write through the array that it made a view of.  The view is copied
         # unless that array is a state's, or read-only, or nothing but the tape refers to it.
         given = {id(a) for a in optree.tree_leaves(cast(Any, states)) if isinstance(a, np.ndarray)}
@@ -198,10 +199,11 @@ def keep_tape(
                 arrays.append(whole)
             elif id(whole) not in lone:
                 leaves[k] = duplicate(leaves[k])
-    arrays += [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+        found = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+    arrays += found
     for array in arrays:
         frozen.hold(array)
-    return Kept(spec.unflatten(leaves), arrays)
+    return _kept(Kept, (spec.unflatten(leaves), arrays))
 
 
 def apart_from(adjoint: Adjoint, given: Any) -> Adjoint:
@@ -333,8 +335,7 @@ class References:
         held = [array for array, *_ in self._entries.values()]
         return Memory([*held, *self._layout.arrays(live)]).apart(adjoint, "the adjoint")
 
-    def apart(self, adjoint: Adjoint, live: Any) -> Adjoint:
-        return apart_from(adjoint, live)
+    apart = staticmethod(apart_from)
 
     def release(self, kept: Kept) -> None:
         frozen = self._entries

@@ -611,11 +611,11 @@ def test_ctrl_c_between_keeping_state_0_and_the_run(
     executor = Executor(CHAINS[chain][0](), ())
     state = CHAINS[chain][1]()
 
-    def interrupted(**_: Any) -> Any:
+    def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("multistage.execute._Run", interrupted)
+        patch.setattr("multistage.execute.Sweep", interrupted)
         with pytest.raises(KeyboardInterrupt):
             executor.forward(plan.schedule(), state)
     executor.abort()

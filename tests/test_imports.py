@@ -37,6 +37,7 @@ LAYERS = [
     {"stages", "metered"},
     {"accounting", "machine", "rules"},
     {"backends"},
+    {"execution"},
     {"plan", "simulate", "channels", "probe", "execute", "compressing", "drawing", "given"},
     {"durable", "detour"},
     {"report", "trace"},
