@@ -143,7 +143,7 @@ def test_schedules_of_our_planners_are_not_judged_again(monkeypatch: pytest.Monk
         raise AssertionError("judged")
 
     expected = gradient("revolve")
-    monkeypatch.setattr(execute, "_judged", judge)
+    monkeypatch.setattr(execute, "each_judged", judge)
     for name in ("auto", "streaming", "revolve", "interval", "online"):
         assert (gradient(name) == expected).all()
     assert (gradient(plan(COSTS, "2 slots", N)) == expected).all()

@@ -79,8 +79,10 @@ def perform(sweep: Sweep, pulls: bool) -> bool:
         elif kind is Tape:
             _tape(sweep, action)
         elif kind is EndForward:
-            _end_forward(sweep, action)
-            return True
+            if not _takes_detour(sweep, action):
+                _end_forward(sweep, action)
+                return True
+            send = sweep.schedule.send
         else:
             answer = _transfer(sweep, action)
             send = sweep.schedule.send
@@ -224,6 +226,17 @@ def _pulled(sweep: Sweep, action: Reverse) -> bool:
     return False
 
 
+def _takes_detour(sweep: Sweep, action: Evict | EndForward) -> bool:
+    """Whether another schedule goes on in place of this action: writes are late."""
+    if sweep.detour is None or not sweep.is_forward:
+        return False
+    schedule = sweep.detour(sweep, action)
+    if schedule is None:
+        return False
+    sweep.schedule = schedule
+    return True
+
+
 def _transfer(sweep: Sweep, action: Offer | Put | Get | Await | Evict | Drop) -> Answer:
     match action:
         case Offer() | Put():
@@ -233,7 +246,9 @@ def _transfer(sweep: Sweep, action: Offer | Put | Get | Await | Evict | Drop) ->
         case Await():
             answer = sweep.elsewhere.wait(sweep, action)
         case Evict():
-            answer = sweep.elsewhere.evict(sweep, action)
+            answer = None
+            if not _takes_detour(sweep, action):
+                answer = sweep.elsewhere.evict(sweep, action)
         case Drop():
             answer = sweep.elsewhere.drop(sweep, action)
         case _:

@@ -19,9 +19,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from ..actions import (
-    Schedule,
-)
+from ..actions import EndForward, Evict, Schedule
 from ..errors import MultistageError, ScheduleError
 from ..slots import Kept, Slots
 from ..tapes import WEIGHED
@@ -59,6 +57,10 @@ class Sweep:
         `weigh(step, tape, beside, tape_slots)`: slots that a tape takes beside another, if
         more than `tape_slots`.  Called for some tapes; None if tapes are not weighed.
 
+    detour : callable, optional
+        `detour(sweep, action)`, asked before an `Evict` of the forward sweep and its
+        `EndForward`: the schedule to go on with in their place, None to perform them.
+
     Attributes
     ----------
     at : int
@@ -67,6 +69,8 @@ class Sweep:
         The next adjoint step is end - 1; 0 in the forward sweep.
     begun : int or None
         The step whose adjoint was asked for last.
+    given : tape
+        What that is computed from.
     held : dict
         Kept states; None for one on its way here.
     tapes : dict
@@ -78,8 +82,8 @@ class Sweep:
     """
 
     __slots__ = (
-        "__weakref__", "_given", "adjoint", "advance_by", "apart", "aside", "at", "begun",
-        "check", "clock", "copies", "due", "elsewhere", "end", "forward_s", "forward_steps",
+        "__weakref__", "adjoint", "advance_by", "apart", "aside", "at", "begun", "check", "clock",
+        "copies", "detour", "due", "elsewhere", "end", "forward_s", "forward_steps", "given",
         "hand", "held", "hold", "is_forward", "keep", "last", "ledger", "lends", "limit", "live",
         "look", "lost", "one_tape", "opened", "origin", "peak", "release", "reverse_by",
         "reverse_s", "reverse_steps", "schedule", "shared", "slots", "state_is_tape", "tape_by",
@@ -100,6 +104,7 @@ class Sweep:
         limit: float = math.inf,
         tape_slots: float = 1.0,
         weigh: Callable[[int, Any, Any, float], float] | None = None,
+        detour: Callable[[Sweep, Evict | EndForward], Schedule | None] | None = None,
     ) -> None:
         self.schedule, self.elsewhere, self.origin, self.live = schedule, elsewhere, origin, live
         self.at = self.end = 0
@@ -122,13 +127,13 @@ class Sweep:
         self.hold = not_held if self.one_tape else slots.keep_tape
         self.used_up: Callable[[Any], Any] | None = getattr(slots, "used_up", None)
         self.check: Callable[[Any, int], None] | None = None
-        self.weigh = weigh
+        self.weigh, self.detour = weigh, detour
         self.weighed: Collection[int] = () if weigh is None else WEIGHED
         self.adjoint: Any = None
         self.wanted = False  # None is the adjoint of operators that keep it themselves
         self.until = -1  # the step whose adjoint is asked for
-        self._given: Any = None  # what the adjoint that was asked for last is computed from
-        self.opened: Kept | None = None  # that, where it is a state in a slot
+        self.given: Any = None
+        self.opened: Kept | None = None  # what is given, where it is a state in a slot
         self.aside: Kept | None = None  # the live state, whose arrays that is in
         self.hand: list[Any] = []
         self.peak = 0.0
@@ -149,6 +154,11 @@ class Sweep:
         self.check = self.slots.check
         if not self._perform(pulls=False):
             raise ScheduleError("the schedule ended without EndForward")
+
+    def take_live(self) -> Any:
+        """Return the live state, which the sweep holds no more."""
+        live, self.live, self.at = self.live, None, -1
+        return live
 
     def reverse(self, adjoint: Any) -> Any:
         """Perform the rest of the schedule, adjoints included; return the last one.
@@ -193,7 +203,7 @@ class Sweep:
             If the schedule cannot be followed, or ends before that step.
         """
         if step == self.begun:
-            return self._given
+            return self.given
         if restart is None:
             self.require_left(step)
         elif step >= self._left:
@@ -204,9 +214,9 @@ class Sweep:
         self.until = step
         if not self._perform(pulls=True):
             raise ScheduleError(f"the schedule ended without Reverse({step})")
-        self._given = open_adjoint(self, step, self.tapes.pop(step, None))
+        self.given = open_adjoint(self, step, self.tapes.pop(step, None))
         self.begun = step
-        return self._given
+        return self.given
 
     @property
     def _left(self) -> int:
@@ -227,12 +237,14 @@ class Sweep:
         self.held.clear()
         self.tapes.clear()
         self.lost.clear()
-        self._given = self.opened = self.aside = None
+        self.given = self.opened = self.aside = None
         self.schedule = restart()
-        self.live, self.at, self.end, self.used = self.origin.state, 0, 0, 0.0
+        self.live = self.slots.load(self.origin, None)
+        self.at, self.end, self.used = 0, 0, 0.0
         self.is_forward = True
         self.forward()
-        self.live, self.begun = None, None
+        self.take_live()
+        self.begun = None
 
     def _perform(self, pulls: bool) -> bool:
         """Perform actions up to `EndForward` or what is asked for; False if there are no more."""
@@ -250,7 +262,7 @@ class Sweep:
     def _close_pulled(self) -> None:
         """Let go of what was given to whoever asked."""
         if self.begun is not None and self.begun >= 0:
-            given, self._given = self._given, None
+            given, self.given = self.given, None
             close_adjoint(self, given, None)
             self.end, self.begun = self.begun, None
             if self.ledger is not None:

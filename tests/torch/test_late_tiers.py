@@ -31,6 +31,7 @@ from multistage.plan.heterogeneous import ChainPlan, plan_chain  # noqa: E402
 from multistage.plan.joint_rule import DeadlineRule  # noqa: E402
 from multistage.tier import Tier  # noqa: E402
 from multistage.torch import tiered  # noqa: E402
+from multistage.torch.away import Away  # noqa: E402
 from multistage.torch.choosing import held_by_caller, sends  # noqa: E402
 from multistage.torch.exploring import explore, untouched  # noqa: E402
 from multistage.torch.measure import measure  # noqa: E402
@@ -83,17 +84,17 @@ def bound(
 def nothing_recovered() -> Iterator[None]:
     """Fail where a run makes up for what its plan should have had at hand."""
 
-    def recovers(run: Run, i: int) -> None:
+    def recovers(away: Away, i: int, tape: Any) -> None:
         raise AssertionError(f"tape {i} was not at hand")
 
-    def state(run: Run, i: int) -> Any:
-        found = run._at_hand(i)
+    def state(away: Away, i: int) -> Any:
+        found = away._memory.at_hand(i)
         assert found is not None, f"state {i} was not at hand"
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "_recover", recovers)
-        patch.setattr(Run, "_state", state)
+        patch.setattr(Away, "tape_again", recovers)
+        patch.setattr(Away, "state", state)
         yield
 
 

@@ -49,6 +49,7 @@ from multistage.tier import Tier  # noqa: E402
 from multistage.torch import choosing, hooking, tiered  # noqa: E402
 from multistage.torch.choosing import held_by_caller  # noqa: E402
 from multistage.torch.exploring import explore, untouched  # noqa: E402
+from multistage.torch.links import Script  # noqa: E402
 from multistage.torch.measure import measure  # noqa: E402
 from multistage.torch.meter import Meter  # noqa: E402
 from multistage.torch.paging import page_layout  # noqa: E402
@@ -145,19 +146,20 @@ def test_a_second_backward_that_was_interrupted_starts_over() -> None:
     berth = Berth(store(), CPU, PAGE)
     call = run_with(model, offload_all(len(model)), berth)
     interrupted: list[Action] = []
-    perform = Run._perform
+    play = Script.play
 
-    def interrupting(run: Run, action: Action) -> None:
-        if run._next == 12 and not run._first and not interrupted:
-            interrupted.append(action)
-            raise KeyboardInterrupt
-        perform(run, action)
+    def interrupting(script: Script) -> Iterator[Action]:
+        for action in play(script):
+            if script.next == 12 and not interrupted:
+                interrupted.append(action)
+                raise KeyboardInterrupt
+            yield action
 
     def thrice(x: Tensor) -> Tensor:
         y = call(x)
         y.sum().backward(retain_graph=True)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Run, "_perform", interrupting)
+            patch.setattr(Script, "play", interrupting)
             y.sum().backward(retain_graph=True)
         x.grad = None
         model.zero_grad()

@@ -11,12 +11,11 @@ from unittest import mock
 
 from torch import Tensor
 
-from multistage.actions import Action
 from multistage.backends import FileStore, MemoryStore
 from multistage.backends.base import CheckpointLost
+from multistage.execution import loop
 from multistage.torch import porter as porters
 from multistage.torch.parcels import Origin
-from multistage.torch.runner import Run
 
 
 class Faults:
@@ -123,14 +122,18 @@ class Interrupts:
 
     @contextlib.contextmanager
     def struck(self) -> Iterator[None]:
-        perform = Run._perform
+        def performed(perform: Callable[..., Any]) -> Callable[..., Any]:
+            def struck(*given: Any) -> Any:
+                if self._before:
+                    self._strike()
+                answer = perform(*given)
+                if not self._before:
+                    self._strike()
+                return answer
 
-        def performed(run: Run, action: Action) -> None:
-            if self._before:
-                self._strike()
-            perform(run, action)
-            if not self._before:
-                self._strike()
+            return struck
 
-        with mock.patch.object(Run, "_perform", performed):
+        with contextlib.ExitStack() as patches:
+            for name in ("_advance", "_tape", "_save", "_load", "_pulled", "_transfer"):
+                patches.enter_context(mock.patch.object(loop, name, performed(getattr(loop, name))))
             yield
