@@ -38,6 +38,7 @@ from multistage.torch.measure import measure  # noqa: E402
 from multistage.torch.meter import Meter  # noqa: E402
 from multistage.torch.porter import Carried  # noqa: E402
 from multistage.torch.runner import Run  # noqa: E402
+from multistage.torch.scope import Scope  # noqa: E402
 from multistage.torch.stowage import Berth  # noqa: E402
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="the rule's twin is slow")
@@ -69,7 +70,7 @@ def bound(
     model: nn.Sequential, plan: ChainPlan, berth: Berth, asked: list[Deadlines]
 ) -> Callable[[Tensor], Tensor]:
     x = torch.randn(8, 24, requires_grad=True)
-    with untouched(list(model), x):
+    with untouched(Scope(list(model)), x):
         _, traits = explore(list(model), [str(k) for k in range(len(model))], x)
 
     def call(x: Tensor) -> Tensor:

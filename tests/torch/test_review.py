@@ -55,7 +55,7 @@ def test_buffers_get_their_versions_back(with_snapshot: bool) -> None:
         norm(x)
         snapshot.restore()
     else:
-        with untouched([norm], x):
+        with untouched(Scope([norm]), x):
             norm(x)
     assert [b._version for b in norm.buffers()] == versions
     assert torch.equal(norm.running_mean, torch.zeros(4))  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ class Poisoned(nn.Module):
 
 def test_nan_is_not_zero_when_buffers_are_put_back() -> None:
     stage = Poisoned()
-    with untouched([stage], torch.ones(1)):
+    with untouched(Scope([stage]), torch.ones(1)):
         stage(torch.ones(1))
     assert torch.equal(stage.count, torch.zeros(1))  # type: ignore[arg-type]
 

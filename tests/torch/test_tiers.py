@@ -55,6 +55,7 @@ from multistage.torch.meter import Meter  # noqa: E402
 from multistage.torch.paging import page_layout  # noqa: E402
 from multistage.torch.porter import Porter  # noqa: E402
 from multistage.torch.runner import Run  # noqa: E402
+from multistage.torch.scope import Scope  # noqa: E402
 from multistage.torch.stowage import Berth, Stowage  # noqa: E402
 
 
@@ -87,7 +88,7 @@ def run_with(
 ) -> Callable[[Tensor], Tensor]:
     x = torch.randn(8, 24, requires_grad=True)
     names = [str(k) for k in range(len(model))]
-    with untouched(list(model), x):
+    with untouched(Scope(list(model)), x):
         groups, traits = explore(list(model), names, x)
     assert all(len(group) == 1 for group in groups)
     return lambda x: Run(list(model), traits, actions, berth).forward(x)
@@ -212,7 +213,7 @@ def test_what_is_evicted_takes_no_memory() -> None:
 
     berth = Berth(store(), CPU, PAGE)
     names = [str(k) for k in range(len(model))]
-    with untouched(list(model), x):
+    with untouched(Scope(list(model)), x):
         _, traits = explore(list(model), names, x)
     plain = peak(model)
     away = peak(lambda x: Run(list(model), traits, offload_all(16), berth).forward(x))
