@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch.utils import _pytree as pytree
 
 from ..actions import Action, Advance, EndForward, Load, Reverse, Tape
 from ..backends.base import Store
-from ..budget import Budget, Memory
+from ..budget import Budget
+from ..budget import Memory as Limit
+from ..errors import BudgetError
 from ..plan.heterogeneous import plan_chain
 from ..progress import Bars
 from ..stages import Stage, StageCosts
@@ -26,7 +29,8 @@ from .environment import generators_of
 from .exploring import tensors_of
 from .inputs import Inputs
 from .kinds import Survey
-from .planning import Settings
+from .meter import Meter
+from .planning import Memory, Settings
 from .randomness import cuda_or_cpu, refuse_hidden_draws
 from .surroundings import Surroundings
 from .sweeping import Sweep, Unrolled, results_of, through
@@ -34,6 +38,7 @@ from .tiers import open_tiers
 from .varied_planning import pages_for, planned_varied
 from .varied_time import VariedTensors, VariedThroughTime
 
+_weighed: Memory[bool] = Memory()  # given costs whose graphs were seen to hold to them
 _CHECKED = 12  # steps at most that a check runs from state 0
 _SHARE = 8  # of the limit, what states held while kinds are found may take
 
@@ -77,12 +82,43 @@ def unroll_varied(
 
     chosen = planned_varied(cells, facts, survey, around, device, leaves, store, settings, checked)
     if chosen.plan is None:
-        return replace(program.plainly(state, graph=True), plan=chosen)
+        return replace(_kept(program, state, chosen, settings.costs, device), plan=chosen)
     refuse_hidden_draws(cells.scope.modules, cells.name)
     return program.scheduled(state, chosen, around, device, settings, store)
 
 
-def _room_bytes(memory: Memory | None) -> int:
+def _kept(
+    program: _Program,
+    state: Any,
+    chosen: UnrollPlan,
+    costs: StageCosts | None,
+    device: torch.device,
+) -> Unrolled:
+    """Run the steps plainly; given costs are weighed the first time.
+
+    Raises
+    ------
+    BudgetError
+        If the graphs take more than given costs say.
+    """
+    key = None if costs is None else (costs, (0, program.inputs.steps))
+    if key is None or _weighed.get(key) is not None:
+        return program.plainly(state, graph=True)
+    with Meter(device) as meter:
+        meter.ignore([*pytree.tree_leaves(state), *program.facts.parameters])
+        found = program.plainly(state, graph=True)
+        beside = sum(t.nbytes for t in pytree.tree_leaves(found.outputs) if isinstance(t, Tensor))
+        nbytes = meter.live_bytes() - beside  # what is stacked is not part of the limit
+    if nbytes > chosen.keep_bytes:
+        raise BudgetError(
+            f"the graphs of all steps take {nbytes} bytes, their costs say {chosen.keep_bytes}; "
+            "give the sizes as they are, or no costs to have them measured"
+        )
+    _held_to(*key)
+    return found
+
+
+def _room_bytes(memory: Limit | None) -> int:
     """Return what states may take that are held while kinds are found."""
     limit = None if memory is None else Budget.parse(memory, "memory", of="stages").bytes
     return 0 if limit is None else limit // _SHARE
@@ -141,12 +177,9 @@ class _Program:
     ) -> Unrolled:
         """Run the steps by a plan."""
         leaves = pytree.tree_leaves(state)
-        given = None if settings is None else settings.costs
         assert chosen.chain is not None
         costs = chosen.chain.costs
-        most = (
-            None if given is None else [costs.input_bytes, *(s.output_bytes for s in costs.stages)]
-        )
+        given = settings is not None and settings.costs is not None
         chain = VariedThroughTime(
             self.cells,
             self.facts,
@@ -155,8 +188,10 @@ class _Program:
             around,
             chosen.cuts,
             device,
-            most,
+            costs if given else None,
         )
+        if given and _weighed.get((costs, chosen.cuts)) is None:
+            chain.weighs, chain.done = True, partial(_held_to, costs, chosen.cuts)
         chain.check = "error" if settings is None else settings.check
         names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
         bars = Bars(False if settings is None else settings.progress)
@@ -175,6 +210,10 @@ class _Program:
         )
         wanted = [*leaves, *self.inputs.tensors(), *self.facts.parameters]
         return through(run, chosen, chain.last_spec(), wanted)
+
+
+def _held_to(costs: StageCosts, cuts: tuple[int, ...]) -> None:
+    _weighed.put((costs, cuts), True)
 
 
 def _checked(

@@ -151,6 +151,8 @@ def planned_varied(
     key = (
         facts.steps.tobytes() if hasattr(facts.steps, "tobytes") else tuple(facts.steps),
         tuple(_key(cells, facts, kind, survey, around) for kind in facts.kinds),
+        tuple(kind.parameters for kind in facts.kinds),
+        tuple(p.nbytes for p in facts.parameters),
         settings,
         steps.input_bytes,
     )

@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import BudgetError, StateError
+from ..stages import StageCosts
 from .cells import Cells, VariedFacts, run_varied
 from .collector import Collector
 from .graphs import leaves_below, uses
 from .inputs import Inputs
+from .meter import Meter
 from .surroundings import Surroundings
 from .tensors import Kind, TensorLayout, TensorSlots, TensorState, kind_of, said
 from .through_time import Again, Gradients, ThroughTime, Ys
@@ -47,8 +49,14 @@ class VariedThroughTime(ThroughTime):
     cuts : sequence of int
         The first time step of each chunk, and behind the last the number of all.
     device : torch.device
-    most_bytes : sequence of int, optional
-        What states 0, 1, ... of the chain may take, where costs were given.
+    costs : StageCosts, optional
+        Of the chunks, where they were given: states must not take more.
+
+    Attributes
+    ----------
+    weighs : bool
+        Whether graphs must not take more than `costs` say, either.  To see what they take
+        every operation is looked at, so that a kind of sequence is weighed once.
     """
 
     state_is_tape = False
@@ -62,11 +70,13 @@ class VariedThroughTime(ThroughTime):
         around: Surroundings,
         cuts: Sequence[int],
         device: torch.device,
-        most_bytes: Sequence[int] | None = None,
+        costs: StageCosts | None = None,
     ) -> None:
         longest = max((b - a for a, b in itertools.pairwise(cuts)), default=1)
         super().__init__(cells, facts, inputs, collector, around, longest, device)
-        self.cells, self.varied, self.cuts, self._most = cells, facts, list(cuts), most_bytes
+        self.cells, self.varied, self.cuts, self._costs = cells, facts, list(cuts), costs
+        self.weighs = False
+        self.done: Callable[[], None] = lambda: None  # once a backward has ended
 
     @property
     def n_steps(self) -> int:
@@ -95,18 +105,41 @@ class VariedThroughTime(ThroughTime):
 
     def _note(self, k: int, given: Sequence[Tensor], leaves: Sequence[Tensor], ys: Ys) -> None:
         super()._note(k, given, leaves, ys)
-        if self._most is None:
+        if self._costs is None:
             return
         nbytes, t = sum(leaf.nbytes for leaf in leaves), self.cuts[k + 1] - 1
-        if nbytes > self._most[k + 1]:
+        most = self._costs.stages[k].output_bytes
+        if nbytes > most:
             raise BudgetError(
                 f"state {t + 1}, which step {t} returned, takes {nbytes} bytes, its costs say "
-                f"output_bytes={self._most[k + 1]}; give the sizes as they are, or no costs to "
-                "have them measured"
+                f"output_bytes={most}; {_REMEDY}"
             )
 
     def tape(self, state: TensorState, step: int) -> tuple[TensorState, object]:
-        """Run a chunk with a graph; return the state after it and the graph."""
+        """Run a chunk with a graph; return the state after it and the graph.
+
+        Raises
+        ------
+        BudgetError
+            If the graph takes more than given costs say.
+        """
+        if not self.weighs or self._costs is None:
+            return self._taped(state, step)
+        with Meter(self.device) as meter:
+            meter.ignore([*state.tensors, *self.facts.parameters, *self.inputs.held()])
+            found = self._taped(state, step)
+            nbytes = meter.live_bytes()
+        most = self._costs.stages[step].tape_bytes
+        if nbytes > most:
+            first, last = self._steps(step)
+            where = f"step {first}" if last == first + 1 else f"steps {first} to {last - 1}"
+            raise BudgetError(
+                f"the graph of {where} takes {nbytes} bytes, the state after it included, the "
+                f"costs say tape_bytes={most}; {_REMEDY}"
+            )
+        return found
+
+    def _taped(self, state: TensorState, step: int) -> tuple[TensorState, object]:
         new = step >= self.front
         if not new:
             with torch.enable_grad():
@@ -161,11 +194,19 @@ class VariedThroughTime(ThroughTime):
         self._check_wants(k, leaves, ys)
         return Again(given, leaves, xs, ys, begun)
 
+    def verify(self) -> None:
+        """Raise StateError if a chunk gave other results when it was run again."""
+        super().verify()
+        self.done()
+
     def reverse(self, tape: object, adjoint: Gradients, step: int) -> Gradients:
         """Return the gradients of the state before a chunk."""
         assert isinstance(tape, Graph)
         with torch.enable_grad():
             return self._back(tape.held, adjoint, step, tape.chosen, tape.views)
+
+
+_REMEDY = "give the sizes as they are, or no costs to have them measured"
 
 
 class TensorLayouts:

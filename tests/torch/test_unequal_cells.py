@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fuzz_cells import judged
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -320,6 +321,12 @@ def test_a_pair_is_state_and_output_where_trees_differ() -> None:
     assert start.grad is not None and start.grad.tolist() == [8.0] * 3
 
 
+@pytest.mark.parametrize("seed", range(3, 9))
+def test_random_sequences(seed: int) -> None:
+    """More of them: `python tests/torch/fuzz_cells.py --count 500`."""
+    assert not judged(seed).startswith("DIFFERENT")
+
+
 # --------------------------------------------------------------------- memory
 
 
@@ -445,6 +452,15 @@ def test_given_costs_plan_steps_of_any_number_of_kinds() -> None:
     smaller = replace(costs, stages=(replace(stages[0], output_bytes=50), *stages[1:]))
     with pytest.raises(BudgetError, match="state 1, which step 0 returned, takes 96 bytes"):
         mst.unroll(cell, state, x, costs=smaller, memory="300 KiB", chunk=1)
+    light = [
+        replace(stage, tape_bytes=stage.output_bytes, backward_overhead_bytes=0) for stage in stages
+    ]
+    with pytest.raises(BudgetError, match=r"the graph of step .* takes .* costs say tape_bytes="):
+        mst.unroll(
+            cell, state, x, costs=replace(costs, stages=tuple(light)), memory="100 KiB", chunk=1
+        ).outputs.sum().backward()
+    with pytest.raises(BudgetError, match="the graphs of all steps take"):
+        mst.unroll(cell, state, x, costs=replace(costs, stages=tuple(light)), memory="4 MiB")
     with pytest.raises(ArgumentError, match="costs have 100 stages, but the sequence has 99"):
         mst.unroll(cell, state, x[:99], costs=costs, memory="300 KiB")
 
