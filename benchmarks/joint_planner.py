@@ -8,6 +8,11 @@ away.  Every plan is replayed by a judge of its own (`tests/chain_judge.py`), wi
 transfers as planned and twice as slow.  Against an exact search for 3 to 6 stages
 (`tests/oracles/joint_exact.c`).
 
+`gap_mean` weighs every setting that ran equally; `--quick` takes every tenth of the grid.
+Whether more memory or a faster tier makes a plan slower is asked of neighbours on the
+grid, and, as those are far apart, of settings drawn at random with 2, 4 and 8 % more of
+either: `neighbours` comparisons, `slower_neighbours` of them slower.
+
     python -m benchmarks.joint_planner [--quick] [--json FILE] [--plot FILE]
 """
 
@@ -54,7 +59,8 @@ EXACT_CHAINS = 500
 EXACT_STATES = 2_000_000  # the exact search gives up beyond
 MIB = 2.0**20
 LATE_STAGES = 100  # of the longest chain that meets a late tier
-SHORTEST = min(length for _, length in CHAINS)
+NEARBY = (1.0, 1.02, 1.04, 1.08)  # of memory, or of the tier's rates
+NEARBY_SETTINGS, NEARBY_STAGES = 40, 60
 SLOTS = 250  # of the table that equal segments are reversed by
 
 
@@ -178,7 +184,7 @@ def _from_tests(name: str) -> Any:
 
 
 def grid(thin: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield one row per chain, memory and rho; of the shortest chain all, for monotony."""
+    """Yield one row per chain, memory and rho; of `thin` settings one."""
     number = 0
     for kind, length in CHAINS:
         costs = a_chain(kind, length, seed)
@@ -189,7 +195,7 @@ def grid(thin: int, seed: int) -> Iterator[dict[str, Any]]:
             segments, alone = None, None
             for rho in RHOS:
                 number += 1
-                if number % thin and length > SHORTEST:
+                if number % thin:
                     continue
                 segments = segments or Segments(costs, memory)
                 alone = alone or planned(costs, memory, None)
@@ -203,7 +209,6 @@ def grid(thin: int, seed: int) -> Iterator[dict[str, Any]]:
                     "stages": length,
                     "memory": share,
                     "rho": rho,
-                    "sampled": number % thin == 0,
                     "plain_s": plain.plain_s,
                     "makespan_s": _seconds(plan),
                     "bound_s": joint_lower_bound(costs, memory, rates),
@@ -253,6 +258,29 @@ def against_exact(thin: int) -> tuple[list[dict[str, float]], int]:
     return rows, given_up
 
 
+def nearby(thin: int, seed: int) -> list[dict[str, Any]]:
+    """Return makespans of settings with a little more memory, or a little faster tier."""
+    draw, rows = random.Random(seed), []
+    kinds = [chain for chain in CHAINS if chain[1] <= NEARBY_STAGES]
+    while len(rows) < NEARBY_SETTINGS // thin * 2:
+        kind, length = draw.choice(kinds)
+        share = draw.uniform(MEMORIES[0], MEMORIES[-1])
+        rho = RHOS[0] * (RHOS[-1] / RHOS[0]) ** draw.random()
+        costs = a_chain(kind, length, seed)
+        plain = plan_chain(costs)
+        rate = sum(stage.tape_bytes for stage in costs.stages) / (rho * plain.plain_s)
+        for along in ("memory", "rho"):
+            found = []
+            for more in NEARBY:
+                memory = int(share * plain.plain_bytes * (more if along == "memory" else 1))
+                faster = rate * (more if along == "rho" else 1)
+                rates = Tier.of_rates(faster, faster, LATENCY_S)
+                found.append(_seconds(planned(costs, memory, rates)))
+            where = {"chain": kind, "stages": length, "memory": share, "rho": rho}
+            rows.append(where | {"along": along, "makespans_s": found})
+    return rows
+
+
 def _worst_slower(rows: list[dict[str, Any]], along: str) -> float:
     """Return how much slower a plan is at most than one with less memory, or a slower tier."""
     groups: dict[Any, list[dict[str, Any]]] = {}
@@ -268,23 +296,37 @@ def _worst_slower(rows: list[dict[str, Any]], along: str) -> float:
     return worst
 
 
+def _worst_nearby(near: list[dict[str, Any]], along: str) -> float:
+    rows = [_slower(row) for row in near if row["along"] == along]
+    return max((slower for row in rows for slower in row), default=0.0)
+
+
+def _slower(row: dict[str, Any]) -> list[float]:
+    """Return for each neighbour how much slower it is than the best with less."""
+    found = row["makespans_s"]
+    best = list(itertools.accumulate(found, min))
+    return [b / a - 1 for a, b in zip(best, found[1:], strict=False) if math.isfinite(a)]
+
+
 def ratios_of(
-    rows: list[dict[str, Any]], tiny: list[dict[str, float]], given_up: int
+    rows: list[dict[str, Any]],
+    near: list[dict[str, Any]],
+    tiny: list[dict[str, float]],
+    given_up: int,
 ) -> dict[str, float]:
     """Return the figures that the planner is judged by."""
     for row in rows:
         row["best_s"] = min(row["no_tier_s"], row["offload_s"], row["periodic_s"])
     fitting = [row for row in rows if math.isfinite(row["makespan_s"])]
-    sampled = [row for row in fitting if row["sampled"]]  # not those for monotony alone
-    gap = {id(row): row["makespan_s"] / row["bound_s"] - 1 for row in fitting}
-    tight = [row for row in sampled if 0.5 <= row["rho"] <= 5 and row["memory"] <= 0.4]
+    gaps = [row["makespan_s"] / row["bound_s"] - 1 for row in fitting]
+    tight = [row for row in fitting if 0.5 <= row["rho"] <= 5 and row["memory"] <= 0.4]
     gains = [r["best_s"] / r["makespan_s"] - 1 for r in tight if math.isfinite(r["best_s"])]
     exact = [row["makespan_s"] / row["exact_s"] - 1 for row in tiny]
     below = [row for row in fitting if row["makespan_s"] < row["bound_s"]]
     below += [row for row in tiny if row["exact_s"] < row["bound_s"]]
     ratios = {
-        "gap_mean": statistics.mean(gap[id(row)] for row in sampled),
-        "gap_worst": max(gap.values()),
+        "gap_mean": statistics.mean(gaps),
+        "gap_worst": max(gaps),
     }
     for other in ("no_tier", "offload", "periodic"):
         name = {"offload": "offload_all"}.get(other, other)
@@ -296,6 +338,7 @@ def ratios_of(
             "late_over_no_tier_worst": max(r["makespan_s"] / s for r, s in over),
             "waiting_over_no_tier_mean": statistics.mean(r["waiting_s"] / s for r, s in over),
         }
+    slower = [value for row in near for value in _slower(row)]
     ratios |= {
         "gain_over_best_mean": statistics.mean(gains) if gains else math.nan,
         "infeasible": float(
@@ -307,8 +350,14 @@ def ratios_of(
         "exact_instances": float(len(tiny)),
         "exact_given_up": float(given_up),
         "bound_violations": float(len(below)),
-        "worst_slower_with_more_memory": _worst_slower(rows, "memory"),
-        "worst_slower_with_faster_tier": _worst_slower(rows, "rho"),
+        "worst_slower_with_more_memory": max(
+            _worst_slower(rows, "memory"), _worst_nearby(near, "memory")
+        ),
+        "worst_slower_with_faster_tier": max(
+            _worst_slower(rows, "rho"), _worst_nearby(near, "rho")
+        ),
+        "neighbours": float(len(slower)),
+        "slower_neighbours": float(sum(value > 1e-12 for value in slower)),
         "replay_off": max(row["replay_off"] for row in rows),
         "replays_over_limit": float(sum(row["over_limit"] for row in rows)),
         "instances": float(len(rows)),
@@ -350,6 +399,7 @@ def main() -> None:
     for row in grid(thin, args.seed):
         rows.append(row)
         print(_line(row), flush=True)
+    near = nearby(thin, args.seed)
     left_out = []
     tiny: list[dict[str, float]] = []
     given_up = 0
@@ -357,9 +407,12 @@ def main() -> None:
         left_out.append("exact optimum: no C compiler")
     else:
         tiny, given_up = against_exact(thin)
-    ratios = ratios_of(rows, tiny, given_up) | {"plan_s_339": plan_seconds()}
+    ratios = ratios_of(rows, near, tiny, given_up) | {"plan_s_339": plan_seconds()}
     told = [{k: None if v == math.inf else v for k, v in row.items()} for row in rows]
-    finish(args, "joint_planner", {"grid": told, "exact": tiny}, ratios, left_out)
+    for row in near:
+        row["makespans_s"] = [None if s == math.inf else s for s in row["makespans_s"]]
+    samples = {"grid": told, "nearby": near, "exact": tiny}
+    finish(args, "joint_planner", samples, ratios, left_out)
     if args.plot:
         _plot(rows, args.plot)
 
