@@ -38,33 +38,35 @@ static inline float excess(const table_t *x, int64_t s, int64_t t, int64_t m)
     return x->table[((m / PLANE) * x->cells + row(x->chain->n, s) + t) * PLANE + m % PLANE];
 }
 
-/* The choice at (s, t, m): s for a tape, k for a checkpoint at state k, INFEASIBLE. */
+/* Checkpoints whose excess is within this share of the least are taken for equally good. */
+#define TIE 1e-6f
+
+/* The choice at (s, t, m): s for a tape, k for a checkpoint at state k, INFEASIBLE.
+ *
+ * Of equally good checkpoints the farthest: the longer the stretch, the fewer the states
+ * kept, and states smaller than half a slot count nothing here.
+ */
 static inline int64_t chain_choice(const table_t *x, int64_t s, int64_t t, int64_t m)
 {
     const chain_t *c = x->chain;
-    float best = INFINITY;
+    float taped = INFINITY, best = INFINITY;
     int64_t found = INFEASIBLE;
     if (s == t)
         return m >= need_all(c, s, s) ? s : INFEASIBLE;
-    if (c->tapes && m >= need_all(c, s, t) && m >= c->tape[s]) {
-        best = excess(x, s + 1, t, m - c->tape[s]);
-        if (best < INFINITY)
-            found = s;
-    }
-    if (m < x->none[row(c->n, s) + t])
-        return found;
-    for (int64_t k = s + 1; k <= t; k++) {
-        const int64_t rest = m - c->state[k];
-        if (rest < 0)
-            continue;
-        const float right = excess(x, k, t, rest) + c->prefix[k];
-        const float sum = excess(x, s, k - 1, m) + right - c->prefix[s];
-        if (sum < best) {
-            best = sum;
-            found = k;
+    if (c->tapes && m >= need_all(c, s, t) && m >= c->tape[s])
+        taped = excess(x, s + 1, t, m - c->tape[s]);
+    if (m >= x->none[row(c->n, s) + t])
+        for (int64_t k = s + 1; k <= t; k++) {
+            const int64_t rest = m - c->state[k];
+            if (rest < 0)
+                continue;
+            const float right = excess(x, k, t, rest) + c->prefix[k];
+            const float sum = excess(x, s, k - 1, m) + right - c->prefix[s];
+            if (sum < INFINITY && sum <= best + TIE * fabsf(best))
+                found = k;
+            best = sum < best ? sum : best;
         }
-    }
-    return found;
+    return taped < INFINITY && taped <= best ? s : found;
 }
 
 #endif

@@ -33,6 +33,8 @@ _TILE = 16
 _PER_CALL = 4e9
 _MAX_SLOTS = 1 << 30
 _NEVER = 1e30
+# Checkpoints whose excess is within this share of the least are taken for equally good.
+_TIE = np.float32(1e-6)
 # Rounding errors of float32 sums over a chain, as a share of its forward work.
 FLOAT_ERROR = 1e-5
 
@@ -349,22 +351,21 @@ class Table:
         sizes, prefix = self.sizes, self.prefix
         if s == t:
             return s if m >= need_to_tape(sizes, s, s) else INFEASIBLE
-        best, found = np.float32(np.inf), INFEASIBLE
+        taped = best = np.float32(np.inf)
+        found = INFEASIBLE
         if self.tapes and m >= max(need_to_tape(sizes, s, t), int(sizes.tape[s])):
-            best = self.values(s + 1, t)[m - int(sizes.tape[s])]
-            if best < np.inf:
-                found = s
-        if m < need_to_pass(sizes, s, t):
-            return found
-        for k in range(s + 1, t + 1):
+            taped = self.values(s + 1, t)[m - int(sizes.tape[s])]
+        for k in range(s + 1, t + 1) if m >= need_to_pass(sizes, s, t) else ():
             rest = m - int(sizes.state[k])
             if rest < 0:
                 continue
             right = self.values(k, t)[rest] + prefix[k]
             here = self.values(s, k - 1)[m] + right - prefix[s]
-            if here < best:
-                best, found = here, k
-        return found
+            # Of equally good ones the farthest keeps the fewest states; see chain.h.
+            if here < np.inf and here <= best + _TIE * abs(best):
+                found = k
+            best = min(best, here)
+        return s if taped < np.inf and taped <= best else found
 
 
 def need_to_tape(sizes: Sizes, s: int, t: int) -> int:
