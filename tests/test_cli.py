@@ -191,7 +191,7 @@ def test_demo_differentiates_and_tests(capsys, tmp_path: Path, options: list[str
         (["plan", *NUMBERS, "--planner=store-all"], "store-all needs 299"),
         (["simulate", *NUMBERS, "--jitter=gauss:1"], "jitter 'gauss:1'"),
         (["simulate", *NUMBERS, "--picture=t.xyz"], "'t.xyz' ends in .xyz"),
-        (["plan", *NUMBERS, f"--costs={sys.executable}"], "is not text"),
+        (["plan", *NUMBERS, f"--costs={sys.executable}"], "cannot be read"),
         (["probe", "/nonexistent"], "it does not exist; create it"),
         (["probe", "file:/nonexistent"], "it does not exist; create it"),
         (["probe", "ftp://x"], "'ftp://x' is not known"),
