@@ -39,9 +39,10 @@ def hooks_s() -> float:
     without the time it waits.  Measured once in a process, in about a quarter of a second,
     on stages that compute next to nothing.
     """
-    stages = [_Small() for _ in range(_STAGES)]
-    x = torch.ones(2, 4, requires_grad=True)
-    with torch.enable_grad(), torch.random.fork_rng([]):
+    # Whatever the caller's device is, and his generators stay as they are.
+    with torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng([]):
+        stages = [_Small() for _ in range(_STAGES)]
+        x = torch.ones(2, 4, requires_grad=True)
         traits = measure(stages, [str(k) for k in range(_STAGES)], x, seconds=0.0).traits
         berth = Berth(MemoryStore(buffer_bytes=0), torch.device("cpu"), _PAGE_BYTES)
         try:
