@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -288,6 +289,26 @@ def test_two_backwards_and_hooks_that_fire_once() -> None:
     (first,) = torch.autograd.grad(loss, [state], retain_graph=True)
     loss.backward()
     assert state.grad is not None and torch.equal(first, state.grad) and len(fired) == 1
+
+
+def test_backward_from_another_thread() -> None:
+    """Autograd numbers its nodes by thread: sums must come first all the same."""
+    found = []
+    for elsewhere in (False, True):
+        torch.manual_seed(0)
+        cells, state, inputs = widths()
+        out = mst.unroll(cells, state, inputs, memory="1 MiB", chunk=9, strategy="recompute")
+        assert out.plan is not None and out.plan.chain is not None
+        assert out.plan.chain.kept == (0, 1)
+        loss = out.state.square().sum()
+        if elsewhere:
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        else:
+            loss.backward()
+        found.append([state.grad, *(p.grad for m in cells[:6] for p in m.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
