@@ -270,7 +270,8 @@ class References:
 
     def __init__(self, layout: Layout, frozen: Frozen | None = None) -> None:
         self._layout = layout
-        self._single = layout.single
+        single: tuple[Any, Any] = layout.single or (None, None)
+        self._shape, self._dtype = single
         self._frozen = Frozen() if frozen is None else frozen
         self._entries = self._frozen.entries
         self.shared = layout.fixed
@@ -278,7 +279,7 @@ class References:
 
     def keep(self, state: Any, where: int | str) -> Kept:
         frozen, copied = self._entries, False
-        if type(state) is np.ndarray and (state.shape, state.dtype) == self._single:
+        if type(state) is np.ndarray and state.dtype is self._dtype and state.shape == self._shape:
             # The same as below for the commonest case.
             entry = frozen.get(id(state))
             if entry is not None:
