@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from .actions import EndForward, Tape
+from .actions import Advance, EndForward, Tape
 from .plan.chain_memory import use_of
 from .plan.heterogeneous import ChainPlan
 from .plan.joint_rule import DeadlineRule, Detour, rates_when
@@ -34,6 +34,9 @@ class Writes(Protocol):
 
     def slower(self, tier: Tier) -> float:
         """Return the seconds that writes took over those planned, at least 1."""
+
+    def computed_s(self) -> float:
+        """Return the seconds of the forward sweep so far that were no waiting."""
 
     def cancel(self, timeout_s: float) -> bool:
         """Cancel all writes; return whether the one under way has ended within a time."""
@@ -129,10 +132,23 @@ class Deadlines:
         self._rule = None  # its table takes memory
         return detour
 
+    def _forward_s(self, at: int) -> float:
+        """Return the seconds that computing takes before an action of the forward sweep."""
+        stages, seconds = self.plan.costs.stages, 0.0
+        for action in self.plan.actions[:at]:
+            if isinstance(action, Advance):
+                seconds += sum(stage.forward_s for stage in stages[action.start : action.stop])
+            elif isinstance(action, Tape) and action.step < len(stages):
+                seconds += stages[action.step].forward_s
+        return seconds
+
     def _asked_at(self, at: int, writes: Writes) -> Detour | None:
         plan, tier = self.plan, self.plan.tier
         assert tier is not None
-        slower = writes.slower(tier)
+        # Where computing takes longer too, as on a busy machine, the plan holds all the same.
+        planned_s = self._forward_s(at)
+        busier = writes.computed_s() / planned_s if planned_s else 1.0
+        slower = max(1.0, writes.slower(tier) / max(1.0, busier))
         if slower < _SLOWER * max(1.0, self._asked):
             return None
         waiting_s = use_of(

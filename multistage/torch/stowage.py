@@ -110,8 +110,13 @@ class Stowage:
         self._writes: set[int] = set()  # tokens
         self._told = False
         self.stall_s = 0.0
+        self._begin()
         berth.runs += 1
         weakref.finalize(self, _leave, self._stowed, self._porter, berth, Birth.here())
+
+    def _begin(self) -> None:
+        """Note when a forward sweep begins."""
+        self._began_s, self._stalled_s = time.perf_counter(), self.stall_s
 
     def put(self, step: int, tape: bool, parcel: Parcel) -> None:
         """Queue the way of a parcel to the tier.
@@ -165,6 +170,11 @@ class Stowage:
             took_s += trip.seconds
             before_s = trip.ended_s
         return max(1.0, took_s / planned_s) if planned_s else 1.0
+
+    def computed_s(self) -> float:
+        """Return the seconds since this sweep began that were no waiting."""
+        waited_s = self.stall_s - self._stalled_s
+        return time.perf_counter() - self._began_s - waited_s
 
     def _sent(self) -> list[Trip]:
         """Return the writes of things that are in the tier, in order."""
@@ -236,6 +246,7 @@ class Stowage:
             self.drop(step, tape)
         self._tokens.clear()
         self._writes.clear()
+        self._begin()
 
     def _name(self, step: int, tape: bool) -> str:
         number = step if tape else step - 1

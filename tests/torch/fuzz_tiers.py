@@ -4,7 +4,8 @@
     python tests/torch/fuzz_tiers.py --case 12345
 
 A case follows from one integer: the stages, the plan, the store and what fails in it, how
-fast the tier is beside computing, and what is done with the graph.  Outputs, gradients,
+fast the tier is beside computing, whether writes are late, so that detours are taken, and
+what is done with the graph.  Outputs, gradients,
 buffers and the random state must be those of plain training bit for bit, or an error says
 why not.  Memory that awaits bytes from the tier is filled with NaN, so that whoever uses
 it too early is found.  The exit status is 1 if anything else was found.
@@ -28,12 +29,14 @@ from typing import Any
 import torch
 from tierfuzz.chains import WIDTH, Spoil, Spoils, random_chain
 from tierfuzz.faults import Flaky, FlakyFile, Interrupts, Pace, poisoned
+from tierfuzz.late import as_planned, asking, by_chance, said_late
 from tierfuzz.plans import random_plan
 from torch import Tensor, nn
 
 from multistage.actions import (
     Action,
 )
+from multistage.plan.heterogeneous import ChainPlan
 from multistage.torch.exploring import explore, untouched
 from multistage.torch.runner import Run
 from multistage.torch.scope import Scope
@@ -136,15 +139,23 @@ def train(
 
 
 def bound(
-    model: nn.Sequential, actions: list[Action], berth: Berth
+    model: nn.Sequential, actions: list[Action], berth: Berth, plan: ChainPlan | None = None
 ) -> Callable[[Tensor], Tensor] | None:
-    """Return the chain under a plan; None where its stages do not go alone."""
+    """Return the chain under a plan; None where its stages do not go alone.
+
+    Given as a `ChainPlan` too, it is left where writes are late.
+    """
     x = torch.randn(8, WIDTH, requires_grad=True)
     with untouched(Scope(list(model)), x):
         groups, traits = explore(list(model), [str(k) for k in range(len(model))], x)
     if any(len(group) != 1 for group in groups):
         return None
-    return lambda x: Run(list(model), traits, actions, berth).forward(x)
+
+    def call(x: Tensor) -> Tensor:
+        deadlines = None if plan is None else asking(plan)
+        return Run(list(model), traits, actions, berth, deadlines=deadlines).forward(x)
+
+    return call
 
 
 def play(seed: int) -> tuple[str, bool]:
@@ -154,6 +165,7 @@ def play(seed: int) -> tuple[str, bool]:
     what = rng.choice(["none", "none", "full", "write", "read", "break", "close", "small"])
     kind = rng.choice(["memory", "file"])
     pace = rng.choice(["free", "eager", "lazy", "mixed"])
+    late = rng.choice([0.0, 0.0, 0.3, 1.0])
     count = 2 if way in ("two", "two back", "same", "again") else 1
     odds, until = rng.choice([0.05, 0.2, 0.5, 1.0]), rng.choice([10, 40, 10**9])
     asked = 0
@@ -163,7 +175,7 @@ def play(seed: int) -> tuple[str, bool]:
         asked += 1
         return asked < until and random.Random(seed * 31 + key).random() < odds
 
-    name = f"{way}, {kind} {what}, {pace}"
+    name = f"{way}, {kind} {what}, {pace}" + (", late" if late else "")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
         capacity = PAGE * rng.randrange(1, 30) if what == "small" else None
@@ -180,7 +192,9 @@ def play(seed: int) -> tuple[str, bool]:
             plain[1], ours[1] = plain[0], ours[0]
         calls: list[Any] = []
         for model in ours:
-            call = bound(model, random_plan(rng, len(model)), berth)
+            actions = random_plan(rng, len(model))
+            plan = as_planned(rng, actions, len(model)) if late else None
+            call = bound(model, actions, berth, plan)
             if call is None:
                 return "grouped", True
             calls.append(call)
@@ -200,6 +214,11 @@ def play(seed: int) -> tuple[str, bool]:
             expected = train(way, random.Random(draw), plain, list(plain), None, nothing)
             Spoil.on = True
         interrupts = Interrupts(rng, rng.randrange(1, 4))
+        if late:
+            slower = [1.0, 1.5, 3.0, 10.0, 1e6]
+            refuses = by_chance(rng, rng.choice([0.0, 0.5]))
+            is_late = said_late(by_chance(rng, late), lambda: rng.choice(slower), refuses)
+            stack.enter_context(is_late)
         for context in (poisoned(), Pace(rng, pace).kept(), interrupts.struck()):
             stack.enter_context(context)
         close = berth.close if what == "close" else nothing

@@ -204,11 +204,22 @@ def test_a_tier_as_fast_as_planned_is_not_asked_about() -> None:
     assert Deadlines(plan).at_turn(Written(0, 1.1)) is None
 
 
+def test_a_machine_that_is_busy_in_all_is_no_slow_tier() -> None:
+    plan = planned(0.45)
+    forward_s = sum(stage.forward_s for stage in plan.costs.stages)
+    assert Deadlines(plan, ask_s=0).at_turn(Written(0, 6.0, computed_s=5 * forward_s)) is None
+    with pytest.raises(AssertionError, match="asked"):
+        Deadlines(plan, ask_s=0).at_turn(Written(0, 6.0, computed_s=forward_s))
+
+
 class Written:
     """Writes that are done after some waits; nothing is asked or cancelled."""
 
-    def __init__(self, waits: int, slower: float) -> None:
-        self._waits, self._slower = waits, slower
+    def __init__(self, waits: int, slower: float, computed_s: float = 0.0) -> None:
+        self._waits, self._slower, self._computed_s = waits, slower, computed_s
+
+    def computed_s(self) -> float:
+        return self._computed_s
 
     def written(self, step: int, tape: bool, timeout_s: float) -> bool:
         self._waits -= 1
@@ -218,7 +229,7 @@ class Written:
         return self._slower
 
     def under_way_bytes(self) -> int:
-        raise AssertionError
+        raise AssertionError("the rule was asked, and takes a detour")
 
     def cancel(self, timeout_s: float) -> bool:
         raise AssertionError
