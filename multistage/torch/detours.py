@@ -53,5 +53,8 @@ class TakenWhenLate:
         tape = self._memory.tape(i)
         if tape is not None and tape.state is not None:
             return tape.state
+        # The loss runs elsewhere: what is live then is the output.
+        reached = min(sweep.at, len(self._deadlines.plan.costs.stages))
+        assert i == reached, f"state {i} is not at hand"
         (live,) = sweep.live
         return live if isinstance(live, KeptState) else KeptState.of(live)

@@ -138,7 +138,7 @@ class Run:
 
     def _detour(self) -> TakenWhenLate | None:
         """Return what is asked where writes are late."""
-        if self._deadlines is None:
+        if self._deadlines is None or not self._streams:
             return None
         return TakenWhenLate(self._deadlines, self._script, self._memory, self._away)
 

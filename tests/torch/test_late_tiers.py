@@ -30,7 +30,7 @@ from multistage.detour import Deadlines  # noqa: E402
 from multistage.plan.heterogeneous import ChainPlan, plan_chain  # noqa: E402
 from multistage.plan.joint_rule import DeadlineRule  # noqa: E402
 from multistage.tier import Tier  # noqa: E402
-from multistage.torch import tiered  # noqa: E402
+from multistage.torch import choosing, tiered  # noqa: E402
 from multistage.torch.away import Away  # noqa: E402
 from multistage.torch.choosing import held_by_caller, sends  # noqa: E402
 from multistage.torch.exploring import explore, untouched  # noqa: E402
@@ -238,6 +238,11 @@ class Written:
         raise AssertionError
 
 
+@pytest.fixture
+def hooks_cost_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "hooks_s", lambda: 1e-4)
+
+
 def sequential(tier: MemoryStore, rho: float = 1.0) -> Any:
     """Return a chain that is planned for a tier by the rates of `planned`."""
     rates = planned(0.45, rho).tier
@@ -249,6 +254,7 @@ def sequential(tier: MemoryStore, rho: float = 1.0) -> Any:
         )
 
 
+@pytest.mark.usefixtures("hooks_cost_the_same")
 def test_a_chain_is_planned_again_after_a_detour() -> None:
     plain = deep()
     expected = [results(plain, plain, rows=ROWS) for _ in range(2)]
@@ -270,6 +276,7 @@ def test_a_chain_is_planned_again_after_a_detour() -> None:
     model.close()
 
 
+@pytest.mark.usefixtures("hooks_cost_the_same")
 def test_a_tier_that_is_not_used_is_looked_at_again() -> None:
     model = sequential(MemoryStore(buffer_bytes=0), rho=1e6)
     used, now = model._multistage.tiered, [0.0]
