@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from multistage import PLANNERS
-from multistage.plan.interval import paper_interval
+from multistage.planners.streaming.interval import paper_interval
 
 PUBLISHED = {**PLANNERS, "interval": paper_interval}

@@ -25,7 +25,7 @@ import multistage.torch as mst
 from benchmarks import _zoo_cells, _zoo_models
 from benchmarks.zoo import LIMITS, least_of
 from multistage.errors import BudgetError
-from multistage.stages import StageCosts
+from multistage.model.stages import StageCosts
 from multistage.torch.meter import Meter
 
 STEPS = 100  # of a sequence

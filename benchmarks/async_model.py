@@ -18,10 +18,10 @@ from pathlib import Path
 from benchmarks._common import finish, options
 from benchmarks._published import PUBLISHED
 from multistage import Costs, Tier, simulate
-from multistage.drawing.chart import COLORS
-from multistage.plan.binomial import nu
-from multistage.plan.interval import corrected_factor, printed_factor
-from multistage.simulate import Simulation
+from multistage.planners.single.binomial import nu
+from multistage.planners.streaming.interval import corrected_factor, printed_factor
+from multistage.schedule.simulation import Simulation
+from multistage.view.chart import COLORS
 
 FORWARD_S, TURN_S = 1.0, 2.0
 # The short run: long enough for the paper's rule to pay, short enough to be seen.

@@ -28,8 +28,8 @@ from typing import Any
 
 from benchmarks._common import child, finish, options
 from multistage.errors import BudgetError
-from multistage.plan.heterogeneous import SLOTS, memory_curve, plan_chain, smallest_memory
-from multistage.stages import StageCosts
+from multistage.model.stages import StageCosts
+from multistage.planners.chain.heterogeneous import SLOTS, memory_curve, plan_chain, smallest_memory
 
 GPU_BYTES = 15.75 * 2**30  # the paper's card
 # Name -> (the image sizes of the paper, the size profiled with --quick, without).

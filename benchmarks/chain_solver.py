@@ -24,10 +24,10 @@ from typing import Any
 
 from benchmarks._common import child, finish, held_kib, options
 from multistage.actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
-from multistage.plan.chain_memory import use_of
-from multistage.plan.chain_table import Sizes, Table, default_threads
-from multistage.plan.heterogeneous import plan_chain, smallest_memory
-from multistage.stages import Stage, StageCosts
+from multistage.model.stages import Stage, StageCosts
+from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
+from multistage.planners.chain.memory import use_of
+from multistage.planners.chain.table import Sizes, Table, default_threads
 
 SLOTS = 500
 SHARES = (0.15, 0.3, 0.6)

@@ -22,11 +22,11 @@ from typing import Any
 from benchmarks._common import finish, options
 from benchmarks.chain_solver import a_chain
 from multistage.actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
-from multistage.plan.chain_exact import exact_chain_makespan
-from multistage.plan.chain_memory import use_of
-from multistage.plan.chain_table import Sizes, Trace, judge, need_to_pass
-from multistage.plan.heterogeneous import plan_chain, smallest_memory
-from multistage.stages import Stage, StageCosts
+from multistage.model.stages import Stage, StageCosts
+from multistage.planners.chain.exact import exact_chain_makespan
+from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
+from multistage.planners.chain.memory import use_of
+from multistage.planners.chain.table import Sizes, Trace, judge, need_to_pass
 
 SLOTS = 500
 # Section 3.1: F1ck F2 F3ck F4all F5all B5 B4 F3all B3 F1all F2all B2 B1, for L = 4.

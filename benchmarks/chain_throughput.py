@@ -48,8 +48,8 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import multistage.torch as mst
 from benchmarks._common import child, finish, interleaved, options
-from multistage.plan.heterogeneous import memory_curve, smallest_memory
-from multistage.stages import StageCosts
+from multistage.model.stages import StageCosts
+from multistage.planners.chain.heterogeneous import memory_curve, smallest_memory
 from multistage.torch.choosing import held_by_caller
 from multistage.torch.exploring import tensors_of
 from multistage.torch.meter import Meter

@@ -22,9 +22,9 @@ import numpy as np
 from benchmarks._common import finish, interleaved, options
 from multistage import PLANNERS, Costs, FunctionChain, Tier
 from multistage.backends import MemoryStore
-from multistage.execute import Executor
-from multistage.layout import Layout
-from multistage.plan.revolve import revolve_schedule
+from multistage.execute.executor import Executor
+from multistage.planners.single.revolve import revolve_schedule
+from multistage.states.layout import Layout
 
 SLOTS = 100
 PEER_STEPS = 10_000  # above this the peers take minutes

@@ -21,7 +21,7 @@ import psutil
 
 from multistage import native
 from multistage.backends.nodes import memory_nodes
-from multistage.limits import free_bytes
+from multistage.support.free_memory import free_bytes
 
 PACKAGES = (
     "multistage-checkpointing",

@@ -34,14 +34,14 @@ import numpy as np
 from benchmarks._common import finish, options
 from multistage import native
 from multistage.errors import BudgetError
-from multistage.plan.chain_table import Sizes, Table
-from multistage.plan.heterogeneous import ChainPlan, plan_chain, smallest_memory
-from multistage.plan.joint import Pool
-from multistage.plan.joint_bound import joint_lower_bound
-from multistage.plan.joint_core import STARTS, STATE_AWAY, Core
-from multistage.plan.joint_rule import DeadlineRule
-from multistage.stages import Stage, StageCosts
-from multistage.tier import Tier
+from multistage.model.stages import Stage, StageCosts
+from multistage.model.tier import Tier
+from multistage.planners.chain.heterogeneous import ChainPlan, plan_chain, smallest_memory
+from multistage.planners.chain.joint import Pool
+from multistage.planners.chain.joint_bound import joint_lower_bound
+from multistage.planners.chain.joint_core import STARTS, STATE_AWAY, Core
+from multistage.planners.chain.joint_rule import DeadlineRule
+from multistage.planners.chain.table import Sizes, Table
 
 TESTS = Path(__file__).parent.parent / "tests"
 CHAINS = (

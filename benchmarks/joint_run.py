@@ -48,12 +48,12 @@ from benchmarks._common import child, finish, interleaved, options
 from benchmarks.chain_throughput import KEEP, Mix, Pool, Residual
 from multistage.actions import Put
 from multistage.errors import BudgetError
-from multistage.plan.chain_memory import use_of
-from multistage.plan.chain_table import Sizes, Table
-from multistage.plan.joint import extremes
-from multistage.plan.joint_actions import actions_of_laid
-from multistage.plan.joint_core import Core
-from multistage.stages import StageCosts
+from multistage.model.stages import StageCosts
+from multistage.planners.chain.joint import extremes
+from multistage.planners.chain.joint_actions import actions_of_laid
+from multistage.planners.chain.joint_core import Core
+from multistage.planners.chain.memory import use_of
+from multistage.planners.chain.table import Sizes, Table
 from multistage.torch.meter import Meter
 
 NETS = ("residual", "transformer", "mixer")

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.catalog import CATALOG
 from benchmarks.page import Raw, badge, document, picture, table, tiles
-from multistage.units import format_bytes, format_seconds
+from multistage.support.units import format_bytes, format_seconds
 
 KEYS = {
     "format": "version of this file's layout",

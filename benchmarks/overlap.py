@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks._common import child, finish, options
 from multistage.backends import FileStore
 from multistage.backends.files import available_engines
-from multistage.layout import Layout
+from multistage.states.layout import Layout
 
 STATE_BYTES = 8 << 20
 ONE_CORE = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1")

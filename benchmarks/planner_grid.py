@@ -20,8 +20,8 @@ from benchmarks._common import finish, options
 from benchmarks._published import PUBLISHED
 from multistage import PLANNERS, Costs, Jitter, Tier, simulate
 from multistage.errors import ArgumentError
-from multistage.plan.bound import priced_bound
-from multistage.plan.exact import exact_makespan
+from multistage.planners.bound import priced_bound
+from multistage.planners.exact import exact_makespan
 
 SLOTS = (3, 5, 10, 20, 50)
 WRITES = (1.01, 1.5, 2.5, 4.0, 8.0, 20.0, 50.0)

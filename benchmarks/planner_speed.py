@@ -47,7 +47,7 @@ from multistage.actions import (
     Save,
     Tape,
 )
-from multistage.simulate import simulate
+from multistage.schedule.simulation import simulate
 
 LENGTHS = (30, 100, 300, 1_000, 3_000, 10_000)
 SLOTS, DISK = 10, 100

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks._common import finish, options
 from benchmarks._published import PUBLISHED
 from multistage import Costs, Tier
-from multistage.plan.interval import corrected_factor, printed_factor
+from multistage.planners.streaming.interval import corrected_factor, printed_factor
 
 SLOTS = 100
 INTERVALS = (8, 64, 1024)

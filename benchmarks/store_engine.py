@@ -43,7 +43,7 @@ import numpy as np
 from benchmarks._common import child, finish, options
 from multistage.backends import FileStore
 from multistage.backends.files import available_engines
-from multistage.layout import Layout
+from multistage.states.layout import Layout
 
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20)
 LARGE = 1 << 20  # from here on compared with fio

@@ -30,11 +30,11 @@ import numpy as np
 
 from benchmarks._common import finish, interleaved, options
 from multistage import FunctionChain, Reversal, Stage, StageCosts
-from multistage.layout import Array
-from multistage.metered import of_chain
-from multistage.plan.chain_exact import exact_chain_makespan
-from multistage.plan.chain_table import Sizes, need_to_pass, need_to_tape
-from multistage.plan.pieces import chain_plan
+from multistage.execute.metered import of_chain
+from multistage.planners.chain.exact import exact_chain_makespan
+from multistage.planners.chain.pieces import chain_plan
+from multistage.planners.chain.table import Sizes, need_to_pass, need_to_tape
+from multistage.states.layout import Array
 
 SHARES = (0.15, 0.25, 0.4)  # of the bytes of all states, as budgets of the real run
 CHEAPEST_POINTS, LARGEST_POINTS = 4_000, 40_000

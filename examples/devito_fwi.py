@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from multistage.interop.pyrevolve import Revolver, install
-from multistage.units import format_bytes, format_seconds, parse_bytes
+from multistage.support.units import format_bytes, format_seconds, parse_bytes
 
 
 def arguments() -> argparse.Namespace:

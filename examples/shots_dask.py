@@ -19,7 +19,7 @@ import numpy as np
 from multistage import Reversal
 from multistage.demos.wave import build
 from multistage.interop.dask import map_shots
-from multistage.units import format_bytes, format_seconds
+from multistage.support.units import format_bytes, format_seconds
 
 Item = tuple[int, int, int, int]  # rows, columns, steps, column of the source
 Result = tuple[float, Any, str]  # misfit, gradient, a line to print

@@ -25,7 +25,7 @@ os.environ.setdefault("MPIR_CVAR_CH4_PROGRESS_THROTTLE_NO_PROGRESS_COUNT", "20")
 from mpi4py import MPI
 
 from multistage.interop.mpi import MPIReversal
-from multistage.units import format_bytes
+from multistage.support.units import format_bytes
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tabulate import tabulate
 
-from . import __version__
-from .costs import Costs
 from .demos.watching import add_progress, shown
 from .errors import ArgumentError, MultistageError, redacted
-from .plan import PLANNERS, RANKED, Plan, UniformPlan, plan
-from .plan.heterogeneous import STRATEGIES, ChainPlan, memory_curve, plan_chain
-from .stages import StageCosts
-from .tier import Tier
-from .units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from .model.costs import Costs
+from .model.stages import StageCosts
+from .model.tier import Tier
+from .planners import PLANNERS, RANKED, Plan, UniformPlan, plan
+from .planners.chain.heterogeneous import STRATEGIES, ChainPlan, memory_curve, plan_chain
+from .support.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from .version import __version__
 
 if TYPE_CHECKING:
-    from .simulate import Simulation
+    from .schedule.simulation import Simulation
 
 Rows: TypeAlias = "list[dict[str, Any]]"
 
@@ -346,7 +346,7 @@ def _print_curve(args: argparse.Namespace, made: Plan) -> None:
 
 def _curve_of_steps(args: argparse.Namespace, made: UniformPlan) -> tuple[Rows, Rows]:
     """Return every plan of the trade-off, and the fastest of each number of slots."""
-    from .plan.trade_off import trade_off
+    from .planners.trade_off import trade_off
 
     names = RANKED if args.planner == "auto" else (args.planner,)
     curves = trade_off(made.costs, made.n_steps, names, also=made.slots, progress=shown(args))
@@ -380,7 +380,7 @@ def _curve_of_chain(args: argparse.Namespace, made: ChainPlan) -> tuple[Rows, Ro
 
 def _simulate(args: argparse.Namespace) -> int:
     """Run a plan in virtual time, from a file or made anew; a chain's with another tier, too."""
-    from .simulate import Jitter
+    from .schedule.simulation import Jitter
 
     if args.load is not None:
         for name in ("steps", "budget", "costs"):
@@ -392,16 +392,16 @@ def _simulate(args: argparse.Namespace) -> int:
     jitter = None if args.jitter is None else Jitter.parse(args.jitter)
     run = made.simulate(jitter=jitter, seed=args.seed)
     if args.picture is not None:
-        from .drawing import save_chart
-        from .drawing.plans import run_chart
+        from .planners.pictures.plans import run_chart
+        from .view import save_chart
 
         save_chart(run_chart(made, run, made.title), args.picture)
     if args.html is not None:
-        from .drawing.plans import save_run
+        from .planners.pictures.plans import save_run
 
         save_run(made, run, args.html)
     if args.trace is not None:
-        from .trace import write_trace
+        from .view.chrome_trace import write_trace
 
         write_trace(run.timeline, args.trace)
     _print_run(args, planned, run)
@@ -444,7 +444,7 @@ def _print_run(args: argparse.Namespace, planned: Plan, run: Simulation) -> None
 
 
 def _probe(args: argparse.Namespace) -> int:
-    from .probe import probe_tier
+    from .measure.probe import probe_tier
 
     if args.tier is None:
         return _probe_nodes(args)

@@ -11,16 +11,16 @@ from typing import Any, Literal
 from tabulate import tabulate
 
 from .backends.base import Store, StoreStats
-from .costs import Costs
-from .drawing import page, save_chart, save_text
-from .drawing.chart import Chart
-from .drawing.plans import plan_parts
-from .drawing.timeline import timeline_chart
-from .execute import Counts
-from .plan import UniformPlan
-from .timeline import Timeline
-from .trace import write_trace
-from .units import format_bytes, format_seconds
+from .execute.executor import Counts
+from .model.costs import Costs
+from .planners import UniformPlan
+from .planners.pictures.plans import plan_parts
+from .schedule.timeline import Timeline
+from .support.units import format_bytes, format_seconds
+from .view import page, save_chart, save_text
+from .view.chart import Chart
+from .view.chrome_trace import write_trace
+from .view.timeline import timeline_chart
 
 
 @dataclass(frozen=True, slots=True)

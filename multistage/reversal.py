@@ -25,30 +25,30 @@ from .backends.base import Store, StoreStats
 from .backends.lifetimes import Birth, end, forked
 from .backends.streamed import StreamedStore, require_distinct
 from .backends.urls import Tiers, open_store, tier_names
-from .budget import Budget
-from .chain import Chain, FunctionChain
-from .compressing import choose_compression
-from .costs import Costs
 from .durable.run import DurableRun, OrderedStates
 from .errors import ArgumentError, BudgetError, StateError, StoreError
-from .execute import Counts, Executor, Resumed
-from .given import agreeing, one_tape, planned, planner_of
-from .interrupts import Shield
-from .limits import default_budget_bytes
-from .metered import LargerThanPlanned, Metered
-from .plan import PLANNERS, Planner, UniformPlan, online_schedule, plan
-from .plan.heterogeneous import ChainPlan
-from .plan.pieces import MOST_AT_ONCE
-from .plan.resumed import durable_online_schedule, durable_plan, resumed_schedule
-from .plan.uniform import require_steps, sealing
-from .probe import compressions, measure
-from .progress import Bars
+from .execute.executor import Counts, Executor, Resumed
+from .execute.metered import LargerThanPlanned, Metered
+from .measure.compression import choose_compression
+from .measure.given import agreeing, one_tape, planned, planner_of
+from .measure.probe import compressions, measure
+from .model.budget import Budget
+from .model.chain import Chain, FunctionChain
+from .model.costs import Costs
+from .model.stages import StageCosts
+from .planners import PLANNERS, Planner, UniformPlan, online_schedule, plan
+from .planners.chain.heterogeneous import ChainPlan
+from .planners.chain.pieces import MOST_AT_ONCE
+from .planners.streaming.resumed import durable_online_schedule, durable_plan, resumed_schedule
+from .planners.uniform import require_steps, sealing
 from .report import Report, TierUse, seen_costs
-from .rules import Rules
-from .slots import ArrayStates, States
-from .stages import StageCosts
+from .schedule.rules import Rules
+from .states.slots import ArrayStates, States
+from .support.free_memory import default_budget_bytes
+from .support.interrupts import Shield
+from .support.progress import Bars
+from .support.values import shown
 from .unequal import LEAST_TIMED_S, Unequal, faster_plan
-from .values import shown
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")

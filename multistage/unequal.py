@@ -25,23 +25,23 @@ from typing import Any, Generic, Literal, TypeVar
 from .actions import Action, EndForward, Put, Reverse, Schedule, Tape
 from .backends.base import Store
 from .backends.paged import PagedStore
-from .budget import Budget
-from .chain import Chain
-from .costs import Costs
 from .errors import ArgumentError, BudgetError, StoreError
-from .execute import Counts
-from .given import one_tape
-from .metered import LargerThanPlanned, Metered, Seen, of_chain
-from .plan.chain_memory import use_of
-from .plan.heterogeneous import ChainPlan
-from .plan.pieces import Strategy, chain_plan, performed, survey
-from .plan.uniform import UniformPlan
-from .probe import probe_store
-from .rules import Rules, check
-from .stages import StageCosts
-from .tier import Tier
-from .timeline import Timeline
-from .varied import VariedStates
+from .execute.executor import Counts
+from .execute.metered import LargerThanPlanned, Metered, Seen, of_chain
+from .measure.given import one_tape
+from .measure.probe import probe_store
+from .model.budget import Budget
+from .model.chain import Chain
+from .model.costs import Costs
+from .model.stages import StageCosts
+from .model.tier import Tier
+from .planners.chain.heterogeneous import ChainPlan
+from .planners.chain.memory import use_of
+from .planners.chain.pieces import Strategy, chain_plan, performed, survey
+from .planners.uniform import UniformPlan
+from .schedule.rules import Rules, check
+from .schedule.timeline import Timeline
+from .states.varied import VariedStates
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")

@@ -19,7 +19,7 @@ from multistage.actions import (
     Save,
     Tape,
 )
-from multistage.stages import Stage, StageCosts
+from multistage.model.stages import Stage, StageCosts
 
 
 def small_chain(seed: int, length: int, largest: int = 9) -> StageCosts:

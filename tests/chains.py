@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import optree
 
-from multistage.blocks import Blocks
-from multistage.chain import Chain, FunctionChain, InPlaceChain
+from multistage.model.blocks import Blocks
+from multistage.model.chain import Chain, FunctionChain, InPlaceChain
 
 
 def digest(tree: Any, adjoint: int, step: int) -> int:

@@ -47,15 +47,15 @@ from multistage.backends.files import ENGINES
 from multistage.backends.medium import Medium
 from multistage.backends.streamed import StreamedStore
 from multistage.backends.testing import FaultyStore
-from multistage.chain import Chain, FunctionChain
-from multistage.costs import Costs
 from multistage.errors import CheckpointWarning, MultistageError
-from multistage.layout import Array, Layout
-from multistage.plan import PLANNERS, UniformPlan
-from multistage.plan.overlap import on_tier, overlap
-from multistage.plan.revolve import revolve_schedule
+from multistage.model.chain import Chain, FunctionChain
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
+from multistage.planners import PLANNERS, UniformPlan
+from multistage.planners.single.revolve import revolve_schedule
+from multistage.planners.streaming.overlap import on_tier, overlap
 from multistage.reversal import Reversal
-from multistage.tier import Tier
+from multistage.states.layout import Array, Layout
 
 N = 10
 N_COALESCED = 24  # so that some extents are no longer in a buffer when they are wanted

@@ -36,7 +36,7 @@ with atheris.instrument_imports(include=["multistage"]):
     )
     from multistage.durable.records import OrderedLayout
     from multistage.errors import MultistageError
-    from multistage.units import parse_bytes
+    from multistage.support.units import parse_bytes
 
 RUN = b"r" * 16
 RECORD_BYTES = 61

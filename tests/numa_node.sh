@@ -10,5 +10,5 @@ say numactl --membind=1 $python -m multistage probe numa:0 --sizes 64KiB,1MiB --
 status=0
 $python -m pytest -q -p no:cacheprovider -n0 --timeout=900 -rs --basetemp=/tmp/pytest \
     tests/backends/test_two_nodes.py tests/backends/test_numa.py tests/backends/test_nodes.py \
-    tests/test_limits.py || status=$?
+    tests/support/test_free_memory.py || status=$?
 exit $status

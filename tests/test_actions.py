@@ -24,12 +24,12 @@ from multistage.actions import (
     Save,
     Tape,
 )
-from multistage.costs import Costs
 from multistage.errors import ArgumentError, ScheduleError
-from multistage.plan.reserve import Reservation
-from multistage.plan.sweep import Sweep
-from multistage.rules import Rules, check
-from multistage.tier import Tier
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
+from multistage.planners.streaming.reserve import Reservation
+from multistage.planners.streaming.sweep import Sweep
+from multistage.schedule.rules import Rules, check
 
 LEGAL = [
     Put(0),

@@ -17,10 +17,10 @@ import multistage
 from multistage import Budget, Costs, Jitter, Reversal, Tier, check, plan, plan_chain, simulate
 from multistage.actions import EndForward, Reverse, Tape
 from multistage.errors import ArgumentError, BudgetError, ScheduleError
-from multistage.plan import PLANNERS
-from multistage.plan.trade_off import trade_off
-from multistage.stages import Stage, StageCosts
-from multistage.units import parse_bytes
+from multistage.model.stages import Stage, StageCosts
+from multistage.planners import PLANNERS
+from multistage.planners.trade_off import trade_off
+from multistage.support.units import parse_bytes
 
 STRANGE = st.one_of(
     st.sampled_from(

@@ -20,7 +20,7 @@ from benchmarks import _timm, catalog, chain_theorem, claims, docs, facts, node,
 from benchmarks import all as runner
 from benchmarks import page as pages
 from benchmarks.page import page
-from multistage.plan.heterogeneous import plan_chain, smallest_memory
+from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
 
 ROOT = Path(__file__).parent.parent
 

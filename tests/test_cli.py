@@ -12,9 +12,9 @@ import pytest
 
 from multistage.backends.files import available_engines
 from multistage.cli import main
-from multistage.costs import Costs
-from multistage.plan.chain_plan import ChainPlan
-from multistage.stages import Stage, StageCosts
+from multistage.model.costs import Costs
+from multistage.model.stages import Stage, StageCosts
+from multistage.planners.chain.plan import ChainPlan
 
 NUMBERS = [
     "--forward-step=1ms",

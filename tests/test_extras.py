@@ -13,8 +13,8 @@ import pytest
 
 import multistage as ms
 from multistage.errors import ArgumentError, StoreError
-from multistage.layout import Layout
-from multistage.timeline import Timeline
+from multistage.schedule.timeline import Timeline
+from multistage.states.layout import Layout
 
 ROOT = Path(ms.__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,8 +27,8 @@ def names(extra):
 
 
 def _picture(tmp_path):
-    from multistage.drawing import save_chart
-    from multistage.drawing.timeline import timeline_chart
+    from multistage.view import save_chart
+    from multistage.view.timeline import timeline_chart
 
     save_chart(timeline_chart(Timeline(), "nothing"), tmp_path / "t.png")
 

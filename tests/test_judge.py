@@ -30,7 +30,7 @@ from multistage.actions import (
     drive,
 )
 from multistage.errors import BudgetError, ScheduleError
-from multistage.rules import check
+from multistage.schedule.rules import check
 
 N = 9
 

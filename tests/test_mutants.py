@@ -9,7 +9,7 @@ import pytest
 from mutants import MUTANTS, ROOT, Mutant, copy, harm, passes
 
 from multistage import backends
-from multistage.plan import PLANNERS
+from multistage.planners import PLANNERS
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.path)
@@ -34,7 +34,7 @@ def test_every_planner_and_store_has_one() -> None:
 
 def test_a_fault_is_seen_and_none_is_not(tmp_path: Path) -> None:
     copy(tmp_path)
-    fault = next(mutant for mutant in MUTANTS if mutant.path == "plan/binomial.py")
+    fault = next(mutant for mutant in MUTANTS if mutant.path == "planners/single/binomial.py")
     assert passes(tmp_path, fault.tests)
     harm(fault, tmp_path)
     assert not passes(tmp_path, fault.tests)

@@ -10,11 +10,11 @@ import pytest
 
 from multistage import PLANNERS, Budget, Reversal
 from multistage.actions import Action, Advance, EndForward, Load, Reverse, Tape
-from multistage.chain import InPlaceChain
-from multistage.costs import NOT_KEPT, Costs
 from multistage.errors import BudgetError, ScheduleError
-from multistage.execute import Executor
+from multistage.execute.executor import Executor
 from multistage.interop.pyrevolve import Checkpoint, MemoryRevolver, Operator
+from multistage.model.chain import InPlaceChain
+from multistage.model.costs import NOT_KEPT, Costs
 
 
 class OneTape(InPlaceChain[Any, float]):

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from multistage.actions import Advance, EndForward, Load, Reverse, Save, Tape
-from multistage.chain import FunctionChain, InPlaceChain
-from multistage.costs import Costs
 from multistage.errors import ArgumentError
-from multistage.execute import Executor
-from multistage.layout import Layout
-from multistage.plan import PLANNERS
+from multistage.execute.executor import Executor
+from multistage.model.chain import FunctionChain, InPlaceChain
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
+from multistage.planners import PLANNERS
 from multistage.reversal import Reversal
-from multistage.sharing import Frozen
-from multistage.slots import ArrayStates
-from multistage.tier import Tier
+from multistage.states.layout import Layout
+from multistage.states.sharing import Frozen
+from multistage.states.slots import ArrayStates
 
 N = 41
 

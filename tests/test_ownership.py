@@ -22,15 +22,15 @@ from chains import digest as crc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multistage.blocks import Blocks
-from multistage.chain import FunctionChain, InPlaceChain
-from multistage.costs import Costs
 from multistage.errors import ArgumentError, StateError
-from multistage.execute import Executor
-from multistage.plan.revolve import revolve_schedule
-from multistage.plan.store_all import store_all_schedule
+from multistage.execute.executor import Executor
+from multistage.model.blocks import Blocks
+from multistage.model.chain import FunctionChain, InPlaceChain
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
+from multistage.planners.single.revolve import revolve_schedule
+from multistage.planners.single.store_all import store_all_schedule
 from multistage.reversal import Reversal
-from multistage.tier import Tier
 
 N = 17
 COSTS = Costs(1.0, 2.0, state_bytes=128, tiers=(Tier("memory", 1.5, 1.5),))
@@ -980,7 +980,7 @@ def test_blocks_of_a_chain_with_one_tape(size: int, in_place: bool, tmp_path: Pa
 @pytest.mark.parametrize("in_place", [False, True])
 def test_one_tape_is_known_everywhere(in_place: bool, tmp_path: Path) -> None:
     from multistage.durable.run import DurableRun
-    from multistage.progress import Bars
+    from multistage.support.progress import Bars
 
     chain = _Operators().chain(in_place)
     assert chain.one_tape

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from multistage import Costs, Reversal, Tier, plan, simulate
-from multistage.drawing import save_chart
-from multistage.drawing.figure import to_figure
-from multistage.drawing.timeline import timeline_chart
 from multistage.errors import ArgumentError, CheckpointWarning
 from multistage.report import Report, seen_costs
-from multistage.timeline import Timeline
-from multistage.trace import trace_events, write_trace
+from multistage.schedule.timeline import Timeline
+from multistage.view import save_chart
+from multistage.view.chrome_trace import trace_events, write_trace
+from multistage.view.figure import to_figure
+from multistage.view.timeline import timeline_chart
 
 
 def a_report() -> Report:

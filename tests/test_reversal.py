@@ -16,12 +16,8 @@ import pytest
 from chains import CHAINS, digest, raw, store_all
 from chains import TAPED as TAPED_CHAINS
 
-from multistage import limits
 from multistage.backends import FileStore, MemoryStore, Store
 from multistage.backends.testing import FaultyStore
-from multistage.budget import Budget
-from multistage.chain import FunctionChain
-from multistage.costs import Costs
 from multistage.errors import (
     ArgumentError,
     BudgetError,
@@ -30,9 +26,13 @@ from multistage.errors import (
     ScheduleError,
     StateError,
 )
-from multistage.plan import PLANNERS, UniformPlan
+from multistage.model.budget import Budget
+from multistage.model.chain import FunctionChain
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
+from multistage.planners import PLANNERS, UniformPlan
 from multistage.reversal import Reversal, drifted, reverse
-from multistage.tier import Tier
+from multistage.support import free_memory as limits
 
 N = 33
 COSTS = Costs(1.0, 2.0, state_bytes=10, tiers=(Tier("file", 2.0, 2.0),))

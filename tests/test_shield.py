@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from signals import ctrl_c_works as ctrl_c_works
 
-from multistage.interrupts import Shield
+from multistage.support.interrupts import Shield
 
 
 @pytest.fixture(autouse=True)

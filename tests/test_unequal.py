@@ -36,10 +36,10 @@ from multistage.errors import (
     StateError,
     StoreError,
 )
-from multistage.metered import Metered, of_chain
-from multistage.plan.heterogeneous import smallest_memory
-from multistage.probe import measure
-from multistage.stages import Stage
+from multistage.execute.metered import Metered, of_chain
+from multistage.measure.probe import measure
+from multistage.model.stages import Stage
+from multistage.planners.chain.heterogeneous import smallest_memory
 from multistage.unequal import largest_state
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import optree
 from chains import digest, raw
 
-from multistage.chain import Chain, FunctionChain, InPlaceChain
-from multistage.stages import Stage, StageCosts
+from multistage.model.chain import Chain, FunctionChain, InPlaceChain
+from multistage.model.stages import Stage, StageCosts
 
 DTYPES = (np.float64, np.float32, np.complex128)
 KINDS = ("functional", "tape", "in-place", "in-place-tape", "one-tape")

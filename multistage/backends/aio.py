@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..layout import Array
+from ..states.layout import Array
 
 if TYPE_CHECKING:
     import asyncio

@@ -12,8 +12,8 @@ from collections import deque
 import numpy as np
 
 from .. import native
-from ..layout import Array
-from ..limits import node_free_bytes
+from ..states.layout import Array
+from ..support.free_memory import node_free_bytes
 
 PAGE = 4096
 _HUGE = 2 << 20

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from ..errors import MultistageError
-from ..layout import Array, Layout
+from ..states.layout import Array, Layout
 
 
 class CheckpointLost(MultistageError):

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from ..layout import Array, Layout
+from ..states.layout import Array, Layout
 from .arena import round_up
 from .lifetimes import Birth, end
 from .medium import Medium

@@ -44,7 +44,7 @@ from collections import OrderedDict
 from enum import Enum
 
 from ..errors import ArgumentError, StoreError
-from ..layout import Array, Layout
+from ..states.layout import Array, Layout
 from .arena import pages, round_up
 from .medium import Medium, is_full
 from .streamed import StreamedStore, require_distinct
@@ -76,7 +76,7 @@ class CascadeStore(StreamedStore):
     --------
     >>> import numpy as np
     >>> from multistage.backends import MemoryStore
-    >>> from multistage.layout import Layout
+    >>> from multistage.states.layout import Layout
     >>> store = CascadeStore(MemoryStore(32 << 10), MemoryStore())
     >>> layout = Layout.of(np.zeros(512))
     >>> store.open(layout)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..layout import Array
+from ..states.layout import Array
 
 PACKAGES = {"blosc": "blosc2", "zfp": "zfpy"}
 _BLOSC_BYTES = 1 << 30  # it takes up to 2 GiB at once

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from ..errors import ArgumentError, StateError
-from ..layout import Array, Layout, Leaf
+from ..states.layout import Array, Layout, Leaf
 from . import codecs
 from .arena import pages, round_up
 from .cascade import CascadeStore

@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 
 from ..errors import SlowWarning
-from ..layout import Array
+from ..states.layout import Array
 from .arena import PAGE, pages
 
 # Larger requests gain nothing and keep the interpreter from being told of signals.

@@ -8,7 +8,7 @@ from typing import Literal
 
 from .. import native
 from ..errors import ArgumentError, StoreError
-from ..layout import Layout
+from ..states.layout import Layout
 from .aio import AioFiles
 from .carrier import Carrier
 from .direct import DirectFile
@@ -63,7 +63,7 @@ class FileStore(StreamedStore):
     Examples
     --------
     >>> import numpy as np, tempfile
-    >>> from multistage.layout import Layout
+    >>> from multistage.states.layout import Layout
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     store = FileStore(folder)
     ...     store.open(Layout.of(np.zeros(3)))

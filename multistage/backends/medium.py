@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..layout import Array
+from ..states.layout import Array
 from .arena import pages
 
 # No room on the disk, none in the user's share of it, the longest file there

@@ -24,7 +24,7 @@ class MemoryStore(StreamedStore):
     Examples
     --------
     >>> import numpy as np
-    >>> from multistage.layout import Layout
+    >>> from multistage.states.layout import Layout
     >>> store = MemoryStore()
     >>> store.open(Layout.of(np.zeros(3)))
     >>> store.put(7, [np.array([1.0, 2.0, 3.0])])

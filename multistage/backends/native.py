@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import native
-from ..layout import Array, Layout
+from ..states.layout import Array, Layout
 from .arena import pages
 from .direct import DirectFile
 

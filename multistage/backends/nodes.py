@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..layout import Array
-from ..limits import node_free_bytes
+from ..states.layout import Array
+from ..support.free_memory import node_free_bytes
 from .arena import pages_of_node
 
 _SYS = Path("/sys/devices/system/node")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .. import native
 from ..errors import StoreError
-from ..layout import Layout
+from ..states.layout import Layout
 from .arena import pages_of_node
 from .medium import Medium, Ram
 from .streamed import StreamedStore

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..layout import Array, Layout
+from ..states.layout import Array, Layout
 from .base import CheckpointLost, Store, StoreStats, TransferRecord
 
 _ALIGN = 64

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, CheckpointWarning, StoreError, redacted
-from ..layout import Array, Layout
+from ..states.layout import Array, Layout
 from .arena import round_up
 from .medium import Medium
 from .streamed import StreamedStore

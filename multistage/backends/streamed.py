@@ -30,8 +30,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..errors import ArgumentError, CheckpointWarning, StoreError
-from ..layout import Array, Layout
-from ..steps import StepMap
+from ..states.layout import Array, Layout
+from ..support.step_sets import StepMap
 from .arena import PAGE, LandingPool, landing_bytes, landing_pool, pages, round_up, whole_huge
 from .base import CheckpointLost, StoreStats, TransferRecord
 from .carrier import Carrier, Extent, Finished, State, ThreadCarrier

@@ -18,7 +18,7 @@ from functools import cache
 import numpy as np
 
 from ..errors import CheckpointWarning, StoreError
-from ..layout import Array, Layout
+from ..states.layout import Array, Layout
 from .base import CheckpointLost, Store
 
 Faults = Collection[int] | Callable[[int], bool]

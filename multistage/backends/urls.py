@@ -8,8 +8,8 @@ from typing import TypeAlias, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ..errors import OPTIONS, ArgumentError, redacted
-from ..units import parse_bytes
-from ..values import several
+from ..support.units import parse_bytes
+from ..support.values import several
 from .base import Store
 from .cascade import CascadeStore
 from .compressed import CompressedStore

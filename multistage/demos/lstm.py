@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from ..budget import Budget
-from ..chain import FunctionChain
-from ..costs import Costs
 from ..durable.status import inspect
 from ..errors import ArgumentError
-from ..layout import Array, Layout
-from ..plan import PLANNERS
-from ..probe import measure
+from ..measure.probe import measure
+from ..model.budget import Budget
+from ..model.chain import FunctionChain
+from ..model.costs import Costs
+from ..planners import PLANNERS
 from ..report import Report
 from ..reversal import Reversal
-from ..units import format_bytes, format_seconds
+from ..states.layout import Array, Layout
+from ..support.units import format_bytes, format_seconds
 from .text import encode, standard_library
 from .watching import add_progress, shown, told_if_stopped
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ArgumentError
-from ..layout import Array
+from ..states.layout import Array
 
 
 def standard_library(characters: int) -> bytes:

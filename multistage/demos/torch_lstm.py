@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
-from ..units import format_bytes, format_seconds
+from ..support.units import format_bytes, format_seconds
 from .text import encode, standard_library
 from .watching import add_progress, shown
 

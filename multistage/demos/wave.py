@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from ..chain import InPlaceChain
 from ..errors import ArgumentError
-from ..layout import Array
+from ..model.chain import InPlaceChain
+from ..states.layout import Array
 
 Adjoint = tuple[Array, Array]
 

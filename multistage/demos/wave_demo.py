@@ -20,16 +20,16 @@ import numpy as np
 from tabulate import tabulate
 
 from ..backends.urls import open_store
-from ..budget import Budget
-from ..costs import Costs
 from ..errors import ArgumentError, redacted
-from ..layout import Array, Layout
-from ..limits import free_bytes
-from ..plan import PLANNERS, UniformPlan
-from ..probe import measure
+from ..measure.probe import measure
+from ..model.budget import Budget
+from ..model.costs import Costs
+from ..planners import PLANNERS, UniformPlan
 from ..report import Report
 from ..reversal import Reversal
-from ..units import format_bytes, format_seconds
+from ..states.layout import Array, Layout
+from ..support.free_memory import free_bytes
+from ..support.units import format_bytes, format_seconds
 from .watching import add_progress, shown, told_if_stopped
 from .wave import Acoustic2D, build, layered, taylor_test
 

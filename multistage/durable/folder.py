@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import StoreError
-from ..layout import Array
+from ..states.layout import Array
 from .headers import (
     IDENTITY_BYTES,
     PRELUDE,

@@ -40,8 +40,8 @@ from typing import Any
 
 import xxhash
 
-from ..costs import Costs
 from ..errors import ArgumentError, MultistageError
+from ..model.costs import Costs
 
 MAGIC = b"MSDURABL"
 VERSION = 3

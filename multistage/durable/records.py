@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from ..layout import SCALAR, Array, Layout, Packing
-from ..strides import Geometry, is_sound
+from ..states.layout import SCALAR, Array, Layout, Packing
+from ..states.strides import Geometry, is_sound
 
 _ROWS = 1 << 14  # of an array with padding, digested at a time
 # x86's extended precision: ten bytes of a value, in twelve or sixteen.

@@ -37,12 +37,13 @@ import numpy as np
 import xxhash
 
 from ..backends.arena import pages
-from ..chain import Chain
-from ..costs import Costs
 from ..errors import ArgumentError, CheckpointWarning, StateError, StoreError
-from ..execute import Resumed
-from ..layout import Array
-from ..slots import ArrayStates
+from ..execute.executor import Resumed
+from ..model.chain import Chain
+from ..model.costs import Costs
+from ..states.layout import Array
+from ..states.slots import ArrayStates
+from ..version import __version__
 from .agreement import Found, Pace, agree
 from .folder import LAST, LEFTOVERS, LOCK, RUN, Folder
 from .headers import (
@@ -198,7 +199,7 @@ class DurableRun:
             record_bytes=layout.record_bytes,
             start=layout.digest(packed).hex(),
             label=self._label,
-            package=_package(),
+            package=__version__,
             rank=self._peers.rank,
             ranks=self._peers.size,
         )
@@ -702,12 +703,6 @@ def _anew(folder: Folder) -> None:
     """Remove what a run left; let the next be another, lest it take up what could not go."""
     folder.clear()
     folder.number(os.urandom(16))
-
-
-def _package() -> str:
-    from .. import __version__  # not before the package is imported
-
-    return __version__
 
 
 def snapshots(folder: Folder, run: bytes, n_steps: int | None) -> list[Snapshot]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from ..units import format_bytes, format_seconds
+from ..support.units import format_bytes, format_seconds
 from .folder import LAST, LEFTOVERS, LOCK, RUN, Folder
 from .headers import BadFile, Header, OtherVersion, RunFacts, parse_run, parse_states, plain
 from .run import RANK_NAME, intact, snapshots

@@ -37,8 +37,8 @@ from ..backends.base import CheckpointLost, StoreStats, TransferRecord
 from ..backends.lifetimes import Hold
 from ..backends.medium import is_full
 from ..errors import CheckpointWarning
-from ..layout import Array, Layout
-from ..steps import StepMap, StepSet
+from ..states.layout import Array, Layout
+from ..support.step_sets import StepMap, StepSet
 from .folder import Folder
 from .headers import BadFile, Kind, encode, parse_states, states_table
 from .records import OrderedLayout, checksum_of

@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 
 from ..backends.base import CheckpointLost, Store
 from ..errors import MultistageError
-from ..layout import Array, Layout
+from ..states.layout import Array, Layout
 from .ranks import Ranks
 
 # Opportunistic writes between two agreements.  Few, so that a tier that became

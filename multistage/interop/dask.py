@@ -42,10 +42,10 @@ from urllib.parse import quote
 import optree
 
 from ..backends.files import FileStore
-from ..budget import Budget
 from ..errors import ArgumentError, MultistageError, ShotError, StoreError
-from ..limits import DEFAULT_SHARE, default_budget_bytes
-from ..units import format_bytes
+from ..model.budget import Budget
+from ..support.free_memory import DEFAULT_SHARE, default_budget_bytes
+from ..support.units import format_bytes
 
 if TYPE_CHECKING:
     from distributed import Client  # type: ignore[import-not-found, unused-ignore]

@@ -32,20 +32,20 @@ from typing import Generic, Literal, Self, TypeVar
 
 from ..backends.base import Store
 from ..backends.urls import open_store
-from ..budget import Budget
-from ..chain import Chain, FunctionChain
-from ..costs import Costs
 from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
 from ..errors import ArgumentError
-from ..layout import Layout
-from ..limits import default_budget_bytes
-from ..plan import UniformPlan
-from ..probe import measure, probe_store, with_driver
-from ..progress import is_shown
+from ..measure.probe import measure, probe_store, with_driver
+from ..model.budget import Budget
+from ..model.chain import Chain, FunctionChain
+from ..model.costs import Costs
+from ..model.tier import Tier
+from ..planners import UniformPlan
 from ..report import Report
 from ..reversal import Reversal, drifted
-from ..tier import Tier
+from ..states.layout import Layout
+from ..support.free_memory import default_budget_bytes
+from ..support.progress import is_shown
 from .agreed import AgreedStore as AgreedStore
 from .ranks import Communicator as Communicator
 from .ranks import Ranks as Ranks

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from .. import errors
-from ..costs import Costs
 from ..errors import ArgumentError, MultistageError
+from ..model.costs import Costs
 
 T = TypeVar("T")
 

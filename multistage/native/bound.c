@@ -34,7 +34,7 @@ enum { NONE, BEGUN, THROUGH, N_MODES };
 /* Modes of the steps and of the left part: a read begins before the left part, or in it. */
 enum { NONE_NONE, NONE_BEGUN, NONE_THROUGH, THROUGH_THROUGH, N_LEFTS };
 
-/* Number for number `Prices` of multistage/plan/bound.py. */
+/* Number for number `Prices` of multistage/planners/bound.py. */
 typedef struct {
     double step, turn, first, second, reading;
     double write_1, keep_1, write_2, read;

@@ -1,6 +1,6 @@
 /* Plans of a heterogeneous chain with a slow tier: judged in virtual time, and improved.
  *
- * `plan/joint.py` tells the algorithm.  A plan is one byte for each stage (joint.h).
+ * `planners/chain/joint.py` tells the algorithm.  A plan is one byte for each stage (joint.h).
  * To judge it, the plan is laid out as operations and things of the tier; each
  * thing gets the operations before which it is evicted and read back, from
  * bytes alone; then the clock runs.  As times play no part in what is resident

@@ -1,6 +1,6 @@
 /* The streaming schedule in virtual time, without making its actions one by one.
  *
- * What `plan/sweep.py` decides and what `simulate.py` makes of it, in one
+ * What `planners/streaming/sweep.py` decides and what `simulate.py` makes of it, in one
  * loop: the same actions in the same order at the same times, no checkpoint
  * lost.  Names are those of the Python twin.  Steps ascend wherever they are
  * queued, so a queue is a stretch of an array.  A reversal by Revolve that can
@@ -20,8 +20,8 @@
 enum { MAKESPAN, STALL, FORWARD_STEPS, WRITES, READS, PEAK, N_OUT };
 enum { DONE = 0, FULL = -1, STUCK = -2 };
 
-#define EXACT_LENGTH 512 /* of plan/reserve.py */
-#define AGAIN_ACTIONS 6  /* of plan/reserve.py */
+#define EXACT_LENGTH 512 /* of planners/streaming/reserve.py */
+#define AGAIN_ACTIONS 6  /* of planners/streaming/reserve.py */
 #define N_TABLES 8
 #define N_SPINES 8
 #define COUNTED 512  /* longer reversals have as many actions per step as this one */

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..actions import Answer, Await, Drop, Evict, Get, Offer, Put
-from ..execution.sweep import Sweep
-from ..slots import Kept
+from ..execute.sweep import Sweep
+from ..states.slots import Kept
 from .held import AwayState, HeldTape
 from .links import FastMemory
 from .parcels import Parcel

@@ -13,18 +13,18 @@ from tabulate import tabulate
 from torch import Tensor
 
 from ..backends.base import Store
-from ..budget import Budget
-from ..costs import Costs
-from ..drawing import page, save_text
-from ..drawing.plans import plan_parts
 from ..errors import ArgumentError, BudgetError
-from ..plan import UniformPlan, plan
-from ..plan.chain_plan import ChainPlan
-from ..plan.interval import shortest_interval
-from ..probe import action_seconds, probe_store, with_driver
-from ..stages import Stage
-from ..tier import Tier
-from ..units import format_bytes, format_seconds
+from ..measure.probe import action_seconds, probe_store, with_driver
+from ..model.budget import Budget
+from ..model.costs import Costs
+from ..model.stages import Stage
+from ..model.tier import Tier
+from ..planners import UniformPlan, plan
+from ..planners.chain.plan import ChainPlan
+from ..planners.pictures.plans import plan_parts
+from ..planners.streaming.interval import shortest_interval
+from ..support.units import format_bytes, format_seconds
+from ..view import page, save_text
 from .cell import Facts
 from .checking import Checked
 from .collector import Collector

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from ..actions import Get, Put
-from ..budget import memory_bytes
 from ..errors import BudgetError
-from ..limits import default_budget_bytes
-from ..plan.heterogeneous import ChainPlan, plan_chain
-from ..stages import StageCosts
-from ..tier import Tier
+from ..model.budget import memory_bytes
+from ..model.stages import StageCosts
+from ..model.tier import Tier
+from ..planners.chain.heterogeneous import ChainPlan, plan_chain
+from ..support.free_memory import default_budget_bytes
 from .exploring import tensors_of
 from .hooking import hooks_s
 from .measure import Profile, sharded

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..stages import Stage, StageCosts
+from ..model.stages import Stage, StageCosts
 
 _LOOK_BACK = 0.7  # of a full chunk: from here on it may end, where the state is smallest
 

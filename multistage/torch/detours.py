@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..actions import EndForward, Evict, Schedule
-from ..detour import Deadlines
-from ..execution.sweep import Sweep
-from ..slots import Kept
+from ..execute.detour import Deadlines
+from ..execute.sweep import Sweep
+from ..states.slots import Kept
 from .away import Away
 from .links import FastMemory, Script
 from .states import KeptState

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..stages import Stage
+from ..model.stages import Stage
 from .cells import Cells, StepKind, VariedFacts
 from .collector import Collector
 from .inputs import Inputs, Place

@@ -24,7 +24,7 @@ from ..actions import (
     Reverse,
     Schedule,
 )
-from ..slots import Kept
+from ..states.slots import Kept
 from .held import HeldTape
 from .parcels import Origins
 from .running import Stages, storages_of_all

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError
-from ..stages import Stage, StageCosts
+from ..model.stages import Stage, StageCosts
 from .environment import Environment
 from .exploring import Call, explore, fresh_copy, tensors_of, untouched
 from .meter import Meter, storages_of

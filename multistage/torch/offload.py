@@ -41,7 +41,7 @@ from ..backends.base import CheckpointLost, Store
 from ..backends.lifetimes import Birth, end
 from ..backends.urls import Tiers, tier_names
 from ..errors import ArgumentError, MultistageError
-from ..units import parse_bytes
+from ..support.units import parse_bytes
 from .geometry import Geometry, Place, extent, is_plain, whole
 from .paging import PAGE_BYTES, Pager, page_layout
 from .streams import Home, the_device

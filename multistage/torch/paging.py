@@ -19,7 +19,7 @@ from ..backends.base import CheckpointLost, Store
 from ..backends.files import FileStore
 from ..backends.memory import MemoryStore
 from ..backends.streamed import StreamedStore
-from ..layout import Layout
+from ..states.layout import Layout
 
 PAGE_BYTES = 1 << 20
 _LEAST_PAGE_BYTES = 4096

@@ -43,8 +43,8 @@ from torch import Tensor
 from ..backends.base import CheckpointLost, Store, StoreStats, TransferRecord
 from ..backends.lifetimes import Hold
 from ..errors import ArgumentError, BudgetError, StoreError
-from ..interrupts import Shield
-from ..layout import Layout
+from ..states.layout import Layout
+from ..support.interrupts import Shield
 from .streams import CopyFailed, Event, Streams, streams_for, the_device
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from ..backends.base import Store
 from ..backends.urls import TierName
-from ..budget import Budget
 from ..errors import BudgetError
-from ..limits import default_budget_bytes
-from ..stages import StageCosts
-from ..tier import Tier
+from ..model.budget import Budget
+from ..model.stages import StageCosts
+from ..model.tier import Tier
+from ..support.free_memory import default_budget_bytes
 from .cell import Cell
 from .cell_costs import (
     Sample,

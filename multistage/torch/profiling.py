@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ..plan.heterogeneous import smallest_memory
-from ..stages import StageCosts
+from ..model.stages import StageCosts
+from ..planners.chain.heterogeneous import smallest_memory
 from .sequential import Sequential, measured
 
 

@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 
 from ..actions import Action, Put, Schedule
-from ..detour import Deadlines
 from ..errors import MultistageError
-from ..execution.sweep import Sweep
-from ..slots import Kept
+from ..execute.detour import Deadlines
+from ..execute.sweep import Sweep
+from ..states.slots import Kept
 from .away import Away
 from .detours import TakenWhenLate
 from .held import HeldTape

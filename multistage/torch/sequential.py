@@ -15,10 +15,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from ..backends.urls import Tiers, open_store, tier_names
-from ..detour import Deadlines
 from ..errors import ArgumentError, BudgetError, CheckpointWarning
-from ..plan.heterogeneous import ChainPlan, Strategy
-from ..stages import StageCosts
+from ..execute.detour import Deadlines
+from ..model.stages import StageCosts
+from ..planners.chain.heterogeneous import ChainPlan, Strategy
 from .adopting import adopt, yielding
 from .calling import arguments, sample_of
 from .chain import Stages

@@ -19,7 +19,7 @@ import torch
 from ..backends.base import Store
 from ..backends.lifetimes import Birth, end
 from ..errors import CheckpointWarning, MultistageError
-from ..tier import Tier
+from ..model.tier import Tier
 from .paging import PAGE_BYTES
 from .parcels import Parcel
 from .porter import Porter, Trip

@@ -17,13 +17,13 @@ from torch.utils import _pytree as pytree
 from ..backends.base import Store
 from ..backends.lifetimes import Birth, end
 from ..errors import MultistageError
-from ..execute import Executor
-from ..layout import Layout
-from ..plan.chain_plan import ChainPlan
-from ..plan.uniform import UniformPlan
-from ..progress import Bars
-from ..rules import Rules, check
-from ..slots import States
+from ..execute.executor import Executor
+from ..planners.chain.plan import ChainPlan
+from ..planners.uniform import UniformPlan
+from ..schedule.rules import Rules, check
+from ..states.layout import Layout
+from ..states.slots import States
+from ..support.progress import Bars
 from .cell import Facts
 from .cell_costs import UnrollPlan
 from .inputs import InputGradients

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
-from ..layout import Layout
-from ..slots import Kept
+from ..states.layout import Layout
+from ..states.slots import Kept
 
 
 class TensorState:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..backends.base import Store
 from ..backends.urls import TierName
 from ..errors import ArgumentError
-from ..tier import Tier
+from ..model.tier import Tier
 from .paging import buffers_of, page_for, page_layout, set_up
 from .porter import Carried, Porter
 from .stowage import Berth

@@ -9,7 +9,7 @@ import torch
 from ..backends.base import Store
 from ..backends.urls import TierName, open_store, told
 from ..errors import ArgumentError
-from ..units import parse_bytes
+from ..support.units import parse_bytes
 from .pinned import PinnedStore
 
 # Pinned memory between a CUDA device and a tier that knows host memory only.

@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 
 from ..backends.base import Store
 from ..backends.urls import Tiers, tier_names
-from ..costs import Costs
 from ..errors import ArgumentError
-from ..plan import PLANNERS
-from ..progress import Bars
-from ..stages import StageCosts
+from ..model.costs import Costs
+from ..model.stages import StageCosts
+from ..planners import PLANNERS
+from ..support.progress import Bars
 from .cell import Cell, Facts
 from .cell_costs import STRATEGIES, Strategy, UnrollPlan
 from .cells import Cells

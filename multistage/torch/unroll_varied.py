@@ -14,12 +14,12 @@ from torch.utils import _pytree as pytree
 
 from ..actions import Action, Advance, EndForward, Load, Reverse, Tape
 from ..backends.base import Store
-from ..budget import Budget
-from ..budget import Memory as Limit
 from ..errors import BudgetError
-from ..plan.heterogeneous import plan_chain
-from ..progress import Bars
-from ..stages import Stage, StageCosts
+from ..model.budget import Budget
+from ..model.budget import Memory as Limit
+from ..model.stages import Stage, StageCosts
+from ..planners.chain.heterogeneous import plan_chain
+from ..support.progress import Bars
 from ..unequal import described
 from .cell_costs import UnrollPlan
 from .cells import Cells, VariedFacts, run_varied

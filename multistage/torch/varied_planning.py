@@ -14,15 +14,15 @@ from torch import Tensor
 from ..actions import Put
 from ..backends.base import Store
 from ..backends.paged import PagedStore
-from ..budget import Budget
 from ..errors import ArgumentError, BudgetError, StoreError
-from ..plan.chain_plan import ChainPlan
-from ..plan.heterogeneous import plan_chain
-from ..plan.pieces import MOST_AT_ONCE, plan_within
-from ..stages import StageCosts
-from ..tier import Tier
+from ..model.budget import Budget
+from ..model.stages import StageCosts
+from ..model.tier import Tier
+from ..planners.chain.heterogeneous import plan_chain
+from ..planners.chain.pieces import MOST_AT_ONCE, plan_within
+from ..planners.chain.plan import ChainPlan
+from ..support.units import format_bytes
 from ..unequal import MOST_STREAMED, bounded, described, measured_rates, require_room
-from ..units import format_bytes
 from .cell_costs import Strategy, UnrollPlan
 from .cells import Cells, StepKind, VariedFacts
 from .checking import Checked

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import BudgetError, StateError
-from ..stages import StageCosts
+from ..model.stages import StageCosts
 from .cells import Cells, VariedFacts, run_varied
 from .collector import Collector
 from .graphs import leaves_below, uses

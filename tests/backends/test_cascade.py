@@ -17,11 +17,11 @@ from multistage.backends.base import CheckpointLost
 from multistage.backends.medium import Medium, Ram
 from multistage.backends.streamed import StreamedStore
 from multistage.backends.testing import FaultyStore, check_store
-from multistage.costs import Costs
 from multistage.errors import ArgumentError, CheckpointWarning, StoreError
-from multistage.layout import Array, Layout
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
 from multistage.reversal import Reversal
-from multistage.tier import Tier
+from multistage.states.layout import Array, Layout
 
 SIZE = 1024
 LAYOUT = Layout.of(np.zeros(SIZE))

@@ -22,7 +22,7 @@ from multistage.backends.base import CheckpointLost
 from multistage.backends.compressed import _axes
 from multistage.backends.testing import FaultyStore, check_store
 from multistage.errors import ArgumentError, StateError
-from multistage.layout import Layout
+from multistage.states.layout import Layout
 
 pytest.importorskip("blosc2")
 pytest.importorskip("zfpy")

@@ -23,11 +23,11 @@ from multistage.backends import CheckpointLost, FileStore
 from multistage.backends.aio import AioFiles
 from multistage.backends.direct import DirectFile
 from multistage.backends.files import available_engines
-from multistage.costs import Costs
 from multistage.errors import ArgumentError, CheckpointWarning, SlowWarning, StoreError
-from multistage.layout import Layout
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
 from multistage.reversal import Reversal
-from multistage.tier import Tier
+from multistage.states.layout import Layout
 
 STATE = np.arange(1000.0)
 LAYOUT = Layout.of(STATE)
@@ -92,7 +92,7 @@ SCRIPT = """
 import os, signal, sys
 import numpy as np
 from multistage.backends import FileStore
-from multistage.layout import Layout
+from multistage.states.layout import Layout
 
 store = FileStore({folder!r}, {engine!r}, buffer_bytes=0)
 state = np.arange(1000.0)

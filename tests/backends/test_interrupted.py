@@ -14,7 +14,7 @@ import pytest
 
 from multistage.backends import CascadeStore, CheckpointLost, FileStore, MemoryStore
 from multistage.backends.files import available_engines
-from multistage.layout import Layout
+from multistage.states.layout import Layout
 
 # Of the store those functions that hand extents to a carrier, or are told of them.
 _STORE = {"_poll", "_wait_for", "_wait", "_queue_write", "_queue_read", "_wrote", "_landed"}

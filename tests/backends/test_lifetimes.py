@@ -30,11 +30,11 @@ from multistage.backends import (
 )
 from multistage.backends.carrier import _Threads
 from multistage.backends.lifetimes import Birth, end
-from multistage.chain import FunctionChain
 from multistage.errors import ArgumentError, StoreError
-from multistage.execute import Executor
-from multistage.layout import Layout
-from multistage.plan import PLANNERS
+from multistage.execute.executor import Executor
+from multistage.model.chain import FunctionChain
+from multistage.planners import PLANNERS
+from multistage.states.layout import Layout
 
 N = 40
 STATE = np.linspace(0.0, 1.0, 600)

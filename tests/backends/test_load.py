@@ -24,8 +24,8 @@ PREAMBLE = """
     from multistage import Reversal
     from multistage.backends import FileStore, MemoryStore
     from multistage.backends.testing import FaultyStore
-    from multistage.costs import Costs
-    from multistage.tier import Tier
+    from multistage.model.costs import Costs
+    from multistage.model.tier import Tier
     from multistage.errors import CheckpointWarning
 
     def status(name, file="status"):

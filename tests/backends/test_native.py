@@ -29,7 +29,7 @@ from multistage.backends.native import NativeFile
 from multistage.backends.streamed import StreamedStore
 from multistage.backends.testing import check_store
 from multistage.errors import CheckpointWarning, StoreError
-from multistage.layout import Layout
+from multistage.states.layout import Layout
 
 pytestmark = pytest.mark.skipif("native" not in available_engines(), reason="no C core here")
 
@@ -277,7 +277,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
         import resource, sys
         import numpy as np
         from multistage.backends import FileStore
-        from multistage.layout import Layout
+        from multistage.states.layout import Layout
         resource.setrlimit(resource.RLIMIT_FSIZE, (5 * 8192, 5 * 8192))
         store = FileStore(sys.argv[1], "native", buffer_bytes=0)
         state = np.arange(1000.0)
@@ -310,7 +310,7 @@ def test_the_interpreter_ends_while_states_are_moved(tmp_path: Path) -> None:
         import sys
         import numpy as np
         from multistage.backends import FileStore
-        from multistage.layout import Layout
+        from multistage.states.layout import Layout
         store = FileStore(sys.argv[1], "native", queue_depth=30)
         state = np.zeros(1 << 18)
         store.open(Layout.of(state))
@@ -331,7 +331,7 @@ def test_a_forked_child_is_told(tmp_path: Path) -> None:
         import numpy as np
         from multistage.backends import FileStore
         from multistage.errors import StoreError
-        from multistage.layout import Layout
+        from multistage.states.layout import Layout
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
         store = FileStore(sys.argv[1], "native", buffer_bytes=0)
         state = np.arange(1000.0)

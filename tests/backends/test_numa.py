@@ -11,7 +11,7 @@ from multistage.backends import NumaStore, open_store
 from multistage.backends.arena import pages_of_node
 from multistage.backends.testing import check_store
 from multistage.errors import ArgumentError, StoreError
-from multistage.layout import Layout
+from multistage.states.layout import Layout
 
 
 def _can_bind() -> bool:

@@ -27,7 +27,7 @@ from multistage.backends import CheckpointLost, FileStore
 from multistage.backends.files import ENGINES
 from multistage.backends.private import PREFIX, PrivateFolder
 from multistage.errors import MultistageError, StoreError
-from multistage.layout import Layout
+from multistage.states.layout import Layout
 
 STATE = np.arange(1000.0)
 LAYOUT = Layout.of(STATE)
@@ -62,7 +62,7 @@ def run_as(uid: int, code: str, *arguments: object) -> str:
         from pathlib import Path
         from multistage.backends import FileStore
         from multistage.errors import StoreError
-        from multistage.layout import Layout
+        from multistage.states.layout import Layout
         import tempfile
         with tempfile.TemporaryDirectory() as warm:  # imports that only root may be able to do
             for engine in ("direct", "aiofiles"):

@@ -21,7 +21,7 @@ from chains import digest
 
 import multistage
 from multistage.backends import FileStore
-from multistage.chain import FunctionChain
+from multistage.model.chain import FunctionChain
 from multistage.reversal import Reversal
 
 TESTS = Path(faults.__file__).parent

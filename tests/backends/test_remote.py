@@ -24,11 +24,11 @@ from multistage.backends.base import CheckpointLost
 from multistage.backends.remote import RemoteObjects
 from multistage.backends.streamed import StreamedStore
 from multistage.backends.testing import check_store
-from multistage.costs import Costs
 from multistage.errors import ArgumentError, CheckpointWarning, StoreError
-from multistage.layout import Layout
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
 from multistage.reversal import Reversal
-from multistage.tier import Tier
+from multistage.states.layout import Layout
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -106,7 +106,7 @@ def test_what_an_exit_forgot_is_removed() -> None:
     code = """if True:
         import atexit, numpy as np, fsspec
         from multistage.backends import RemoteStore
-        from multistage.layout import Layout
+        from multistage.states.layout import Layout
         memory = fsspec.filesystem("memory")
         def look():
             print(seen, len(memory.find("/")))

@@ -22,7 +22,7 @@ from multistage.backends.medium import Ram
 from multistage.backends.native import NativeFile
 from multistage.backends.streamed import StreamedStore
 from multistage.errors import ArgumentError
-from multistage.layout import Array, Layout
+from multistage.states.layout import Array, Layout
 
 STATE = np.arange(1000.0)
 LAYOUT = Layout.of(STATE)

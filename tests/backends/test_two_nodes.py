@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 
 import multistage as ms
-from multistage import limits, native
+from multistage import native
 from multistage.backends import NumaStore
 from multistage.backends.arena import pages_of_node
 from multistage.backends.nodes import fast_node, memory_nodes
 from multistage.errors import CheckpointWarning, StoreError
+from multistage.support import free_memory as limits
 
 NODES = memory_nodes()
 pytestmark = pytest.mark.skipif(
@@ -151,9 +152,9 @@ def test_the_computation_in_the_fast_node_and_states_in_the_other() -> None:
 def test_the_default_budget_is_of_the_node_that_the_process_is_bound_to() -> None:
     code = "print(json.dumps([ms.limits.default_budget_bytes(), t.limits.node_free_bytes(1)]))"
     for how in (["--membind=1"], ["--preferred=1"]):
-        budget, free = run_bound(how, "import multistage.limits\n" + code)
+        budget, free = run_bound(how, "import multistage.support.free_memory\n" + code)
         assert abs(budget - free // 4) < free // 50
-    budget, free = run_bound([], "import multistage.limits\n" + code)
+    budget, free = run_bound([], "import multistage.support.free_memory\n" + code)
     assert budget > free // 4
 
 

@@ -12,7 +12,7 @@ from multistage.backends import FileStore
 from multistage.demos.lstm import LSTM, State, build, gradients_of
 from multistage.demos.text import encode, standard_library
 from multistage.errors import ArgumentError
-from multistage.layout import Array
+from multistage.states.layout import Array
 
 STEPS = 40
 SLOTS = 6

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multistage.costs import Costs
 from multistage.durable.folder import Folder
 from multistage.durable.headers import (
     PRELUDE,
@@ -38,8 +37,9 @@ from multistage.durable.records import OrderedLayout, checksum_of, used_bytes
 from multistage.durable.run import intact, snapshots
 from multistage.durable.status import inspect
 from multistage.durable.store import DurableStore
-from multistage.layout import Array
-from multistage.tier import Tier
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
+from multistage.states.layout import Array
 
 LAYOUT = OrderedLayout.of({"a": np.zeros((2, 3)), "b": np.zeros(5, np.int8)})
 SIZE = LAYOUT.record_bytes

@@ -18,7 +18,7 @@ from multistage.durable.folder import Folder
 from multistage.durable.records import OrderedLayout
 from multistage.durable.store import DurableStore
 from multistage.errors import CheckpointWarning
-from multistage.layout import Array
+from multistage.states.layout import Array
 
 SMALL = OrderedLayout.of(np.zeros(100))
 LARGE = OrderedLayout.of(np.zeros((300, 400)))

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from multistage import Costs, Tier
-from multistage.costs import NOT_KEPT
 from multistage.interop import pyrevolve
 from multistage.interop.pyrevolve.storage import BytesStorage, DiskStorage, NumpyStorage
+from multistage.model.costs import NOT_KEPT
 
 from . import planned
 from .contents import DTYPES, Leaf, content, fingerprint

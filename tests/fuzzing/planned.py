@@ -25,8 +25,8 @@ from multistage.actions import (
     Schedule,
     Tape,
 )
-from multistage.costs import NOT_KEPT
 from multistage.interop.checkpoint_schedules import as_planner
+from multistage.model.costs import NOT_KEPT
 
 from .cases import Case
 from .stores import LateStore

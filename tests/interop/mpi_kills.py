@@ -33,9 +33,9 @@ RANKS = 3
 def rank_of_a_program(scratch: Path, shared: bool, until: bool) -> None:
     from mpi4py import MPI
 
-    from multistage.costs import Costs
     from multistage.interop.mpi import MPIReversal
-    from multistage.tier import Tier
+    from multistage.model.costs import Costs
+    from multistage.model.tier import Tier
 
     comm = MPI.COMM_WORLD
     wave = Wave(comm)

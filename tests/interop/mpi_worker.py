@@ -16,12 +16,12 @@ from mpi_wave import Wave
 from multistage.backends import FileStore, Store
 from multistage.backends.medium import Medium
 from multistage.backends.testing import FaultyStore
-from multistage.costs import Costs
 from multistage.errors import CheckpointWarning, MultistageError
-from multistage.execute import Executor
+from multistage.execute.executor import Executor
 from multistage.interop.mpi import MPIReversal
-from multistage.layout import Layout
-from multistage.tier import Tier
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
+from multistage.states.layout import Layout
 
 N = 60
 COSTS = Costs(1e-4, 2e-4, state_bytes=10, tiers=(Tier("file", 2.5e-4, 2.5e-4),))

@@ -18,16 +18,16 @@ from mpi_wave import Wave, store_all, whole
 from multistage.backends import MemoryStore
 from multistage.backends.base import CheckpointLost, StoreStats
 from multistage.backends.testing import FaultyStore
-from multistage.chain import FunctionChain
-from multistage.costs import Costs
 from multistage.errors import ArgumentError, BudgetError, MultistageError, StoreError
-from multistage.execute import Executor
+from multistage.execute.executor import Executor
 from multistage.interop.agreed import AgreedStore
 from multistage.interop.ranks import Ranks
-from multistage.layout import Layout
-from multistage.plan import PLANNERS
-from multistage.plan.online import online_schedule
-from multistage.tier import Tier
+from multistage.model.chain import FunctionChain
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
+from multistage.planners import PLANNERS
+from multistage.planners.streaming.online import online_schedule
+from multistage.states.layout import Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
 LAYOUT = Layout.of(np.zeros(1))

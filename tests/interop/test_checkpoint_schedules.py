@@ -13,7 +13,6 @@ from chains import CHAINS, raw, store_all
 from multistage.actions import Advance, EndForward, Free, Load, Reverse, Save, Tape
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
-from multistage.costs import Costs
 from multistage.errors import (
     ArgumentError,
     BudgetError,
@@ -22,11 +21,12 @@ from multistage.errors import (
     ScheduleUsedError,
 )
 from multistage.interop.checkpoint_schedules import actions_of, as_planner, as_schedule
-from multistage.plan import PLANNERS, plan
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
+from multistage.planners import PLANNERS, plan
 from multistage.reversal import Reversal
-from multistage.rules import check
-from multistage.simulate import simulate
-from multistage.tier import Tier
+from multistage.schedule.rules import check
+from multistage.schedule.simulation import simulate
 
 their = pytest.importorskip("checkpoint_schedules")
 from validity import Judge  # noqa: E402

@@ -15,7 +15,7 @@ import pytest
 from multistage import Costs, Reversal, Tier, open_store
 from multistage.demos.wave import build
 from multistage.errors import ArgumentError, MultistageError, ShotError, StoreError
-from multistage.layout import Layout
+from multistage.states.layout import Layout
 
 distributed = pytest.importorskip("distributed")
 

@@ -19,12 +19,12 @@ from mpi_wave import Wave, store_all, whole
 
 from multistage import Reversal
 from multistage.cli import main
-from multistage.costs import Costs
 from multistage.durable.agreement import Found, Pace, agree
 from multistage.durable.status import inspect
 from multistage.errors import ArgumentError, CheckpointWarning, StoreError
 from multistage.interop.mpi import MPIReversal
-from multistage.tier import Tier
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
 
 N = 40
 COSTS = Costs(1.0, 2.0, state_bytes=10, tiers=(Tier("durable", 1.0, 1.0),))

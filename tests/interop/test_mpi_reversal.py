@@ -16,15 +16,16 @@ import pytest
 from fake_mpi import MPI, Aborted, Comm, World, run_ranks, succeed
 from mpi_wave import Wave, store_all, whole
 
-from multistage import limits, probe
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
-from multistage.chain import FunctionChain
-from multistage.costs import Costs
 from multistage.errors import ArgumentError, BudgetError, StateError, StoreError
 from multistage.interop import mpi
 from multistage.interop.mpi import MPIReversal, slowest
-from multistage.tier import Tier
+from multistage.measure import probe
+from multistage.model.chain import FunctionChain
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
+from multistage.support import free_memory as limits
 
 pytestmark = pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
 N = 40

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multistage.costs import Costs
 from multistage.errors import ScheduleError
 from multistage.interop.checkpoint_schedules import as_schedule
-from multistage.plan import PLANNERS
+from multistage.model.costs import Costs
+from multistage.planners import PLANNERS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, at import
 their = pytest.importorskip("checkpoint_schedules")

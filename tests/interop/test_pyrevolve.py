@@ -16,7 +16,6 @@ from leaks import native_threads
 
 from multistage.backends import FileStore, MemoryStore
 from multistage.backends.testing import FaultyStore
-from multistage.costs import Costs
 from multistage.errors import (
     ArgumentError,
     BudgetError,
@@ -26,8 +25,9 @@ from multistage.errors import (
 )
 from multistage.interop import pyrevolve as ours
 from multistage.interop.pyrevolve import compression, storage
-from multistage.plan.binomial import nu
-from multistage.tier import Tier
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
+from multistage.planners.single.binomial import nu
 
 NT = 60
 

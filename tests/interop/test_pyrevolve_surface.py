@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from test_pyrevolve import Problem, store_all
 
-from multistage.costs import Costs
 from multistage.errors import ArgumentError, BudgetError
 from multistage.interop import pyrevolve as ours
-from multistage.plan.binomial import nu
+from multistage.model.costs import Costs
+from multistage.planners.single.binomial import nu
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, at import
 peer = pytest.importorskip("pyrevolve")

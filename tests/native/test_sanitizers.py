@@ -99,7 +99,7 @@ def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_kernels_under_sanitizers(tmp_path: Path) -> None:
     library = tmp_path / "_native.so"
     _build(library, *SOURCES)
-    files = [TESTS / "plan" / f"{name}.py" for name in CALLERS]
+    files = [TESTS / "planners" / f"{name}.py" for name in CALLERS]
     done = _run(
         HERE / "sanitized.py",
         library,

@@ -14,8 +14,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from multistage.stages import StageCosts
-from multistage.tier import Tier
+from multistage.model.stages import StageCosts
+from multistage.model.tier import Tier
 
 MAX_STAGES = 6
 _SOURCE = Path(__file__).with_suffix(".c")

@@ -7,8 +7,8 @@ import math
 from chain_judge import Judge
 
 from multistage.actions import EndForward, Evict
-from multistage.plan.heterogeneous import ChainPlan
-from multistage.plan.joint_rule import DeadlineRule, Detour
+from multistage.planners.chain.heterogeneous import ChainPlan
+from multistage.planners.chain.joint_rule import DeadlineRule, Detour
 
 
 def run_late(

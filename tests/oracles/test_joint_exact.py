@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from multistage.plan.chain_exact import exact_chain_makespan
-from multistage.plan.heterogeneous import plan_chain, smallest_memory
-from multistage.plan.joint_bound import joint_lower_bound
-from multistage.stages import Stage, StageCosts
-from multistage.tier import Tier
+from multistage.model.stages import Stage, StageCosts
+from multistage.model.tier import Tier
+from multistage.planners.chain.exact import exact_chain_makespan
+from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
+from multistage.planners.chain.joint_bound import joint_lower_bound
 from oracles.joint_exact import compiler, exact_joint_makespan
 from oracles.tiny import tiny_chain
 

@@ -2,8 +2,8 @@
 
 import random
 
-from multistage.stages import Stage, StageCosts
-from multistage.tier import Tier
+from multistage.model.stages import Stage, StageCosts
+from multistage.model.tier import Tier
 
 
 def tiny_chain(seed: int, most: int = 6) -> tuple[StageCosts, Tier]:

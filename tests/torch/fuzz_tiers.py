@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from multistage.actions import (
     Action,
 )
-from multistage.plan.heterogeneous import ChainPlan
+from multistage.planners.chain.heterogeneous import ChainPlan
 from multistage.torch.exploring import explore, untouched
 from multistage.torch.runner import Run
 from multistage.torch.scope import Scope

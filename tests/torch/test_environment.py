@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import multistage.torch as mst
 from multistage.errors import StateError
-from multistage.stages import Stage, StageCosts
+from multistage.model.stages import Stage, StageCosts
 from multistage.torch.environment import Environment, cloned
 from multistage.torch.randomness import Generators
 from multistage.torch.scope import Scope

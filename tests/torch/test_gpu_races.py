@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import multistage.torch as mst
 from multistage.backends import FileStore, Store
 from multistage.errors import StateError
-from multistage.layout import Layout
+from multistage.states.layout import Layout
 from multistage.torch.pinned import PinnedStore
 from multistage.torch.streams import CudaStreams, Event, Lane
 

@@ -16,7 +16,7 @@ import multistage as ms
 import multistage.torch as mst
 from multistage.actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
 from multistage.errors import BudgetError
-from multistage.stages import Stage, StageCosts
+from multistage.model.stages import Stage, StageCosts
 from multistage.torch.held import HeldTape
 from multistage.torch.joining import ApartError, Joined, stretched
 from multistage.torch.meter import Meter

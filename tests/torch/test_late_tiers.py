@@ -23,13 +23,14 @@ from tierfuzz.plans import random_plan  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import multistage.torch as mst  # noqa: E402
-from multistage import detour, native  # noqa: E402
+from multistage import native  # noqa: E402
 from multistage.actions import EndForward, Evict  # noqa: E402
 from multistage.backends import MemoryStore  # noqa: E402
-from multistage.detour import Deadlines  # noqa: E402
-from multistage.plan.heterogeneous import ChainPlan, plan_chain  # noqa: E402
-from multistage.plan.joint_rule import DeadlineRule  # noqa: E402
-from multistage.tier import Tier  # noqa: E402
+from multistage.execute import detour  # noqa: E402
+from multistage.execute.detour import Deadlines  # noqa: E402
+from multistage.model.tier import Tier  # noqa: E402
+from multistage.planners.chain.heterogeneous import ChainPlan, plan_chain  # noqa: E402
+from multistage.planners.chain.joint_rule import DeadlineRule  # noqa: E402
 from multistage.torch import choosing, tiered  # noqa: E402
 from multistage.torch.away import Away  # noqa: E402
 from multistage.torch.choosing import held_by_caller, sends  # noqa: E402

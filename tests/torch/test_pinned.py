@@ -23,7 +23,7 @@ from multistage.backends import CascadeStore, FileStore, MemoryStore, Store
 from multistage.backends.base import CheckpointLost
 from multistage.backends.testing import FaultyStore, check_store
 from multistage.errors import ArgumentError, BudgetError
-from multistage.layout import Layout
+from multistage.states.layout import Layout
 from multistage.torch.pinned import PinnedStore, growth
 from multistage.torch.streams import HostStreams
 from multistage.torch.tiers import open_tiers

@@ -16,7 +16,7 @@ from test_pinned import AsArrays
 
 from multistage.backends import FileStore, MemoryStore
 from multistage.errors import StoreError
-from multistage.layout import Layout
+from multistage.states.layout import Layout
 from multistage.torch.pinned import PinnedStore
 
 CPU = torch.device("cpu")

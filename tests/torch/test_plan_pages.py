@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import multistage.torch as mst
-from multistage import progress
 from multistage.errors import ArgumentError
+from multistage.support import progress
 
 
 class Terminal(io.StringIO):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import multistage.torch as mst
-from multistage.stages import Stage, StageCosts
+from multistage.model.stages import Stage, StageCosts
 from multistage.torch.exploring import explore, untouched
 from multistage.torch.meter import Meter
 from multistage.torch.runner import Run

@@ -43,9 +43,9 @@ from multistage.actions import (  # noqa: E402
 )
 from multistage.backends import FileStore, MemoryStore  # noqa: E402
 from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, StateError, StoreError  # noqa: E402
-from multistage.simulate import simulate  # noqa: E402
-from multistage.stages import StageCosts  # noqa: E402
-from multistage.tier import Tier  # noqa: E402
+from multistage.model.stages import StageCosts  # noqa: E402
+from multistage.model.tier import Tier  # noqa: E402
+from multistage.schedule.simulation import simulate  # noqa: E402
 from multistage.torch import choosing, hooking, tiered  # noqa: E402
 from multistage.torch.choosing import held_by_caller  # noqa: E402
 from multistage.torch.exploring import explore, untouched  # noqa: E402

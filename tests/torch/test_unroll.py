@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 import multistage.torch as mst
 from multistage.backends import MemoryStore
 from multistage.errors import ArgumentError, BudgetError, MultistageError, StateError, StoreError
-from multistage.plan import PLANNERS
-from multistage.tier import Tier
+from multistage.model.tier import Tier
+from multistage.planners import PLANNERS
 from multistage.torch.cell_costs import Sample, choose
 from multistage.torch.meter import Meter
 

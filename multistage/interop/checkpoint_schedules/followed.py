@@ -31,8 +31,8 @@ from ...actions import (
     drive,
 )
 from ...errors import ScheduleError
-from ...plan import UniformPlan
-from ...simulate import simulate
+from ...planners import UniformPlan
+from ...schedule.simulation import simulate
 
 
 @dataclass(frozen=True, slots=True)

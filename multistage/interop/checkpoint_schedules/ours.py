@@ -8,7 +8,7 @@ from typing import Any
 
 from ...actions import Advance, EndForward, Reverse, Tape
 from ...errors import ScheduleError, ScheduleUsedError
-from ...plan import UniformPlan
+from ...planners import UniformPlan
 from .followed import Restart, Stored, Survey, events, survey
 from .package import theirs
 
@@ -58,8 +58,8 @@ def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> Any:
 
     Examples
     --------
-    >>> from multistage.costs import Costs
-    >>> from multistage.plan import plan
+    >>> from multistage.model.costs import Costs
+    >>> from multistage.planners import plan
     >>> schedule = as_schedule(plan(Costs(1.0, 2.0), "2 slots", n_steps=4))
     >>> for action in schedule:
     ...     print(action)

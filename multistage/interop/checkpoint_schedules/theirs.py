@@ -24,14 +24,14 @@ from ...actions import (
     Tape,
     drive,
 )
-from ...costs import Costs
 from ...errors import ArgumentError, ScheduleError
-from ...plan import Planner, UniformPlan
-from ...plan.bound import lower_bound
-from ...plan.overlap import overlap
-from ...plan.uniform import require_steps
-from ...rules import Rules
-from ...simulate import simulate
+from ...model.costs import Costs
+from ...planners import Planner, UniformPlan
+from ...planners.bound import lower_bound
+from ...planners.streaming.overlap import overlap
+from ...planners.uniform import require_steps
+from ...schedule.rules import Rules
+from ...schedule.simulation import simulate
 from .package import theirs
 
 
@@ -58,7 +58,7 @@ def actions_of(schedule: Any, n_steps: int) -> Generator[Action, Answer, None]:
     Examples
     --------
     >>> from checkpoint_schedules import Revolve
-    >>> from multistage.rules import check
+    >>> from multistage.schedule.rules import check
     >>> check(actions_of(Revolve(100, 5), 100), n_steps=100, slots=5).forward_steps
     317
     """

@@ -37,10 +37,10 @@ import sys
 from types import ModuleType
 
 from ...backends.urls import Tiers
-from ...budget import Budget
-from ...costs import Costs
 from ...errors import ArgumentError
-from ...plan import Planner, UniformPlan
+from ...model.budget import Budget
+from ...model.costs import Costs
+from ...planners import Planner, UniformPlan
 from . import compression, crevolve, profiling, pyrevolve, schedulers, storage, tools
 from .base import BaseRevolver as BaseRevolver
 from .base import set_defaults

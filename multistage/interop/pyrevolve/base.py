@@ -10,14 +10,14 @@ from typing import Any, Self
 
 from ...actions import Answer, Await, Get, Put, Save
 from ...backends.urls import Tiers
-from ...budget import Budget
-from ...costs import NOT_KEPT, Costs
 from ...errors import ArgumentError
-from ...plan import Planner, UniformPlan
-from ...plan.uniform import require_steps
+from ...model.budget import Budget
+from ...model.costs import NOT_KEPT, Costs
+from ...model.tier import Tier
+from ...planners import Planner, UniformPlan
+from ...planners.uniform import require_steps
 from ...report import Report
 from ...reversal import Reversal
-from ...tier import Tier
 from .compression import init_compression
 from .operators import Compression, OperatorChain, OperatorStates
 from .profiling import Profiler

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...backends.base import CheckpointLost, StoreStats, TransferRecord
-from ...layout import Array, Layout
+from ...states.layout import Array, Layout
 
 
 class StorageStore:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...backends import codecs
 from ...errors import ArgumentError
-from ...layout import Array
+from ...states.layout import Array
 
 Params = Mapping[str, Any]
 

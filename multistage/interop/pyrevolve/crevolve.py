@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from ... import actions
 from ...errors import ArgumentError, MultistageError
-from ...plan.binomial import beta, nu, reverse_actions
+from ...planners.single.binomial import beta, nu, reverse_actions
 from .tools import OutputGrabber as OutputGrabber
 
 

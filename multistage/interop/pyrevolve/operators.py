@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import StateError
-from ...layout import Array, Layout
-from ...slots import Copies, Kept
+from ...states.layout import Array, Layout
+from ...states.slots import Copies, Kept
 from .compression import CompressedObject
 from .profiling import Meter
 

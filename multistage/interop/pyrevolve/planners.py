@@ -5,14 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...actions import Advance, Await, Drop, Free, Get, Load, Put, Save, Schedule
-from ...costs import Costs
-from ...plan import UniformPlan
-from ...plan.binomial import forward_and_reverse, nu, reverse_actions
-from ...plan.bound import lower_bound
-from ...plan.levels import ADVANCE, DROP, ORIGIN, READ, REVERSE, WRITE, Hierarchy, Level, solve
-from ...plan.overlap import on_tier, overlap
-from ...plan.revolve import revolve
-from ...plan.uniform import require_steps
+from ...model.costs import Costs
+from ...planners import UniformPlan
+from ...planners.bound import lower_bound
+from ...planners.single.binomial import forward_and_reverse, nu, reverse_actions
+from ...planners.single.revolve import revolve
+from ...planners.streaming.overlap import on_tier, overlap
+from ...planners.synchronous.levels import (
+    ADVANCE,
+    DROP,
+    ORIGIN,
+    READ,
+    REVERSE,
+    WRITE,
+    Hierarchy,
+    Level,
+    solve,
+)
+from ...planners.uniform import require_steps
 
 
 def revolve_on_disk(

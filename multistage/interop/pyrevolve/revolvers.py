@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any, cast
 
 from ...backends.urls import Tiers
-from ...budget import Budget
-from ...costs import Costs
 from ...errors import ArgumentError
-from ...plan import PLANNERS, Planner, UniformPlan
-from ...plan.levels import Level
-from ...plan.uniform import sealing
-from ...values import whole
+from ...model.budget import Budget
+from ...model.costs import Costs
+from ...planners import PLANNERS, Planner, UniformPlan
+from ...planners.synchronous.levels import Level
+from ...planners.uniform import sealing
+from ...support.values import whole
 from .base import TRANSIT, BaseRevolver, defaults
 from .compression import init_compression
 from .crevolve import adjust

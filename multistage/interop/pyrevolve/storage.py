@@ -16,7 +16,7 @@ import numpy as np
 
 from ...backends import FileStore, MemoryStore, Store
 from ...errors import ArgumentError, StateError, StoreError
-from ...layout import Array, Layout
+from ...states.layout import Array, Layout
 from .bridge import StorageStore
 from .compression import CompressedObject
 from .operators import Compression

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from multistage.backends import FileStore, MemoryStore
 from multistage.backends.base import CheckpointLost
-from multistage.execution import loop
+from multistage.execute import loop
 from multistage.torch import porter as porters
 from multistage.torch.parcels import Origin
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from unittest import mock
 
 from multistage.actions import Action
-from multistage.detour import Deadlines
-from multistage.plan.chain_memory import use_of
-from multistage.plan.heterogeneous import ChainPlan, plan_chain
-from multistage.stages import Stage, StageCosts
-from multistage.tier import Tier
+from multistage.execute.detour import Deadlines
+from multistage.model.stages import Stage, StageCosts
+from multistage.model.tier import Tier
+from multistage.planners.chain.heterogeneous import ChainPlan, plan_chain
+from multistage.planners.chain.memory import use_of
 from multistage.torch.stowage import Stowage
 
 NOW = {"ask_s": 0.0, "wait_s": 1e-3, "cancel_s": 60.0}  # questions cost nothing

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from .... import actions
 from ....errors import ArgumentError
-from ....plan.levels import Level, solve
-from ....plan.uniform import require_steps
+from ....planners.synchronous.levels import Level, solve
+from ....planners.uniform import require_steps
 from ..planners import on_storages
 from .base import Action as Action
 from .base import Architecture as Architecture

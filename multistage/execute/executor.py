@@ -1,0 +1,400 @@
+"""Run any schedule in real time: on a user's chain, with stores as slow tiers.
+
+The computing thread is the caller's.  It waits for a store only in `Await`
+and `Put`; what it waits is recorded as a stall.  Everything else a store does
+happens on threads of the store.
+
+What a fault does (a fault never changes the adjoint):
+
+==============================  ==============================================
+a store refuses an `Offer`      the schedule goes on without that checkpoint
+a store refuses a `Put`         as a write that fails; warned
+a write fails                   `Await` answers False; warned
+a read fails                    `Await` answers False; warned
+a schedule loads a lost state   it is computed again from the nearest earlier
+                                state at hand; state 0 always is
+an operator raises, Ctrl-C      the schedule is closed, slots are given back,
+                                the exception goes on to the caller
+==============================  ==============================================
+
+Memory does not grow with the number of steps: the timeline merges spans, and
+all else is per slot or per stored checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from ..actions import Action, Schedule
+from ..backends.base import Store
+from ..backends.lifetimes import Birth
+from ..backends.streamed import require_distinct
+from ..errors import MultistageError, ScheduleError
+from ..model.chain import Chain
+from ..schedule.rules import Rules, each_judged
+from ..schedule.timeline import Timeline
+from ..states.slots import ArrayStates, Slots, StateLayout, States, overwritten
+from ..states.tapes import own_bytes
+from ..support import switching
+from ..support.interrupts import Shield
+from .ledger import Counts as Counts
+from .ledger import Ledger
+from .occupied import leave, occupy
+from .recovery import first_to_differ, given_back, sizes_differ
+from .sweep import Sweep
+from .transfers import Transfers
+
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What an earlier process left of the same computation.
+
+    Attributes
+    ----------
+    stored : tuple of int
+        Checkpoints in the first tier.
+    last : list of arrays or None
+        The last state; None if the forward sweep is not over.
+    end : int or None
+        With `last`: where the adjoint stands; the schedule begins with `EndForward`.
+    """
+
+    stored: tuple[int, ...]
+    last: list[Any] | None = None
+    end: int | None = None
+
+    def take_up(self, sweep: Sweep, transfers: Transfers, state: object) -> None:
+        """Let a sweep begin where the earlier process stopped."""
+        for step in self.stored:
+            transfers.stored[0].add(step)
+        if self.last is not None and self.end is not None:
+            # The live state is the last one, whatever the adjoint has come to:
+            # the caller wants to see it, the schedule has no use for it.
+            slots = sweep.slots
+            sweep.live = slots.load(slots.adopt(self.last, -1), state)
+            sweep.at = self.end
+
+    def tell(self, rules: Rules) -> None:
+        """Let the rules begin where the run does."""
+        for step in self.stored:
+            rules.stored[step, 0] = None
+        rules.tier_used[0] = rules.tier_peak[0] = len(self.stored)
+        if self.end is not None:
+            rules.n_steps = rules.live = self.end
+
+
+class Executor(Generic[State, Adjoint]):
+    """Runs schedules, one sweep after the other.
+
+    Parameters
+    ----------
+    chain : Chain
+    stores : sequence of Store
+        The slow tiers, opened; addressed by the actions' tier index.
+    tape_slots : float
+        Slots one tape beyond the first takes.
+    slots : float
+        Fast slots of the budget: a schedule that takes more is stopped.
+    heavier : callable, optional
+        `heavier(step, nbytes)`, called for a tape that is larger than
+        `tape_slots`; it may raise.  The tapes are taken to be so large from
+        then on.
+    rules : callable, optional
+        Makes the legality machine that judges every action before it is
+        performed; for schedules that were not made by a planner of this package.
+    clock : callable
+        Seconds; `time.perf_counter` and whatever the stores stamp with.
+    progress : callable, optional
+        `progress(forward_steps, reverse_steps)`, called now and then.
+    states : States, optional
+        What states are made of, if not of NumPy arrays.
+
+    Notes
+    -----
+    `forward`, then `reverse`, from one thread; both again for the next sweep.
+    After an exception the sweep is gone and `forward` starts a new one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multistage.model.chain import FunctionChain
+    >>> from multistage.planners.single.revolve import revolve_schedule
+    >>> chain = FunctionChain(lambda x, i: x * x, lambda x, a, i: 2 * x * a)
+    >>> executor = Executor(chain, ())
+    >>> float(executor.forward(revolve_schedule(1, 3), np.array(2.0)))
+    256.0
+    >>> float(executor.reverse(np.array(1.0)))
+    1024.0
+    """
+
+    def __init__(
+        self,
+        chain: Chain[State, Adjoint],
+        stores: Sequence[Store],
+        *,
+        tape_slots: float = 1.0,
+        slots: float = math.inf,
+        heavier: Callable[[int, int], None] | None = None,
+        rules: Callable[[], Rules] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        progress: Callable[[int, int], None] | None = None,
+        states: States | None = None,
+    ) -> None:
+        self._states: States = ArrayStates(chain.in_place) if states is None else states
+        self._chain = chain
+        self._stores = tuple(stores)
+        require_distinct(self._stores, "the stores of an executor")
+        self.tape_slots = tape_slots
+        self._limit = slots + 1e-9
+        self._heavier = heavier
+        self._make_rules = rules
+        self._rules: Rules | None = None
+        self._clock = clock
+        self._progress = progress
+        self._sweep: Sweep | None = None
+        self._transfers: Transfers | None = None
+        self._slots: Slots | None = None
+        self._layout: StateLayout | None = None
+        self._birth = Birth.here()  # of the sweep
+        self.timeline = Timeline()
+        self.counts = Counts()
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """The slow tiers."""
+        return self._stores
+
+    def forward(
+        self,
+        schedule: Schedule | Iterable[Action],
+        state: State,
+        resumed: Resumed | None = None,
+        *,
+        judged: bool = True,
+    ) -> State:
+        """Run the schedule up to its `EndForward`; return the last state.
+
+        Parameters
+        ----------
+        schedule : generator or iterable of actions
+        state : pytree of arrays
+            State 0.
+        resumed : Resumed, optional
+            What is there already.
+        judged : bool
+            Whether the legality machine, if there is one, judges this schedule.
+
+        Raises
+        ------
+        StateError
+            If `state` is no pytree of plain arrays, or a later state differs
+            from it in structure, shape or dtype.
+        StoreError
+            If another sweep is under way in a store.
+        ScheduleError
+            If the schedule cannot be followed.
+        """
+        self.abort()
+        self._birth = Birth.here()
+        sweep, transfers, ledger = self._begun(schedule, state)
+        self._sweep, self._transfers = sweep, transfers
+        try:
+            occupy(self._stores, sweep)
+        except BaseException:
+            self._transfers = None  # nothing of ours is in the stores
+            self.abort()
+            raise
+        if resumed is not None:
+            resumed.take_up(sweep, transfers, state)
+        self._rules = None
+        if self._make_rules is not None and judged:
+            self._rules = self._make_rules()
+            if resumed is not None:
+                resumed.tell(self._rules)
+            sweep.schedule = each_judged(sweep.schedule, self._rules)
+        self.timeline, self.counts = ledger.timeline, ledger.counts
+        ledger.begin_s = self._clock()
+        self._guarded(sweep.forward, forward=True)
+        return sweep.live  # type: ignore[no-any-return]
+
+    def _begun(
+        self, schedule: Schedule | Iterable[Action], state: State
+    ) -> tuple[Sweep, Transfers, Ledger]:
+        """Keep state 0; return a sweep from there.  Raises StateError."""
+        layout = self._states.layout(state)
+        if self._layout is None or self._slots is None or not layout.same_as(self._layout):
+            self._layout, self._slots = layout, self._states.slots(layout)
+        layout, slots = self._layout, self._slots
+        if not hasattr(schedule, "send"):
+            schedule = (action for action in schedule)
+        origin = slots.keep(state, 0)
+        ledger = Ledger(layout, self._stores, self._clock, self._progress)
+        transfers = Transfers(self._stores, layout, ledger, self._chain.advance)
+        sweep = Sweep(
+            schedule,  # type: ignore[arg-type]
+            self._chain,
+            slots,
+            transfers,
+            origin,
+            # A functional step may put other arrays into its containers: not into the caller's.
+            state if slots.shared or self._chain.in_place else slots.load(origin, state),
+            ledger,
+            look=layout.arrays,
+            limit=self._limit,
+            tape_slots=self.tape_slots,
+            weigh=partial(_weigh, layout.nbytes, self._heavier),
+        )
+        return sweep, transfers, ledger
+
+    def reverse(self, adjoint: Adjoint) -> Adjoint:
+        """Run the rest of the schedule; return the adjoint of state 0.
+
+        Raises
+        ------
+        MultistageError
+            If no forward sweep stands ready.
+        """
+        sweep = self._ready("reverse()")
+        if sweep.begun is None:
+            adjoint = sweep.slots.adopt_adjoint(adjoint, sweep.live)
+        result = self._guarded(partial(sweep.reverse, adjoint), forward=False)
+        left = sweep.end
+        self.abort()
+        if self._rules is not None:
+            self._rules.finish()
+        if left != 0:
+            raise ScheduleError(f"the schedule ended with the adjoint at {left}, not 0")
+        return result  # type: ignore[no-any-return]
+
+    def reverse_until(self, step: int) -> object:
+        """Run the schedule until the adjoint of a step may begin, for the caller to compute it.
+
+        Steps are asked for in descending order; those left out are skipped.  In the end
+        `reverse(adjoint)`, with the adjoint of the state before the last step asked for,
+        runs what is left of the schedule.
+
+        Parameters
+        ----------
+        step : int
+
+        Returns
+        -------
+        tape
+            What `chain.reverse` takes for that step.  Valid until the next call; asked for
+            again at once, it is the same.
+
+        Raises
+        ------
+        MultistageError
+            If no forward sweep stands ready, or the adjoint of that step or of one below
+            it has been asked for.
+        ScheduleError
+            If the schedule cannot be followed.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from multistage.model.chain import FunctionChain
+        >>> from multistage.planners.single.revolve import revolve_schedule
+        >>> chain = FunctionChain(lambda x, i: x * x, lambda x, a, i: 2 * x * a)
+        >>> executor, adjoint = Executor(chain, ()), np.array(1.0)
+        >>> float(executor.forward(revolve_schedule(1, 3), np.array(2.0)))
+        256.0
+        >>> for i in (2, 1, 0):
+        ...     adjoint = chain.reverse(executor.reverse_until(i), adjoint, i)
+        >>> float(executor.reverse(adjoint))
+        1024.0
+        """
+        sweep = self._ready("reverse_until()")
+        sweep.require_left(step)
+        return self._guarded(partial(sweep.reverse_until, step), forward=False)
+
+    def _ready(self, asked: str) -> Sweep:
+        if self._sweep is None:
+            raise MultistageError(f"{asked} needs a forward() before it, once per sweep")
+        return self._sweep
+
+    @property
+    def live(self) -> State:
+        """The live state, for the schedule of a forward sweep to look at."""
+        assert self._sweep is not None
+        return self._sweep.live  # type: ignore[no-any-return]
+
+    def abort(self) -> None:
+        """Forget the sweep under way: close its schedule, give all slots back."""
+        sweep, self._sweep = self._sweep, None
+        transfers, self._transfers = self._transfers, None
+        if sweep is None:
+            if self._slots is not None:  # Ctrl-C came when they held state 0, but no sweep them
+                self._slots.release_all()
+            return
+        try:
+            sweep.schedule.close()
+        finally:
+            try:
+                # In a forked child it is the parent's sweep.
+                if transfers is not None and not self._birth.foreign:
+                    transfers.settle()
+            finally:
+                leave(self._stores, sweep)
+                sweep.slots.release_all()
+
+    def _guarded(self, perform: Callable[[], Any], *, forward: bool) -> Any:
+        """Perform a part of the sweep; after an error it is gone."""
+        sweep, began = self._sweep, self._clock()
+        assert sweep is not None and self._transfers is not None
+        try:
+            if self._stores:
+                switching.shorten(self)
+            try:
+                with Shield() as self._transfers.shield:
+                    return perform()
+            finally:
+                self.tape_slots = sweep.tape_slots
+                self.counts.elapsed_s += self._clock() - began
+        except BaseException as error:
+            try:
+                told = (
+                    first_to_differ(error, sweep, self._chain, self._layout) if forward else error
+                )
+                if forward and self._chain.in_place and sizes_differ(error):
+                    told = given_back(told, sweep)
+            finally:
+                self.abort()
+            if told is error:
+                told = overwritten(error)
+            try:
+                if told is not error:
+                    raise told from error
+                raise
+            finally:
+                # Its traceback refers to this frame: the two would keep the sweep's tapes alive.
+                del told, sweep, perform
+        finally:
+            switching.restore(self)
+
+
+def _weigh(
+    state_bytes: int,
+    heavier: Callable[[int, int], None] | None,
+    step: int,
+    tape: object,
+    beside: object,
+    tape_slots: float,
+) -> float:
+    """Return the slots that a tape takes beside another one, `tape_slots` or more."""
+    nbytes = own_bytes(tape, beside)
+    taken = nbytes / state_bytes
+    if taken - tape_slots <= 1e-9:
+        return tape_slots
+    if heavier is not None:
+        heavier(step, nbytes)
+    return taken

@@ -1,0 +1,258 @@
+"""What actions do with the stores of an executor."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..actions import Answer, Await, Drop, Evict, Get, Offer, Put
+from ..backends.base import CheckpointLost, Store
+from ..errors import CheckpointWarning
+from ..states.slots import Kept, StateLayout
+from ..support.interrupts import Shield
+from ..support.step_sets import StepSet
+from .accounts import illegal
+from .ledger import Ledger
+from .recovery import nearest
+from .sweep import Sweep
+
+
+@dataclass(slots=True)
+class _Transfer:
+    step: int
+    tier: int
+    is_write: bool
+    staged: Kept | None = None  # keeps the arrays of a state that no slot holds
+    took: bool = False  # whether a staging slot is counted for it
+    failed: bool = False
+
+
+class Transfers:
+    """What one sweep has in its stores, and on the way.
+
+    Parameters
+    ----------
+    stores : sequence of Store
+        Opened; addressed by the actions' tier index.
+    layout : StateLayout
+    ledger : Ledger
+    advance : callable
+        `advance(state, start, stop)`, to compute what is lost again.
+
+    Attributes
+    ----------
+    shield : Shield
+        Under which a transfer is queued: Ctrl-C waits, since a transfer half queued
+        would be waited for in vain.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        layout: StateLayout,
+        ledger: Ledger,
+        advance: Callable[[Any, int, int], Any],
+    ) -> None:
+        self.shield = Shield()
+        self.stored = [StepSet() for _ in stores]
+        self._stores, self._layout, self._ledger = tuple(stores), layout, ledger
+        self._advance = advance
+        self._tokens: dict[int, _Transfer] = {}
+        self._next_token = 0
+        self._packings: dict[tuple[int, int], Any] = {}
+
+    # ----------------------------------------------------------------- actions
+
+    def write(self, sweep: Sweep, action: Offer | Put) -> Answer:
+        """Queue a write of a live or held state."""
+        self._require(action)
+        return self._shielded(self._write, sweep, action)
+
+    def read(self, sweep: Sweep, action: Get) -> Answer:
+        """Queue a read into a slot."""
+        self._require(action)
+        return self._shielded(self._read, sweep, action)
+
+    def drop(self, sweep: Sweep, action: Drop) -> Answer:
+        """Free a store's copy."""
+        self._require(action)
+        return self._shielded(self._drop, sweep, action)
+
+    def wait(self, sweep: Sweep, action: Await) -> Answer:
+        """Wait for a transfer; whether it succeeded."""
+        if action.token not in self._tokens:
+            raise illegal(action, "no such transfer is under way")
+        return self._settled(sweep, self._tokens.pop(action.token))
+
+    def evict(self, sweep: Sweep, action: Evict) -> Answer:
+        """Wait for the write of a held checkpoint, then give its slot back."""
+        self._require(action)
+        step = action.step
+        token = next((t for t, each in self._tokens.items() if _is_write_of(each, action)), None)
+        if token is None or sweep.held.get(step) is None:
+            raise illegal(action, "no slot holds it, or no write of it is under way")
+        written = self._settled(sweep, self._tokens.pop(token))
+        kept = sweep.held.pop(step)
+        assert kept is not None
+        sweep.release(kept)
+        sweep.used -= 1
+        return written
+
+    def _require(self, action: Offer | Put | Get | Drop | Evict) -> None:
+        if action.tier >= len(self._stores):
+            raise illegal(action, f"there are {len(self._stores)} tiers")
+        if action.tape:
+            raise illegal(action, "tapes stay in fast memory here")
+
+    def _shielded(self, perform: Callable[[Sweep, Any], Answer], sweep: Sweep, on: Any) -> Answer:
+        shield = self.shield
+        shield.up = True
+        try:
+            return perform(sweep, on)
+        finally:
+            shield.up = False
+            shield.let_go()
+
+    def _write(self, sweep: Sweep, action: Offer | Put) -> Answer:
+        ledger, counts = self._ledger, self._ledger.counts
+        step, tier, store = action.step, action.tier, self._stores[action.tier]
+        kept, staged = sweep.held.get(step), None
+        if kept is None:
+            if step != sweep.at:
+                raise illegal(action, f"state {step} is neither held nor live")
+            kept = staged = sweep.keep(sweep.live, step)
+        flat, packing = self._layout.pack(kept.arrays)
+        is_put = isinstance(action, Put)
+        before = ledger.clock()
+        accepted = store.put(step, flat, block=is_put)
+        if is_put:
+            ledger.stalled(before)
+        if not accepted:
+            if staged is not None:
+                sweep.release(staged)
+            counts.refused += 1
+            if not is_put:
+                return None
+            _warn(f"tier {store.name!r} has no room for checkpoint {step}")
+            if staged is not None:
+                sweep.used += 1  # as the schedule believes, until its Await
+            took = staged is not None
+            return self._token(_Transfer(step, tier, is_write=True, failed=True, took=took))
+        counts.writes += 1
+        self.stored[tier].add(step)
+        if packing is not None:
+            self._packings[step, tier] = packing
+        if staged is not None:
+            self._take(sweep)
+        took = staged is not None
+        return self._token(_Transfer(step, tier, is_write=True, staged=staged, took=took))
+
+    def _read(self, sweep: Sweep, action: Get) -> Answer:
+        self._stores[action.tier].prefetch(action.step)
+        sweep.held[action.step] = None
+        self._take(sweep)
+        self._ledger.counts.reads += 1
+        return self._token(_Transfer(action.step, action.tier, is_write=False))
+
+    def _drop(self, sweep: Sweep, action: Drop) -> Answer:
+        self._forget(action.step, action.tier)
+        return None
+
+    def _take(self, sweep: Sweep) -> None:
+        """Count one slot more."""
+        sweep.used += 1
+        counts = self._ledger.counts
+        counts.peak_slots = max(counts.peak_slots, sweep.used)
+
+    def _token(self, transfer: _Transfer) -> int:
+        token, self._next_token = self._next_token, self._next_token + 1
+        self._tokens[token] = transfer
+        return token
+
+    def _settled(self, sweep: Sweep, transfer: _Transfer) -> bool:
+        """Wait until a transfer is done; whether it succeeded."""
+        step, tier, store = transfer.step, transfer.tier, self._stores[transfer.tier]
+        before = self._ledger.clock()
+        if transfer.is_write:
+            written = not transfer.failed and store.wait_written(step)
+            self._ledger.stalled(before)
+            if transfer.staged is not None:
+                sweep.release(transfer.staged)
+            if transfer.took:
+                sweep.used -= 1
+            if not written and not transfer.failed:
+                self._lose(step, tier, "could not be written")
+            return written
+        arrays = self.fetched(step, tier)
+        self._ledger.stalled(before)
+        if arrays is None:
+            del sweep.held[step]
+            sweep.lost.add(step)
+            sweep.used -= 1
+            return False
+        sweep.held[step] = sweep.slots.adopt(arrays, step)
+        return True
+
+    # -------------------------------------------------------------- what is lost
+
+    def fetched(self, step: int, tier: int) -> list[Any] | None:
+        """Return the arrays of a checkpoint, or None if it is lost."""
+        try:
+            arrays = self._stores[tier].get(step)
+        except CheckpointLost as error:
+            self._lose(step, tier, str(error))
+            return None
+        return self._layout.unpack(arrays, self._packings.get((step, tier)))
+
+    def find(self, sweep: Sweep, step: int) -> Kept:
+        """Return state `step`, which no slot holds: state 0, or a lost checkpoint made again."""
+        if step == 0:
+            return sweep.origin  # never put into a slot: a Free would give it away
+        start, kept = nearest(sweep, step, self.stored, self.fetched)
+        if start < step:
+            live = self._advance(sweep.slots.load(kept, sweep.live), start, step)
+            self._ledger.counts.recovered_steps += step - start
+            kept = sweep.keep(live, step)
+        if step not in sweep.held:
+            self._take(sweep)
+        sweep.held[step] = kept
+        return kept
+
+    def find_tape(self, sweep: Sweep, step: int) -> Any:
+        """Tapes do not travel here, and none is lost."""
+        raise AssertionError(f"tape {step} was lost")
+
+    def _lose(self, step: int, tier: int, reason: str) -> None:
+        self._ledger.counts.lost += 1
+        self._forget(step, tier)
+        _warn(f"checkpoint {step} of tier {self._stores[tier].name!r} is lost: {reason}")
+
+    def _forget(self, step: int, tier: int) -> None:
+        if step in self.stored[tier]:
+            self.stored[tier].discard(step)
+            self._stores[tier].drop(step)
+        self._packings.pop((step, tier), None)
+
+    def settle(self) -> None:
+        """End a sweep: wait for its writes, whose arrays may only then be given back.
+
+        Reads are left to the stores, whose memory they go to.  `get` may need
+        other processes, and after an error those are elsewhere.
+        """
+        for transfer in self._tokens.values():
+            if transfer.is_write and not transfer.failed:
+                self._stores[transfer.tier].wait_written(transfer.step)
+        for tier, steps in enumerate(self.stored):
+            for step in steps:
+                self._stores[tier].drop(step)
+
+
+def _is_write_of(transfer: _Transfer, action: Evict) -> bool:
+    where = transfer.step, transfer.tier
+    return transfer.is_write and where == (action.step, action.tier)
+
+
+def _warn(what: str) -> None:
+    warnings.warn(f"{what}; the steps after it will be computed again", CheckpointWarning, 3)

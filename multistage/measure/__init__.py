@@ -1,0 +1,1 @@
+"""Measurements of a chain and its stores, before a plan is made."""

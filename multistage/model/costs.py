@@ -1,0 +1,130 @@
+"""What planners of steps that are alike know: costs in seconds and bytes.
+
+Symbols of the papers: T_A is `forward_step_s`, T_W and T_R are a tier's
+`write_s` and `read_s`, rho is `write_s / forward_step_s`, and T_B is
+`turn_s`, one whole adjoint step from its state, taping included.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
+
+from ..errors import ArgumentError
+from ..support.values import LEAST_STEP_S, seconds, shown, whole
+from .cost_model import CostModel
+from .tier import Tier
+
+# As `tape_bytes`: more than any budget holds, so that no planner keeps a second tape.
+NOT_KEPT = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Costs(CostModel):
+    """Measured or assumed costs of one uniform computation and its tiers.
+
+    Attributes
+    ----------
+    forward_step_s : float
+        Seconds of one forward step that keeps nothing (T_A), above 0.
+    reverse_step_s : float
+        Seconds of one adjoint step given its tape.
+    tape_step_s : float or None
+        Seconds of one forward step that keeps its tape.  None means that a
+        state is its own tape (an adjoint operator that starts from the state):
+        taping then costs a plain forward step, and nothing when the live
+        state need not move on.
+    state_bytes, tape_bytes : int
+        Size of one state and of one tape; `tape_bytes` 0 means `state_bytes`,
+        `NOT_KEPT` that only the latest tape exists, in working memory.
+    tiers : tuple of Tier
+        The slow tiers, fastest first.  Since all states have one size, rates are folded into
+        seconds per state and capacities into states, see `Tier.for_states`.
+    action_s : float
+        Seconds the driver itself takes per action of a schedule.
+
+    Examples
+    --------
+    >>> costs = Costs(1e-3, 2e-3, tiers=(Tier("file", write_s=8e-3, read_s=8e-3),))
+    >>> costs.turn_s, costs.rho
+    (0.002, 8.0)
+    """
+
+    FORMAT: ClassVar[str] = "multistage-costs-1"
+    WHAT: ClassVar[str] = "costs of steps"
+
+    forward_step_s: float
+    reverse_step_s: float
+    tape_step_s: float | None = None
+    state_bytes: int = 1
+    tape_bytes: int = 0
+    tiers: tuple[Tier, ...] = ()
+    action_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("forward_step_s", "reverse_step_s", "tape_step_s", "action_s"):
+            value = getattr(self, name)
+            if value is not None or name != "tape_step_s":
+                object.__setattr__(self, name, seconds(value, name))
+        if self.forward_step_s < LEAST_STEP_S:
+            raise ArgumentError(
+                f"forward_step_s={self.forward_step_s:g} must be a number of seconds > 0, "
+                f"at least {LEAST_STEP_S:g}"
+            )
+        object.__setattr__(self, "state_bytes", whole(self.state_bytes, "state_bytes", 1))
+        object.__setattr__(self, "tape_bytes", whole(self.tape_bytes, "tape_bytes"))
+        tiers = tuple(self.tiers) if isinstance(self.tiers, list | tuple) else (self.tiers,)
+        if not all(isinstance(tier, Tier) for tier in tiers):
+            raise ArgumentError(f"tiers={shown(self.tiers)} must be a tuple of Tier")
+        folded = tuple(tier.for_states(self.state_bytes) for tier in tiers)
+        object.__setattr__(self, "tiers", folded)
+
+    @property
+    def state_is_tape(self) -> bool:
+        """Whether an adjoint step starts from the bare state."""
+        return self.tape_step_s is None
+
+    @property
+    def one_tape(self) -> bool:
+        """Whether only the latest tape exists, in working memory (`tape_bytes` is `NOT_KEPT`)."""
+        return not self.state_is_tape and self.tape_bytes >= NOT_KEPT
+
+    @property
+    def taping_s(self) -> float:
+        """Seconds of `Tape(i)`, a forward step that keeps its tape."""
+        return self.forward_step_s if self.tape_step_s is None else self.tape_step_s
+
+    @property
+    def turn_s(self) -> float:
+        """Seconds of `Reverse(i)` from the live state (T_B)."""
+        return self.reverse_step_s + (self.tape_step_s or 0.0)
+
+    @property
+    def tape_slots(self) -> float:
+        """Slots one tape beyond the first takes, in units of one state."""
+        return (self.tape_bytes or self.state_bytes) / self.state_bytes
+
+    @property
+    def tier(self) -> Tier | None:
+        """The first slow tier, or None."""
+        return self.tiers[0] if self.tiers else None
+
+    @property
+    def rho(self) -> float:
+        """Transfer time over step time on the first tier; infinite without one."""
+        return self.tiers[0].write_s / self.forward_step_s if self.tiers else math.inf
+
+    def without_tiers(self) -> Costs:
+        """Return the same costs with no slow tier."""
+        return replace(self, tiers=())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the costs as plain data, with their format; read back by `from_dict`."""
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        return data | {"tiers": [tier.to_dict() for tier in self.tiers], "format": self.FORMAT}
+
+    @classmethod
+    def _read(cls, data: dict[str, Any]) -> Self:
+        tiers = tuple(Tier.from_dict(tier) for tier in data.pop("tiers", ()))
+        return cls(tiers=tiers, **data)

@@ -1,0 +1,252 @@
+"""Costs of a chain whose stages differ in time and size.
+
+The model of Beaumont et al. 2019 (RR-9302), table 1.  Stage i turns state i
+into state i + 1; a run of L stages ends with the loss, which costs nothing
+here.
+
+=======================  =====================================================
+here                     there
+=======================  =====================================================
+`forward_s`              u_f
+`backward_s`             u_b
+`output_bytes`           omega_a, of the state that the stage makes
+`tape_bytes`             omega_a-bar: what the adjoint of the stage needs, its
+                         output included, its input not
+`gradient_bytes`         omega_delta, of the stage's output
+`forward_overhead_bytes`,
+`tape_overhead_bytes`    o_f: beyond input and output while the stage runs and
+                         keeps nothing, or keeps its tape
+`backward_overhead_bytes`  o_b: beyond input, tape and both gradients
+`spared_s`               not there: the part of `forward_s` after the last tensor
+                         it saves, not run where its tape alone is wanted
+=======================  =====================================================
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Self
+
+from tabulate import tabulate
+
+from ..errors import ArgumentError
+from ..support.units import format_bytes, format_seconds
+from ..support.values import seconds, shown, whole
+from .cost_model import CostModel
+from .costs import Costs
+from .tier import Tier
+
+MAX_BYTES = 1 << 60
+_MOST_STAGES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one stage costs; sizes in bytes, up to 2^60.
+
+    Raises
+    ------
+    ArgumentError
+        For a name that is no string, a negative, infinite or missing number, a size
+        beyond 2^60, or a tape smaller than the output it includes.
+
+    Examples
+    --------
+    >>> Stage("conv", forward_s=1e-3, backward_s=2e-3, output_bytes=400, tape_bytes=900)
+    ... # doctest: +ELLIPSIS
+    Stage(name='conv', forward_s=0.001, ..., gradient_bytes=400, ...)
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    output_bytes: int
+    tape_bytes: int
+    gradient_bytes: int = -1  # as many as the output
+    forward_overhead_bytes: int = 0
+    tape_overhead_bytes: int = 0
+    backward_overhead_bytes: int = 0
+    spared_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ArgumentError(f"name={shown(self.name)} of a stage must be a string")
+        if isinstance(self.gradient_bytes, int) and self.gradient_bytes == -1:
+            object.__setattr__(self, "gradient_bytes", self.output_bytes)
+        for name in ("forward_s", "backward_s", "spared_s"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, seconds(value, f"stage {shown(self.name)}: {name}"))
+        for field in fields(self):
+            if field.name.endswith("_bytes"):
+                value = _size(getattr(self, field.name), f"stage {self.name!r}: {field.name}")
+                object.__setattr__(self, field.name, value)
+        if self.spared_s > self.forward_s:
+            raise ArgumentError(
+                f"stage {self.name!r}: spared_s={self.spared_s} is a part of "
+                f"forward_s={self.forward_s} and cannot be more"
+            )
+        if self.tape_bytes < self.output_bytes:
+            raise ArgumentError(
+                f"stage {self.name!r}: tape_bytes={self.tape_bytes} < "
+                f"output_bytes={self.output_bytes}; the tape includes the output"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts(CostModel):
+    """A chain of stages, and the size of what goes into it.
+
+    Attributes
+    ----------
+    stages : tuple of Stage
+        At least one.
+    input_bytes : int
+        State 0, held by the caller all the time.
+    input_gradient_bytes : int
+        Its gradient, 0 if none is wanted.
+
+    Examples
+    --------
+    >>> costs = StageCosts((Stage("a", 1.0, 2.0, 10, 30), Stage("b", 1.0, 2.0, 10, 30)), 10)
+    >>> len(costs.stages), StageCosts.from_json(costs.to_json()) == costs
+    (2, True)
+    """
+
+    FORMAT: ClassVar[str] = "multistage-stages-1"
+    WHAT: ClassVar[str] = "costs of a chain"
+
+    stages: tuple[Stage, ...]
+    input_bytes: int = 0
+    input_gradient_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stages, list | tuple):
+            raise ArgumentError(f"stages={shown(self.stages)} must be a tuple of Stage")
+        for stage in self.stages:
+            if not isinstance(stage, Stage):
+                raise ArgumentError(f"stages hold {shown(stage)}, which must be a Stage")
+        object.__setattr__(self, "stages", tuple(self.stages))
+        if not self.stages:
+            raise ArgumentError("a chain needs at least one stage")
+        for name in ("input_bytes", "input_gradient_bytes"):
+            object.__setattr__(self, name, _size(getattr(self, name), name))
+
+    @classmethod
+    def uniform(cls, count: int, stage: Stage, input_bytes: int = 0) -> Self:
+        """Return a chain of `count` equal stages.
+
+        Examples
+        --------
+        >>> len(StageCosts.uniform(5, Stage("layer", 1.0, 2.0, 10, 30), 10).stages)
+        5
+        """
+        return cls((stage,) * whole(count, "count", 1, _MOST_STAGES), input_bytes)
+
+    @classmethod
+    def of(cls, costs: Costs, n_steps: int) -> Self:
+        """Return `n_steps` steps that are alike as stages; tiers are told elsewhere.
+
+        Memory then counts bytes: a tape includes the state that its step makes.  A step that
+        takes longer when it keeps its tape is charged for that at its adjoint.
+
+        Raises
+        ------
+        ArgumentError
+            For more than 2^24 steps, or if only the latest tape exists (`NOT_KEPT`).
+
+        Examples
+        --------
+        >>> costs = StageCosts.of(Costs(1.0, 2.0, 1.5, state_bytes=10, tape_bytes=25), 3)
+        >>> costs[2].backward_s, costs[2].tape_bytes, len(costs), costs.is_uniform
+        (2.5, 35, 3, True)
+        """
+        if costs.one_tape:
+            raise ArgumentError(
+                "tape_bytes=NOT_KEPT: tapes that are never kept have no size; plan these steps by "
+                "plan(...), whose planners know it"
+            )
+        tape_bytes = 0 if costs.state_is_tape else costs.tape_bytes or costs.state_bytes
+        stage = Stage(
+            "step",
+            costs.forward_step_s,
+            max(0.0, costs.reverse_step_s + costs.taping_s - costs.forward_step_s),
+            costs.state_bytes,
+            costs.state_bytes + tape_bytes,
+            gradient_bytes=0,
+            spared_s=costs.forward_step_s if costs.state_is_tape else 0.0,
+        )
+        return cls.uniform(n_steps, stage, costs.state_bytes)
+
+    def mean(self, tiers: tuple[Tier, ...] = ()) -> Costs:
+        """Return the means over the stages, as costs of steps that are alike.
+
+        Examples
+        --------
+        >>> StageCosts((Stage("a", 1.0, 2.0, 10, 30), Stage("b", 3.0, 4.0, 20, 30)), 30).mean()
+        ... # doctest: +ELLIPSIS
+        Costs(forward_step_s=2.0, reverse_step_s=3.0, tape_step_s=None, state_bytes=20, ...)
+        """
+        n = len(self.stages)
+        sizes = [self.input_bytes, *(stage.output_bytes for stage in self.stages)]
+        return Costs(
+            forward_step_s=max(1e-12, sum(stage.forward_s for stage in self.stages) / n),
+            reverse_step_s=sum(stage.backward_s for stage in self.stages) / n,
+            state_bytes=max(1, round(sum(sizes) / len(sizes))),
+            tiers=tiers,
+        )
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __getitem__(self, step: int) -> Stage:
+        return self.stages[step]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all stages, and their input, take the same."""
+        first = self.stages[0]
+        same = (replace(stage, name=first.name) == first for stage in self.stages)
+        return self.input_bytes == first.output_bytes and all(same)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the costs as plain data, with their format; read back by `from_dict`."""
+        data = asdict(self)
+        return {"format": self.FORMAT, **data, "stages": list(data["stages"])}
+
+    @classmethod
+    def _read(cls, data: dict[str, Any]) -> Self:
+        stages: Sequence[Any] = data["stages"]
+        return cls(
+            tuple(Stage(**stage) for stage in stages),
+            data["input_bytes"],
+            data.get("input_gradient_bytes", 0),
+        )
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                number,
+                stage.name,
+                format_seconds(stage.forward_s),
+                format_seconds(stage.backward_s),
+                format_bytes(stage.output_bytes),
+                format_bytes(stage.tape_bytes),
+                format_bytes(stage.forward_overhead_bytes),
+                format_bytes(stage.backward_overhead_bytes),
+            )
+            for number, stage in enumerate(self.stages)
+        ]
+        headers = ("", "stage", "forward", "backward", "output", "tape", "+ forward", "+ backward")
+        return tabulate(rows, headers=headers, disable_numparse=True, colalign=("right", "left"))
+
+
+def _size(value: object, name: str) -> int:
+    try:
+        size = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentError(f"{name}={shown(value)} must be a number of bytes") from None
+    if not 0 <= size <= MAX_BYTES:
+        raise ArgumentError(f"{name}={shown(size)} must be from 0 to 2^60 bytes")
+    return size

@@ -1,0 +1,282 @@
+"""What every planner returns: a plan, which is data that prints, draws, saves and loads itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from ..actions import Action, Answer, Schedule
+from ..errors import ArgumentError
+from .written import read_json
+
+if TYPE_CHECKING:
+    from ..model.costs import Costs
+    from ..model.stages import StageCosts
+    from ..model.tier import Tier
+    from ..schedule.simulation import Jitter, Simulation
+
+
+class Plan:
+    """A schedule and what it is predicted to cost: what all plans have and do.
+
+    There are two kinds.  A `UniformPlan`, from `plan`, is of steps that are alike: its costs
+    are numbers, its schedule is made as it is run, and 10^9 steps take no memory.  A
+    `ChainPlan`, from `plan_chain`, is of stages that differ: its costs are those of each stage
+    and its schedule is a tuple of actions.
+
+    Attributes
+    ----------
+    planner : str
+        Name of the planner, or of the strategy.
+    costs : Costs or StageCosts
+        What the prediction assumes.
+    tiers : tuple
+        The slow tiers it was planned with.
+    n_steps : int
+        Steps, or stages.
+    memory_bytes : int or None
+        Fast memory the plan may take; None for no limit.
+    makespan_s : float
+        Predicted seconds from the start to the last adjoint step.
+    lower_bound_s : float or None
+        No schedule within these limits can be faster; None where that is not known.
+    forward_steps : int
+        Predicted steps run forward, the first sweep included.
+    peak_bytes : int
+        Predicted peak of fast memory.
+    writes, reads : int
+        Predicted transfers to and from the slow tiers.
+    stall_s : float
+        Predicted seconds the computing thread waits for transfers.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from multistage import Costs, Stage, StageCosts, plan, plan_chain
+    >>> layers = StageCosts.uniform(12, Stage("layer", 1.0, 2.0, 10, 30), 10)
+    >>> plans = [plan(Costs(1.0, 2.0), "5 slots", 100), plan_chain(layers, "50 %")]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for made in plans:
+    ...         made.save(f"{folder}/plan.json")
+    ...         print(made.summary(), Plan.load(f"{folder}/plan.json") == made)
+    ... # doctest: +ELLIPSIS
+    plan revolve: 100 steps, 5 fast slots of 1 B True
+    plan optimal: 12 stages within 195 B: ... True
+    """
+
+    __slots__ = ()
+
+    FORMAT: ClassVar[str]
+    UNIT: ClassVar[str]
+
+    costs: Costs | StageCosts
+    makespan_s: float
+    forward_steps: int
+    stall_s: float
+
+    # What the two kinds know in different ways.
+
+    @property
+    def planner(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def n_steps(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        raise NotImplementedError
+
+    @property
+    def memory_bytes(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def peak_bytes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def lower_bound_s(self) -> float | None:
+        raise NotImplementedError
+
+    @property
+    def writes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def reads(self) -> int:
+        raise NotImplementedError
+
+    def schedule(self) -> Schedule:
+        """Return a fresh schedule of this plan, for `check`, `simulate` and executors."""
+        raise NotImplementedError
+
+    def simulate(
+        self,
+        *,
+        tier: Tier | str | None = None,
+        jitter: Jitter | None = None,
+        seed: int = 0,
+        timed: Callable[[Action, Answer, float], None] | None = None,
+    ) -> Simulation:
+        """Run the plan in virtual time, with its own tier or another; see `multistage.simulate`."""
+        raise NotImplementedError
+
+    def with_tier(self, tier: Tier | str) -> Plan:
+        """Return the plan with another tier in its place; the schedule stays.
+
+        What was predicted is of the tier it was planned with.
+
+        Raises
+        ------
+        ArgumentError
+            If it has no tier, or several.
+        """
+        raise NotImplementedError
+
+    def limits(self) -> dict[str, float | None]:
+        """Return what fast memory and each tier may hold, in bytes; None without bound."""
+        raise NotImplementedError
+
+    def summary(self) -> str:
+        """Return the plan in one line."""
+        raise NotImplementedError
+
+    def table(self) -> str:
+        """Return the plan beside its alternatives as text."""
+        raise NotImplementedError
+
+    def details(self) -> list[str]:
+        """Return the lines that printing the plan shows below its summary."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data, for JSON; `from_dict` reads it back."""
+        raise NotImplementedError
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any]) -> Plan:
+        raise NotImplementedError
+
+    # What follows from that.
+
+    @property
+    def recompute_factor(self) -> float:
+        """Forward steps run / steps."""
+        return self.forward_steps / self.n_steps
+
+    @property
+    def gap(self) -> float | None:
+        """How far the makespan lies above the lower bound, 0 at best; None if that is not known."""
+        bound_s = self.lower_bound_s
+        return None if bound_s is None else gap_of(self.makespan_s, bound_s)
+
+    @property
+    def title(self) -> str:
+        """What it is a plan of, in few words."""
+        return f"{self.planner}: {self.n_steps} {self.UNIT}"
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Return the plan that `to_dict` described, of either kind.
+
+        What the data says of times and memory does not count: a plan of steps that are alike is
+        planned anew, the schedule of a chain is judged and simulated anew.
+
+        Raises
+        ------
+        ArgumentError
+            Naming what is missing or wrong; for a planner that is none of `PLANNERS`.
+        BudgetError
+            Where the slots hold too little.
+        ScheduleError
+            Naming the first action of a chain that is illegal or exceeds `memory_bytes`.
+        """
+        from .chain.plan import ChainPlan
+        from .uniform import UniformPlan
+
+        kinds = [kind for kind in (UniformPlan, ChainPlan) if issubclass(kind, cls)]
+        for kind in kinds:
+            if isinstance(data, dict) and data.get("format") == kind.FORMAT:
+                found = kind._read(data)
+                assert isinstance(found, cls)
+                return found
+        formats = " or ".join(repr(kind.FORMAT) for kind in kinds)
+        raise ArgumentError(f"no plan: 'format' must be {formats}")
+
+    @classmethod
+    def _require(cls, data: Mapping[str, Any], names: Sequence[str]) -> None:
+        for name in names:
+            if name not in data:
+                raise ArgumentError(f"no plan of {cls.UNIT}: {name!r} is missing")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Return the plan that `save` wrote to a `.json` file, of either kind.
+
+        Raises
+        ------
+        ArgumentError
+            If it cannot be read, or for `from_dict`'s reasons; BudgetError and ScheduleError for
+            its others.
+        """
+        return cls.from_dict(read_json(path))
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file: `.json`, which `load` reads back, or `.html`.
+
+        The page is one file that needs no network.
+
+        Raises
+        ------
+        ArgumentError
+            For another suffix.
+        """
+        from .pictures.plans import save_plan
+
+        save_plan(self, path)
+
+    def picture(
+        self,
+        path: str | Path,
+        what: Literal["schedule", "timeline", "trade-off"] = "schedule",
+    ) -> None:
+        """Draw the plan to a file; the suffix chooses the format.
+
+        Parameters
+        ----------
+        path : str or Path
+            `.svg` needs nothing; `.png`, `.pdf` and others need matplotlib.
+        what : {"schedule", "timeline", "trade-off"}
+            What is kept where over both sweeps; what runs when in virtual
+            time, compute and transfers, with the memory of each place; or time
+            over memory, for this plan and its rivals.
+
+        Raises
+        ------
+        ArgumentError
+            If matplotlib is needed and not installed; for an unknown suffix or
+            subject; for uniform schedules of more than 20 000 steps.
+        """
+        from .pictures.plans import draw_plan
+
+        draw_plan(self, path, what)
+
+    def _repr_html_(self) -> str:
+        from .pictures.plans import plan_html
+
+        return plan_html(self)
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary(), *self.details()])
+
+
+def gap_of(makespan_s: float, bound_s: float) -> float:
+    """Return how far a makespan lies above a lower bound, as a share of that."""
+    if not bound_s:  # steps that take no time
+        return 0.0 if not makespan_s else math.inf
+    gap = makespan_s / bound_s - 1
+    return gap if abs(gap) > 1e-12 else 0.0  # rounding is no gap

@@ -1,0 +1,1 @@
+"""Planners for chains of unequal stages."""

@@ -1,0 +1,401 @@
+"""Schedules of a chain whose stages differ in time and size, within a memory limit.
+
+optimal
+    Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova 2019, *Optimal
+    checkpointing for heterogeneous chains* (RR-9302), theorem 1: the best
+    schedule that keeps every checkpoint until it is used ("persistent"), and
+    that may keep tapes from the forward sweep on.  O(L^3 S) for L stages and
+    S slots of memory.
+revolve
+    The same without tapes kept: every stage is taped right before its adjoint
+    (Griewank & Walther 2000; Gruslys et al. 2016, appendix C).
+periodic
+    Chen et al. 2016, as `torch.utils.checkpoint.checkpoint_sequential` does
+    it: equal segments, each but the last run twice.
+store-all
+    Every tape is kept.
+
+Differences from the printed algorithm: m_all counts the gradient of the
+stage's output where it is larger and that of its input beside it; pairs are
+solved by growing length; F_none runs to s'-1; the checkpoint branch is guarded.
+Without the first of these, plans exceed the limit in a fifth of all chains.
+
+Memory is cut into slots for the dynamic program alone.  Sizes are rounded to
+the *nearest* slot, the program is solved for 15 % more slots than the limit
+has, and every schedule of the table is judged with its true sizes: the fastest
+that fits is taken.  So the limit is never exceeded, and rounding costs next to
+nothing.  The slots' sizes come from a fixed ladder, of which all rungs below
+the limit are considered; a schedule that one limit finds is therefore found by
+every larger one, and more memory never makes a plan slower.  Rungs that cannot
+be better, by a bound from sizes rounded down, are not solved.
+
+Known gap: persistency.  Schedules that drop a checkpoint before its use can
+be faster (the paper's figure 2: 2n + 2 instead of 3n + 1); where a tape pins
+its input, as in autograd, they gain 0 to 0.25 % on average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from ...actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
+from ...errors import ArgumentError, BudgetError
+from ...model.budget import Memory, memory_bytes
+from ...model.stages import StageCosts
+from ...model.tier import Tier
+from ...support.progress import counting
+from ...support.units import format_bytes
+from ...support.values import shown
+from ...support.values import whole as whole_number
+from .bound import SLOTS as BOUND_SLOTS
+from .bound import ChainBound
+from .joint import plan_joint, smallest_with_tier
+from .memory import actions_of, use_of
+from .plan import STRATEGIES as STRATEGIES
+from .plan import ChainPlan as ChainPlan
+from .plan import Strategy as Strategy
+from .plan import plain_use, store_all
+from .table import FLOAT_ERROR, Sizes, Table, Trace, default_threads, judge, smallest
+
+SLOTS = 500
+# Schedules of more slots than the limit has may fit: sizes were rounded up too.
+_MORE = 1.15
+# Ratio of neighbouring rungs of the ladder of limits.
+_RUNG = 1.3
+# Of a rung's slots, if sizes are rounded less by it.
+_FINER = 1.15
+
+
+_MOST_SLOTS, _MOST_THREADS = 1 << 20, 1024
+
+
+def plan_chain(
+    costs: StageCosts,
+    memory: Memory | None = None,
+    strategy: Strategy = "optimal",
+    *,
+    tiers: Tier | str | Sequence[Tier | str] | None = None,
+    segments: int | None = None,
+    slots: int = SLOTS,
+    threads: int | None = None,
+    progress: bool | None = None,
+) -> ChainPlan:
+    """Return the fastest schedule of a chain within a memory limit.
+
+    Parameters
+    ----------
+    costs : StageCosts
+    memory : int, str, float, Budget or None
+        Bytes for activations and their gradients, the chain's input included:
+        a number, a string such as `"4 GiB"`, or a fraction (a float up to 1, `"50 %"`)
+        of what keeping every tape takes.  None for no limit.
+    strategy : {"optimal", "revolve", "periodic", "store-all"}
+    tiers : Tier, str or sequence, optional
+        A slow tier for states and tapes (the first, if several), as `Tier` or
+        as a text such as `"write=2GB/s,read=1GB/s"`; with strategy "optimal".  The
+        plan is never slower than without it.  See `plan.joint`.
+    segments : int, optional
+        For `periodic`: how many; the fastest number that fits, if None.
+    slots : int
+        Memory slots of the dynamic program, at least 16.
+    threads : int, optional
+        For the dynamic program of a long chain.
+    progress : bool or None
+        Show a bar while it is solved; None: where somebody watches.
+
+    Raises
+    ------
+    BudgetError
+        If no schedule of this strategy fits; the message names the smallest
+        limit that works.
+    ArgumentError
+        For arguments out of range.
+
+    Examples
+    --------
+    >>> from multistage.model.stages import Stage
+    >>> costs = StageCosts.uniform(12, Stage("layer", 1.0, 2.0, 10, 30), 10)
+    >>> plan = plan_chain(costs, 0.5)
+    >>> plan.peak_bytes <= plan.memory_bytes, plan.makespan_s / plan.plain_s < 1.3
+    (True, True)
+    """
+    _require_chain(costs)
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
+        raise ArgumentError(f"strategy {shown(strategy)} is not known; choose one of {STRATEGIES}")
+    slots = whole_number(slots, "slots", 16, _MOST_SLOTS)
+    if segments is not None:
+        segments = whole_number(segments, "segments", 1)
+        if strategy != "periodic":
+            raise ArgumentError("segments, at least 1, goes with strategy 'periodic'")
+    if threads is not None:
+        threads = whole_number(threads, "threads", 0, _MOST_THREADS)
+    rates = _first_tier(tiers)
+    if rates is not None and strategy != "optimal":
+        raise ArgumentError(f"tiers go with strategy 'optimal', not {strategy!r}")
+    plain = plain_use(costs)
+    limit = memory_bytes(memory, lambda: plain.peak_bytes)
+    fits = limit is None or plain.peak_bytes <= limit
+
+    def made(actions: Sequence[Action], tier: Tier | None = None) -> ChainPlan:
+        return ChainPlan.judged(strategy, costs, limit, actions, tier)
+
+    if strategy == "store-all" or (strategy == "optimal" and fits):
+        if not fits:
+            raise _too_small(strategy, limit, plain.peak_bytes)
+        return _beside_tier(made(store_all(costs)), rates)
+    if strategy == "periodic":
+        return made(_periodic(costs, limit, segments))
+    tapes = strategy == "optimal"
+    true = Sizes.of(costs)
+    least, trace = smallest(true, tapes=tapes)
+    fewest = least if rates is None else min(least, smallest_with_tier(true, rates))
+    if limit is not None and limit < fewest + costs.input_bytes:
+        raise _too_small(strategy, limit, fewest + costs.input_bytes)
+    # Revolve has all its states and one tape at most.
+    whole = plain.peak_bytes if tapes else _all_states(true)
+    within = (whole if limit is None else min(limit, whole)) - costs.input_bytes
+    ladder = _Ladder(true, whole, slots, tapes, threads or default_threads())
+    # Before the ladder, which frees the first rung's table.
+    found = None if rates is None else plan_joint(true, *ladder.first(within), within, rates)
+    best: ChainPlan | None = None
+    if within >= least:
+        best = made(list(actions_of(ladder.best(within, trace, progress), len(true))))
+    if rates is None or found is None:
+        assert best is not None
+        return best
+    no_tier_s = None if best is None else best.makespan_s
+    if found.actions is not None:
+        joint = made(found.actions, rates)
+        if best is None or joint.makespan_s < best.makespan_s:
+            best = joint
+    assert best is not None  # every state in the tier fits, where nothing else does
+    return replace(best, tier=rates, no_tier_s=no_tier_s, offload_s=found.offload_s)
+
+
+def _first_tier(tiers: Tier | str | Sequence[Tier | str] | None) -> Tier | None:
+    if tiers is None or isinstance(tiers, Tier | str):
+        return None if tiers is None else Tier.parse(tiers).in_bytes()
+    if not isinstance(tiers, Sequence) or not tiers:
+        raise ArgumentError(
+            f"tiers={shown(tiers)} must be a Tier, a text such as 'write=2GB/s,read=1GB/s', "
+            "or a sequence of them, the fastest first"
+        )
+    return Tier.parse(tiers[0]).in_bytes()
+
+
+def _beside_tier(plan: ChainPlan, rates: Tier | None) -> ChainPlan:
+    """Return a plan that keeps every tape, which no tier makes faster."""
+    if rates is None:
+        return plan
+    return replace(plan, tier=rates, no_tier_s=plan.makespan_s, offload_s=plan.makespan_s)
+
+
+def smallest_memory(costs: StageCosts, strategy: Literal["optimal", "revolve"] = "optimal") -> int:
+    """Return the smallest limit, in bytes, within which the chain can be reversed.
+
+    Examples
+    --------
+    >>> from multistage.model.stages import Stage
+    >>> smallest_memory(StageCosts.uniform(4, Stage("layer", 1.0, 2.0, 10, 30), 10))
+    70
+    """
+    _require_chain(costs)
+    _require_either(strategy)
+    least, _ = smallest(Sizes.of(costs), tapes=strategy == "optimal")
+    return least + costs.input_bytes
+
+
+def _require_chain(costs: StageCosts) -> None:
+    if not isinstance(costs, StageCosts):
+        raise ArgumentError(
+            f"costs={shown(costs)} must be multistage.StageCosts; for uniform steps there is plan"
+        )
+
+
+def _require_either(strategy: str) -> None:
+    if not isinstance(strategy, str) or strategy not in ("optimal", "revolve"):
+        raise ArgumentError(f"strategy {shown(strategy)} must be 'optimal' or 'revolve'")
+
+
+def memory_curve(
+    costs: StageCosts,
+    strategy: Literal["optimal", "revolve"] = "optimal",
+    *,
+    slots: int = SLOTS,
+    threads: int | None = None,
+) -> list[tuple[int, float]]:
+    """Return the time-memory trade-off: (peak bytes, seconds), memory ascending, time falling.
+
+    All points come from one table, whose slots divide what plain training
+    takes, and from the schedule of the smallest memory.
+
+    Examples
+    --------
+    >>> from multistage.model.stages import Stage
+    >>> curve = memory_curve(StageCosts.uniform(4, Stage("layer", 1.0, 2.0, 10, 30), 10))
+    >>> curve[0][0], curve[-1]
+    (70, (150, 12.0))
+    """
+    _require_chain(costs)
+    _require_either(strategy)
+    slots = whole_number(slots, "slots", 16, _MOST_SLOTS)
+    if threads is not None:
+        threads = whole_number(threads, "threads", 0, _MOST_THREADS)
+    true = Sizes.of(costs)
+    plain = plain_use(costs)
+    _, trace = smallest(true, tapes=strategy == "optimal")
+    seconds, peak = judge(true, trace)
+    points = [(peak + costs.input_bytes, seconds)]
+    if strategy == "optimal":
+        points.append((plain.peak_bytes, plain.makespan_s))
+    unit = max(1.0, plain.peak_bytes - costs.input_bytes) / slots
+    table = Table(
+        true.in_slots(unit),
+        int(slots * _MORE),
+        tapes=strategy == "optimal",
+        threads=threads or default_threads(),
+    )
+    for seconds_there, peak_there in zip(*table.curve(true), strict=True):
+        if math.isfinite(seconds_there):
+            points.append((int(peak_there) + costs.input_bytes, float(seconds_there)))
+    curve: list[tuple[int, float]] = []
+    for peak, seconds in sorted(points):
+        if not curve or seconds < curve[-1][1]:
+            curve.append((peak, seconds))
+    return curve
+
+
+class _Ladder:
+    """The rungs of limits that tables are solved for.
+
+    Rung k stands for `whole / 1.3^k` bytes, which are cut into about `slots`.  Its
+    schedules are those of its table whose true peak is at most 1.15 times
+    that; so a rung's schedules do not depend on the limit asked for.
+    """
+
+    def __init__(self, true: Sizes, whole: int, slots: int, tapes: bool, threads: int) -> None:
+        self.true, self.whole, self.slots = true, max(1, whole), slots
+        self.tapes, self.threads = tapes, threads
+        self._first: Table | None = None
+
+    def first(self, limit: int) -> tuple[Table, float]:
+        """Return the table of the highest rung for a limit, and the bytes of its slots."""
+        top = self._top(limit)
+        self._first = self._table(top, lambda: None)
+        return self._first, self._unit(top)
+
+    def _top(self, limit: int) -> float:
+        rung = max(0, math.floor(math.log(self.whole / max(1, limit)) / math.log(_RUNG)))
+        return float(self.whole / _RUNG**rung)
+
+    def best(self, limit: int, least: Trace, progress: bool | None = False) -> Trace:
+        """Return the fastest schedule with a true peak of at most `limit` bytes.
+
+        `least` is one that fits.  The chain's input is not counted.
+        """
+        best = least
+        best_s, least_peak = judge(self.true, least)
+        top = self._top(limit)
+        more = int(self.slots * _MORE * _FINER)
+        rungs = 1 + max(0, int(math.log(max(1.0, top * _MORE / max(1, least_peak)), _RUNG)))
+        calls = Table.calls_of(BOUND_SLOTS) + rungs * Table.calls_of(more)  # at most
+        with counting("solving", calls, progress) as tick:
+            return self._best(limit, (best, best_s, least_peak), top, lambda: tick(""))
+
+    def _best(
+        self, limit: int, least: tuple[Trace, float, int], top: float, tick: Callable[[], object]
+    ) -> Trace:
+        best, best_s, least_peak = least
+        bound = ChainBound(
+            self.true, max(1, limit), tapes=self.tapes, threads=self.threads, tick=tick
+        )
+        margin_s = FLOAT_ERROR * float(self.true.forward_s.sum())
+        while top * _MORE >= max(1, least_peak):
+            cap = min(limit, math.floor(top * _MORE))
+            if bound.seconds(cap) - margin_s >= best_s:
+                break  # and so it is for all rungs below
+            table = self._first or self._table(top, tick)
+            self._first = None
+            seconds, memory = table.fastest(self.true, cap)
+            if seconds < best_s:
+                trace = table.trace(memory)
+                assert trace is not None
+                best, best_s = trace, seconds
+            del table  # before the next is made
+            top /= _RUNG
+        return best
+
+    def _unit(self, top: float) -> float:
+        """Return the bytes of a slot of a rung.
+
+        Another than `top / slots`, by half at most, only if it rounds tapes by less
+        than half as much: where stages are equal.
+        """
+        sizes = self.true.tape.astype(float)
+        units = top / self.slots * np.append(1.0, np.geomspace(1 / _FINER, 1.5, 48))
+        off = [float(np.abs(np.rint(sizes / unit) * unit - sizes).sum()) for unit in units]
+        at = int(np.argmin(off))
+        return float(units[at] if off[at] < off[0] / 2 else units[0])
+
+    def _table(self, top: float, tick: Callable[[], object]) -> Table:
+        unit = self._unit(top)
+        sizes = self.true.in_slots(unit)
+        slots = int(top * _MORE / unit)
+        return Table(sizes, slots, tapes=self.tapes, threads=self.threads, tick=tick)
+
+
+def _all_states(true: Sizes) -> int:
+    """Return what Revolve takes with every state in memory, or more."""
+    one = max(
+        int(true.tape[i] + true.gradient[i] + true.gradient[i + 1])
+        + max(int(true.advance[i]), int(true.taping[i]), int(true.reverse[i]))
+        for i in range(len(true))
+    )
+    return one + sum(int(x) for x in true.state)
+
+
+def _too_small(strategy: str, limit: int | None, least: int) -> BudgetError:
+    return BudgetError.below(
+        f"memory={limit} bytes < {least} bytes ({format_bytes(least)}), the smallest limit that "
+        f"strategy {strategy!r} works within; raise the limit",
+        least,
+    )
+
+
+def _segments(costs: StageCosts, count: int) -> list[Action]:
+    """Return the actions of `count` segments, the last taped at once with the loss."""
+    loss = len(costs.stages)
+    length = loss // count
+    starts = [k * length for k in range(count)]
+    actions: list[Action] = []
+    for start in starts[:-1]:
+        actions += [Save(start)] if start else []
+        actions.append(Advance(start, start + length))
+    last = starts[-1]
+    actions += [Tape(i) for i in range(last, loss + 1)]
+    actions.append(EndForward())
+    actions += [Reverse(i) for i in range(loss, last - 1, -1)]
+    for start in reversed(starts[:-1]):
+        stop = start + length
+        actions.append(Load(start))
+        actions += [Free(start)] if start else []
+        actions += [Tape(i) for i in range(start, stop)]
+        actions += [Reverse(i) for i in range(stop - 1, start - 1, -1)]
+    return actions
+
+
+def _periodic(costs: StageCosts, limit: int | None, segments: int | None) -> list[Action]:
+    most = len(costs.stages)
+    if segments is not None and segments > most:
+        raise ArgumentError(f"segments={segments} must be at most the {most} stages")
+    counts = range(1, most + 1) if segments is None else [segments]
+    found = [(use_of(actions, costs), actions) for actions in (_segments(costs, k) for k in counts)]
+    fitting = [(use, actions) for use, actions in found if limit is None or use.peak_bytes <= limit]
+    if not fitting:
+        raise _too_small("periodic", limit, min(use.peak_bytes for use, _ in found))
+    return min(fitting, key=lambda pair: (pair[0].makespan_s, pair[0].peak_bytes))[1]

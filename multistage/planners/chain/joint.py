@@ -1,0 +1,255 @@
+"""Chains with a slow tier: what stays in fast memory, what travels, what is recomputed.
+
+UniformPlan
+    The forward sweep is cut into nodes: a stage that keeps its tape, or a
+    segment, of which the state before its first stage is kept.  Whatever is
+    kept stays in fast memory or is a *thing of the tier*: written as soon as it
+    is made, evicted when memory is short, read back before its use.  A segment
+    is reversed by the schedule of `plan.heterogeneous` (RR-9302) for the most
+    slots whose true peak fits into the room left.
+Memory
+    Things are numbered as they are made and evicted in that order, so those
+    evicted are always a prefix; what is never evicted is never written.  Thing
+    i is read from the first operation on from which it fits for good: with
+    P[i] the bytes of the things before it and K(q) the things that operation q
+    and those after it still need, i may be resident at q iff
+    need(q) + P[K(q)] - limit <= P[i].  Times play no part, so memory holds at
+    any speed of the tier; only waiting changes.
+Search
+    A dynamic program with the backlog of writes as a dimension (native/joint_program.c) is
+    solved for a fixed list of its parameters.  Each of its plans is judged in
+    virtual time, to the byte and second; the best are improved by random moves.
+    All is counted, nothing timed, and the seed is fixed: plans are reproducible.
+    Sending every tape away, and every state, are always tried.
+
+Known gaps: recomputation writes nothing to the tier; the next segment does not
+run forward while a read is awaited; schedules are persistent.  No optimality is
+claimed; `plan.joint_bound` bounds the gap.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ... import native
+from ...actions import Action
+from ...model.tier import Tier
+from ...states.layout import Array
+from .joint_actions import actions_of_laid
+from .joint_core import (
+    APART,
+    KEEPS_TAPE,
+    RESERVE_AT,
+    STARTS,
+    STATE_AWAY,
+    TAPE_AWAY,
+    Core,
+    Program,
+)
+from .joint_twin import Twin
+from .table import Sizes, Table, need_to_tape
+
+# Of chains of more stages: fewer programs, and fewer moves.
+_LONG = 150
+# Memories of the table in a slot of the programs, in turn: where all sizes are equal, one
+# of them may round them badly.  Where things are many, and so not much larger than a slot,
+# a program keeps those that were rounded down: it needs all memories of the table.
+_STRIDES, _STRIDES_LONG = (1, 2, 3), (1,)
+_PROGRAMS_LONG = 3
+# Plans that are improved, and by how many random moves each: so many a stage, and at most.
+_IMPROVED, _IMPROVED_LONG = 4, 2
+_MOVES_A_STAGE, _MOVES, _MOVES_LONG = 100, 5000, 2000
+_STEPS = 48
+_POOL = 6
+_SEED = 3
+# Beyond so many bytes in all, sums of sizes might not fit the core's integers.
+MOST_BYTES = 2**61
+# The programs' parameters: price of reading, staging, fineness, and the reserve: none, a
+# middling state, the largest state, a middling tape.  Chosen one after the other, each as
+# the best beside those before it, from 68 for 40 chains, memories and tiers.
+GRID = (
+    (0.03, 1.5, 5.0, 0),
+    (0.0, 0.0, 8.0, 3),
+    (0.0, 1.0, 3.3, 0),
+    (0.03, 0.0, 5.0, 0),
+    (0.0, 0.0, 5.0, 2),
+    (0.03, 0.5, 8.0, 0),
+    (0.0, 1.5, 0.0, 0),
+    (0.03, 0.5, 8.0, 3),
+)
+# Of the limit: what the programs' plans were made for.
+_SHARES = (1.05, 1.02, 0.99, 0.96, 0.92, 0.86, 0.8, 0.74, 0.68)
+
+
+@dataclass(slots=True)
+class Pool:
+    """The best plans found, the fastest first; no two as fast."""
+
+    judge: Callable[[Array], float]
+    found: list[tuple[float, Array]] = field(default_factory=list)
+
+    def offer(self, fates: Array) -> None:
+        """Judge a plan with few and with more things of the tier beside its segments."""
+        for reserve in range(3):
+            tried = (fates & ~np.uint8(3 << RESERVE_AT)) | np.uint8(reserve << RESERVE_AT)
+            self.keep(self.judge(tried), tried)
+
+    def keep(self, seconds: float, fates: Array) -> None:
+        """Keep a plan if it is among the best."""
+        if math.isinf(seconds) or any(seconds == known for known, _ in self.found):
+            return
+        self.found.append((seconds, fates))
+        self.found.sort(key=lambda pair: pair[0])
+        del self.found[_POOL:]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the planner found: its plan, None if none fits, and the plan that offloads all."""
+
+    actions: tuple[Action, ...] | None
+    seconds: float
+    peak_bytes: int  # the chain's input not counted
+    waited_s: float
+    offload_s: float | None
+
+
+def plan_joint(true: Sizes, table: Table, unit_bytes: float, limit: int, rates: Tier) -> Found:
+    """Return the fastest plan found for a chain and a tier within `limit` bytes.
+
+    Parameters
+    ----------
+    true : Sizes
+        In bytes.
+    table : Table
+        Of the chain, in slots of `unit_bytes`, for the limit at least.
+    limit : int
+        Bytes, the chain's input not counted.
+    """
+    if not _plannable(true):
+        return Found(None, math.inf, 0, 0.0, None)
+    kind = Core if native.available() else Twin
+    core = kind(true, table, unit_bytes, limit, rates)
+    pool = search(core, true, limit, unit_bytes)
+    offload = Pool(core.judge)
+    offload.offer(next(extremes(true)))
+    offload_s = offload.found[0][0] if offload.found else None
+    if not pool.found:
+        return Found(None, math.inf, 0, 0.0, offload_s)
+    laid = core.lay_out(pool.found[0][1])
+    actions = tuple(actions_of_laid(laid, table))
+    return Found(actions, laid.seconds, laid.peak_bytes, laid.waited_s, offload_s)
+
+
+def _plannable(true: Sizes) -> bool:
+    sizes = (true.state, true.gradient, true.tape, true.advance, true.taping, true.reverse)
+    total = sum(int(size) for array in sizes for size in array)
+    return total < MOST_BYTES and float(true.forward_s.sum()) > 0
+
+
+def smallest_with_tier(true: Sizes, rates: Tier) -> int:
+    """Return the smallest limit, in bytes, within which every state or every tape travels.
+
+    The chain's input not counted; 2^62 where they do not fit into the tier.
+    """
+    capacity = MOST_BYTES if rates.capacity_bytes is None else rates.capacity_bytes
+    n, last_gradient = len(true), int(true.gradient[-1])
+    states = [0, *(int(size) for size in true.state[1:])]
+    tapes = [int(size) for size in true.tape]
+    least = 2 * MOST_BYTES
+    if not _plannable(true):
+        return least
+    if sum(states) <= capacity:
+        run = max(
+            last_gradient + states[s] + states[s + 1] + int(true.advance[s]) for s in range(n - 1)
+        )
+        least = max(run, *(states[s] + need_to_tape(true, s, s) for s in range(n)))
+    if rates.tapes and sum(tapes) <= capacity:
+        inside = [0, *tapes]  # of a stage: the tape that holds its input
+        run = max(last_gradient + inside[s] + tapes[s] + int(true.taping[s]) for s in range(n - 1))
+        least = min(least, max(run, *(inside[s] + need_to_tape(true, s, s) for s in range(n))))
+    return least
+
+
+def search(
+    core: Core | Twin,
+    true: Sizes,
+    limit: int,
+    unit_bytes: float,
+    *,
+    strides: tuple[int, ...] | None = None,
+    grid: tuple[tuple[float, ...], ...] | None = None,
+    improved: int | None = None,
+    moves: int | None = None,
+) -> Pool:
+    """Return the best plans found.
+
+    Parameters
+    ----------
+    strides : tuple of int, optional
+        Memories of the table in a program's slot, in turn.
+    grid : tuple, optional
+        Parameters of the programs.
+    improved : int, optional
+        How many of the best plans to improve.
+    moves : int, optional
+        By how many random moves each.
+    """
+    long = len(true) > _LONG
+    strides = strides or (_STRIDES_LONG if long else _STRIDES)
+    grid = grid or (GRID[:_PROGRAMS_LONG] if long else GRID)
+    improved = improved or (_IMPROVED_LONG if long else _IMPROVED)
+    moves = moves or (_MOVES_LONG if long else min(_MOVES, _MOVES_A_STAGE * len(true)))
+    pool = Pool(core.judge)
+    for fates in extremes(true):
+        pool.offer(fates)
+    for program in programs(true, limit, unit_bytes, strides, grid):
+        for made in core.program(program, _SHARES):
+            pool.offer(made)
+    for rank, (seconds, fates) in enumerate(pool.found[:improved]):
+        better, found = core.improve(fates, seconds, moves, _SEED + rank)
+        pool.keep(found, better)
+    return pool
+
+
+def extremes(true: Sizes) -> Iterator[Array]:
+    """Yield the plans that send every tape or every state to the tier."""
+    n = len(true)
+    yield np.full(n, KEEPS_TAPE | STARTS | TAPE_AWAY, np.uint8)
+    yield np.full(n, STARTS | STATE_AWAY, np.uint8)
+    yield np.full(n, KEEPS_TAPE | STARTS | TAPE_AWAY | STATE_AWAY | APART, np.uint8)
+
+
+def programs(
+    true: Sizes,
+    limit: int,
+    unit_bytes: float,
+    strides: tuple[int, ...],
+    grid: tuple[tuple[float, ...], ...],
+) -> Iterator[Program]:
+    """Yield the programs to solve, each once."""
+    n = len(true)
+    states, tapes = np.sort(true.state[1:]), np.sort(true.tape)
+    kept = [0, int(states[n // 2]), int(states[-1]), int(tapes[n // 2])]
+    seen = set()
+    for (price, staging, fineness, reserve), stride in zip(
+        grid, itertools.cycle(strides), strict=False
+    ):
+        slot_bytes = unit_bytes * stride
+        program = Program(
+            read_price=price,
+            staging=staging,
+            fineness=fineness,
+            speed=1.0,
+            reserve=min(int(limit / slot_bytes) // 2, math.ceil(kept[int(reserve)] / slot_bytes)),
+            steps=_STEPS,
+            stride=stride,
+        )
+        if program not in seen:
+            seen.add(program)
+            yield program

@@ -1,0 +1,225 @@
+"""What the joint planner asks of the C core: judge a plan, improve it, find one.
+
+A plan is one byte for each stage, the loss included, its *fate*; see `native/joint.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from ... import native
+from ...model.tier import Tier
+from ...states.layout import Array
+from .table import Sizes, Table, in_core
+
+KEEPS_TAPE, STARTS, TAPE_AWAY, STATE_AWAY, APART = 1, 2, 4, 8, 16
+RESERVE_AT = 5
+MAY_STATE, MAY_TAPE = 1, 2
+ADVANCE, TAPE, TAPE_LAST, REVERSE = 0, 1, 2, 3
+NEVER = 2**31 - 1
+UNBOUNDED = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """How the dynamic program rounds and what it charges; see `native/joint_program.c`.
+
+    Attributes
+    ----------
+    read_price : float
+        Of a second of reading.
+    staging : float
+        Of the largest recent tape, that a write under way holds besides.
+    fineness : float
+        Steps of time that a mean tape takes to write; 0: as the limit has it.
+    speed : float
+        The tier's times are multiplied by it.
+    reserve : int
+        Slots kept free beside a segment.
+    steps : int
+        Of the backlog.
+    stride : int
+        Memories of the table in a slot of the program.
+    """
+
+    read_price: float
+    staging: float
+    fineness: float
+    speed: float
+    reserve: int
+    steps: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """A state or tape of a plan that may go to the tier."""
+
+    tape: bool
+    step: int
+    made: int  # the operation that makes it
+    evicted: int  # the operations before which it leaves and comes back, or NEVER
+    got: int
+    first: int  # the operations of the reverse sweep that need it
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A stage that keeps its tape, or a segment and the slots it is reversed with."""
+
+    start: int
+    stop: int
+    slots: int
+    apart: bool  # whether state `start` is kept apart from a tape
+    tape: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A plan as operations and things; the first `moved` things travel."""
+
+    operations: list[tuple[int, int]]  # kind, stage
+    things: list[Thing]
+    nodes: list[Node]
+    moved: int
+    turn: int  # the first operation of the reverse sweep
+    peak_bytes: int  # the chain's input not counted
+    seconds: float
+    waited_s: float
+
+
+class Core:
+    """Plans of one chain within one limit and with one tier, in the C core.
+
+    Parameters
+    ----------
+    true : Sizes
+        In bytes.
+    table : Table
+        Solved by the core, in slots of `unit_bytes`.
+    limit : int
+        Bytes, the chain's input not counted.
+    """
+
+    def __init__(
+        self, true: Sizes, table: Table, unit_bytes: float, limit: int, rates: Tier
+    ) -> None:
+        self.n, self.table = len(true), table
+        slots, none, values = table.solved()
+        capacity = rates.capacity_bytes
+        self._may = may_travel(true, rates)
+        self._work = np.zeros(native.library().ms_joint_work_len(self.n), np.int64)
+        self._program = np.empty(0, np.int64)
+        self._in_bytes = in_core(true)
+        self._joint = native.Joint(
+            ctypes.pointer(slots),
+            ctypes.pointer(self._in_bytes),
+            none.ctypes.data,
+            values.ctypes.data,
+            table.slots,
+            unit_bytes,
+            true.forward_s.ctypes.data,
+            true.reverse_s.ctypes.data,
+            true.spared_s.ctypes.data,
+            limit,
+            rates.write_bytes_per_s,
+            rates.read_bytes_per_s,
+            rates.latency_s,
+            UNBOUNDED if capacity is None else capacity,
+            int(rates.shared),
+            self._may.ctypes.data,
+            self._work.ctypes.data,
+        )
+        self._joint.owner = true, table, slots
+
+    def judge(self, fates: Array) -> float:
+        """Return the makespan of a plan, infinite if it does not fit."""
+        return self._judge(fates)[0]
+
+    def _judge(self, fates: Array) -> tuple[float, Array, float]:
+        told, waited = np.zeros(6, np.int64), np.zeros(1)
+        seconds = native.library().ms_joint_judge(
+            ctypes.byref(self._joint), fates.ctypes.data, told.ctypes.data, waited.ctypes.data
+        )
+        return float(seconds), told, float(waited[0])
+
+    def improve(self, fates: Array, seconds: float, moves: int, seed: int) -> tuple[Array, float]:
+        """Return the best plan that so many random moves find, and its makespan."""
+        better = fates.copy()
+        found = native.library().ms_joint_improve(
+            ctypes.byref(self._joint), better.ctypes.data, seconds, moves, seed
+        )
+        return better, float(found)
+
+    def program(self, program: Program, shares: tuple[float, ...]) -> list[Array]:
+        """Return the plans that the dynamic program finds best for shares of the limit."""
+        call = native.JointProgram(
+            program.read_price,
+            program.staging,
+            program.fineness,
+            program.speed,
+            program.reserve,
+            program.steps,
+            program.stride,
+            native.library().ms_chain_isa(),
+        )
+        joint = ctypes.byref(self._joint)
+        room = native.library().ms_joint_program_len(joint, ctypes.byref(call))
+        if len(self._program) < room:
+            self._program = np.empty(room, np.int64)
+        count = len(shares)
+        plans, found = np.zeros((count, self.n), np.uint8), np.zeros(count, np.uint8)
+        wanted = np.array(shares)
+        native.library().ms_joint_program(
+            joint,
+            ctypes.byref(call),
+            self._program.ctypes.data,
+            wanted.ctypes.data,
+            count,
+            plans.ctypes.data,
+            found.ctypes.data,
+        )
+        return [plan for plan, made in zip(plans, found, strict=True) if made]
+
+    def lay_out(self, fates: Array) -> Laid:
+        """Return a plan that fits as operations and things."""
+        seconds, told, waited_s = self._judge(fates)
+        moved, ops, items, nodes, turn, peak = (int(value) for value in told)
+        operations = np.empty((ops, 3), np.int64)
+        things = np.empty((max(1, items), 7), np.int64)
+        cut = np.empty((nodes, 5), np.int64)
+        native.library().ms_joint_layout(
+            ctypes.byref(self._joint),
+            operations.ctypes.data,
+            things.ctypes.data,
+            cut.ctypes.data,
+        )
+        return Laid(
+            operations=[(kind, stage) for kind, stage, _ in operations.tolist()],
+            things=[Thing(bool(tape), *rest) for tape, *rest in things[:items].tolist()],
+            nodes=[
+                Node(start, stop, slots, bool(apart), bool(tape))
+                for start, stop, slots, apart, tape in cut.tolist()
+            ],
+            moved=moved,
+            turn=turn,
+            peak_bytes=peak,
+            seconds=seconds,
+            waited_s=waited_s,
+        )
+
+
+def may_travel(true: Sizes, rates: Tier) -> Array:
+    """Return for each stage whether its input and its tape may go to the tier, as bits."""
+    most = UNBOUNDED if rates.capacity_bytes is None else rates.capacity_bytes
+    n = len(true)
+    may = np.where(true.state[:n] <= most, MAY_STATE, 0)
+    if rates.tapes:
+        may |= np.where(true.tape <= most, MAY_TAPE, 0)
+    may[0] &= MAY_TAPE  # state 0 is the caller's
+    may[n - 1] &= MAY_STATE  # the loss is reversed at once
+    return may.astype(np.uint8)

@@ -1,0 +1,398 @@
+"""Schedules of unequal steps for the executor, of any number of steps.
+
+plan
+    `plan_chain`, the optimal dynamic program, for as many steps as it solves in
+    seconds.  Longer computations are cut: half of the memory holds states at equal
+    shares of the forward time, where possible small ones, and each piece between two of
+    them is planned with what is left, cut again if need be.  Known gap: the cuts are
+    not optimal.
+survey
+    For costs or a number of steps that show themselves only as the steps run: the
+    forward sweep keeps every k-th state, twice as far apart each time the memory is
+    full; by its end sizes and times are known, and each interval is reversed by `plan`.
+performed
+    From the actions of a chain, which counts its loss as a stage and lets a tape hold
+    the states beside it, to those an executor performs.
+
+A *room* is memory beyond the least in which the steps at hand can be reversed at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Literal, TypeAlias
+
+from ...actions import (
+    Action,
+    Advance,
+    Await,
+    Drop,
+    EndForward,
+    Evict,
+    Free,
+    Get,
+    Load,
+    Offer,
+    Put,
+    Reverse,
+    Save,
+    Schedule,
+    Tape,
+)
+from ...errors import BudgetError
+from ...model.stages import Stage, StageCosts
+from ...model.tier import Tier
+from .heterogeneous import SLOTS, ChainPlan, plan_chain, smallest_memory
+from .memory import use_of
+
+Strategy: TypeAlias = Literal["optimal", "revolve"]
+# Steps that are planned at once: their dynamic program takes a second, if those of more
+# than `_FINE` are solved for fewer slots of memory.
+MOST_AT_ONCE, _FINE, _FEWER = 200, 80, 200
+_PIECE = 100
+_SMALLER = 0.25  # how far from its place a smaller state is looked for, in spacings
+
+
+def performed(actions: Iterable[Action], n_steps: int) -> Iterator[Action]:
+    """Yield the actions of a chain of `n_steps` steps and a loss as an executor performs them.
+
+    The loss, step `n_steps`, is left out.  A tape that is used at once is not made
+    before: `Reverse` does both.  A state that the chain takes from within a tape is saved
+    beside it, since an executor knows nothing of what is in a tape.
+    """
+    left = [action for action in actions if not _is_loss(action, n_steps)]
+    within = _within(left)
+    extra: set[int] = set()  # states saved for us beside the tape that they are in
+    k = 0
+    while k < len(left):
+        action, after = left[k], left[k + 1] if k + 1 < len(left) else None
+        k += 1
+        match action:
+            case Tape(step) if after == Reverse(step) and step + 1 not in within:
+                continue
+            case Save(step) | Free(step) if step in extra:
+                continue
+            case Reverse(step) if step + 1 in extra:
+                extra.remove(step + 1)
+                yield Free(step + 1)
+        yield action
+        if isinstance(action, Tape) and (k - 1) in within.get(action.step + 1, ()):
+            extra.add(action.step + 1)
+            yield Save(action.step + 1)
+
+
+def _is_loss(action: Action, n_steps: int) -> bool:
+    return isinstance(action, Tape | Reverse) and action.step == n_steps
+
+
+def _within(actions: Sequence[Action]) -> dict[int, set[int]]:
+    """Return by state the places of the tapes from within which it is loaded."""
+    made: dict[int, int] = {}
+    saved: set[int] = set()
+    found: dict[int, set[int]] = {}
+    for k, action in enumerate(actions):
+        match action:
+            case Tape(step):
+                made[step] = k
+            case Reverse(step):
+                made.pop(step, None)
+            case Save(step):
+                saved.add(step)
+            case Get(step, _, tape) if not tape:
+                saved.add(step)
+            case Free(step) | Evict(step, _, False):
+                saved.discard(step)
+            case Load(step) if step and step not in saved and step - 1 in made:
+                found.setdefault(step, set()).add(made[step - 1])
+    return found
+
+
+def shifted(action: Action, by: int) -> Action:
+    """Return an action on steps and states `by` further on."""
+    match action:
+        case Advance(start, stop):
+            return Advance(start + by, stop + by)
+        case Await() | EndForward():
+            return action
+        case Offer() | Put() | Get() | Evict() | Drop():
+            return type(action)(action.step + by, action.tier, action.tape)
+        case _:
+            return type(action)(action.step + by)
+
+
+def part(costs: StageCosts, start: int, stop: int) -> StageCosts:
+    """Return the costs of steps start..stop-1 alone."""
+    before = costs.stages[start - 1].output_bytes if start else costs.input_bytes
+    return StageCosts(costs.stages[start:stop], before)
+
+
+def plan(
+    costs: StageCosts, room_bytes: int, strategy: Strategy, *, first: int = 0
+) -> Iterator[Action]:
+    """Yield the actions, of a chain and its loss, that reverse all steps from live state 0.
+
+    State 0 is held by somebody else; the steps are called first, first + 1, ...
+    """
+    yield from _pieces(costs, 0, len(costs.stages), room_bytes, strategy, first)
+
+
+def chain_plan(
+    costs: StageCosts, room_bytes: int, strategy: Strategy, rates: Tier | None = None
+) -> ChainPlan:
+    """Return the plan of all steps, see `plan`, judged byte by byte; `rates` of a slow tier."""
+    if rates is not None:
+        memory = smallest_memory(costs, strategy) + room_bytes
+        return plan_chain(costs, memory, strategy, tiers=rates, progress=False)
+    if len(costs.stages) <= MOST_AT_ONCE:
+        memory = smallest_memory(costs, strategy) + room_bytes
+        return plan_chain(costs, memory, strategy, slots=_slots(costs), progress=False)
+    memory = _least(costs) + room_bytes
+    plain = plan_chain(costs, None, "store-all")
+    if strategy == "optimal" and plain.peak_bytes <= memory:
+        return replace(plain, memory_bytes=memory)
+    found = [(use_of(a, costs), a) for a in _candidates(costs, memory, room_bytes, strategy)]
+    use, actions = min(
+        ((use, a) for use, a in found if use.peak_bytes <= memory),
+        key=lambda pair: pair[0].makespan_s,
+    )
+    return replace(
+        plain,
+        strategy="pieces",
+        memory_bytes=memory,
+        actions=actions,
+        makespan_s=use.makespan_s,
+        peak_bytes=use.peak_bytes,
+        forward_steps=use.forward_steps,
+    )
+
+
+def plan_within(costs: StageCosts, memory_bytes: int, *, slots: int = SLOTS) -> ChainPlan:
+    """Return the plan of all steps within a limit, in pieces where there are too many.
+
+    Raises
+    ------
+    BudgetError
+        If there is none, or in pieces perhaps none.
+    """
+    if len(costs.stages) <= MOST_AT_ONCE:
+        return plan_chain(costs, memory_bytes, slots=slots, progress=False)
+    least = _least(costs)
+    if memory_bytes < least:
+        raise BudgetError.below(
+            f"memory={memory_bytes} bytes < {least} bytes, in which {len(costs.stages)} steps are "
+            "planned in pieces; raise the limit",
+            least,
+        )
+    return chain_plan(costs, memory_bytes - least, "optimal")
+
+
+def _slots(costs: StageCosts) -> int:
+    return SLOTS if len(costs.stages) <= _FINE else _FEWER
+
+
+def _candidates(
+    costs: StageCosts, memory: int, room: int, strategy: Strategy
+) -> Iterator[tuple[Action, ...]]:
+    yield tuple(plan(costs, room, strategy))
+    if strategy == "optimal":
+        for count in (MOST_AT_ONCE, MOST_AT_ONCE // 3):
+            with contextlib.suppress(BudgetError):  # one block alone is too much
+                yield tuple(_in_blocks(costs, memory, count))
+
+
+def _in_blocks(costs: StageCosts, memory: int, count: int) -> Iterator[Action]:
+    """Yield the actions of a plan of blocks of steps, each taped as a whole or not at all."""
+    n = len(costs.stages)
+    starts = [k * n // count for k in range(count)] + [n]
+    blocks = [_block(costs.stages[a:b]) for a, b in itertools.pairwise(starts)]
+    chain = StageCosts(tuple(blocks), costs.input_bytes, costs.input_gradient_bytes)
+    starts.append(n + 1)  # of what follows the loss
+    for action in plan_chain(chain, memory, slots=_slots(chain), progress=False).actions:
+        match action:
+            case Tape(b):
+                yield from map(Tape, range(starts[b], starts[b + 1]))
+            case Reverse(b):
+                yield from map(Reverse, reversed(range(starts[b], starts[b + 1])))
+            case Advance(a, b):
+                yield Advance(starts[a], starts[b])
+            case Save(b) | Load(b) | Free(b):
+                yield type(action)(starts[b])
+            case _:
+                yield action
+
+
+def _block(stages: Sequence[Stage]) -> Stage:
+    """Return some steps as one stage whose tape is all of theirs."""
+    output = stages[-1].output_bytes
+    gradient = max(stage.gradient_bytes for stage in stages)
+    passing = max(
+        (before.output_bytes + after.output_bytes + after.forward_overhead_bytes)
+        for before, after in zip((stages[0], *stages), stages, strict=False)
+    )
+    return Stage(
+        name=stages[0].name,
+        forward_s=sum(stage.forward_s for stage in stages),
+        backward_s=sum(stage.backward_s for stage in stages),
+        output_bytes=output,
+        tape_bytes=sum(stage.tape_bytes for stage in stages),
+        gradient_bytes=stages[-1].gradient_bytes,
+        forward_overhead_bytes=max(0, passing - output),
+        tape_overhead_bytes=max(stage.tape_overhead_bytes for stage in stages),
+        backward_overhead_bytes=2 * gradient
+        + max(stage.backward_overhead_bytes for stage in stages),
+        spared_s=stages[-1].spared_s,
+    )
+
+
+def _least(costs: StageCosts) -> int:
+    """Return memory enough to reverse each step by itself, from state 0."""
+    before, gradient, most = 0, costs.input_gradient_bytes, 0
+    largest = max(costs.input_gradient_bytes, *(stage.gradient_bytes for stage in costs.stages))
+    for stage in costs.stages:
+        here = (
+            stage.output_bytes + stage.forward_overhead_bytes + largest,
+            stage.tape_bytes + stage.tape_overhead_bytes + largest,
+            stage.tape_bytes + stage.gradient_bytes + gradient + stage.backward_overhead_bytes,
+        )
+        most = max(most, before + max(here))
+        before, gradient = stage.output_bytes, stage.gradient_bytes
+    return costs.input_bytes + most
+
+
+def _pieces(
+    costs: StageCosts, start: int, stop: int, room: int, strategy: Strategy, first: int
+) -> Iterator[Action]:
+    if stop - start <= (MOST_AT_ONCE if stop - start == len(costs.stages) else _PIECE):
+        yield from _at_once(costs, start, stop, room, strategy, first)
+        return
+    cuts = _cuts(costs, start, stop, room // 2) or _cuts(costs, start, stop, room)
+    if not cuts:
+        yield from _with_nothing(start, stop, stop == len(costs.stages), first)
+        return
+    live = start
+    for cut in cuts:
+        yield Advance(first + live, first + cut)
+        yield Save(first + cut)
+        live = cut
+    held = sum(costs.stages[cut - 1].output_bytes for cut in cuts)
+    end = stop
+    for begin in reversed([start, *cuts]):
+        if begin != live:
+            yield Load(first + begin)
+        yield from _pieces(costs, begin, end, max(0, room - held), strategy, first)
+        if begin != start:
+            held -= costs.stages[begin - 1].output_bytes
+            yield Free(first + begin)
+        end = begin
+
+
+def _at_once(
+    costs: StageCosts, start: int, stop: int, room: int, strategy: Strategy, first: int
+) -> Iterator[Action]:
+    """Yield the actions of one piece; `EndForward` and the loss where it is the last."""
+    last = stop == len(costs.stages)
+    piece = part(costs, start, stop)
+    memory = smallest_memory(piece, strategy) + room
+    planned = plan_chain(piece, memory, strategy, slots=_slots(piece), progress=False)
+    for action in planned.actions:
+        if last or not (isinstance(action, EndForward) or _is_loss(action, stop - start)):
+            yield shifted(action, first + start)
+
+
+def _with_nothing(start: int, stop: int, last: bool, first: int) -> Iterator[Action]:
+    """Yield the actions that reverse steps without room for one state: each from the start."""
+    for i in reversed(range(start, stop)):
+        if i < stop - 1:
+            yield Load(first + start)
+        if i > start:
+            yield Advance(first + start, first + i)
+        yield Tape(first + i)
+        if last and i == stop - 1:
+            yield from (Tape(first + stop), EndForward(), Reverse(first + stop))
+        yield Reverse(first + i)
+
+
+def _cuts(costs: StageCosts, start: int, stop: int, room: int) -> list[int]:
+    """Return states to keep at about equal shares of the time, as many as fit or are wanted."""
+    stages = costs.stages[start:stop]
+    wanted = -(-(stop - start) // _PIECE) - 1
+    # Of steps that take no time each counts the same.
+    total = sum(stage.forward_s for stage in stages)
+    shares = [stage.forward_s / total if total else 1 / len(stages) for stage in stages]
+    ends = list(itertools.accumulate(shares))  # the share of the time up to the state after each
+    for count in range(max(1, wanted), 0, -1):
+        cuts: list[int] = []
+        k = 0
+        for number in range(1, count + 1):
+            low, high = ((number + off) / (count + 1) for off in (-_SMALLER, _SMALLER))
+            near: list[int] = []
+            while k < len(ends) - 1 and (ends[k] <= high or not near):
+                if ends[k] >= low:
+                    near.append(k)
+                k += 1
+            if near:
+                cuts.append(start + 1 + min(near, key=lambda j: stages[j].output_bytes))
+        if sum(costs.stages[cut - 1].output_bytes for cut in cuts) <= room:
+            return sorted(set(cuts))
+    return []
+
+
+def survey(
+    room_bytes: Callable[[int], int],
+    is_last: Callable[[int], bool],
+    state_bytes: Callable[[int], int],
+    costs_of: Callable[[int, int], StageCosts],
+    strategy: Strategy,
+) -> Schedule:
+    """Yield the schedule of a first sweep.
+
+    Parameters
+    ----------
+    room_bytes : callable
+        `room_bytes(i)`: for kept states, once state i has been live; it may raise.
+        State 0 is held by somebody else.
+    is_last : callable
+        `is_last(i)`: whether state i is the last; asked once for i = 1, 2, ..., when
+        state i is live.
+    state_bytes : callable
+        `state_bytes(i)`: of state i, once it has been live.
+    costs_of : callable
+        `costs_of(start, stop)`: of those steps, once they have run.
+    """
+    kept: dict[int, int] = {}
+    every, i = 1, 0
+    while True:
+        yield Advance(i, i + 1)
+        i += 1
+        if is_last(i):
+            break
+        size, room = state_bytes(i), room_bytes(i)
+        while kept and size + sum(kept.values()) > room and i % every == 0:
+            every *= 2
+            for step in [step for step in kept if step % every]:
+                del kept[step]
+                yield Free(step)
+        if i % every == 0 and size + sum(kept.values()) <= room:
+            kept[i] = size
+            yield Save(i)
+    yield EndForward()
+    end, whole = i, room_bytes(i - 1)
+    for start in reversed([0, *kept]):
+        yield Load(start)
+        # Its own bytes are those of the input of what follows: they count once.
+        room = max(0, whole - sum(kept.values()))
+        yield from _reversed(costs_of(start, end), room, strategy, start)
+        if start:
+            del kept[start]
+            yield Free(start)
+        end = start
+
+
+def _reversed(costs: StageCosts, room: int, strategy: Strategy, first: int) -> Iterator[Action]:
+    n = first + len(costs.stages)
+    for action in performed(plan(costs, room, strategy, first=first), n):
+        if not isinstance(action, EndForward):
+            yield action

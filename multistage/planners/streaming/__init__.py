@@ -1,0 +1,1 @@
+"""Planners that write to a slow tier while the steps run."""

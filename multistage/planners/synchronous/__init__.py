@@ -1,0 +1,1 @@
+"""Planners that wait for every transfer."""

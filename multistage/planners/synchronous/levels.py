@@ -1,0 +1,313 @@
+"""The dynamic programme of a synchronous hierarchy: levels whose transfers stop the computing.
+
+Herrmann & Pallez 2020, "H-Revolve: a framework for adjoint computation on
+synchronous hierarchical platforms", ACM TOMS 46(2), doi:10.1145/3378672; with
+one slow level without bound it is Disk-Revolve (Aupy, Herrmann, Hovland &
+Robert 2016, SIAM J. Sci. Comput. 38(3), doi:10.1137/15M1019222).
+
+Level 0 is the fast memory; level k holds c_k states, each written in w_k and
+read in r_k seconds while nothing else happens.  In seconds beyond the turns,
+P_k(l, m) is the cost of reversing l steps whose first state is live and held
+in level k, with m slots of that level (its own among them) and all of the
+levels below; O_k(l, m) is the same with the state not yet held:
+
+    P_k(l, m) = min( O_{k-1}(l, c_{k-1}),
+                     min over 0 < j < l of
+                     j T_A + O_k(l-j, m-1) + r_k + P_k(j, m) )
+    O_k(l, m) = min( O_{k-1}(l, c_{k-1}), w_k + P_k(l, m) )
+    P_k(1, m) = O_k(1, m) = 0
+
+A level 0 that costs nothing is binomial checkpointing: O_0(l, m) = nu(l, m) T_A.
+For every other level
+
+1. the row without bound, P_k(l, inf), needs itself alone: l^2 / 2 sums;
+2. beside it goes the number of slots d(l) that it takes.  Where d(l) <= m, row
+   m has the same value; where d <= c_k throughout, no other row is needed;
+3. row m is filled from the first l with d(l) > m on.
+
+Where no level is cheaper to write or to read than the one before it, as cheap
+as the best of all synchronous schedules on every instance that a search
+manages.  Not so in other orders: a checkpoint at level k lies before those at
+the levels below, and with a costly level 0 over a free level 1 that is wrong.
+Choices are found again while walking, O(l) each.  O(n) memory without bound,
+else O(c_k n).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...errors import ArgumentError
+from ...states.layout import Array
+from ..rows import MOST_S, PRUNED_PER_S, WHOLE_PER_S, Rows, affordable
+from ..single.binomial import nu_up_to
+
+_INSTEAD = "planner 'periodic-disk', whose cost does not grow so"
+WRITE, READ, DROP, ADVANCE, REVERSE, ORIGIN = range(6)
+# (WRITE | READ | DROP, level, step), (ADVANCE | REVERSE, start, stop) or (ORIGIN, 0, 0)
+Operation = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of memory.
+
+    Attributes
+    ----------
+    capacity : int or None
+        States it holds; None if unbounded.
+    write_s, read_s : float
+        Seconds the computing thread spends per state.
+    """
+
+    capacity: int | None
+    write_s: float = 0.0
+    read_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Table:
+    """One solved level.
+
+    Attributes
+    ----------
+    slots : int
+        Slots that make a difference; 0 where the level is of no use.
+    rows : list of Array
+        P for 1, 2, ..., `slots` slots; the one without bound where `depths` is set.
+    depths : pair of Array or None
+        Slots taken by P and O without bound; they fit the level's capacity.
+    """
+
+    basis: Rows
+    slots: int
+    rows: list[Array] = field(default_factory=list)
+    depths: tuple[Array, Array] | None = None
+
+    def row(self, slots: int) -> Array:
+        """Return P with that many slots, at least 1."""
+        return self.rows[0] if self.depths else self.rows[slots - 1]
+
+    def over(self, slots: int, stop: int) -> Array:
+        """Return O with that many slots for the lengths below `stop`."""
+        below: Array = self.basis.below[:stop]
+        if slots < 1 and self.depths is None:
+            return below
+        over: Array = np.minimum(below, self.basis.write_s + self.row(slots)[:stop])
+        over[:2] = 0.0
+        return over
+
+    def pays(self, length: int, slots: int) -> bool:
+        """Whether to write the first state of `length` steps to this level."""
+        if not self.rows or (slots < 1 and self.depths is None):
+            return False
+        written_s = self.basis.write_s + self.row(slots)[length]
+        return bool(written_s < self.basis.below[length])
+
+    def split(self, length: int, slots: int) -> int:
+        """Return j, where the first of `length` > 1 steps are split, or 0: go below instead."""
+        own, above = self.row(slots), self.over(slots if self.depths else slots - 1, length)
+        sums = (self.basis.ahead[1:length] + own[1:length]) + above[length - 1 : 0 : -1]
+        least = sums.min()
+        if self.basis.below[length] <= least:
+            return 0
+        if self.depths is None:
+            return int(sums.argmin()) + 1
+        # The choice that takes fewest slots: only so does the level's capacity suffice.
+        depth, over_depth = self.depths
+        ties = np.flatnonzero(sums == least)
+        taken = np.maximum(over_depth[length - 1 - ties] + 1, depth[ties + 1])
+        return int(ties[taken.argmin()]) + 1
+
+
+@dataclass(slots=True)
+class Hierarchy:
+    """A solved hierarchy; see `solve`.
+
+    Attributes
+    ----------
+    n_steps : int
+    levels : tuple of Level
+    tables : list of Table or None
+        One per level; None for a level 0 that costs nothing.
+    seconds : float
+        Cost beyond the turns: forward steps, writes and reads.
+    """
+
+    n_steps: int
+    levels: tuple[Level, ...]
+    tables: list[Table | None]
+    seconds: float
+
+    def operations(self) -> Generator[Operation, bool | None, None]:
+        """Yield what the optimal schedule does, level by level, lazily.
+
+        `(ADVANCE, a, b)` runs steps a..b-1 from the live state; `(WRITE, k, i)`,
+        `(READ, k, i)` and `(DROP, k, i)` move state i to and from level k or
+        forget it there; `(REVERSE, a, b)` reverses steps a..b-1 from live state
+        a, with a free level 0 where there is one and b - a = 1 where not;
+        `(ORIGIN, 0, 0)` makes state 0 live when all else was lost.
+
+        A write or read answered by False was lost.  The steps above a lost
+        checkpoint are then reversed with those above the one before it, and
+        its level is written to no more: a level that failed once may fail
+        always, and every lost checkpoint costs its interval again.
+        """
+        held: list[tuple[int, int, int]] = []  # step, level, slots of the level left to it
+        failed: set[int] = set()
+        live, end = 0, self.n_steps
+        level, slots = self._top(len(self.tables) - 1)
+        while True:
+            level, slots = self._where(end - live, level, slots, failed)
+            if level < 0:
+                yield REVERSE, live, end
+                end = live
+                if end == 0:
+                    return
+                while held:
+                    live, level, slots = held[-1]
+                    if (yield READ, level, live) is not False:
+                        break
+                    failed.add(level)
+                    held.pop()
+                else:
+                    yield ORIGIN, 0, 0
+                    live = 0
+                    level, slots = self._top(len(self.tables) - 1)
+                    continue
+            elif (yield WRITE, level, live) is False:
+                failed.add(level)
+                continue
+            else:
+                held.append((live, level, slots))
+            table = self.tables[level]
+            assert table is not None
+            advance = table.split(end - live, slots) if end - live > 1 else 0
+            if advance:
+                yield ADVANCE, live, live + advance
+                live += advance
+                slots -= 1
+            else:
+                yield DROP, level, live
+                held.pop()
+                level, slots = self._top(level - 1)
+
+    def _top(self, level: int) -> tuple[int, int]:
+        table = self.tables[level] if level >= 0 else None
+        return level, table.slots if table else 0
+
+    def _where(self, length: int, level: int, slots: int, failed: set[int]) -> tuple[int, int]:
+        """Return the level to write the first of `length` steps to; -1 for none."""
+        while level >= 0 and length > 1:
+            table = self.tables[level]
+            if table is not None and level not in failed and table.pays(length, slots):
+                return level, slots
+            level, slots = self._top(level - 1)
+        return -1, 0
+
+
+def solve(
+    levels: tuple[Level, ...],
+    n_steps: int,
+    step_s: float,
+    *,
+    native_kernel: bool | None = None,
+    most_s: float = MOST_S,
+) -> Hierarchy:
+    """Return the hierarchy solved for up to `n_steps` steps.
+
+    Parameters
+    ----------
+    levels : tuple of Level
+        Fastest first; the first one holds at least one state.
+    n_steps : int
+        At least 1.
+    step_s : float
+        Seconds of one forward step, above 0.
+    native_kernel : bool, optional
+        Whether to use the C kernel; where it was built, if None.
+    most_s : float
+        Seconds that a level may take, about; a minute without the C kernel.
+
+    Raises
+    ------
+    ArgumentError
+        For levels out of range, and where solving would take more than about
+        `most_s` or 4 GiB.
+
+    Examples
+    --------
+    >>> disk = Level(None, write_s=5.0, read_s=5.0)
+    >>> solve((Level(3), disk), 100, step_s=1.0).seconds
+    325.0
+    >>> solve((Level(3),), 100, step_s=1.0).seconds
+    490.0
+    """
+    if not levels or levels[0].capacity == 0:
+        raise ArgumentError("a hierarchy needs a first level that holds at least one state")
+    for k, level in enumerate(levels):
+        costs = (level.write_s, level.read_s)
+        if not all(0 <= seconds < math.inf for seconds in costs) or (level.capacity or 0) < 0:
+            raise ArgumentError(f"level {k}: {level} must have finite costs >= 0 and a capacity")
+    fast = levels[0]
+    whole = n_steps**2 / 2 * (PRUNED_PER_S / WHOLE_PER_S) * max(1, len(levels) - 1)
+    affordable(n_steps, None, whole, 5 * 8 * n_steps, native_kernel, _INSTEAD, most_s)
+    tables: list[Table | None] = []
+    below = np.full(n_steps + 1, math.inf)
+    below[:2] = 0.0
+    for k, level in enumerate(levels):
+        if k == 0 and fast.write_s == fast.read_s == 0:
+            slots = n_steps if fast.capacity is None else fast.capacity
+            below = nu_up_to(n_steps, min(slots, n_steps)) * step_s
+            tables.append(None)
+            continue
+        ahead = np.arange(n_steps + 1) * step_s + level.read_s
+        basis = Rows(ahead, below, level.write_s)
+        table, below = _solve_level(basis, level, native_kernel, most_s)
+        tables.append(table)
+    return Hierarchy(n_steps, levels, tables, float(below[n_steps]))
+
+
+def solving_s(levels: tuple[Level, ...], n_steps: int) -> float:
+    """Return the most seconds that `solve` takes with the C kernel, about."""
+    sums = n_steps**2 / 2
+    bounded = sum(min(level.capacity or 0, n_steps) for level in levels[1:])
+    return sums * ((len(levels) - 1) / WHOLE_PER_S + bounded / PRUNED_PER_S)
+
+
+def _solve_level(
+    basis: Rows, level: Level, native_kernel: bool | None, most_s: float
+) -> tuple[Table, Array]:
+    """Return the level's table and its O with all slots."""
+    n, capacity = basis.n, level.capacity
+    if capacity == 0 or n == 1:
+        return Table(basis, 0), basis.below
+    row, over = basis.blank(), basis.blank()
+    depth, over_depth = np.zeros(n + 1, np.int32), np.zeros(n + 1, np.int32)
+    depth[1] = 1
+    basis.fill(2, over, row, over, (depth, over_depth), native_kernel=native_kernel)
+    most = int(depth.max())
+    if capacity is None or most <= capacity:
+        return Table(basis, most, [row], (depth, over_depth)), _reversed(over)
+    firsts = [int((depth > m).argmax()) for m in range(1, capacity + 1)]
+    sums = sum((n * n - first * first) / 2 for first in firsts)
+    affordable(n, capacity, sums, 8 * n * capacity, native_kernel, _INSTEAD, most_s)
+    table = Table(basis, capacity)
+    right = _reversed(basis.below)
+    free = over
+    for first in firsts:
+        # Shorter lengths take no more slots than there are: as without bound.
+        bounded, over = row.copy(), free.copy()
+        basis.fill(first, right, bounded, over, native_kernel=native_kernel)
+        table.rows.append(bounded)
+        right = over
+    return table, _reversed(right)
+
+
+def _reversed(values: Array) -> Array:
+    """Return values by length from values by n - length, or the other way round."""
+    return np.ascontiguousarray(values[::-1])

@@ -1,0 +1,313 @@
+"""What planners of steps that are alike return: a lazy schedule with its predicted cost."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any, ClassVar, ParamSpec, TypeAlias
+
+from tabulate import tabulate
+
+from ..actions import Action, Answer, Schedule
+from ..errors import ArgumentError
+from ..model.costs import Costs
+from ..model.tier import Tier
+from ..schedule.simulation import Jitter, Simulation, simulate
+from ..support.units import format_bytes, format_seconds
+from ..support.values import shown, whole
+from .base import Plan, gap_of
+
+MOST_STEPS = 1 << 40
+
+P = ParamSpec("P")
+Planner: TypeAlias = "Callable[[Costs, int, int | None], UniformPlan]"
+
+
+@dataclass(frozen=True, slots=True)
+class UniformPlan(Plan):
+    """A schedule of steps that are alike, where it comes from and what it is predicted to cost.
+
+    What it does besides, see `Plan`.
+
+    Attributes
+    ----------
+    planner : str
+        Name of the planner, a key of `PLANNERS`.
+    n_steps : int
+    slots : int
+        Fast slots the plan may take.
+    costs : Costs
+        What the prediction assumes.
+    make : callable
+        Returns a fresh schedule; see `schedule`.
+    makespan_s : float
+        Predicted seconds from the start to the last adjoint step.
+    lower_bound_s : float
+        No schedule with these slots and tiers can be faster.
+    forward_steps : int
+        Predicted steps run forward, the first sweep included.
+    peak_slots : float
+        Most fast slots the schedule takes.
+    writes, reads : int
+        Predicted transfers of states to and from the slow tiers.
+    stall_s : float
+        Predicted seconds the computing thread waits for transfers.
+    note : str
+        One sentence: what the planner does with these costs.
+    parameters : mapping
+        The planner's own numbers, such as the interval.
+    candidates : tuple of UniformPlan
+        The plans this one was chosen from (including an equal of itself).
+    seal : tuple
+        What `sealing` vouches for; see `sealed`.
+    """
+
+    FORMAT: ClassVar[str] = "multistage-plan-1"
+    UNIT: ClassVar[str] = "steps"
+
+    # `field()`: or what the base class has by these names would be their defaults.
+    planner: str = field()
+    n_steps: int = field()
+    slots: int
+    costs: Costs
+    make: Callable[[], Schedule] = field(repr=False, compare=False)
+    makespan_s: float
+    lower_bound_s: float = field()
+    forward_steps: int
+    peak_slots: float
+    writes: int = 0
+    reads: int = 0
+    stall_s: float = 0.0
+    note: str = ""
+    parameters: Mapping[str, float | int | str] = field(default_factory=dict)
+    candidates: tuple[UniformPlan, ...] = field(default=(), repr=False)
+    why: str = ""
+    seal: tuple[object, ...] = field(default=(), repr=False, compare=False)
+
+    def schedule(self) -> Schedule:
+        """Return a fresh, lazy schedule of this plan."""
+        return self.make()
+
+    @property
+    def sealed(self) -> bool:
+        """Whether this is what a planner of this package made, its schedule and its premises.
+
+        Schedules of sealed plans are run as they are; all others are judged
+        action by action.  Replacing `make`, `n_steps`, `slots` or `costs`
+        breaks the seal.
+        """
+        return self.seal == self._vouched()
+
+    def _vouched(self) -> tuple[object, ...]:
+        return self.make, self.n_steps, self.slots, self.costs
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of fast memory taken by checkpoints at the peak."""
+        return round(self.peak_slots * self.costs.state_bytes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the fast slots that the plan may take."""
+        return self.slots * self.costs.state_bytes
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The slow tiers of its costs."""
+        return self.costs.tiers
+
+    @property
+    def gap(self) -> float:
+        """How far the makespan lies above the lower bound, 0 at best."""
+        return gap_of(self.makespan_s, self.lower_bound_s)
+
+    def limits(self) -> dict[str, float | None]:
+        """Return what fast memory and each tier may hold, in bytes; None without bound."""
+        limits: dict[str, float | None] = {"fast": self.memory_bytes}
+        for tier in self.costs.tiers:
+            room = tier.capacity_states
+            limits[tier.name] = None if room is None else room * self.costs.state_bytes
+        return limits
+
+    def simulate(
+        self,
+        *,
+        tier: Tier | str | None = None,
+        jitter: Jitter | None = None,
+        seed: int = 0,
+        timed: Callable[[Action, Answer, float], None] | None = None,
+    ) -> Simulation:
+        """Run the plan in virtual time, with its own tier or another; see `simulate`.
+
+        Examples
+        --------
+        >>> from multistage import plan
+        >>> made = plan(Costs(1.0, 2.0), "5 slots", 100)
+        >>> made.simulate().makespan_s == made.makespan_s
+        True
+        """
+        known = None if self.planner == "online" else self.n_steps
+        costs = self.costs if tier is None else self.with_tier(tier).costs
+        return simulate(
+            self.schedule(), known, costs, self.slots, jitter=jitter, seed=seed, timed=timed
+        )
+
+    def with_tier(self, tier: Tier | str) -> UniformPlan:
+        """Return the plan with another tier in its place; the schedule stays.
+
+        Raises
+        ------
+        ArgumentError
+            If it has no tier, or several.
+        """
+        if len(self.tiers) != 1:
+            raise ArgumentError(f"the plan has {len(self.tiers)} tiers; one can be replaced")
+        costs = replace(self.costs, tiers=(Tier.parse(tier),))
+        return replace(self, costs=costs)
+
+    def row(self) -> dict[str, str | int | float]:
+        """Return the plan as one row of a table."""
+        return {
+            "planner": self.planner,
+            "makespan": format_seconds(self.makespan_s),
+            "above bound": f"{100 * self.gap:.2f} %",
+            "recompute": round(self.recompute_factor, 3),
+            "writes": self.writes,
+            "reads": self.reads,
+            "stall": format_seconds(self.stall_s),
+            "peak slots": round(self.peak_slots, 1),
+            "peak bytes": format_bytes(self.peak_bytes),
+        }
+
+    def table(self) -> str:
+        """Return the candidates side by side as text, the chosen one marked."""
+        plans = sorted(self.candidates or (self,), key=lambda plan: plan.makespan_s)
+        rows = [{"": ">" if plan.planner == self.planner else "", **plan.row()} for plan in plans]
+        return tabulate(rows, headers="keys", disable_numparse=True, stralign="right")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data, for JSON."""
+        return {
+            "format": self.FORMAT,
+            **self._facts(),
+            "n_steps": self.n_steps,
+            "slots": self.slots,
+            "why": self.why,
+            "candidates": [candidate._facts() for candidate in self.candidates],
+            "costs": self.costs.to_dict(),
+        }
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "planner": self.planner,
+            "makespan_s": self.makespan_s,
+            "lower_bound_s": self.lower_bound_s,
+            "recompute_factor": self.recompute_factor,
+            "writes": self.writes,
+            "reads": self.reads,
+            "stall_s": self.stall_s,
+            "peak_slots": self.peak_slots,
+            "peak_bytes": self.peak_bytes,
+            "parameters": dict(self.parameters),
+            "note": self.note,
+        }
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any]) -> UniformPlan:
+        """Return the plan that `to_dict` described, planned anew.
+
+        A schedule of steps that are alike follows from its planner, costs, slots and number
+        of steps; nothing else in the data counts.
+        """
+        from . import PLANNERS, plan
+
+        cls._require(data, ("planner", "costs", "slots", "n_steps"))
+        planner, costs = data["planner"], Costs.from_dict(data["costs"])
+        slots, n_steps = whole(data["slots"], "slots"), whole(data["n_steps"], "n_steps", 1)
+        if not isinstance(planner, str) or planner not in PLANNERS:
+            raise ArgumentError(
+                f"planner {shown(planner)} is none of {', '.join(PLANNERS)}; "
+                "its schedule is not in the file"
+            )
+        if data.get("candidates"):
+            found = plan(costs, f"{slots} slots", n_steps, progress=False)
+            if found.planner == planner:
+                return found
+        return PLANNERS[planner](costs, slots, n_steps)
+
+    def summary(self) -> str:
+        """Return the plan in one line."""
+        return (
+            f"plan {self.planner}: {self.n_steps} steps, {self.slots} fast slots of "
+            f"{format_bytes(self.costs.state_bytes)}"
+        )
+
+    def details(self) -> list[str]:
+        """Return the rest of what printing it shows."""
+        costs = self.costs
+        head = (
+            f"step {format_seconds(costs.forward_step_s)}, "
+            f"adjoint step {format_seconds(costs.turn_s)}"
+        )
+        if tier := costs.tier:
+            head += (
+                f"; tier {tier.name}: write {format_seconds(tier.write_s)}, "
+                f"read {format_seconds(tier.read_s)} per state "
+                f"(rho = {costs.rho:.3g})"
+            )
+        lines = [head, "", self.table(), "", f"lower bound {format_seconds(self.lower_bound_s)}"]
+        return [*lines, *(text for text in (self.note, self.why) if text)]
+
+
+def sealing(planner: Callable[P, UniformPlan]) -> Callable[P, UniformPlan]:
+    """Return a planner of this package whose plans are sealed, see `UniformPlan.sealed`.
+
+    What is sealed must have been tested: the tests run every planner of
+    `PLANNERS` through `check`.
+    """
+
+    @wraps(planner)
+    def sealed(*args: P.args, **kwargs: P.kwargs) -> UniformPlan:
+        made = planner(*args, **kwargs)
+        return replace(made, seal=made._vouched())
+
+    return sealed
+
+
+def require_steps(n_steps: int | None, planner: str) -> int:
+    """Return `n_steps`, known and at least 1.
+
+    Raises
+    ------
+    ArgumentError
+        Otherwise.
+    """
+    if n_steps is None:
+        raise ArgumentError(
+            f"planner {planner!r} must know n_steps beforehand; use planner 'online'"
+        )
+    try:
+        n = -1 if isinstance(n_steps, bool) else operator.index(n_steps)  # NumPy's ints too
+    except TypeError:
+        n = -1
+    if not 1 <= n <= MOST_STEPS:
+        raise ArgumentError(f"n_steps={shown(n_steps)} must be an int, at least 1 and at most 2^40")
+    return n
+
+
+def require_costs(costs: Costs) -> None:
+    """Raise ArgumentError unless these are costs of uniform steps."""
+    if not isinstance(costs, Costs):
+        raise ArgumentError(
+            f"costs={shown(costs)} must be multistage.Costs; for stages that differ there is "
+            "plan_chain"
+        )
+    for tier in costs.tiers:
+        if tier.shared:
+            raise ArgumentError(
+                f"tier {shown(tier.name)} is one channel for both directions (shared), planners of "
+                "steps that are alike count on two; leave shared out, or plan "
+                "StageCosts.uniform(...) by plan_chain"
+            )

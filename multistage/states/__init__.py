@@ -1,0 +1,1 @@
+"""States: how one is laid out, shared, copied and kept in fast memory."""

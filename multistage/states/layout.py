@@ -1,0 +1,265 @@
+"""The layout of a state: its tree, shapes and dtypes, and the way to raw buffers and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
+
+import numpy as np
+import optree
+
+from ..errors import StateError
+from .strides import Geometry, c_strides, flattened, geometry, restored
+
+Array = np.ndarray[Any, np.dtype[Any]]
+# For each leaf how it lies in memory, None for plain C order, or that it is a scalar.
+Packing = Sequence[Geometry | Literal["scalar"] | None]
+SCALAR: Final = "scalar"
+_ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Shape, dtype and place of one array in a record."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset: int
+    nbytes: int
+
+
+class Layout:
+    """Tree, shapes and dtypes that every state of a computation shares.
+
+    A leaf is an array, or a NumPy scalar where a step returns one in place of
+    a 0-d array: the two give different bits in some operators (`x**3`), so each
+    stays what it is.  A *record* is one state as raw bytes: its leaves one
+    after the other, each at a multiple of 64 bytes.
+
+    Attributes
+    ----------
+    leaves : tuple of Leaf
+    nbytes : int
+        Bytes of one record.
+    single : (shape, dtype) or None
+        Of the one array that is the whole state, if it is one.
+    spec : optree.PyTreeSpec
+    flat : type or None
+        Tuple, list or dict, if the state is one of arrays only.
+    fixed : bool
+        Whether no leaf of a state can be exchanged for another: its tree is
+        made of tuples only.
+
+    Examples
+    --------
+    >>> layout = Layout.of({"h": np.zeros(3), "c": np.zeros(5)})
+    >>> layout.nbytes, [leaf.path for leaf in layout.leaves]
+    (128, ["['c']", "['h']"])
+    """
+
+    def __init__(self, spec: optree.PyTreeSpec, leaves: tuple[Leaf, ...], nbytes: int) -> None:
+        self.spec = spec
+        self.leaves = leaves
+        self.nbytes = nbytes
+        self.single = (
+            (leaves[0].shape, leaves[0].dtype) if spec.is_leaf() and len(leaves) == 1 else None
+        )
+        self.fixed = _is_fixed(spec)
+        # A plain tuple, list or dict of arrays is looked into without walking a tree.
+        flat = spec.type in (tuple, list, dict) and all(c.is_leaf() for c in spec.children())
+        self.flat = spec.type if flat else None
+        self._kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        self._plain = [c_strides(leaf.shape, leaf.dtype.itemsize) for leaf in leaves]
+
+    @classmethod
+    def of(cls, state: object) -> Layout:
+        """Return the layout of a state.
+
+        Raises
+        ------
+        StateError
+            If a leaf is no plain NumPy array, holds objects, or there is none.
+        """
+        paths, values, spec = optree.tree_flatten_with_path(cast(Any, state), none_is_leaf=True)
+        if not values:
+            raise StateError("the state holds no array; it must be a pytree with at least one")
+        leaves: list[Leaf] = []
+        offset = 0
+        for path, value in zip(paths, values, strict=True):
+            name = "".join(f"[{key!r}]" for key in path)
+            array = _plain(value, name)
+            leaves.append(Leaf(name, array.shape, array.dtype, offset, array.nbytes))
+            offset += -(-array.nbytes // _ALIGN) * _ALIGN
+        _hashable(spec, state)
+        return cls(spec, tuple(leaves), max(offset, _ALIGN))
+
+    def arrays(self, state: object, where: int | str = "the state") -> list[Array]:
+        """Return the arrays of `state`, in record order.
+
+        Parameters
+        ----------
+        where : int or str
+            Index or description of the state, for the message.
+
+        Raises
+        ------
+        StateError
+            If tree, shape or dtype differ from this layout; the message names
+            the leaf and both values.
+        """
+        kind = type(state)
+        if kind is np.ndarray and (state.shape, state.dtype) == self.single:  # type: ignore[attr-defined]
+            return [cast(Array, state)]
+        if kind is self.flat:
+            found = self._level(state)
+            for value in found:
+                if type(value) is not np.ndarray:
+                    break
+            else:
+                if [(value.shape, value.dtype) for value in found] == self._kinds:
+                    return found
+        values, spec = optree.tree_flatten(cast(Any, state), none_is_leaf=True)
+        state_index = where if isinstance(where, int) else None
+        if spec != self.spec:
+            where = f"state {where}" if isinstance(where, int) else where
+            raise _differs(
+                state_index,
+                f"{where} changed its structure from {self.spec} to {spec}; "
+                "every state must have the tree of the first",
+            )
+        arrays = []
+        for leaf, value in zip(self.leaves, values, strict=True):
+            array = _plain(value, leaf.path, where)
+            if array.shape != leaf.shape or array.dtype != leaf.dtype:
+                where = f"state {where}" if isinstance(where, int) else where
+                raise _differs(
+                    state_index,
+                    f"{where} changed leaf {leaf.path or 'array'} from {leaf.shape} {leaf.dtype} "
+                    f"to {array.shape} {array.dtype}; every state must have the layout of the "
+                    "first",
+                )
+            arrays.append(array)
+        return arrays
+
+    def _level(self, state: Any) -> list[Any]:
+        """Return the leaves of a tuple, list or dict; none if its keys are others."""
+        if self.flat is not dict:
+            return list(state)
+        try:
+            return self.spec.flatten_up_to(state)
+        except ValueError:
+            return []
+
+    def state(self, arrays: Sequence[Array]) -> Any:
+        """Return the state made of `arrays`, the inverse of `arrays()`: a tree of its own."""
+        if self.single is not None:
+            return arrays[0]
+        if self.flat is tuple:
+            return tuple(arrays)
+        return optree.tree_unflatten(self.spec, arrays)
+
+    def views(self, record: Array) -> list[Array]:
+        """Return the arrays of a record as views into its bytes (uint8, at least `nbytes`)."""
+        return [
+            record[leaf.offset : leaf.offset + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
+            for leaf in self.leaves
+        ]
+
+    def pack(self, arrays: Sequence[Array]) -> tuple[list[Array], Packing | None]:
+        """Return what a store takes, C-contiguous arrays, and what `unpack` needs besides."""
+        return packed(arrays, self._plain)
+
+    def unpack(self, arrays: Sequence[Array], packing: Packing | None) -> list[Array]:
+        """Return the arrays that `pack` was given, from the store's copies."""
+        if packing is None:
+            return list(arrays)
+        return [
+            array if where is None else array[()] if where == SCALAR else restored(array, where)
+            for array, where in zip(arrays, packing, strict=True)
+        ]
+
+    def same_as(self, other: Layout) -> bool:
+        """Whether both describe the same states."""
+        return self.spec == other.spec and self.leaves == other.leaves
+
+
+def packed(
+    arrays: Sequence[Array], plain_strides: Sequence[tuple[int, ...]]
+) -> tuple[list[Array], Packing | None]:
+    """Return arrays, C-contiguous; those of the strides given as they are.  See `Layout.pack`."""
+    flat: list[Array] = []
+    packing: list[Geometry | Literal["scalar"] | None] = []
+    plain = True
+    for array, strides in zip(arrays, plain_strides, strict=True):
+        where: Geometry | Literal["scalar"] | None = None
+        if type(array) is not np.ndarray:
+            array, where = np.asarray(array), SCALAR
+        elif array.strides != strides or not array.flags.aligned:
+            if array.nbytes:
+                where = geometry(array)
+                array = flattened(array, where)
+            else:
+                array = np.ascontiguousarray(array).reshape(array.shape)
+        flat.append(array)
+        packing.append(where)
+        plain = plain and where is None
+    return flat, None if plain else packing
+
+
+def _differs(state: int | None, message: str, *, varies: bool = True) -> StateError:
+    error = StateError(message)
+    error.state, error.varies = state, varies
+    return error
+
+
+def _plain(value: object, path: str, where: int | str = "") -> Array:
+    """Return a leaf: an array, or a NumPy scalar, which has all that is asked of an array here."""
+    if type(value) is not np.ndarray and (
+        not isinstance(value, np.generic) or isinstance(value, np.void)  # which can be written to
+    ):
+        within = f"state {where}: " if isinstance(where, int) else where and f"{where}: "
+        raise _differs(
+            where if isinstance(where, int) else None,
+            f"{within}leaf {path or 'of the state'} is {type(value).__name__}; every leaf must be "
+            "a plain numpy.ndarray (wrap numbers with numpy.asarray)",
+            varies=False,
+        )
+    leaf = cast(Array, value)
+    if leaf.dtype.hasobject:
+        raise StateError(
+            f"leaf {path or 'of the state'} has dtype {leaf.dtype}, which holds Python objects; "
+            "use a numeric dtype"
+        )
+    return leaf
+
+
+def _is_fixed(spec: optree.PyTreeSpec) -> bool:
+    if spec.is_leaf():
+        return True
+    kind = spec.type
+    immutable = kind is tuple or optree.is_namedtuple_class(kind) or optree.is_structseq_class(kind)
+    return immutable and all(map(_is_fixed, spec.children()))
+
+
+def _hashable(spec: optree.PyTreeSpec, state: Any) -> None:
+    """Raise StateError if a registered node keeps in its metadata what a step could change.
+
+    A tree is made again with the metadata it had at first; a list in them
+    would be the one that the step has changed since.
+    """
+    if spec.is_leaf() or _is_fixed(spec):
+        return
+    kind = cast(type, spec.type)
+    children, metadata, _, _ = optree.tree_flatten_one_level(state, none_is_leaf=True)
+    if kind.__module__ not in ("builtins", "collections"):
+        try:
+            hash(metadata)
+        except TypeError as error:
+            raise StateError(
+                f"pytree node {kind.__name__} has metadata that can change ({error}); "
+                "make them hashable, or children of the node"
+            ) from None
+    for child, inner in zip(spec.children(), children, strict=True):
+        _hashable(child, inner)

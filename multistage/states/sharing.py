@@ -1,0 +1,363 @@
+"""Memory that two objects share: found in trees of arrays, and in objects that are no trees.
+
+An in-place chain overwrites the arrays of its live state.  A tape or an adjoint
+that refers to one of them would change with it, so what is shared is copied.
+An object that no tree is made of (an instance, a closure, a memoryview) cannot
+be copied without knowing what it means: one that shares memory with the state
+is refused, as is one that nothing can be seen of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import operator
+import sys
+import types
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import optree
+
+from ..errors import StateError
+from .layout import Array
+from .strides import duplicate
+
+T = TypeVar("T")
+
+# Values that refer to no memory that anybody writes to.
+_ATOMS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range}
+)
+_SEEN_MOST = 10_000  # objects looked at in one tape
+_WORK = 100_000  # of the search whether two arrays with strides share an element
+_WORD = object.__basicsize__ // 2
+
+
+def owner(array: Array) -> Array:
+    """Return the array behind a chain of views, the array itself if it is none."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+class Memory:
+    """The memory of some arrays.
+
+    Parameters
+    ----------
+    arrays : sequence of arrays
+        NumPy scalars among them are passed over.
+    """
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self._arrays = [array for array in arrays if isinstance(array, np.ndarray)]
+        self._owners = {id(owner(array)) for array in self._arrays}
+        self._borrowed = [array for array in self._arrays if not array.flags.owndata]
+
+    def meets(self, array: Array) -> bool:
+        """Whether an array may share memory with one of these."""
+        if array.flags.owndata and id(array) not in self._owners:
+            return any(np.may_share_memory(array, a) for a in self._borrowed)
+        return any(np.may_share_memory(array, a) for a in self._arrays)
+
+    def visibly_apart(self, tree: T) -> T:
+        """Return a tree with the arrays copied that share this memory, in dataclasses too.
+
+        Other objects are left: to look into them takes long.
+        """
+        kind = type(tree)
+        if kind in _ATOMS or not self._arrays:
+            return tree
+        if kind is np.ndarray:
+            return cast(T, self._array(tree))
+        leaves: Any = tree
+        if kind is dict:
+            leaves = cast(Any, tree).values()
+        elif kind is not tuple and kind is not list:
+            leaves = (None, tree)
+        for leaf in leaves:
+            if type(leaf) is np.ndarray:
+                if self.meets(leaf):
+                    break
+            elif type(leaf) not in _ATOMS:
+                break
+        else:
+            return tree
+        found = optree.tree_leaves(cast(Any, tree), none_is_leaf=True)
+        apart = list(map(self._visible, found))
+        if all(map(operator.is_, apart, found)):
+            return tree
+        spec = optree.tree_structure(cast(Any, tree), none_is_leaf=True)
+        return cast(T, spec.unflatten(apart))
+
+    def apart(self, tree: T, said: str) -> T:
+        """Return a tree with what shares this memory copied, or refused if it is no array.
+
+        Raises
+        ------
+        StateError
+            If an object in it that is no array shares this memory.
+        """
+        leaves, spec = optree.tree_flatten(cast(Any, tree), none_is_leaf=True)
+        return cast(T, spec.unflatten([self.leaf(leaf, said, strict=False) for leaf in leaves]))
+
+    def _visible(self, leaf: Any) -> Any:
+        if is_record(leaf):
+            return self.leaf(leaf, "the adjoint", strict=False)
+        return self._array(leaf)
+
+    def _array(self, leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray) and self.meets(leaf):
+            return duplicate(leaf)
+        return leaf
+
+    def leaf(self, leaf: Any, said: str, *, strict: bool = True) -> Any:
+        """Return a leaf of a tree, copied if it shares this memory.
+
+        Parameters
+        ----------
+        said : str
+            What the tree is, for the message.
+        strict : bool
+            Whether an object is refused that may share this memory unseen.
+
+        Raises
+        ------
+        StateError
+            If an object that is no array shares this memory.
+        """
+        if type(leaf) in _ATOMS:
+            return leaf
+        if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            return self._array(leaf)
+        if isinstance(leaf, np.generic):
+            return leaf.copy()
+        found = self._shared_by(leaf, strict)
+        if not found:
+            return leaf
+        if is_record(leaf):
+            return self._fields(leaf, said, strict)
+        raise StateError(
+            f"{said} holds a {_name(type(leaf))} that {found}, and the state is overwritten; give "
+            "arrays, or tuples, lists, dicts or dataclasses of arrays, or an object that refers "
+            "to copies"
+        )
+
+    def _fields(self, leaf: Any, said: str, strict: bool) -> Any:
+        """Return a copy of a dataclass instance, its attributes apart."""
+        made = copy.copy(leaf)
+        names = {field.name for field in dataclasses.fields(leaf)} | set(
+            getattr(leaf, "__dict__", ())
+        )
+        for name in names:
+            if hasattr(leaf, name):
+                leaves, spec = optree.tree_flatten(getattr(leaf, name), none_is_leaf=True)
+                inner = f"{said}, in {_name(type(leaf))}.{name},"
+                value = spec.unflatten([self.leaf(each, inner, strict=strict) for each in leaves])
+                object.__setattr__(made, name, value)
+        return made
+
+    def _shared_by(self, leaf: Any, strict: bool) -> str:
+        """Return how an object shares this memory, "" if it does not."""
+        try:
+            for array in arrays_in(leaf):
+                if self.meets(array):
+                    return "shares memory with the state"
+        except _Unseen as unseen:
+            return f"may refer to the state unseen, through a {unseen}" if strict else ""
+        return ""
+
+
+def is_record(leaf: Any) -> bool:
+    """Whether a leaf is an instance of a dataclass."""
+    return hasattr(type(leaf), "__dataclass_fields__")
+
+
+class _Unseen(Exception):
+    """An object that nothing can be seen of; its type's name."""
+
+
+def arrays_in(root: Any) -> Iterator[Array]:
+    """Yield the arrays that an object refers to, through whatever Python can look into.
+
+    Functions are looked into through their closures and defaults, not their
+    globals.  Raises `_Unseen` at an object of an extension that may hold
+    memory, and after very many objects.
+    """
+    seen: dict[int, Any] = {}
+    left = [root]
+    while left:
+        value = left.pop()
+        kind = type(value)
+        if kind in _ATOMS or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if len(seen) > _SEEN_MOST:
+            raise _Unseen(f"{_name(type(root))} of more than {_SEEN_MOST} objects")
+        if isinstance(value, np.ndarray):
+            yield value
+            left.extend(value.flat if value.dtype.hasobject else ())
+            left.extend(getattr(value, "__dict__", {}).values())
+            continue
+        if isinstance(value, (type, types.ModuleType, types.CodeType, np.dtype, np.generic)):
+            continue
+        if isinstance(value, types.FunctionType):
+            left += [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
+            continue
+        if kind is weakref.ref:
+            left.append(value())
+            continue
+        lent = _lent(value)
+        if lent is not None:
+            yield lent
+        elif _is_opaque(kind):
+            raise _Unseen(_name(kind))
+        if isinstance(value, dict) and "__builtins__" in value and "__name__" in value:
+            continue  # the globals of a module
+        left.extend(gc.get_referents(value))
+
+
+def _lent(value: Any) -> Array | None:
+    """Return the memory that an object lends as an array, None if it lends none."""
+    try:
+        return np.asarray(memoryview(value))
+    except (TypeError, ValueError, BufferError, NotImplementedError):
+        pass
+    # A tensor with a graph holds more than its own memory.
+    if hasattr(type(value), "__array__") and getattr(value, "grad_fn", None) is None:
+        try:
+            return np.asarray(value)
+        except Exception:  # whatever a stranger's conversion raises
+            return None
+    return None
+
+
+def _is_opaque(kind: type) -> bool:
+    """Whether instances may hold what the garbage collector is not shown.
+
+    Python's own types show all they hold.  Those of an extension need room of
+    their own for anything else: instances are then larger than the attributes
+    of their Python classes make them.
+    """
+    room = 0
+    base: type | None = kind
+    while base is not None and base.__module__.partition(".")[0] not in sys.stdlib_module_names:
+        room += sum(type(each) is types.MemberDescriptorType for each in vars(base).values())
+        base = base.__base__
+    assert base is not None  # object is the last
+    room += (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    if kind.__module__.startswith("numpy.random"):
+        return False
+    return kind.__basicsize__ > base.__basicsize__ + room * _WORD
+
+
+def _name(kind: type) -> str:
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+class Frozen:
+    """Arrays that may not be written to while somebody holds them.
+
+    NumPy makes no view of a read-only array writeable: one that is given back
+    while the owner of its memory is held becomes so together with the owner.
+    """
+
+    def __init__(self) -> None:
+        # id -> [array, holders, views of it that were given back before it ...]
+        self.entries: dict[int, list[Any]] = {}
+        # Of a sweep that is dropped, not ended: the caller gets the arrays back as they were.
+        weakref.finalize(self, _thaw, self.entries).atexit = False
+
+    def hold(self, array: Array) -> None:
+        """Mark an array read-only.  One that was so before stays so for ever."""
+        entry = self.entries.get(id(array))
+        if entry is not None:
+            entry[1] += 1
+        elif array.flags.writeable:
+            array.flags.writeable = False
+            self.entries[id(array)] = [array, 1]
+
+    def free(self, array: Any) -> None:
+        """Give an array back; writeable again when nobody holds it any more."""
+        entry = self.entries.get(id(array))
+        if entry is not None:
+            entry[1] -= 1
+            if not entry[1]:
+                del self.entries[id(array)]
+                thaw(self.entries, entry)
+
+    def free_all(self) -> None:
+        """Give back all of them."""
+        _thaw(self.entries)
+
+
+def thaw(entries: dict[int, list[Any]], entry: list[Any]) -> None:
+    """Make the array of an entry that was taken out writeable, and views of it that wait for it."""
+    array, _, *views = entry
+    whole = owner(array)
+    held = entries.get(id(whole))
+    if held is not None:
+        held += [array, *views]
+        return
+    for each in (array, *views):
+        with contextlib.suppress(ValueError):  # another run holds the owner
+            each.flags.writeable = True
+
+
+def _thaw(entries: dict[int, list[Any]]) -> None:
+    while entries:
+        _, entry = entries.popitem()
+        thaw(entries, entry)
+
+
+def references(values: Sequence[Any], k: int) -> int:
+    """Return how many references there are to a value, but for those of this call."""
+    return sys.getrefcount(values[k]) - _CALLS
+
+
+def _calibrated() -> int:
+    values = [np.empty(0)]
+    return sys.getrefcount(values[0]) - 1
+
+
+_CALLS = _calibrated()
+
+
+def lone_owners(views: Sequence[Array]) -> set[int]:
+    """Return the ids of the arrays, owning their memory, that only these views refer to."""
+    count: dict[int, int] = {}
+    owners: list[Any] = []
+    for view in views:
+        if id(view.base) not in count:
+            owners.append(view.base)
+        count[id(view.base)] = count.get(id(view.base), 0) + 1
+    return {
+        id(owners[k])
+        for k in range(len(owners))
+        if isinstance(owners[k], np.ndarray)
+        and owners[k].flags.owndata
+        and references(owners, k) == 1 + count[id(owners[k])]  # the list, and the views
+    }
+
+
+def overlap(arrays: Sequence[Any]) -> bool:
+    """Whether any two of these arrays share memory."""
+    for k, array in enumerate(arrays):
+        for other in arrays[k + 1 :]:
+            if not np.may_share_memory(array, other):  # their bounds: quick
+                continue
+            try:
+                if np.shares_memory(array, other, max_work=_WORK):  # type: ignore[arg-type]
+                    return True
+            except np.exceptions.TooHardError:
+                return True
+    return False

@@ -1,0 +1,1 @@
+"""Helpers that know nothing of schedules: numbers, units, progress bars, interrupts."""

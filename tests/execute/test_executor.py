@@ -1,0 +1,623 @@
+"""The executor: the adjoint is that of store-all bit for bit, whatever fails."""
+
+from __future__ import annotations
+
+import tracemalloc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chains import CHAINS, TAPED, raw, store_all
+
+from multistage.actions import (
+    Action,
+    Advance,
+    Await,
+    Drop,
+    EndForward,
+    Free,
+    Get,
+    Load,
+    Offer,
+    Put,
+    Reverse,
+    Save,
+    Schedule,
+    Tape,
+)
+from multistage.backends import FileStore, MemoryStore, Store
+from multistage.backends.testing import FaultyStore
+from multistage.errors import (
+    BudgetError,
+    CheckpointWarning,
+    MultistageError,
+    ScheduleError,
+    StateError,
+)
+from multistage.execute.executor import Executor
+from multistage.model.chain import FunctionChain, InPlaceChain
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
+from multistage.planners import PLANNERS, UniformPlan
+from multistage.schedule.rules import Rules, check
+from multistage.schedule.simulation import simulate
+from multistage.states.layout import Layout
+
+N = 31
+SYNCHRONOUS = ("h-revolve", "disk-revolve", "periodic-disk", "stumm-walther")
+STREAMED = ("streaming", "interval", "online", *SYNCHRONOUS)
+TIERED = (*STREAMED, "periodic", "recursive", "mixed")
+STORES: dict[str, Callable[[Path], Store]] = {
+    "memory": lambda folder: MemoryStore(),
+    "file": lambda folder: FileStore(folder),
+    "direct": lambda folder: FileStore(folder, "direct"),
+    "aiofiles": lambda folder: FileStore(folder, "aiofiles", buffer_bytes=0),
+}
+answer = cache(store_all)
+
+
+def planned(
+    planner: str, chain: str = "nested", *, tier: bool = True, n: int = N, slots: int = 6
+) -> UniformPlan:
+    """Return a plan in few slots, or in as many as it takes."""
+    transfers = (0.5, 0.5) if planner in SYNCHRONOUS else (2.5, 2.0)  # so that states travel
+    costs = Costs(
+        1.0,
+        2.0,
+        tape_step_s=1.2 if chain in TAPED else None,
+        tape_bytes={"tape": 20, "in-place-tape": 5}.get(chain, 0),
+        state_bytes=10,
+        tiers=(Tier("file", *transfers),) if tier else (),
+    )
+    for enough in (slots, 15, 3 * n):
+        try:
+            return PLANNERS[planner](costs, enough, n)
+        except BudgetError:
+            continue
+    raise AssertionError(planner)
+
+
+def run_once(executor: Executor[Any, int], plan: UniformPlan, chain: str, n: int = N) -> None:
+    """Run one sweep and compare it with store-all."""
+    last, adjoint = answer(chain, n)
+    state = CHAINS[chain][1]()
+    assert raw(executor.forward(plan.schedule(), state)) == last
+    assert executor.reverse(1) == adjoint
+    assert all(array.flags.writeable for array in Layout.of(state).arrays(state))
+
+
+@contextmanager
+def opened(store: Store, chain: str = "nested", state: Any = None) -> Iterator[Store]:
+    store.open(Layout.of(CHAINS[chain][1]() if state is None else state))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def judged(plan: UniformPlan, n: int | None = N) -> Callable[[], Rules]:
+    costs = plan.costs
+    return partial(Rules, n, plan.slots, costs.tape_slots, state_is_tape=costs.state_is_tape)
+
+
+# ------------------------------------------------------------- equal to store-all
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_without_a_tier(planner: str, chain: str) -> None:
+    plan = planned(planner, chain, tier=False)
+    executor = Executor(CHAINS[chain][0](), (), tape_slots=plan.costs.tape_slots)
+    for _ in range(2):
+        run_once(executor, plan, chain)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("store", STORES)
+def test_with_a_tier(store: str, planner: str, chain: str, tmp_path: Path) -> None:
+    plan = planned(planner, chain)
+    with opened(STORES[store](tmp_path), chain) as tier:
+        executor = Executor(
+            CHAINS[chain][0](),
+            (tier,),
+            tape_slots=plan.costs.tape_slots,
+            rules=judged(plan),
+        )
+        for _ in range(3):
+            run_once(executor, plan, chain)
+            assert executor.counts.reverse_steps == N
+            assert executor.counts.lost == 0
+
+
+def test_states_do_travel() -> None:
+    for planner in TIERED:
+        with opened(MemoryStore()) as tier:
+            executor = Executor(CHAINS["nested"][0](), (tier,))
+            run_once(executor, planned(planner), "nested")
+            assert (executor.counts.writes > 0) == (planner in STREAMED)
+
+
+# ----------------------------------------------------------------- stores that fail
+
+
+def _faulty_sweep(plan: UniformPlan, chain: str = "nested", **faults: Any) -> FaultyStore:
+    """Run two sweeps on a store that fails; everything must be exact and judged legal."""
+    with opened(FaultyStore(MemoryStore(buffer_bytes=0, queue_depth=8), **faults), chain) as store:
+        executor = Executor(
+            CHAINS[chain][0](), (store,), tape_slots=plan.costs.tape_slots, rules=judged(plan)
+        )
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", CheckpointWarning)
+            run_once(executor, plan, chain)
+        lost = executor.counts.lost
+        assert len(seen) >= lost
+        assert all(issubclass(warning.category, CheckpointWarning) for warning in seen)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            run_once(executor, plan, chain)
+        assert isinstance(store, FaultyStore)
+        return store
+
+
+@pytest.mark.parametrize("fault", ["refuse", "lose_write", "lose_read"])
+@pytest.mark.parametrize("planner", STREAMED)
+def test_a_fault_at_every_call(planner: str, fault: str) -> None:
+    plan = planned(planner, slots=4)
+    with opened(FaultyStore(MemoryStore(buffer_bytes=0, queue_depth=8))) as counted:
+        run_once(Executor(CHAINS["nested"][0](), (counted,)), plan, "nested")
+        assert isinstance(counted, FaultyStore)
+        calls = {"refuse": counted.puts, "lose_write": counted.writes, "lose_read": counted.gets}
+    assert calls[fault] > 1
+    for number in range(calls[fault]):
+        _faulty_sweep(plan, **{fault: {number}})
+        _faulty_sweep(plan, **{fault: lambda k, number=number: k >= number})
+
+
+@pytest.mark.parametrize("chain", ["nested", "in-place-tape", "blocks-in-place"])
+@pytest.mark.parametrize("planner", STREAMED)
+def test_everything_fails(planner: str, chain: str) -> None:
+    plan = planned(planner, chain, slots=4)
+    for third in (2, 3, 5):
+        _faulty_sweep(
+            plan,
+            chain,
+            refuse=lambda k, third=third: k % third == 0,
+            lose_write=lambda k, third=third: k % third == 1,
+            lose_read=lambda k: k % 2 == 1,
+        )
+    assert _faulty_sweep(plan, chain, refuse=lambda k: True).writes == 0
+    _faulty_sweep(plan, chain, lose_write=lambda k: True)
+    _faulty_sweep(plan, chain, lose_read=lambda k: True)
+
+
+def test_a_lost_checkpoint_is_warned_of_and_counted() -> None:
+    plan = planned("interval")
+    with opened(FaultyStore(MemoryStore(buffer_bytes=0), lose_read={0})) as store:
+        executor = Executor(CHAINS["nested"][0](), (store,))
+        with pytest.warns(CheckpointWarning, match=r"checkpoint \d+ of tier 'memory' is lost"):
+            run_once(executor, plan, "nested")
+        assert executor.counts.lost == 1
+        assert executor.counts.forward_steps + executor.counts.recovered_steps > plan.forward_steps
+
+
+def test_a_lost_write_is_known_when_it_is_awaited() -> None:
+    plan = planned("streaming")
+    with opened(FaultyStore(MemoryStore(buffer_bytes=0), lose_write={0})) as store:
+        executor = Executor(CHAINS["nested"][0](), (store,), rules=judged(plan))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            run_once(executor, plan, "nested")
+        assert "could not be written" in str(seen[0].message)
+        assert executor.counts.lost == len(seen)
+
+
+def test_a_static_schedule_survives_the_loss_of_all() -> None:
+    """Schedules that look at no answer: what is lost is made again at its Load."""
+    made = [Put(0), Await(0), Advance(0, 1), Put(1), Await(1), Advance(1, 3), Put(3), Await(2)]
+    made += [Tape(3), EndForward(), Reverse(3), Get(1), Await(3), Load(1), Advance(1, 2)]
+    made += [Reverse(2), Load(1), Reverse(1), Free(1), Drop(1), Load(0), Reverse(0), Drop(0)]
+    made.insert(-1, Drop(3))
+    for fault in ("lose_write", "lose_read", "refuse"):
+        with opened(FaultyStore(MemoryStore(), **{fault: lambda k: True})) as store:
+            executor = Executor(CHAINS["nested"][0](), (store,))
+            for _ in range(2):
+                start = CHAINS["nested"][1]()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", CheckpointWarning)
+                    last = executor.forward(iter(made), start)
+                    assert (raw(last), executor.reverse(1)) == answer("nested", 4)
+
+
+@pytest.mark.parametrize("chain", ["nested", "in-place", "in-place-tape", "blocks-in-place"])
+@pytest.mark.parametrize("fault", ["lose_write", "lose_read", "refuse"])
+def test_a_lost_slot_can_be_freed(fault: str, chain: str) -> None:
+    """A Free of what a Get read in vain: of state 0, which needs no slot, and of one not loaded."""
+    made = [Put(0), Await(0), Advance(0, 1), Put(1), Await(1), Advance(1, 2), Tape(2)]
+    made += [EndForward(), Reverse(2), Get(1), Await(2), Free(1), Get(0), Await(3), Load(0)]
+    made += [Advance(0, 1), Reverse(1), Load(0), Reverse(0), Free(0), Drop(1), Drop(0)]
+    check(iter(made), 3, 3)
+    with opened(FaultyStore(MemoryStore(), **{fault: lambda k: True}), chain) as store:
+        executor = Executor(CHAINS[chain][0](), (store,))
+        for _ in range(2):
+            start = CHAINS[chain][1]()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", CheckpointWarning)
+                last = raw(executor.forward(iter(made), start))
+                assert (last, executor.reverse(1)) == answer(chain, 3)
+        with pytest.raises(ScheduleError, match="no slot holds it"):
+            executor.forward([Free(0)], CHAINS[chain][1]())
+
+
+@pytest.mark.parametrize("chain", ["nested", "in-place", "in-place-tape", "blocks", "fortran"])
+@pytest.mark.parametrize("nearest", ["held", "stored", "none"])
+def test_a_lost_state_is_made_from_the_nearest(nearest: str, chain: str) -> None:
+    made: list[Action] = [Advance(0, 2)]
+    made += {"held": [Save(2)], "stored": [Put(2), Await(0)], "none": []}[nearest]
+    token = int(nearest == "stored")
+    made += [Advance(2, 3), Put(3), Await(token), Advance(3, 4), EndForward()]
+    made += [Get(3), Await(token + 1), Load(3), Reverse(3), Free(3)]
+    made += [Load(0), Advance(0, 2), Reverse(2), Load(0), Advance(0, 1), Reverse(1)]
+    made += [Load(0), Reverse(0), Drop(3)]
+    made += {"held": [Free(2)], "stored": [Drop(2)], "none": []}[nearest]
+    check(iter(made), 4, 2)
+    with opened(FaultyStore(MemoryStore(), lose_read={0}), chain) as store:
+        executor = Executor(CHAINS[chain][0](), (store,))
+        with pytest.warns(CheckpointWarning, match="checkpoint 3"):
+            last = raw(executor.forward(iter(made), CHAINS[chain][1]()))
+            assert (last, executor.reverse(1)) == answer(chain, 4)
+        assert executor.counts.recovered_steps == (3 if nearest == "none" else 1)
+
+
+@pytest.mark.parametrize("chain", ["nested", "in-place"])
+def test_a_lost_state_is_not_made_from_a_later_one(chain: str) -> None:
+    made: list[Action] = [Advance(0, 3), Put(3), Await(0), Advance(3, 4), Save(4)]
+    made += [Advance(4, 5), EndForward(), Load(4), Reverse(4)]
+    made += [Get(3), Await(1), Load(3), Reverse(3), Free(3), Free(4)]
+    made += [Load(0), Advance(0, 2), Reverse(2), Load(0), Advance(0, 1), Reverse(1)]
+    made += [Load(0), Reverse(0), Drop(3)]
+    check(iter(made), 5, 3)
+    with opened(FaultyStore(MemoryStore(), lose_read={0}), chain) as store:
+        executor = Executor(CHAINS[chain][0](), (store,))
+        with pytest.warns(CheckpointWarning, match="checkpoint 3"):
+            last = raw(executor.forward(iter(made), CHAINS[chain][1]()))
+            assert (last, executor.reverse(1)) == answer(chain, 5)
+        assert executor.counts.recovered_steps == 3
+
+
+# --------------------------------------------------------- the simulator's order
+
+
+@pytest.mark.parametrize("tier", [True, False])
+@pytest.mark.parametrize("planner", ["store-all", "revolve", "interval", "periodic", "recursive"])
+def test_the_order_is_the_simulators(planner: str, tier: bool) -> None:
+    plan = planned(planner, tier=tier)
+    performed: list[Action] = []
+    simulated: list[Action] = []
+
+    def recorded(into: list[Action]) -> Schedule:
+        schedule, reply = plan.schedule(), None
+        while True:
+            try:
+                action = schedule.send(reply)
+            except StopIteration:
+                return
+            into.append(action)
+            reply = yield action
+
+    simulate(recorded(simulated), N, plan.costs, plan.slots)
+    with opened(MemoryStore()) as store:
+        executor = Executor(CHAINS["nested"][0](), (store,))
+        assert raw(executor.forward(recorded(performed), CHAINS["nested"][1]()))
+        executor.reverse(1)
+    assert performed == simulated
+    assert len(performed) > N
+    assert executor.counts.forward_steps == plan.forward_steps
+
+
+# ------------------------------------------------------------------ operators
+
+
+class Boom(Exception):
+    """Raised by an operator."""
+
+
+class Bomb:
+    """A chain that raises at one call, and keeps every array it has made."""
+
+    def __init__(self, at: int, error: type[BaseException] = Boom) -> None:
+        self.at, self.error, self.calls = at, error, 0
+        self.made: list[Any] = []
+
+    def tick(self) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            raise self.error("bang")
+
+    def step(self, x: Any, i: int) -> Any:
+        self.tick()
+        self.made.append(np.cos(x) + i)
+        return self.made[-1]
+
+    def adjoint_step(self, x: Any, a: Any, i: int) -> Any:
+        self.tick()
+        return -np.sin(x) * a
+
+    def chain(self) -> FunctionChain[Any, Any]:
+        return FunctionChain(self.step, self.adjoint_step)
+
+
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+@pytest.mark.parametrize("planner", ["revolve", "streaming", "interval"])
+def test_an_operator_raises_at_every_call(planner: str, error: type[BaseException]) -> None:
+    n = 13
+    plan = planned(planner, n=n, slots=3)
+    start = np.linspace(0, 1, 7).copy()  # its own memory: marked read-only, not copied
+    store = MemoryStore()
+    store.open(Layout.of(start))
+    clean = Bomb(0)
+    executor = Executor(clean.chain(), (store,))
+    last = executor.forward(plan.schedule(), start)
+    adjoint = executor.reverse(np.ones(7))
+    for at in range(1, clean.calls + 1):
+        bomb = Bomb(at, error)
+        executor = Executor(bomb.chain(), (store,))
+        with pytest.raises(error, match="bang"):
+            executor.forward(plan.schedule(), start)
+            executor.reverse(np.ones(7))
+        assert start.flags.writeable
+        assert all(array.flags.writeable for array in bomb.made)
+        assert not store._index
+        with pytest.raises(MultistageError, match="needs a forward"):
+            executor.reverse(np.ones(7))
+        assert np.array_equal(executor.forward(plan.schedule(), start), last)
+        assert np.array_equal(executor.reverse(np.ones(7)), adjoint)
+        assert all(array.flags.writeable for array in bomb.made)
+    store.close()
+
+
+def test_a_step_that_overwrites_its_input() -> None:
+    def step(x: Any, i: int) -> Any:
+        x += 1
+        return x
+
+    executor = Executor(FunctionChain(step, lambda x, a, i: a), ())
+    start = np.zeros(3)
+    with pytest.raises(StateError, match=r"an operator wrote to a state.*InPlaceChain"):
+        executor.forward(planned("revolve").schedule(), start)
+    assert start.tolist() == [0, 0, 0]
+    assert start.flags.writeable
+
+
+def test_slots_are_given_back_though_closing_fails() -> None:
+    def schedule() -> Schedule:
+        try:
+            yield Advance(0, 3)
+        finally:
+            raise RuntimeError("close")
+
+    def step(x: Any, i: int) -> Any:
+        raise Boom("bang")
+
+    start = np.zeros(3)
+    with pytest.raises(RuntimeError, match="close"):
+        Executor(FunctionChain(step, lambda x, a, i: a), ()).forward(schedule(), start)
+    assert start.flags.writeable
+
+
+def test_other_value_errors_are_left_alone() -> None:
+    def step(x: Any, i: int) -> Any:
+        raise ValueError("no convergence")
+
+    executor = Executor(FunctionChain(step, lambda x, a, i: a), ())
+    with pytest.raises(ValueError, match="no convergence") as caught:
+        executor.forward(planned("revolve").schedule(), np.zeros(3))
+    assert not isinstance(caught.value, MultistageError)
+
+
+@pytest.mark.parametrize(
+    ("after", "message"),
+    [
+        (lambda x: np.append(x, 0.0), r"from \(3,\) float64 to \(4,\) float64"),
+        (lambda x: x.astype(np.float32), r"to \(3,\) float32"),
+        (lambda x: (x,), "changed its structure"),
+        (lambda x: x.tolist(), "changed its structure"),
+        (lambda x: np.ma.masked_array(x), "plain numpy.ndarray"),
+    ],
+)
+@pytest.mark.parametrize("planner", ["store-all", "revolve", "streaming"])
+def test_a_state_that_changes_its_layout(planner: str, after: Any, message: str) -> None:
+    chain = FunctionChain(lambda x, i: after(x) if i == N - 1 else x + 1, lambda x, a, i: a)
+    store = MemoryStore()
+    store.open(Layout.of(np.zeros(3)))
+    executor = Executor(chain, (store,))
+    for _ in range(2):
+        with pytest.raises(StateError, match=message):
+            executor.forward(planned(planner).schedule(), np.zeros(3))
+    store.close()
+
+
+@pytest.mark.parametrize("planner", ["store-all", "revolve", "streaming"])
+@pytest.mark.parametrize("tapes", [False, True])
+def test_the_step_that_changed_the_layout_is_named(planner: str, tapes: bool) -> None:
+    """Seen where the state is kept: revolve said "state 14" of one that step 4 returned."""
+
+    def step(x: Any, i: int) -> Any:
+        return {"a": np.append(x["a"], 0.0) if i == 4 else x["a"] + 1}
+
+    taping = {"tape_step": lambda x, i: (step(x, i), x)} if tapes else {}
+    executor = Executor(FunctionChain(step, lambda x, a, i: a, **taping), (store := MemoryStore(),))
+    start = {"a": np.zeros(3)}
+    store.open(Layout.of(start))
+    with pytest.raises(StateError, match=r"step 4 returned a state unlike the first: state 5 .*4,"):
+        executor.forward(planned(planner).schedule(), start)
+    assert start["a"].flags.writeable
+    store.close()
+
+
+def test_a_layout_that_differs_once_only_is_named_as_it_was_seen() -> None:
+    """Steps that do not repeat themselves: what is found when they run again is another thing."""
+    calls: list[int] = []
+
+    def step(x: Any, i: int) -> Any:
+        calls.append(i)
+        return np.append(x, 0.0) if calls.count(i) == 1 and i == 2 else x + 1
+
+    executor = Executor(FunctionChain(step, lambda x, a, i: a), ())
+    with pytest.raises(StateError, match=r"^state \d+ changed leaf"):
+        executor.forward(planned("revolve").schedule(), np.zeros(3))
+
+
+# ------------------------------------------------------------------- schedules
+
+_END: list[Action] = [Reverse(2), Load(0), Advance(0, 1), Reverse(1), Load(0), Reverse(0)]
+ILLEGAL: dict[str, list[Action]] = {
+    "no EndForward": [Advance(0, 3)],
+    "empty": [],
+    "wrong start": [Advance(1, 3), EndForward()],
+    "unfinished": [Advance(0, 2), Tape(2), EndForward(), Reverse(2)],
+    "reverse out of order": [Advance(0, 2), Tape(2), EndForward(), Reverse(1)],
+    "reverse of nothing": [Advance(0, 3), EndForward(), Reverse(2)],
+    "save of another": [Save(1)],
+    "tape of another": [Tape(1)],
+    "free of nothing": [Free(2)],
+    "await of nothing": [Await(0)],
+    "offer of another": [Offer(1)],
+    "put of another": [Put(1)],
+    "second EndForward": [Advance(0, 2), Tape(2), EndForward(), EndForward()],
+    "adjoint before the end": [Tape(0), Reverse(0)],
+}
+ILLEGAL_TOO: dict[str, list[Action]] = {
+    "load of nothing": [Advance(0, 2), Load(1)],
+    "get of nothing": [Get(1)],
+    "drop of nothing": [Drop(1)],
+    "too far": [Advance(0, 4), EndForward()],
+    "too early": [Advance(0, 2), EndForward()],
+    "too many slots": [Save(0), Advance(0, 1), Save(1), Advance(1, 2), Save(2)],
+    "slot left": [Save(0), Advance(0, 2), Tape(2), EndForward(), *_END],
+    "write left": [Put(0), Advance(0, 2), Tape(2), EndForward(), *_END],
+}
+
+
+def _perform(actions: list[Action], rules: Callable[[], Rules] | None) -> None:
+    store = MemoryStore()
+    start = np.zeros(3)
+    store.open(Layout.of(start))
+    try:
+        executor: Executor[Any, Any] = Executor(Bomb(0).chain(), (store,), rules=rules)
+        executor.forward(actions, start)
+        executor.reverse(start)
+    finally:
+        store.close()
+        assert start.flags.writeable
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_illegal_schedules_are_seen(name: str) -> None:
+    with pytest.raises(ScheduleError):
+        _perform(ILLEGAL[name], None)
+
+
+@pytest.mark.parametrize("name", ILLEGAL | ILLEGAL_TOO)
+def test_illegal_schedules_are_judged(name: str) -> None:
+    with pytest.raises(ScheduleError):
+        _perform((ILLEGAL | ILLEGAL_TOO)[name], partial(Rules, 3, 2))
+
+
+@pytest.mark.parametrize(
+    "chain", ["nested", "tape", "in-place", "in-place-tape", "blocks-tape", "blocks-in-place"]
+)
+def test_a_tape_leaves_the_live_state_alone(chain: str) -> None:
+    """Only a Reverse without a tape uses the live state up."""
+    made = [Advance(0, 1), Tape(1), EndForward(), Load(0), Reverse(1), Reverse(0)]
+    check(iter(made), 2, 0)
+    executor = Executor(CHAINS[chain][0](), ())
+    for _ in range(2):
+        last = raw(executor.forward(iter(made), CHAINS[chain][1]()))
+        assert (last, executor.reverse(1)) == answer(chain, 2)
+
+
+def test_a_used_tape_is_given_back() -> None:
+    made: list[Any] = []
+    given_back = []
+
+    def step(x: Any, i: int) -> Any:
+        made.append(np.cos(x) + i)
+        return made[-1]
+
+    def schedule() -> Schedule:
+        yield from (Tape(0), Tape(1), Tape(2), EndForward())
+        for i in (2, 1, 0):
+            yield Reverse(i)
+            given_back.append([array.flags.writeable for array in made[:2]])
+
+    executor: Executor[Any, Any] = Executor(FunctionChain(step, lambda x, a, i: a), ())
+    executor.forward(schedule(), np.zeros(3))
+    executor.reverse(np.ones(3))
+    assert given_back == [[False, True], [True, True], [True, True]]
+
+
+def test_a_list_of_actions_is_a_schedule() -> None:
+    _perform([Advance(0, 2), Tape(2), EndForward(), *_END], partial(Rules, 3, 2))
+
+
+# --------------------------------------------------------------------- memory
+
+
+def test_in_place_chains_reuse_their_slots() -> None:
+    plan = planned("revolve", n=200)
+    forward = InPlaceChain(lambda x, i, j: x.__iadd__(j - i), lambda x, a, i: a)
+    executor: Executor[Any, Any] = Executor(forward, ())
+    state = np.zeros(50_000)
+    for _ in range(2):
+        executor.forward(plan.schedule(), state)
+        tracemalloc.start()
+        executor.reverse(0)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        state[...] = 0
+    assert peak < state.nbytes  # the second sweep allocates no slot
+
+
+@pytest.mark.parametrize("planner", ["revolve", "streaming"])
+def test_memory_does_not_grow_with_the_steps(planner: str) -> None:
+    n, slots = 20_000, 20
+    state = np.zeros(8192, np.uint8)
+    plan = planned(planner, n=n, slots=slots)
+    with opened(MemoryStore(), state=state) as store:
+        chain: FunctionChain[Any, Any] = FunctionChain(lambda x, i: x.copy(), lambda x, a, i: a)
+        executor = Executor(chain, (store,))
+        tracemalloc.start()
+        executor.forward(plan.schedule(), state)
+        executor.reverse(state)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    # Slots, the timeline (bounded) and the index of what is in the tier.
+    assert peak < (slots + 4) * state.nbytes + 500 * executor.counts.writes + (8 << 20)
+    assert peak < n * state.nbytes / 10
+
+
+@pytest.mark.parametrize("chain", ["nested", "in-place"])
+def test_ctrl_c_between_keeping_state_0_and_the_run(
+    chain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """State 0 is given back, and the next sweep may begin with another."""
+    plan = planned("revolve", chain, tier=False)
+    executor = Executor(CHAINS[chain][0](), ())
+    state = CHAINS[chain][1]()
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("multistage.execute.executor.Sweep", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            executor.forward(plan.schedule(), state)
+    executor.abort()
+    assert all(array.flags.writeable for array in Layout.of(state).arrays(state))
+    run_once(executor, plan, chain)

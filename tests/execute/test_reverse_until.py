@@ -1,0 +1,266 @@
+"""`Executor.reverse_until`: adjoints that are asked for, instead of computed by the sweep."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import optree
+import pytest
+from chains import CHAINS, TAPED, raw, store_all
+
+from multistage.actions import (
+    Action,
+    Advance,
+    Answer,
+    Await,
+    Drop,
+    EndForward,
+    Evict,
+    Free,
+    Load,
+    Put,
+    Reverse,
+    Save,
+    Schedule,
+)
+from multistage.backends import MemoryStore, Store
+from multistage.backends.testing import FaultyStore
+from multistage.errors import CheckpointWarning, MultistageError, ScheduleError
+from multistage.execute.executor import Executor
+from multistage.execute.sweep import Sweep
+from multistage.model.chain import FunctionChain
+from multistage.model.costs import Costs, Tier
+from multistage.planners import PLANNERS, Plan
+from multistage.schedule.rules import Rules
+from multistage.states.layout import Layout
+
+N = 17
+
+
+def planned(planner: str, chain: str) -> Plan:
+    costs = Costs(
+        1.0,
+        2.0,
+        tape_step_s=1.2 if chain in TAPED else None,
+        tape_bytes={"tape": 20, "in-place-tape": 5}.get(chain, 0),
+        state_bytes=10,
+        tiers=(Tier("memory", 2.5, 2.0),),
+    )
+    return PLANNERS[planner](costs, {"periodic": 15, "store-all": 3 * N}.get(planner, 4), N)
+
+
+@contextmanager
+def swept(chain: str, plan: Plan, **faults: Any) -> Iterator[Executor[Any, Any]]:
+    """Open a tier; yield an executor that judges every action."""
+    store: Store = FaultyStore(MemoryStore(), **faults)
+    costs = plan.costs
+    store.open(Layout.of(CHAINS[chain][1]()))
+    try:
+        yield Executor(
+            CHAINS[chain][0](),
+            (store,),
+            tape_slots=costs.tape_slots,
+            rules=lambda: Rules(N, plan.slots, costs.tape_slots, state_is_tape=costs.state_is_tape),
+        )
+    finally:
+        store.close()
+
+
+def logged(schedule: Schedule, log: list[Action]) -> Schedule:
+    answer: Answer = None
+    while True:
+        try:
+            action = schedule.send(answer)
+        except StopIteration:
+            return
+        log.append(action)
+        answer = yield action
+
+
+def pushed(executor: Executor[Any, Any], plan: Plan, chain: str, log: list[Action]) -> Any:
+    executor.forward(logged(plan.schedule(), log), CHAINS[chain][1]())
+    return executor.reverse(1)
+
+
+def pulled(executor: Executor[Any, Any], plan: Plan, chain: str, log: list[Action]) -> Any:
+    executor.forward(logged(plan.schedule(), log), CHAINS[chain][1]())
+    operators, adjoint = CHAINS[chain][0](), 1
+    for i in reversed(range(N)):
+        adjoint = operators.reverse(executor.reverse_until(i), adjoint, i)
+    return executor.reverse(adjoint)
+
+
+@pytest.mark.parametrize("chain", [c for c in CHAINS if "workspace" not in c and "blocks" not in c])
+@pytest.mark.parametrize("planner", ["streaming", "revolve", "periodic", "store-all"])
+def test_pull_and_push_do_the_same(planner: str, chain: str) -> None:
+    plan = planned(planner, chain)
+    one: list[Action] = []
+    other: list[Action] = []
+    with swept(chain, plan) as executor:
+        for _ in range(2):
+            one.clear(), other.clear()
+            expected = pushed(executor, plan, chain, one)
+            peak = executor.counts.peak_slots
+            assert pulled(executor, plan, chain, other) == expected == store_all(chain, N)[1]
+            assert executor.counts.peak_slots == peak
+    if planner != "streaming":  # which decides from what a tier has taken
+        assert one == other
+
+
+@pytest.mark.parametrize("chain", ["nested", "tape", "in-place", "in-place-tape"])
+@pytest.mark.parametrize("planner", ["streaming", "revolve", "store-all"])
+def test_steps_are_asked_for_in_any_descending_order(planner: str, chain: str) -> None:
+    plan, make, start = planned(planner, chain), *CHAINS[chain]
+    operators, state = make(), start()
+    expected = []  # of each step, the adjoint of 1
+    for i in range(N):
+        if operators.state_is_tape:
+            tape = optree.tree_map(np.copy, state)
+            state = operators.advance(state, i, i + 1)
+        else:
+            state, tape = operators.tape(state, i)
+            tape = optree.tree_map(np.copy, tape)
+        expected.append(operators.reverse(tape, 1, i))
+    source = random.Random(f"{planner} {chain}")
+    with swept(chain, plan) as executor:
+        for count in (0, 1, 2, 5, 12):
+            executor.forward(plan.schedule(), start())
+            for i in sorted(source.sample(range(N), count), reverse=True):
+                for _ in range(source.choice([1, 1, 3])):
+                    tape = executor.reverse_until(i)
+                assert operators.reverse(tape, 1, i) == expected[i]
+            below = [source.randrange(i)] if count and i else []
+            for i in below:
+                executor.reverse_until(i)
+            if not count:
+                assert executor.reverse(1) == store_all(chain, N)[1]
+            executor.abort()
+
+
+def test_what_is_left_is_pushed() -> None:
+    plan = planned("streaming", "nested")
+    operators = CHAINS["nested"][0]()
+    with swept("nested", plan) as executor:
+        for until in (0, 1, 8, N - 1):
+            executor.forward(plan.schedule(), CHAINS["nested"][1]())
+            adjoint = 1
+            for i in reversed(range(until, N)):
+                adjoint = operators.reverse(executor.reverse_until(i), adjoint, i)
+            assert executor.reverse(adjoint) == store_all("nested", N)[1]
+
+
+def test_a_step_that_has_gone_by_is_refused_and_nothing_changes() -> None:
+    plan = planned("streaming", "nested")
+    operators = CHAINS["nested"][0]()
+    with swept("nested", plan) as executor:
+        executor.forward(plan.schedule(), CHAINS["nested"][1]())
+        adjoint = 1
+        for wrong in (N, -1):
+            with pytest.raises(MultistageError, match=f"steps 0 to {N - 1} are left"):
+                executor.reverse_until(wrong)
+        for i in reversed(range(N)):
+            adjoint = operators.reverse(executor.reverse_until(i), adjoint, i)
+            if i + 1 < N:
+                with pytest.raises(MultistageError, match="descending order"):
+                    executor.reverse_until(i + 1)
+        assert executor.reverse(adjoint) == store_all("nested", N)[1]
+
+
+def test_lost_checkpoints_are_computed_again_for_those_who_ask() -> None:
+    plan = planned("interval", "nested")
+    with swept("nested", plan, lose_read=lambda k: k % 2 == 0) as executor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            assert pulled(executor, plan, "nested", []) == store_all("nested", N)[1]
+        assert executor.counts.lost
+        assert executor.counts.reverse_steps == N
+
+
+def test_after_an_error_the_sweep_is_gone() -> None:
+    left = [N + 5]
+
+    def step(x: Any, i: int) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return np.sin(x) + i
+
+    chain: FunctionChain[Any, Any] = FunctionChain(step, lambda x, a, i: a * np.cos(x))
+    plan, state = PLANNERS["revolve"](Costs(1.0, 2.0), 3, N), np.linspace(0, 1, 4)
+    executor = Executor(chain, ())
+    executor.forward(plan.schedule(), state)
+    with pytest.raises(KeyboardInterrupt):
+        for i in reversed(range(N)):
+            executor.reverse_until(i)
+    for call in (lambda: executor.reverse_until(0), lambda: executor.reverse(state)):
+        with pytest.raises(MultistageError, match="needs a forward"):
+            call()
+    assert state.flags.writeable
+    executor.forward(plan.schedule(), state)
+    one = executor.reverse(np.ones(4))
+    executor.forward(plan.schedule(), state)
+    adjoint = np.ones(4)
+    for i in reversed(range(N)):
+        adjoint = chain.reverse(executor.reverse_until(i), adjoint, i)
+    assert raw(executor.reverse(adjoint)) == raw(one)
+
+
+ILLEGAL: dict[str, tuple[list[Action], str]] = {
+    "the schedule ends": ([Advance(0, 2), EndForward()], r"ended without Reverse\(1\)"),
+    "nothing to start from": ([Advance(0, 2), EndForward(), Reverse(1)], "neither its tape"),
+    "nothing for a step left out": (
+        [Advance(0, 1), Save(1), Advance(1, 3), EndForward(), Reverse(2), Reverse(1)],
+        "neither its tape",
+    ),
+    "another step": ([Advance(0, 2), EndForward(), Reverse(0)], "next adjoint step is 1"),
+}
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_illegal_schedules_are_refused(name: str) -> None:
+    actions, message = ILLEGAL[name]
+    executor: Executor[Any, Any] = Executor(CHAINS["nested"][0](), ())
+    executor.forward(actions, CHAINS["nested"][1]())
+    with pytest.raises(ScheduleError, match=message):
+        executor.reverse_until(1)
+    with pytest.raises(MultistageError, match="needs a forward"):
+        executor.reverse_until(0)
+
+
+@pytest.mark.parametrize("at", [EndForward(), Evict(2)], ids=["the turn", "an eviction"])
+def test_a_detour_goes_on_with_other_actions(at: Action) -> None:
+    """In place of an eviction or `EndForward`, and of all that is planned after it."""
+    planned = [Advance(0, 2), Save(2), Put(2), Advance(2, 4), Evict(2), EndForward()]
+    turned = [Await(0)] if isinstance(at, Evict) else []
+    others: list[Action] = [*turned, EndForward(), Load(0), Advance(0, 3), Reverse(3)]
+    for i in (2, 1, 0):
+        others += [Load(0), *([Advance(0, i)] if i else []), Reverse(i)]
+    others += [Drop(2), *([Free(2)] if isinstance(at, Evict) else [])]
+    asked: list[Action] = []
+
+    def detour(sweep: Sweep, action: Evict | EndForward) -> Schedule | None:
+        asked.append(action)
+        return (a for a in others) if action == at and asked.count(at) == 1 else None
+
+    store = MemoryStore()
+    store.open(Layout.of(CHAINS["nested"][1]()))
+    executor: Executor[Any, Any] = Executor(CHAINS["nested"][0](), (store,))
+    begun = executor._begun
+
+    def with_detour(*given: Any) -> Any:
+        sweep, *rest = begun(*given)
+        sweep.detour = detour
+        return sweep, *rest
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "_begun", with_detour)
+        last = executor.forward(planned, CHAINS["nested"][1]())
+    assert raw(last) == store_all("nested", 4)[0]
+    assert executor.reverse(1) == store_all("nested", 4)[1]
+    store.close()
+    assert asked == [Evict(2), EndForward()] + ([EndForward()] if at == EndForward() else [])

@@ -1,0 +1,337 @@
+"""Plans, planners and costs that a user gives: judged, or refused if they contradict the chain."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multistage import PLANNERS, Budget, Costs, Reversal, Tier, UniformPlan, plan
+from multistage.actions import (
+    Action,
+    Advance,
+    Await,
+    Drop,
+    EndForward,
+    Free,
+    Get,
+    Load,
+    Put,
+    Reverse,
+    Save,
+    Tape,
+)
+from multistage.backends import MemoryStore
+from multistage.backends.testing import FaultyStore
+from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, ScheduleError
+from multistage.execute import executor as execute
+from multistage.model.chain import FunctionChain, InPlaceChain
+from multistage.model.costs import NOT_KEPT
+from multistage.planners.bound import lower_bound
+from multistage.planners.single.revolve import revolve_schedule
+from multistage.planners.uniform import sealing
+
+N = 6
+COSTS = Costs(1.0, 2.0, tiers=(Tier("memory", 1.0, 1.0),))
+TAPED = Costs(1.0, 2.0, tape_step_s=1.0)
+
+
+def in_place(seen: list[int] | None = None) -> InPlaceChain[Any, Any]:
+    def forward(x: Any, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            if seen is not None:
+                seen.append(i)
+            x[:] = np.sin(x) * 1.5 + 0.1 * i
+
+    return InPlaceChain(forward, lambda x, a, i: a * np.cos(x) * 1.5)
+
+
+def taped() -> FunctionChain[Any, Any]:
+    return FunctionChain(
+        lambda x, i: np.sin(x),
+        lambda tape, a, i: a * tape,
+        lambda x, i: (np.sin(x), np.cos(x)),
+    )
+
+
+def start() -> Any:
+    return np.linspace(0.1, 1, 50)
+
+
+def made_of(
+    make: Callable[[], Any], costs: Costs = COSTS, slots: int = 2, n_steps: int = N
+) -> UniformPlan:
+    """Return a plan as a user's planner makes it."""
+    return UniformPlan(
+        planner="mine",
+        n_steps=n_steps,
+        slots=slots,
+        costs=costs,
+        make=make,
+        makespan_s=1.0,
+        lower_bound_s=lower_bound(costs, slots, n_steps),
+        forward_steps=n_steps,
+        peak_slots=slots,
+    )
+
+
+def gradient(planner: Any, **options: Any) -> Any:
+    settings: dict[str, Any] = {"budget": "2 slots", "tier": "memory:", "costs": COSTS, **options}
+    with Reversal(in_place(), n_steps=N, planner=planner, **settings) as run:
+        run.forward(start())
+        return run.reverse(np.ones(50))
+
+
+# Checkpoints on the tier; the slot under the first is freed when its write is awaited.
+LEGAL: list[Action] = [Save(0), Put(0), Advance(0, 3), Await(0), Free(0), Save(3), Put(3)]
+LEGAL += [Advance(3, 5), Await(1), Free(3), Tape(5), EndForward(), Reverse(5)]
+LEGAL += [Get(3), Await(2), Load(3), Advance(3, 4), Reverse(4), Load(3), Reverse(3), Free(3)]
+LEGAL += [Drop(3), Get(0), Await(3), Load(0), Advance(0, 2), Reverse(2)]
+LEGAL += [Load(0), Advance(0, 1), Reverse(1), Load(0), Reverse(0), Free(0), Drop(0)]
+# The same, freed before.
+EARLY: list[Action] = [action for action in LEGAL if action != Free(0)]
+EARLY.insert(2, Free(0))
+EARLY.insert(-1, Free(0))
+
+
+def of(actions: list[Action]) -> Callable[..., UniformPlan]:
+    return lambda *_: made_of(lambda: iter(actions))
+
+
+def test_a_planner_of_your_own_is_run() -> None:
+    assert (gradient(of(LEGAL)) == gradient("revolve")).all()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        of(EARLY),
+        of(EARLY)(),
+        replace(plan(COSTS, "2 slots", N), make=of(EARLY)().make),
+        replace(PLANNERS["streaming"](COSTS, 2, N), make=of(EARLY)().make),
+    ],
+    ids=["planner", "plan", "replaced make", "replaced make of a planner"],
+)
+def test_a_slot_freed_under_a_write_is_refused_before_it_is_freed(given: Any) -> None:
+    with pytest.raises(ScheduleError, match=r"action 2: Free\(0\) but a write .* not awaited"):
+        gradient(given)
+
+
+def test_a_plan_that_says_fewer_slots_than_it_takes_is_refused() -> None:
+    greedy = replace(PLANNERS["revolve"](COSTS, 5, N), slots=2)
+    with pytest.raises(ScheduleError, match=r"Save\(\d\) needs 1 fast slot"):
+        gradient(greedy)
+    with pytest.raises(BudgetError, match="the plan takes 5 fast slots, the budget holds 2"):
+        gradient(lambda *_: PLANNERS["revolve"](COSTS, 5, N))
+
+
+def test_a_planner_put_into_the_dict_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLANNERS, "revolve", of(EARLY))
+    with pytest.raises(ScheduleError, match="not awaited"):
+        gradient("revolve")
+
+
+def test_schedules_of_our_planners_are_not_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(*_: Any) -> None:
+        raise AssertionError("judged")
+
+    expected = gradient("revolve")
+    monkeypatch.setattr(execute, "each_judged", judge)
+    for name in ("auto", "streaming", "revolve", "interval", "online"):
+        assert (gradient(name) == expected).all()
+    assert (gradient(plan(COSTS, "2 slots", N)) == expected).all()
+    assert (gradient(PLANNERS["revolve"]) == expected).all()
+    with pytest.raises(AssertionError, match="judged"):
+        gradient(of(LEGAL))
+    with pytest.raises(AssertionError, match="judged"):
+        gradient("revolve", checked=True)
+
+
+def test_what_breaks_a_seal() -> None:
+    made = plan(COSTS, "2 slots", N)
+    assert made.sealed
+    for same in (copy.copy(made), copy.deepcopy(made), replace(made, note="mine", why="")):
+        assert same.sealed
+    assert all(candidate.sealed for candidate in made.candidates)
+    for other in (
+        replace(made, slots=1),
+        replace(made, n_steps=N + 1),
+        replace(made, costs=TAPED),
+        replace(made, make=partial(revolve_schedule, 2, N)),
+        made_of(made.make, slots=made.slots),
+    ):
+        assert not other.sealed
+    assert sealing(of(LEGAL))().sealed
+
+
+@pytest.mark.parametrize("fault", ["refuse", "lose_write", "lose_read"])
+@pytest.mark.parametrize("lost", [{0}, {1}, {0, 1}])
+def test_a_judged_schedule_survives_lost_checkpoints(fault: str, lost: set[int]) -> None:
+    """A static schedule asks for what is lost as if it were there: that is no fault of its own."""
+    expected = gradient("revolve")
+    store = FaultyStore(MemoryStore(buffer_bytes=0), **{fault: lost.__contains__})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        assert (gradient(of(LEGAL), tier=store) == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "rule"),
+    [
+        (lambda *_: None, ArgumentError, "returned NoneType; it must return a UniformPlan"),
+        (lambda *_: made_of(list, n_steps=5), ArgumentError, "is for 5 steps, not n_steps=6"),
+        (lambda *_: made_of(list, slots=3), BudgetError, "takes 3 fast slots, the budget holds 2"),
+        (
+            lambda *_: made_of(list, costs=TAPED),
+            ArgumentError,
+            "in the plan's costs steps make tapes, here a state is its own tape",
+        ),
+        (lambda *_: made_of(lambda: iter(["Save(0)"])), ScheduleError, "'Save.0.' is no action"),
+    ],
+)
+def test_what_a_planner_returns_is_looked_at(given: Any, error: Any, rule: str) -> None:
+    with pytest.raises(error, match=rule):
+        gradient(given)
+
+
+@pytest.mark.parametrize(
+    ("chain", "costs", "rule"),
+    [
+        (taped, COSTS, r"a state is its own tape \(tape_step_s=None\), but this chain makes"),
+        (in_place, TAPED, r"steps make tapes \(tape_step_s=1\), but this chain's state is"),
+        (in_place, replace(COSTS, state_bytes=8, tape_bytes=4), "tape_bytes=4 .*leave tape_bytes"),
+    ],
+)
+def test_costs_of_another_kind_of_chain_are_refused(chain: Any, costs: Costs, rule: str) -> None:
+    with pytest.raises(ArgumentError, match=rule):
+        Reversal(chain(), n_steps=N, costs=costs)
+    made = plan(costs, "9 slots", N)
+    with pytest.raises(ArgumentError, match=rule):
+        Reversal(chain(), planner=made)
+
+
+def test_a_plan_for_smaller_tapes_is_refused() -> None:
+    made = plan(TAPED, "9 slots", N)
+    costs = replace(TAPED, state_bytes=8, tape_bytes=20)
+    with (
+        Reversal(taped(), planner=made, costs=costs) as run,
+        pytest.raises(ArgumentError, match=r"for tapes of 1 states, here one has 2\.5"),
+    ):
+        run.forward(start())
+
+
+def test_a_plan_that_keeps_states_only_serves_a_chain_with_one_tape() -> None:
+    chain = taped()
+    chain.one_tape = True
+    expected = None
+    for made in (
+        PLANNERS["revolve"](TAPED, 2, N),
+        PLANNERS["revolve"](replace(TAPED, tape_bytes=NOT_KEPT), 2, N),
+    ):
+        with Reversal(chain, planner=made, costs=TAPED) as run:
+            assert run.costs is not None and run.costs.one_tape
+            run.forward(start())
+            found = run.reverse(np.ones(50))
+        assert expected is None or (found == expected).all()
+        expected = found
+
+
+class Opaque:
+    """A tape that no tree of arrays is made of."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
+TAPES: dict[str, Callable[[Any], Any]] = {
+    "array": lambda array: array,
+    "tuple": lambda array: (1, array[: len(array) // 2], array[len(array) // 2 :]),
+    "object": Opaque,
+    "closure": lambda array: lambda: array,
+    "memoryview": memoryview,
+}
+
+
+def heavy(kind: str, size: int = 1000, grows: bool = False) -> FunctionChain[Any, float]:
+    """Return a chain whose tapes have `size` numbers, twenty times its state."""
+    table = np.zeros(100_000)  # all tapes refer to it: held anyway
+
+    def tape(x: Any, i: int) -> tuple[Any, Any]:
+        made = np.full(size * (i + 1 if grows else 1), x[0])
+        return np.sin(x), (table, TAPES[kind](made))
+
+    return FunctionChain(lambda x, i: np.sin(x), lambda tape, a, i: a + i, tape)
+
+
+def costs_of(tape_bytes: int) -> Costs:
+    return Costs(1.0, 2.0, tape_step_s=1.0, state_bytes=400, tape_bytes=tape_bytes)
+
+
+@pytest.mark.parametrize("kind", TAPES)
+@pytest.mark.parametrize("planner", ["store-all", "periodic", "recursive", "mixed"])
+def test_costs_for_smaller_tapes_are_stopped_at_the_budget(planner: str, kind: str) -> None:
+    run = Reversal(heavy(kind), n_steps=30, planner=planner, budget="40 slots", costs=costs_of(0))
+    with run, pytest.raises(BudgetError, match=r"takes 53\.\d+ fast slots of the 40 in"):
+        run.forward(start())
+        run.reverse(1.0)
+    assert run.report().counts.forward_steps < 32
+    with Reversal(
+        heavy(kind), n_steps=30, planner=planner, budget="900 slots", costs=costs_of(8000)
+    ) as run:
+        run.forward(start())
+        assert run.reverse(1.0) == 1 + sum(range(30))
+
+
+def test_tapes_that_grow_are_stopped_at_the_budget_and_planned_anew() -> None:
+    """Costs are measured at the first steps; what shows later is held to the budget, too."""
+    chain = heavy("array", 50, grows=True)
+    with Reversal(chain, n_steps=24, planner="store-all", budget="60 slots") as run:
+        with pytest.raises(BudgetError, match=r"Tape.*fast slots of the 60 in the budget"):
+            run.forward(start())
+        assert run.costs is not None
+        assert run.costs.tape_slots >= 4
+        with pytest.raises(BudgetError, match="store-all needs"):
+            run.forward(start())
+    with Reversal(chain, n_steps=24, planner="store-all", budget="600 slots") as run:
+        run.forward(start())
+        assert run.reverse(1.0) == 1 + sum(range(24))
+        assert run.report().counts.peak_slots > 100  # as tapes are, not as they were measured
+        assert run.prepare(start()).costs.tape_slots >= 14
+
+
+def test_a_refused_sweep_leaves_no_tape_alive() -> None:
+    """The error and the frame that raised it referred to each other: a resumed run had both."""
+    made: list[weakref.ref[Any]] = []
+
+    def tape_step(x: Any, i: int) -> Any:
+        tape = np.full(40, x[0])
+        made.append(weakref.ref(tape))
+        return x * 1.01, tape
+
+    chain = FunctionChain(lambda x, i: x * 1.01, lambda t, a, i: a * t[0], tape_step)
+    costs = Costs(1.0, 1.0, 1.0, state_bytes=64, tape_bytes=1)
+    gc.disable()
+    try:
+        with Reversal(
+            chain, n_steps=5, costs=costs, planner="store-all", budget=Budget(bytes=300)
+        ) as run:
+            with pytest.raises(BudgetError, match="a tape being"):
+                run.forward(np.ones(3))
+            assert made
+            assert all(tape() is None for tape in made)
+    finally:
+        gc.enable()
+
+
+def test_the_executor_stops_a_schedule_beyond_the_budget() -> None:
+    executor: execute.Executor[Any, Any] = execute.Executor(in_place(), (), slots=1)
+    with pytest.raises(BudgetError, match=r"Save\(step=1\) takes 2 fast slots of the 1"):
+        executor.forward([Save(0), Advance(0, 1), Save(1)], start())

@@ -1,0 +1,120 @@
+"""Costs of a chain: checks, JSON, printing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multistage import PLANNERS, Costs, Tier, simulate
+from multistage.errors import ArgumentError
+from multistage.model.costs import NOT_KEPT
+from multistage.model.stages import Stage, StageCosts
+
+
+def a_stage(**changes: object) -> Stage:
+    options: dict[str, object] = {
+        "name": "conv",
+        "forward_s": 1e-3,
+        "backward_s": 2e-3,
+        "output_bytes": 100,
+        "tape_bytes": 300,
+    }
+    return Stage(**{**options, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"forward_s": -1.0}, "forward_s=-1.0"),
+        ({"name": ["conv"]}, "name=.* must be a string"),
+        ({"backward_s": math.nan}, "backward_s=nan"),
+        ({"forward_s": "fast"}, "forward_s='fast'"),
+        ({"output_bytes": -2}, "output_bytes=-2"),
+        ({"spared_s": 1.5}, "cannot be more"),
+        ({"tape_bytes": (1 << 60) + 1}, "2\\^60"),
+        ({"tape_bytes": 1.5}, "tape_bytes=1.5"),
+        ({"tape_bytes": 99}, "the tape includes the output"),
+    ],
+)
+def test_what_is_wrong_is_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        a_stage(**changes)
+
+
+def test_defaults_and_printing() -> None:
+    costs = StageCosts((a_stage(), a_stage(gradient_bytes=7)), 50)
+    assert [stage.gradient_bytes for stage in costs.stages] == [100, 7]
+    assert "conv" in str(costs) and "300 B" in str(costs)
+    with pytest.raises(ArgumentError, match="at least one stage"):
+        StageCosts(())
+    with pytest.raises(ArgumentError, match="input_bytes"):
+        StageCosts((a_stage(),), -1)
+
+
+def test_files(tmp_path: Path) -> None:
+    costs = StageCosts((a_stage(), a_stage(name="relu", backward_overhead_bytes=9)), 50, 50)
+    costs.save(tmp_path / "costs.json")
+    assert StageCosts.load(tmp_path / "costs.json") == costs
+    for text, message in (
+        ("{}", "'format'"),
+        ("[", "not the costs"),
+        ('{"format": "multistage-stages-1"}', "stages"),
+        ('{"format": "multistage-stages-1", "stages": [{"x": 1}], "input_bytes": 1}', "x"),
+    ):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ArgumentError, match=message):
+            StageCosts.load(tmp_path / "bad.json")
+    with pytest.raises(ArgumentError, match="cannot be read"):
+        StageCosts.load(tmp_path / "none.json")
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["store-all", "revolve", "periodic", "h-revolve", "disk-revolve"]),
+    st.none() | st.floats(1.0, 3.0),
+    st.floats(1.0, 5.0),
+    st.integers(1, 40),
+    st.integers(1, 14),
+    st.booleans(),
+)
+def test_steps_that_are_alike_are_the_constant_case(
+    planner: str, tape_step_s: float | None, reverse_step_s: float, size: int, n: int, tier: bool
+) -> None:
+    """A schedule takes as long whether steps or stages are counted."""
+    tiers = (Tier("disk", 0.5, 0.7),) if tier else ()
+    costs = Costs(1.0, reverse_step_s, tape_step_s, size, tiers=tiers)
+    try:
+        made = PLANNERS[planner](costs, 13, n)
+    except ArgumentError:  # too little memory
+        return
+    alike = made.simulate()
+    stages = StageCosts.of(costs, n)
+    assert stages.is_uniform and len(stages) == n
+    each = simulate(made.schedule(), n, stages, tiers=tiers)
+    assert each.makespan_s == pytest.approx(alike.makespan_s)
+    assert (each.forward_steps, each.writes) == (alike.forward_steps, alike.writes)
+    # Beside the slots: state 0, the live state, one working tape; and what a held tape includes.
+    held = n if tape_step_s is not None and planner in ("store-all", "periodic") else 1
+    assert each.peak_bytes <= alike.peak_bytes + (3 + held) * size
+
+
+def test_what_steps_take_is_what_their_stages_take_on_average() -> None:
+    costs = Costs(2.0, 3.0, state_bytes=10, tiers=(Tier("disk", 4.0, 4.0),))
+    assert StageCosts.of(costs, 5).mean(costs.tiers) == costs
+    other = StageCosts((Stage("a", 1.0, 2.0, 10, 30), Stage("b", 3.0, 2.0, 10, 30)), 10)
+    assert not other.is_uniform and other[1].name == "b"
+    with pytest.raises(ArgumentError, match="tapes that are never kept have no size"):
+        StageCosts.of(Costs(1.0, 2.0, 1.0, tape_bytes=NOT_KEPT), 5)
+
+
+def test_files_of_costs_are_not_taken_for_one_another(tmp_path: Path) -> None:
+    steps, stages = Costs(1.0, 2.0), StageCosts.of(Costs(1.0, 2.0), 3)
+    for costs, other in ((steps, StageCosts), (stages, Costs)):
+        costs.save(tmp_path / "costs.json")
+        assert type(costs).load(tmp_path / "costs.json") == costs
+        with pytest.raises(ArgumentError, match=f"'format' must be '{other.FORMAT}'"):
+            other.load(tmp_path / "costs.json")

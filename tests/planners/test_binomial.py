@@ -1,0 +1,140 @@
+"""Revolve's counts and schedules against brute force, pyrevolve's core and the C kernel."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multistage import native
+from multistage.actions import Advance, EndForward, Free, Load, Reverse, Save, Tape
+from multistage.planners.single.binomial import (
+    beta,
+    first_advance,
+    forward_and_reverse,
+    nu,
+    reverse_actions,
+    reverse_codes,
+)
+from multistage.schedule.rules import check
+
+
+@cache
+def brute_force(length: int, slots: int) -> int:
+    """Fewest forward steps over every choice of the first advance."""
+    if length == 1:
+        return 0
+    if slots == 1:
+        return length * (length - 1) // 2
+    return min(
+        m + brute_force(length - m, slots - 1) + brute_force(m, slots) for m in range(1, length)
+    )
+
+
+def test_counts_are_optimal() -> None:
+    for slots in range(1, 9):
+        for n in range(1, 41):
+            assert nu(n, slots) == brute_force(n, slots), (n, slots)
+
+
+def test_every_first_advance_is_optimal() -> None:
+    for slots in range(2, 9):
+        for n in range(2, 41):
+            m = first_advance(n, slots)
+            assert m + nu(n - m, slots - 1) + nu(m, slots) == nu(n, slots), (n, slots)
+
+
+def test_known_counts() -> None:
+    """n + nu(n, s) as tabulated in the literature."""
+    assert 1_000 + nu(1_000, 10) == 4_636
+    assert 10_000 + nu(10_000, 10) == 67_624
+    assert 100_000 + nu(100_000, 10) == 932_040
+    assert 100_000 + nu(100_000, 100) == 394_747
+    assert beta(3, 2) == 10
+    assert beta(3, -1) == 0
+
+
+@pytest.mark.parametrize(("n", "slots"), [(100, 3), (1_000, 10), (5_000, 20), (20_000, 5)])
+def test_counts_agree_with_pyrevolve(n: int, slots: int) -> None:
+    from pyrevolve import crevolve
+
+    assert crevolve.numforw(n, slots) == nu(n, slots)
+
+
+def test_every_small_schedule_is_legal_and_optimal() -> None:
+    for slots in range(1, 9):
+        for n in range(1, 41):
+            used = check(forward_and_reverse(reverse_actions(0, n, slots)), n, slots)
+            assert used.forward_steps == brute_force(n, slots) + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 3_000), slots=st.integers(1, 40))
+def test_long_schedules_are_legal_and_optimal(n: int, slots: int) -> None:
+    if slots == 1:
+        n = min(n, 200)
+    used = check(forward_and_reverse(reverse_actions(0, n, slots)), n, slots)
+    assert used.forward_steps == nu(n, slots) + 1
+    assert used.peak_slots <= slots
+
+
+@pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
+@settings(max_examples=200, deadline=None)
+@given(
+    start=st.integers(0, 1_000),
+    n=st.integers(1, 600),
+    slots=st.integers(0, 30),
+    keep=st.booleans(),
+)
+def test_the_kernel_equals_its_twin(start: int, n: int, slots: int, keep: bool) -> None:
+    if slots + keep == 0:
+        slots = 1
+    if slots + keep == 1:
+        n = min(n, 60)
+    batches = list(native.revolve_codes(start, start + n, slots, keep))
+    twin = reverse_codes(start, start + n, slots, keep)
+    assert [number for batch in batches for number in batch] == [
+        number for code in twin for number in code
+    ]
+
+
+def test_golden_replay() -> None:
+    """The exact order of operations for five steps and two slots."""
+    assert list(forward_and_reverse(reverse_actions(0, 5, 2))) == [
+        Save(0),
+        Advance(0, 2),
+        Save(2),
+        Advance(2, 4),
+        Tape(4),
+        EndForward(),
+        Reverse(4),
+        Load(2),
+        Advance(2, 3),
+        Reverse(3),
+        Load(2),
+        Free(2),
+        Reverse(2),
+        Load(0),
+        Advance(0, 1),
+        Reverse(1),
+        Load(0),
+        Free(0),
+        Reverse(0),
+    ]
+
+
+def test_a_held_start_stays() -> None:
+    actions = list(reverse_actions(7, 10, 0, keep_first=True))
+    assert Free(7) not in actions
+    assert Save(7) not in actions
+    assert [a.step for a in actions if isinstance(a, Reverse)] == [9, 8, 7]
+
+
+def test_a_billion_steps_start_at_once() -> None:
+    actions = reverse_actions(0, 10**9, 50)
+    first = list(islice(actions, 4))
+    assert isinstance(first[0], Save)
+    assert isinstance(first[1], Advance)

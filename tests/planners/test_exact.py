@@ -1,0 +1,73 @@
+"""The exact search: hand-made optima, its plain twin, its limits."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multistage import native
+from multistage.errors import ArgumentError
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
+from multistage.planners import exact
+from multistage.planners.exact import exact_makespan, whole_times
+from multistage.planners.single.binomial import nu
+
+
+def costs(turn: float, write: float, read: float) -> Costs:
+    return Costs(1.0, turn, tiers=(Tier(write_s=write, read_s=read),))
+
+
+def test_without_a_tier_revolve_is_the_optimum() -> None:
+    for n in range(1, 9):
+        for slots in (1, 2, 3):
+            assert exact_makespan(Costs(1.0, 2.0), slots, n) == nu(n, slots) + 1 + 2 * n
+
+
+def test_a_fast_tier_makes_recomputation_needless() -> None:
+    assert exact_makespan(costs(2.0, 1.0, 1.0), 3, 8) == 8 * 3
+
+
+def test_units_may_be_fractions() -> None:
+    assert exact_makespan(Costs(0.5, 1.0), 2, 6) == exact_makespan(Costs(1.0, 2.0), 2, 6) / 2
+    times, unit_s = whole_times(costs(1.5, 2.0, 0.5))
+    assert unit_s == 0.5
+    assert tuple(times) == (2, 3, 4, 1)
+
+
+@pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 6),
+    slots=st.integers(1, 3),
+    turn=st.integers(1, 3),
+    write=st.integers(1, 6),
+    read=st.integers(1, 6),
+)
+def test_the_kernel_equals_its_twin(n, slots, turn, write, read) -> None:
+    times, _ = whole_times(costs(float(turn), float(write), float(read)))
+    at_most = min(slots, n)
+    kernel = exact.native_search(times, at_most, n, 2_000_000)
+    assert kernel == exact._search(times, at_most, n, 2_000_000)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "slots", "n"),
+    [
+        (Costs(1.0, 2.0), 2, 13),
+        (Costs(1.0, 2.0), 2, 0),
+        (Costs(1.0, 2.0), 0, 5),
+        (Costs(1.0, 2.0, tape_step_s=1.0), 2, 5),
+        (costs(2.0, 1000.0, 1.0), 2, 5),
+        (costs(2.0, 0.0, 1.0), 2, 5),
+    ],
+)
+def test_bad_input(wrong: Costs, slots: int, n: int) -> None:
+    with pytest.raises(ArgumentError):
+        exact_makespan(wrong, slots, n)
+
+
+def test_too_small_a_limit_is_said() -> None:
+    with pytest.raises(ArgumentError, match="limit=1 states"):
+        exact_makespan(costs(2.0, 3.0, 7.0), 4, 12, limit=1)

@@ -1,0 +1,145 @@
+"""Plans of a chain with a slow tier: legal, within every limit, as fast as predicted."""
+
+import random
+
+import pytest
+from chain_judge import Judge
+
+from multistage import native
+from multistage.actions import Evict, Get, Put
+from multistage.errors import ArgumentError, BudgetError
+from multistage.model.stages import Stage, StageCosts
+from multistage.model.tier import Tier
+from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
+
+core = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
+
+
+def random_chain(rng, stages, kind):
+    """Return a chain of small whole numbers; kinds 0 equal stages, 1 unequal, 2 with overheads."""
+    sizes = [1 if kind == 0 else rng.randint(1, 3) for _ in range(stages + 1)]
+    made = []
+    for i in range(1, stages + 1):
+        tape = sizes[i] + (2 if kind == 0 else rng.randint(0, 4))
+        run, back = (1.0, 2.0) if kind == 0 else (rng.randint(1, 3), rng.randint(1, 4))
+        over = [rng.randint(0, 2) for _ in range(3)] if kind == 2 else [0, 0, 0]
+        spared = 0.5 if kind == 2 else 0.0
+        made.append(Stage(f"{i}", run, back, sizes[i], tape, sizes[i], *over, spared_s=spared))
+    return StageCosts(tuple(made), sizes[0], sizes[0])
+
+
+def random_tier(rng):
+    return Tier.of_rates(
+        rng.choice([0.5, 1.0, 2.0, float("inf")]),
+        rng.choice([0.5, 1.0, 2.0]),
+        rng.choice([0.0, 1.0]),
+        capacity_bytes=rng.choice([None, None, 6, 12]),
+        shared=rng.random() < 0.3,
+        tapes=rng.random() < 0.8,
+    )
+
+
+def layers(count, tape=40):
+    return StageCosts.uniform(count, Stage("layer", 1.0, 2.0, 10, tape), 10)
+
+
+@core
+def test_random_plans_hold_their_limits_and_their_makespans():
+    rng = random.Random(16)
+    with_tier = 0
+    for k in range(150):
+        costs, rates = random_chain(rng, rng.randint(2, 8), k % 3), random_tier(rng)
+        least = smallest_memory(costs)
+        without = plan_chain(costs, rng.randint(least, 2 * least))
+        plan = plan_chain(costs, without.memory_bytes, tiers=rates)
+        assert plan.no_tier_s == without.makespan_s
+        if plan.makespan_s == without.makespan_s:
+            assert plan.actions == without.actions
+            continue
+        assert plan.makespan_s < without.makespan_s
+        with_tier += 1
+        judge = Judge(costs, rates).run(plan.actions)
+        assert judge.now == pytest.approx(plan.makespan_s, rel=1e-12)
+        assert judge.waited == pytest.approx(plan.stall_s, abs=1e-9)
+        assert judge.peak <= plan.peak_bytes <= plan.memory_bytes
+        assert judge.tier_peak <= (rates.capacity_bytes or judge.tier_peak)
+        assert rates.tapes or not any(isinstance(a, Put) and a.tape for a in plan.actions)
+        for slower in ((3.0, 1.0), (1.0, 3.0), (0.5, 0.5)):
+            assert Judge(costs, rates, slower).run(plan.actions).peak <= plan.memory_bytes
+    assert with_tier > 40
+
+
+@core
+def test_plans_are_reproducible():
+    rng = random.Random(3)
+    costs = random_chain(rng, 30, 1)
+    plans = [plan_chain(costs, 0.3, tiers="write=2B/s") for _ in range(2)]
+    assert plans[0].actions == plans[1].actions
+
+
+@core
+def test_a_fast_tier_hides_everything():
+    plan = plan_chain(layers(20), 0.3, tiers="write=1GB/s")
+    assert plan.makespan_s == pytest.approx(60.0)
+    assert plan.makespan_s < plan.no_tier_s and plan.stall_s < 1e-5
+    puts = [a for a in plan.actions if isinstance(a, Put)]
+    evicts = [a for a in plan.actions if isinstance(a, Evict)]
+    gets = [a for a in plan.actions if isinstance(a, Get)]
+    things = [(a.step, a.tape) for a in puts]
+    assert things == [(a.step, a.tape) for a in evicts]
+    assert things[::-1] == [(a.step, a.tape) for a in gets]
+
+
+@core
+def test_a_tier_too_slow_to_help_leaves_the_plan_without_it():
+    without = plan_chain(layers(12), 0.4)
+    plan = plan_chain(layers(12), 0.4, tiers="write=1B/s")
+    assert plan.actions == without.actions and plan.makespan_s == without.makespan_s
+    assert plan.offload_s > plan.makespan_s
+
+
+@core
+def test_a_tier_too_small_for_any_state_leaves_the_plan_without_it():
+    without = plan_chain(layers(12), 0.4)
+    plan = plan_chain(layers(12), 0.4, tiers="write=1GB/s,capacity=9B")
+    assert plan.actions == without.actions
+
+
+@core
+def test_memory_too_small_without_the_tier_works_with_it():
+    with pytest.raises(BudgetError) as without:
+        plan_chain(layers(12), 60)
+    with pytest.raises(BudgetError, match="the smallest limit") as with_tier:
+        plan_chain(layers(12), 10, tiers="write=1B/s")
+    assert "< 80 bytes" in str(without.value) and "< 80 bytes" in str(with_tier.value)
+    # Recomputation runs stages beside a gradient; the first sweep, whose states travel, does not.
+    costly = StageCosts.uniform(12, Stage("layer", 1.0, 2.0, 10, 20, 30, 100), 10)
+    with pytest.raises(BudgetError) as refused:
+        plan_chain(costly, 20, tiers="write=1B/s")
+    least = int(str(refused.value).split("< ")[1].split(" bytes")[0])
+    with pytest.raises(BudgetError):
+        plan_chain(costly, least)
+    with pytest.raises(BudgetError):
+        plan_chain(costly, least - 1, tiers="write=1B/s")
+    plan = plan_chain(costly, least, tiers="write=1B/s")
+    assert plan.no_tier_s is None
+    judge = Judge(costly, plan.tier).run(plan.actions)
+    assert judge.peak <= least
+
+
+@core
+def test_where_every_tape_fits_the_tier_is_not_used():
+    plan = plan_chain(layers(4), tiers="write=1B/s")
+    assert plan.keeps_all and plan.makespan_s == plan.no_tier_s == plan.offload_s
+    assert str(plan.tier).startswith("slow: writes 1 B/s")
+
+
+@pytest.mark.parametrize("tiers", [(), 3, "fast", ["write=1GB/s", 3][1:]])
+def test_what_is_no_tier(tiers):
+    with pytest.raises(ArgumentError, match="write=2GB/s"):
+        plan_chain(layers(4), 0.5, tiers=tiers)
+
+
+def test_tiers_go_with_the_optimal_strategy():
+    with pytest.raises(ArgumentError, match="tiers go with strategy 'optimal', not 'revolve'"):
+        plan_chain(layers(4), 0.5, "revolve", tiers="write=1GB/s")

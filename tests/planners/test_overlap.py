@@ -1,0 +1,161 @@
+"""Synchronous schedules whose transfers run beside the steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multistage.actions import (
+    Action,
+    Advance,
+    Await,
+    Drop,
+    EndForward,
+    Free,
+    Get,
+    Load,
+    Offer,
+    Put,
+    Reverse,
+    Schedule,
+    Tape,
+    drive,
+)
+from multistage.backends import MemoryStore
+from multistage.backends.testing import FaultyStore
+from multistage.errors import CheckpointWarning, ScheduleError
+from multistage.execute.executor import Executor
+from multistage.model.chain import FunctionChain
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
+from multistage.planners.single.revolve import revolve_schedule
+from multistage.planners.streaming.overlap import on_tier, overlap
+from multistage.schedule.rules import check
+from multistage.schedule.simulation import simulate
+from multistage.states.layout import Layout
+
+
+def steps_run(schedule: object) -> list[Action]:
+    """The actions that compute, in order."""
+    seen = []
+    token = 0
+    for action, send in drive(schedule):  # type: ignore[arg-type]
+        if isinstance(action, Advance | Tape | Reverse | EndForward | Load):
+            seen.append(action)
+        elif isinstance(action, Put | Get):
+            send(token)
+            token += 1
+        elif isinstance(action, Await):
+            send(True)
+    return seen
+
+
+@given(
+    n=st.integers(1, 150),
+    stored=st.integers(1, 40),
+    slots=st.integers(1, 9),
+    write_s=st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+    read_s=st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+)
+@settings(deadline=None)
+def test_legal_same_steps_and_never_slower(
+    n: int, stored: int, slots: int, write_s: float, read_s: float
+) -> None:
+    def plain() -> object:
+        return on_tier(revolve_schedule(stored, n))
+
+    used = check(overlap(plain(), slots), n, slots)  # type: ignore[arg-type]
+    assert used.peak_slots <= slots
+    assert used.tier_peak.get(0, 0) <= stored
+    assert steps_run(overlap(plain(), slots)) == steps_run(plain())  # type: ignore[arg-type]
+    costs = Costs(1.0, 2.0, tiers=(Tier("slow", write_s, read_s),))
+    before = simulate(plain(), n, costs, slots)  # type: ignore[arg-type]
+    after = simulate(overlap(plain(), slots), n, costs, slots)  # type: ignore[arg-type]
+    assert after.makespan_s <= before.makespan_s + 1e-9
+    assert after.reads <= before.reads
+
+
+def test_hides_transfers_that_fit_behind_steps() -> None:
+    # As many checkpoints as steps, each transfer half a step: only the turn at
+    # the end of the forward sweep can show.
+    n, costs = 50, Costs(1.0, 1.0, tiers=(Tier("slow", 0.5, 0.5),))
+    run = simulate(overlap(on_tier(revolve_schedule(n, n)), 4), n, costs, 4)
+    assert run.makespan_s <= 2 * n + 1
+
+
+def test_no_read_takes_the_room_of_a_second_tape() -> None:
+    n, slots = 4, 3
+    actions = [
+        Put(0),
+        Await(0),
+        Advance(0, 2),
+        Tape(2),
+        Tape(3),  # takes two slots
+        EndForward(),
+        Reverse(3),
+        Reverse(2),
+        Get(0),
+        Await(1),
+        Load(0),
+        Advance(0, 1),
+        Reverse(1),
+        Load(0),
+        Reverse(0),
+        Free(0),
+        Drop(0),
+    ]
+    assert check(actions, n, slots, tape_slots=2.0).peak_slots == 2
+    seen: list[Action] = []
+
+    def watched() -> Schedule:
+        answer = None
+        moved = overlap(actions, slots - 1, tape_slots=2.0)
+        while True:
+            try:
+                seen.append(moved.send(answer))
+            except StopIteration:
+                return
+            answer = yield seen[-1]
+
+    check(watched(), n, slots - 1, tape_slots=2.0)
+    assert seen.index(Get(0)) > seen.index(Reverse(3))
+    seen.clear()
+    check(overlap(actions, slots, tape_slots=2.0), n, slots, tape_slots=2.0)
+
+
+def test_an_offer_is_no_static_schedule() -> None:
+    with pytest.raises(ScheduleError, match="static"):
+        check(overlap([Offer(0), Tape(0), EndForward(), Reverse(0)], 2), 1, 2)
+
+
+@pytest.mark.parametrize("fault", ["none", "write", "read"])
+def test_gradient_through_a_real_store(fault: str) -> None:
+    n, slots = 60, 4
+    chain = FunctionChain(lambda x, i: np.sin(x) + 0.01 * i, lambda x, a, i: np.cos(x) * a)
+    start, end = np.linspace(0, 1, 33), np.ones(33)
+
+    plain = Executor(chain, ())
+    plain.forward(revolve_schedule(n, n), start)
+    wanted = plain.reverse(end)
+
+    store = FaultyStore(
+        MemoryStore(),
+        lose_write={3, 17} if fault == "write" else (),
+        lose_read={0, 5} if fault == "read" else (),
+    )
+    store.open(Layout.of(start))
+    try:
+        executor = Executor(chain, (store,))
+        if fault == "none":
+            executor.forward(overlap(on_tier(revolve_schedule(9, n)), slots), start)
+            found = executor.reverse(end)
+        else:
+            with pytest.warns(CheckpointWarning):
+                executor.forward(overlap(on_tier(revolve_schedule(9, n)), slots), start)
+                found = executor.reverse(end)
+        assert np.array_equal(found, wanted)
+        assert executor.counts.peak_slots <= slots
+    finally:
+        store.close()

@@ -1,0 +1,293 @@
+"""Ctrl-C: real signals, in processes of their own, at chosen and at random moments."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from signals import ctrl_c_works as ctrl_c_works
+
+from multistage.support.interrupts import Shield
+
+CHILD = """
+import gc, json, os, random, signal, sys, threading
+from pathlib import Path
+import numpy as np
+from multistage import Costs, Reversal, Tier
+from multistage.errors import ArgumentError
+
+folder, engine, what = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+N, GIVEN = 200, Costs(2e-5, 4e-5, state_bytes=8_192, tiers=(Tier("file", 4e-5, 4e-5),))
+tier = "memory:" if engine == "memory" else f"file:{folder}?engine={engine}&buffers=0"
+hit = {"where": None, "step": 0}
+
+
+def at(where, i):
+    if hit["where"] == where and hit["step"] == i:
+        hit["where"] = None
+        os.kill(os.getpid(), signal.SIGINT)  # Python answers within a few instructions
+
+
+def step(x, i):
+    at("forward", i)
+    return np.sin(x) + 0.01 * i
+
+
+def adjoint_step(x, a, i):
+    at("reverse", i)
+    return np.cos(x) * a
+
+
+def pressed(delay, caught):
+    # Again after a while: Python drops a Ctrl-C that meets a finalizer, as design.md says.
+    while not caught.wait(delay):
+        os.kill(os.getpid(), signal.SIGINT)
+        delay = 2.0
+
+
+def left():
+    gc.collect()
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), os.listdir(folder)
+
+
+def swept(run):
+    run.forward(np.linspace(0, 1, 1024))
+    return run.reverse(np.ones(1024))
+
+
+def stopped(costs=GIVEN):
+    '''Run until Ctrl-C; return what the report says, and check that nothing is left.'''
+    before, start = left(), np.linspace(0, 1, 1024).copy()
+    told, caught = "", False
+    try:
+        with Reversal(step, adjoint_step, N, budget="12 slots", tier=tier, costs=costs,
+                      planner="streaming") as run:
+            run.forward(start)
+            run.reverse(np.ones(1024))
+    except KeyboardInterrupt:
+        caught = True
+        try:
+            report = run.report()
+            told = report.ended
+            assert report.to_dict()["ended"] == told and str(report) and report._repr_html_()
+            assert told or report.counts.reverse_steps == N
+        except ArgumentError as error:
+            told = str(error)
+    assert start.flags.writeable or not caught
+    assert left() == before, (left(), before)
+    return told, caught
+
+
+with Reversal(step, adjoint_step, N, budget="12 slots", tier=tier, costs=GIVEN,
+              planner="streaming") as run:
+    exact = swept(run)
+if "where" in what:
+    measured = what.pop("measured", False)
+    hit.update(what)
+    told, caught = stopped(None if measured else GIVEN)
+    print(json.dumps([caught, told]))
+else:
+    source, found = random.Random(what["seed"]), []
+    for _ in range(what["times"]):
+        caught, before = threading.Event(), threading.active_count()
+        presser = threading.Thread(target=pressed, args=(source.uniform(0, 0.08), caught))
+        try:
+            presser.start()
+            while True:  # sweeps until it comes
+                with Reversal(step, adjoint_step, N, budget="12 slots", tier=tier, costs=GIVEN,
+                              planner="streaming") as run:
+                    assert swept(run).tolist() == exact.tolist()
+        except KeyboardInterrupt:
+            caught.set()
+            presser.join()
+            found.append(1)
+        assert os.listdir(folder) == [], os.listdir(folder)
+        assert threading.active_count() == before, threading.enumerate()
+    print(json.dumps([len(found), ""]))
+with Reversal(step, adjoint_step, N, budget="12 slots", tier=tier, costs=GIVEN,
+              planner="streaming") as run:
+    assert swept(run).tolist() == exact.tolist()
+"""
+
+
+def child(folder: Path, engine: str, **what: Any) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(folder), engine, json.dumps(what)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("engine", ["memory", "aiofiles"])
+@pytest.mark.parametrize("step", [0, 7, 199])
+@pytest.mark.parametrize("where", ["forward", "reverse"])
+def test_a_partial_report(where: str, step: int, engine: str, tmp_path: Path) -> None:
+    caught, told = child(tmp_path, engine, where=where, step=step)
+    assert caught
+    assert f"interrupted in the {where} sweep: " in told
+    forward, reversed_ = _counts(told)
+    if where == "forward":
+        assert (reversed_, step - 5 <= forward <= step + 5) == (0, True)
+    else:
+        assert (forward, 199 - step - 1 <= reversed_ <= 199 - step + 1) == (200, True)
+
+
+def _counts(told: str) -> tuple[int, int]:
+    """Return the steps run forward and reversed, of a report's sentence."""
+    numbers = [int(word) for word in told.split(": ")[1].split() if word.isdigit()]
+    assert numbers[1] == 200, told
+    return numbers[0], numbers[2]
+
+
+def test_before_the_first_step(tmp_path: Path) -> None:
+    """While costs are measured: the operators are called then too."""
+    caught, told = child(tmp_path, "memory", where="forward", step=0, measured=True)
+    assert caught
+    assert "no step to tell of: the run was interrupted before its first step" in told
+
+
+@pytest.mark.parametrize("engine", ["memory", "native", "direct", "aiofiles"])
+def test_at_any_moment(engine: str, tmp_path: Path) -> None:
+    times, _ = child(tmp_path, engine, times=12, seed=7)
+    assert times == 12
+
+
+DURABLE = """
+import os, random, signal, sys, tempfile, threading
+import numpy as np
+from multistage import Costs, Reversal, Tier
+
+costs = Costs(2e-5, 4e-5, state_bytes=8_192, tiers=(Tier("file", 4e-5, 4e-5),))
+
+
+def run(folder):
+    with Reversal(lambda x, i: np.sin(x) + 0.01 * i, lambda x, a, i: np.cos(x) * a, 200,
+                  budget="12 slots", durable=folder, durable_every_s=0.0, costs=costs) as reversal:
+        reversal.forward(np.linspace(0, 1, 1024))
+        return reversal.reverse(np.ones(1024)).tobytes()
+
+
+def pressed(delay, caught):
+    # Again after a while: Python drops a Ctrl-C that meets a finalizer, as design.md says.
+    while not caught.wait(delay):
+        os.kill(os.getpid(), signal.SIGINT)
+        delay = 2.0
+
+
+exact, source = run(sys.argv[1] + "/first"), random.Random(1)
+for k in range(12):
+    folder, before = f"{sys.argv[1]}/{k}", threading.active_count()
+    caught = threading.Event()
+    presser = threading.Thread(target=pressed, args=(source.uniform(0, 0.3), caught))
+    try:
+        presser.start()
+        while True:
+            assert run(folder) == exact
+    except KeyboardInterrupt:
+        caught.set()
+        presser.join()
+    assert threading.active_count() == before, threading.enumerate()
+    assert run(folder) == exact  # resumed, by the same process
+print("done")
+"""
+
+
+def test_a_durable_run_at_any_moment(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DURABLE, str(tmp_path)], capture_output=True, text=True, timeout=280
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
+def test_ctrl_c_while_a_folder_is_tried_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reaches the caller, which a finalizer's exception does not, and all else is undone."""
+    from multistage.backends import FileStore, private
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(private, "_discard", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        FileStore(tmp_path).check()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+COMMAND = """
+import os, signal, sys
+from multistage.cli import main
+from multistage.demos.lstm import LSTM
+
+step, update = LSTM.step, LSTM.update
+left = [5 if sys.argv[1] == "measuring" else -1]
+
+
+def counted(self, *arguments):
+    left[0] -= 1
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGINT)
+    return step(self, *arguments)
+
+
+def updated(self, *arguments):  # the first sweep is over
+    if left[0] < 0:
+        left[0] = 300
+    return update(self, *arguments)
+
+
+LSTM.step, LSTM.update = counted, updated
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("when", ["measuring", "sweeping"])
+def test_the_command_line_tells_how_far_it_came(when: str, tmp_path: Path) -> None:
+    run = ["demo", "lstm", "--steps=400", "--width=8", "--batch=2", "--sweeps=3"]
+    run += ["--planner=revolve", "--tier=memory:", f"--output={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, when, *run], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.endswith("multistage: interrupted\n")
+    assert "Traceback" not in done.stderr
+    told = "Interrupted in the forward sweep: [0-9]+ of 400 steps run forward, 0 reversed"
+    assert bool(re.search(told, done.stderr)) == (when == "sweeping")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("up", [False, True])
+@pytest.mark.parametrize("call", ["signal", "getsignal"])
+@pytest.mark.parametrize("leaving", [False, True])
+def test_ctrl_c_while_a_shield_is_set_or_lowered(
+    leaving: bool, call: str, up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    real = getattr(signal, call)
+
+    def struck(*args: Any) -> Any:
+        found = real(*args)
+        monkeypatch.setattr(signal, call, real)
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            if not leaving:
+                monkeypatch.setattr(signal, call, struck)
+            with Shield(up):
+                if leaving:
+                    monkeypatch.setattr(signal, call, struck)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,354 @@
+"""Pictures: what they show is what was simulated or run, to the last number."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multistage import Costs, Stage, StageCosts, Tier, memory_curve, plan, plan_chain, simulate
+from multistage.actions import Advance, Await, Drop, EndForward, Free, Get, Load, Put, Reverse
+from multistage.errors import ArgumentError, BudgetError
+from multistage.planners import PLANNERS
+from multistage.planners.pictures.plans import plan_chart
+from multistage.planners.pictures.schedule import MOST_STEPS, chain_chart, course_chart, course_of
+from multistage.planners.pictures.trade_off import chain_trade_off_chart, trade_off_chart
+from multistage.planners.streaming.interval import paper_interval
+from multistage.planners.trade_off import trade_off
+from multistage.schedule.timeline import Timeline
+from multistage.view import save_chart
+from multistage.view.chart import Area, Bars, Chart, Line, Panel, Point, Strokes, apart, ticks
+from multistage.view.figure import to_figure
+from multistage.view.svg import to_svg
+from multistage.view.timeline import timeline_chart
+
+SSD = Tier("SSD", 4e-3, 4e-3, write_overhead_s=1e-4, read_overhead_s=3e-4)
+SLOW = Tier("SSD", 12e-3, 30e-3)
+COSTS = Costs(1e-3, 2e-3, state_bytes=1 << 20, tiers=(SSD,), action_s=1e-6)
+CHAIN = StageCosts(
+    tuple(
+        Stage(f"layer {i}", 1e-3 * (1 + i % 3), 2e-3, (10 + i % 4) << 20, (30 + 9 * (i % 5)) << 20)
+        for i in range(16)
+    ),
+    10 << 20,
+)
+
+
+def close(found: Any, expected: Any) -> bool:
+    """Whether two lists of points or segments are the same but for rounding."""
+    return len(found) == len(expected) and np.allclose(found, expected, rtol=1e-12)
+
+
+def stalling() -> tuple[Any, Any]:
+    made = paper_interval(Costs(1e-3, 2e-3, state_bytes=1 << 20, tiers=(SLOW,)), 6, 60)
+    return made, simulate(made.schedule(), 60, made.costs, 6)
+
+
+# ------------------------------------------------------------------- timelines
+
+
+def test_lanes_are_the_timelines() -> None:
+    """Every span is there, in its place, with the time of its kind."""
+    made, run = stalling()
+    chart = timeline_chart(run.timeline, "title", {"fast": 6 << 20})
+    lanes, fast, ssd = chart.panels
+    assert (chart.label, chart.high) == ("time (ms)", 1e3 * run.makespan_s)
+    for lane, kind in (("compute", "forward"), ("compute", "reverse"), ("compute", "stall"),
+                       ("write", "write"), ("read", "read")):  # fmt: skip
+        (bars,) = (m for m in lanes.marks if isinstance(m, Bars) and m.label == f"{lane}: {kind}")
+        assert bars.color == kind
+        spans = [s for s in run.timeline.lanes[lane] if s.kind == kind]
+        assert sum(width for _, width in bars.boxes) == pytest.approx(
+            1e3 * run.timeline.totals_s[kind]
+        )
+        assert bars.boxes[0][0] == pytest.approx(1e3 * spans[0].start_s)
+        assert sum(bars.boxes[-1]) == pytest.approx(1e3 * spans[-1].stop_s)
+    (marks,) = (m for m in lanes.marks if isinstance(m, Bars) and m.label == "stalls")
+    assert sum(width for _, width in marks.boxes) == pytest.approx(1e3 * run.stall_s)
+    assert run.stall_s > 0
+    for panel, curve in ((fast, "fast"), (ssd, "SSD")):
+        line = panel.marks[0]
+        assert isinstance(line, Line) and line.step
+        expected = [(1e3 * t, v / 2**20) for t, v in run.timeline.memory[curve]]
+        assert close(line.points[:-1], expected)
+    assert fast.marks[1].points[0][1] == 6.0  # the limit
+    assert fast.note == "peak 6.00 MiB of 6.00 MiB"
+    assert made.peak_slots == 6
+
+
+def test_a_stall_in_a_put_is_seen_too() -> None:
+    """The second Put waits from 1 to 9 for the first one's write; the Await from 9 to 18."""
+    costs = Costs(1.0, 2.0, tiers=(Tier("disk", 9.0, 0.5, queue_depth=1),))
+    actions = [Put(0), Advance(0, 1), Put(1), Advance(1, 2), EndForward(), Await(0), Await(1)]
+    for i in (1, 0):
+        actions += [Get(i), Await(3 - i), Load(i), Reverse(i), Free(i), Drop(i)]
+    run = simulate(actions, 2, costs, 3)
+    spans = [(s.start_s, s.stop_s) for s in run.timeline.lanes["compute"] if s.kind == "stall"]
+    assert spans[:2] == [(1.0, 9.0), (10.0, 18.0)]
+    assert run.stall_s == run.timeline.totals_s["stall"] == 17.0
+    made = replace(plan(costs, "3 slots", 2), make=lambda: (action for action in actions))
+    course, _ = course_of(made)
+    assert [(line[0], line[2]) for line in course.stalls[:2]] == [(1.0, 9.0), (10.0, 18.0)]
+
+
+def test_a_limit_far_above_is_told_in_words() -> None:
+    _, run = stalling()
+    chart = timeline_chart(run.timeline, limits={"SSD": 1 << 40})
+    assert [mark.label for mark in chart.panels[2].marks] == ["SSD"]
+    assert chart.panels[2].note.endswith("of 1.00 TiB")
+
+
+def test_an_empty_timeline_is_drawn(tmp_path: Path) -> None:
+    save_chart(timeline_chart(Timeline()), tmp_path / "empty.svg")
+    ElementTree.parse(tmp_path / "empty.svg")
+
+
+# ------------------------------------------------------------------- schedules
+
+
+@pytest.mark.parametrize("taped", [False, True])
+@pytest.mark.parametrize("tier", [None, SSD, SLOW], ids=["none", "ssd", "slow"])
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_strokes_are_the_simulations(planner: str, tier: Tier | None, taped: bool) -> None:
+    """Steps, seconds and stalls of the strokes are those of the simulation; nothing stays held."""
+    tiers = () if tier is None else (tier,)
+    costs = Costs(1e-3, 2e-3, 1.2e-3 if taped else None, 10, 20, tiers, action_s=1e-6)
+    try:
+        made = PLANNERS[planner](costs, 60, 120)
+    except BudgetError:
+        made = PLANNERS[planner](costs, 300, 120)
+    course, run = course_of(made)
+    assert sum(b - a for _, a, _, b in course.forward) == run.forward_steps
+    assert [(a, b) for _, a, _, b in course.reverse] == [(i + 1, i) for i in range(119, -1, -1)]
+    stalls_s = sum(stop - start for start, _, stop, _ in course.stalls)
+    assert math.isclose(stalls_s, run.stall_s, abs_tol=1e-9)
+    assert all(stop > start for start, _, stop, _ in course.stalls)
+    assert course.end_s == run.makespan_s
+    assert not course._held
+    # At no time more lines than slots.
+    edges = sorted((t, k) for line in course.fast for t, k in ((line[0], 1), (line[2], -1)))
+    held = itertools.accumulate(k for _, k in edges)
+    assert max(held, default=0) <= made.slots
+    assert len([line for lines in course.tiers.values() for line in lines]) == run.writes
+
+
+def test_a_schedule_by_hand() -> None:
+    """Revolve, 3 steps, 1 slot."""
+    made = PLANNERS["revolve"](Costs(1.0, 2.0), 1, 3)
+    course, _ = course_of(made)
+    assert course.forward == [(0.0, 0, 2.0, 2), (2.0, 2, 3.0, 3), (5.0, 0, 6.0, 1)]
+    assert course.reverse == [(3.0, 3, 5.0, 2), (6.0, 2, 8.0, 1), (8.0, 1, 10.0, 0)]
+    assert course.fast == [(0.0, 0, 8.0, 0)]
+    assert (course.stalls, course.tiers, course.end_s) == ([], {}, 10.0)
+
+
+def test_marks_of_a_schedule_are_the_course() -> None:
+    made, _ = stalling()
+    course, _ = course_of(made)
+    chart = course_chart(made, course)
+    found = {mark.label: mark for mark in chart.panels[0].marks if isinstance(mark, Strokes)}
+    assert {"checkpoint in SSD", "checkpoint in a fast slot", "forward", "adjoint"} <= set(found)
+    assert found["checkpoint in SSD"].color != found["checkpoint in a fast slot"].color
+    for label, lines in (("forward", course.forward), ("adjoint", course.reverse)):
+        expected = [(1e3 * a, b, 1e3 * c, d) for a, b, c, d in lines]
+        assert close(found[label].segments, expected)
+
+
+def test_a_schedule_too_long_is_an_error(tmp_path: Path) -> None:
+    made = plan(Costs(1.0, 2.0), "50 slots", MOST_STEPS + 1, "revolve")
+    with pytest.raises(ArgumentError, match=f"{MOST_STEPS + 1} steps is too long to draw"):
+        made.picture(tmp_path / "long.svg")
+    with pytest.raises(ArgumentError, match="picture of 'speed' is not known"):
+        made.picture(tmp_path / "x.svg", "speed")  # type: ignore[arg-type]
+    made.save(tmp_path / "long.html")  # its tables alone
+    assert "are not drawn" in (tmp_path / "long.html").read_text()
+
+
+def test_a_chain_and_its_memory() -> None:
+    made = plan_chain(CHAIN, 0.4)
+    chart = chain_chart(made)
+    stages, memory = chart.panels
+    assert chart.high == pytest.approx(1e3 * made.makespan_s)
+    line = memory.marks[0]
+    assert isinstance(line, Line)
+    assert max(y for _, y in line.points) * 2**20 == pytest.approx(made.peak_bytes)
+    found = {mark.label: mark for mark in stages.marks if isinstance(mark, Strokes)}
+    assert sum(b - a for _, a, _, b in found["forward"].segments) == made.forward_steps
+    assert len(found["adjoint"].segments) == 16
+
+
+# ------------------------------------------------------------------- trade-offs
+
+
+def test_what_fast_memory_holds_by_kind() -> None:
+    """Tapes, states and what travels, one above the other, within the whole and its limit."""
+    made = plan_chain(CHAIN, 0.4, tiers="write=4GB/s,read=4GB/s,name=disk")
+    assert any("to tier" in fate for fate in made.fates())
+    run = made.simulate()
+    chart = plan_chart(made, "timeline")
+    lanes, fast, disk = chart.panels
+    layers = [mark for mark in fast.marks if isinstance(mark, Area)]
+    assert [layer.label for layer in layers] == [
+        "tapes",
+        "states",
+        "going to or coming from a tier",
+    ]
+    whole, limit = (mark for mark in fast.marks if isinstance(mark, Line))
+    size = 2**20
+    assert max(y for _, y in whole.points) * size == pytest.approx(made.peak_bytes)
+    assert limit.points[0][1] * size == pytest.approx(made.memory_bytes)
+    for below, above in itertools.pairwise(layers):
+        assert [(x, high) for x, _, high in below.points] == [
+            (x, low) for x, low, _ in above.points
+        ]
+    ends = dict(whole.points)
+    for x, _, high in layers[-1].points:
+        assert high <= ends[x] + 1e-9
+    moved = [high - low for _, low, high in layers[-1].points]
+    assert max(moved) > 0 and moved[-1] == 0
+    boxes = [mark for mark in lanes.marks if isinstance(mark, Bars) and mark.color == "write"]
+    assert sum(width for box in boxes for _, width in box.boxes) == pytest.approx(
+        1e3 * run.timeline.totals_s["write"]
+    )
+    assert disk.label.startswith("disk")
+    assert ("tier", "going to or coming from a tier") in chart.legend
+    course = chain_chart(made)
+    (strokes,) = (m for m in course.panels[0].marks if m.label == "tape or state in disk")
+    assert len(strokes.segments) == run.writes
+    text = to_svg(chart, alone=True)
+    ElementTree.fromstring(text)
+    assert text.count('fill-opacity=".8"') == 3
+    axes = to_figure(chart).axes
+    assert [len(each.collections) for each in axes][1] == 4
+
+
+def test_the_trade_off_is_the_planners() -> None:
+    made = plan(COSTS, "20 slots", 120)
+    curves = trade_off(COSTS, 120, ["streaming", "revolve"], slots=[5, 10, 40], also=20)
+    chart = trade_off_chart(made, dict(curves))
+    times, factors = chart.panels
+    lines = {mark.label: mark for mark in times.marks if isinstance(mark, Line)}
+    assert set(lines) == {"streaming", "revolve", "lower bound"}
+    for name, plans in curves.items():
+        assert [p.slots for p in plans] == [5, 10, 20, 40]
+        expected = [(p.slots, 1e3 * p.makespan_s) for p in plans]
+        assert close(lines[name].points, expected)
+    bound = [p.lower_bound_s * 1e3 for p in curves["revolve"]]
+    assert [y for _, y in lines["lower bound"].points] == pytest.approx(bound)
+    (point,) = (mark for mark in times.marks if isinstance(mark, Point))
+    assert (point.x, point.y) == (20, pytest.approx(1e3 * made.makespan_s))
+    (point,) = (mark for mark in factors.marks if isinstance(mark, Point))
+    assert point.y == made.recompute_factor
+
+
+def test_plans_far_too_slow_are_left_out_and_that_is_said() -> None:
+    costs = COSTS.without_tiers()
+    made = plan(costs, "20 slots", 120, "revolve")
+    curves = trade_off(costs, 120, ["revolve"], slots=[1, 20])
+    times = trade_off_chart(made, dict(curves)).panels[0]
+    assert [x for x, _ in times.marks[0].points] == [20]
+    assert times.note == "plans over 4 times the fastest: left out"
+
+
+def test_the_trade_off_of_a_chain_is_its_memory_curve() -> None:
+    made, curve = plan_chain(CHAIN, 0.4), memory_curve(CHAIN)
+    chart = chain_trade_off_chart(made, {"optimal": curve})
+    line = next(m for m in chart.panels[0].marks if isinstance(m, Line) and m.label == "optimal")
+    expected = [(peak / 2**20, 1e3 * s) for peak, s in curve]
+    assert close(line.points[:-1], expected)
+    (point,) = (mark for mark in chart.panels[0].marks if isinstance(mark, Point))
+    assert (point.x * 2**20, point.y / 1e3) == pytest.approx((made.peak_bytes, made.makespan_s))
+
+
+# ------------------------------------------------------------------- the drawing
+
+
+def every_chart() -> dict[str, Chart]:
+    made, run = stalling()
+    chained = plan_chain(CHAIN, 0.4)
+    return {
+        "timeline": timeline_chart(run.timeline, "t", {"fast": 6 << 20}),
+        "schedule": plan_chart(made, "schedule"),
+        "trade-off": plan_chart(made, "trade-off"),
+        "chain": chain_chart(chained),
+        "chain trade-off": chain_trade_off_chart(chained, {"optimal": memory_curve(CHAIN)}),
+    }
+
+
+def test_svg_and_matplotlib_draw_the_same() -> None:
+    """As many marks, panels and entries of the legend, and each within the picture."""
+    for name, chart in every_chart().items():
+        root = ElementTree.fromstring(to_svg(chart, alone=True))
+        words = [element.text for element in root.iter() if element.tag.endswith("text")]
+        figure = to_figure(chart)
+        assert len(figure.axes) == len(chart.panels), name
+        shown = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+        assert shown == [text for _, text in chart.legend]
+        assert set(shown) <= set(words), name
+        for axes, panel in zip(figure.axes, chart.panels, strict=True):
+            drawn = len(axes.collections) + len(axes.lines)
+            filled = sum(isinstance(m, Line) and m.fill for m in panel.marks)
+            assert drawn == len(panel.marks) + filled + len(chart.rules), name
+        for x in re.findall(r"[ML](-?[\d.]+) -?[\d.]+", to_svg(chart)):
+            assert -1 <= float(x) <= 861, name
+
+
+def test_bars_in_svg_stand_where_the_timeline_has_them() -> None:
+    _, run = stalling()
+    svg = to_svg(timeline_chart(run.timeline))
+    color = "#d23b68"  # stalls
+    (path,) = re.findall(rf'<path d="([^"]*)" fill="{color}"/>', svg)[:1]
+    x, width = map(float, re.match(r"M([\d.]+) [\d.]+h([\d.]+)", path).groups())
+    (stall,) = (s for s in run.timeline.lanes["compute"] if s.kind == "stall")
+    scale = (860 - 84 - 14) / run.makespan_s
+    assert x == pytest.approx(84 + scale * stall.start_s, abs=0.06)
+    assert width == pytest.approx(scale * (stall.stop_s - stall.start_s), abs=0.06)
+
+
+def test_long_schedules_stay_small() -> None:
+    made = plan(COSTS, "20 slots", 4_000, "streaming")
+    assert len(to_svg(plan_chart(made, "schedule"))) < 250_000
+    assert apart([(0.1, 0.1, 1, 1), (0.2, 0.3, 1, 1), (3, 0, 4, 0)], 1, 1) == [
+        (0.1, 0.1, 1, 1),
+        (3, 0, 4, 0),
+    ]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 0), (5, 5), (0, 1e-9), (0.3, 0.4), (1, 1e12)])
+@pytest.mark.parametrize("log", [False, True])
+def test_ticks_lie_within(low: float, high: float, log: bool) -> None:
+    low = low or 1e-3 * log
+    found = ticks(low, max(low, high), 6, log=log)
+    slack = 1e-6 * max(low, high)
+    assert found and all(low - slack <= x <= max(low, high) + slack for x in found)
+    assert found == sorted(set(found))
+    assert len(found) <= 15
+
+
+def test_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chart = Chart("$x_1$ <b>", (Panel((), "y", 0, 1),), "x", 0, 1)
+    for suffix in ("svg", "png", "pdf"):
+        save_chart(chart, tmp_path / f"a.{suffix}")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
+    with pytest.raises(ArgumentError, match=r"ends in \.xyz; use one of"):
+        save_chart(chart, tmp_path / "a.xyz")
+    real = builtins.__import__
+
+    def missing(name: str, *rest: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    save_chart(chart, tmp_path / "b.svg")  # needs nothing
+    with pytest.raises(ArgumentError, match=r"multistage-checkpointing\[report\]"):
+        save_chart(chart, tmp_path / "b.png")
