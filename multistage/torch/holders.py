@@ -41,6 +41,10 @@ class Holder:
     def __init__(self, name: str) -> None:
         self.name = name
 
+    def place(self) -> tuple[object, ...]:
+        """Return what two holders of the same values have in common; for as long as they live."""
+        return (id(self),)
+
     def read(self) -> Contents:
         """Return what is held."""
         raise NotImplementedError
@@ -81,6 +85,9 @@ class OfModule(Holder):
         self._attributes = d if attributes else None
         self._parts = (d["_parameters"], d["_buffers"], d["_modules"], *self._hooks)
         self._keys = self.keys()
+
+    def place(self) -> tuple[object, ...]:
+        return OfModule, id(self.module)
 
     def keys(self) -> list[tuple[Any, ...]]:
         a, b, c, d, e = self._parts
@@ -125,6 +132,9 @@ class OfDict(Holder):
         super().__init__(name)
         self._owner, self._of_object = owner, of_object
         self._keys = tuple(owner)
+
+    def place(self) -> tuple[object, ...]:
+        return OfDict, id(self._owner)
 
     def keys(self) -> tuple[Any, ...]:
         return tuple(self._owner)
@@ -226,6 +236,9 @@ class OfNames(Holder):
     def __init__(self, space: Any, names: Sequence[str], name: str, owner: type | None) -> None:
         super().__init__(name)
         self._space, self._names, self._owner = space, tuple(names), owner
+
+    def place(self) -> tuple[object, ...]:
+        return OfNames, id(self._space), self._names
 
     def read(self) -> Contents:
         get = self._space.get

@@ -12,16 +12,17 @@ Where they are other than planned for, the run is undone and the stages run one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ..actions import Action, Advance, EndForward, Free, Load, Put, Reverse, Save, Tape
 from .measure import Profile, grouped
-from .scope import Scope
-from .sizes import OnceMore, Sizes
+from .scope import Found, Scope, merged
+from .sizes import Count, OnceMore, Sizes
 from .states import leaves_of
 from .traits import Traits
 
@@ -45,7 +46,7 @@ class Joined:
     def __init__(
         self, stages: Sequence[Callable[[Any], Any]], sizes: Sequence[Sizes | None]
     ) -> None:
-        self._stages, self._sizes = tuple(stages), tuple(sizes)
+        self._stages, self.sizes = tuple(stages), tuple(sizes)
         self._values: list[tuple[Any, ...] | None] = [None] * (len(self._stages) - 1)
 
     def __call__(self, box: list[Any], between: Callable[[int, Any], None] | None = None) -> Any:
@@ -61,17 +62,36 @@ class Joined:
                 between(number, state)
         return state
 
-    def look(self, number: int, state: Any) -> None:
+    def look(
+        self, devices: Container[torch.device], count: Count | None, number: int, state: Any
+    ) -> None:
         """Compare a state inside with those that the plan is for.
+
+        Parameters
+        ----------
+        devices : container of torch.device
+            Whose generators are watched while the stages run.
+        count : Count or None
+            Of the bytes that they save.
+        number : int
+            Of the stage that returned the state.
+        state : pytree
 
         Raises
         ------
+        LargerError
+            If it is larger.
         ApartError
-            If it is larger, or holds other values beside its tensors.
+            If it holds other values beside its tensors, or lies on another device.
         """
         leaves = leaves_of(state)
-        sizes = self._sizes[number]
-        if sizes is not None and sizes.is_exceeded_by(leaves):
+        sizes, following = self.sizes[number : number + 2]
+        if sizes is not None:
+            sizes.returned(number, leaves)
+        if count is not None and following is not None:
+            count.end()
+            count.begin(following)
+        if not all(x.device in devices for x in leaves if isinstance(x, Tensor)):
             raise ApartError
         values = tuple([x for x in leaves if not isinstance(x, Tensor)])
         known = self._values[number]
@@ -81,6 +101,26 @@ class Joined:
             self._values[number] = values
         elif known != values:
             raise ApartError
+
+
+class Together(Scope):
+    """What stages refer to that run as one.
+
+    Each is searched by itself: how far a search goes is limited for each, and what another
+    has seen from afar is not seen in full.
+
+    Parameters
+    ----------
+    scopes : sequence of Scope
+        Of each.
+    """
+
+    def __init__(self, scopes: Sequence[Scope]) -> None:
+        self._scopes = tuple(scopes)
+        super().__init__(())
+
+    def _find(self) -> Found:
+        return merged([scope.look() for scope in self._scopes])
 
 
 Calls: TypeAlias = Sequence[Callable[[Any], Any]]
@@ -177,7 +217,7 @@ def _traits(stages: Sequence[Callable[[Any], Any]], traits: Sequence[Traits]) ->
         name="+".join(names) if len(names) <= _MOST_NAMES else f"{names[0]} to {names[-1]}",
         buffers=tuple({(id(m), k): (m, k) for t in traits for m, k in t.buffers}.values()),
         draws=any(trait.draws for trait in traits),
-        scope=Scope(list(stages)),
+        scope=Together([t.scope or Scope.of(s) for s, t in zip(stages, traits, strict=True)]),
         sizes=_sum(sizes),
     )
 

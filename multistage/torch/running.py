@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from .states import KeptState, leaves_of, tensors_in, wants_of
 from .streams import Home
 from .traits import Traits
 from .turns import TURN
+
+_HOST = frozenset({torch.device("cpu")})  # whose generators are always watched
 
 
 class UnforeseenError(OnceMore):
@@ -180,10 +183,15 @@ class Stages:
                     pack, unpack = counting(count, trait.name)
                     hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         del leaves
-        stage = self._stages[i]
+        stage, between = self._stages[i], None
+        if isinstance(stage, Joined):
+            between = partial(stage.look, self._devices | _HOST, count)
+            if count is not None and stage.sizes[0] is not None:
+                count.begin(stage.sizes[0])
         with hooks or contextlib.nullcontext():
-            state = self._call(i, box, stage.look if isinstance(stage, Joined) else None)
+            state = self._call(i, box, between)
         if sizes is not None and count is not None:
+            count.end()
             sizes.counted(way, count.nbytes)
             del self._counts[i]
         if trait.draws or self._watchful:

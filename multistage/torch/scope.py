@@ -227,6 +227,22 @@ def _tensors_among(contents: Iterable[Contents], scripted: Iterable[Any]) -> tup
     return tuple([x for x in found.values() if not x.is_inference()])
 
 
+def merged(found: Sequence[Found]) -> Found:
+    """Return what some scopes held, as one; what several of them hold is read once."""
+    holders = tuple({holder.place(): holder for each in found for holder in each.holders}.values())
+    contents = tuple([holder.read() for holder in holders])
+    scripted = tuple({id(m): m for each in found for m in each.scripted}.values())
+    return Found(
+        tuple({id(m): m for each in found for m in each.modules}.values()),
+        holders,
+        contents,
+        _tensors_among(contents, scripted),
+        tuple({id(g): (name, g) for each in found for name, g in each.generators}.values()),
+        scripted,
+        next(_numbers),
+    )
+
+
 def _without_results(found: Found) -> Found:
     """Return what a scope may refer to as long as it lives: no tensors but those registered.
 

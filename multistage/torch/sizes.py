@@ -132,10 +132,6 @@ class Sizes:
             self._known.clear()
         self._known.add(way)
 
-    def is_exceeded_by(self, leaves: Sequence[Any]) -> bool:
-        """Whether a state is larger than planned for."""
-        return self.output_bytes is not None and bytes_of(leaves) > self.output_bytes
-
     def returned(self, number: int, leaves: Sequence[Any]) -> None:
         """Compare the bytes that a stage returned.
 
@@ -165,11 +161,20 @@ class Count:
     sizes : Sizes
     """
 
-    __slots__ = ("_most", "_number", "nbytes")
+    __slots__ = ("_before", "_number", "_sizes", "nbytes")
 
     def __init__(self, number: int, sizes: Sizes) -> None:
-        self._number, self._most = number, sizes.saved_bytes
-        self.nbytes = 0
+        self._number, self._sizes = number, sizes
+        self.nbytes = self._before = 0
+
+    def begin(self, sizes: Sizes) -> None:
+        """Count what follows for the next of several stages that run as one."""
+        self._sizes, self._before = sizes, self.nbytes
+
+    def end(self) -> None:
+        """Note what one of several stages saved, if that is not known yet."""
+        if self._sizes.saved_bytes is None:
+            self._sizes.saved_bytes = self.nbytes - self._before
 
     def add(self, tensor: Tensor) -> None:
         """Count a tensor.
@@ -180,8 +185,9 @@ class Count:
             If the stage has saved more than planned for.
         """
         self.nbytes += nbytes_of(tensor)
-        if self._most is not None and self.nbytes > self._most:
-            raise LargerError(self._number, "saves", self._most, self.nbytes)
+        most, seen = self._sizes.saved_bytes, self.nbytes - self._before
+        if most is not None and seen > most:
+            raise LargerError(self._number, "saves", most, seen)
 
 
 def counting(count: Count, name: str) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
@@ -196,7 +202,8 @@ def counting(count: Count, name: str) -> tuple[Callable[[Tensor], Any], Callable
         if outer is not None:
             return outer[0](tensor)
         # Not the tensor itself: an output that its own node keeps is a cycle nothing collects.
-        return tensor.detach(), tensor._version
+        # A leaf is no output, and may be given other memory, as by `parameter.data = ...`.
+        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
     def unpack(kept: Any) -> Tensor:
         if outer is not None:

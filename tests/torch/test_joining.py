@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +24,10 @@ from multistage.torch.held import HeldTape
 from multistage.torch.joining import ApartError, Joined, stretched
 from multistage.torch.meter import Meter
 from multistage.torch.saved import Caught
-from multistage.torch.sizes import Sizes
+from multistage.torch.sizes import Count, LargerError, Sizes, counting
 from multistage.torch.traits import Traits
+
+_CPU = [torch.device("cpu")]
 
 
 def _stages(n: int, **traits: Any) -> tuple[list[Callable[[Any], Any]], list[Traits]]:
@@ -111,14 +116,35 @@ def test_a_state_goes_once_the_next_is_made() -> None:
     assert gone == [True]
 
 
-def test_values_and_sizes_inside_are_compared() -> None:
-    joined = Joined([nn.Identity(), nn.Identity()], [Sizes(12), None])
-    for state in [(torch.ones(3), 1), (torch.zeros(2), 1)]:
-        joined([state], joined.look)
-    for state in [(torch.ones(3), 2), (torch.ones(4), 1), (torch.ones(3), object())]:
+@pytest.mark.parametrize("planned", [12, None])
+def test_values_sizes_and_devices_inside_are_compared(planned: int | None) -> None:
+    joined = Joined([nn.Identity(), nn.Identity()], [Sizes(planned), None])
+    look = partial(joined.look, _CPU, None)
+    for state in [(torch.ones(3), 1), (torch.zeros(2), 1)]:  # the first tells, if none is planned
+        joined([state], look)
+    elsewhere = torch.ones(3, device="meta")  # whose generator is not watched
+    for state in [(torch.ones(3), 2), (torch.ones(3), object()), (elsewhere, 1)]:
         with pytest.raises(ApartError):
-            joined([state], joined.look)
+            joined([state], look)
         joined([state])  # when it runs again
+    with pytest.raises(LargerError):
+        joined([(torch.ones(4), 1)], look)
+
+
+def test_each_of_several_stages_is_counted_by_its_own_bytes() -> None:
+    joined = Joined([torch.exp, torch.exp], [Sizes(400, 8), Sizes(400, None)])
+    assert joined.sizes[0] is not None
+    assert joined.sizes[1] is not None
+    count = Count(0, Sizes())
+    count.begin(joined.sizes[0])
+    pack, unpack = counting(count, "both")
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        joined([torch.ones(2, requires_grad=True)], partial(joined.look, _CPU, count))
+        count.end()
+        assert joined.sizes[1].saved_bytes == 8
+        count.begin(joined.sizes[0])
+        with pytest.raises(LargerError, match="'saves', 8, 12"):
+            joined([torch.ones(3, requires_grad=True)], partial(joined.look, _CPU, count))
 
 
 def test_what_no_gradient_asks_for_goes_with_its_stage() -> None:
@@ -201,3 +227,60 @@ def test_the_peak_stays_within_the_limit(memory: float) -> None:
         chain(x).sum().backward()
     assert chain.plan is not None and chain.plan.memory_bytes is not None
     assert meter.peak_bytes + x.nbytes <= chain.plan.memory_bytes
+
+
+def test_helpers_of_many_stages_are_all_watched() -> None:
+    """A search for what one callable refers to ends after 256 helpers."""
+
+    def make() -> tuple[list[SimpleNamespace], list[Callable[[Tensor], Tensor]]]:
+        helpers = [SimpleNamespace(scale=1.0 + k / 64) for k in range(40)]
+
+        def stage(own: SimpleNamespace) -> Callable[[Tensor], Tensor]:
+            others = [SimpleNamespace(scale=1.0) for _ in range(40)]
+            return lambda x: torch.sin(x * others[0].scale * own.scale)
+
+        return helpers, [stage(helper) for helper in helpers]
+
+    def gradient(run: Callable[[Tensor], Tensor], helpers: list[SimpleNamespace]) -> Tensor:
+        x = torch.linspace(0, 1, 64).requires_grad_()
+        y = run(x)
+        for helper in helpers:
+            helper.scale += 1
+        (found,) = torch.autograd.grad(y.sum(), x)
+        return found
+
+    helpers, stages = make()
+    plain = gradient(lambda x: functools.reduce(lambda y, stage: stage(y), stages, x), helpers)
+    helpers, stages = make()
+    chain = mst.Sequential(stages, torch.ones(64, requires_grad=True), memory=0.5)
+    assert torch.equal(gradient(chain, helpers), plain)
+
+
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(1, 2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_parameters_given_other_memory_are_seen_as_by_autograd(times: int) -> None:
+    """In a run that is counted, as the first is, and in one that is not."""
+
+    def gradients(model: Callable[[Tensor], Tensor], parameters: list[Tensor]) -> list[Tensor]:
+        for _ in range(times):
+            y = model(torch.ones(3, 8))
+            for parameter in parameters:
+                parameter.data = parameter.data * 2
+        return list(torch.autograd.grad(y.sum(), parameters))
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(*[_Scale() for _ in range(4)])
+
+    model = make()
+    plain = gradients(model, list(model.parameters()))
+    chain = mst.Sequential(make(), torch.ones(3, 8), memory=1 << 30, check="off")
+    ours = gradients(chain, list(chain.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
