@@ -188,8 +188,9 @@ def _probed(berth: Berth, most_bytes: int) -> tuple[Tier, float]:
     porter = berth.porter()
     count = max(1, min(_ROWS, most_bytes // berth.page_bytes))
     length = max(1, most_bytes // count)
+    drawn = torch.Generator(berth.device).manual_seed(0)  # the caller's stay as they are
     rows = [
-        torch.randint(0, 256, (length,), dtype=torch.uint8, device=berth.device)
+        torch.randint(0, 256, (length,), dtype=torch.uint8, device=berth.device, generator=drawn)
         for _ in range(count)
     ]
     wide_bytes = min(_WIDE_BYTES, most_bytes // 4)
@@ -219,8 +220,9 @@ class _Load:
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._device = device
-        self._state = torch.rand(256, 256, device=device)
-        self._wide = torch.rand(max(1, nbytes // 8), device=device)
+        drawn = torch.Generator(device).manual_seed(0)
+        self._state = torch.rand(256, 256, device=device, generator=drawn)
+        self._wide = torch.rand(max(1, nbytes // 8), device=device, generator=drawn)
         self._made = torch.empty_like(self._wide)
         self._seconds: list[float] = []
 

@@ -701,7 +701,9 @@ def test_what_hooks_cost_is_measured_on_a_plan_that_gives_plain_gradients() -> N
 
 def test_a_tier_is_measured() -> None:
     berth = Berth(store(), CPU, 1 << 16)
+    drawn = torch.get_rng_state()
     rates, slowdown = tiered._probed(berth, 1 << 20)
+    assert torch.equal(torch.get_rng_state(), drawn)  # training draws as it would have
     assert rates.write_bytes_per_s > 1e5
     assert rates.read_bytes_per_s > 1e5
     assert slowdown >= 0
