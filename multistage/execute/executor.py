@@ -38,7 +38,7 @@ from ..errors import MultistageError, ScheduleError
 from ..model.chain import Chain
 from ..schedule.rules import Rules, each_judged
 from ..schedule.timeline import Timeline
-from ..states.slots import ArrayStates, Slots, StateLayout, States, overwritten
+from ..states.slots import ArrayStates, Slots, StateLayout, States, apart_from, overwritten
 from ..states.tapes import own_bytes
 from ..support import switching
 from ..support.interrupts import Shield
@@ -263,8 +263,7 @@ class Executor(Generic[State, Adjoint]):
             If no forward sweep stands ready.
         """
         sweep = self._ready("reverse()")
-        if sweep.begun is None:
-            adjoint = sweep.slots.adopt_adjoint(adjoint, sweep.live)
+        adjoint = sweep.slots.adopt_adjoint(adjoint, sweep.live)
         result = self._guarded(partial(sweep.reverse, adjoint), forward=False)
         left = sweep.end
         self.abort()
@@ -288,8 +287,10 @@ class Executor(Generic[State, Adjoint]):
         Returns
         -------
         tape
-            What `chain.reverse` takes for that step.  Valid until the next call; asked for
-            again at once, it is the same.
+            What `chain.reverse` takes for that step: a copy, beside the memory of the budget,
+            so that an adjoint in its arrays stays as it is.  Asked for again at once, it is
+            the same.  An adjoint in arrays that the operators write to later, such as those
+            of an in-place chain's state, is for the caller to copy.
 
         Raises
         ------
@@ -315,7 +316,12 @@ class Executor(Generic[State, Adjoint]):
         """
         sweep = self._ready("reverse_until()")
         sweep.require_left(step)
-        return self._guarded(partial(sweep.reverse_until, step), forward=False)
+        begun = sweep.begun
+        given = self._guarded(partial(sweep.reverse_until, step), forward=False)
+        if step != begun:
+            # Its arrays are used again: by the live state, the next tape or a store.
+            given = sweep.given = apart_from(given, given)
+        return given
 
     def _ready(self, asked: str) -> Sweep:
         if self._sweep is None:

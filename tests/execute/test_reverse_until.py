@@ -181,6 +181,64 @@ def test_lost_checkpoints_are_computed_again_for_those_who_ask() -> None:
         assert executor.counts.reverse_steps == N
 
 
+class InTheState:
+    """In place; the adjoint is computed in the arrays of the state."""
+
+    in_place = state_is_tape = True
+    tape: Any = None
+
+    def advance(self, x: Any, start: int, stop: int) -> Any:
+        for i in range(start, stop):
+            x[:] = np.sin(x) + 0.1 * i
+        return x
+
+    def reverse(self, x: Any, adjoint: Any, i: int) -> Any:
+        np.cos(x, out=x)
+        x *= adjoint
+        return x
+
+
+class InTheTape:
+    """Has one array for all tapes; the adjoint is computed in it."""
+
+    in_place = state_is_tape = False
+
+    def __init__(self) -> None:
+        self._array = np.zeros(3)
+
+    def advance(self, x: Any, start: int, stop: int) -> Any:
+        for i in range(start, stop):
+            x = np.sin(x) + 0.1 * i
+        return x
+
+    def tape(self, x: Any, i: int) -> tuple[Any, Any]:
+        np.cos(x, out=self._array)
+        return np.sin(x) + 0.1 * i, self._array
+
+    def reverse(self, tape: Any, adjoint: Any, i: int) -> Any:
+        tape *= adjoint
+        return tape
+
+
+@pytest.mark.parametrize("make", [InTheState, InTheTape])
+def test_an_adjoint_in_the_arrays_of_a_tape_stays_as_it_is(make: Any) -> None:
+    plan, start = PLANNERS["revolve"](Costs(1.0, 2.0), 4, N), np.linspace(0, 1, 3)
+    expected, x = np.ones(3), start
+    for i in range(N):
+        x, expected = np.sin(x) + 0.1 * i, np.cos(x) * expected
+    chain = make()
+    for until in (0, 5):
+        executor: Executor[Any, Any] = Executor(chain, ())
+        executor.forward(plan.schedule(), start.copy())
+        one = executor.reverse(np.ones(3)).copy()
+        executor.forward(plan.schedule(), start.copy())
+        adjoint = np.ones(3)
+        for i in reversed(range(until, N)):
+            adjoint = chain.reverse(executor.reverse_until(i), adjoint, i)
+        assert raw(executor.reverse(adjoint)) == raw(one)
+        np.testing.assert_allclose(one, expected, rtol=1e-9)
+
+
 def test_after_an_error_the_sweep_is_gone() -> None:
     left = [N + 5]
 
