@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..errors import StateError
 from .calling import Given, Structure
 from .exploring import untouched
+from .holders import is_same
 from .intercepting import intercepted
 from .randomness import Generators
 from .recorded import (
@@ -89,6 +90,7 @@ class Recorder(TorchFunctionMode):
         self._model, self._closed, self._kinds = model, closed, kinds
         self._paths = {module: path for path, module in model.named_modules()}
         self._own, self._alive = _paths_of_tensors(model)
+        self._registered = {module: _registered_in(module) for module in self._paths}
         self._graph = fx.Graph()
         self._extras: dict[str, Any] = {}
         self._values: dict[fx.Node, Value] = {}
@@ -230,6 +232,7 @@ class Recorder(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        self._refuse_substitutes(module, path)
         self._called_whole.add(path)
         modes = self._modes()
         given = tuple(self._argument(x) for x in args)
@@ -247,6 +250,7 @@ class Recorder(TorchFunctionMode):
             self._refuse_changed(kept)
         else:
             result = plain(module, *args, **kwargs)
+        self._registered |= {each: _registered_in(each) for each in module.modules()}
         self._states, self._random = self._generators.capture(), torch.get_rng_state()
         for tensor, version in zip(tensors, versions, strict=True):
             if tensor._version != version:
@@ -260,6 +264,16 @@ class Recorder(TorchFunctionMode):
         node = self._graph.create_node("call_module", path, given, named)
         self._note(node, result, MODEL | RANDOM, modes)
         return result
+
+    def _refuse_substitutes(self, module: nn.Module, path: str) -> None:
+        """Refuse tensors in place of a module's own, with which the graph would call it."""
+        for each in module.modules():
+            known = self._registered.get(each)
+            if known is not None and not is_same(known, _registered_in(each)):
+                raise self._refused(
+                    f"calls {path} with other parameters or buffers than its own, as "
+                    "torch.func.functional_call does"
+                )
 
     def _refuse_changed(self, kept: Sequence[tuple[Tensor, int, Tensor]]) -> None:
         """Put parameters back that a module wrote to; refuse the model if there are any."""
@@ -612,6 +626,13 @@ def _paths_of_tensors(model: nn.Module) -> tuple[dict[int, str], list[Tensor]]:
                     found.setdefault(id(value), f"{path}.{name}" if path else name)
                     tensors.append(value)
     return found, tensors
+
+
+def _registered_in(module: nn.Module) -> tuple[Tensor | None, ...]:
+    """Return the parameters and buffers of a module itself, but for scripted ones."""
+    if isinstance(module, torch.jit.ScriptModule):  # makes new objects of them
+        return ()
+    return *module._parameters.values(), *module._buffers.values()
 
 
 def vars_of(value: Any) -> list[Any]:

@@ -116,3 +116,52 @@ def test_what_cannot_be_recorded_is_refused() -> None:
     for model, reason in ((Coin(), "draws from Python"), (Hooked(), "register_hook")):
         with pytest.raises(ArgumentError, match=reason):
             mst.to_chain(model, {"x": torch.randn(4, 8)})
+
+
+class Substituting(nn.Module):
+    """Calls a module with other tensors than its own."""
+
+    def __init__(self, buffers: bool) -> None:
+        super().__init__()
+        self.inner = nn.BatchNorm1d(8) if buffers else nn.Linear(8, 8)
+        self.other = nn.Parameter(torch.ones(8))
+        self.buffers_too = buffers
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.buffers_too:
+            other = {"running_mean": self.inner.running_mean + 1}  # type: ignore[operator]
+        else:
+            other = {"bias": self.other}
+        result: Tensor = torch.func.functional_call(self.inner, other, (x,))
+        return result
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_modules_called_with_other_tensors_than_their_own(buffers: bool) -> None:
+    """The graph would call them with their own, and the check may be off."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Substituting(buffers), nn.Linear(8, 8))
+    plain = Around(plain).train(not buffers)
+    model = copy.deepcopy(plain)
+    x = torch.randn(4, 8)
+    ours = mst.Sequential(mst.to_chain(model, x), x, memory=2000, check="off")
+    a, b = plain(x), ours(x)
+    assert torch.equal(a, b)
+    a.square().sum().backward()
+    b.square().sum().backward()
+    _equal(plain, model)
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
+def test_a_model_that_itself_calls_modules_with_other_tensors_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="calls inner with other parameters"):
+        mst.to_chain(Substituting(False), torch.ones(4, 8))
