@@ -386,7 +386,7 @@ def _simulate(args: argparse.Namespace) -> int:
         for name in ("steps", "budget", "costs"):
             if getattr(args, name) is not None:
                 raise ArgumentError(f"--load simulates a plan as it is; leave --{name} out")
-    planned = made = _made(args)
+    made = _made(args)
     if args.tier is not None and args.load is not None:
         made = made.with_tier(args.tier)
     jitter = None if args.jitter is None else Jitter.parse(args.jitter)
@@ -404,42 +404,43 @@ def _simulate(args: argparse.Namespace) -> int:
         from .view.chrome_trace import write_trace
 
         write_trace(run.timeline, args.trace)
-    _print_run(args, planned, run)
+    _print_run(args, made, run)
     _say_written(args, args.picture, args.html, args.trace)
     return 0
 
 
-def _print_run(args: argparse.Namespace, planned: Plan, run: Simulation) -> None:
-    bound_s = planned.lower_bound_s
+def _print_run(args: argparse.Namespace, made: Plan, run: Simulation) -> None:
+    bound_s = made.lower_bound_s
     if args.json:
         facts = {
-            "planner": planned.planner,
+            "planner": made.planner,
             "makespan_s": run.makespan_s,
-            "predicted_s": planned.makespan_s,
+            "predicted_s": made.makespan_s,
             "lower_bound_s": bound_s,
-            "recompute_factor": run.forward_steps / planned.n_steps,
+            "recompute_factor": run.forward_steps / made.n_steps,
             "stall_s": run.stall_s,
             "writes": run.writes,
             "reads": run.reads,
             "peak_bytes": run.peak_bytes,
-            **({"peak_slots": run.peak_slots} if isinstance(planned, UniformPlan) else {}),
-            "memory_bytes": planned.memory_bytes,
+            **({"peak_slots": run.peak_slots} if isinstance(made, UniformPlan) else {}),
+            "memory_bytes": made.memory_bytes,
             "jitter": args.jitter,
             "seed": args.seed,
         }
         print(json.dumps(facts, indent=2))
         return
+    bound = "lower bound" if args.jitter is None else "lower bound without jitter"
     rows = [
         ("makespan", format_seconds(run.makespan_s)),
-        ("predicted, as planned", format_seconds(planned.makespan_s)),
-        ("lower bound", "not known" if bound_s is None else format_seconds(bound_s)),
-        ("recompute factor", f"{run.forward_steps / planned.n_steps:.3f}"),
+        ("predicted, as planned", format_seconds(made.makespan_s)),
+        (bound, "not known" if bound_s is None else format_seconds(bound_s)),
+        ("recompute factor", f"{run.forward_steps / made.n_steps:.3f}"),
         ("stalls", format_seconds(run.stall_s)),
         ("written", f"{run.writes}"),
         ("read", f"{run.reads}"),
         ("peak fast memory", format_bytes(run.peak_bytes)),
     ]
-    print(planned.summary())
+    print(made.summary())
     print(tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=("left", "right")))
 
 

@@ -14,6 +14,9 @@ from multistage.backends.files import available_engines
 from multistage.cli import main
 from multistage.model.costs import Costs
 from multistage.model.stages import Stage, StageCosts
+from multistage.model.tier import Tier
+from multistage.planners import plan
+from multistage.planners.chain.heterogeneous import plan_chain
 from multistage.planners.chain.plan import ChainPlan
 
 NUMBERS = [
@@ -346,6 +349,20 @@ def test_a_chain_s_plan_is_simulated_with_a_slower_tier(tmp_path, capsys) -> Non
     ):
         assert main(argv) == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_lower_bound_of_a_simulation_is_that_of_its_tier(tmp_path, capsys) -> None:
+    layers = StageCosts.uniform(12, Stage("layer", 1.0, 2.0, 10, 30), 10)
+    chain = plan_chain(layers, 0.2, tiers="write=5B/s")
+    steps = plan(Costs(1.0, 1.0, tiers=(Tier("file", 2.0, 2.0),)), "10 slots", 100)
+    for made in (chain, steps):
+        made.save(tmp_path / "plan.json")
+        argv = ["simulate", f"--load={tmp_path / 'plan.json'}", "--tier=write=4kB/s", "--json"]
+        assert main(argv) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["lower_bound_s"] < made.lower_bound_s
+        assert found["lower_bound_s"] <= found["makespan_s"]
+        assert found["predicted_s"] == made.makespan_s
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,8 @@ class Plan:
     def with_tier(self, tier: Tier | str) -> Plan:
         """Return the plan with another tier in its place; the schedule stays.
 
-        What was predicted is of the tier it was planned with.
+        `lower_bound_s` is that of the new tier, all other predictions are those of the tier it
+        was planned with.
 
         Raises
         ------

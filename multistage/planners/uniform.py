@@ -18,6 +18,7 @@ from ..schedule.simulation import Jitter, Simulation, simulate
 from ..support.units import format_bytes, format_seconds
 from ..support.values import shown, whole
 from .base import Plan, gap_of
+from .bound import lower_bound
 
 MOST_STEPS = 1 << 40
 
@@ -165,7 +166,8 @@ class UniformPlan(Plan):
         if len(self.tiers) != 1:
             raise ArgumentError(f"the plan has {len(self.tiers)} tiers; one can be replaced")
         costs = replace(self.costs, tiers=(Tier.parse(tier),))
-        return replace(self, costs=costs)
+        bound_s = lower_bound(costs, self.slots, self.n_steps)
+        return replace(self, costs=costs, lower_bound_s=bound_s)
 
     def row(self) -> dict[str, str | int | float]:
         """Return the plan as one row of a table."""
