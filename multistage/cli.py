@@ -30,6 +30,19 @@ if TYPE_CHECKING:
 
 Rows: TypeAlias = "list[dict[str, Any]]"
 
+# Options that describe uniform steps by numbers, those of their slow tier last.
+_TIER_NUMBERS = ("write", "read", "write_overhead", "read_overhead", "capacity")
+_NUMBERS = ("forward_step", "reverse_step", "tape_step", "state", "tape", *_TIER_NUMBERS)
+# Of those with a default, as the parser has it; all others are None unless given.
+_DEFAULTS = {
+    "state": "1",
+    "tape": "0",
+    "write_overhead": "0",
+    "read_overhead": "0",
+    "planner": "auto",
+    "strategy": "optimal",
+}
+
 _PLAN_EPILOG = """\
 times are seconds, or written with a unit: 250us, 1.5ms, 2s.
 
@@ -227,11 +240,21 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     add_progress(parser)
 
 
+def _leave_out(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raise ArgumentError for an option that would have no effect."""
+    for name in names:
+        if getattr(args, name, None) not in (None, _DEFAULTS.get(name)):
+            raise ArgumentError(f"{why}; leave --{name.replace('_', '-')} out")
+
+
 def _costs(args: argparse.Namespace) -> Costs:
     for name in ("steps", "budget"):
         if getattr(args, name) is None:
             raise ArgumentError(f"--{name} is missing")
+    if args.tier is not None:
+        _leave_out(args, _TIER_NUMBERS, "--tier describes the slow tier")
     if args.costs is not None:
+        _leave_out(args, _NUMBERS, "--costs FILE holds all costs")
         costs = Costs.load(args.costs)
     else:
         if args.forward_step is None or args.reverse_step is None:
@@ -248,6 +271,8 @@ def _costs(args: argparse.Namespace) -> Costs:
                     capacity_states=args.capacity,
                 ),
             )
+        else:
+            _leave_out(args, _TIER_NUMBERS, "without --write there is no slow tier")
         costs = Costs(
             forward_step_s=parse_seconds(args.forward_step),
             reverse_step_s=parse_seconds(args.reverse_step),
@@ -257,8 +282,6 @@ def _costs(args: argparse.Namespace) -> Costs:
             tiers=tiers,
         )
     if args.tier is not None:
-        if args.write is not None:
-            raise ArgumentError("--tier says what --write and --read would; leave one of them out")
         costs = replace(costs, tiers=(Tier.parse(args.tier),))
     if args.save_costs is not None:
         costs.save(args.save_costs)
@@ -304,9 +327,7 @@ def _plan(args: argparse.Namespace) -> int:
             f"--save {str(args.save)!r} must end in .json, and goes without --curve"
         )
     if args.load is not None:
-        for name in ("chain", "memory", "tier", "save", "steps", "budget", "costs"):
-            if getattr(args, name) is not None:
-                raise ArgumentError(f"--load shows a plan as it is; leave --{name} out")
+        _leave_out(args, ("tier", "save"), "--load shows a plan as it is")
     made = _made(args)
     if args.curve:
         _print_curve(args, made)
@@ -317,10 +338,13 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _made(args: argparse.Namespace) -> Plan:
     """Return the plan that was asked for: from a file, of a chain or of steps."""
+    steps = ("steps", "budget", "planner", "costs", "save_costs", *_NUMBERS)
     if args.load is not None:
+        _leave_out(args, ("chain", "memory", "strategy", *steps), "--load takes a plan as it is")
         return Plan.load(args.load)
     chain = getattr(args, "chain", None)
     if chain is not None:
+        _leave_out(args, steps, "--chain holds the costs of all stages, --memory is their limit")
         costs = StageCosts.load(chain)
         if args.curve and args.tier is not None:
             raise ArgumentError("--curve is of plans without a tier; leave --tier out")
@@ -328,6 +352,7 @@ def _made(args: argparse.Namespace) -> Plan:
         return plan_chain(costs, args.memory, args.strategy, tiers=rates, progress=shown(args))
     if getattr(args, "memory", None) is not None:
         raise ArgumentError("--memory goes with --chain; the memory of uniform steps is --budget")
+    _leave_out(args, ("strategy",), "--strategy goes with --chain")
     return plan(_costs(args), args.budget, args.steps, args.planner, progress=shown(args))
 
 

@@ -19,14 +19,9 @@ from multistage.planners import plan
 from multistage.planners.chain.heterogeneous import plan_chain
 from multistage.planners.chain.plan import ChainPlan
 
-NUMBERS = [
-    "--forward-step=1ms",
-    "--reverse-step=2ms",
-    "--state=64KiB",
-    "--write=4ms",
-    "--steps=300",
-    "--budget=20 slots",
-]
+TIMES = ["--forward-step=1ms", "--reverse-step=2ms"]
+STEPS = ["--steps=300", "--budget=20 slots"]
+NUMBERS = [*TIMES, "--state=64KiB", "--write=4ms", *STEPS]
 
 
 def test_plan_shows_the_candidates_and_the_choice(capsys) -> None:
@@ -190,17 +185,24 @@ def test_demo_differentiates_and_tests(capsys, tmp_path: Path, options: list[str
         (["plan", *NUMBERS, "--budget=1 KiB"], "65536 bytes needed"),
         (["plan", *NUMBERS, "--budget=lots"], "'lots' is no byte count"),
         (["plan", *NUMBERS, "--write=-4ms"], "time '-4ms'"),
-        (["plan", *NUMBERS, "--costs=/nonexistent/costs.json"], "No such file"),
+        (["plan", *STEPS, "--costs=/nonexistent/costs.json"], "No such file"),
+        (["plan", *NUMBERS, "--costs=costs.json"], "leave --forward-step out"),
+        (["plan", *STEPS, "--costs=costs.json", "--capacity=3"], "leave --capacity out"),
+        (["plan", *NUMBERS, "--strategy=revolve"], "--strategy goes with --chain"),
+        (["plan", *STEPS, *TIMES, "--read=4ms"], "without --write there is no slow tier"),
+        (["plan", *STEPS, *TIMES, "--tier=write=1", "--capacity=3"], "leave --capacity out"),
+        (["plan", "--load=plan.json", "--planner=revolve"], "leave --planner out"),
+        (["simulate", "--load=plan.json", "--write-overhead=1s"], "leave --write-overhead out"),
         (["plan", *NUMBERS, "--planner=store-all"], "store-all needs 299"),
         (["simulate", *NUMBERS, "--jitter=gauss:1"], "jitter 'gauss:1'"),
         (["simulate", *NUMBERS, "--picture=t.xyz"], "'t.xyz' ends in .xyz"),
-        (["plan", *NUMBERS, f"--costs={sys.executable}"], "cannot be read"),
+        (["plan", *STEPS, f"--costs={sys.executable}"], "cannot be read"),
         (["probe", "/nonexistent"], "it does not exist; create it"),
         (["probe", "file:/nonexistent"], "it does not exist; create it"),
         (["probe", "ftp://x"], "'ftp://x' is not known"),
         (["probe", "pinned:"], "is for PyTorch alone"),
         (["plan", *NUMBERS, "--memory=."], "--memory goes with --chain"),
-        (["plan", *NUMBERS, "--tier=write=1"], "leave one of them out"),
+        (["plan", *NUMBERS, "--tier=write=1"], "leave --write out"),
         (["plan", *NUMBERS, "--save=plan.html"], "must end in .json"),
         (["plan", *NUMBERS, "--save=plan.json", "--curve"], "goes without --curve"),
         (["plan", *NUMBERS, "--load=plan.json"], "leave --steps out"),
@@ -345,7 +347,7 @@ def test_a_chain_s_plan_is_simulated_with_a_slower_tier(tmp_path, capsys) -> Non
     for argv, message in (
         (slower, "has no tier to replace"),
         ([*slower, "--steps=3"], "leave --steps out"),
-        (["simulate", *NUMBERS, "--tier=write=1"], "leave one of them out"),
+        (["simulate", *NUMBERS, "--tier=write=1"], "leave --write out"),
     ):
         assert main(argv) == 2
         assert message in capsys.readouterr().err
@@ -376,6 +378,9 @@ def test_the_lower_bound_of_a_simulation_is_that_of_its_tier(tmp_path, capsys) -
         ({}, ["--tier=write=1", "--strategy=revolve"], "tiers go with strategy 'optimal'"),
         ({}, ["--tier=write=1", "--curve"], "leave --tier out"),
         ({}, ["--save=plan.txt"], "must end in .json"),
+        ({}, ["--budget=100"], "--memory is their limit; leave --budget out"),
+        ({}, ["--write=4ms"], "leave --write out"),
+        ({}, ["--save-costs=costs.json"], "leave --save-costs out"),
         ({}, ["--tier=write=1", "--memory=20"], "memory=20 bytes < "),
         ({"output_bytes": 900, "tape_bytes": 990}, ["--memory=800", "--tier=write=1"], "< "),
         ({"forward_s": float("nan")}, [], "stage 'layer': forward_s=nan"),
