@@ -9,10 +9,11 @@ from typing import Literal, TypeAlias
 
 from ..errors import ArgumentError, BudgetError
 from ..support.units import format_bytes, parse_bytes
-from ..support.values import MOST, shown, whole
+from ..support.values import MOST, number, shown, whole
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
-_FRACTION = re.compile(r"\s*(0?\.\d+|[01]\.0*)\s*")
+# A number with a point and no unit is never of bytes: 0.5, and 1.5, which is then refused.
+_FRACTION = re.compile(r"\s*(\d*\.\d+|\d+\.)\s*")
 _SLOTS = re.compile(r"\s*(.*?)\s*slots?\s*")
 
 
@@ -205,10 +206,11 @@ def _no_slots(slots: int, name: str) -> ArgumentError:
     )
 
 
-def _fraction(value: float, name: str) -> float:
-    if not 0 < value <= 1:
+def _fraction(value: object, name: str) -> float:
+    found = number(value, name)
+    if not 0 < found <= 1:
         raise ArgumentError(
-            f"{name}={value:g} as a fraction of plain training must be above 0 and at most 1; "
+            f"{name}={found:g} as a fraction of plain training must be above 0 and at most 1; "
             "bytes are an int or a string such as '4 GiB'"
         )
-    return float(value)
+    return found

@@ -40,6 +40,7 @@ def test_bad_budgets(kind: dict[str, int]) -> None:
         ("0.5", 0.5),
         (".25", 0.25),
         ("1.0", 1.0),
+        ("00.5", 0.5),
         ("50 %", 0.5),
         ("5%", 0.05),
     ],
@@ -51,7 +52,9 @@ def test_fractions_are_of_plain_training(given: str | float, fraction: float) ->
         Budget.parse(given)
 
 
-@pytest.mark.parametrize("given", [0.0, -0.5, 1.5, float("nan"), "0 %", "101 %", "0.0"])
+@pytest.mark.parametrize(
+    "given", [0.0, -0.5, 1.5, float("nan"), "0 %", "101 %", "0.0", "1.5", "2."]
+)
 def test_fractions_lie_between_0_and_1(given: str | float) -> None:
     with pytest.raises(ArgumentError, match=r"memory=.* must be above 0 and at most 1"):
         memory_bytes(given, lambda: 1000)
@@ -76,3 +79,9 @@ def test_memory_of_stages_is_in_bytes() -> None:
 def test_a_budget_is_one_of_three() -> None:
     with pytest.raises(ArgumentError, match=r"fraction=0.5"):
         Budget(bytes=1, fraction=0.5)
+
+
+@pytest.mark.parametrize("fraction", ["0.5", True, float("nan"), [1]])
+def test_a_fraction_is_a_number(fraction: object) -> None:
+    with pytest.raises(ArgumentError, match="budget="):
+        Budget(fraction=fraction)  # type: ignore[arg-type]
