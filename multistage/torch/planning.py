@@ -43,9 +43,9 @@ _V = TypeVar("_V")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `unroll` was told of memory and plans."""
+    """What `unroll` was told of memory and plans; equal only where plans are, as keys of them."""
 
-    memory: int | str | float | None
+    memory: Budget | None
     tiers: tuple[TierName, ...]
     chunk: int | None
     strategy: Strategy
@@ -150,7 +150,7 @@ def planned(
             return known.plan
         budget = Budget(bytes=free)
     else:
-        budget = Budget.parse(settings.memory, "memory", of="stages")
+        budget = settings.memory
     tapes = store is not None and settings.strategy in ("auto", "offload")
     if known is not None:
         samples = known.samples

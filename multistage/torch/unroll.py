@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from ..backends.base import Store
 from ..backends.urls import Tiers, tier_names
 from ..errors import ArgumentError
+from ..model.budget import Budget
 from ..model.costs import Costs
 from ..model.stages import StageCosts
 from ..planners import PLANNERS
@@ -198,8 +199,9 @@ def unroll(
         raise ArgumentError(f"outputs={outputs!r} is not known; choose one of {_OUTPUTS}, None, f")
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise ArgumentError(f"chunk={chunk!r} must be an int, at least 1")
+    limit = None if memory is None else Budget.parse(memory, "memory", of="stages")
     settings = Settings(
-        memory, tier_names(tiers), chunk, strategy, progress, checked_choice(check), costs
+        limit, tier_names(tiers), chunk, strategy, progress, checked_choice(check), costs
     )
     several = _several(cell)
     sequence = Inputs(inputs, _steps(several, inputs, steps))

@@ -16,7 +16,6 @@ from ..actions import Action, Advance, EndForward, Load, Reverse, Tape
 from ..backends.base import Store
 from ..errors import BudgetError
 from ..model.budget import Budget
-from ..model.budget import Memory as Limit
 from ..model.stages import Stage, StageCosts
 from ..planners.chain.heterogeneous import plan_chain
 from ..support.progress import Bars
@@ -118,10 +117,9 @@ def _kept(
     return found
 
 
-def _room_bytes(memory: Limit | None) -> int:
+def _room_bytes(memory: Budget | None) -> int:
     """Return what states may take that are held while kinds are found."""
-    limit = None if memory is None else Budget.parse(memory, "memory", of="stages").bytes
-    return 0 if limit is None else limit // _SHARE
+    return 0 if memory is None or memory.bytes is None else memory.bytes // _SHARE
 
 
 @dataclass(frozen=True, slots=True)

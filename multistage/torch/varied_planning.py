@@ -161,11 +161,7 @@ def planned_varied(
     free = free_bytes(device) if settings.memory is None else None
     if known is not None and (free is None or known.peak_bytes <= free):
         return known
-    given = (
-        Budget(bytes=free)
-        if free is not None
-        else Budget.parse(settings.memory or 0, "memory", of="stages")
-    )
+    given = settings.memory or Budget(bytes=free)
     plain = plan_chain(steps.plain(), None, "store-all")
     memory = given.bytes_of(lambda: plain.peak_bytes)
     plan = choose_varied(steps, memory, plain.peak_bytes, store, settings)

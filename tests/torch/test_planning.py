@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import multistage.torch as mst
-from multistage.errors import BudgetError
-from multistage.torch import planning
+from multistage.errors import ArgumentError, BudgetError
+from multistage.torch import planning, varied_planning
 from multistage.torch.meter import Meter
 
 
@@ -131,3 +131,26 @@ def test_many_threads_plan_at_once() -> None:
         thread.join()
     assert not wrong
     assert len(memory._found) == 64
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_plan_is_remembered_for_its_limit_in_bytes_or_as_a_fraction(
+    several: bool, nothing_known: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varied_planning, "_plans", planning.Memory())
+    cell = [inner(1) for _ in range(6)] if several else inner(1)
+    h, x = torch.ones(256), torch.ones(6, 256)
+
+    def within(memory: Any) -> Any:
+        plan = mst.unroll(cell, h, x, memory=memory, outputs=None).plan
+        assert plan is not None
+        return plan
+
+    assert within(1.0).strategy == "keep"
+    with pytest.raises(BudgetError, match="memory=1 bytes < "):  # 1 == 1.0, but it is bytes
+        within(1)
+    with pytest.raises(ArgumentError, match="size True"):
+        within(True)
+    assert within("1 MiB") == within(1 << 20)
+    if not several:
+        assert len(nothing_known) == 3  # one for each of 1.0, 1 and 1 MiB
