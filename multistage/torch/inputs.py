@@ -127,6 +127,12 @@ class Inputs:
         first = _form(*self._elements[0])
         return any(_form(*element) != first for element in self._elements)
 
+    def form(self) -> object:
+        """Return structure, shapes, dtypes and devices of what was given; None if it is made."""
+        if isinstance(self.given, Tensor):
+            return _form([self.given], None)
+        return tuple([_form(*element) for element in self._elements])
+
     def expect(self, kinds: Sequence[tuple[torch.Size, torch.dtype, Any]], count: int) -> None:
         """Refuse x_t that is made anew and takes more than the ones that were looked at.
 

@@ -127,6 +127,11 @@ class Survey:
         leaves = self._walked(kind.first)
         return _as_found(leaves, self.states[kind.before].wants)
 
+    def close(self) -> None:
+        """Let go of the states it holds."""
+        self._held.clear()
+        self._cursor = _Held(0, self._first, 0)
+
     def x_kind_of(self, kind: StepKind) -> XKind | None:
         """Return the kind of x_t at steps of a kind."""
         return self._x_kind(kind.first)

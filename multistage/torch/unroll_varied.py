@@ -18,18 +18,20 @@ from ..errors import BudgetError
 from ..model.budget import Budget
 from ..model.stages import Stage, StageCosts
 from ..planners.chain.heterogeneous import plan_chain
+from ..schedule.simulation import simulate
 from ..support.progress import Bars
 from ..unequal import described
 from .cell_costs import UnrollPlan
 from .cells import Cells, VariedFacts, run_varied
 from .checking import Check, Checked, check_chain
+from .chunks import Steps
 from .collector import Collector
 from .environment import generators_of
 from .exploring import tensors_of
 from .inputs import Inputs
 from .kinds import Survey
 from .meter import Meter
-from .planning import Memory, Settings
+from .planning import Memory, Settings, identity
 from .randomness import cuda_or_cpu, refuse_hidden_draws
 from .surroundings import Surroundings
 from .sweeping import Sweep, Unrolled, results_of, through
@@ -37,7 +39,7 @@ from .tiers import open_tiers
 from .varied_planning import pages_for, planned_varied
 from .varied_time import VariedTensors, VariedThroughTime
 
-_weighed: Memory[bool] = Memory()  # given costs whose graphs were seen to hold to them
+_weighed: Memory[bool] = Memory()  # sequences whose graphs were seen to hold to given costs
 _CHECKED = 12  # steps at most that a check runs from state 0
 _SHARE = 8  # of the limit, what states held while kinds are found may take
 
@@ -69,6 +71,7 @@ def unroll_varied(
     program = _Program(cells, facts, inputs, outputs)
     wanted = [*leaves, *inputs.tensors(), *facts.parameters]
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
+        survey.close()
         return program.plainly(state, graph=False)
     inputs.known_as(facts.parameters)
     involved = [*leaves, *inputs.held(), *facts.parameters]
@@ -76,10 +79,11 @@ def unroll_varied(
     # States of any size go by way of host memory.
     store = open_tiers(settings.tiers, torch.device("cpu"))
 
-    def checked(plan: UnrollPlan) -> Checked:
-        return _checked(program, survey, state, around, device, plan, settings.check)
+    def checked(plan: UnrollPlan, steps: Steps) -> Checked:
+        return _checked(program, survey, state, around, device, plan, steps, settings.check)
 
     chosen = planned_varied(cells, facts, survey, around, device, leaves, store, settings, checked)
+    survey.close()  # its states are no part of the plan
     if chosen.plan is None:
         return replace(_kept(program, state, chosen, settings.costs, device), plan=chosen)
     refuse_hidden_draws(cells.scope.modules, cells.name)
@@ -100,7 +104,7 @@ def _kept(
     BudgetError
         If the graphs take more than given costs say.
     """
-    key = None if costs is None else (costs, (0, program.inputs.steps))
+    key = None if costs is None else program.weighed_as(costs, (0, program.inputs.steps))
     if key is None or _weighed.get(key) is not None:
         return program.plainly(state, graph=True)
     with Meter(device) as meter:
@@ -113,7 +117,7 @@ def _kept(
             f"the graphs of all steps take {nbytes} bytes, their costs say {chosen.keep_bytes}; "
             "give the sizes as they are, or no costs to have them measured"
         )
-    _held_to(*key)
+    _weighed.put(key, True)
     return found
 
 
@@ -142,6 +146,16 @@ class _Program:
     def steps(self) -> tuple[int, int]:
         """The steps that are run."""
         return (0, self.inputs.steps) if self.window is None else self.window
+
+    def weighed_as(self, costs: StageCosts, cuts: tuple[int, ...]) -> object:
+        """Return what tells sequences apart whose graphs are weighed once against given costs."""
+        kinds = tuple(
+            [(kind.cell, kind.before, kind.after, kind.weight) for kind in self.facts.kinds]
+        )
+        cells = tuple([identity(each) for each in self.cells.each])
+        states = tuple([(kind.leaves, kind.wants) for kind in self.facts.states])
+        numbers = tuple(self.cells.at), tuple(self.facts.steps)
+        return costs, cuts, cells, numbers, kinds, states, self.inputs.form()
 
     def collector(self, *, graph: bool) -> Collector:
         """Return what takes their outputs."""
@@ -188,8 +202,9 @@ class _Program:
             device,
             costs if given else None,
         )
-        if given and _weighed.get((costs, chosen.cuts)) is None:
-            chain.weighs, chain.done = True, partial(_held_to, costs, chosen.cuts)
+        key = self.weighed_as(costs, chosen.cuts) if given else None
+        if key is not None and _weighed.get(key) is None:
+            chain.weighs, chain.done = True, partial(_held_to, key)
         chain.check = "error" if settings is None else settings.check
         names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
         bars = Bars(False if settings is None else settings.progress)
@@ -210,8 +225,8 @@ class _Program:
         return through(run, chosen, chain.last_spec(), wanted)
 
 
-def _held_to(costs: StageCosts, cuts: tuple[int, ...]) -> None:
-    _weighed.put((costs, cuts), True)
+def _held_to(key: object) -> None:
+    _weighed.put(key, True)
 
 
 def _checked(
@@ -221,18 +236,23 @@ def _checked(
     around: Surroundings,
     device: torch.device,
     chosen: UnrollPlan,
+    steps: Steps,
     check: Check,
 ) -> Checked:
     """Run some steps plainly, and by a schedule that runs them again; compare.
 
-    The first steps of the sequence, then a step of each kind that is not among them.
+    The first steps of the sequence, as many as fit the limit, then a step of each kind
+    that is not among them.
     """
     if check == "off":
         return Checked("off")
     if any(each.enabled for each in around.settings.autocast):
         return Checked("not checked; under autocast gradients are added in another precision")
+    survey.close()  # states are found again one by one, or too many would be held
     facts, outputs = program.facts, program.outputs
     first = min(program.inputs.steps, max(3, min(chosen.chunk, _CHECKED)))
+    while first > 1 and _peak_bytes(first, steps) > chosen.memory_bytes:
+        first -= 1
     windows: list[tuple[int, int, Any]] = [(0, first, state)]
     windows += [(k.first, k.first + 1, k) for k in facts.kinds if k.first >= first]
     seconds, outcomes = 0.0, []
@@ -283,14 +303,33 @@ def _checked_window(
     )
 
 
+def _thirds(start: int, stop: int) -> tuple[int, ...]:
+    """Return the cuts of three chunks at most."""
+    return (*range(start, stop, -(-(stop - start) // 3)), stop)
+
+
+def _peak_bytes(count: int, steps: Steps) -> int:
+    """Return what the first steps take at most, plainly and by the schedule of the check."""
+    plain, costs = steps.chained((0, count)), steps.chained(_thirds(0, count))
+    schedules = (_actions_again(1), plain), (_actions_again(len(costs.stages)), costs)
+    return max(simulate(a, None, each, checked=False).peak_bytes for a, each in schedules)
+
+
 def _run_again(steps: tuple[int, int], chosen: UnrollPlan) -> UnrollPlan:
-    """Return a plan of three chunks at most: the last is taped at once, the others run again.
+    """Return a plan of three chunks at most, see `_actions_again`."""
+    cuts = _thirds(*steps)
+    costs = StageCosts.uniform(len(cuts) - 1, Stage("chunk", 1e-6, 1e-6, 0, 0))
+    actions = tuple(_actions_again(len(costs.stages)))
+    chain = replace(plan_chain(costs, None, "store-all"), actions=actions)
+    longest = max(b - a for a, b in itertools.pairwise(cuts))
+    return replace(chosen, chunk=longest, cuts=cuts, chain=chain, plan=described(chain))
+
+
+def _actions_again(n: int) -> list[Action]:
+    """Return a schedule of n chunks: the last is taped at once, the others run again.
 
     One chunk alone is run again too.
     """
-    start, stop = steps
-    cuts = (*range(start, stop, -(-(stop - start) // 3)), stop)
-    n = len(cuts) - 1
     actions: list[Action] = [Advance(0, max(1, n - 1))]
     if n > 1:
         actions.append(Tape(n - 1))
@@ -301,7 +340,4 @@ def _run_again(steps: tuple[int, int], chosen: UnrollPlan) -> UnrollPlan:
             actions += [Advance(0, k)] if k else []
             actions.append(Tape(k))
         actions.append(Reverse(k))
-    costs = StageCosts.uniform(n, Stage("chunk", 1e-6, 1e-6, 0, 0))
-    chain = replace(plan_chain(costs, None, "store-all"), actions=tuple(actions))
-    longest = max(b - a for a, b in itertools.pairwise(cuts))
-    return replace(chosen, chunk=longest, cuts=cuts, chain=chain, plan=described(chain))
+    return actions

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..actions import Put
+from ..actions import Evict, Put, Reverse, Tape
 from ..backends.base import Store
 from ..backends.paged import PagedStore
 from ..errors import ArgumentError, BudgetError, StoreError
@@ -132,7 +132,7 @@ def planned_varied(
     leaves: Sequence[Tensor],
     store: Store | None,
     settings: Settings,
-    check: Callable[[UnrollPlan], Checked],
+    check: Callable[[UnrollPlan, Steps], Checked],
 ) -> UnrollPlan:
     """Return the plan for a sequence whose steps differ, checked when it is made.
 
@@ -174,7 +174,7 @@ def planned_varied(
             (replace(cost.stage, name=kind.name), count)
             for cost, kind, count in zip(kinds, facts.kinds, counts, strict=bool(kinds))
         ),
-        checked=check(plan) if known is None else known.checked,
+        checked=check(plan, steps) if known is None else known.checked,
     )
     return _plans.put(key, plan)
 
@@ -341,9 +341,9 @@ class _Search:
                     lambda: measured_rates(paged),  # noqa: B023
                 )
                 rates = bounded(rates, paged, costs)
-                plan = plan_chain(costs, max(1, room), tiers=rates, progress=False)
-                if by_name and not _writes(plan):
-                    plan = _made_to_write(plan, room, rates) or plan
+                plan = _streaming(costs, room, rates, by_name=by_name)
+                if _pins(plan):
+                    plan = _streaming(_with_inputs(costs), room, rates, by_name=by_name)
             except BudgetError as error:
                 self._fell_short(error, buffers)
                 continue
@@ -383,6 +383,41 @@ class _Search:
 def pages_for(store: Store, costs: StageCosts) -> PagedStore:
     """Return a store as states of a chain see it: in pages."""
     return PagedStore(store, max(1, *(stage.output_bytes for stage in costs.stages)))
+
+
+def _streaming(costs: StageCosts, room: int, rates: Tier, *, by_name: bool) -> ChainPlan:
+    """Return a plan with a tier; by name one that writes, if there is one.  Raises BudgetError."""
+    plan = plan_chain(costs, max(1, room), tiers=rates, progress=False)
+    if by_name and not _writes(plan):
+        plan = _made_to_write(plan, room, rates) or plan
+    return plan
+
+
+def _pins(plan: ChainPlan) -> bool:
+    """Whether a state leaves for the tier while the graph that starts from it is held.
+
+    The graph refers to its input, so that the state's memory would not be free.
+    """
+    held: set[int] = set()
+    for action in plan.actions:
+        match action:
+            case Tape(step):
+                held.add(step)
+            case Reverse(step):
+                held.discard(step)
+            case Evict(step, tape=False) if step in held:
+                return True
+    return False
+
+
+def _with_inputs(costs: StageCosts) -> StageCosts:
+    """Return costs where a graph holds its input too, which may count twice then."""
+    stages = costs.stages
+    found = [
+        replace(stage, tape_bytes=stage.tape_bytes + (stages[k - 1].output_bytes if k else 0))
+        for k, stage in enumerate(stages)
+    ]
+    return replace(costs, stages=tuple(found))
 
 
 def _writes(plan: ChainPlan) -> bool:

@@ -19,10 +19,14 @@ from torch.utils import _pytree as pytree
 
 import multistage as ms
 import multistage.torch as mst
+from multistage.actions import Evict, Reverse, Tape
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, StateError
+from multistage.torch.chunks import Steps
 from multistage.torch.meter import Meter
+from multistage.torch.planning import Settings
+from multistage.torch.varied_planning import choose_varied
 
 SMALL = "buffers=24KiB"
 
@@ -365,15 +369,78 @@ def test_memory_stays_within_the_limit(name: str, memory: float) -> None:
         torch.stack([t.sum() for t in leaves]).sum().backward()
         return out
 
-    run()  # gradients are there the second time
-    with Meter(torch.device("cpu")) as meter:
-        meter.ignore([*given, *modules.parameters()])
-        meter.ignore(t.grad for t in [*given, *modules.parameters()] if t.grad is not None)
-        out = run()
-    assert out.plan is not None and out.plan.plan is not None
-    gradients = sum(t.nbytes for t in [*given, *modules.parameters()] if t.requires_grad)
-    assert meter.peak_bytes <= out.plan.memory_bytes + gradients
+    tensors = [*given, *modules.parameters()]
+    gradients = sum(t.nbytes for t in tensors if t.requires_grad)
+    for _ in ("planned and checked", "known"):
+        with Meter(torch.device("cpu")) as meter:
+            meter.ignore(tensors)
+            meter.ignore(t.grad for t in tensors if t.grad is not None)
+            out = run()
+        assert out.plan is not None and out.plan.plan is not None
+        assert meter.peak_bytes <= out.plan.memory_bytes + gradients
     assert out.plan.peak_bytes <= out.plan.memory_bytes < out.plan.keep_bytes
+
+
+class Wide(nn.Module):
+    """A step of one width whose graph is large, or not."""
+
+    def __init__(self, copies: int) -> None:
+        super().__init__()
+        self.copies = copies
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, h: Tensor, x: None) -> Tensor:
+        wide = torch.tanh(torch.sigmoid(self.linear(h).repeat(1, self.copies)))
+        return wide.view(len(h), self.copies, 16).mean(1)
+
+
+def test_the_check_of_large_first_steps_stays_within_the_limit() -> None:
+    """Chunks of the small steps behind them are long; so many large ones do not fit."""
+    cells = [Wide(60)] * 12 + [Wide(1)] * 200
+    h = torch.ones(16, 16)
+    parameters = [p for cell in (cells[0], cells[-1]) for p in cell.parameters()]
+    with Meter(torch.device("cpu")) as meter:
+        meter.ignore([h, *parameters])
+        out = mst.unroll(cells, h, None, memory=0.2)
+    assert out.plan is not None and out.plan.chunk > 12 and out.plan.checked is not None
+    assert out.plan.checked.outcome == "equal"
+    assert meter.peak_bytes <= out.plan.memory_bytes
+
+
+def test_states_of_kinds_are_let_go_of_before_the_sequence_is_run() -> None:
+    cells, alive = [Layer(8, 64), Layer(64, 8), Layer(8, 8)], list[int]()
+
+    class Last(nn.Module):
+        def forward(self, h: Tensor, x: None) -> Tensor:
+            alive.append(meter.live_bytes())
+            return h * 2
+
+    with torch.no_grad(), Meter(torch.device("cpu")) as meter:
+        mst.unroll([*cells, Last()], torch.ones(100, 8), None, memory="1 GiB")
+    assert alive[-1] < 25_600  # bytes of the widest state
+
+
+def test_a_graph_counts_the_state_before_it_that_leaves() -> None:
+    """A graph refers to its input: where it is held, the state's memory is not free."""
+    stage = ms.Stage("step", 1.0, 2.0, 1000, 1100, gradient_bytes=1000)
+    nothing = [0] * 40
+    steps = Steps([stage] * 40, [1100] * 40, nothing, nothing, 1000, 0)
+    store = MemoryStore(buffer_bytes=4096)
+    settings = Settings(None, (store,), 1, "stream", False)
+    plan = choose_varied(steps, 40_000, 50_000, store, settings)
+    assert plan.chain is not None and plan.strategy == "stream"
+    held, evicted = set[int](), 0
+    for action in plan.chain.actions:
+        match action:
+            case Tape(step):
+                held.add(step)
+            case Reverse(step):
+                held.discard(step)
+            case Evict(step):
+                evicted += 1
+                counted = plan.chain.costs.stages[step].tape_bytes
+                assert step not in held or counted == 1100 + 1000
+    assert evicted
 
 
 def test_nothing_is_left_after_a_forward_without_backward(tmp_path: Path) -> None:
@@ -484,6 +551,21 @@ def test_given_costs_plan_steps_of_any_number_of_kinds() -> None:
         mst.unroll(cell, state, x, costs=replace(costs, stages=tuple(light)), memory="4 MiB")
     with pytest.raises(ArgumentError, match="costs have 100 stages, but the sequence has 99"):
         mst.unroll(cell, state, x[:99], costs=costs, memory="300 KiB")
+
+
+def test_given_costs_are_weighed_for_each_cell() -> None:
+    """Costs that one cell's graphs held to say nothing of another's."""
+
+    def cell(copies: int) -> Wide:
+        torch.manual_seed(0)
+        return Wide(copies)
+
+    stage = ms.Stage("step", 1e-4, 2e-4, 1024, 6 * 1024, 1024, 2048, 2048, 8192)
+    costs = ms.StageCosts((stage,) * 20, 1024)
+    options: dict[str, Any] = {"costs": costs, "memory": "40 KiB", "check": "off"}
+    mst.unroll(cell(1), torch.ones(16, 16), None, steps=20, **options).state.sum().backward()
+    with pytest.raises(BudgetError, match="the graph of step"):
+        mst.unroll(cell(9), torch.ones(16, 16), None, steps=20, **options).state.sum().backward()
 
 
 # ----------------------------------------------------------------- bad input
