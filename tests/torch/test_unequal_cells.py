@@ -230,28 +230,30 @@ def compare(name: str, mode: str = "stack", **options: Any) -> mst.Unrolled:
 # ------------------------------------------------------------------- equality
 
 
-@pytest.mark.parametrize("name", CASES)
+KEPT = "stack", {"memory": 1.0}
+TIGHT = "last", {"memory": 0.85}
+PAIRS = "sum", {"memory": "300 KiB", "chunk": 2, "strategy": "recompute"}
+SINGLY = "stack", {"memory": "300 KiB", "chunk": 1, "strategy": "recompute"}
+
+
 @pytest.mark.parametrize(
-    ("mode", "options"),
+    ("name", "how"),
     [
-        ("stack", {"memory": 1.0}),
-        ("last", {"memory": 0.85}),
-        ("sum", {"memory": "300 KiB", "chunk": 2, "strategy": "recompute"}),
-        ("stack", {"memory": "300 KiB", "chunk": 1, "strategy": "recompute"}),
+        *((name, PAIRS) for name in CASES),
+        *((name, KEPT) for name in ("widths", "growing")),
+        *((name, TIGHT) for name in ("normed", "grid", "curriculum")),
+        *((name, SINGLY) for name in ("normed", "growing", "trees")),
     ],
 )
-def test_numbers_are_those_of_plain_training(name: str, mode: str, options: dict[str, Any]) -> None:
-    try:
-        out = compare(name, mode, **options)
-    except BudgetError:
-        assert options["memory"] == 0.85 and name == "trees"  # its last state is half of all
-        return
+def test_numbers_are_those_of_plain_training(name: str, how: tuple[str, dict[str, Any]]) -> None:
+    mode, options = how
+    out = compare(name, mode, **options)
     assert out.plan is not None and out.plan.checked is not None
     assert out.plan.checked.outcome == "equal"
     assert (out.plan.strategy == "keep") == (options["memory"] == 1.0)
 
 
-@pytest.mark.parametrize("name", ["widths", "grid", "curriculum"])
+@pytest.mark.parametrize("name", ["grid", "curriculum"])
 def test_numbers_where_little_memory_is_left(name: str) -> None:
     """At the smallest limit that works, which the error names."""
     with pytest.raises(BudgetError) as error:
@@ -263,8 +265,9 @@ def test_numbers_where_little_memory_is_left(name: str) -> None:
     assert plan.peak_bytes <= plan.memory_bytes == error.value.least_bytes
 
 
-@pytest.mark.parametrize("name", ["widths", "normed", "grid", "growing"])
-@pytest.mark.parametrize("tier", ["memory:", "file:"])
+@pytest.mark.parametrize(
+    ("name", "tier"), [("widths", "file:"), ("normed", "memory:"), ("growing", "file:")]
+)
 def test_states_travel_to_a_tier(name: str, tier: str, tmp_path: Path) -> None:
     where = f"{tier}{tmp_path}?{SMALL}" if tier == "file:" else f"{tier}?{SMALL}"
     out = compare(name, memory="250 KiB", tiers=[where], strategy="stream", chunk=1)
@@ -346,7 +349,7 @@ def test_a_pair_is_state_and_output_where_trees_differ() -> None:
     assert start.grad is not None and start.grad.tolist() == [8.0] * 3
 
 
-@pytest.mark.parametrize("seed", range(3, 9))
+@pytest.mark.parametrize("seed", range(3, 6))
 def test_random_sequences(seed: int) -> None:
     """More of them: `python tests/torch/fuzz_cells.py --count 500`."""
     assert not judged(seed).startswith("DIFFERENT")
@@ -355,8 +358,9 @@ def test_random_sequences(seed: int) -> None:
 # --------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("name", ["widths", "grid", "curriculum", "growing"])
-@pytest.mark.parametrize("memory", [0.85, 0.6])
+@pytest.mark.parametrize(
+    ("name", "memory"), [("widths", 0.85), ("grid", 0.6), ("curriculum", 0.85), ("growing", 0.6)]
+)
 def test_memory_stays_within_the_limit(name: str, memory: float) -> None:
     torch.manual_seed(0)
     cells, state, inputs = CASES[name](200)
@@ -503,11 +507,11 @@ def test_a_long_sequence_is_looked_at_once_a_kind() -> None:
 
 
 def test_a_curriculum_is_planned_by_its_kinds() -> None:
-    inputs = [torch.ones(n, 1, 4) for n in (2, 4, 8) for _ in range(100)]
-    out = mst.unroll(Reader(), torch.zeros(1, 16, requires_grad=True), inputs, memory=0.1)
+    inputs = [torch.ones(n, 1, 4) for n in (2, 4, 8) for _ in range(60)]
+    out = mst.unroll(Reader(), torch.zeros(1, 16, requires_grad=True), inputs, memory=0.15)
     plan = out.plan
     assert plan is not None and plan.chain is not None
-    assert [count for _, count in plan.kinds] == [100, 100, 100]
+    assert [count for _, count in plan.kinds] == [60, 60, 60]
     assert len(plan.chain.costs.stages) <= 192
     # Chunks of long inputs have fewer steps: their graphs are larger.
     lengths = [b - a for a, b in itertools.pairwise(plan.cuts)]
