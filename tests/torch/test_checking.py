@@ -461,3 +461,25 @@ def test_bits_are_compared_not_values() -> None:
     assert not any(same_bits(x, other) for other in others)
     z = torch.tensor([1 + 2j])
     assert same_bits(z.conj(), z.conj()) and not same_bits(z, z.conj())
+    zeros, ones = torch.zeros(()), torch.ones(())
+    for size in (1, 4):
+        assert same_bits(ones.expand(size), ones.expand(size))
+        assert not same_bits(ones.expand(size), zeros.expand(size))
+    assert not same_bits(torch.arange(6)[::2], torch.arange(6)[1::2])
+
+
+class _Expanded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.full((1,), 2.0).expand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.scale
+
+
+def test_models_with_expanded_buffers_are_checked() -> None:
+    stages = nn.Sequential(*[_Expanded() for _ in range(4)])
+    chain = mst.Sequential(stages, torch.ones(16, 8), memory=0.8)
+    assert chain.checked is not None
+    assert chain.checked.outcome == "equal"
