@@ -88,7 +88,7 @@ class Survey:
         self._first = _as_found(leaves, [t.requires_grad for t in leaves])
         self._numbers: dict[StateKind, int] = {}
         self._number_of(StateKind(spec, *_kinds_of(leaves)))
-        self._steps = array("H")
+        self._steps = array("L")
         self._held: OrderedDict[int, _Held] = OrderedDict()  # by the state's number
         self._cursor = _Held(0, self._first, 0)
         self._xs: dict[int, XKind] = {}
@@ -111,7 +111,7 @@ class Survey:
                 key = self._cells.at[t], state, self._x_kind(t)
                 number = known.get(key)
                 if number is None:
-                    if len(self.kinds) == MOST_KINDS:
+                    if self._exact and len(self.kinds) == MOST_KINDS:
                         raise self._too_many(t)
                     number = known[key] = len(self.kinds)
                     self.kinds.append(self._explored(t, *key))

@@ -203,11 +203,20 @@ def unroll(
     settings = Settings(
         limit, tier_names(tiers), chunk, strategy, progress, checked_choice(check), costs
     )
+    if not (costs is None or isinstance(costs, StageCosts)):
+        raise ArgumentError(
+            f"costs is {type(costs).__name__}; give a StageCosts with one Stage for each time step"
+        )
     several = _several(cell)
     sequence = Inputs(inputs, _steps(several, inputs, steps))
     made = inputs if sequence.made else None
-    if unequal is None and _is_varied(several, sequence, costs):
-        unequal = True
+    varied = _is_varied(several, sequence, costs)
+    if varied and unequal is False:
+        raise ArgumentError(
+            "unequal=False is for one cell, x_t of one shape and no costs=, and here are several "
+            "cells, several shapes of x_t, or costs; leave it out"
+        )
+    unequal = True if varied else unequal
     if not unequal:
         one = cell if several is None else several[0]
         assert callable(one)
@@ -232,6 +241,10 @@ def unroll(
 def _several(cell: Any) -> list[Callable[..., Any]] | None:
     """Return the cells of a sequence of cells, None for one cell.  Raises ArgumentError."""
     if not isinstance(cell, list | tuple | nn.ModuleList):
+        if not callable(cell):
+            raise ArgumentError(
+                f"cell is {type(cell).__name__}; it must be callable, or a list of callables"
+            )
         return None
     if not len(cell):
         raise ArgumentError("cell is an empty sequence; give one cell for each step")

@@ -580,6 +580,9 @@ def test_bad_arguments() -> None:
     for cells, options, message in [
         ([], {}, "cell is an empty sequence"),
         ([one, 3], {}, "cell 1 is int; it must be callable"),
+        (iter([one, two]), {}, "cell is list_iterator; it must be callable, or a list"),
+        ([one, one], {"costs": 3}, "costs is int; give a StageCosts"),
+        ([one, two], {"unequal": False}, "unequal=False is for one cell"),
         ([one, two], {"steps": 3}, "2 cells and 3 steps; give one cell for each step"),
         ([one, two], {"inputs": torch.ones(3, 2)}, "2 cells and 3 steps"),
         ([one, two], {"fused": True}, "fused=True is for cells that take several steps"),
@@ -607,6 +610,22 @@ def test_bad_arguments() -> None:
 def test_one_cell_that_does_not_take_what_it_returns(cell: Any, message: str) -> None:
     with pytest.raises(StateError, match=message):
         mst.unroll(cell, torch.zeros(2, 6, requires_grad=True), torch.randn(5, 2, 6))
+
+
+def test_several_cells_of_one_shape_are_not_run_as_one() -> None:
+    """With `unequal=False` the first was run at every step."""
+    with pytest.raises(ArgumentError, match="unequal=False is for one cell"):
+        mst.unroll([Layer(4, 4), Layer(4, 4)], torch.ones(2, 4), None, unequal=False)
+
+
+def test_given_costs_allow_any_number_of_cells() -> None:
+    stage = ms.Stage("step", 1e-4, 2e-4, 32, 200, 32, 200, 200, 400)
+    costs = ms.StageCosts((stage,) * 65, 32)
+    cells, h = [Layer(4, 4) for _ in range(65)], torch.ones(2, 4, requires_grad=True)
+    mst.unroll(cells, h, None, costs=costs, memory="8 KiB").state.sum().backward()
+    mine, h.grad = h.grad, None
+    plainly(cells, h, None, "stack")[0].sum().backward()
+    assert mine is not None and h.grad is not None and torch.equal(mine, h.grad)
 
 
 def test_too_many_kinds_are_refused() -> None:
