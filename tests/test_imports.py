@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +89,18 @@ def test_the_front_page_is_short() -> None:
     public = [name for name in vars(multistage) if not name.startswith("_")]
     submodules = {path.stem for path in ROOT.iterdir()} - {"actions", "backends", "errors"}
     assert len([name for name in public if name not in submodules]) <= 28
+
+
+def test_modules_named_in_docs_and_comments_exist() -> None:
+    paths = (path.relative_to(ROOT.parent).with_suffix("") for path in ROOT.rglob("*.py"))
+    modules = {".".join(path.parts).removesuffix(".__init__") for path in paths}
+    names = {module.rpartition(".")[2] for module in modules}
+    pages = [*ROOT.rglob("*.py"), *(ROOT.parent / "docs").rglob("*.md")]
+    for page in pages:
+        for name in re.findall(r"`((?:[a-z_]+\.)+[a-z_]+)`", page.read_text(encoding="utf-8")):
+            first, _, rest = name.partition(".")
+            if first in ("mst", "run", "torch") or name.rpartition(".")[2] not in names:
+                continue
+            found = any(f".{module}".endswith(f".{name}") for module in modules)
+            found |= first == "multistage" and hasattr(multistage, rest)
+            assert found, f"{page.name}: no module `{name}`"

@@ -1,10 +1,10 @@
 """When a run leaves its plan: a write is late, and the deadline rule says how to go on.
 
 An executor asks here before it waits for an eviction, and at the end of its forward sweep.
-A question takes a part of a second, so it is put to the rule (`plan.joint_rule`) only where
-waiting is predicted to cost more than that; while it is not, the executor waits, a little
-at a time.  Nothing here decides by a clock but how long a wait lasts: how slow the tier is
-comes from the executor.
+A question takes a part of a second, so it is put to the rule
+(`planners.chain.joint_rule`) only where waiting is predicted to cost more than that; while
+it is not, the executor waits, a little at a time.  Nothing here decides by a clock but how
+long a wait lasts: how slow the tier is comes from the executor.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A lower bound of chains without a tier: where the search of schedules may stop.
 
-The dual of `plan.joint_bound` without transfers, with one price: of a byte kept when
+The dual of `planners.chain.joint_bound` without transfers, with one price: of a byte kept when
 the adjoint of the last stage starts.  What is kept then is so counted to the byte; what
 is recomputed later comes from a table of few slots, sizes rounded down.  Rounding down
 alone says little where stages are nearly as many as slots.

@@ -1,6 +1,6 @@
 """The exact optimum of a short heterogeneous chain, by Dijkstra over what is held.
 
-The oracle of `plan.heterogeneous`, and the only planner here that knows
+The oracle of `planners.chain.heterogeneous`, and the only planner here that knows
 schedules which are not persistent: those that drop a checkpoint or a tape
 before its use.  States of the search: the live state, the saved states, the
 tapes held, the adjoint.  Exponential in the number of stages; meant for up to

@@ -98,7 +98,7 @@ def plan_chain(
     tiers : Tier, str or sequence, optional
         A slow tier for states and tapes (the first, if several), as `Tier` or
         as a text such as `"write=2GB/s,read=1GB/s"`; with strategy "optimal".  The
-        plan is never slower than without it.  See `plan.joint`.
+        plan is never slower than without it.  See `planners.chain.joint`.
     segments : int, optional
         For `periodic`: how many; the fastest number that fits, if None.
     slots : int

@@ -5,7 +5,7 @@ UniformPlan
     segment, of which the state before its first stage is kept.  Whatever is
     kept stays in fast memory or is a *thing of the tier*: written as soon as it
     is made, evicted when memory is short, read back before its use.  A segment
-    is reversed by the schedule of `plan.heterogeneous` (RR-9302) for the most
+    is reversed by the schedule of `planners.chain.heterogeneous` (RR-9302) for the most
     slots whose true peak fits into the room left.
 Memory
     Things are numbered as they are made and evicted in that order, so those
@@ -24,7 +24,7 @@ Search
 
 Known gaps: recomputation writes nothing to the tier; the next segment does not
 run forward while a read is awaited; schedules are persistent.  No optimality is
-claimed; `plan.joint_bound` bounds the gap.
+claimed; `planners.chain.joint_bound` bounds the gap.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def joint_lower_bound(
     """Return seconds that no nested schedule within the memory and with the tier undercuts.
 
     Infinite if no schedule fits.  A schedule is judged as `simulate` and
-    `plan.chain_memory.use_of` do it: `spared_s` of a stage is saved where its
+    `planners.chain.memory.use_of` do it: `spared_s` of a stage is saved where its
     tape is made right before its adjoint.
 
     Parameters

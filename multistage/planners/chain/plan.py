@@ -186,7 +186,7 @@ class ChainPlan(Plan):
         """Seconds that no nested schedule within the limit and with the tier undercuts.
 
         None without a tier, and of more than 8 stages where the C core is missing.
-        Calculated when it is first asked for, in 0.1 to 1 s; see `plan.joint_bound`.
+        Calculated when it is first asked for, in 0.1 to 1 s; see `planners.chain.joint_bound`.
         """
         if self.tier is None:
             return None

@@ -1,7 +1,7 @@
 """The dynamic program over a heterogeneous chain, in slots of memory.
 
 Beaumont et al. 2019 (RR-9302), theorem 1 with its errata (see
-`plan.heterogeneous`): for every pair of stages (s, t) and every memory m the
+`planners.chain.heterogeneous`): for every pair of stages (s, t) and every memory m the
 least forward work done again.  The C kernel solves it; the Python twin here
 does the same float32 additions in the same order and is its oracle.
 
@@ -431,7 +431,7 @@ def _twin(
 def judge(true: Sizes, trace: Trace) -> tuple[float, int]:
     """Return seconds and peak bytes of a trace, the chain's input not counted.
 
-    The twin of the C kernel's; `plan.chain_memory` is the independent judge.
+    The twin of the C kernel's; `planners.chain.memory` is the independent judge.
     """
     held, peak, seconds = 0, 0, 0.0
     waiting: list[int] = []
