@@ -228,7 +228,9 @@ class Stages:
                 self._counts[i].add(tensor)
             kinds.append(kind_of(tensor, self._around[i].places(), begun))
             if filling is not None:
-                filling.tape.append(tensor.detach())
+                # A parameter may be given other memory, which autograd would see.
+                itself = tensor.is_leaf and tensor.requires_grad
+                filling.tape.append(tensor if itself else tensor.detach())
                 filling.versions.append(tensor._version)
             if inside is not None:
                 inside.keep(tensor)

@@ -732,3 +732,28 @@ def test_a_traced_model_trains_with_a_tier() -> None:
     model.close()
     with pytest.raises(ArgumentError, match="goes with memory"):
         mst.to_chain(plain, (x, scale), tiers="memory:")  # type: ignore[call-overload]
+
+
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(1, 2, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x * self.scale)
+
+
+def test_parameters_given_other_memory_are_seen_as_by_autograd() -> None:
+    def gradients(call: Callable[[Tensor], Tensor], model: nn.Module) -> list[Tensor]:
+        y = call(torch.linspace(0, 1, 256).repeat(16, 1))
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 2
+        return list(torch.autograd.grad(y.sum(), list(model.parameters())))
+
+    plain, ours = (nn.Sequential(*[_Scale() for _ in range(hooking._STAGES)]) for _ in range(2))
+    names = [str(k) for k in range(len(ours))]
+    traits = measure(list(ours), names, torch.ones(16, 256), seconds=0.0).traits
+    berth = Berth(store(), CPU, PAGE)
+    run = Run(list(ours), traits, hooking._travelling(), berth)
+    assert same(gradients(plain, plain), gradients(run.forward, ours))
+    berth.close()
