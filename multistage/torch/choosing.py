@@ -73,7 +73,7 @@ def chosen(
         best = plain
     if sends(best[1]) and best[1].makespan_s <= _PAYS * plan.makespan_s:
         return best
-    tiered.close()
+    tiered.leave()
     return plain
 
 
@@ -90,7 +90,7 @@ def _best_with_tier(
     try:
         return _best_within(tiered, profiles, limit, device, together)
     except BaseException:
-        tiered.close()  # opened to be measured: no thread and no file is left
+        tiered.leave()  # opened to be measured: no thread and no file is left
         raise
 
 

@@ -252,13 +252,27 @@ class Porter:
         if self.is_open:
             self._work.tasks.put(row)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> bool:
         """Stop the thread, close the store; rows are lost.  May be called twice.
 
         Interrupted, it can be called again and does the rest.
+
+        Parameters
+        ----------
+        timeout_s : float, optional
+            How long to wait for what the store is doing.  After that another thread waits,
+            and does the rest; the interpreter's exit does not wait for it.
+
+        Returns
+        -------
+        bool
+            Whether it is closed.
         """
-        self._close()
+        closed = self._close(timeout_s)
+        if not closed:
+            threading.Thread(target=self._close, name="multistage-closing", daemon=True).start()
         self._end.detach()
+        return closed
 
 
 class _Work:
@@ -336,18 +350,28 @@ class _Work:
             _log.debug("a row could not be dropped", exc_info=True)
 
 
-def _closing(work: _Work, thread: threading.Thread) -> Callable[[], None]:
-    def close() -> None:
+def _closing(work: _Work, thread: threading.Thread) -> Callable[..., bool]:
+    lock = threading.RLock()  # two may wait for the thread
+    closed = False
+
+    def close(timeout_s: float | None = None) -> bool:
+        nonlocal closed
         work.pager.stopped = True
         work.tasks.put(None)
         if thread is not threading.current_thread():
-            thread.join()
-        work.store.close()
+            thread.join(timeout_s)
+            if thread.is_alive():
+                return False
+        with lock:
+            if not closed:  # the store may be open again, for another
+                work.store.close()
+                closed = True
         while not work.tasks.empty():
             task = work.tasks.get_nowait()
             if isinstance(task, Trip) and not task.done.is_set():
                 task.row.error = "the tier was closed"
                 task.lines.clear()
                 task.done.set()
+        return True
 
     return close

@@ -128,12 +128,12 @@ class Run:
 
     @contextlib.contextmanager
     def _unless_it_fails(self) -> Iterator[None]:
-        """Close the tier if anything goes wrong: no thread and no file is left."""
+        """Leave the tier if anything goes wrong: no thread and no file is left, once it answers."""
         try:
             yield
         except BaseException:
             if self._berth is not None and self._streams:
-                self._berth.close()
+                self._berth.leave()
             raise
 
     def _detour(self) -> TakenWhenLate | None:

@@ -24,6 +24,9 @@ from .paging import PAGE_BYTES
 from .parcels import Parcel
 from .porter import Porter, Trip
 
+# How long a run waits for a tier that it is done with, which may have stopped for ever.
+PATIENCE_S = 5.0
+
 
 class Berth:
     """A slow tier for the tapes and states of a chain.
@@ -69,12 +72,24 @@ class Berth:
         """The porter, if the store is open."""
         return self._porter if self._porter is not None and self._porter.is_open else None
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether the store is still at work for a porter that is closed."""
+        porter = self._porter
+        return porter is not None and not porter.is_open and porter.is_alive
+
     def close(self) -> None:
         """Stop the thread and close the store: what lies there is lost.  May be called twice."""
         with self._lock:
             if self._porter is not None:
                 self._porter.close()
             self._porter = None
+
+    def leave(self) -> None:
+        """Close it, but wait for the store no longer than some seconds."""
+        with self._lock:
+            if self._porter is not None and not self.is_closing and self._porter.close(PATIENCE_S):
+                self._porter = None
 
 
 @dataclass(eq=False, slots=True)
@@ -286,4 +301,4 @@ def _leave(
     for each in stowed.values():
         _end(each.trip, porter)
     if not finished and not berth.runs and berth.opened is porter:
-        end(berth.close, birth)
+        end(berth.leave, birth)

@@ -122,7 +122,7 @@ class Tiered:
         now_s = self.clock()
         if self._due_s is None:
             self._due_s = now_s + _AGAIN * _LOOK_S
-        if now_s < self._due_s:
+        if now_s < self._due_s or (self._berth is not None and self._berth.is_closing):
             return False
         self.rates = None
         return True
@@ -157,6 +157,12 @@ class Tiered:
             return False
         self.rates = found
         return True
+
+    def leave(self) -> None:
+        """Close the tier, which is not used; do not wait long for one that does not answer."""
+        if self._berth is not None:
+            self._berth.leave()
+        self._since = Carried(), Carried()
 
     def close(self) -> None:
         """Stop the tier's thread and give back what it holds.  May be called twice."""

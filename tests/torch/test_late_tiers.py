@@ -26,17 +26,19 @@ import multistage.torch as mst  # noqa: E402
 from multistage import native  # noqa: E402
 from multistage.actions import EndForward, Evict  # noqa: E402
 from multistage.backends import MemoryStore  # noqa: E402
+from multistage.errors import CheckpointWarning  # noqa: E402
 from multistage.execute import detour  # noqa: E402
 from multistage.execute.detour import Deadlines  # noqa: E402
 from multistage.model.tier import Tier  # noqa: E402
 from multistage.planners.chain.heterogeneous import ChainPlan, plan_chain  # noqa: E402
 from multistage.planners.chain.joint_rule import DeadlineRule  # noqa: E402
-from multistage.torch import choosing, tiered  # noqa: E402
+from multistage.torch import choosing, stowage, tiered  # noqa: E402
 from multistage.torch.away import Away  # noqa: E402
 from multistage.torch.choosing import held_by_caller, sends  # noqa: E402
 from multistage.torch.exploring import explore, untouched  # noqa: E402
 from multistage.torch.measure import measure  # noqa: E402
 from multistage.torch.meter import Meter  # noqa: E402
+from multistage.torch.paging import page_layout  # noqa: E402
 from multistage.torch.porter import Carried  # noqa: E402
 from multistage.torch.runner import Run  # noqa: E402
 from multistage.torch.scope import Scope  # noqa: E402
@@ -278,6 +280,35 @@ def test_a_chain_is_planned_again_after_a_detour() -> None:
 
 
 @pytest.mark.usefixtures("hooks_cost_the_same")
+def test_a_tier_that_has_stopped_for_ever_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, tier = deep(), Gate()
+    expected = [results(plain, plain, rows=ROWS) for _ in range(3)]
+    model = sequential(tier)
+    used = model._multistage.tiered
+    monkeypatch.setattr(detour, "_PER_STAGE_S", 0.0)
+    monkeypatch.setattr(detour, "_PER_PAIR_S", 0.0)
+    monkeypatch.setattr(stowage, "PATIENCE_S", 0.01)
+    with said_late(lambda: True, lambda: 50.0, lambda: True):
+        assert same(results(model, model, rows=ROWS), expected[0])
+    assert model.plan.given_up > 0
+    porter = used._berth._porter
+    assert same(results(model, model, rows=ROWS), expected[1])  # planned anew, and the tier left
+    assert not sends(model.plan) and used._berth.is_closing
+    used.clock = lambda: 1e9
+    assert same(results(model, model, rows=ROWS), expected[2])  # nor is it measured again
+    tier.gate.set()
+    porter._thread.join(60)
+    porter.close()  # after the thread that closes it
+    tier.open(page_layout(PAGE))
+    porter.close()  # which leaves alone what another has opened
+    assert tier.put(0, [torch.zeros(PAGE, dtype=torch.uint8).numpy()])
+    tier.close()
+    model.close()
+
+
+@pytest.mark.usefixtures("hooks_cost_the_same")
 def test_a_tier_that_is_not_used_is_looked_at_again() -> None:
     model = sequential(MemoryStore(buffer_bytes=0), rho=1e6)
     used, now = model._multistage.tiered, [0.0]
@@ -297,4 +328,19 @@ def test_a_tier_that_is_not_used_is_looked_at_again() -> None:
             now[0] = second
             results(model, model, rows=ROWS)
     assert asked == [50.0] and sends(model.plan)
+    model.close()
+
+
+@pytest.mark.usefixtures("hooks_cost_the_same")
+def test_a_tier_that_is_not_used_may_fail() -> None:
+    plain, tier = deep(), MemoryStore(buffer_bytes=0)
+    model = sequential(tier, rho=1e6)
+    used, expected = model._multistage.tiered, results(plain, plain, rows=ROWS)
+    used.looked(0.0)
+    used.clock = lambda: 1e9
+    tier.open(page_layout(PAGE))  # of another
+    with pytest.warns(CheckpointWarning, match="could not be measured again: .*another run"):
+        assert same(results(model, model, rows=ROWS), expected)
+    assert not sends(model.plan)
+    tier.close()
     model.close()
