@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from ..backends.urls import Tiers, open_store, tier_names
-from ..errors import ArgumentError, BudgetError, CheckpointWarning
+from ..errors import ArgumentError, BudgetError, CheckpointWarning, StoreError
 from ..execute.detour import Deadlines
 from ..model.stages import StageCosts
 from ..planners.chain.heterogeneous import ChainPlan, Strategy
@@ -207,8 +207,9 @@ class Sequential(nn.Module):
     right, and slower.
 
     A tier is opened when a plan first uses it, and stays open, with one thread and its
-    files, until `close`, until the chain is gone, or until something is raised.  What
-    is lost there is computed again, with a CheckpointWarning.  A slow or a full tier
+    files, until `close`, until the chain is gone, or until something is raised; only
+    `close` waits for one that has stopped answering, the others no longer than 5 seconds.
+    What is lost there is computed again, with a CheckpointWarning.  A slow or a full tier
     costs time alone: where a write is late, tapes are given up and made again, as many as
     `plan.given_up` says, and the next iteration is planned for the tier as it is.
     """
@@ -589,7 +590,15 @@ def _replanned(sequential: Sequential, planned: _Planned, state: Any) -> _Planne
     if not (tiered.drifted() if sends(plan) else tiered.forget()):
         return planned
     began, limit = tiered.clock(), limit_of(sequential, state)
-    _, found = chosen(sequential, [planned.profile], limit, together=False)
+    try:
+        _, found = chosen(sequential, [planned.profile], limit, together=False)
+    except StoreError as error:
+        if sends(plan):
+            raise
+        tiered.looked(tiered.clock() - began)
+        what = f"the tier is not used, and could not be measured again: {error}"
+        warnings.warn(what, CheckpointWarning, stacklevel=2)
+        return planned
     tiered.looked(tiered.clock() - began)
     anew = replace(planned, plan=found)
     for variants in chain.known.values():
