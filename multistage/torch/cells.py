@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -47,9 +48,9 @@ class Cells(Cell):
     """
 
     def __init__(self, given: Sequence[Callable[..., Any]], inputs: object = None) -> None:
-        numbers: dict[int, int] = {}
-        self.at = [numbers.setdefault(id(one), len(numbers)) for one in given]
-        distinct = list({id(one): one for one in given}.values())
+        numbers: dict[object, int] = {}
+        self.at = [numbers.setdefault(identity_of(one), len(numbers)) for one in given]
+        distinct = list({identity_of(one): one for one in given}.values())
         for one in distinct:
             if isinstance(one, nn.RNNBase):
                 raise ArgumentError(
@@ -72,6 +73,16 @@ class Cells(Cell):
     def is_compiled(self) -> bool:
         """Whether `torch.compile` made one of them, or a part of it."""
         return any(one.is_compiled() for one in self.each)
+
+
+def identity_of(cell: object) -> object:
+    """Return what tells one cell of a sequence from another.
+
+    A bound method is a new object each time it is taken: its object and function tell.
+    """
+    if isinstance(cell, MethodType):
+        return id(cell.__self__), id(cell.__func__)
+    return id(cell)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from ..planners import PLANNERS
 from ..support.progress import Bars
 from .cell import Cell, Facts
 from .cell_costs import STRATEGIES, Strategy, UnrollPlan
-from .cells import Cells
+from .cells import Cells, identity_of
 from .checking import Check, Checked, check_chain, checked_choice
 from .collector import Collector
 from .environment import generators_of
@@ -273,7 +273,7 @@ def _is_varied(
 ) -> bool:
     if costs is not None or sequence.differs():
         return True
-    return several is not None and any(one is not several[0] for one in several)
+    return several is not None and len({identity_of(one) for one in several}) > 1
 
 
 def _alike(

@@ -628,6 +628,26 @@ def test_given_costs_allow_any_number_of_cells() -> None:
     assert mine is not None and h.grad is not None and torch.equal(mine, h.grad)
 
 
+def test_bound_methods_of_one_object_are_one_cell() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def wide(self, h: Tensor, x: None) -> Tensor:
+            return torch.tanh(self.up(h))
+
+        def narrow(self, h: Tensor, x: None) -> Tensor:
+            return torch.tanh(self.down(h))
+
+    both, h = Both(), torch.ones(2, 4)
+    cells = [cell for _ in range(40) for cell in (both.wide, both.narrow)]
+    out = mst.unroll(cells, h, None, memory="64 KiB")
+    assert out.plan is not None and len(out.plan.kinds) <= 3
+    out = mst.unroll([both.wide, both.narrow], h, None, memory="64 KiB")
+    assert torch.equal(out.state, both.narrow(both.wide(h, None), None))
+
+
 def test_too_many_kinds_are_refused() -> None:
     x = torch.randn(100, 2, 6)
     with pytest.raises(ArgumentError, match="more than 64 kinds"):
