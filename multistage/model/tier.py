@@ -218,11 +218,18 @@ class Tier:
     def slower(self, factor: float) -> Tier:
         """Return the same tier, every transfer taking so many times as long.
 
+        Raises
+        ------
+        ArgumentError
+            For a factor that is no number above 0, or times beyond 10^12 seconds.
+
         Examples
         --------
         >>> Tier.of_rates(100.0, 50.0, latency_s=0.5).slower(2.0).reading_s(100)
         5.0
         """
+        if not (factor := number(factor, "factor")) > 0:
+            raise ArgumentError(f"factor={factor} must be above 0")
         return replace(
             self,
             write_s=self.write_s * factor,

@@ -121,3 +121,9 @@ def test_a_plan_of_several_tiers_or_none_has_not_one_to_replace() -> None:
     made = plan(Costs(1.0, 2.0), "5 slots", 20)
     with pytest.raises(ArgumentError, match="0 tiers"):
         made.simulate(tier="write=1GB/s")
+
+
+@pytest.mark.parametrize("factor", [0, -1, float("nan"), float("inf"), "2", True])
+def test_a_tier_is_slower_by_a_factor_above_0(factor: object) -> None:
+    with pytest.raises(ArgumentError):
+        Tier.of_rates(100.0, 50.0, latency_s=0.5).slower(factor)  # type: ignore[arg-type]
