@@ -37,7 +37,7 @@ from ..actions import (
     Tape,
     drive,
 )
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ScheduleError
 from ..model.costs import Costs
 from ..model.stages import StageCosts
 from ..model.tier import Tier
@@ -171,7 +171,8 @@ def simulate(
     Raises
     ------
     ScheduleError
-        At the first illegal action, in a checked run or of stages that differ.
+        At the first illegal action, in a checked run or of stages that differ; for a tape sent
+        to a tier that takes states alone.
     ArgumentError
         For arguments out of range.
 
@@ -265,6 +266,14 @@ def simulate(
                     f"{action} names tier {action.tier}, but there are {len(channels)}"
                 )
             channel = channels[action.tier]
+            if action.tape and not channel.tier.tapes:
+                # Stages are judged before they are timed: the count is one ahead.
+                index = rules.index - 1 if stages else rules.index if checked else None
+                raise ScheduleError(
+                    f"{action} but tier {action.tier} takes states alone; leave states-only out "
+                    "(tapes=True), or plan for this tier",
+                    index,
+                )
             room = channel.has_room(now) if stages is None else answer is not None
             if not room and isinstance(action, Put):
                 now = max(now, channel.waiting[0]) if channel.waiting else now

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multistage import Costs, Stage, StageCosts, Tier, plan, plan_chain, simulate
+from multistage import ChainPlan, Costs, Stage, StageCosts, Tier, plan, plan_chain, simulate
 from multistage.actions import Advance, Await, Drop, EndForward, Free, Get, Load, Put, Reverse, Tape
-from multistage.errors import ArgumentError
+from multistage.errors import ArgumentError, ScheduleError
 
 
 def test_a_text_says_all() -> None:
@@ -127,3 +127,17 @@ def test_a_plan_of_several_tiers_or_none_has_not_one_to_replace() -> None:
 def test_a_tier_is_slower_by_a_factor_above_0(factor: object) -> None:
     with pytest.raises(ArgumentError):
         Tier.of_rates(100.0, 50.0, latency_s=0.5).slower(factor)  # type: ignore[arg-type]
+
+
+def test_a_tier_of_states_alone_is_sent_no_tapes() -> None:
+    costs = StageCosts.uniform(12, Stage("layer", 1.0, 2.0, 10, 30), 10)
+    made = plan_chain(costs, 0.3, tiers="write=20B/s")
+    first = next(k for k, a in enumerate(made.actions) if isinstance(a, Put) and a.tape)
+    with pytest.raises(ScheduleError, match=f"action {first}: Put.* takes states alone"):
+        made.simulate(tier="write=20B/s,states-only")
+    data = made.to_dict()
+    data["tier"]["tapes"] = False
+    with pytest.raises(ScheduleError, match=f"action {first}: Put.* takes states alone"):
+        ChainPlan.from_dict(data)
+    states = plan_chain(costs, 0.3, tiers="write=20B/s,states-only")
+    assert states.writes and states.simulate().makespan_s == states.makespan_s
