@@ -54,8 +54,9 @@ _LEAST = 1 << 16
 # Models that are run forward so quickly may be run more often.
 _SECONDS = 1.0
 _ABSENT = object()
-# Of two runs of operators that are not deterministic, relative: sums in another order.
-_ROUNDING = 1e-3
+# Of two runs of operators that are not deterministic, relative: sums in another order.  Those of
+# a processor hardly ever are; a hidden counter behind a norm may be felt no more than 1e-3.
+_ROUNDING, _ROUNDING_ON_CPU = 1e-3, 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,19 +476,21 @@ def _projected(tensor: Tensor) -> object:
     generator = torch.Generator(tensor.device).manual_seed(0)
     values = tensor.abs().double() if tensor.is_complex() else tensor.double()
     weights = torch.empty_like(values).normal_(generator=generator)
-    return _Rounded(float((values * weights).sum()), float(values.norm()))
+    share = _ROUNDING_ON_CPU if tensor.device.type == "cpu" else _ROUNDING
+    return _Rounded(float((values * weights).sum()), float(values.norm()), share)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rounded:
     projection: float
     norm: float
+    share: float  # of the norm, by which two runs may differ
 
     def close(self, other: object) -> bool:
         if not isinstance(other, _Rounded):
             return False
         scale = max(self.norm, other.norm, 1e-30)
-        return abs(self.projection - other.projection) <= _ROUNDING * scale
+        return abs(self.projection - other.projection) <= self.share * scale
 
 
 def _close(ones: Seen, others: Seen) -> bool:
