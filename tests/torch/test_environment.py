@@ -540,7 +540,7 @@ def test_an_object_with_a_graph_in_the_state_is_refused() -> None:
 
     x = torch.randn(64, 64, requires_grad=True)
     stages = [lambda x: Wrapped(x * 2), *[stage] * 6, lambda state: state.inner.sum()]
-    chain = mst.Sequential(stages, memory=0.8, check="off")
+    chain = mst.Sequential(stages, memory=0.5, check="off")
     with pytest.raises(StateError, match=r"tensors inside of a Wrapped.*register"):
         chain(x)
 
