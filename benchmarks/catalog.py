@@ -71,6 +71,7 @@ CATALOG: tuple[Entry, ...] = (
         "Beaumont et al., table 1, figure 2, theorem 1",
         expected_s=12,
     ),
+    Entry("house", "The state of the source: lengths, import cycles, types", expected_s=5),
     Entry(
         "unequal_steps",
         "Steps of unequal cost and states of unequal size, NumPy",

@@ -470,7 +470,7 @@ def _print_run(args: argparse.Namespace, made: Plan, run: Simulation) -> None:
 
 
 def _probe(args: argparse.Namespace) -> int:
-    from .measure.probe import probe_tier
+    from .measurement.probe import probe_tier
 
     if args.tier is None:
         return _probe_nodes(args)

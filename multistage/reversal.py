@@ -29,9 +29,9 @@ from .durable.run import DurableRun, OrderedStates
 from .errors import ArgumentError, BudgetError, StateError, StoreError
 from .execute.executor import Counts, Executor, Resumed
 from .execute.metered import LargerThanPlanned, Metered
-from .measure.compression import choose_compression
-from .measure.given import agreeing, one_tape, planned, planner_of
-from .measure.probe import compressions, measure
+from .measurement.compression import choose_compression
+from .measurement.given import agreeing, one_tape, planned, planner_of
+from .measurement.probe import compressions, measure
 from .model.budget import Budget
 from .model.chain import Chain, FunctionChain
 from .model.costs import Costs

@@ -28,8 +28,8 @@ from .backends.paged import PagedStore
 from .errors import ArgumentError, BudgetError, StoreError
 from .execute.executor import Counts
 from .execute.metered import LargerThanPlanned, Metered, Seen, of_chain
-from .measure.given import one_tape
-from .measure.probe import probe_store
+from .measurement.given import one_tape
+from .measurement.probe import probe_store
 from .model.budget import Budget
 from .model.chain import Chain
 from .model.costs import Costs

@@ -278,12 +278,12 @@ MUTANTS = (
         "schedule/test_rules.py",
     ),
     _of("model/blocks.py", 'bool(getattr(chain, "one_tape", False))', "False", OWNERSHIP),
-    _of("reversal.py", "return self.plan.sealed", "return True", "measure/test_given.py"),
+    _of("reversal.py", "return self.plan.sealed", "return True", "measurement/test_given.py"),
     _of(
-        "measure/given.py",
+        "measurement/given.py",
         "if theirs.state_is_tape != costs.state_is_tape:",
         "if False:",
-        "measure/test_given.py",
+        "measurement/test_given.py",
     ),
     _of(
         "backends/streamed.py",

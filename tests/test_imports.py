@@ -28,7 +28,7 @@ ORDER = (
     "planners",
     "backends",
     "execute",
-    "measure",
+    "measurement",
     "durable",
     "report",
     "unequal",
@@ -88,7 +88,7 @@ def test_import_is_light() -> None:
 def test_the_front_page_is_short() -> None:
     public = [name for name in vars(multistage) if not name.startswith("_")]
     submodules = {path.stem for path in ROOT.iterdir()} - {"actions", "backends", "errors"}
-    assert len([name for name in public if name not in submodules]) <= 28
+    assert len([name for name in public if name not in submodules]) <= 29
 
 
 def test_modules_named_in_docs_and_comments_exist() -> None:

@@ -37,7 +37,7 @@ from multistage.errors import (
     StoreError,
 )
 from multistage.execute.metered import Metered, of_chain
-from multistage.measure.probe import measure
+from multistage.measurement.probe import measure
 from multistage.model.stages import Stage
 from multistage.planners.chain.heterogeneous import smallest_memory
 from multistage.unequal import largest_state

@@ -22,7 +22,7 @@ from tabulate import tabulate
 
 from ..durable.status import inspect
 from ..errors import ArgumentError
-from ..measure.probe import measure
+from ..measurement.probe import measure
 from ..model.budget import Budget
 from ..model.chain import FunctionChain
 from ..model.costs import Costs

@@ -35,7 +35,7 @@ from ..backends.urls import open_store
 from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
 from ..errors import ArgumentError
-from ..measure.probe import measure, probe_store, with_driver
+from ..measurement.probe import measure, probe_store, with_driver
 from ..model.budget import Budget
 from ..model.chain import Chain, FunctionChain
 from ..model.costs import Costs

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..backends.base import Store
 from ..errors import ArgumentError, BudgetError
-from ..measure.probe import action_seconds, probe_store, with_driver
+from ..measurement.probe import action_seconds, probe_store, with_driver
 from ..model.budget import Budget
 from ..model.costs import Costs
 from ..model.stages import Stage

@@ -146,6 +146,7 @@ class Porter:
     >>> porter.wait(porter.fetch(trip.row, [back])), back.tolist()
     (True, [0, 1, 2, 3, 4])
     >>> porter.close()
+    True
     """
 
     def __init__(self, store: Store, device: torch.device, page_bytes: int = PAGE_BYTES) -> None:

@@ -21,7 +21,7 @@ from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, BudgetError, StateError, StoreError
 from multistage.interop import mpi
 from multistage.interop.mpi import MPIReversal, slowest
-from multistage.measure import probe
+from multistage.measurement import probe
 from multistage.model.chain import FunctionChain
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier

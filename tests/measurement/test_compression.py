@@ -11,7 +11,7 @@ import pytest
 from multistage.backends import CascadeStore, CompressedStore, MemoryStore
 from multistage.backends.medium import Ram
 from multistage.backends.streamed import StreamedStore
-from multistage.measure.compression import choose_compression
+from multistage.measurement.compression import choose_compression
 from multistage.model.chain import FunctionChain
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier

@@ -15,8 +15,8 @@ from multistage.backends import CascadeStore, FileStore, MemoryStore
 from multistage.backends.files import available_engines
 from multistage.backends.testing import FaultyStore
 from multistage.errors import StateError, StoreError
-from multistage.measure import probe
-from multistage.measure.probe import measure, probe_store, probe_tier
+from multistage.measurement import probe
+from multistage.measurement.probe import measure, probe_store, probe_tier
 from multistage.model.blocks import Blocks
 from multistage.model.chain import FunctionChain, InPlaceChain
 from multistage.model.costs import Costs
@@ -236,7 +236,7 @@ def test_a_cascade_costs_what_one_of_its_levels_does(monkeypatch: Any) -> None:
     def told(level: Any, *args: Any, **options: Any) -> Tier:
         return found[level] if level in found else whole(level, *args, **options)
 
-    monkeypatch.setattr("multistage.measure.probe.probe_store", told)
+    monkeypatch.setattr("multistage.measurement.probe.probe_store", told)
     for sweep_s, write_s, read_s in (
         (math.inf, 10.0, 20.0),  # as long as can be: most states lie below
         (64 * 15.0, 10.0, 15.0),
