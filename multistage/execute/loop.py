@@ -64,7 +64,7 @@ def perform(sweep: Sweep, pulls: bool) -> bool:
                 sweep.live, sweep.at = kept.state, action.step
             else:
                 _load(sweep, action, kept)
-            kept = None  # or it would be a reference that nobody counts
+            kept = None  # an uncounted reference would keep the state alive
         elif kind is Save:
             _save(sweep, action)
         elif kind is Free:
@@ -134,7 +134,7 @@ def _tape(sweep: Sweep, action: Tape) -> None:
         if len(tapes) + 1 in sweep.weighed:
             weigh_beside(sweep, action, tape, len(tapes))
         tapes[step] = sweep.hold(tape, (before, sweep.live), step)
-        before = tape = None  # or they would be references that nobody counts
+        before = tape = None  # uncounted references would keep the states alive
     sweep.at = step + 1
     if sweep.copies or not sweep.state_is_tape:  # a tape may hold on to it
         sweep.slots.check(sweep.live, step + 1)

@@ -8,7 +8,7 @@ push
     `reverse` calls the adjoint of each step.
 pull
     `reverse_until(step)` performs what comes before the adjoint of a step and returns
-    what that adjoint is computed from; whoever asks computes it.  Steps are asked for in
+    what that adjoint is computed from; the caller computes it.  Steps are asked for in
     descending order.  One that is left out is not computed, and its tape is let go.
 """
 
@@ -260,7 +260,7 @@ class Sweep:
             self.flush()
 
     def _close_pulled(self) -> None:
-        """Let go of what was given to whoever asked."""
+        """Release the tape that was given to the caller."""
         if self.begun is not None and self.begun >= 0:
             given, self.given = self.given, None
             close_adjoint(self, given, None)

@@ -144,7 +144,7 @@ def available() -> bool:
 
 
 def missing() -> str:
-    """Return why the C core is not there; "" if it is, or if nobody wants it."""
+    """Return why the C core is not there; "" if it is, or if it is switched off."""
     return _WHY
 
 

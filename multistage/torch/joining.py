@@ -1,7 +1,7 @@
 """Neighbouring stages that a plan treats alike, run as one.
 
 A plan runs most stages in stretches: a segment is run forward, its tapes are made one
-after the other and used up one after the other, and nobody asks for a state inside.
+after the other and used up one after the other, and no action needs a state inside.
 Run as one stage, a stretch has one environment, one set of hooks and one look at the
 generators, in place of one for each of its stages; which operators run, in which order,
 and what is kept of them remain the same.
