@@ -217,7 +217,7 @@ class _Place:
         self.moving = False
         self.readers = 0
         self.gone = False  # freed while it was moved
-        self.stays = False  # it could not be read to be brought up
+        self.stays = False  # not to be brought up: that failed, or it was read from below
 
 
 class _Level:
@@ -355,11 +355,13 @@ class _Cascade:
             if place.where is _Where.LOST:
                 raise OSError(errno.EIO, "it could not be read to be moved to the lower level")
             place.readers += 1
-            level, at = (
-                (self._upper, place.above)
-                if place.where is _Where.ABOVE
-                else (self._lower, place.below)
-            )
+            if place.where is _Where.ABOVE:
+                level, at = self._upper, place.above
+            else:
+                level, at = self._lower, place.below
+                # It was wanted before it came up, and is most likely dropped next: to bring
+                # it up now would read it a second time.
+                place.stays = True
         try:
             with level.reading:
                 level.medium.read(at, data)
