@@ -26,7 +26,7 @@ from benchmarks import _zoo_cells, _zoo_models
 from benchmarks.zoo import LIMITS, least_of
 from multistage.errors import BudgetError
 from multistage.model.stages import StageCosts
-from multistage.torch.meter import Meter
+from multistage.torch.tensors.meter import Meter
 
 STEPS = 100  # of a sequence
 

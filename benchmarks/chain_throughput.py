@@ -51,8 +51,8 @@ from benchmarks._common import child, finish, interleaved, options
 from multistage.model.stages import StageCosts
 from multistage.planners.chain.heterogeneous import memory_curve, smallest_memory
 from multistage.torch.choosing import held_by_caller
-from multistage.torch.exploring import tensors_of
-from multistage.torch.meter import Meter
+from multistage.torch.measurement.exploring import tensors_of
+from multistage.torch.tensors.meter import Meter
 
 KEEP = {
     "MALLOC_MMAP_MAX_": "0",

@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks._common import finish, options
 from multistage.backends.base import TransferRecord
 from multistage.states.layout import Layout
-from multistage.torch.pinned import PinnedStore
+from multistage.torch.tiers.pinned import PinnedStore
 
 _AHEAD = 3
 

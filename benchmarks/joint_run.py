@@ -54,7 +54,7 @@ from multistage.planners.chain.joint_actions import actions_of_laid
 from multistage.planners.chain.joint_core import Core
 from multistage.planners.chain.memory import use_of
 from multistage.planners.chain.table import Sizes, Table
-from multistage.torch.meter import Meter
+from multistage.torch.tensors.meter import Meter
 
 NETS = ("residual", "transformer", "mixer")
 MEMORY = (0.1, 0.2, 0.4)

@@ -87,7 +87,7 @@ def pinned(
     """Return the same of pinned memory beside a device; run in a process of its own."""
     import torch
 
-    from multistage.torch.pinned import PinnedStore
+    from multistage.torch.tiers.pinned import PinnedStore
 
     device, rows = torch.device(where), []
     for size in sizes:

@@ -388,18 +388,18 @@ MUTANTS = (
         "durable/test_run.py",
     ),
     _of(
-        "torch/pinned.py",
+        "torch/tiers/pinned.py",
         "entry = self._order.popleft()",
         "entry = self._order.pop()",
         "torch/test_pinned.py",
     ),
     _of(
-        "torch/pinned.py",
+        "torch/tiers/pinned.py",
         "_Entry(key, slot, written, sources)",
         "_Entry(key, slot, written)",
         "torch/test_pinned.py",
     ),
-    _of("torch/pinned.py", "left -= nbytes", "left -= count * size", "torch/test_pinned.py"),
+    _of("torch/tiers/pinned.py", "left -= nbytes", "left -= count * size", "torch/test_pinned.py"),
 )
 
 

@@ -41,9 +41,20 @@ ORDER = (
 )
 RANK = {name: rank for rank, name in enumerate(ORDER)}
 
+# The same inside of the largest folder; the front doors come last and are not in the list.
+ORDER_IN_TORCH = (
+    "tensors",
+    "environment",
+    "measurement",
+    "tiers",
+    "chains",
+    "tracing",
+    "sequences",
+)
 
-def imports_of(path: Path) -> set[str]:
-    """Top-level multistage modules that a file imports, at any depth of nesting."""
+
+def imports_of(path: Path, below: tuple[str, ...] = ("multistage",)) -> set[str]:
+    """Modules and folders below `below` that a file imports, at any depth of nesting."""
     package = ("multistage", *path.relative_to(ROOT).parts[:-1])
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -55,7 +66,8 @@ def imports_of(path: Path) -> set[str]:
             names = [alias.name.split(".") for alias in node.names]
         else:
             continue
-        found |= {name[1] for name in names if name[0] == "multistage" and len(name) > 1}
+        depth = len(below)
+        found |= {name[depth] for name in names if (*name[:depth],) == below and len(name) > depth}
     return found
 
 
@@ -68,6 +80,16 @@ def test_imports_point_one_way(path: Path) -> None:
     for name in imports_of(path) - {parts[0]}:
         if name in RANK:
             assert RANK[name] < RANK[parts[0]], f"{path.name} imports {name}, which comes later"
+
+
+@pytest.mark.parametrize("folder", ORDER_IN_TORCH)
+def test_imports_inside_of_torch_point_one_way(folder: str) -> None:
+    allowed = {*ORDER_IN_TORCH[: ORDER_IN_TORCH.index(folder) + 1]}
+    paths = sorted((ROOT / "torch" / folder).glob("*.py"))
+    assert paths
+    for path in paths:
+        later = imports_of(path, ("multistage", "torch")) - allowed
+        assert not later, f"{folder}/{path.name} imports {later}, which come later"
 
 
 def test_every_place_in_the_order_is_taken() -> None:

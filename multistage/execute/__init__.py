@@ -18,5 +18,5 @@
     Which sweep is under way in which store.
 
 `multistage.execute.executor` puts them together for chains of NumPy states, and
-`multistage.torch.runner` for the stages of a PyTorch chain.
+`multistage.torch.chains.runner` for the stages of a PyTorch chain.
 """

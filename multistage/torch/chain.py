@@ -21,15 +21,15 @@ from torch import nn
 
 from ..backends.urls import Tiers
 from ..errors import ArgumentError
-from .calling import aliases, layouts
-from .cutting import Staying, cuts, ways_to_count, why_uncut
-from .measure import Profile
-from .parts import Code, Part, parts_of
-from .randomness import device_types
-from .recorded import Recorded
-from .recording import record
-from .settings import Settings
-from .watching import has_hooks
+from .environment.randomness import device_types
+from .environment.settings import Settings
+from .measurement.measure import Profile
+from .tracing.calling import aliases, layouts
+from .tracing.cutting import Staying, cuts, ways_to_count, why_uncut
+from .tracing.parts import Code, Part, parts_of
+from .tracing.recorded import Recorded
+from .tracing.recording import record
+from .tracing.watching import has_hooks
 
 if TYPE_CHECKING:
     from .sequential import Sequential

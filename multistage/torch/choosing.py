@@ -17,10 +17,10 @@ from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..planners.chain.heterogeneous import ChainPlan, plan_chain
 from ..support.free_memory import default_budget_bytes
-from .exploring import tensors_of
-from .hooking import hooks_s
-from .measure import Profile, sharded
-from .tiered import Tiered
+from .chains.hooking import hooks_s
+from .measurement.exploring import tensors_of
+from .measurement.measure import Profile, sharded
+from .tiers.tiered import Tiered
 
 if TYPE_CHECKING:
     from .sequential import Sequential

@@ -42,10 +42,10 @@ from ..backends.lifetimes import Birth, end
 from ..backends.urls import Tiers, tier_names
 from ..errors import ArgumentError, MultistageError
 from ..support.units import parse_bytes
-from .geometry import Geometry, Place, extent, is_plain, whole
-from .paging import PAGE_BYTES, Pager, page_layout
-from .streams import Home, the_device
-from .tiers import open_tiers
+from .tensors.geometry import Geometry, Place, extent, is_plain, whole
+from .tensors.streams import Home, the_device
+from .tiers.by_name import open_tiers
+from .tiers.paging import PAGE_BYTES, Pager, page_layout
 
 _IN_FLIGHT = 4  # tensors whose writes may be under way
 _FEW_FAMILIES = 64  # before those that are gone are looked for

@@ -20,24 +20,24 @@ from ..execute.detour import Deadlines
 from ..model.stages import StageCosts
 from ..planners.chain.heterogeneous import ChainPlan, Strategy
 from .adopting import adopt, yielding
-from .calling import arguments, sample_of
 from .chain import Stages
-from .checking import Check, Checked, check_chain, checked_choice, room_for_tapes
+from .chains.runner import Run
+from .chains.stages import UnforeseenError
 from .choosing import chosen, device_of, is_collective, is_plain, limit_of, of_rank_0, sends
-from .exploring import tensors_of
-from .joining import ApartError, Running
-from .measure import SECONDS, Profile, measure
-from .parts import Part
-from .randomness import device_types, refuse_hidden_draws
-from .runner import Run
-from .running import UnforeseenError
-from .scope import Found, Scope
-from .settings import Settings
-from .sizes import LargerError, Sizes
-from .states import leaves_of
-from .stowage import Berth, CannotTravel
-from .tiered import Tiered
-from .turns import TURN
+from .environment.randomness import device_types, refuse_hidden_draws
+from .environment.scope import Found, Scope
+from .environment.settings import Settings
+from .environment.states import leaves_of
+from .environment.turns import TURN
+from .measurement.checking import Check, Checked, check_chain, checked_choice, room_for_tapes
+from .measurement.exploring import tensors_of
+from .measurement.joining import ApartError, Running
+from .measurement.measure import SECONDS, Profile, measure
+from .measurement.sizes import LargerError, Sizes
+from .tiers.stowage import Berth, CannotTravel
+from .tiers.tiered import Tiered
+from .tracing.calling import arguments, sample_of
+from .tracing.parts import Part
 
 Call = Callable[[Any], Any]
 _log = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class Sequential(nn.Module):
     such as autocast, as objects and with the same values, whatever has changed
     since.  Nothing shows that it ran again: neither its counters nor lists that
     its forward hooks append to.  A tensor that was written to since is an error
-    (`multistage.torch.environment` tells the rules).  Double backward through
+    (`multistage.torch.environment.captured` tells the rules).  Double backward through
     recomputed stages is an error; a second backward (`retain_graph=True`) is
     right, and slower.
 

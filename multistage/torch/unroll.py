@@ -19,25 +19,25 @@ from ..model.costs import Costs
 from ..model.stages import StageCosts
 from ..planners import PLANNERS
 from ..support.progress import Bars
-from .cell import Cell, Facts
-from .cell_costs import STRATEGIES, Strategy, UnrollPlan
-from .cells import Cells, identity_of
-from .checking import Check, Checked, check_chain, checked_choice
-from .collector import Collector
-from .environment import generators_of
-from .exploring import tensors_of
-from .exploring_cells import StateVaries, explore
-from .inputs import Inputs
+from .environment.captured import generators_of
+from .environment.randomness import cuda_or_cpu, refuse_hidden_draws
+from .measurement.checking import Check, Checked, check_chain, checked_choice
+from .measurement.exploring import tensors_of
 from .offload import offload
-from .planning import TRAVELS_BYTES, Settings, planned
-from .randomness import cuda_or_cpu, refuse_hidden_draws
-from .surroundings import Surroundings
-from .sweeping import Sweep, results_of, through
-from .sweeping import Unrolled as Unrolled
-from .tensors import TensorLayout, TensorStates
-from .through_time import ThroughTime, run_steps
-from .tiers import open_tiers
-from .unroll_varied import unroll_varied
+from .sequences.cell import Cell, Facts
+from .sequences.cell_costs import STRATEGIES, Strategy, UnrollPlan
+from .sequences.cells import Cells, identity_of
+from .sequences.collector import Collector
+from .sequences.exploring_cells import StateVaries, explore
+from .sequences.inputs import Inputs
+from .sequences.planning import TRAVELS_BYTES, Settings, planned
+from .sequences.surroundings import Surroundings
+from .sequences.sweeping import Sweep, results_of, through
+from .sequences.sweeping import Unrolled as Unrolled
+from .sequences.through_time import ThroughTime, run_steps
+from .sequences.unroll_varied import unroll_varied
+from .tensors.states import TensorLayout, TensorStates
+from .tiers.by_name import open_tiers
 
 _OUTPUTS = ("stack", "sum", "last")
 _CHECKED = 12  # steps at most that a check runs

@@ -37,10 +37,10 @@ from multistage.actions import (
     Action,
 )
 from multistage.planners.chain.heterogeneous import ChainPlan
-from multistage.torch.exploring import explore, untouched
-from multistage.torch.runner import Run
-from multistage.torch.scope import Scope
-from multistage.torch.stowage import Berth
+from multistage.torch.chains.runner import Run
+from multistage.torch.environment.scope import Scope
+from multistage.torch.measurement.exploring import explore, untouched
+from multistage.torch.tiers.stowage import Berth
 
 CPU = torch.device("cpu")
 PAGE = 4096

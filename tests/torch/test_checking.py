@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError, DifferenceWarning, StateError
-from multistage.torch.checking import Checked, check_chain, room_for_tapes
-from multistage.torch.fingerprints import same_bits
-from multistage.torch.measure import measure
-from multistage.torch.meter import Meter
-from multistage.torch.plainly import TooDear, Windowed
+from multistage.torch.measurement.checking import Checked, check_chain, room_for_tapes
+from multistage.torch.measurement.measure import measure
+from multistage.torch.measurement.plainly import TooDear, Windowed
+from multistage.torch.tensors.fingerprints import same_bits
+from multistage.torch.tensors.meter import Meter
 
 WIDTH = 16
 Call = Callable[[Any], Any]
@@ -254,7 +254,7 @@ def test_windows_give_plain_gradients(room_bytes: float) -> None:
 
 
 def test_too_small_a_room_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multistage.torch.checking._SECONDS", 0)
+    monkeypatch.setattr("multistage.torch.measurement.checking._SECONDS", 0)
     model, x = a_model(6), torch.randn(8, WIDTH, requires_grad=True)
     run = Windowed(lambda: model(x), nullcontext, 1)
     y = run.forward()

@@ -18,10 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import multistage.torch as mst
 from multistage.errors import StateError
 from multistage.model.stages import Stage, StageCosts
-from multistage.torch.environment import Environment, cloned
-from multistage.torch.randomness import Generators
-from multistage.torch.scope import Scope
-from multistage.torch.settings import Settings
+from multistage.torch.environment.captured import Environment, cloned
+from multistage.torch.environment.randomness import Generators
+from multistage.torch.environment.scope import Scope
+from multistage.torch.environment.settings import Settings
 
 WIDTH = 8
 Call = Callable[[Any], Any]

@@ -16,7 +16,7 @@ from modulefuzz.corpus import CORPUS
 from modulefuzz.programs import FRONTS, Case, draw, text
 from torch import Tensor
 
-from multistage.torch.runner import Run
+from multistage.torch.chains.runner import Run
 
 EACH = 12
 

@@ -22,8 +22,8 @@ import multistage.torch as mst
 from multistage.backends import FileStore, Store
 from multistage.errors import StateError
 from multistage.states.layout import Layout
-from multistage.torch.pinned import PinnedStore
-from multistage.torch.streams import CudaStreams, Event, Lane
+from multistage.torch.tensors.streams import CudaStreams, Event, Lane
+from multistage.torch.tiers.pinned import PinnedStore
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,13 +21,13 @@ import multistage.torch as mst
 from multistage.actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
 from multistage.errors import BudgetError
 from multistage.model.stages import Stage, StageCosts
-from multistage.torch.held import HeldTape
-from multistage.torch.joining import ApartError, Joined, stretched
-from multistage.torch.measure import measure
-from multistage.torch.meter import Meter
-from multistage.torch.saved import Caught
-from multistage.torch.sizes import Count, LargerError, Sizes, counting
-from multistage.torch.traits import Traits
+from multistage.torch.chains.held import HeldTape
+from multistage.torch.measurement.joining import ApartError, Joined, stretched
+from multistage.torch.measurement.measure import measure
+from multistage.torch.measurement.saved import Caught
+from multistage.torch.measurement.sizes import Count, LargerError, Sizes, counting
+from multistage.torch.measurement.traits import Traits
+from multistage.torch.tensors.meter import Meter
 
 _CPU = [torch.device("cpu")]
 

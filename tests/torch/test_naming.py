@@ -11,7 +11,7 @@ from types import CodeType, FunctionType
 import pytest
 from torch import nn
 
-from multistage.torch.naming import global_names, steps_of
+from multistage.torch.environment.naming import global_names, steps_of
 
 _NAMING = (
     "LOAD_GLOBAL",

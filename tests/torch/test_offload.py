@@ -19,9 +19,9 @@ import multistage.torch as mst
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, MultistageError, StoreError
-from multistage.torch.meter import Meter
 from multistage.torch.offload import _Shelf
-from multistage.torch.pinned import PinnedStore
+from multistage.torch.tensors.meter import Meter
+from multistage.torch.tiers.pinned import PinnedStore
 
 
 class Block(nn.Module):

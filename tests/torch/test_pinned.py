@@ -24,9 +24,9 @@ from multistage.backends.base import CheckpointLost
 from multistage.backends.testing import FaultyStore, check_store
 from multistage.errors import ArgumentError, BudgetError
 from multistage.states.layout import Layout
-from multistage.torch.pinned import PinnedStore, growth
-from multistage.torch.streams import HostStreams
-from multistage.torch.tiers import open_tiers
+from multistage.torch.tensors.streams import HostStreams
+from multistage.torch.tiers.by_name import open_tiers
+from multistage.torch.tiers.pinned import PinnedStore, growth
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from test_pinned import AsArrays
 from multistage.backends import FileStore, MemoryStore
 from multistage.errors import StoreError
 from multistage.states.layout import Layout
-from multistage.torch.pinned import PinnedStore
+from multistage.torch.tiers.pinned import PinnedStore
 
 CPU = torch.device("cpu")
 ROOM = 4 * faults.LAYOUT.nbytes  # pinned; three of the four are kept free

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError, BudgetError
-from multistage.torch import planning, varied_planning
-from multistage.torch.meter import Meter
+from multistage.torch.sequences import planning, varied_planning
+from multistage.torch.tensors.meter import Meter
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError
-from multistage.torch.measure import seconds_between
-from multistage.torch.meter import Meter
+from multistage.torch.measurement.measure import seconds_between
+from multistage.torch.tensors.meter import Meter
 
 CPU = torch.device("cpu")
 

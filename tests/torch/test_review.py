@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.model.stages import Stage, StageCosts
-from multistage.torch.exploring import explore, untouched
-from multistage.torch.meter import Meter
-from multistage.torch.runner import Run
-from multistage.torch.scope import Scope
-from multistage.torch.snapshots import Snapshot
+from multistage.torch.chains.runner import Run
+from multistage.torch.environment.scope import Scope
+from multistage.torch.environment.snapshots import Snapshot
+from multistage.torch.measurement.exploring import explore, untouched
+from multistage.torch.tensors.meter import Meter
 
 
 def convolutions() -> nn.Sequential:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import multistage.torch as mst
 from multistage.errors import ArgumentError, BudgetError, MultistageError, StateError
 from multistage.model.stages import StageCosts
-from multistage.torch.meter import Meter
+from multistage.torch.tensors.meter import Meter
 
 WIDTH = 24
 

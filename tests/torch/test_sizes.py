@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import BudgetError
-from multistage.torch.meter import Meter
+from multistage.torch.tensors.meter import Meter
 
 
 def _peak(model: Callable[[Any], Any], given: Any, held: list[Tensor]) -> int:

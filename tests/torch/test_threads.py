@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import StateError
-from multistage.torch.turns import Turn
+from multistage.torch.environment.turns import Turn
 
 
 def _together(*works: Callable[[], None]) -> None:

@@ -46,17 +46,19 @@ from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, Sta
 from multistage.model.stages import StageCosts  # noqa: E402
 from multistage.model.tier import Tier  # noqa: E402
 from multistage.schedule.simulation import simulate  # noqa: E402
-from multistage.torch import choosing, hooking, tiered  # noqa: E402
+from multistage.torch import choosing  # noqa: E402
+from multistage.torch.chains import hooking  # noqa: E402
+from multistage.torch.chains.links import Script  # noqa: E402
+from multistage.torch.chains.runner import Run  # noqa: E402
 from multistage.torch.choosing import held_by_caller  # noqa: E402
-from multistage.torch.exploring import explore, untouched  # noqa: E402
-from multistage.torch.links import Script  # noqa: E402
-from multistage.torch.measure import measure  # noqa: E402
-from multistage.torch.meter import Meter  # noqa: E402
-from multistage.torch.paging import page_layout  # noqa: E402
-from multistage.torch.porter import Porter  # noqa: E402
-from multistage.torch.runner import Run  # noqa: E402
-from multistage.torch.scope import Scope  # noqa: E402
-from multistage.torch.stowage import Berth, Stowage  # noqa: E402
+from multistage.torch.environment.scope import Scope  # noqa: E402
+from multistage.torch.measurement.exploring import explore, untouched  # noqa: E402
+from multistage.torch.measurement.measure import measure  # noqa: E402
+from multistage.torch.tensors.meter import Meter  # noqa: E402
+from multistage.torch.tiers import tiered  # noqa: E402
+from multistage.torch.tiers.paging import page_layout  # noqa: E402
+from multistage.torch.tiers.porter import Porter  # noqa: E402
+from multistage.torch.tiers.stowage import Berth, Stowage  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError
-from multistage.torch.meter import Meter
+from multistage.torch.tensors.meter import Meter
 
 WIDTH = 16
 

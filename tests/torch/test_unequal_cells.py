@@ -23,10 +23,10 @@ from multistage.actions import Evict, Reverse, Tape
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, StateError
-from multistage.torch.chunks import Steps
-from multistage.torch.meter import Meter
-from multistage.torch.planning import Settings
-from multistage.torch.varied_planning import choose_varied
+from multistage.torch.sequences.chunks import Steps
+from multistage.torch.sequences.planning import Settings
+from multistage.torch.sequences.varied_planning import choose_varied
+from multistage.torch.tensors.meter import Meter
 
 SMALL = "buffers=24KiB"
 

@@ -23,8 +23,8 @@ from multistage.backends import MemoryStore
 from multistage.errors import ArgumentError, BudgetError, MultistageError, StateError, StoreError
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS
-from multistage.torch.cell_costs import Sample, choose
-from multistage.torch.meter import Meter
+from multistage.torch.sequences.cell_costs import Sample, choose
+from multistage.torch.tensors.meter import Meter
 
 WIDTH, BATCH = 12, 16
 SMALL = "buffers=24KiB"
@@ -755,7 +755,7 @@ def test_double_backward_is_refused() -> None:
 
 def test_a_slow_machine_still_tells_steps_from_what_comes_once(monkeypatch: Any) -> None:
     """The parameters' gradients were counted at every step where few sizes were measured."""
-    monkeypatch.setattr("multistage.torch.cell_costs._PROBE_S", 0.0)
+    monkeypatch.setattr("multistage.torch.sequences.cell_costs._PROBE_S", 0.0)
     cell = nn.LSTMCell(64, 64)  # 129 KiB of parameters, some KiB of graph a step
     start = torch.zeros(1, 64), torch.zeros(1, 64)
     out = mst.unroll(cell, start, torch.randn(500, 1, 64), memory="1 MiB")

@@ -14,8 +14,8 @@ from torch import Tensor
 from multistage.backends import FileStore, MemoryStore
 from multistage.backends.base import CheckpointLost
 from multistage.execute import loop
-from multistage.torch import porter as porters
-from multistage.torch.parcels import Origin
+from multistage.torch.tiers import porter as porters
+from multistage.torch.tiers.parcels import Origin
 
 
 class Faults:

@@ -14,7 +14,7 @@ from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
 from multistage.planners.chain.heterogeneous import ChainPlan, plan_chain
 from multistage.planners.chain.memory import use_of
-from multistage.torch.stowage import Stowage
+from multistage.torch.tiers.stowage import Stowage
 
 NOW = {"ask_s": 0.0, "wait_s": 1e-3, "cancel_s": 60.0}  # questions cost nothing
 

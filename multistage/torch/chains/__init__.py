@@ -1,0 +1,1 @@
+"""A chain of stages, run forward and backward by a plan."""

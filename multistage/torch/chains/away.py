@@ -1,0 +1,137 @@
+"""Tapes and states of a chain that are in its tier, or lost.
+
+What does not come back is computed again from the nearest state at hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...actions import Answer, Await, Drop, Evict, Get, Offer, Put
+from ...execute.sweep import Sweep
+from ...states.slots import Kept
+from ..environment.states import KeptState
+from ..tiers.parcels import Parcel
+from ..tiers.stowage import Stowage
+from .held import AwayState, HeldTape
+from .links import FastMemory
+from .stages import Stages
+
+
+class Away:
+    """What a sweep has elsewhere.
+
+    Parameters
+    ----------
+    stages : Stages
+    memory : FastMemory
+    stowage : Stowage or None
+        None for a plan that sends nothing away.
+    """
+
+    def __init__(self, stages: Stages, memory: FastMemory, stowage: Stowage | None) -> None:
+        self._stages, self._memory, self._stowage = stages, memory, stowage
+        self._states: dict[int, AwayState] = {}
+        self._tapes: dict[int, HeldTape] = {}
+
+    @property
+    def stowage(self) -> Stowage:
+        """What the tier has."""
+        assert self._stowage is not None
+        return self._stowage
+
+    def clear(self) -> None:
+        """Let go of all of it."""
+        self._states.clear()
+        self._tapes.clear()
+        if self._stowage is not None:
+            self._stowage.clear()
+
+    # ----------------------------------------------------------------- actions
+
+    def write(self, sweep: Sweep, action: Offer | Put) -> Answer:
+        """Queue the way of a state or tape to the tier."""
+        step, tape = action.step, action.tape
+        self.stowage.put(step, tape, self._parcel(step, tape))
+        return None
+
+    def _parcel(self, step: int, tape: bool) -> Parcel:
+        memory = self._memory
+        if tape:
+            held = memory.tape(step)
+            assert held is not None
+            return held.parcel
+        state = memory.at_hand(step)
+        assert state is not None
+        parcel = Parcel(state.tensors(), memory.origins, memory.staying)
+        away = self._states[step] = AwayState(state.emptied(), parcel)
+        return away.parcel
+
+    def evict(self, sweep: Sweep, action: Evict) -> Answer:
+        """Wait until a state or tape has left, and let go of it."""
+        step = action.step
+        if action.tape:
+            tape: HeldTape = sweep.tapes.pop(step).state
+            self._tapes[step] = tape
+            tape.leave()
+        else:
+            kept = sweep.held.pop(step)
+            assert kept is not None
+            kept.state.verify()
+        return self.stowage.evict(step, action.tape)
+
+    def read(self, sweep: Sweep, action: Get) -> Answer:
+        """Queue the way back."""
+        self.stowage.get(action.step, action.tape)
+        return None
+
+    def wait(self, sweep: Sweep, action: Await) -> Answer:
+        """Wait for what is on its way back."""
+        found = self.stowage.arrived(action.token)
+        if found is None:
+            return True
+        step, is_tape, parcel = found
+        if parcel is None:  # it is computed again when it is wanted
+            sweep.lost.add(~step if is_tape else step)
+            return False
+        if is_tape:
+            tape = self._tapes.pop(step)
+            tape.returned()
+            sweep.tapes[step] = Kept(tape, ())
+        else:
+            sweep.held[step] = Kept(self._states.pop(step).back(), ())
+        return True
+
+    def drop(self, sweep: Sweep, action: Drop) -> Answer:
+        """Free the tier's copy."""
+        self.stowage.drop(action.step, action.tape)
+        away: dict[int, Any] = self._tapes if action.tape else self._states
+        away.pop(action.step, None)
+        return None
+
+    # -------------------------------------------------------------- what is lost
+
+    def find(self, sweep: Sweep, step: int) -> Kept:
+        """Return a state inside of a tape, or computed again."""
+        return Kept(self.state(step), ())
+
+    def find_tape(self, sweep: Sweep, step: int) -> HeldTape:
+        """Return a tape made again."""
+        return self.tape_again(step, None)
+
+    def state(self, i: int) -> KeptState:
+        """Return state i; compute it from the nearest one at hand if it is lost."""
+        start = i
+        while (state := self._memory.at_hand(start)) is None:
+            start -= 1
+        for j in range(start, i):
+            state = self._stages.advance(j, [state])
+        return state
+
+    def tape_again(self, i: int, tape: HeldTape | None) -> HeldTape:
+        """Make the tape of stage i again, which is lost or used up."""
+        state = None if tape is None else tape.state
+        if state is None:
+            state = self.state(i)
+        caught, _ = self._stages.catch(i, state, alone=True)
+        return HeldTape(caught, state)

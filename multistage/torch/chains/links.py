@@ -1,0 +1,246 @@
+"""The stages of a chain as the operators and the slots of a sweep.
+
+The live state is in a box, a list of one: a stage takes it out, and nothing holds it while
+the stage runs.  In the forward sweep it is what the stages return, with its graph; when
+they run again it is a `KeptState`.  A tape is a `HeldTape`, or None where a graph has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from ...actions import Action, Await, Drop, EndForward, Evict, Free, Get, Reverse, Schedule
+from ...states.slots import Kept
+from ..environment.states import KeptState
+from ..measurement.saved import Caught
+from ..tiers.parcels import Origins
+from .held import HeldTape
+from .stages import Stages, storages_of_all
+
+Adjoint = TypeVar("Adjoint")
+
+
+class Script:
+    """The actions of a plan or of a detour from it, and how far they have been performed.
+
+    Attributes
+    ----------
+    actions : sequence of Action
+    next : int
+        The place of the next one.
+    is_forward : bool
+        Whether it is in the forward sweep.
+    """
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._planned = self.actions = actions
+        self.next = 0
+        self.is_forward = True
+
+    def play(self) -> Schedule:
+        """Return the actions of the plan."""
+        return self._from(self._planned)
+
+    def leave(self, actions: Sequence[Action]) -> Schedule:
+        """Return other actions, in place of the rest of the plan."""
+        return self._from(actions)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it is on a detour."""
+        return self.actions is not self._planned
+
+    def leaving(self) -> set[int]:
+        """Return the states that fast memory lets go of, alone or inside of a tape."""
+        return {a.step + a.tape for a in self._planned if isinstance(a, Evict)}
+
+    def _from(self, actions: Sequence[Action]) -> Schedule:
+        self.actions, self.next, self.is_forward = actions, 0, True
+        return self._left()
+
+    def _left(self) -> Schedule:
+        while self.next < len(self.actions):
+            action = self.actions[self.next]
+            self.next += 1
+            if isinstance(action, EndForward):
+                self.is_forward = False
+            yield action
+
+    def reverses_next(self, i: int) -> bool:
+        """Whether nothing runs before the adjoint of stage i: its output is not wanted."""
+        for action in self.actions[self.next :]:
+            if not isinstance(action, Get | Await | Free | Drop):
+                return action == Reverse(i)
+        return False
+
+
+class FastMemory:
+    """What a sweep holds; under a plan with a tier, some of it may leave.
+
+    Attributes
+    ----------
+    held, tapes : dict
+        Those of the sweep.
+    origin : KeptState
+        State 0.
+    origins : Origins
+        Of what travels.
+    staying : set of int
+        Storages of the chain's input and output.
+    leaving : set of int
+        States that fast memory lets go of, alone or inside of a tape.
+    """
+
+    def __init__(self, origin: KeptState, staying: set[int]) -> None:
+        self.held: dict[int, Kept | None] = {}
+        self.tapes: dict[int, Kept] = {}
+        self.origin, self.staying = origin, staying
+        self.origins = Origins()
+        self.leaving: set[int] = set()
+
+    def at_hand(self, i: int) -> KeptState | None:
+        """Return state i if it is in fast memory."""
+        if i == 0:
+            return self.origin
+        kept = self.held.get(i)
+        if kept is not None:
+            state: KeptState = kept.state
+            return state
+        tape = self.tape(i - 1)
+        return None if tape is None else tape.output
+
+    def tape(self, i: int) -> HeldTape | None:
+        """Return the tape of stage i if it is held here."""
+        kept = self.tapes.get(i)
+        return None if kept is None else kept.state
+
+
+class StageSlots:
+    """Keeps states and tapes by reference; whoever writes to them is found out."""
+
+    shared = False
+
+    def keep(self, state: list[Any], where: int | str) -> Kept:
+        (live,) = state
+        return Kept(live if isinstance(live, KeptState) else KeptState.of(live), ())
+
+    def adopt(self, arrays: list[Any], step: int) -> Kept:
+        raise AssertionError("a chain's tier brings states back by itself")
+
+    def load(self, kept: Kept, live: Any) -> list[Any]:
+        return [kept.state]
+
+    def used_up(self, live: Any) -> Any:
+        """Return what is live in place of a state that no stage starts from any more."""
+        return None
+
+    def check(self, live: Any, where: int | str) -> None:
+        """Nothing: states may be of any kind."""
+
+    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+        return Kept(tape, ())
+
+    def adopt_adjoint(self, adjoint: Adjoint, live: Any) -> Adjoint:
+        return adjoint
+
+    def apart(self, adjoint: Adjoint, live: Any) -> Adjoint:
+        return adjoint
+
+    def release(self, kept: Kept) -> None:
+        return
+
+    def trim(self) -> None:
+        return
+
+    def release_all(self) -> None:
+        return
+
+
+class Links:
+    """The stages of a chain as operators.
+
+    Parameters
+    ----------
+    stages : Stages
+    script : Script
+    memory : FastMemory
+    streams : bool
+        Whether tapes may leave fast memory; no graph holds one then.
+
+    Attributes
+    ----------
+    unpack : callable or None
+        In the forward sweep of autograd: `unpack(i, number)` is to return the tensor that
+        stage i saved as its `number`-th.
+    """
+
+    in_place = False
+    state_is_tape = False
+
+    def __init__(
+        self, stages: Stages, script: Script, memory: FastMemory, *, streams: bool
+    ) -> None:
+        self._stages, self._script, self._memory = stages, script, memory
+        self._streams = streams
+        self.unpack: Callable[[int, int], Tensor] | None = None
+
+    def advance(self, live: list[Any], start: int, stop: int) -> list[Any]:
+        """Run stages without a tape."""
+        for i in range(start, stop):
+            if self.unpack is None:
+                live = [self._stages.advance(i, live)]
+            else:
+                live = [self._stages.hooked(i, live, None, partial(self.unpack, i))]
+        return live
+
+    def tape(self, live: list[Any], i: int) -> tuple[list[Any], HeldTape | None]:
+        """Run stage i, keeping its tape; the last one, the loss, runs elsewhere."""
+        if i == len(self._stages):
+            return [live.pop()], None
+        if self.unpack is not None:
+            return self._tape_first(live, i, self.unpack)
+        if self._script.is_forward and not self._streams:
+            return [self._stages.advance(i, live)], None  # its graph has the tape
+        state = live.pop()
+        caught, output = self._stages.catch(i, state, alone=self._script.reverses_next(i))
+        return [output], self._tape_of(i, caught, state, output)
+
+    def _tape_first(
+        self, live: list[Any], i: int, unpack: Callable[[int, int], Tensor]
+    ) -> tuple[list[Any], HeldTape | None]:
+        """Run stage i in the forward sweep; its tape is held here if it may leave."""
+        if not self._streams:
+            return [self._stages.first(i, live)], None
+        state = self._memory.at_hand(i) or KeptState.of(live[0])
+        caught = Caught()
+        output = self._stages.hooked(i, live, caught, partial(unpack, i))
+        return [output], self._tape_of(i, caught, state, KeptState.of(output))
+
+    def _tape_of(
+        self, i: int, caught: Caught, state: KeptState, output: KeptState | None
+    ) -> HeldTape:
+        """Return a tape; one of the forward sweep may leave fast memory."""
+        if not self._streams or not self._script.is_forward:
+            return HeldTape(caught, state)
+        memory = self._memory
+        leaves = i in memory.leaving
+        elsewhere = leaves and memory.at_hand(i) is not None
+        tape = HeldTape(caught, None if elsewhere else state)
+        last = i + 1 == len(self._stages)  # its output is the caller's
+        if last and output is not None:
+            memory.staying |= storages_of_all(output.tensors())
+        inputs = storages_of_all(state.tensors()) - memory.staying
+        stays = memory.staying | self._stages.storages(i)
+        if not leaves:
+            stays |= inputs
+            inputs = set()
+        tape.packed(memory.origins, stays, inputs, None if last else output)
+        return tape
+
+    def reverse(self, tape: Any, adjoint: Adjoint, step: int) -> Adjoint:
+        """Not called: autograd asks for the tapes."""
+        raise AssertionError("autograd computes the adjoints of stages")

@@ -1,0 +1,209 @@
+"""One forward and backward of a chain of stages, by a plan.
+
+The graph is the one plain autograd builds: every stage runs once in the
+forward sweep with gradients on, so parameters, hooks, DistributedDataParallel
+and `torch.autograd.grad` see what they always see, and gradients are
+accumulated in the same order.  Only what the graph *saves* differs.  A stage
+whose tape the plan does not keep runs under saved-tensor hooks that keep a
+number in place of each tensor.  When the backward pass asks for the first of
+them, the plan's actions are performed up to that stage: states are run forward
+again without a tape, and the stage itself once more with the tensors it saves
+caught in order.
+
+Tiers.  Under a plan that sends something to a slow tier, every stage runs under
+such hooks, and a tape that the plan keeps is held here: in fast memory, or in
+the tier from its `Evict` to its `Get`.  What does not come back is computed
+again from the nearest state at hand.
+
+Order.  The engine runs nodes by the order of their making, the latest first,
+so all nodes of a stage run before any of the one below.  A stage is done with
+when one below it asks.  Should a finished stage be asked again (a second
+backward with `retain_graph`, or devices whose threads interleave), the sweep
+starts over from state 0: slower, and right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...actions import Action, Put, Schedule
+from ...errors import MultistageError
+from ...execute.detour import Deadlines
+from ...execute.sweep import Sweep
+from ...states.slots import Kept
+from ..environment.states import KeptState, refuse_shared, tensors_in
+from ..measurement.traits import Traits as Traits
+from ..tiers.parcels import Origins
+from ..tiers.stowage import Berth, Stowage
+from .away import Away
+from .detours import TakenWhenLate
+from .held import HeldTape
+from .links import FastMemory, Links, Script, StageSlots
+from .stages import Stages, storages_of_all
+
+
+class Run:
+    """One forward pass under a plan; lives as long as the graph it made.
+
+    Parameters
+    ----------
+    stages, traits : sequences of equal length
+    actions : sequence of Action
+        Of a plan; its last stage is the loss.
+    berth : Berth, optional
+        The tier of a plan that sends something there.
+    watchful : bool
+        Whether every stage is watched for draws of random numbers; see `Stages`.
+    deadlines : Deadlines, optional
+        What to ask when writes are late; of the plan that the actions are of.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Callable[[Any], Any]],
+        traits: Sequence[Traits],
+        actions: Sequence[Action],
+        berth: Berth | None = None,
+        *,
+        watchful: bool = True,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        self._stages, self._script = Stages(stages, traits, watchful=watchful), Script(actions)
+        self._deadlines = deadlines
+        self._berth = berth
+        self._streams = any(isinstance(action, Put) for action in actions)
+        self._lock = threading.RLock()
+
+    def forward(self, state: Any) -> Any:
+        """Run all stages; return the last state.
+
+        Raises
+        ------
+        StateError
+            If a stage changes what it did not change when it was profiled.
+        OnceMore
+            If a stage saves or returns more bytes than planned for, or draws random numbers
+            unforeseen; all that the stages did is undone, except for writes to the input.
+        """
+        with self._unless_it_fails(), self._stages.turn(), self._stages.sweep(state):
+            stowage = None
+            if self._streams:
+                assert self._berth is not None
+                names = [trait.name for trait in self._stages.traits]
+                stowage = Stowage(self._berth, names)
+            first = KeptState.of(state)
+            staying = storages_of_all(tensors_in(state))
+            if self._stages.traits[0].changes_input:
+                refuse_shared(tensors_in(state))
+                first = first.cloned()
+            self._memory = FastMemory(first, staying)
+            links = Links(self._stages, self._script, self._memory, streams=self._streams)
+            self._away = Away(self._stages, self._memory, stowage)
+            self._sweep = Sweep(
+                self._play(),
+                links,
+                StageSlots(),
+                self._away,
+                Kept(first, ()),
+                [state],
+                detour=self._detour(),
+            )
+            self._memory.held, self._memory.tapes = self._sweep.held, self._sweep.tapes
+            del state, first
+            # Not for longer: the graph refers to us, and we would to it.
+            links.unpack = self._tensor
+            try:
+                self._sweep.forward()
+            finally:
+                links.unpack = None
+            last = self._sweep.take_live().pop()
+            self._stages.returned(len(self._stages), tensors_in(last))
+            return last
+
+    @contextlib.contextmanager
+    def _unless_it_fails(self) -> Iterator[None]:
+        """Leave the tier if anything goes wrong: no thread and no file is left, once it answers."""
+        try:
+            yield
+        except BaseException:
+            if self._berth is not None and self._streams:
+                self._berth.leave()
+            raise
+
+    def _detour(self) -> TakenWhenLate | None:
+        """Return what is asked where writes are late."""
+        if self._deadlines is None or not self._streams:
+            return None
+        return TakenWhenLate(self._deadlines, self._script, self._memory, self._away)
+
+    def _play(self) -> Schedule:
+        """Return the actions of the plan, from the first one on."""
+        if self._deadlines is not None:
+            self._deadlines.begin()
+        self._memory.leaving = self._script.leaving()
+        return self._script.play()
+
+    def _restart(self) -> Schedule:
+        """Let go of what is away; return the actions of the plan."""
+        self._away.clear()
+        self._memory.origins = Origins()
+        return self._play()
+
+    # ---------------------------------------------------------------- backward
+
+    def _tensor(self, i: int, number: int) -> Tensor:
+        """Return the tensor that stage i saved as its `number`-th."""
+        if torch.is_grad_enabled():
+            raise MultistageError(
+                "double backward (create_graph=True) through a chain with recomputed stages is "
+                "not supported; give it memory enough to keep every tape"
+            )
+        with self._lock:
+            # Most are at hand, and nothing is to be done for them.
+            tensor, sweep = None, self._sweep
+            if i == sweep.begun and not self._streams and sweep.given is not None:
+                tensor = sweep.given.at_hand(number)
+            if tensor is None:
+                tensor = self._wanted(i, number)
+            self._stages.hand(tensor)
+            return tensor
+
+    def _wanted(self, i: int, number: int) -> Tensor:
+        """Return a tensor that stage i saved, of a tape that is to be made if need be."""
+        with self._unless_it_fails():
+            if i != self._sweep.begun or self._sweep.given is None:
+                with self._stages.as_at_first():
+                    self._begin(i)
+            return self._take(i, number)
+
+    def _begin(self, i: int) -> None:
+        """Have the tape of stage i given, and be done with those above."""
+        tape: HeldTape | None = self._sweep.reverse_until(i, self._restart)
+        if tape is None:
+            tape = self._sweep.given = self._away.tape_again(i, None)
+        tape.begin()
+
+    def _take(self, i: int, number: int) -> Tensor:
+        tape: HeldTape = self._sweep.given
+        if tape.is_input(number) and (state := self._memory.at_hand(i)) is not None:
+            state.verify()
+        try:
+            tensor = tape.take(number)
+        except RuntimeError as error:
+            # Autograd's own check, which hooks bypass.
+            raise RuntimeError(
+                f"a tensor that stage {self._stages.traits[i].name} saved for its gradient has "
+                "been modified by an inplace operation; plain training fails here too"
+            ) from error
+        if tensor is None:
+            with self._stages.as_at_first():
+                tape = self._sweep.given = self._away.tape_again(i, tape)
+            tensor = tape.take(number)
+            assert tensor is not None
+        return tensor

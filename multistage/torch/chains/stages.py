@@ -1,0 +1,344 @@
+"""The stages of a chain, run for the first time and again.
+
+A stage runs once in the forward sweep, in an environment that is captured then, and
+again in that environment (`environment.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import StateError
+from ..environment.captured import Environment
+from ..environment.randomness import Generators, State
+from ..environment.scope import Scope
+from ..environment.settings import Settings
+from ..environment.states import KeptState, leaves_of, tensors_in, wants_of
+from ..environment.turns import TURN
+from ..measurement.joining import Joined
+from ..measurement.saved import Caught, Complete, Kind, difference, kind_of, nodes_made
+from ..measurement.sizes import Count, OnceMore, counting
+from ..measurement.traits import Traits
+from ..tensors.streams import Home
+from .inside import Inside
+
+_HOST = frozenset({torch.device("cpu")})  # whose generators are always watched
+
+
+class UnforeseenError(OnceMore):
+    """A stage draws random numbers that is not known to."""
+
+
+class Stages:
+    """Stages that one run goes through.
+
+    Parameters
+    ----------
+    stages, traits : sequences of equal length
+    watchful : bool
+        Whether every stage is watched for draws of random numbers, rather than all those
+        between two that are known to draw.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Callable[[Any], Any]],
+        traits: Sequence[Traits],
+        *,
+        watchful: bool = False,
+    ) -> None:
+        # What was written to cannot be undone.
+        self._watchful = watchful or traits[0].changes_input
+        self._stages, self.traits = stages, traits
+        self._scopes = [t.scope or Scope.of(s) for s, t in zip(stages, traits, strict=True)]
+        self._around: dict[int, Environment] = {}
+        self._settings: Settings | None = None  # of the forward sweep
+        self._holds_in: int | None = None  # a backward pass in which they were found to hold
+        self._devices: set[torch.device] = set()
+        self._own: dict[int, tuple[str, Any]] = {}  # generators of the stages, with names
+        self._watched = 0  # of these
+        self._generators = Generators()
+        self._random: tuple[State, ...] = ()  # of the generators, between two stages
+        self._captured = 0  # before this stage
+        self._kinds: dict[int, list[Kind]] = {}  # of the tensors each stage saved under hooks
+        self._wants: dict[int, tuple[bool, ...]] = {}  # of the leaves of each state, at first
+        self._counts: dict[int, Count] = {}  # of the stage that runs, if its sizes are not known
+        self._home = Home()
+        self._shares = any(trait.draws or trait.buffers for trait in traits)  # with other threads
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Wait until no other thread uses what these stages share with it."""
+        return TURN.taken() if self._shares else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def sweep(self, state: Any) -> Iterator[None]:
+        """Run the forward sweep in this context.
+
+        Raises
+        ------
+        StateError
+            If a stage leaves a setting changed.
+        OnceMore
+            If a stage is larger than planned for, or draws random numbers unforeseen; all
+            that stages did is undone.
+        """
+        every = [scope.seen_last() for scope in self._scopes]
+        devices = {t.device for t in tensors_in(state)}.union(*[f.devices() for f in every])
+        self._watched = -1
+        self._watch(devices, [each for found in every for each in found.generators])
+        self._settings = settings = Settings.capture(self._device_types())
+        try:
+            yield
+            self._refuse_unforeseen()
+        except OnceMore:
+            self._undo()
+            raise
+        # Not earlier: what is undone must come back with its graph.
+        for around in self._around.values():
+            around.let_graphs_go()
+        changed = settings.differences(Settings.capture(self._device_types()))
+        if changed:
+            raise StateError(
+                f"a stage changed a setting and left it changed: {', '.join(changed)}; stages "
+                "cannot be run again as they were: change it outside of the chain"
+            )
+        self._random = ()
+
+    def _refuse_unforeseen(self) -> None:
+        """Find out whether a stage drew random numbers that is not known to."""
+        if not self._watchful and self._random != self._generators.capture():
+            raise UnforeseenError("a stage draws random numbers, and did not when it was profiled")
+
+    def _undo(self) -> None:
+        self._generators.restore(self._random)  # as they were before the stage that failed
+        for number in sorted(self._around, reverse=True):
+            self._around[number].undo()
+
+    def returned(self, i: int, leaves: Sequence[Any]) -> None:
+        """Look at the size of state i, which the stage before returned."""
+        sizes = self.traits[i - 1].sizes if i else None
+        if sizes is not None:
+            sizes.returned(i - 1, leaves)
+
+    def _watch(self, devices: set[torch.device], own: Iterable[tuple[str, Any]]) -> None:
+        """Look at the generators of these devices too, and at these of the stages' own."""
+        if torch.cuda.is_initialized():
+            devices.add(torch.device("cuda", torch.cuda.current_device()))
+        self._own |= {id(g): (name, g) for name, g in own}
+        if len(self._own) == self._watched and devices <= self._devices:
+            return
+        if self._random:
+            self._refuse_unforeseen()
+        self._devices |= devices
+        self._watched = len(self._own)
+        others = [d for d in self._devices if d.type not in ("cpu", "meta")]
+        self._generators = Generators(sorted(others, key=str), self._own.values())
+        self._random = self._generators.capture()
+
+    def _device_types(self) -> list[str]:
+        return sorted({"cpu", *(device.type for device in self._devices)} - {"meta"})
+
+    def _call(self, i: int, box: list[Any], between: Callable[[int, Any], None] | None) -> Any:
+        """Run stage i from the state in a box, which is emptied."""
+        stage = self._stages[i]
+        return stage(box, between) if isinstance(stage, Joined) else stage(box.pop())
+
+    def first(
+        self,
+        i: int,
+        box: list[Any],
+        hooks: AbstractContextManager[Any] | None = None,
+    ) -> Any:
+        """Run stage i in the forward sweep from the state in a box, which is emptied.
+
+        Remembers and verifies its environment.
+        """
+        leaves = leaves_of(box[0])
+        self.returned(i, leaves)
+        self._wants[i] = wants_of(leaves)
+        trait = self.traits[i]
+        around = self._around[i] = Environment(
+            self._scopes[i], f"stage {trait.name}", trait.buffers
+        )
+        devices = {x.device for x in leaves if isinstance(x, Tensor)}
+        self._watch(devices | around.found.devices(), around.found.generators)
+        if trait.draws and not self._watchful and self._captured != i:
+            self._refuse_unforeseen()
+        count, sizes = None, trait.sizes
+        if sizes is not None and not trait.unhooked:
+            way = sizes.way(leaves, around.number)
+            if not sizes.knows(way):
+                count = self._counts[i] = Count(i, sizes)
+                if hooks is None:
+                    pack, unpack = counting(count, trait.name)
+                    hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        del leaves
+        stage, between = self._stages[i], None
+        if isinstance(stage, Joined):
+            between = partial(stage.look, self._devices | _HOST, count)
+            if count is not None and stage.sizes[0] is not None:
+                count.begin(stage.sizes[0])
+        with hooks or contextlib.nullcontext():
+            state = self._call(i, box, between)
+        if sizes is not None and count is not None:
+            count.end()
+            sizes.counted(way, count.nbytes)
+            del self._counts[i]
+        if trait.draws or self._watchful:
+            before, self._random = self._random, self._generators.capture()
+            self._captured = i + 1
+            if around.drew(self._generators, before, self._random):
+                self._shares = True
+        around.verify()
+        TURN.moved()
+        return state
+
+    def hooked(
+        self, i: int, box: list[Any], caught: Caught | None, unpack: Callable[[int], Tensor]
+    ) -> Any:
+        """Run stage i in the forward sweep; its graph keeps numbers in place of tensors.
+
+        Parameters
+        ----------
+        i : int
+        box : list of one pytree
+            The state, which is taken out of it.
+        caught : Caught or None
+            Gets the tensors; None to let go of them.
+        unpack : callable
+            Returns a tensor by its number, in the backward pass.
+        """
+        kinds: list[Kind] = []
+        begun = nodes_made()
+        # Until it is through.
+        inside: Inside | None = Inside(self.traits[i].name, self.traits[i].differentiates)
+
+        def pack(tensor: Tensor) -> int:
+            if i in self._counts:
+                self._counts[i].add(tensor)
+            kinds.append(kind_of(tensor, self._around[i].places(), begun))
+            if filling is not None:
+                # A parameter may be given other memory, which autograd would see.
+                itself = tensor.is_leaf and tensor.requires_grad
+                filling.tape.append(tensor if itself else tensor.detach())
+                filling.versions.append(tensor._version)
+            if inside is not None:
+                inside.keep(tensor)
+            return len(kinds) - 1
+
+        def give(number: int) -> Tensor:
+            return unpack(number) if inside is None else inside.give(number)
+
+        self._kinds[i] = kinds
+        filling = caught  # the graph refers to these hooks, which must not hold the tape
+        try:
+            return self.first(i, box, torch.autograd.graph.saved_tensors_hooks(pack, give))
+        finally:
+            inside = filling = None
+
+    @contextlib.contextmanager
+    def as_at_first(self) -> Iterator[None]:
+        """Return to the stream and the settings of the forward sweep."""
+        settings = self._settings
+        assert settings is not None
+        task = torch._C._current_graph_task_id()  # of the backward pass; -1 outside of any
+        if task < 0 or task != self._holds_in:
+            self._holds_in = task if settings.hold() else None
+        holds = self._holds_in == task
+        hold = contextlib.nullcontext() if holds else settings.context()
+        with self.turn(), self._home.context(), hold:
+            yield
+
+    def hand(self, tensor: Tensor) -> None:
+        """Let the current stream use what was made on that of the forward sweep."""
+        self._home.hand(tensor)
+
+    def advance(self, i: int, box: list[KeptState]) -> KeptState:
+        """Run stage i again from the state in a box, which is emptied, without a tape."""
+        with torch.set_grad_enabled(self.traits[i].graded), self._around[i].again():
+            given = [box.pop().fresh(self._wants[i], self.traits[i].changes_input)]
+            return KeptState.of(self._call(i, given, None))
+
+    def catch(self, i: int, state: KeptState, *, alone: bool) -> tuple[Caught, KeptState | None]:
+        """Run stage i again; return what it saves and, unless `alone`, its output.
+
+        Raises
+        ------
+        StateError
+            If it saves something else than when it first ran.
+        """
+        first = self._kinds[i]
+        caught, output = self._catch(i, state, len(first) if alone else None)
+        if alone and not self._are_alike(first, caught.kinds):
+            # Or it would have saved more: look at all it saves.
+            del caught, output
+            caught, output = self._catch(i, state, None)
+        if [kind[:-1] for kind in caught.kinds] != [kind[:-1] for kind in first]:
+            raise StateError(
+                f"stage {self.traits[i].name} saved other tensors when it was run again than at "
+                f"first ({difference(first, caught.kinds)}); a stage must do the same every time"
+            )
+        kept = None if alone else KeptState.of(output)
+        TURN.moved()
+        return caught, kept
+
+    def _are_alike(self, first: Sequence[Kind], again: Sequence[Kind]) -> bool:
+        """Whether saved tensors agree, and the numbers of nodes made before each."""
+        assert self._settings is not None
+        if any(each.enabled for each in self._settings.autocast):
+            # A cast that came from autocast's cache at first is a node of its own now.
+            return [kind[:-1] for kind in first] == [kind[:-1] for kind in again]
+        return first == again
+
+    def _catch(self, i: int, state: KeptState, enough: int | None) -> tuple[Caught, Any]:
+        """Run stage i again up to `enough` saved tensors, to the end if None."""
+        # Not with the output in it, whose graph leads here.
+        caught = Caught()
+        output = None
+        changes_input = self.traits[i].changes_input
+        begun = 0
+
+        inside = Inside(self.traits[i].name, self.traits[i].differentiates)
+
+        def catch(tensor: Tensor) -> int:
+            if len(caught.tape) == enough:  # the stage has suppressed what should have ended it
+                raise Complete
+            caught.tape.append(tensor.detach())
+            caught.versions.append(tensor._version)
+            caught.kinds.append(kind_of(tensor, around.places(), begun))
+            inside.keep(tensor)
+            if len(caught.tape) == enough:
+                raise Complete
+            return len(caught.tape) - 1
+
+        around = self._around[i]
+        with (
+            contextlib.suppress(Complete),
+            contextlib.closing(inside),
+            torch.enable_grad(),
+            around.again(),
+            torch.autograd.graph.saved_tensors_hooks(catch, inside.give),
+        ):
+            given = [state.fresh(self._wants[i], changes_input)]
+            begun = nodes_made()
+            output = self._call(i, given, caught.part)
+        return caught, output
+
+    def storages(self, i: int) -> set[int]:
+        """Return the addresses of storages of the environment of stage i."""
+        return storages_of_all(self._around[i].tensors)
+
+
+def storages_of_all(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the addresses of the storages of strided tensors."""
+    return {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}

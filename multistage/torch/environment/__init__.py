@@ -1,0 +1,1 @@
+"""What a stage or a cell finds around it: captured, put back, and compared."""

@@ -1,0 +1,504 @@
+"""What a stage or a cell must find when it is run again, to do exactly what it did.
+
+The principle.  A stage or cell is a function of its inputs and of an
+environment:
+
+- parameters and buffers, as objects, with their versions and their wishes for
+  gradients, and which of them share memory;
+- the modes, attributes, children and forward hooks of its modules;
+- variables that functions take from closures, globals and small helper objects;
+- random generators: torch's, Python's, NumPy's, and its own;
+- settings: autocast, backends, precision, default dtype, threads, modes.
+
+The environment is captured when a stage first runs, reinstalled when it runs
+again, and compared where it cannot be reinstalled: tensors that were written to
+meanwhile.  Whatever was decided from a sample, such as which buffers a stage
+changes, is verified on every run.  A difference is an error that names it,
+before a number leaves us.  What a run leaves behind in the environment is put
+back, so that running a stage again goes unnoticed.
+
+`Scope` knows which objects belong to an environment, `Generators` and
+`Settings` what lies outside of modules.  Costs: a few microseconds for each
+module, identities and versions only, never values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import StateError
+from .holders import Contents, is_same
+from .randomness import Generators, State, random_devices
+from .scope import Found, Scope, buffers_among
+
+Buffers: TypeAlias = Sequence[tuple[nn.Module, str]]
+
+
+class Environment:
+    """What one run of a stage or cell depends on besides its inputs and the settings.
+
+    Parameters
+    ----------
+    scope : Scope
+        Of the stage.
+    name : str
+        For messages, such as `stage 3 Linear`.
+    changing : sequence of (module, buffer name)
+        Buffers that the stage changes: kept by value.
+    keep_values : bool
+        Whether to keep those values; else the caller does.
+    """
+
+    __slots__ = (
+        "_changing",
+        "_flags",
+        "_found",
+        "_generators",
+        "_kept",
+        "_kept_versions",
+        "_name",
+        "_places",
+        "_pointers",
+        "_random",
+        "_tensors",
+        "_versions",
+    )
+
+    def __init__(
+        self, scope: Scope, name: str, changing: Buffers = (), *, keep_values: bool = True
+    ) -> None:
+        found = scope.look()
+        self._found, self._name, self._changing = found, name, changing
+        self._generators: Generators | None = None
+        self._random: tuple[State | None, ...] | None = None
+        buffers = [module._buffers[key] for module, key in changing]
+        own = {id(buffer) for buffer in buffers}
+        tensors = found.tensors
+        self._tensors: Sequence[Tensor] = (
+            [t for t in tensors if id(t) not in own] if own else tensors
+        )
+        self._versions = [t._version for t in self._tensors]
+        self._flags = [t.requires_grad for t in self._tensors]
+        self._pointers = [] if _exchanges_memory() else _addresses(self._tensors)
+        self._places: dict[int, int] | None = None
+        self._kept = cloned(buffers) if keep_values else []
+        self._kept_versions = [0 if b is None else version_of(b) for b in buffers]
+
+    @property
+    def number(self) -> int:
+        """Of what it captured, but for values of tensors; see `Found`."""
+        return self._found.number
+
+    @property
+    def found(self) -> Found:
+        """What it captured, but for values of tensors."""
+        return self._found
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The tensors that it consists of."""
+        return self._found.tensors
+
+    # ------------------------------------------------------------- first run
+
+    def drew(self, generators: Generators, before: Sequence[State], after: Sequence[State]) -> bool:
+        """Remember the states of generators that the first run drew from; return whether any."""
+        self._random = generators.only_drawn(before, after)
+        self._generators = generators if self._random is not None else None
+        return self._random is not None
+
+    def verify(self) -> None:
+        """Check after the first run that it changed no tensor but the buffers said to change.
+
+        Raises
+        ------
+        StateError
+            It names the tensor.
+        """
+        if [t._version for t in self._tensors] != self._versions:
+            for tensor, version in zip(self._tensors, self._versions, strict=True):
+                if tensor._version != version:
+                    self._refuse_written(tensor)
+        self._verify_buffers()
+
+    def let_graphs_go(self) -> None:
+        """Refer to what tensors with graphs hold, no longer to the graphs.
+
+        A loss that a stage left in an attribute would else keep the run alive that
+        made it, which keeps the one before, without end.
+        """
+        if all(t.grad_fn is None for t in self._tensors):
+            return
+        alone = {
+            id(t): t.detach().requires_grad_(t.requires_grad)
+            for t in self._found.tensors
+            if t.grad_fn is not None
+        }
+        self._tensors = [alone.get(id(t), t) for t in self._tensors]
+        self._found = replace(
+            self._found,
+            contents=tuple(
+                [tuple([alone.get(id(x), x) for x in values]) for values in self._found.contents]
+            ),
+            tensors=tuple([alone.get(id(t), t) for t in self._found.tensors]),
+        )
+
+    def _refuse_written(self, tensor: Tensor) -> None:
+        what = self._found.name_of(tensor)
+        if what.startswith("buffer"):
+            raise StateError(
+                f"{self._name} changed {what}, a buffer that it left alone when it was profiled; "
+                "profile it in the mode it is trained in, or keep its tape"
+            )
+        raise StateError(
+            f"{self._name} writes to {what} in place when it runs; running it again would write "
+            "once more: register it as a buffer, or write to it outside of the chain"
+        )
+
+    def _verify_buffers(self) -> None:
+        buffers = buffers_among(self._found.modules)
+        if not buffers:
+            return
+        changing = {(id(module), key) for module, key in self._changing}
+        known = {id(tensor) for tensor in self._tensors}
+        for module, key, buffer in buffers:
+            if id(buffer) in known or (id(module), key) in changing or buffer.is_inference():
+                continue
+            raise StateError(
+                f"{self._name} exchanged buffer {key!r} of {type(module).__name__}, which it "
+                "left alone when it was profiled; profile it in the mode it is trained in, "
+                "or keep its tape"
+            )
+
+    def places(self) -> dict[int, int]:
+        """Return the addresses of parameters and unchanged buffers, each with a number."""
+        if self._places is None and _exchanges_memory():
+            self._places = {}
+        memo = self._found.memo
+        known = memo.get("places")
+        if self._places is None and known is not None:
+            changing, pointers, places = known
+            if changing is self._changing and pointers == self._pointers:
+                self._places = places
+        if self._places is None:
+            # Copies stand in for the others.
+            skipped = {id(module._buffers[key]) for module, key in self._changing}
+            held = [
+                x
+                for m in self._found.modules
+                for x in (
+                    *m._parameters.values(),
+                    *(b for key, b in m._buffers.items() if key not in _STATISTICS),
+                )
+                if x is not None and id(x) not in skipped
+            ]
+            found = [(_address(x), number) for number, x in enumerate(held)]
+            self._places = {at: number for at, number in found if at}
+            memo["places"] = self._changing, self._pointers, self._places
+        return self._places
+
+    # ------------------------------------------------------------- comparing
+
+    def differences(self) -> list[str]:
+        """Return the names of what is different now, but for buffers said to change."""
+        skipped = {f"buffer {key!r}" for _, key in self._changing}
+        found = [
+            name
+            for name in self._found.differences()
+            if not (skipped and name.startswith("buffer") and _last_of(name) in skipped)
+        ]
+        found += [
+            self._found.name_of(tensor)
+            for tensor, version in zip(self._tensors, self._versions, strict=True)
+            if tensor._version != version
+        ]
+        return list(dict.fromkeys(found))
+
+    def refuse_differences(self, when: str) -> None:
+        """Raise StateError if anything is different now; see `differences`."""
+        found = self.differences()
+        if found:
+            raise StateError(
+                f"{self._name} changes {', '.join(found[:4])} when it runs ({when}); running it "
+                "again would change it once more: make it part of the state, or keep it in a buffer"
+            )
+
+    def undo(self) -> None:
+        """Undo the first run: put back attributes, buffers and generators as captured."""
+        for holder, before in zip(self._found.holders, self._found.contents, strict=True):
+            if not is_same(before, holder.read()):
+                holder.write(before)
+        for (module, key), value, version in zip(
+            self._changing, self._kept, self._kept_versions, strict=True
+        ):
+            buffer = module._buffers[key]
+            if buffer is not None:
+                put_back(buffer, value, version)
+        if self._generators is not None and self._random is not None:
+            self._generators.restore(self._random)
+
+    def _said(self, tensor: Tensor) -> str:
+        return f"{self._found.name_of(tensor)} of {self._name}, of shape {tuple(tensor.shape)},"
+
+    def _refuse_changed(self) -> None:
+        """Raise StateError if a tensor was changed since it was captured."""
+        if [t._version for t in self._tensors] != self._versions:
+            for tensor, version in zip(self._tensors, self._versions, strict=True):
+                if tensor._version != version:
+                    raise StateError(
+                        f"{self._said(tensor)} was changed in place between forward and backward; "
+                        f"{_REMEDY}"
+                    )
+        if not self._pointers or _addresses(self._tensors) == self._pointers or _exchanges_memory():
+            return
+        for tensor, pointer in zip(self._tensors, self._pointers, strict=True):
+            if _address(tensor) != pointer:
+                raise StateError(
+                    f"{self._said(tensor)} was given other memory between forward and backward "
+                    f"(by .data, .to(), .double() or the like); {_REMEDY}"
+                )
+
+    # ---------------------------------------------------------- running again
+
+    def again(self, *, buffers: bool = True, random: bool = True) -> _Again:
+        """Return a context in which everything is as it was; the present is put back at its end.
+
+        Parameters
+        ----------
+        buffers, random : bool
+            Whether to do so with the buffers that change, and with generators;
+            else the caller does.
+
+        Raises
+        ------
+        StateError
+            When the context is entered, if a tensor of the environment was changed since.
+        """
+        return _Again(self, buffers, random)
+
+    def _toggled(self) -> list[tuple[Tensor, bool, bool]]:
+        """Return tensors with other wishes for gradients now, with the wishes then and now."""
+        if [t.requires_grad for t in self._tensors] == self._flags:
+            return []
+        found = []
+        for tensor, flag in zip(self._tensors, self._flags, strict=True):
+            if tensor.requires_grad != flag:
+                if not tensor.is_leaf:
+                    raise StateError(
+                        f"{self._said(tensor)} was detached, or made part of a graph, between "
+                        f"forward and backward; {_REMEDY}"
+                    )
+                found.append((tensor, flag, tensor.requires_grad))
+        return found
+
+    def _stand_ins(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """Yield places of buffers with copies, for a run to write to."""
+        if not self._changing and not any(m._buffers for m in self._found.modules):
+            return
+        for (module, key), value in zip(self._changing, cloned(self._kept), strict=True):
+            yield module._buffers, key, value
+        changing = {(id(module), key) for module, key in self._changing}
+        hidden = [
+            (module, key)
+            for module in self._found.modules
+            if module._buffers
+            for key in _STATISTICS
+            if key in module._buffers and (id(module), key) not in changing
+        ]
+        if not hidden:
+            return
+        # Batch norm's kernels change statistics behind the versions' back: the sample
+        # may not have shown it.
+        copies = cloned([module._buffers[key] for module, key in hidden])
+        for (module, key), value in zip(hidden, copies, strict=True):
+            yield module._buffers, key, value
+
+
+class _Again:
+    """A context in which an environment is as it was when it was captured."""
+
+    __slots__ = ("_around", "_buffers", "_drawn", "_exchanged", "_flags", "_keys", "_present")
+
+    def __init__(self, around: Environment, buffers: bool, random: bool) -> None:
+        self._around, self._buffers = around, buffers
+        self._drawn: tuple[State, ...] | None = None
+        self._present: list[Contents] = []
+        self._keys: dict[int, Any] = {}  # of holders that hold something else now
+        self._exchanged: list[tuple[dict[str, Any], str, Any]] = []
+        self._flags: list[tuple[Tensor, bool, bool]] = []
+        if not random:
+            self._drawn = ()
+
+    def __enter__(self) -> None:
+        around = self._around
+        around._refuse_changed()
+        found = around._found
+        self._present = present = [holder.read() for holder in found.holders]
+        self._flags = around._toggled()
+        try:
+            for holder, before, now in zip(found.holders, found.contents, present, strict=True):
+                if not is_same(before, now):
+                    self._keys[id(holder)] = holder.keys()
+                    holder.write(before)
+            for tensor, flag, _ in self._flags:
+                tensor.requires_grad_(flag)
+            if self._buffers:
+                for owner, key, value in around._stand_ins():
+                    self._exchanged.append((owner, key, owner[key]))
+                    owner[key] = value
+            if around._generators is not None and self._drawn is None:
+                assert around._random is not None
+                self._drawn = around._generators.capture()
+                around._generators.restore(around._random)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        around = self._around
+        if self._drawn and around._generators is not None:
+            assert around._random is not None
+            kept = zip(self._drawn, around._random, strict=True)
+            around._generators.restore([a if b is not None else None for a, b in kept])
+        for owner, key, value in reversed(self._exchanged):
+            owner[key] = value
+        for tensor, _, flag in self._flags:
+            tensor.requires_grad_(flag)
+        for holder, now in zip(around._found.holders, self._present, strict=True):
+            if not is_same(now, holder.read()):
+                holder.write(now, self._keys.get(id(holder)))
+
+
+_REMEDY = "it cannot be run again as it was: call backward first"
+_STATISTICS = ("running_mean", "running_var")
+
+
+def _last_of(name: str) -> str:
+    kind, _, path = name.partition(" ")
+    last = path.strip("'").rpartition(".")[2]
+    return f"{kind} {last!r}"
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where a tensor's elements lie, 0 if that says nothing."""
+    if type(tensor) not in _ADDRESSED or tensor.layout is not torch.strided:
+        return 0
+    return tensor.data_ptr()
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where the elements of tensors lie; see `_address`."""
+    strided = torch.strided
+    return [t.data_ptr() if type(t) in _ADDRESSED and t.layout is strided else 0 for t in tensors]
+
+
+_ADDRESSED = {Tensor, nn.Parameter, nn.Buffer}
+
+
+def _exchanges_memory() -> bool:
+    """Whether parameters may come and go with the memory they lie in (sharded ones)."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def cloned(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Return copies that are one object, or share memory, where the given tensors do.
+
+    They have the strides of the given tensors too.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor or None
+
+    Returns
+    -------
+    list of Tensor or None
+    """
+    if not tensors:
+        return []
+    if _lie_apart(tensors):
+        return [None if t is None else t.detach().clone() for t in tensors]
+    once = {id(t): t for t in tensors if t is not None}
+    strided = {k: t for k, t in once.items() if _address(t) and not (t.is_conj() or t.is_neg())}
+    sharing = Counter(t.untyped_storage()._cdata for t in strided.values())
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies: dict[int, Tensor] = {}
+    for key, tensor in once.items():
+        at = tensor.untyped_storage()._cdata if key in strided else 0
+        if sharing[at] <= 1:
+            copy = tensor.detach().clone()
+            if key not in strided or copy.stride() == tensor.stride():
+                copies[key] = copy
+                continue
+        if at not in storages:
+            storages[at] = tensor.untyped_storage().clone()
+        blank = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        copies[key] = blank.set_(
+            storages[at], tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+    return [None if t is None else copies[id(t)] for t in tensors]
+
+
+def _lie_apart(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether tensors share no memory for certain, and their copies have their strides."""
+    storages = set()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _ADDRESSED or tensor.layout is not torch.strided:
+            return False
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return False
+        storages.add(tensor.untyped_storage()._cdata)
+    return len(storages) == sum([t is not None for t in tensors])
+
+
+def put_back(tensor: Tensor, value: Tensor, version: int) -> None:
+    """Give a tensor the numbers and the version it had: nothing shows that it was written to.
+
+    Graphs that saved it before stay valid, which check the version.
+    """
+    with torch.no_grad():
+        tensor.detach().copy_(value)
+    if not tensor.is_inference():
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a tensor's version; those made in inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def generators_of(scopes: Sequence[Scope], tensors: Sequence[Tensor]) -> Generators:
+    """Return the generators that stages may draw from when they run on some tensors."""
+    involved = [*tensors, *(p for scope in scopes for p in scope.parameters())]
+    own = {id(g): (name, g) for scope in scopes for name, g in scope.generators()}
+    return Generators(random_devices(involved), own.values())
+
+
+def undo_of(scope: Scope, tensors: Sequence[Tensor]) -> Callable[[], None]:
+    """Return a function that makes everything but the tensors' values as it is now.
+
+    Parameters
+    ----------
+    scope : Scope
+        Of what runs meanwhile.
+    tensors : sequence of Tensor
+        That it runs on.
+    """
+    found = scope.look()
+    generators = generators_of([scope], tensors)
+    states = generators.capture()
+
+    def undo() -> None:
+        generators.restore(states)
+        for holder, contents in zip(found.holders, found.contents, strict=True):
+            if not is_same(contents, holder.read()):
+                holder.write(contents)
+
+    return undo

@@ -1,0 +1,197 @@
+"""States between stages, kept without their graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ...errors import StateError
+from .captured import cloned
+from .holders import LEAVES
+from .scope import Found, Scope
+
+_LEAF = pytree.tree_flatten(None)[1]  # of a state that is one tensor
+
+
+def leaves_of(state: Any) -> list[Any]:
+    """Return the leaves of a state."""
+    return [state] if isinstance(state, Tensor) else pytree.tree_leaves(state)
+
+
+def tensors_in(state: Any) -> list[Tensor]:
+    """Return the tensors of a state."""
+    return [leaf for leaf in leaves_of(state) if isinstance(leaf, Tensor)]
+
+
+def wants_of(leaves: Sequence[Any]) -> tuple[bool, ...]:
+    return tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+@dataclass(slots=True)
+class KeptState:
+    """A state without its graph, held by reference: whoever writes to it is found out.
+
+    A leaf that comes twice comes twice again: some functions compute another
+    way when they get one tensor as two arguments.
+    """
+
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    versions: list[int]
+    objects: Found | None  # leaves that are neither tensors nor plain values
+    inner: list[int]  # versions of tensors in those
+
+    @classmethod
+    def of(cls, state: Any) -> KeptState:
+        if isinstance(state, Tensor):
+            alone = state.detach()
+            return cls([alone], _LEAF, [alone._version], None, [])
+        leaves, spec = pytree.tree_flatten(state)
+        once: dict[int, Tensor] = {}
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and id(leaf) not in once:
+                once[id(leaf)] = leaf.detach()
+        return cls._holding([once.get(id(x), x) for x in leaves], spec)
+
+    @classmethod
+    def _holding(cls, leaves: list[Any], spec: pytree.TreeSpec) -> KeptState:
+        versions = [x._version if isinstance(x, Tensor) else 0 for x in leaves]
+        others = [x for x in leaves if not isinstance(x, LEAVES)]
+        objects = Scope(others).look() if others else None
+        inner = [] if objects is None else list(objects.tensors)
+        if any(t.grad_fn is not None for t in inner):
+            kinds = ", ".join(sorted({type(x).__name__ for x in others}))
+            raise StateError(
+                f"a state between two stages has tensors inside of a {kinds}, which take part in "
+                "the gradient and are in no count; register the class as a pytree node "
+                "(torch.utils._pytree.register_pytree_node), or pass a tuple or dict"
+            )
+        return cls(leaves, spec, versions, objects, [t._version for t in inner])
+
+    def _changes(self, objects: Found) -> list[str]:
+        """Return the names of what changed in objects of the state."""
+        tensors = zip(objects.tensors, self.inner, strict=True)
+        written = [objects.name_of(t) for t, version in tensors if t._version != version]
+        return [*objects.differences(), *written]
+
+    def cloned(self) -> KeptState:
+        copies = iter(cloned(self._given()))
+        leaves = [next(copies) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return self._holding(leaves, self.spec)
+
+    def _given(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def verify(self) -> None:
+        """Raise RuntimeError if a tensor was written to since it was kept."""
+        for leaf, version in zip(self.leaves, self.versions, strict=True):
+            if isinstance(leaf, Tensor) and leaf._version != version:
+                raise RuntimeError(
+                    "a state that a stage is to be run again from, the chain's input or between "
+                    "two stages, has been modified by an inplace operation"
+                )
+
+    def tensors(self) -> list[Tensor]:
+        """Return its tensors, each once."""
+        return list({id(leaf): leaf for leaf in self._given()}.values())
+
+    def emptied(self) -> EmptyState:
+        """Return the state without its tensors."""
+        places = {id(tensor): number for number, tensor in enumerate(self.tensors())}
+        versions = [
+            -1 if isinstance(leaf, Tensor) and leaf._version != version else version
+            for leaf, version in zip(self.leaves, self.versions, strict=True)
+        ]
+        leaves = [_Place(places[id(x)]) if isinstance(x, Tensor) else x for x in self.leaves]
+        return EmptyState(leaves, self.spec, versions, self.objects, self.inner)
+
+    def fresh(self, wants: tuple[bool, ...], to_be_changed: bool) -> Any:
+        """Return the state for a stage to run on, of leaves unless the stage writes to them.
+
+        `wants` says which tensors want gradients: those that did at first.
+
+        Raises
+        ------
+        RuntimeError
+            If a tensor was written to since it was kept.
+        StateError
+            If another object was.
+        """
+        self.verify()
+        if self.objects is not None and (found := self._changes(self.objects)):
+            raise StateError(
+                f"an object in a state between two stages was changed after it was made "
+                f"({', '.join(found[:4])}); a stage that is run again from it would see the "
+                "change: return a new object, or keep such objects out of the state"
+            )
+        given = self.leaves
+        if self.spec is _LEAF and not to_be_changed and isinstance(given[0], Tensor):
+            return given[0].detach().requires_grad_(wants[0])
+        if to_be_changed:
+            copies = iter(cloned(self._given()))
+            given = [next(copies) if isinstance(leaf, Tensor) else leaf for leaf in given]
+        once: dict[int, Any] = {}
+        for leaf, wanted in zip(given, wants, strict=True):
+            if isinstance(leaf, Tensor) and id(leaf) not in once:
+                new = leaf.detach().requires_grad_(wanted)
+                once[id(leaf)] = _writable(new) if to_be_changed and wanted else new
+        return pytree.tree_unflatten([once.get(id(leaf), leaf) for leaf in given], self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Stands for a tensor, by its number."""
+
+    number: int
+
+
+@dataclass(slots=True)
+class EmptyState:
+    """A kept state whose tensors are elsewhere."""
+
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    versions: list[int]  # -1 where a leaf had been written to since it was kept
+    objects: Found | None
+    inner: list[int]
+
+    def filled(self, tensors: Sequence[Tensor | None], now: Mapping[int, int]) -> KeptState:
+        """Return the state with its tensors, in the order of `KeptState.tensors`.
+
+        `now` are the versions of those that were elsewhere, by their number.
+        """
+        leaves = [tensors[x.number] if isinstance(x, _Place) else x for x in self.leaves]
+        versions = [
+            now.get(x.number, before) if isinstance(x, _Place) and before >= 0 else before
+            for x, before in zip(self.leaves, self.versions, strict=True)
+        ]
+        return KeptState(leaves, self.spec, versions, self.objects, self.inner)
+
+
+def refuse_shared(tensors: Sequence[Tensor]) -> None:
+    """Refuse to copy views of one another that want gradients: they would be apart."""
+    once = list({id(t): t for t in tensors}.values())
+    storages = Counter(t.untyped_storage()._cdata for t in once if t.layout is torch.strided)
+    for tensor in once:
+        if tensor.requires_grad and storages[tensor.untyped_storage()._cdata] > 1:
+            raise StateError(
+                "the first stage writes to an input that wants a gradient and shares memory with "
+                f"another input (shape {tuple(tensor.shape)}); give the chain a clone of one"
+            )
+
+
+def _writable(leaf: Tensor) -> Tensor:
+    """Return a copy of a leaf that may be written to."""
+    copy = leaf.clone()
+    if copy.stride() != leaf.stride():
+        raise StateError(
+            "the first stage writes to an input that wants a gradient and is a view with gaps "
+            f"(shape {tuple(leaf.shape)}, strides {leaf.stride()}); give the chain x.contiguous()"
+        )
+    return copy

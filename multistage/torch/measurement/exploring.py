@@ -1,0 +1,239 @@
+"""What the stages of a chain do besides computing: what they change, draw and share.
+
+Found by running each once, on a sample, and leaving all as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from ..environment.captured import Environment, generators_of, put_back, undo_of, version_of
+from ..environment.scope import Scope
+from ..tensors.meter import storages_of
+from .traits import Traits
+
+Call = Callable[[Any], Any]
+
+
+def tensors_of(state: Any) -> list[Tensor]:
+    """Return the tensors of a state."""
+    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
+
+
+def fresh_copy(state: Any, *, wants: bool | None = None) -> Any:
+    """Return a state of fresh leaves, writable, with the same wishes for gradients."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        may = value.is_floating_point() or value.is_complex()
+        return (
+            value.detach()
+            .clone()
+            .requires_grad_(may and (value.requires_grad if wants is None else wants))
+        )
+
+    return pytree.tree_map(leaf, state)
+
+
+@contextlib.contextmanager
+def untouched(scope: Scope, sample: Any) -> Iterator[None]:
+    """Put buffers, attributes and random generators back at the end; see `environment`."""
+    undo = undo_of(scope, tensors_of(sample))
+    values = [(b, b.detach().clone(), version_of(b)) for _, _, b in scope.buffers()]
+    try:
+        yield
+    finally:
+        undo()
+        for buffer, value, version in values:
+            if version_of(buffer) != version or not _equal(buffer, value):
+                put_back(buffer, value, version)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same numbers; NaN equals NaN."""
+    if a.device.type == "meta":
+        return False
+    if a.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def buffers_of(stage: Call) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return the buffers that a stage refers to: owner, name, tensor."""
+    return Scope.of(stage).buffers()
+
+
+def explore(
+    stages: Sequence[Call], names: Sequence[str], sample: Any
+) -> tuple[tuple[tuple[int, ...], ...], tuple[Traits, ...]]:
+    """Run all stages once; find what they change and which must be joined.
+
+    A stage that writes to its input changes every earlier state that shares
+    the storage, through views or stages that pass it on: all stages from the
+    one that made the storage are joined.
+    """
+    state = fresh_copy(sample, wants=False)
+    scopes = [Scope.of(stage) for stage in stages]
+    # References keep the addresses of storages from being used again.
+    storages = [_storages(state)]
+    starts = list(range(len(stages)))  # the first stage of the group that stage i is in
+    changed: list[list[tuple[nn.Module, str]]] = []
+    draws: list[bool] = []
+    graded: list[_Grading] = []
+    changes_first = False
+    moved: set[int] = set()  # storages of buffers that some stage changes
+    for i, stage in enumerate(stages):
+        inputs = tensors_of(state)
+        versions = [tensor._version for tensor in inputs]
+        # By value: batch norm's kernels change statistics behind the versions' back.
+        buffers = [(m, k, b, b._version, b.detach().clone()) for m, k, b in scopes[i].buffers()]
+        around = Environment(scopes[i], f"stage {names[i]}", [(m, k) for m, k, *_ in buffers])
+        generators = generators_of([scopes[i]], inputs)
+        random = generators.capture()
+        leaves, spec = pytree.tree_flatten(state)
+        given = pytree.tree_unflatten(leaves, spec)  # the stage may change lists and dicts
+        with torch.no_grad():
+            state = stage(state)
+        after = generators.capture()
+        around.drew(generators, random, after)
+        around.verify()
+        draws.append(bool(generators.drawn(random, after)))
+        changed.append(
+            [
+                (m, k)
+                for m, k, b, version, value in buffers
+                if m._buffers[k] is not b or b._version != version or not _equal(b, value)
+            ]
+        )
+        for m, key, b, *_ in buffers:
+            if (m, key) in changed[i]:
+                moved |= storages_of(b).keys()
+        written: set[int] = set()
+        for tensor, version in zip(inputs, versions, strict=True):
+            if tensor._version != version:
+                written |= storages_of(tensor).keys()
+        if written:
+            j = i
+            while j >= 0 and storages[j].keys() & written:
+                j -= 1
+            changes_first = changes_first or j < 0
+            for k in range(max(j, 0), i + 1):
+                starts[k] = starts[max(j, 0)]
+        storages.append(_storages(state))
+        # What was written to cannot be run on again.
+        grading = _Grading() if written else _with_graph(stage, given, state, around)
+        graded.append(grading)
+    # Who only reads a buffer that another stage changes must keep its values too.
+    for stage_changes, scope in zip(changed, scopes, strict=True):
+        stage_changes += [
+            (m, k)
+            for m, k, b in scope.buffers()
+            if storages_of(b).keys() & moved and (m, k) not in stage_changes
+        ]
+    return _groups(starts, stages, scopes, names, changed, draws, graded, changes_first)
+
+
+@dataclass(slots=True)
+class _Grading:
+    """How a stage runs with a graph; see `Traits`."""
+
+    graded: bool = False
+    differentiates: bool = False
+    unhooked: bool = False
+
+
+def _with_graph(stage: Call, given: Any, result: Any, around: Environment) -> _Grading:
+    """Run a stage with a graph, and compare: some kernels, such as oneDNN's LSTM, differ."""
+    found = _Grading()
+    kept: list[list[Tensor]] = []
+
+    # Not the tensor itself: an output that its own node keeps is a cycle nothing collects.
+    def pack(tensor: Tensor) -> list[Tensor]:
+        kept.append([tensor])
+        return kept[-1]
+
+    def unpack(box: list[Tensor]) -> Tensor:
+        found.differentiates = True
+        return box[0]
+
+    def run() -> Any:
+        with around.again(), torch.enable_grad():
+            return stage(_wanting(given))
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            again = run()
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):  # which torch.func does not support
+            raise
+        found.unhooked = True
+        again = run()
+    found.graded = any(
+        a.device.type != "meta" and not _equal(a, b)
+        for a, b in zip(tensors_of(result), tensors_of(again), strict=True)
+    )
+    for box in kept:
+        box.clear()
+    return found
+
+
+def _wanting(state: Any) -> Any:
+    """Return a state whose tensors want gradients where they can, without copying them."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
+
+    return pytree.tree_map(leaf, state)
+
+
+def _storages(state: Any) -> dict[int, StorageWeakRef]:
+    return {
+        key: StorageWeakRef(storage)
+        for tensor in tensors_of(state)
+        for key, storage in storages_of(tensor).items()
+    }
+
+
+def _groups(
+    starts: list[int],
+    stages: Sequence[Call],
+    scopes: Sequence[Scope],
+    names: Sequence[str],
+    changed: list[list[tuple[nn.Module, str]]],
+    draws: list[bool],
+    graded: list[_Grading],
+    changes_first: bool,
+) -> tuple[tuple[tuple[int, ...], ...], tuple[Traits, ...]]:
+    groups: list[list[int]] = []
+    for i, start in enumerate(starts):
+        if groups and start <= groups[-1][-1] and start != i:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    traits = []
+    for number, group in enumerate(groups):
+        buffers = {(id(m), k): (m, k) for i in group for m, k in changed[i]}
+        traits.append(
+            Traits(
+                name="+".join(names[i] for i in group),
+                buffers=tuple(buffers.values()),
+                draws=any(draws[i] for i in group),
+                graded=any(graded[i].graded for i in group),
+                differentiates=any(graded[i].differentiates for i in group),
+                unhooked=any(graded[i].unhooked for i in group),
+                changes_input=changes_first and number == 0,
+                scope=scopes[group[0]] if len(group) == 1 else Scope([stages[i] for i in group]),
+            )
+        )
+    return tuple(tuple(group) for group in groups), tuple(traits)

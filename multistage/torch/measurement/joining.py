@@ -1,0 +1,246 @@
+"""Neighbouring stages that a plan treats alike, run as one.
+
+A plan runs most stages in stretches: a segment is run forward, its tapes are made one
+after the other and used up one after the other, and no action needs a state inside.
+Run as one stage, a stretch has one environment, one set of hooks and one look at the
+generators, in place of one for each of its stages; which operators run, in which order,
+and what is kept of them remain the same.
+
+Bytes that stages return and values in the states between them are looked at as ever.
+Where they are other than planned for, the run is undone and the stages run one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...actions import Action, Advance, EndForward, Free, Load, Put, Reverse, Save, Tape
+from ..environment.scope import Found, Scope, merged
+from ..environment.states import leaves_of
+from .measure import Profile, grouped
+from .sizes import Count, OnceMore, Sizes
+from .traits import Traits
+
+_MOST_NAMES = 3  # in the name of a stretch
+
+
+class ApartError(OnceMore):
+    """Stages that were run as one have to be run one by one."""
+
+
+class Joined:
+    """Stages run as one.
+
+    Parameters
+    ----------
+    stages : sequence of callables
+    sizes : sequence of Sizes or None
+        Of each.
+    """
+
+    def __init__(
+        self, stages: Sequence[Callable[[Any], Any]], sizes: Sequence[Sizes | None]
+    ) -> None:
+        self._stages, self.sizes = tuple(stages), tuple(sizes)
+        self._values: list[tuple[Any, ...] | None] = [None] * (len(self._stages) - 1)
+
+    def __call__(self, box: list[Any], between: Callable[[int, Any], None] | None = None) -> Any:
+        """Run the stages from the state in a box, which is emptied: nothing here holds it longer.
+
+        `between` is called with the number of each stage but the last, and what it returned.
+        """
+        state = box.pop()
+        last = len(self._stages) - 1
+        for number, stage in enumerate(self._stages):
+            state = stage(state)
+            if between is not None and number < last:
+                between(number, state)
+        return state
+
+    def look(
+        self, devices: Container[torch.device], count: Count | None, number: int, state: Any
+    ) -> None:
+        """Compare a state inside with those that the plan is for.
+
+        Parameters
+        ----------
+        devices : container of torch.device
+            Whose generators are watched while the stages run.
+        count : Count or None
+            Of the bytes that they save.
+        number : int
+            Of the stage that returned the state.
+        state : pytree
+
+        Raises
+        ------
+        LargerError
+            If it is larger.
+        ApartError
+            If it holds other values beside its tensors, or lies on another device.
+        """
+        leaves = leaves_of(state)
+        sizes, following = self.sizes[number : number + 2]
+        if sizes is not None:
+            sizes.returned(number, leaves)
+        if count is not None and following is not None:
+            count.end()
+            count.begin(following)
+        if not all(x.device in devices for x in leaves if isinstance(x, Tensor)):
+            raise ApartError
+        values = tuple([x for x in leaves if not isinstance(x, Tensor)])
+        known = self._values[number]
+        if known is None:
+            if Sizes.way(leaves, 0) is None:
+                raise ApartError
+            self._values[number] = values
+        elif known != values:
+            raise ApartError
+
+
+class Together(Scope):
+    """What stages refer to that run as one.
+
+    Each is searched by itself: how far a search goes is limited for each, and what another
+    has seen from afar is not seen in full.
+
+    Parameters
+    ----------
+    scopes : sequence of Scope
+        Of each.
+    """
+
+    def __init__(self, scopes: Sequence[Scope]) -> None:
+        self._scopes = tuple(scopes)
+        super().__init__(())
+
+    def _find(self) -> Found:
+        return merged([scope.look() for scope in self._scopes])
+
+
+Calls: TypeAlias = Sequence[Callable[[Any], Any]]
+Stretches: TypeAlias = tuple[Calls, Sequence[Traits], Sequence[Action]]
+
+
+@dataclass(slots=True)
+class Running:
+    """The stages of a plan as they are run, worked out once.
+
+    Attributes
+    ----------
+    joins : bool
+        Whether stages may be run as one: until one is found to be other than planned for.
+    """
+
+    joins: bool = True
+    _found: dict[bool, tuple[Sequence[Action], Stretches]] = field(default_factory=dict)
+
+    def of(
+        self, stages: Calls, profile: Profile, actions: Sequence[Action], *, joins: bool
+    ) -> Stretches:
+        """Return stages, what they do, and the actions of their plan by their numbers."""
+        found = self._found.get(joins)
+        if found is None or found[0] is not actions:
+            calls = grouped(stages, profile.groups)
+            alone = calls, profile.traits, actions
+            found = self._found[joins] = actions, stretched(*alone) if joins else alone
+        return found[1]
+
+
+def stretched(stages: Calls, traits: Sequence[Traits], actions: Sequence[Action]) -> Stretches:
+    """Return stages joined where a plan never parts them, and its actions by their numbers.
+
+    Stages that need a graph to run, that differentiate, or that write to the chain's input
+    stay alone: what is kept while they run is theirs.  So do all where a tier takes part.
+    """
+    starts = _starts(traits, actions)
+    if len(starts) == len(stages) or any(isinstance(action, Put) for action in actions):
+        return stages, traits, actions
+    ends = [*starts[1:], len(stages)]
+    place = {start: number for number, start in enumerate([*starts, len(stages)])}
+    groups = list(zip(starts, ends, strict=True))
+    return (
+        [stages[a] if b == a + 1 else _joined(stages[a:b], traits[a:b]) for a, b in groups],
+        [traits[a] if b == a + 1 else _traits(stages[a:b], traits[a:b]) for a, b in groups],
+        [new for action in actions if (new := _renumbered(action, place)) is not None],
+    )
+
+
+def _joined(stages: Sequence[Callable[[Any], Any]], traits: Sequence[Traits]) -> Joined:
+    return Joined(stages, [trait.sizes for trait in traits])
+
+
+def _starts(traits: Sequence[Traits], actions: Sequence[Action]) -> list[int]:
+    """Return the first stages of the longest stretches that no action parts."""
+    n = len(traits)
+    parted = {0, n}
+    for i, trait in enumerate(traits):
+        if trait.graded or trait.differentiates or trait.unhooked or trait.changes_input:
+            parted |= {i, i + 1}
+    before: tuple[type, int] | None = None  # what ran last, and where it stood when done
+    now: tuple[type, int, int]
+    for action in [*actions, EndForward()]:
+        match action:
+            case Advance(start, stop) if start == stop:
+                continue
+            case Advance(start, stop):
+                now = Advance, start, stop
+            case Tape(step):
+                now = Tape, step, step + 1
+            case Reverse(step):
+                now = Reverse, step + 1, step
+            case _:
+                if isinstance(action, Save | Load | Free):
+                    parted.add(action.step)
+                if before is not None:
+                    parted.add(before[1])
+                before = None
+                continue
+        if before is None or before != now[:2]:
+            parted.add(now[1])
+            if before is not None:
+                parted.add(before[1])
+        before = now[0], now[2]
+    return sorted(parted - {n, n + 1})
+
+
+def _traits(stages: Sequence[Callable[[Any], Any]], traits: Sequence[Traits]) -> Traits:
+    """Return what stages do together."""
+    names = [trait.name for trait in traits]
+    sizes = [trait.sizes for trait in traits]
+    return Traits(
+        name="+".join(names) if len(names) <= _MOST_NAMES else f"{names[0]} to {names[-1]}",
+        buffers=tuple({(id(m), k): (m, k) for t in traits for m, k in t.buffers}.values()),
+        draws=any(trait.draws for trait in traits),
+        scope=Together([t.scope or Scope.of(s) for s, t in zip(stages, traits, strict=True)]),
+        sizes=_sum(sizes),
+    )
+
+
+def _sum(sizes: Sequence[Sizes | None]) -> Sizes | None:
+    """Return the bytes that stages save together, and those that the last returns."""
+    known = [each for each in sizes if each is not None]
+    if len(known) < len(sizes):
+        return None
+    saved = [each.saved_bytes for each in known if each.saved_bytes is not None]
+    together = sum(saved) if len(saved) == len(known) else None
+    varies = any(each.varies for each in known)
+    return replace(known[-1].fresh(), saved_bytes=together, varies=varies)
+
+
+def _renumbered(action: Action, place: dict[int, int]) -> Action | None:
+    """Return an action by the numbers of stretches; None where one inside of it goes on."""
+    match action:
+        case Advance(start, stop):
+            # Where it stops may lie in a stretch that goes on: the next action runs the rest.
+            inner = [place[i] for i in range(start, stop) if i in place]
+            return Advance(inner[0], inner[-1] + 1) if inner else None
+        case Tape(step) | Reverse(step) | Save(step) | Load(step) | Free(step):
+            return type(action)(place[step]) if step in place else None
+        case _:
+            return action

@@ -1,0 +1,205 @@
+"""A plain run of a model, forward and backward, that holds only some of what it saves.
+
+The reference for the check of a chain must be plain autograd, and must not take plain
+autograd's memory: within the limit, that is what the chain is for.  The forward pass keeps
+the latest of the tensors that autograd saves, as many as there is room for.  When
+the backward pass has used them up, the whole forward pass runs again and keeps those
+before.  A model that needs three times the room is run forward three times; it need not
+be cut anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Set
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tensors.streams import Home
+
+# The latest again with those before: a node may ask for its tensors in any order.
+_OVERLAP = 8
+
+
+class TooDear(Exception):
+    """The room is so small that the model would be run forward too often.
+
+    Or what a model saved and differentiates itself, in forward, is gone by then.
+    """
+
+
+class Windowed:
+    """Runs a function as plain autograd does, within a bounded room for saved tensors.
+
+    Parameters
+    ----------
+    call : callable
+        No arguments; returns the result, whose graph is kept.  Must do the same each time
+        within `again`.
+    again : callable
+        Returns a context in which `call` finds everything as it was at first.
+    room_bytes : int
+        For saved tensors; one tensor is always kept.
+    costs_nothing : collection of Tensor
+        Parameters and inputs: held anyway.
+
+    Attributes
+    ----------
+    runs : int
+        Forward, so far.
+    most_runs : float
+        Beyond which the backward pass raises TooDear.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[], Any],
+        again: Callable[[], AbstractContextManager[Any]],
+        room_bytes: float,
+        costs_nothing: Iterable[Tensor] = (),
+    ) -> None:
+        self._call, self._again = call, again
+        self._room = room_bytes
+        self._forward = True
+        self._count = 0  # of tensors saved in the first run
+        self._free = {_storage(tensor)[0] for tensor in costs_nothing}
+        self._window = _Window(room_bytes, self._free)
+        self._home = Home()
+        self.runs = 0
+        self.most_runs = float("inf")
+
+    def forward(self) -> Any:
+        """Run; return the result."""
+        self.runs = 1
+
+        # Not with the window in its closure: the graph holds this as long as the other hook.
+        def pack(tensor: Tensor) -> int:
+            self._count += 1
+            self._window.add(tensor)
+            return self._count - 1
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+            result = self._call()
+        self._forward = False
+        return result
+
+    @property
+    def expected_runs(self) -> float:
+        """Runs forward that there will have been after the backward pass, about."""
+        return self._window.seen_bytes / max(self._room, 1.0)
+
+    def _unpack(self, number: int) -> Tensor:
+        if not self._window.first <= number < self._window.stop:
+            if self._forward or self.runs >= self.most_runs:
+                raise TooDear
+            overlap = min(_OVERLAP, len(self._window) // 4)
+            self._fill(min(self._count, number + 1 + overlap))
+            if number < self._window.first:  # the overlap took the room
+                self._fill(number + 1)
+        tensor = self._window.get(number)
+        self._home.hand(tensor)
+        return tensor
+
+    def _fill(self, stop: int) -> None:
+        """Run forward again; keep the latest of the tensors before a number."""
+        self.runs += 1
+        self._window = window = _Window(self._room, self._free)
+
+        def catch(tensor: Tensor) -> int:
+            if window.stop == stop:
+                raise _Caught
+            window.add(tensor)
+            return window.stop - 1
+
+        with (
+            self._home.context(),
+            self._again(),
+            contextlib.suppress(_Caught),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(catch, window.held),
+        ):
+            self._call()
+
+
+def forgetting(room_bytes: float, costs_nothing: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Return a context in which graphs hold the latest tensors alone; not to be walked later."""
+    window = _Window(room_bytes, {_storage(tensor)[0] for tensor in costs_nothing})
+
+    def pack(tensor: Tensor) -> int:
+        window.add(tensor)
+        return window.stop - 1
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, window.held)
+
+
+class _Window:
+    """The latest of the tensors that are saved, by their numbers."""
+
+    def __init__(self, room_bytes: float, free: Set[int]) -> None:
+        self._room, self._free = room_bytes, free
+        self._tensors: deque[tuple[Tensor, int]] = deque()
+        self._storages: dict[int, int] = {}  # how many tensors of each
+        self._held = 0
+        self.first = 0
+        self.seen_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self._tensors)
+
+    def add(self, tensor: Tensor) -> None:
+        self._tensors.append((tensor.detach(), tensor._version))
+        self._count(tensor, 1)
+        while self._held > self._room and len(self._tensors) > 1:
+            gone, _ = self._tensors.popleft()
+            self.first += 1
+            self._count(gone, -1)
+
+    def _count(self, tensor: Tensor, change: int) -> None:
+        storage, nbytes = _storage(tensor)
+        if storage in self._free:
+            return
+        before = self._storages.get(storage, 0)
+        if before + change:
+            self._storages[storage] = before + change
+        else:
+            del self._storages[storage]
+        if before == 0:
+            self._held += nbytes
+            self.seen_bytes += nbytes
+        elif before + change == 0:
+            self._held -= nbytes
+
+    def held(self, number: int) -> Tensor:
+        """Return a tensor for a model that differentiates in its forward."""
+        if not self.first <= number < self.stop:
+            raise TooDear
+        return self.get(number)
+
+    def get(self, number: int) -> Tensor:
+        tensor, version = self._tensors[number - self.first]
+        if tensor._version != version:  # autograd's own check, which hooks bypass
+            raise RuntimeError(
+                "a tensor saved for the gradient has been modified by an inplace operation; "
+                "plain training fails here too"
+            )
+        return tensor
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    try:
+        storage = tensor.untyped_storage()
+        return storage._cdata, storage.nbytes()
+    except (NotImplementedError, RuntimeError):  # sparse: none of its own
+        return 0, 0
+
+
+class _Caught(BaseException):
+    """All that is wanted is caught; no `except Exception` of the model must stop this."""

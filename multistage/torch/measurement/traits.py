@@ -1,0 +1,48 @@
+"""What a stage does besides computing its output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..environment.scope import Scope
+from .sizes import Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a stage does besides computing its output.
+
+    Attributes
+    ----------
+    name : str
+    buffers : tuple of (module, buffer name)
+        Buffers it changes.
+    draws : bool
+        Whether it draws random numbers.
+    graded : bool
+        Whether it must be run with a graph to give the same bits.
+    changes_input : bool
+        Whether it writes to its input; true of a first stage only, others are
+        joined to the stage before.
+    differentiates : bool
+        Whether it computes gradients inside of its forward.
+    unhooked : bool
+        Whether it fails under saved-tensor hooks, as `torch.func` does, so that
+        its tape must be kept.
+    scope : Scope, optional
+        What it refers to; searched for if not given.
+    sizes : Sizes, optional
+        What it may save and return; not looked at if not given.
+    """
+
+    name: str
+    buffers: tuple[tuple[nn.Module, str], ...] = ()
+    draws: bool = False
+    graded: bool = False
+    changes_input: bool = False
+    differentiates: bool = False
+    unhooked: bool = False
+    scope: Scope | None = None
+    sizes: Sizes | None = None

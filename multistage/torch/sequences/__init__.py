@@ -1,0 +1,1 @@
+"""A cell run over a sequence, in chunks that are planned."""

@@ -1,0 +1,161 @@
+"""Cells: one step of a computation in time, and what must be known of it beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ...errors import ArgumentError, StateError
+from ..environment.scope import Scope
+from ..tensors.states import Kind
+
+Buffers: TypeAlias = tuple[tuple[nn.Module, str], ...]
+
+
+class Cell:
+    """A cell by one way of calling it: `call(state, x) -> result`.
+
+    Parameters
+    ----------
+    given : callable
+        `cell(state, x)`; or a recurrent module of `torch.nn`, called its own way.
+    fused : bool
+        Whether it takes several steps at once, time first.
+    inputs : object
+        What x_t is made by, if it is made by code.
+
+    Attributes
+    ----------
+    scope : Scope
+        All that it refers to.
+    """
+
+    def __init__(self, given: Callable[..., Any], fused: bool, inputs: object = None) -> None:
+        if not callable(given):
+            raise ArgumentError(f"the cell is {type(given).__name__}; it must be callable")
+        self.scope = Scope.of(given, inputs)
+        self.given = given
+        self.fused = fused
+        self.name = f"cell {getattr(given, '__name__', type(given).__name__)}"
+        self.call = given
+        if isinstance(given, nn.RNNBase):
+            if given.batch_first:
+                raise ArgumentError(f"{self.name} has batch_first=True; time must come first")
+            if given.bidirectional:
+                raise ArgumentError(
+                    f"{self.name} has bidirectional=True: the direction back begins at the end of "
+                    "the sequence, and would begin anew in each chunk; unroll one module for each "
+                    "direction, the second on inputs.flip(0), flip its outputs back, and join them "
+                    "with torch.cat([forth, back.flip(0)], -1)"
+                )
+            self.fused = True
+
+            def whole(state: Any, x: Tensor) -> Any:
+                outputs, state = given(x, state)
+                return state, outputs
+
+            self.call = whole
+        elif isinstance(given, nn.RNNCellBase):
+
+            def single(state: Any, x: Tensor) -> Any:
+                state = given(x, state)
+                return state, state[0] if isinstance(state, tuple) else state
+
+            self.call = single
+
+    def is_compiled(self) -> bool:
+        """Whether `torch.compile` made it, or a part of it."""
+        return hasattr(self.given, "_torchdynamo_orig_callable") or any(
+            type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+            for module in self.scope.modules
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a cell does, seen in a few steps.
+
+    Attributes
+    ----------
+    spec : TreeSpec
+        Of the state.
+    returns_y : bool
+        Whether it returns `(state, y)`.
+    y_spec : TreeSpec or None
+    summed : tuple of bool
+        For each leaf of y whether it is one number, a loss, and summed.
+    differentiable : tuple of bool
+        For each leaf of y.
+    wants : tuple of tuple of bool
+        Which leaves of state 0, 1, ... take part in the gradient; the last
+        holds for all later ones.
+    draws : tuple of bool
+        For each generator whether it draws from it.
+    graded : bool
+        Whether it must be run with a graph to give the same bits: some kernels
+        are others under `no_grad`.
+    buffers : tuple of (module, name)
+        Buffers it changes.
+    parameters : tuple of Tensor
+        That the gradient is wanted of.
+    weight : (int, int)
+        Nodes of a step's graph, and bytes of what they return: cells that differ
+        in neither code nor parameters may differ here.
+    x_kinds : tuple of (shape, dtype, device)
+        Of the tensors of the inputs looked at.
+    """
+
+    spec: pytree.TreeSpec
+    returns_y: bool
+    y_spec: pytree.TreeSpec | None
+    summed: tuple[bool, ...]
+    differentiable: tuple[bool, ...]
+    wants: tuple[tuple[bool, ...], ...]
+    draws: tuple[bool, ...]
+    graded: bool
+    buffers: Buffers
+    parameters: tuple[Tensor, ...]
+    weight: tuple[int, int]
+    x_kinds: tuple[Kind, ...]
+
+    def wants_at(self, chunk: int) -> tuple[bool, ...]:
+        """Return which leaves of the state before a chunk take part in the gradient."""
+        return self.wants[min(chunk, len(self.wants) - 1)]
+
+    def split(self, result: Any, name: str, t: int) -> tuple[Any, Any]:
+        """Return the state and y of what a cell returned at step t."""
+        if not self.returns_y:
+            return result, None
+        if type(result) is not tuple or len(result) != 2:
+            raise StateError(
+                f"{name} returned (state, y) at first and {type(result).__name__} at step {t}"
+            )
+        return result
+
+    def leaves(self, state: Any, name: str, t: int) -> list[Tensor]:
+        """Return the leaves of a state.  Raises StateError if it has another structure."""
+        return leaves_of(state, self.spec, f"{name} returned a state", t)
+
+    def y_leaves(self, y: Any, name: str, t: int) -> list[Tensor]:
+        """Return the leaves of y.  Raises StateError if it has another structure."""
+        assert self.y_spec is not None
+        return leaves_of(y, self.y_spec, f"{name} returned an output y", t)
+
+
+def leaves_of(tree: Any, spec: pytree.TreeSpec, what: str, t: int) -> list[Tensor]:
+    """Return the leaves of a tree in the order of a structure: dicts may have any order."""
+    try:
+        leaves = [tree] if spec.is_leaf() else spec.flatten_up_to(tree)
+        fits = all(isinstance(leaf, Tensor) for leaf in leaves)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise StateError(
+            f"{what} of structure {pytree.tree_structure(tree)} at step {t}, and at first one of "
+            f"{spec} with tensors for leaves; it must be the same at every step"
+        )
+    return leaves

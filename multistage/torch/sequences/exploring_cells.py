@@ -1,0 +1,418 @@
+"""What a cell does, found by running it a few times; everything is put back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ...errors import ArgumentError, StateError
+from ..environment.captured import Environment
+from ..environment.randomness import Generators, device_types
+from ..environment.settings import Autocast, autocast
+from ..measurement.checking import Check, complain
+from ..measurement.exploring import tensors_of
+from ..tensors.checksums import checksum
+from ..tensors.graphs import graph_begins, graph_weight, held_elsewhere, leaves_below
+from ..tensors.states import Kind, kind_of, said
+from .cell import Buffers, Cell, Facts
+from .inputs import Inputs
+from .surroundings import refuse_changes, refuse_graph
+
+_FEW = 8  # steps of a fused cell to look at
+
+
+class StateVaries(StateError):
+    """A cell returned a state of another shape than it was given."""
+
+
+def explore(
+    cell: Cell,
+    state: Any,
+    inputs: Inputs,
+    generators: Generators,
+    parameters: Sequence[Tensor] | None,
+    draws: bool | None,
+    check: Check,
+) -> Facts:
+    """Run a cell a few times and return what it does; everything is put back.
+
+    Raises
+    ------
+    StateVaries
+        If it returns a state of another shape than it gets.
+    StateError
+        If it returns another kind of state than it gets, writes to the state
+        it gets, changes what it refers to, or returns other numbers each time.
+    ArgumentError
+        If the state is no pytree of tensors, or it uses tensors of a graph that
+        were not given as parameters.
+    """
+    leaves, spec = state_leaves(state)
+    known = known_parameters(cell, inputs, parameters)
+
+    def sample(taken: list[Any]) -> Any:
+        return inputs.sample(_FEW, fused=cell.fused, leaves=taken)
+
+    with autocast(Autocast.capture(device_types([*leaves, *known, *inputs.held()]))):
+        explorer = Explorer(cell, leaves, spec, sample, generators, known, check)
+        return explorer.inferred() if torch.is_inference_mode_enabled() else explorer.facts(draws)
+
+
+def state_leaves(state: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
+    """Return the leaves and the structure of a state.  Raises ArgumentError."""
+    leaves, spec = pytree.tree_flatten(state)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise ArgumentError(
+                f"the state holds {type(leaf).__name__}; it must be a pytree of tensors"
+            )
+    return leaves, spec
+
+
+def known_parameters(
+    cell: Cell, inputs: Inputs, parameters: Sequence[Tensor] | None
+) -> list[Tensor]:
+    """Return the parameters known before a step is run.  Raises ArgumentError."""
+    own = [p for m in cell.scope.modules for p in m._parameters.values() if p is not None]
+    wanting = {id(p): p for p in own if p.requires_grad}
+    known = list(wanting.values() if parameters is None else parameters)
+    known += [t for t in inputs.repeated if not any(t is p for p in known)]
+    if any(hasattr(p, "full_tensor") for p in known):
+        raise ArgumentError(
+            f"the parameters of {cell.name} are sharded; shard the module that calls unroll "
+            "(fully_shard on it gathers them around the whole sequence), not the cell"
+        )
+    return known
+
+
+@dataclass(slots=True)
+class Look:
+    """What one run of a step has shown.
+
+    Attributes
+    ----------
+    spec : TreeSpec
+        Of the state after it.
+    leaves, ys : lists of Tensor
+        Of that state and of y, without their graph.
+    differentiable, wants : tuples of bool
+        Which of these outputs, and of the leaves, take part in the gradient.
+    draws : tuple of bool
+        By generator.
+    found : list of Tensor
+        Leaves of the graph that were not known.
+    weight : (int, int)
+        See `Facts`.
+    used : set
+        For `uses`, which tells the parameters that the step's graph leads to.
+    """
+
+    spec: pytree.TreeSpec
+    leaves: list[Tensor]
+    returns_y: bool
+    y_spec: pytree.TreeSpec | None
+    ys: list[Tensor]
+    differentiable: tuple[bool, ...]
+    wants: tuple[bool, ...]
+    draws: tuple[bool, ...]
+    buffers: Buffers
+    found: list[Tensor]
+    weight: tuple[int, int]
+    x_kinds: tuple[Kind, ...]
+    used: set[Any]
+
+    @property
+    def results(self) -> list[Tensor]:
+        """All that the step returned."""
+        return [*self.leaves, *self.ys]
+
+
+class Explorer:
+    """Runs a step a few times.
+
+    Parameters
+    ----------
+    cell : Cell
+    leaves, spec
+        Of the state before it.
+    x : callable
+        `x(taken)` returns x_t; `taken` gets what stands for inputs that want gradients.
+    generators : Generators
+    known : list of Tensor
+        Parameters; those found are added.
+    check : {"error", "warn", "off"}
+    alike : bool
+        Whether the state must keep its structure and shapes.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        leaves: Sequence[Tensor],
+        spec: pytree.TreeSpec,
+        x: Callable[[list[Any]], Any],
+        generators: Generators,
+        known: list[Tensor],
+        check: Check,
+        *,
+        alike: bool = True,
+    ) -> None:
+        self._check, self._alike = check, alike
+        self._cell, self._leaves, self._spec = cell, leaves, spec
+        self._x, self._generators, self._known = x, generators, known
+        self._random = generators.capture()
+        self._buffers = [(module, key) for module, key, _ in cell.scope.buffers()]
+        self._around = Environment(cell.scope, cell.name, self._buffers)
+
+    def facts(self, draws: bool | None) -> Facts:
+        """Look until nothing new shows; return what was seen."""
+        wants = [tuple(leaf.requires_grad for leaf in self._leaves)]
+        looked = self._look(wants[0])
+        self._known += held_elsewhere(looked.found)
+        after = tuple(a or b for a, b in zip(looked.wants, wants[0], strict=True))
+        while after != wants[-1]:
+            wants.append(after)
+            looked = self._look(after)
+            after = tuple(a or b for a, b in zip(looked.wants, after, strict=True))
+        return Facts(
+            spec=self._spec,
+            returns_y=looked.returns_y,
+            y_spec=looked.y_spec,
+            summed=summed(looked.ys),
+            differentiable=looked.differentiable,
+            wants=tuple(wants),
+            draws=looked.draws if draws is None else (draws,) * len(self._random),
+            graded=self._graded(looked, wants[-1]),
+            buffers=looked.buffers,
+            parameters=tuple(self._known),
+            weight=looked.weight,
+            x_kinds=looked.x_kinds,
+        )
+
+    def look(self) -> tuple[Look, bool]:
+        """Look once; return what was seen, and whether the step must be run with a graph."""
+        if torch.is_inference_mode_enabled():
+            return self._inferred(), False
+        wants = tuple(leaf.requires_grad for leaf in self._leaves)
+        looked = self._look(wants)
+        self._known += held_elsewhere(looked.found)
+        return looked, self._graded(looked, wants)
+
+    def inferred(self) -> Facts:
+        """Return what inference mode needs, where nothing has a graph: the kind of results."""
+        looked = self._inferred()
+        return Facts(
+            spec=self._spec,
+            returns_y=looked.returns_y,
+            y_spec=looked.y_spec,
+            summed=summed(looked.ys),
+            differentiable=looked.differentiable,
+            wants=(looked.wants,),
+            draws=looked.draws,
+            graded=False,
+            buffers=(),
+            parameters=(),
+            weight=looked.weight,
+            x_kinds=(),
+        )
+
+    def _inferred(self) -> Look:
+        copies = [leaf.clone() for leaf in self._leaves]
+        with self.untouched():
+            result = self._cell.call(pytree.tree_unflatten(copies, self._spec), self._x([]))
+        returns_y = self._returns_y(result)
+        leaves, spec = self._state_of(result[0] if returns_y else result)
+        ys, y_spec = self._outputs(result) if returns_y else ([], None)
+        no, silent = (False,) * len(leaves), (False,) * len(ys)
+        draws, nothing = (False,) * len(self._random), (0, 0)
+        return Look(
+            spec, leaves, returns_y, y_spec, ys, silent, no, draws, (), [], nothing, (), set()
+        )
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Run the cell as it is now; put everything back."""
+        try:
+            with self._around.again(random=False):
+                yield
+        finally:
+            self._generators.restore(self._random)
+
+    def _graded(self, looked: Look, wants: Sequence[bool]) -> bool:
+        """Whether a step returns other bits without a graph, from state 0 or the one after it.
+
+        State 0 is often zeros, from which many kernels round alike.  The compiler
+        makes other kernels for either, which may differ only later.
+        """
+        cell, spec = self._cell, self._spec
+
+        def step(state: Sequence[Tensor], wants: Sequence[bool] | None) -> int:
+            given = [t.detach() for t in state]
+            if wants is not None:
+                given = [t.requires_grad_(w) for t, w in zip(given, wants, strict=True)]
+            with self.untouched(), torch.set_grad_enabled(wants is not None):
+                result = cell.call(pytree.tree_unflatten(given, spec), self._x([]))
+            return checksum([t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)])
+
+        seen = checksum(looked.results)
+        if cell.is_compiled():
+            return True
+        if step(self._leaves, None) != seen:
+            if self._check != "off" and step(self._leaves, wants) != seen:
+                complain(
+                    self._check,
+                    f"{cell.name} returned other numbers when its first step was run again: it "
+                    "must depend on its state, inputs, parameters and buffers alone; return what "
+                    "it remembers in the state, and choose deterministic operators "
+                    "(torch.use_deterministic_algorithms)",
+                )
+            return True
+        if not _are_alike(looked.leaves, self._leaves):
+            return False
+        return step(looked.leaves, None) != step(looked.leaves, looked.wants)
+
+    def _look(self, wants: Sequence[bool]) -> Look:
+        parameters = [p for p in self._cell.scope.parameters() if p.is_leaf]
+        aside = [p.grad for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            with self.untouched(), torch.enable_grad():
+                looked = self._looked(wants)
+            if any(p.grad is not None for p in parameters):
+                raise StateError(
+                    f"{self._cell.name} calls backward, which adds to .grad of its parameters, and "
+                    "would once more when it is run again; call torch.autograd.grad"
+                )
+            return looked
+        finally:
+            for parameter, gradient in zip(parameters, aside, strict=True):
+                parameter.grad = gradient
+
+    def _looked(self, wants: Sequence[bool]) -> Look:
+        cell, leaves, spec = self._cell, self._leaves, self._spec
+        given = [t.detach().requires_grad_(w) for t, w in zip(leaves, wants, strict=True)]
+        before = [(m, k, b, b._version, b.detach().clone()) for m, k, b in self._owned()]
+        begun = graph_begins()
+        taken: list[Any] = []
+        x = self._x(taken)
+        # Copies, so that a cell that writes to its state is found out, not stopped by autograd.
+        copies = [t.clone() for t in given]
+        versions = [t._version for t in copies]
+        result = cell.call(pytree.tree_unflatten(copies, spec), x)
+        for tensor, version in zip(copies, versions, strict=True):
+            if tensor._version != version:
+                raise StateError(
+                    f"{cell.name} writes to the state it is given (a {tuple(tensor.shape)} "
+                    "tensor); it must return new tensors"
+                )
+        drawn = self._generators.drawn(self._random, self._generators.capture())
+        refuse_changes(cell.name, self._around, "in its first step")
+        changed = tuple(
+            (m, k)
+            for m, k, b, version, value in before
+            if m._buffers[k] is not b or b._version != version or not torch.equal(b, value)
+        )
+        for module, key in changed:
+            refuse_graph(cell.name, module, key, "in its first step")
+        returns_y = self._returns_y(result)
+        new_leaves, new_spec = self._state_of(result[0] if returns_y else result)
+        ys, y_spec = self._outputs(result) if returns_y else ([], None)
+        exchanged = {id(module._buffers[key]) for module, key in changed}
+        if any(id(leaf) in exchanged for leaf in ys):
+            raise StateError(
+                f"{cell.name} returns a buffer that it changes in y; it must return tensors that "
+                "it leaves alone: a copy"
+            )
+        own = {id(t) for t in [*given, *(leaf for _, leaf in taken)]}
+        roots = [t for t in [*new_leaves, *ys] if t.requires_grad]
+        used: set[Any] = set()
+        found = list(leaves_below(roots, own, self._known, begun, cell.name, used))
+        return Look(
+            new_spec,
+            [t.detach() for t in new_leaves],
+            returns_y,
+            y_spec,
+            [t.detach() for t in ys],
+            tuple(t.requires_grad for t in ys),
+            tuple(t.requires_grad for t in new_leaves),
+            tuple([name in drawn for name in self._generators.names]),
+            changed,
+            found,
+            graph_weight(roots, begun),
+            tuple(kind_of(t) for t in tensors_of(x)),
+            used,
+        )
+
+    def _state_of(self, state: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
+        """Return the leaves and structure of a state that was returned.  Raises StateError."""
+        leaves, spec = pytree.tree_flatten(state)
+        for number, new in enumerate(leaves):
+            if not isinstance(new, Tensor):
+                raise StateError(
+                    f"{self._cell.name} returned {type(new).__name__} as leaf {number} of its "
+                    "state; it must be a pytree of tensors"
+                )
+        if not self._alike:
+            return leaves, spec
+        for number, (old, new) in enumerate(zip(self._leaves, leaves, strict=True)):
+            if kind_of(old) != kind_of(new):
+                raise StateVaries(
+                    f"{self._cell.name} changed leaf {number} of its state from "
+                    f"{said(kind_of(old))} to {said(kind_of(new))}; it must return a state like "
+                    "the one it got"
+                )
+        return leaves, spec
+
+    def _returns_y(self, result: Any) -> bool:
+        """Whether a step returned (state, y).
+
+        Where states may be of another structure each, a pair that is not like the state it
+        was given is (state, y).
+        """
+        spec = self._spec
+        if pytree.tree_structure(result) == spec:
+            return False
+        if isinstance(result, tuple) and len(result) == 2:
+            if pytree.tree_structure(result[0]) == spec or not self._alike:
+                return True
+            result = result[0]
+        if not self._alike:
+            return False
+        raise StateVaries(
+            f"{self._cell.name} got a state of structure {spec} and returned "
+            f"{pytree.tree_structure(result)}; it must return a state like it, or (state, y)"
+        )
+
+    def _outputs(self, result: Any) -> tuple[list[Tensor], pytree.TreeSpec | None]:
+        """Return the leaves and structure of y; where states may differ it may be None."""
+        if result[1] is None and not self._alike:
+            return [], None
+        ys, spec = pytree.tree_flatten(result[1])
+        for leaf in ys:
+            if not isinstance(leaf, Tensor):
+                raise StateError(
+                    f"{self._cell.name} returns {type(leaf).__name__} in y; tensors only"
+                )
+        return ys, spec
+
+    def _owned(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        for module, key in self._buffers:
+            buffer = module._buffers[key]
+            if buffer is not None:
+                yield module, key, buffer
+
+
+def _are_alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return [kind_of(t) for t in some] == [kind_of(t) for t in others]
+
+
+def summed(ys: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Return which outputs are one number, a loss."""
+    return tuple([y.dim() == 0 and y.is_floating_point() for y in ys])

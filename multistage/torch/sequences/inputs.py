@@ -1,0 +1,312 @@
+"""What a cell gets at each step, and the gradients of it.
+
+A tensor with time first and the elements of a list or tuple are there before
+the sequence: where they want gradients, each chunk gets leaves in their place.
+A function, or an object with `__getitem__`, makes x_t anew whenever a step is
+run: it is part of the cell, and its graph goes on to the parameters it uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ...errors import ArgumentError, StateError
+
+Place = int | slice
+
+
+class Inputs:
+    """What the cell gets at each step: from a tensor with time first, a sequence, a function.
+
+    Parameters
+    ----------
+    given : Tensor, sequence, callable or None
+    steps : int or None
+        Of a function; of a shorter run than the sequence.
+
+    Attributes
+    ----------
+    made : bool
+        Whether x_t is made anew at each call.
+    repeated : list of Tensor
+        Given tensors that want gradients and stand at several steps, or in state 0 too:
+        parameters of the cell.
+
+    Raises
+    ------
+    ArgumentError
+        If the number of steps is not known, below 1 or beyond the sequence.
+    """
+
+    def __init__(self, given: Any, steps: int | None) -> None:
+        self.given = given
+        length = _length(given)
+        if steps is None and length is None:
+            raise ArgumentError("inputs as a function need steps=, the number of time steps")
+        self.steps: int = length if steps is None else steps  # type: ignore[assignment]
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise ArgumentError(f"the sequence has {self.steps!r} steps; at least 1 is needed")
+        if length is not None and self.steps > length:
+            raise ArgumentError(f"steps={steps}, but inputs has {length}")
+        self.made = not (given is None or isinstance(given, Tensor)) and type(given) not in (
+            list,
+            tuple,
+        )
+        self.repeated: list[Tensor] = []
+        self._most_bytes: int | None = None  # of x_t that is made anew
+        self._allowed: set[int] | None = None
+        self._tensors: list[Tensor] = []
+        self._versions: list[tuple[Tensor, int]] = []
+        self._ever: set[int] = set()  # leaves of an element that want a gradient at some step
+        self._places: dict[int, list[tuple[int, int]]] = {}  # of step t: (leaf, wanted tensor)
+        self._elements: list[tuple[list[Any], Any]] = []
+        if isinstance(given, Tensor):
+            self._versions = [] if given.is_inference() else [(given, given._version)]
+            self._tensors = [given] if given.requires_grad else []
+        elif not self.made and given is not None:
+            self._read(given[: self.steps])
+
+    def _read(self, elements: Sequence[Any]) -> None:
+        """Note the tensors of a list, and which of them want gradients."""
+        wanting: dict[int, list[tuple[int, int, Tensor]]] = {}
+        for t, element in enumerate(elements):
+            flat = (
+                ([element], None) if isinstance(element, Tensor) else pytree.tree_flatten(element)
+            )
+            self._elements.append(flat)
+            for k, leaf in enumerate(flat[0]):
+                if isinstance(leaf, Tensor) and not leaf.is_inference():
+                    self._versions.append((leaf, leaf._version))
+                    if leaf.requires_grad:
+                        wanting.setdefault(id(leaf), []).append((t, k, leaf))
+        for places in wanting.values():
+            self._ever.update(k for _, k, _ in places)
+            if len(places) > 1:
+                # Plain autograd adds their gradients last step first, as those of parameters.
+                self.repeated.append(places[0][2])
+                continue
+            t, k, leaf = places[0]
+            self._places.setdefault(t, []).append((k, len(self._tensors)))
+            self._tensors.append(leaf)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors whose gradients are wanted, beside those of parameters."""
+        return self._tensors
+
+    def held(self) -> list[Tensor]:
+        """Return the tensors of the first step that are there before it."""
+        if isinstance(self.given, Tensor):
+            return [self.given]
+        return [t for t in self._elements[0][0] if isinstance(t, Tensor)] if self._elements else []
+
+    def shared_with(self, leaves: Sequence[Tensor]) -> None:
+        """Take note of state 0: a tensor that is in it too gets contributions from either use."""
+        within = {id(leaf) for leaf in leaves}
+        self.repeated += [t for t in self._tensors if id(t) in within]
+
+    def known_as(self, parameters: Sequence[Tensor]) -> None:
+        """Take note of the parameters, which may be among what is given or made."""
+        self._allowed = {id(p) for p in parameters}
+        if isinstance(self.given, Tensor) and id(self.given) in self._allowed:
+            self._tensors = []  # its steps are views, whose gradients the cell's uses join
+        if self._places:
+            for t, places in list(self._places.items()):
+                self._places[t] = [
+                    (k, n) for k, n in places if id(self._tensors[n]) not in self._allowed
+                ]
+
+    def differs(self) -> bool:
+        """Whether elements of a list differ in structure, shapes, dtypes or devices."""
+        if not self._elements:
+            return False
+        first = _form(*self._elements[0])
+        return any(_form(*element) != first for element in self._elements)
+
+    def form(self) -> object:
+        """Return structure, shapes, dtypes and devices of what was given; None if it is made."""
+        if isinstance(self.given, Tensor):
+            return _form([self.given], None)
+        return tuple([_form(*element) for element in self._elements])
+
+    def expect(self, kinds: Sequence[tuple[torch.Size, torch.dtype, Any]], count: int) -> None:
+        """Refuse x_t that is made anew and takes more than the ones that were looked at.
+
+        `kinds` are those of the tensors of `count` steps.
+        """
+        if self.made and kinds:
+            total = sum(size.numel() * dtype.itemsize for size, dtype, _ in kinds)
+            self._most_bytes = total // count
+
+    def changed(self) -> bool:
+        """Whether a tensor that was given was written to since."""
+        return any(tensor._version != version for tensor, version in self._versions)
+
+    def at(self, t: int, leaves: list[tuple[Place, Tensor]] | None = None) -> Any:
+        """Return x_t.
+
+        Parameters
+        ----------
+        t : int
+        leaves : list, optional
+            Gets the places and tensors that stand for those that want gradients.
+        """
+        if self.made:
+            return self._anew(t)
+        if self.given is None:
+            return None
+        if isinstance(self.given, Tensor):
+            x = self.given[t]
+            if leaves is None or not self._tensors:
+                return x
+            x = x.detach().requires_grad_()
+            leaves.append((t, x))
+            return x
+        return self._element(t, self._places.get(t, ()), leaves)
+
+    def _element(
+        self, t: int, places: Sequence[tuple[int, int]], leaves: list[tuple[Place, Tensor]] | None
+    ) -> Any:
+        """Return element t, with fresh leaves in the places that want gradients."""
+        flat, spec = self._elements[t]
+        if places and leaves is not None:
+            flat = list(flat)
+            for k, number in places:
+                flat[k] = flat[k].detach().requires_grad_()
+                leaves.append((number, flat[k]))
+        return flat[0] if spec is None else pytree.tree_unflatten(flat, spec)
+
+    def _anew(self, t: int) -> Any:
+        value = self.given(t) if callable(self.given) else self.given[t]
+        if self._allowed is None:
+            return value
+        leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
+        if self._most_bytes is not None:
+            found = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+            if found > self._most_bytes:
+                raise StateError(
+                    f"x_{t} of inputs takes {found} bytes, and the first {self._most_bytes}, by "
+                    "which memory was planned; where inputs differ in shape say unequal=True, or "
+                    "give them as a list"
+                )
+        for leaf in leaves:
+            if (
+                isinstance(leaf, Tensor)
+                and leaf.requires_grad
+                and leaf.grad_fn is None
+                and id(leaf) not in self._allowed
+            ):
+                raise ArgumentError(
+                    f"x_{t} of inputs ({type(self.given).__name__}) wants a gradient of its own, "
+                    f"of shape {tuple(leaf.shape)}; give such inputs as a tensor with time first "
+                    "or a list (list(inputs)), or name the tensors in parameters=[...]"
+                )
+        return value
+
+    def many(self, start: int, stop: int, leaves: list[tuple[Place, Tensor]] | None = None) -> Any:
+        """Return the inputs of several steps, time first; `leaves` as for `at`."""
+        if isinstance(self.given, Tensor):
+            x = self.given[start:stop]
+            if leaves is None or not self._tensors:
+                return x
+            x = x.detach().requires_grad_()
+            leaves.append((slice(start, stop), x))
+            return x
+        if self.given is None:
+            return None
+        return _stacked([self.at(t, leaves) for t in range(start, stop)])
+
+    def sample(self, stop: int, *, fused: bool, leaves: list[tuple[Place, Tensor]]) -> Any:
+        """Return x_0, or those before `stop`, as leaves wherever any step's want a gradient."""
+        stop = min(stop, self.steps)
+        if not self._ever:
+            return self.many(0, stop, leaves) if fused else self.at(0, leaves)
+        elements = []
+        for t in range(stop if fused else 1):
+            places = [(k, -1) for k in self._ever if self._may_want(t, k)]
+            elements.append(self._element(t, places, leaves))
+        return _stacked(elements) if fused else elements[0]
+
+    def _may_want(self, t: int, k: int) -> bool:
+        flat = self._elements[t][0]
+        leaf = flat[k] if k < len(flat) else None
+        return (
+            isinstance(leaf, Tensor)
+            and (leaf.is_floating_point() or leaf.is_complex())
+            and not any(leaf is p for p in self.repeated)
+        )
+
+
+class InputGradients:
+    """Room for the gradients of `Inputs.tensors()`, filled chunk by chunk.
+
+    Parameters
+    ----------
+    inputs : Inputs
+
+    Attributes
+    ----------
+    whole : Tensor or None
+        Of an input with time first.
+    """
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.whole: Tensor | None = None
+        if isinstance(inputs.given, Tensor) and inputs.tensors():
+            self.whole = torch.zeros_like(inputs.given)
+        self._found: list[Tensor | None] = [None] * len(inputs.tensors())
+
+    def put(self, place: Place, gradient: Tensor) -> None:
+        """Put the gradient of a leaf that `Inputs.at` or `many` noted in its place."""
+        if self.whole is None:
+            assert isinstance(place, int)
+            self._found[place] = gradient
+        else:
+            self.whole[place] = gradient
+            self._found[0] = self.whole
+
+    def values(self) -> list[Tensor | None]:
+        """Return the gradients; None of a tensor that none reached, as plain autograd has it."""
+        return self._found
+
+
+def _form(flat: Sequence[Any], spec: Any) -> object:
+    """Return what tells apart elements but for their values."""
+    return spec, tuple(
+        [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in flat]
+    )
+
+
+def _stacked(elements: Sequence[Any]) -> Any:
+    """Return the inputs of several steps as one, time first."""
+    if isinstance(elements[0], Tensor):
+        return torch.stack(list(elements))
+    flat = [pytree.tree_leaves(element) for element in elements]
+    spec = pytree.tree_structure(elements[0])
+    return pytree.tree_unflatten([torch.stack(each) for each in zip(*flat, strict=True)], spec)
+
+
+def _length(given: Any) -> int | None:
+    """Return how many steps a sequence has; None for a function."""
+    if isinstance(given, nn.utils.rnn.PackedSequence):
+        raise ArgumentError(
+            "inputs is a PackedSequence, whose batch shrinks from step to step, and every state "
+            "must have one shape; unpack it (torch.nn.utils.rnn.pad_packed_sequence), and let the "
+            "cell keep the state where a sequence has ended: torch.where(mask_t, new, old)"
+        )
+    if isinstance(given, Tensor):
+        if given.dim() == 0:
+            raise ArgumentError("inputs is a single number; time must be its first dimension")
+        return given.shape[0]
+    if given is None or callable(given):
+        return None
+    if isinstance(given, dict) or not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+        raise ArgumentError(
+            f"inputs is {type(given).__name__}; give a tensor with time first, a sequence, or "
+            "a function of the step"
+        )
+    return len(given)

@@ -1,0 +1,221 @@
+"""Plans of `unroll`: measured once for a kind of cell, made again where memory has changed."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...backends.base import Store
+from ...backends.urls import TierName
+from ...errors import BudgetError
+from ...model.budget import Budget
+from ...model.stages import StageCosts
+from ...model.tier import Tier
+from ...support.free_memory import default_budget_bytes
+from ..measurement.checking import Check, Checked
+from ..tensors.states import TensorLayout, kind_of
+from ..tiers.paging import PAGE_BYTES
+from .cell import Cell
+from .cell_costs import (
+    Sample,
+    Strategy,
+    UnrollPlan,
+    choose,
+    keep_bytes,
+    offloaded,
+    sample_chunks,
+    tier_of,
+)
+from .through_time import ThroughTime
+
+TRAVELS_BYTES = 256 << 10  # tapes' tensors of at least this travel
+_DEVICE_SHARE = 0.9  # of the free memory of a CUDA device, where no limit is given
+_REMEMBERED = 64
+
+_V = TypeVar("_V")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `unroll` was told of memory and plans; equal only where plans are, as keys of them."""
+
+    memory: Budget | None
+    tiers: tuple[TierName, ...]
+    chunk: int | None
+    strategy: Strategy
+    progress: bool | None
+    check: Check = "error"
+    costs: StageCosts | None = None
+
+
+class Memory(Generic[_V]):
+    """What was found last, by kind; for all threads."""
+
+    def __init__(self, most: int = _REMEMBERED) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._found: OrderedDict[object, _V] = OrderedDict()
+
+    def get(self, key: object) -> _V | None:
+        with self._lock:
+            return self._found.get(key)
+
+    def put(self, key: object, value: _V) -> _V:
+        with self._lock:
+            self._found[key] = value
+            self._found.move_to_end(key)
+            while len(self._found) > self._most:
+                self._found.popitem(last=False)
+        return value
+
+    def got(self, key: object, find: Callable[[], _V]) -> _V:
+        """Return what is known, or else find it; two threads may both find it."""
+        known = self.get(key)
+        return self.put(key, find()) if known is None else known
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A plan, what it was made from, and the weight of the cell that was measured."""
+
+    samples: Sequence[Sample]
+    weight: tuple[int, int]
+    plan: UnrollPlan
+
+    def fits(self, weight: tuple[int, int]) -> bool:
+        """Whether a cell of some weight takes no more memory than what was measured."""
+        return all(now <= then for now, then in zip(weight, self.weight, strict=True))
+
+    def holds(self, limit: int) -> bool:
+        """Whether the plan is still right where so much memory is free."""
+        if self.plan.peak_bytes > limit:
+            return False
+        return self.plan.strategy == "keep" or limit <= 2 * self.plan.memory_bytes
+
+
+_plans: Memory[_Known] = Memory()
+_tiers: Memory[Tier] = Memory()
+
+
+def planned(
+    chain: ThroughTime,
+    leaves: Sequence[Tensor],
+    layout: TensorLayout,
+    store: Store | None,
+    settings: Settings,
+    check: Callable[[UnrollPlan], Checked],
+) -> UnrollPlan:
+    """Return the plan for a sequence, checked when it is made for a kind of cell.
+
+    Cells of a kind are measured once: the same module type and parameters, or the
+    same code, and a graph of about the same weight.  Where no limit is given, a plan
+    is made again from those measurements when it no longer fits what is free, or
+    more than twice as much is.
+
+    Raises
+    ------
+    ArgumentError, BudgetError
+        If there is none.
+    StateError
+        Of the check.
+    """
+    cell, facts, inputs = chain.cell, chain.facts, chain.inputs
+    key = (
+        identity(cell),
+        _kinds(leaves),
+        inputs.steps,
+        settings,
+        facts.wants,
+        cell.fused,
+        layout.nbytes,
+        _kinds(facts.parameters),
+        facts.x_kinds,
+        chain.around.settings,
+        tuple(number.bit_length() for number in facts.weight),
+    )
+    known = _plans.get(key)
+    if known is not None and not known.fits(facts.weight):
+        known = None
+    if known is not None and settings.memory is not None:
+        return known.plan
+    if settings.memory is None:
+        free = free_bytes(chain.device)
+        if known is not None and known.holds(free):
+            return known.plan
+        budget = Budget(bytes=free)
+    else:
+        budget = settings.memory
+    tapes = store is not None and settings.strategy in ("auto", "offload")
+    if known is not None:
+        samples = known.samples
+    else:
+        most = 1 << 62 if budget.bytes is None else budget.bytes
+        samples = sample_chunks(chain, leaves, chunk=settings.chunk, most_bytes=most, tapes=tapes)
+    limit_bytes = budget.bytes_of(lambda: keep_bytes(samples, inputs.steps))
+    tier = None
+    if store is not None:
+        tier = _tiers.got(
+            (settings.tiers, chain.device, layout.nbytes),
+            lambda: tier_of(store, layout, chain.first(leaves).tensors),
+        )
+    travelling = None
+    if store is not None and tapes and samples[-1].saved is not None:
+        page = _page_tier(store, chain.device, settings)
+        if page is not None:
+            travelling = offloaded(samples[-1], inputs.steps, TRAVELS_BYTES, page, PAGE_BYTES)
+    plan = choose(
+        samples,
+        inputs.steps,
+        limit_bytes,
+        layout.nbytes,
+        tier=tier,
+        buffer_bytes=0 if store is None else store.buffer_bytes(layout.record),
+        strategy=settings.strategy,
+        chunk=settings.chunk,
+        offload=travelling,
+    )
+    plan = replace(plan, checked=check(plan) if known is None else known.plan.checked)
+    weight = facts.weight if known is None else known.weight
+    return _plans.put(key, _Known(samples, weight, plan)).plan
+
+
+def _page_tier(store: Store, device: torch.device, settings: Settings) -> Tier | None:
+    """Return a tier as pages of tapes see it; None if it has room for none."""
+    blank = torch.empty(PAGE_BYTES, dtype=torch.uint8, device=device)
+    layout = TensorLayout([blank], ["a page"])
+    try:
+        return _tiers.got((settings.tiers, device, "page"), lambda: tier_of(store, layout, [blank]))
+    except BudgetError:  # room for states, but for no page of tapes
+        if settings.strategy == "offload":
+            raise
+        return None
+
+
+def identity(cell: Cell) -> object:
+    """Return what tells cells of one kind from others; plans of a kind are shared."""
+    given = cell.given
+    if isinstance(given, nn.Module):
+        shapes = tuple((p.shape, p.dtype, p.device, p.requires_grad) for p in given.parameters())
+        return type(given), cell.name, shapes, given.training
+    # No object that keeps the cell, or what it refers to, alive.
+    function = getattr(given, "func", given)  # of a partial
+    return getattr(function, "__code__", type(function))
+
+
+def _kinds(leaves: Sequence[Tensor]) -> object:
+    return tuple(kind_of(t) for t in leaves)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory of a device that may be used where no limit is given."""
+    if device.type != "cuda":
+        return default_budget_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(_DEVICE_SHARE * (free + idle))

@@ -1,0 +1,192 @@
+"""What the chunks of a sequence find around them: generators, buffers, environment, settings.
+
+Generators that the cell draws from and buffers it changes are part of every
+checkpoint; a chunk that is run again gets them back.  All else that the cell
+refers to (see `environment`) must be the same at every step: it is compared
+after each chunk of the first run, and reinstalled around the backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import StateError
+from ..environment.captured import Environment, cloned
+from ..environment.randomness import Generators, State, device_types
+from ..environment.settings import Settings
+from .cell import Cell, Facts
+
+
+class Surroundings:
+    """What a cell depends on beside its state and inputs, over one sequence.
+
+    Parameters
+    ----------
+    cell : Cell
+    facts : Facts
+    generators : Generators
+        The cell may draw from.
+    involved : sequence of Tensor
+        State, inputs and parameters: their devices' settings count.
+    """
+
+    def __init__(
+        self, cell: Cell, facts: Facts, generators: Generators, involved: Sequence[Tensor]
+    ) -> None:
+        self._cell, self._facts, self._generators = cell, facts, generators
+        self.settings = Settings.capture(device_types(involved))
+        self._environment = Environment(cell.scope, cell.name, facts.buffers, keep_values=False)
+        self._versions = [(p, p._version) for p in facts.parameters]
+        # A buffer of several modules is one tensor, and stays one.
+        groups: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+        for module, key in facts.buffers:
+            groups.setdefault(id(module._buffers[key]), []).append((module, key))
+        self._groups = list(groups.values())
+        storages = [b.untyped_storage()._cdata for b in self._buffers()]
+        self._overlap = len(set(storages)) < len(storages)
+        self._random: Sequence[State] = ()
+
+    def names(self) -> list[str]:
+        """Return names of the tensors of `now`, for messages."""
+        drawn = zip(self._generators.names, self._facts.draws, strict=True)
+        names = [f"the state of {name}" for name, draws in drawn if draws]
+        return names + [f"buffer {group[0][1]}" for group in self._groups]
+
+    def now(self) -> list[Tensor]:
+        """Return copies of what a later run must find: generators' states and buffers."""
+        found: list[Tensor] = []
+        self._random = self._generators.capture()
+        if any(self._facts.draws):
+            masked = zip(self._random, self._facts.draws, strict=True)
+            rows = self._generators.to_tensors([s if draws else None for s, draws in masked])
+            found = [row for row, draws in zip(rows, self._facts.draws, strict=True) if draws]
+        return [*found, *cloned(self._buffers())] if self._groups else found
+
+    def reinstall(self, tensors: Sequence[Tensor]) -> None:
+        """Put back what `now` returned once."""
+        rest = list(tensors)
+        draws = self._facts.draws
+        if any(draws):
+            states = iter(self._generators.from_tensors(rest[: sum(draws)]))
+            self._generators.restore([next(states) if drawn else None for drawn in draws])
+            rest = rest[sum(draws) :]
+        if not rest:
+            return
+        if self._overlap:
+            copies = cloned(self._buffers())
+            for copy, value in zip(copies, rest, strict=True):
+                copy.copy_(value)
+        else:
+            copies = [value.clone() for value in rest]
+        for group, copy in zip(self._groups, copies, strict=True):
+            for module, key in group:
+                module._buffers[key] = copy
+
+    def _buffers(self) -> list[Tensor]:
+        found = [group[0][0]._buffers[group[0][1]] for group in self._groups]
+        return [buffer.detach() for buffer in found if buffer is not None]
+
+    # ---------------------------------------------------------------- comparing
+
+    def after(self, first: int, last: int) -> list[Tensor]:
+        """Return `now` after steps of the first run.
+
+        Raises
+        ------
+        StateError
+            If they changed what they were not known to change, or drew from
+            generators they were not known to draw from.
+        """
+        before, found = self._random, self.now()
+        if before != self._random:
+            drawn = self._generators.drawn(before, self._random)
+            known = dict(zip(self._generators.names, self._facts.draws, strict=True))
+            for name in drawn:
+                if not known[name]:
+                    raise StateError(
+                        f"{self._cell.name} draws from {name} at steps {first} to {last - 1}, "
+                        "and did not in its first step; say so by random=True"
+                    )
+        refuse_changes(self._cell.name, self._environment, f"at steps {first} to {last - 1}")
+        return found
+
+    def refuse_graphs(self, first: int, last: int) -> None:
+        """Raise StateError if a buffer carries a graph on to the next chunk."""
+        for group in self._groups:
+            module, key = group[0]
+            refuse_graph(self._cell.name, module, key, f"at steps {first} to {last - 1}")
+
+    # ------------------------------------------------------------ running again
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Make everything what it was when the sequence began; put the present back at the end.
+
+        Raises
+        ------
+        StateError
+            If a parameter or another tensor of the cell was changed since.
+        """
+        for parameter, version in self._versions:
+            if parameter._version != version:
+                raise StateError(
+                    f"a parameter of {self._cell.name}, of shape {tuple(parameter.shape)}, was "
+                    "changed in place between forward and backward"
+                )
+        with (
+            self._environment.again(buffers=False, random=False),
+            self.settled(keep=False),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def settled(self, *, keep: bool) -> Iterator[None]:
+        """Keep the modules' own buffers, as objects; with `keep`, with the values at the end.
+
+        Generators are put back as they were unless `keep`.  Settings are as they
+        were when the sequence began, autocast without its cache of weights, which
+        would belong to the graph of some other step.
+        """
+        owned = [[(m, k, m._buffers[k]) for m, k in group] for group in self._groups]
+        random = None if keep else self._generators.capture()
+        try:
+            with self.settings.context():
+                yield
+        finally:
+            if random is not None:
+                self._generators.restore(random)
+            for group in owned:
+                module, key, buffer = group[0]
+                value = module._buffers[key]
+                for module, key, own in group:
+                    module._buffers[key] = own
+                if keep and value is not buffer and value is not None and buffer is not None:
+                    with torch.no_grad():
+                        buffer.copy_(value)
+
+
+def refuse_changes(name: str, environment: Environment, when: str) -> None:
+    """Raise StateError if a cell changed what it refers to."""
+    found = environment.differences()
+    if found:
+        raise StateError(
+            f"{name} changes {', '.join(found[:4])} when it runs ({when}), and would once more "
+            "when it is run again; return it in the state, and take it from there; "
+            "what no gradient goes through, as a count, may be a buffer from the first "
+            "step on"
+        )
+
+
+def refuse_graph(name: str, module: torch.nn.Module, key: str, when: str) -> None:
+    """Raise StateError if a buffer carries a graph."""
+    buffer = module._buffers.get(key)
+    if buffer is not None and buffer.requires_grad:
+        raise StateError(
+            f"{name} keeps a tensor with a graph in buffer {key!r} of {type(module).__name__} "
+            f"({when}): a gradient goes through it from step to step, so that it is part of the "
+            "state; return it in the state, and take it from there, or detach it"
+        )

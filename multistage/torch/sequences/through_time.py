@@ -1,0 +1,484 @@
+"""A cell run over a sequence, as a chain of chunks whose states are tensors.
+
+Accumulation order.  Plain autograd adds the contributions to a parameter's
+gradient one after the other, last step first.  Here each chunk has a graph of
+its own; the sum so far enters it as the gradient of one more root, made last
+and therefore served first, so that the additions happen in the same order and
+the result has the same bits.  The same holds of a state that is an output too:
+the output's gradient comes before those from the steps after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ...errors import ArgumentError, StateError
+from ..measurement.checking import Check, complain
+from ..tensors.checksums import Checksums
+from ..tensors.graphs import graph_begins, held_elsewhere, leaves_below
+from ..tensors.states import TensorState
+from .boundaries import Boundaries
+from .cell import Cell, Facts
+from .collector import Collector
+from .inputs import InputGradients, Inputs, Place
+from .surroundings import Surroundings
+
+Gradients = tuple[Tensor | None, ...]
+Ys = list[tuple[int, list[Tensor]]]  # of steps: t, leaves
+
+
+class ThroughTime:
+    """A `Chain` whose step k runs a chunk of time steps.
+
+    Its states are the leaves of the cell's state, the states of the random
+    generators if the cell draws, and the buffers it changes: whatever a later
+    run needs to do the same again.
+
+    Parameters
+    ----------
+    cell, facts, inputs, collector
+    around : Surroundings
+    chunk : int
+        Time steps per step of the chain.
+    device : torch.device
+        Where the states lie.
+    """
+
+    in_place = False
+    state_is_tape = True
+    one_tape = False
+
+    def __init__(
+        self,
+        cell: Cell,
+        facts: Facts,
+        inputs: Inputs,
+        collector: Collector,
+        around: Surroundings,
+        chunk: int,
+        device: torch.device,
+    ) -> None:
+        self.cell, self.facts, self.inputs, self.collector = cell, facts, inputs, collector
+        self.chunk = chunk
+        self.front = 0  # chunks whose outputs were collected
+        self.checksums: Checksums | None = None  # of the first run
+        self.sums: list[Tensor | None] = []
+        self.of_inputs: InputGradients | None = None  # while a backward runs
+        ends = () if cell.fused else facts.parameters
+        self.boundaries = Boundaries(facts.differentiable, facts.parameters, ends)
+        self.check: Check = "error"
+        self.output_gradients: Sequence[Tensor | None] = ()
+        self.around, self.device = around, device
+
+    @property
+    def n_steps(self) -> int:
+        return -(-self.inputs.steps // self.chunk)
+
+    # ------------------------------------------------------------------ states
+
+    def names(self, state_names: Sequence[str]) -> list[str]:
+        """Return names of a state's tensors, for messages."""
+        return [*state_names, *self.around.names()]
+
+    def first(self, leaves: Sequence[Tensor]) -> TensorState:
+        """Return state 0, with what is in the generators and buffers now."""
+        self.boundaries.begin(leaves)
+        return TensorState([*(t.detach() for t in leaves), *self.around.now()])
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Make everything what it was in the forward sweep; put the present back at the end.
+
+        Raises
+        ------
+        StateError
+            If a parameter or an input was changed since.
+        """
+        if self.inputs.changed():
+            raise StateError("inputs was changed in place between forward and backward")
+        with self.around.replaying():
+            yield
+
+    # ------------------------------------------------------------------- steps
+
+    def _steps(self, k: int) -> tuple[int, int]:
+        return k * self.chunk, min((k + 1) * self.chunk, self.inputs.steps)
+
+    def _stop_of(self, k: int) -> int:
+        return self._steps(k)[1]
+
+    def _spec(self, k: int) -> pytree.TreeSpec:
+        """Return the structure of the state before a chunk."""
+        return self.facts.spec
+
+    def _wants(self, k: int) -> tuple[bool, ...]:
+        """Return which leaves of the state before a chunk take part in the gradient."""
+        return self.facts.wants_at(k)
+
+    def last_spec(self) -> pytree.TreeSpec:
+        """Return the structure of the last state."""
+        return self._spec(self.n_steps)
+
+    def _last_wants(self) -> tuple[bool, ...]:
+        return self.facts.wants[-1]
+
+    def _note(self, k: int, given: Sequence[Tensor], leaves: Sequence[Tensor], ys: Ys) -> None:
+        """Note which tensors around a chunk are one."""
+        outputs = () if self.cell.fused else ys
+        if not self.boundaries.note(k, given, leaves, outputs, self._steps(k)):
+            raise StateError(
+                f"{self.cell.name} returned other tensors twice after step {self._steps(k)[1] - 1} "
+                "when it was run again than at first; it must do the same every time"
+            )
+
+    def advance(self, state: TensorState, start: int, stop: int) -> TensorState:
+        x = self.inputs.many if self.cell.fused else self.inputs.at
+        self.require_checksums()
+        with torch.set_grad_enabled(self.facts.graded):
+            for k in range(start, stop):
+                new = k >= self.front
+                self.front = max(self.front, k + 1)
+                given = self._given(state, k, graph=self.facts.graded)
+                first, last = self._steps(k)
+                user = pytree.tree_unflatten(list(given), self._spec(k))
+                ys: Ys = []
+                versions: list[int] = []
+
+                def take(found: tuple[int, list[Tensor]]) -> None:
+                    ys.append(found)  # noqa: B023
+                    versions.extend([y._version for y in found[1]])  # noqa: B023
+                    if new:  # noqa: B023
+                        self.collector.add(*found)
+
+                leaves = self._run_steps(user, (first, last), x, take)
+                self._note(k, given, leaves, ys)
+                if versions != [y._version for _, of_step in ys for y in of_step]:
+                    self._refuse_written(first, last)
+                if new and self.checksums is not None:
+                    self.checksums.note(k, [*leaves, *(ys[-1][1] if ys else ())])
+                state.checked()
+                rest = self.around.after(first, last) if new else self.around.now()
+                state = TensorState([*(t.detach() for t in leaves), *rest])
+        return state
+
+    def require_checksums(self) -> None:
+        """Make room for the checksums of a first run, unless they are not wanted."""
+        if self.checksums is None and self.check != "off":
+            self.checksums = Checksums(self.n_steps, self.device)
+
+    def _run_steps(
+        self,
+        state: Any,
+        steps: tuple[int, int],
+        x: Callable[..., Any],
+        take: Callable[[tuple[int, list[Tensor]]], None],
+    ) -> list[Tensor]:
+        return run_steps(self.cell, self.facts, state, steps, x, take)
+
+    def _refuse_written(self, first: int, last: int) -> NoReturn:
+        raise StateError(
+            f"{self.cell.name} writes to an output of steps {first} to {last - 1} after it was "
+            "returned; it must return tensors that it leaves alone: a copy"
+        )
+
+    def _given(self, state: TensorState, k: int, *, graph: bool) -> list[Tensor]:
+        """Return the state before a chunk for the cell to run on, in the surroundings of then."""
+        tensors = state.checked()
+        count = self._spec(k).num_leaves
+        self.around.reinstall(tensors[count:])
+        before, wants = self.boundaries[k - 1], self._wants(k)
+        pattern = before.pattern
+        given: list[Tensor] = []
+        for i, tensor in enumerate(tensors[:count]):
+            if pattern[i] < i:
+                given.append(given[pattern[i]])
+            elif before.known[i] >= 0:
+                given.append(self.facts.parameters[before.known[i]])
+            else:
+                given.append(tensor.detach().requires_grad_(graph and wants[i]))
+        return given
+
+    def results(self, last: Sequence[Tensor]) -> tuple[list[Tensor], list[bool], list[int | None]]:
+        """Return the results of the sequence, whether each takes part in the gradient, and places.
+
+        The places are those of the state's leaves and y's among the results.  One
+        tensor in several places is one result, so that its gradient is added up
+        as plain autograd does it.
+        """
+        count = len(last)
+        pattern = self.boundaries[self.n_steps - 1].pattern
+        results: list[Tensor] = []
+        flags: list[bool] = []
+        places: list[int | None] = []
+        for i, leaf in enumerate(last):
+            if pattern[i] < i:
+                places.append(places[pattern[i]])
+                continue
+            places.append(len(results))
+            results.append(leaf.view_as(leaf))
+            flags.append(self._last_wants()[i])
+        # The sum of one is that one.
+        one = ("last", "sum") if self.collector.steps == 1 else ("last",)
+        kept = [kind in one and not self.cell.fused for kind in self.collector.kinds]
+        for j, value in enumerate(self.collector.values()):
+            known = kept[j] and count + j < len(pattern)  # else no y came in the last chunk
+            same = pattern[count + j] if known else count + j
+            if value is None:
+                places.append(None)
+            elif same < count or (same < count + j and kept[same - count]):
+                places.append(places[same])
+            else:
+                places.append(len(results))
+                results.append(value)
+                flags.append(self.facts.differentiable[j])
+        return results, flags, places
+
+    def tape(self, state: TensorState, step: int) -> tuple[TensorState, object]:
+        raise AssertionError("a state is its own tape")
+
+    def reverse(self, tape: object, adjoint: Gradients, step: int) -> Gradients:
+        """Run a chunk again with a graph; return the gradients of the state before it."""
+        assert isinstance(tape, TensorState)
+        with torch.enable_grad():
+            return self._reverse(tape, adjoint, step)
+
+    def _reverse(self, before: TensorState, adjoint: Gradients, k: int) -> Gradients:
+        return self._back([self._again(before, k)], adjoint, k)
+
+    def _back(
+        self,
+        held: list[Again],
+        adjoint: Gradients,
+        k: int,
+        chosen: Sequence[int] | None = None,
+        views: Sequence[Tensor] = (),
+    ) -> Gradients:
+        """Return the gradients of the state before a chunk whose graph is there.
+
+        Parameters
+        ----------
+        held : list of one Again
+            Emptied: nobody else may hold the graph.
+        adjoint : tuple of Tensor or None
+        k : int
+        chosen : sequence of int, optional
+            The parameters that the graph uses; by default it may use all.
+        views : sequence of Tensor
+            Of those parameters, made after the graph; by default they are made now.
+        """
+        facts = self.facts
+        again = held.pop()
+        given, xs = again.given, again.xs
+        roots: list[tuple[Tensor, Tensor | None]]
+        roots = list(zip(again.leaves, adjoint, strict=True)) + self._of_outputs(k, again)
+        roots = [(t, g) for t, g in roots if g is not None and t.requires_grad]
+        if not roots:
+            return (None,) * len(given)
+        unknown: list[Tensor] = []
+        own = {id(t) for t in [*given, *(x for _, x in xs)]}
+        below = [t for t, _ in roots]
+        unknown += leaves_below(below, own, facts.parameters, again.begun, self.cell.name)
+        del below
+        wanted = [t for i, t in enumerate(given) if t.requires_grad and self._is_own(k, i)]
+        of_sums = facts.parameters
+        sums = self.sums
+        if chosen is not None:
+            of_sums, sums = tuple([of_sums[i] for i in chosen]), [sums[i] for i in chosen]
+        # Made last, and so served first: the sums of the chunks above.
+        for number, (tensor, so_far) in enumerate(zip(of_sums, sums, strict=True)):
+            if so_far is not None:
+                roots.append((views[number] if views else tensor.view_as(tensor), so_far))
+        targets = [*wanted, *(x for _, x in xs), *of_sums]
+        with _without_hooks(facts.parameters):
+            found = self._gradients(roots, targets)
+        for (place, _), gradient in zip(xs, found[len(wanted) :], strict=False):
+            if gradient is not None and self.of_inputs is not None:
+                self.of_inputs.put(place, gradient)
+        sums = list(found[len(wanted) + len(xs) :])
+        if chosen is None:
+            self.sums = sums
+        else:
+            for i, total in zip(chosen, sums, strict=True):
+                self.sums[i] = total
+        of_state = iter(found[: len(wanted)])
+        result = tuple(
+            next(of_state) if t.requires_grad and self._is_own(k, i) else None
+            for i, t in enumerate(given)
+        )
+        if unknown:
+            del again, given, xs, roots, wanted, targets  # the cell's own leaves go with the graph
+            self._refuse(held_elsewhere(unknown, collect=True), k)
+        return result
+
+    def _gradients(
+        self, roots: Sequence[tuple[Tensor, Tensor | None]], targets: Sequence[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        name = self.cell.name
+        try:
+            found = torch.autograd.grad(
+                [t for t, _ in roots], targets, [g for _, g in roots], allow_unused=True
+            )
+        except RuntimeError as error:
+            if "use_reentrant=True" not in str(error):
+                raise
+            raise StateError(
+                f"{name} uses reentrant checkpoint, whose gradients autograd computes only "
+                "together with .grad; give torch.utils.checkpoint use_reentrant=False"
+            ) from error
+        for target, gradient in zip(targets, found, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise StateError(
+                    f"{name} has a sparse gradient (of a parameter of shape "
+                    f"{tuple(target.shape)}), and chunks' gradients are added up densely; use "
+                    "nn.Embedding(sparse=False)"
+                )
+        return found
+
+    def _again(self, before: TensorState, k: int) -> Again:
+        """Run a chunk again, with a graph; check that it did the same."""
+        first, last = self._steps(k)
+        ys: Ys = []
+        given, leaves, xs, begun = self._with_graph(before, k, ys.append)
+        results = [*leaves, *(ys[-1][1] if ys else ())]
+        if self.checksums is not None and self.checksums.differs(k, results):
+            self._refuse_other(k)
+        self.around.refuse_graphs(first, last)
+        self._check_wants(k, leaves, ys)
+        self._note(k, given, leaves, ys)
+        return Again(given, leaves, xs, ys, begun)
+
+    def _with_graph(
+        self, before: TensorState, k: int, take: Callable[[tuple[int, list[Tensor]]], None]
+    ) -> tuple[list[Tensor], list[Tensor], list[tuple[Place, Tensor]], int]:
+        """Run a chunk with a graph; return the state before and after, inputs, where it began."""
+        inputs, fused = self.inputs, self.cell.fused
+        given = self._given(before, k, graph=True)
+        xs: list[tuple[Place, Tensor]] = []
+        begun = graph_begins()
+        leaves = self._run_steps(
+            pytree.tree_unflatten(given, self._spec(k)),
+            self._steps(k),
+            (lambda t, until: inputs.many(t, until, xs)) if fused else lambda t: inputs.at(t, xs),
+            take,
+        )
+        return given, leaves, xs, begun
+
+    def verify(self) -> None:
+        """Raise StateError if a chunk gave other results on a device when it was run again."""
+        k = None if self.checksums is None else self.checksums.bad()
+        if k is not None:
+            self._refuse_other(k)
+
+    def _refuse_other(self, k: int) -> None:
+        first, last = self._steps(k)
+        check, self.checksums = self.check, None  # one warning is enough
+        complain(
+            check,
+            f"{self.cell.name} returned other numbers at steps {first} to {last - 1} when they "
+            "were run again than at first: it must depend on its state, inputs, parameters and "
+            "buffers alone; return what it remembers in the state, and choose deterministic "
+            "operators (torch.use_deterministic_algorithms)",
+        )
+
+    def _refuse(self, leaves: Sequence[Tensor], k: int) -> None:
+        first, last = self._steps(k)
+        for leaf in leaves:
+            raise ArgumentError(
+                f"{self.cell.name} uses a tensor of shape {tuple(leaf.shape)} that wants a "
+                f"gradient at steps {first} to {last - 1}, but did not at the first; give it in "
+                "parameters=[...]"
+            )
+
+    def _is_own(self, k: int, i: int) -> bool:
+        """Whether leaf i of the state before a chunk is neither an earlier leaf nor a parameter."""
+        before = self.boundaries[k - 1]
+        return before.pattern[i] == i and before.known[i] < 0
+
+    def _of_outputs(self, k: int, again: Again) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the outputs that enter a chunk's graph, with their gradients."""
+        last = k == self.n_steps - 1
+        found = self.boundaries.outputs_of(k, again.given, again.ys, self._stop_of, last)
+        gradients = self.output_gradients
+        return [(y, self.collector.gradient(j, t, y, gradients[j])) for j, t, y in found]
+
+    def _check_wants(self, k: int, leaves: Sequence[Tensor], ys: Ys) -> None:
+        """Raise StateError if a result takes part in the gradient that was not known to."""
+        facts, name = self.facts, self.cell.name
+        for i, (leaf, wants) in enumerate(zip(leaves, self._wants(k + 1), strict=True)):
+            if leaf.requires_grad and not wants:
+                raise StateError(
+                    f"leaf {i} of the state of {name} takes part in the gradient after step "
+                    f"{self._steps(k)[1] - 1}, and did not after the first; let that leaf of "
+                    "state 0 require a gradient"
+                )
+        for t, of_step in ys:
+            for j, leaf in enumerate(of_step):
+                if leaf.requires_grad and not facts.differentiable[j]:
+                    raise StateError(
+                        f"leaf {j} of y of {name} takes part in the gradient at step {t}, and did "
+                        "not at the first; let it have a graph there too, as by adding 0 * h.sum()"
+                    )
+
+
+@dataclass(slots=True)
+class Again:
+    """A chunk that was run with a graph."""
+
+    given: list[Tensor]  # the state before it
+    leaves: list[Tensor]  # and after
+    xs: list[tuple[Place, Tensor]]
+    ys: Ys
+    begun: int
+
+
+def run_steps(
+    cell: Cell,
+    facts: Facts,
+    state: Any,
+    steps: tuple[int, int],
+    x: Callable[..., Any],
+    take: Callable[[tuple[int, list[Tensor]]], None],
+) -> list[Tensor]:
+    """Run time steps; hand t and the leaves of y of each to `take`; return the state's leaves."""
+    call, name = cell.call, cell.name
+    start, stop = steps
+    if cell.fused:
+        state, y = facts.split(call(state, x(start, stop)), name, start)
+        if facts.returns_y:
+            take((start, facts.y_leaves(y, name, start)))
+    elif not facts.returns_y:
+        for t in range(start, stop):
+            state = call(state, x(t))
+    else:
+        for t in range(start, stop):
+            state, y = facts.split(call(state, x(t)), name, t)
+            take((t, facts.y_leaves(y, name, t)))
+    return facts.leaves(state, name, stop - 1)
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Keep the users' hooks from seeing the gradient of a part: they see the whole, once.
+
+    So does `.grad` of a tensor that is no leaf and retains its gradient.
+    """
+    aside = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    retained = [(p, p.grad) for p in parameters if p.retains_grad]
+    for hooks, _ in aside:
+        hooks.clear()
+    for parameter, _ in retained:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for hooks, kept in aside:
+            hooks.update(kept)
+        for parameter, gradient in retained:
+            parameter.grad = gradient

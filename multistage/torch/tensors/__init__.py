@@ -1,0 +1,1 @@
+"""Tensors: where their bytes lie, what states are made of them, and whether two are equal."""

@@ -1,0 +1,137 @@
+"""What autograd's graph of a step tells: the leaves below it, and its weight."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError
+
+
+@functools.cache
+def _accumulate() -> Any:
+    """Return the type of the nodes at which a graph ends, in a leaf."""
+    with torch.enable_grad():
+        node = torch.ones(1, requires_grad=True).view(1).grad_fn
+    assert node is not None
+    return type(node.next_functions[0][0])
+
+
+def graph_begins() -> int:
+    """Return the sequence number of autograd's nodes made from now on, by this thread."""
+    with torch.enable_grad():
+        marker = torch.ones(1, requires_grad=True).clone().grad_fn
+    assert marker is not None
+    return marker._sequence_nr()
+
+
+def leaves_below(
+    roots: Sequence[Tensor],
+    inputs: set[int],
+    known: Sequence[Tensor],
+    begun: int,
+    name: str,
+    used: set[Any] | None = None,
+) -> Iterator[Tensor]:
+    """Yield the leaves of a graph that are neither inputs nor known.
+
+    Parameters
+    ----------
+    roots : sequence of Tensor
+        Of the graph.
+    inputs : set of int
+        Identities of tensors that belong to it.
+    known : sequence of Tensor
+        Parameters; where they are no leaves, the graph ends at them.
+    begun : int
+        Sequence number of autograd nodes from which on they are the cell's.
+    used : set, optional
+        Gets what `uses` asks for.
+
+    Raises
+    ------
+    ArgumentError
+        If the cell uses a tensor that was computed before, with a graph.
+    """
+    leaf_node = _accumulate()
+    # One output of a node each: others, as the rest of an `unbind`, are not known by it.
+    ends = {(p.grad_fn, p.output_nr) for p in known}
+    passed = inputs | {id(p) for p in known}
+    used = set() if used is None else used
+    for root in roots:
+        if root.grad_fn is None and root.requires_grad:
+            used.add(id(root))
+            if id(root) not in passed:
+                passed.add(id(root))
+                yield root
+    stack: list[tuple[Any, int]] = [(t.grad_fn, t.output_nr) for t in roots]
+    seen: set[Any] = {None}
+    while stack:
+        edge = stack.pop()
+        node = edge[0]
+        if edge in ends and node is not None:
+            used.add(edge)
+            continue
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node) is leaf_node:
+            variable = node.variable
+            used.add(id(variable))
+            if id(variable) not in passed:
+                passed.add(id(variable))
+                yield variable
+            continue
+        if node._sequence_nr() < begun:
+            raise ArgumentError(
+                f"{name} uses a tensor that was computed outside of it ({node.name()}) and takes "
+                "part in the gradient; give it in parameters=[...], or return it in the state if "
+                "an earlier step computed it"
+            )
+        stack += node.next_functions
+
+
+def uses(used: set[Any], parameter: Tensor) -> bool:
+    """Whether a graph that `leaves_below` walked leads to a parameter."""
+    return id(parameter) in used or (parameter.grad_fn, parameter.output_nr) in used
+
+
+def held_elsewhere(leaves: list[Tensor], *, collect: bool = False) -> list[Tensor]:
+    """Return those of some leaves that outlive their graph, which nobody else may hold any more.
+
+    A cell may make leaves of its own, as `h.detach().requires_grad_()` for
+    `torch.autograd.grad`: they are gone with the graph.  The list is emptied.
+    With `collect`, cycles are broken up first.
+    """
+    references = [weakref.ref(leaf) for leaf in leaves]
+    leaves.clear()
+    found = [leaf for reference in references if (leaf := reference()) is not None]
+    if found and collect:
+        found.clear()
+        gc.collect()
+        found += [leaf for reference in references if (leaf := reference()) is not None]
+    return found
+
+
+def graph_weight(roots: Sequence[Tensor], begun: int) -> tuple[int, int]:
+    """Return how many nodes a graph has from a sequence number on, and the bytes they return."""
+    stack = [t.grad_fn for t in roots]
+    seen: set[Any] = set()
+    nbytes = 0
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen or node._sequence_nr() < begun:
+            continue
+        seen.add(node)
+        for result in node._input_metadata:
+            if not result.is_nested_tensor:
+                nbytes += prod(result.shape) * result.dtype.itemsize
+        stack += [below for below, _ in node.next_functions]
+    return len(seen), nbytes

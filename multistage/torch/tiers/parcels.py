@@ -1,0 +1,285 @@
+"""Tensors that leave fast memory together and come back as they were.
+
+A parcel is the tape of a stage, or a state between two.  What travels is the bytes of
+the storages its tensors lie in; they come back with the same strides, alignment, lazy
+bits and sharing of memory (`geometry.py`).  A storage that another parcel still has in
+fast memory, or has brought back, is shared with it.
+
+What stays: memory that is held elsewhere, such as parameters and the chain's input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..tensors.geometry import Geometry, is_plain, whole
+from .porter import Trip
+
+_ALIGN_BYTES = {"cpu": 64}  # as allocated, and the widest that kernels ask for
+_DEVICE_ALIGN_BYTES = 256
+
+
+class Origin:
+    """A storage, and the memory that has its bytes now: its own, or that it came back to.
+
+    All tensors that come back to one memory count its versions together, whichever
+    parcels they are of: who writes to it is found out, as in plain training.
+
+    Attributes
+    ----------
+    nbytes : int
+    memories : int
+        How often it got new memory.
+    filler : Trip or None
+        That brings the bytes back; None while the memory is its own.
+    """
+
+    __slots__ = ("_align", "_alignment", "_device", "_probe", "_shift", "_weak", "filler",
+                 "memories", "nbytes")  # fmt: skip
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.nbytes = storage.nbytes()
+        self._probe: Tensor | None = None  # counts with the memory it came back to
+        self.memories = 0
+        self.filler: Trip | None = None
+        self._device = storage.device
+        self._align = _ALIGN_BYTES.get(self._device.type, _DEVICE_ALIGN_BYTES)
+        self._alignment = storage.data_ptr() % self._align
+        self._shift = 0
+        # While it is referred to, no other storage has its address.
+        self._weak = StorageWeakRef(storage)
+
+    @property
+    def address(self) -> int:
+        """Of the storage that is its memory, or was last."""
+        return int(self._weak.cdata)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its memory, if it has any, has its bytes."""
+        return self.filler is None or self.filler.awaited
+
+    @property
+    def written(self) -> bool:
+        """Whether memory that it came back to was written to since, by anybody."""
+        return self._probe is not None and self._probe._version > 0
+
+    def bytes(self) -> Tensor | None:
+        """Return its memory as one row of bytes, which may still be on their way; None if gone."""
+        filler = self.filler
+        if filler is not None and filler.done.is_set() and filler.row.error:
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+        if storage is None or self._probe is None:
+            return None if storage is None else whole(storage)
+        memory = self._probe.detach()
+        memory.data = whole(storage)
+        return memory
+
+    def line(self, memory: Tensor) -> Tensor:
+        """Return the part of its memory that travels; who fills it does not count as writing."""
+        return whole(memory.untyped_storage())[self._shift : self._shift + self.nbytes]
+
+    def renew(self) -> Tensor:
+        """Return new memory for it, aligned as its own."""
+        memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+        self._shift = (self._alignment - memory.data_ptr()) % self._align
+        if self._shift:
+            del memory
+            memory = torch.empty(self.nbytes + self._align, dtype=torch.uint8, device=self._device)
+            self._shift = (self._alignment - memory.data_ptr()) % self._align
+        self._weak = StorageWeakRef(memory.untyped_storage())
+        self._probe = memory.detach()
+        self._probe.data = memory.new_empty(0)
+        self.memories += 1
+        return memory
+
+    def tensor(self, geometry: Geometry, memory: Tensor) -> Tensor:
+        """Return a tensor that lies in it."""
+        return geometry.on(memory, self._shift)
+
+
+class Watch:
+    """Tells whether a tensor that is let go of is written to by who still has its memory.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        Of the origin's memory; it is not held.
+    origin : Origin
+    version : int
+        Of the tensor, when it was right.
+    """
+
+    __slots__ = ("_memories", "_origin", "_probe", "_version")
+
+    def __init__(self, tensor: Tensor, origin: Origin, version: int) -> None:
+        self._probe = tensor.detach()  # counts versions with it
+        self._probe.data = torch.empty(0, device=tensor.device)
+        self._version, self._origin, self._memories = version, origin, origin.memories
+
+    @property
+    def changed(self) -> bool:
+        """Whether the memory is the same still, and was written to."""
+        return self._is_same and self._probe._version != self._version
+
+    @property
+    def _is_same(self) -> bool:
+        return self._origin.memories == self._memories
+
+    def joined(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the present memory; counts with the one that is watched."""
+        if not self._is_same:
+            return tensor
+        probe = self._probe.detach()
+        probe.data = tensor
+        return probe
+
+
+class Origins:
+    """The storages that a run has sent away or may send."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Origin] = {}
+
+    def of(self, storage: torch.UntypedStorage) -> Origin:
+        """Return that of a storage."""
+        origin = self._known.get(storage._cdata)
+        if origin is None:
+            origin = self._known[storage._cdata] = Origin(storage)
+        return origin
+
+    def renew(self, origin: Origin) -> Tensor:
+        """Return new memory for one, by which it is known from now on."""
+        del self._known[origin.address]
+        memory = origin.renew()
+        self._known[origin.address] = origin
+        return memory
+
+
+class Parcel:
+    """Tensors that travel together.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor or None
+    origins : Origins
+    stays : container of int
+        Storages, by address, that are held elsewhere.
+
+    Attributes
+    ----------
+    tensors : list of Tensor or None
+        None for those that are away or were taken.
+    stuck : list of str
+        What those tensors are that cannot travel, though nothing else holds them.
+    versions : dict of int to int
+        Of those that came back, by their number: -1 if one was written to meanwhile, in
+        memory that something else holds.
+    """
+
+    __slots__ = (
+        "_fillers",
+        "_memory",
+        "_origins",
+        "_places",
+        "_renewed",
+        "_watches",
+        "stuck",
+        "tensors",
+        "versions",
+    )
+
+    def __init__(
+        self, tensors: Sequence[Tensor | None], origins: Origins, stays: Container[int]
+    ) -> None:
+        self.tensors = list(tensors)
+        self.stuck: list[str] = []
+        self._origins = origins
+        self.versions: dict[int, int] = {}
+        self._memory: list[Tensor] = []  # that it comes back to
+        self._renewed: list[Origin] = []  # what its own way back fills
+        self._fillers: list[Trip | None] = []  # of its storages
+        self._watches: dict[int, Watch] = {}
+        self._places: list[tuple[Origin, Geometry] | None] = []
+        for tensor in tensors:
+            self._places.append(None if tensor is None else self._place(tensor, stays))
+
+    def _place(self, tensor: Tensor, stays: Container[int]) -> tuple[Origin, Geometry] | None:
+        if not is_plain(tensor):
+            if not isinstance(tensor, torch.nn.Parameter):
+                self.stuck.append(f"{type(tensor).__name__} of layout {tensor.layout}")
+            return None
+        storage = tensor.untyped_storage()
+        if storage._cdata in stays or not storage.nbytes():
+            return None
+        return self._origins.of(storage), Geometry.of(tensor)
+
+    def _storages(self) -> list[Origin]:
+        return list(dict.fromkeys(place[0] for place in self._places if place is not None))
+
+    def lines(self) -> list[Tensor]:
+        """Return the bytes that travel."""
+        lines = []
+        for origin in self._storages():
+            memory = origin.bytes()
+            assert memory is not None
+            lines.append(origin.line(memory))
+        return lines
+
+    def let_go(self) -> None:
+        """Refer to nothing that travels."""
+        self._memory = []
+        for number, place in enumerate(self._places):
+            tensor = self.tensors[number]
+            if place is not None and tensor is not None:
+                self._watches[number] = Watch(tensor, place[0], tensor._version)
+                self.tensors[number] = None
+
+    def make_room(self) -> list[Tensor | None]:
+        """Return lines to come back to, None for what is in fast memory still."""
+        lines: list[Tensor | None] = []
+        self._memory, self._renewed = [], []
+        for origin in self._storages():
+            memory = origin.bytes()
+            if memory is None:
+                memory = self._origins.renew(origin)
+                self._renewed.append(origin)
+                lines.append(origin.line(memory))
+            else:
+                lines.append(None)
+            self._memory.append(memory)
+        return lines
+
+    def on_its_way(self, trip: Trip) -> None:
+        """Note what fills the room that was made."""
+        for origin in self._renewed:
+            origin.filler = trip
+        # An origin gets new memory once a filler has failed: then ours is not that.
+        self._fillers = [origin.filler for origin in self._storages()]
+
+    def fillers(self) -> list[Trip]:
+        """Return the ways back that its bytes are on, those of other parcels included."""
+        return list({id(trip): trip for trip in self._fillers if trip is not None}.values())
+
+    def came_back(self) -> bool:
+        """Make the tensors anew, after `fillers` were awaited; return whether all are there."""
+        memory = dict(zip(self._storages(), self._memory, strict=True))
+        self._memory, self._renewed = [], []
+        fillers, self._fillers = self._fillers, []
+        if any(f is not o.filler for f, o in zip(fillers, memory, strict=True)):
+            return False
+        if not all(origin.is_there for origin in memory):
+            return False
+        for number, place in enumerate(self._places):
+            if place is not None:
+                watch = self._watches.pop(number)
+                tensor = watch.joined(place[0].tensor(place[1], memory[place[0]]))
+                self.tensors[number] = tensor
+                spoilt = watch.changed or place[0].written
+                self.versions[number] = -1 if spoilt else tensor._version
+        return True

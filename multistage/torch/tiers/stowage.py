@@ -1,0 +1,304 @@
+"""What one run of a chain has in its slow tier.
+
+A `Berth` is the tier itself: it lives as long as the chain, is opened by the first run
+that sends something there, and stays open between iterations, as opening costs more
+than a transfer.  A `Stowage` is what one run has in it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...backends.base import Store
+from ...backends.lifetimes import Birth, end
+from ...errors import CheckpointWarning, MultistageError
+from ...model.tier import Tier
+from .paging import PAGE_BYTES
+from .parcels import Parcel
+from .porter import Porter, Trip
+
+# How long a run waits for a tier that it is done with, which may have stopped for ever.
+PATIENCE_S = 5.0
+
+
+class Berth:
+    """A slow tier for the tapes and states of a chain.
+
+    Parameters
+    ----------
+    store : Store
+        Opened by the first run that needs it.
+    device : torch.device
+        Of the tensors.
+    page_bytes : int
+
+    Notes
+    -----
+    Several runs share it, as of two forward passes before one backward pass.
+    """
+
+    def __init__(self, store: Store, device: torch.device, page_bytes: int = PAGE_BYTES) -> None:
+        self.store, self.device, self.page_bytes = store, device, page_bytes
+        self.runs = 0  # that have something in it
+        self._porter: Porter | None = None
+        self._lock = threading.RLock()  # a collection of garbage may close it meanwhile
+        self._birth = Birth.here()
+
+    def porter(self) -> Porter:
+        """Return what carries rows there; opens the store if it is not open.
+
+        Raises
+        ------
+        StoreError
+            If the store cannot be used, is another run's, or this is a forked child.
+        """
+        with self._lock:
+            porter = self._porter
+            if porter is None or not porter.is_open:
+                if porter is not None and not self._birth.foreign:
+                    porter.close()
+                porter = self._porter = Porter(self.store, self.device, self.page_bytes)
+            return porter
+
+    @property
+    def opened(self) -> Porter | None:
+        """The porter, if the store is open."""
+        return self._porter if self._porter is not None and self._porter.is_open else None
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the store is still at work for a porter that is closed."""
+        porter = self._porter
+        return porter is not None and not porter.is_open and porter.is_alive
+
+    def close(self) -> None:
+        """Stop the thread and close the store: what lies there is lost.  May be called twice."""
+        with self._lock:
+            if self._porter is not None:
+                self._porter.close()
+            self._porter = None
+
+    def leave(self) -> None:
+        """Close it, but wait for the store no longer than some seconds."""
+        with self._lock:
+            if self._porter is not None and not self.is_closing and self._porter.close(PATIENCE_S):
+                self._porter = None
+
+
+@dataclass(eq=False, slots=True)
+class _Stowed:
+    """A parcel in the tier, or on its way."""
+
+    parcel: Parcel
+    trip: Trip
+    landed: bool = False
+    lost: bool = False
+
+
+class Stowage:
+    """The tapes and states that one run has sent to its tier.
+
+    Parameters
+    ----------
+    berth : Berth
+    names : sequence of str
+        Of the stages, for warnings.
+
+    Attributes
+    ----------
+    stall_s : float
+        Seconds that computing waited for transfers.
+    """
+
+    def __init__(self, berth: Berth, names: Sequence[str]) -> None:
+        self._berth, self._names = berth, names
+        self._porter = berth.porter()
+        self._stowed: dict[tuple[int, bool], _Stowed] = {}
+        self._tokens: list[tuple[int, bool]] = []  # of all transfers
+        self._writes: set[int] = set()  # tokens
+        self._told = False
+        self.stall_s = 0.0
+        self._begin()
+        berth.runs += 1
+        weakref.finalize(self, _leave, self._stowed, self._porter, berth, Birth.here())
+
+    def _begin(self) -> None:
+        """Note when a forward sweep begins."""
+        self._began_s, self._stalled_s = time.perf_counter(), self.stall_s
+
+    def put(self, step: int, tape: bool, parcel: Parcel) -> None:
+        """Queue the way of a parcel to the tier.
+
+        Raises
+        ------
+        MultistageError
+            If some of its tensors cannot travel.
+        """
+        if parcel.stuck:
+            raise CannotTravel(
+                f"stage {self._name(step, tape)} saves a tensor that cannot travel to a tier "
+                f"({parcel.stuck[0]}); train this chain without tiers=, or within a larger limit"
+            )
+        self._writes.add(len(self._tokens))
+        self._stowed[step, tape] = _Stowed(parcel, self._porter.send(parcel.lines()))
+        self._tokens.append((step, tape))
+
+    def evict(self, step: int, tape: bool) -> bool:
+        """Wait until a parcel has left, and let go of it; False if it is lost."""
+        stowed = self._stowed[step, tape]
+        written = self._waited(stowed.trip)
+        stowed.parcel.let_go()
+        if not written:
+            self._lose(step, tape, stowed)
+        return written
+
+    def written(self, step: int, tape: bool, timeout_s: float) -> bool:
+        """Wait for a parcel to have left, no longer than so many seconds."""
+        trip = self._stowed[step, tape].trip
+        began = time.perf_counter()
+        # Whoever waits on finds out if the tier was closed, or its thread is gone.
+        done = trip.done.wait(timeout_s) or not self._porter.is_alive
+        self.stall_s += time.perf_counter() - began
+        return done
+
+    def slower(self, tier: Tier) -> float:
+        """Return the seconds that writes took over those planned, at least 1.
+
+        The first that is not done counts from when it was queued, or the one before it
+        ended, but not as faster than planned.
+        """
+        took_s = planned_s = before_s = 0.0
+        for trip in self._sent():
+            expected_s = tier.writing_s(trip.row.nbytes)
+            planned_s += expected_s
+            if not trip.done.is_set():
+                since_s = max(trip.queued_s, before_s)
+                took_s += max(expected_s, time.perf_counter() - since_s)
+                break
+            took_s += trip.seconds
+            before_s = trip.ended_s
+        return max(1.0, took_s / planned_s) if planned_s else 1.0
+
+    def computed_s(self) -> float:
+        """Return the seconds since this sweep began that were no waiting."""
+        waited_s = self.stall_s - self._stalled_s
+        return time.perf_counter() - self._began_s - waited_s
+
+    def _sent(self) -> list[Trip]:
+        """Return the writes of things that are in the tier, in order."""
+        sent = [self._stowed[item] for token, item in enumerate(self._tokens)
+                if token in self._writes and item in self._stowed]  # fmt: skip
+        return [stowed.trip for stowed in sent if stowed.trip.is_write]
+
+    def cancel(self, timeout_s: float) -> bool:
+        """Cancel the writes; return whether the one under way has ended within a time."""
+        under_way = [trip for trip in self._sent() if not trip.done.is_set()]
+        for trip in reversed(under_way):
+            self._porter.cancel(trip)
+        began = time.perf_counter()
+        ended = all(trip.done.wait(timeout_s) for trip in under_way)
+        self.stall_s += time.perf_counter() - began
+        return ended
+
+    def under_way_bytes(self) -> int:
+        """Return the bytes of the oldest write that is not done."""
+        return next((trip.row.nbytes for trip in self._sent() if not trip.done.is_set()), 0)
+
+    def resume(self) -> None:
+        """Queue what `cancel` has cancelled again."""
+        for stowed in self._stowed.values():
+            trip = stowed.trip
+            if trip.is_write and trip.cancelled and self._porter.resume(trip) is None:
+                stowed.trip = self._porter.send(stowed.parcel.lines())
+
+    def get(self, step: int, tape: bool) -> None:
+        """Make room for a parcel and queue its way back."""
+        self._tokens.append((step, tape))
+        stowed = self._stowed[step, tape]
+        if not stowed.lost:
+            stowed.trip = self._porter.fetch(stowed.trip.row, stowed.parcel.make_room())
+            stowed.parcel.on_its_way(stowed.trip)
+
+    def arrived(self, token: int) -> tuple[int, bool, Parcel | None] | None:
+        """Wait for a transfer; return what came back, None in the parcel's place if it is lost.
+
+        None for one to the tier, which `evict` waits for.
+        """
+        if token in self._writes:
+            return None
+        step, tape = self._tokens[token]
+        stowed = self._stowed[step, tape]
+        if not stowed.lost:
+            for trip in (stowed.trip, *stowed.parcel.fillers()):
+                self._waited(trip)
+            if not stowed.parcel.came_back():
+                self._lose(step, tape, stowed)
+        stowed.landed = True
+        return step, tape, None if stowed.lost else stowed.parcel
+
+    def _waited(self, trip: Trip) -> bool:
+        began = time.perf_counter()
+        done = self._porter.wait(trip)
+        self.stall_s += time.perf_counter() - began
+        return done
+
+    def drop(self, step: int, tape: bool) -> None:
+        """Free the tier's copy; of a write that is not done, cancel it."""
+        stowed = self._stowed.pop((step, tape), None)
+        if stowed is not None:
+            _end(stowed.trip, self._porter)
+
+    def clear(self) -> None:
+        """Free all of it: the run starts over."""
+        for step, tape in [*self._stowed]:
+            self.drop(step, tape)
+        self._tokens.clear()
+        self._writes.clear()
+        self._begin()
+
+    def _name(self, step: int, tape: bool) -> str:
+        number = step if tape else step - 1
+        return self._names[number] if 0 <= number < len(self._names) else str(step)
+
+    def _lose(self, step: int, tape: bool, stowed: _Stowed) -> None:
+        stowed.lost = True
+        if self._told:
+            return
+        self._told = True
+        what = "tape" if tape else "output"
+        warnings.warn(
+            f"tier {self._berth.store.name!r}: the {what} of stage {self._name(step, tape)} is "
+            f"lost ({stowed.trip.row.error}); it is computed again, and so is what else is lost "
+            "in this iteration",
+            CheckpointWarning,
+            stacklevel=6,
+        )
+
+
+class CannotTravel(MultistageError):
+    """A tape holds what no tier can: the chain is planned without one."""
+
+
+def _end(trip: Trip, porter: Porter) -> None:
+    if trip.is_write and not trip.done.is_set():
+        porter.cancel(trip)
+    porter.drop(trip.row)
+
+
+def _leave(
+    stowed: dict[tuple[int, bool], _Stowed], porter: Porter, berth: Berth, birth: Birth
+) -> None:
+    """Free what a run has left in its tier; close the tier after one that was broken off."""
+    berth.runs -= 1
+    finished = all(each.landed or each.lost for each in stowed.values())
+    for each in stowed.values():
+        _end(each.trip, porter)
+    if not finished and not berth.runs and berth.opened is porter:
+        end(berth.leave, birth)

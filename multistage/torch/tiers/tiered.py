@@ -1,0 +1,288 @@
+"""The slow tier of a chain: opened once, measured, and measured again as it is used."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...backends.base import Store
+from ...backends.urls import TierName
+from ...errors import ArgumentError
+from ...model.tier import Tier
+from .by_name import open_tiers
+from .paging import buffers_of, page_for, page_layout, set_up
+from .porter import Carried, Porter
+from .stowage import Berth
+
+_PROBE_S = 0.3  # about as long as the tier is measured
+_PROBE_BYTES = 32 << 20  # most that are sent at a time
+_ROWS = 8  # that are sent at a time
+_WIDE_BYTES = 16 << 20  # read and written by computing, more than most caches hold
+# A tier that is not used is looked at again after so many times what looking takes.
+_AGAIN, _LOOK_S = 50, 1.0
+_DRIFT = 1.25  # rates this much faster or slower than planned for are others
+
+
+class Tiered:
+    """The tier of one chain.
+
+    Parameters
+    ----------
+    names : sequence of str or Store
+        As given.
+
+    Attributes
+    ----------
+    rates : Tier or None
+        What plans are made for; None before the first.
+    slowdown : float
+        How much longer computing takes while something travels, less 1.
+    clock : callable
+        Seconds, for when the tier is looked at again that a plan does not use.
+    """
+
+    def __init__(self, names: Sequence[TierName]) -> None:
+        self.names = tuple(names)
+        self.rates: Tier | None = None
+        self.slowdown = 0.0
+        self._berth: Berth | None = None
+        self._since = Carried(), Carried()  # when the rates were compared last
+        self._looks = 0
+        self._next_look = 1
+        self._slower = 1.0  # than planned, when a run left its plan
+        self.clock: Callable[[], float] = time.monotonic
+        self._due_s: float | None = None
+
+    def berth(self, device: torch.device, limit_bytes: int | None) -> Berth:
+        """Return the tier, for tensors of a device; it is made at the first call.
+
+        Raises
+        ------
+        ArgumentError
+            If it was made for another device.
+        """
+        if self._berth is None:
+            store = open_tiers(self.names, device)
+            assert store is not None
+            set_up(store)
+            page_bytes = page_for(store, None if device.type == "cuda" else limit_bytes)
+            self._berth = Berth(store, device, page_bytes)
+        elif self._berth.device != device:
+            raise ArgumentError(
+                f"the tier {self._berth.store.name!r} was opened for tensors on "
+                f"{self._berth.device}, and the chain is on {device} now; make the chain anew"
+            )
+        return self._berth
+
+    def buffer_bytes(self, device: torch.device, limit_bytes: int | None) -> int:
+        """Return the bytes on the device's memory that transfers take on their way."""
+        berth = self.berth(device, limit_bytes)
+        return 0 if device.type == "cuda" else buffers_of(berth.store, berth.page_bytes)
+
+    def measured(self, device: torch.device, limit_bytes: int | None) -> Tier:
+        """Return the rates of the tier; measures them, beside computing, if they are not known.
+
+        Raises
+        ------
+        StoreError
+            If the tier cannot be used.
+        """
+        if self.rates is None:
+            berth = self.berth(device, limit_bytes)
+            most = _PROBE_BYTES if limit_bytes is None else min(_PROBE_BYTES, limit_bytes // 2)
+            self.rates, self.slowdown = _probed(berth, max(berth.page_bytes, most))
+            self._look()
+        return self.rates
+
+    def _look(self) -> tuple[Carried, Carried]:
+        """Return what was carried since the last look."""
+        porter = None if self._berth is None else self._berth.opened
+        if porter is None:
+            self._since = Carried(), Carried()
+            return Carried(), Carried()
+        now = replace(porter.written), replace(porter.read)
+        found = now[0].since(self._since[0]), now[1].since(self._since[1])
+        self._since = now
+        return found
+
+    def was_late(self, slower: float) -> None:
+        """Note that a run left its plan, the tier being so many times slower than planned."""
+        self._slower, self._next_look = slower, self._looks + 1
+
+    def forget(self) -> bool:
+        """Measure the tier anew when it is asked for next, if that is due.
+
+        Of a tier that the plan does not use: looking takes a fiftieth of the time at most.
+        """
+        now_s = self.clock()
+        if self._due_s is None:
+            self._due_s = now_s + _AGAIN * _LOOK_S
+        if now_s < self._due_s or (self._berth is not None and self._berth.is_closing):
+            return False
+        self.rates = None
+        return True
+
+    def looked(self, seconds: float) -> None:
+        """Note how long it took to measure and to plan."""
+        self._due_s = self.clock() + _AGAIN * max(_LOOK_S, seconds)
+
+    def drifted(self) -> bool:
+        """Note the rates seen since the last call; return whether they are others.
+
+        Looks less and less often: a plan takes longer to make than an iteration.
+        """
+        self._looks += 1
+        if self.rates is None or self._looks < self._next_look:
+            return False
+        self._next_look *= 2
+        written, read = self._look()
+        write = written.bytes_per_s(self.rates.latency_s)
+        fetch = read.bytes_per_s(self.rates.latency_s)
+        found = replace(
+            self.rates,
+            write_bytes_per_s=write or max(1e-3, self.rates.write_bytes_per_s / self._slower),
+            read_bytes_per_s=fetch or self.rates.read_bytes_per_s,
+        )
+        self._slower = 1.0
+        pairs = (
+            (found.write_bytes_per_s, self.rates.write_bytes_per_s),
+            (found.read_bytes_per_s, self.rates.read_bytes_per_s),
+        )
+        if all(b / _DRIFT < a < b * _DRIFT for a, b in pairs):
+            return False
+        self.rates = found
+        return True
+
+    def leave(self) -> None:
+        """Close the tier, which is not used; do not wait long for one that does not answer."""
+        if self._berth is not None:
+            self._berth.leave()
+        self._since = Carried(), Carried()
+
+    def close(self) -> None:
+        """Stop the tier's thread and give back what it holds.  May be called twice."""
+        if self._berth is not None:
+            self._berth.close()
+        self._since = Carried(), Carried()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A copy opens the tier anew, which only a name can.
+        for name in self.names:
+            if not isinstance(name, str | os.PathLike):
+                raise ArgumentError(
+                    f"a chain whose tier is the store {getattr(name, 'name', name)!r} cannot be "
+                    "copied or pickled: both would use it; give the tier by its name, as in "
+                    "tiers='file:///scratch'"
+                )
+        return Tiered, (self.names,)
+
+
+def _probed(berth: Berth, most_bytes: int) -> tuple[Tier, float]:
+    """Measure a tier, with pages as chains send them, while this thread computes.
+
+    Returns
+    -------
+    rates : Tier
+    slowdown : float
+        How much longer computing takes meanwhile, less 1.
+    """
+    porter = berth.porter()
+    count = max(1, min(_ROWS, most_bytes // berth.page_bytes))
+    length = max(1, most_bytes // count)
+    drawn = torch.Generator(berth.device).manual_seed(0)  # the caller's stay as they are
+    rows = [
+        torch.randint(0, 256, (length,), dtype=torch.uint8, device=berth.device, generator=drawn)
+        for _ in range(count)
+    ]
+    wide_bytes = min(_WIDE_BYTES, most_bytes // 4)
+    alone, load = (_Load(berth.device, wide_bytes) for _ in range(2))
+    began = time.perf_counter()
+    rounds: list[tuple[Carried, Carried]] = []
+    while len(rounds) < 2 or time.perf_counter() - began < _PROBE_S:
+        alone.run_for(_PROBE_S / 12)  # in turn: the machine may be busy with other work
+        rounds.append(_round(porter, rows, load))
+    # The first round is for memory that is touched for the first time.
+    write, read = (max(each[way].bytes_per_s(0.0) or 0.0 for each in rounds[1:]) for way in (0, 1))
+    rates = Tier.of_rates(
+        write_bytes_per_s=max(write, 1.0),
+        read_bytes_per_s=max(read, 1.0),
+        latency_s=_latency(porter, rows[0][:1]),
+        capacity_bytes=_capacity(berth.store, berth.page_bytes),
+        name=berth.store.name,
+    )
+    return rates, min(1.0, max(0.0, load.round_s() / alone.round_s() - 1))
+
+
+class _Load:
+    """Computing such as stages do, and the seconds each round of it took.
+
+    Half of it is bound by the processor, half by memory, which transfers take from it.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._device = device
+        drawn = torch.Generator(device).manual_seed(0)
+        self._state = torch.rand(256, 256, device=device, generator=drawn)
+        self._wide = torch.rand(max(1, nbytes // 8), device=device, generator=drawn)
+        self._made = torch.empty_like(self._wide)
+        self._seconds: list[float] = []
+
+    def run_while(self, busy: Callable[[], bool]) -> None:
+        """Compute until something is done."""
+        with torch.no_grad():
+            while busy():
+                began = time.perf_counter()
+                self._state = torch.tanh(self._state @ self._state)
+                torch.add(self._wide, 1.0, out=self._made)
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                self._seconds.append(time.perf_counter() - began)
+
+    def run_for(self, seconds: float) -> None:
+        """Compute for some seconds."""
+        end = time.perf_counter() + seconds
+        self.run_while(lambda: time.perf_counter() < end)
+
+    def round_s(self) -> float:
+        """Return the seconds of a round, where nothing else on the machine was in its way."""
+        return sorted(self._seconds)[len(self._seconds) // 4] if self._seconds else 1.0
+
+
+def _capacity(store: Store, page_bytes: int) -> int | None:
+    pages = store.capacity_states(page_layout(page_bytes))
+    # A row ends in a page that is not full.
+    return None if pages is None else max(0, pages - 1) * page_bytes
+
+
+def _round(porter: Porter, rows: Sequence[Tensor], load: _Load) -> tuple[Carried, Carried]:
+    """Send rows and fetch them back; return what was carried."""
+    before = replace(porter.written), replace(porter.read)
+    sent = [porter.send([row]) for row in rows]
+    load.run_while(lambda: not sent[-1].done.is_set())
+    trips = [
+        porter.fetch(trip.row, [row])
+        for trip, row in zip(sent, rows, strict=True)
+        if porter.wait(trip)
+    ]
+    if trips:
+        load.run_while(lambda: not trips[-1].done.is_set())
+    for trip in trips:
+        porter.wait(trip)
+        porter.drop(trip.row)
+    return porter.written.since(before[0]), porter.read.since(before[1])
+
+
+def _latency(porter: Porter, line: Tensor) -> float:
+    """Return the seconds that a row takes whose bytes take none."""
+    seconds = []
+    for _ in range(5):
+        trip = porter.send([line])
+        porter.wait(trip)
+        porter.drop(trip.row)
+        seconds.append(trip.seconds)
+    return min(seconds)
