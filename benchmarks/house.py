@@ -1,24 +1,36 @@
-"""The state of the source: lengths, import cycles, types of public signatures, tests.
+"""The state of the source: lengths, circles of imports, types of public signatures, tests.
 
 Counts what the style guide limits, by parsing the source; nothing is run or timed.
 
     python -m benchmarks.house [--json FILE]
 
-`import_cycles` counts groups of modules that import one another, imports inside of
-functions included, those for the type checker alone left out; `same_level_imports`
-counts pairs of folders that import each other; `public_any` counts public functions
-and methods with `Any` in their signatures; `isinstance_of_stores` counts checks for a
-concrete store outside of the folders that define stores.
+Of the package:
+
+- `median_lines`, `files_over_400`: lines of a file, blank ones and docstrings included;
+- `longest_function`, `functions_over_60`: lines of a function or method without its
+  docstring and decorators;
+- `import_cycles`: groups of modules that import one another; imports inside of functions
+  count, imports for the type checker alone do not;
+- `same_level_imports`: groups of files and folders of one folder that import one another,
+  in folders at any depth;
+- `public_any`: `Any` in the signature of a public function or method (constructors and
+  operators too), in a public attribute or in a public alias of a type;
+- `isinstance_of_stores`, `getattr_of_stores`: where code outside of the stores' folders asks
+  for the class of a store, or for an attribute that it may lack;
+- `share_of_source_in_tests`: lines of `tests/` over lines of `tests/` and `multistage/`.
+
+`long_benchmarks` and `long_c_files` list other files above 400 lines.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ._common import finish, options
 
@@ -26,22 +38,61 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "multistage"
 MOST_LINES = 400
 MOST_LINES_OF_A_FUNCTION = 60
-# Folders that define stores may know their own.
-OF_STORES = ("backends", "durable", "torch/tiers/pinned.py")
+# What defines stores may know their classes.
+OF_STORES = ("backends/", "durable/", "torch/tiers/pinned.py")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Definition = Function | ast.ClassDef
 
 
-def sources(folder: Path) -> dict[Path, str]:
-    """Return every Python file below a folder and its text."""
-    return {path: path.read_text() for path in sorted(folder.rglob("*.py"))}
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One parsed file.
+
+    Attributes
+    ----------
+    path : str
+        Below the package, with slashes.
+    tree : ast.Module
+    lines : int
+    """
+
+    path: str
+    tree: ast.Module
+    lines: int
+
+    @property
+    def is_package(self) -> bool:
+        """Whether it is a folder's `__init__.py`."""
+        return self.path.endswith("__init__.py")
+
+    @property
+    def module(self) -> str:
+        """Its dotted name."""
+        parts = ["multistage", *self.path.removesuffix(".py").split("/")]
+        return ".".join(parts[:-1] if self.is_package else parts)
 
 
-def functions(tree: ast.AST) -> Iterator[Function]:
-    """Yield every function and method, those inside of others too."""
-    for node in ast.walk(tree):
+def sources(folder: Path) -> list[Source]:
+    """Return every Python file below a folder."""
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        name = path.relative_to(folder).as_posix()
+        found.append(Source(name, ast.parse(text), len(text.splitlines())))
+    return found
+
+
+# ------------------------------------------------------------------- lengths
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
+    """Yield every function and method with its qualified name, those inside of others too."""
+    for node in ast.iter_child_nodes(tree):
+        name = f"{prefix}{node.name}" if isinstance(node, Definition) else prefix
         if isinstance(node, Function):
-            yield node
+            yield name, node
+        yield from functions(node, f"{name}." if isinstance(node, Definition) else prefix)
 
 
 def lines_of(function: Function) -> int:
@@ -55,58 +106,67 @@ def lines_of(function: Function) -> int:
     return total
 
 
-def public_any(tree: ast.Module) -> list[str]:
-    """Return the public functions and methods with `Any` in their signatures."""
-    found = []
-    holders: list[tuple[str, ast.Module | ast.ClassDef]] = [("", tree)]
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    holders += [(f"{node.name}.", node) for node in classes if not node.name.startswith("_")]
-    for prefix, holder in holders:
-        for node in holder.body:
-            if not isinstance(node, Function) or node.name.startswith("_"):
-                continue
-            arguments = node.args
-            every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-            every += [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
-            types = [a.annotation for a in every] + [node.returns]
-            names = {n.id for t in types if t for n in ast.walk(t) if isinstance(n, ast.Name)}
-            if "Any" in names:
-                found.append(prefix + node.name)
-    return found
+def lines_of_files(folder: Path, pattern: str) -> dict[str, int]:
+    """Return the lines of each file below a folder."""
+    return {
+        path.relative_to(folder).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        for path in sorted(folder.rglob(pattern))
+    }
 
 
-def imports(trees: dict[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
+def long_files(folder: Path, pattern: str) -> dict[str, int]:
+    """Return the files below a folder that have more than `MOST_LINES` lines."""
+    lines = lines_of_files(folder, pattern)
+    return {name: count for name, count in lines.items() if count > MOST_LINES}
+
+
+# ------------------------------------------------------------------- imports
+
+
+def imports(trees: Mapping[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
     """Return which modules of the package each module imports when it runs.
 
     `trees` holds for each dotted name its syntax tree and whether it is a package.
     """
     found: dict[str, set[str]] = defaultdict(set)
     for name, (tree, is_package) in trees.items():
-        for node in _that_run(tree):
-            if isinstance(node, ast.Import):
-                bases = [(alias.name, "") for alias in node.names]
-            else:
-                parts = name.split(".")
-                parts = parts[: len(parts) - node.level + is_package] if node.level else []
-                base = ".".join([*parts, *([node.module] if node.module else [])])
-                bases = [(base, alias.name) for alias in node.names]
-            for base, attribute in bases:
-                target = f"{base}.{attribute}" if f"{base}.{attribute}" in trees else base
-                if target in trees and target != name:
-                    found[name].add(target)
+        for base, attribute in _imported(tree, name, is_package):
+            target = f"{base}.{attribute}" if f"{base}.{attribute}" in trees else base
+            if target in trees and target != name:
+                found[name].add(target)
     return found
 
 
-def _that_run(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yield imports, those for the type checker left out."""
+def _imported(tree: ast.AST, name: str, is_package: bool) -> Iterator[tuple[str, str]]:
+    """Yield (module, attribute) of each import, "" for the module itself."""
+    for node in _that_run(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from ((alias.name, "") for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                parts = name.split(".")
+                parts = parts[: len(parts) - level + is_package] if level else []
+                base = ".".join([*parts, *([module] if module else [])])
+                yield from ((base, alias.name) for alias in names)
+            case ast.Call(args=[ast.Constant(value=str(module)), *_]):
+                yield module, ""
+
+
+def _that_run(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield imports, by statement or by `import_module`, those for the type checker left out."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
-        elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+        elif isinstance(node, ast.If) and _name(node.test) == "TYPE_CHECKING":
+            for each in node.orelse:
+                yield from _that_run(ast.Module([each], []))
+        else:
+            if isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__"):
+                yield node
             yield from _that_run(node)
 
 
-def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+def cycles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
     """Return the groups of two or more nodes that can all be reached from one another."""
     reached: dict[str, set[str]] = {}
     for start in graph:
@@ -126,92 +186,208 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     return sorted(map(list, groups))
 
 
-def isinstance_of_stores(name: str, tree: ast.Module, stores: set[str]) -> list[str]:
-    """Return the checks for a concrete store in a module outside of the stores' folders."""
-    if name.startswith(OF_STORES):
-        return []
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
-            names = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
-            if names & stores:
-                found.append(f"{name}:{node.lineno}")
+def same_level(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Return the groups of members of one folder that import one another, in every folder.
+
+    `p.a.x` that imports `p.b` and `p.b` that imports `p.a.y` are no circle of modules, but
+    one of the folders `p.a` and `p.b`.
+    """
+    folders: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name, targets in graph.items():
+        for target in targets:
+            one, other = name.split("."), target.split(".")
+            shared = 0
+            while shared < min(len(one), len(other)) and one[shared] == other[shared]:
+                shared += 1
+            # The folder itself is its `__init__`, which stands beside its members.
+            members = [
+                ".".join(parts[: shared + 1]) if len(parts) > shared else f"{name}.__init__"
+                for parts, name in ((one, name), (other, target))
+            ]
+            folders[".".join(one[:shared])][members[0]].add(members[1])
+    return [group for folder in sorted(folders) for group in cycles(folders[folder])]
+
+
+# ------------------------------------------------------------------- types
+
+
+def public_any(tree: ast.Module) -> list[str]:
+    """Return the public functions, methods, attributes and aliases whose types are `Any`."""
+    aliases = {
+        name
+        for name, value in _assigned(tree)
+        if name.lstrip("_")[:1].isupper() and _mentions(value, {"Any"})
+    }
+    vague = {"Any", *aliases}
+    found = [name for name in sorted(aliases) if not name.startswith("_")]
+    holders: list[tuple[str, ast.Module | ast.ClassDef]] = [("", tree)]
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    holders += [(f"{node.name}.", node) for node in classes if not node.name.startswith("_")]
+    for prefix, holder in holders:
+        for node in holder.body:
+            if isinstance(node, Function) and _is_public(node.name):
+                arguments = node.args
+                every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+                every += [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
+                if any(_mentions(t, vague) for t in [*(a.annotation for a in every), node.returns]):
+                    found.append(prefix + node.name)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                name = node.target.id
+                if _is_public(name) and name not in aliases and _mentions(node.annotation, vague):
+                    found.append(prefix + name)
     return found
 
 
-def measured() -> tuple[dict[str, Any], dict[str, float]]:
+def _is_public(name: str) -> bool:
+    return not name.startswith("_") or (name.startswith("__") and name.endswith("__"))
+
+
+def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names assigned at the top of a module, and their values."""
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                yield name, value
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                yield name, value
+
+
+def _mentions(node: ast.AST | None, names: set[str]) -> bool:
+    """Return whether an expression uses one of the names, also where it is quoted."""
+    for each in ast.walk(node) if node is not None else ():
+        if isinstance(each, ast.Name | ast.Attribute) and _name(each) in names:
+            return True
+        if isinstance(each, ast.Constant) and names & set(re.findall(r"\w+", f"{each.value}")):
+            return True
+    return False
+
+
+def _name(node: ast.AST) -> str:
+    """Return the last part of a name: "FileStore" of `files.FileStore`."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""
+
+
+# ------------------------------------------------------------------- stores
+
+
+def classes_of_stores(found: Iterable[Source]) -> set[str]:
+    """Return the names of the concrete stores: what has `put`, `get` and `open`, or inherits it."""
+    classes = {
+        node.name: node
+        for source in found
+        if source.path.startswith(OF_STORES)
+        for node in source.tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    stores = {"Store"}
+    while True:
+        more = {
+            name
+            for name, node in classes.items()
+            if {"put", "get", "open"} <= {n.name for n in node.body if isinstance(n, Function)}
+            or stores & {_name(base) for base in node.bases}
+        }
+        if more <= stores:
+            return stores - {"Store"}
+        stores |= more
+
+
+_ASKING = ("isinstance", "issubclass")
+
+
+def isinstance_of_stores(path: str, tree: ast.AST, stores: set[str]) -> list[str]:
+    """Return where a module outside of the stores' folders asks for the class of a store."""
+    if path.startswith(OF_STORES):
+        return []
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=func, args=[_, kinds]) if _name(func) in (
+                "isinstance",
+                "issubclass",
+            ):
+                asked = _mentions(kinds, stores)
+            case ast.MatchClass(cls=cls):
+                asked = _mentions(cls, stores)
+            case ast.Compare(left=ast.Call(func=func), comparators=kinds) if _name(func) == "type":
+                asked = any(_mentions(kind, stores) for kind in kinds)
+            case _:
+                continue
+        if asked:
+            line = node.cls.lineno if isinstance(node, ast.MatchClass) else node.lineno
+            found.append(f"{path}:{line}")
+    return found
+
+
+def getattr_of_stores(path: str, tree: ast.AST) -> list[str]:
+    """Return where a module outside of the stores' folders asks what a store may lack."""
+    if path.startswith(OF_STORES):
+        return []
+    return [
+        f"{path}:{node.lineno}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and _name(node.func) in ("getattr", "hasattr")
+        and len(node.args) > 1
+        and isinstance(node.args[1], ast.Constant)
+        and any("store" in _name(part).lower() for part in ast.walk(node.args[0]))
+    ]
+
+
+# ------------------------------------------------------------------- all of it
+
+Samples = dict[str, dict[str, int] | list[str] | list[list[str]]]
+
+
+def measured() -> tuple[Samples, dict[str, float]]:
     """Return what was found, and the figures."""
-    texts = sources(PACKAGE)
-    trees = {path.relative_to(PACKAGE).as_posix(): ast.parse(text) for path, text in texts.items()}
-    modules = {_module(name): (tree, name.endswith("__init__.py")) for name, tree in trees.items()}
-    lines = {
-        path.relative_to(PACKAGE).as_posix(): len(text.splitlines()) for path, text in texts.items()
-    }
+    found = sources(PACKAGE)
     lengths = {
-        f"{name}:{function.name}": lines_of(function)
-        for name, tree in trees.items()
-        for function in functions(tree)
+        f"{source.path}:{function.lineno} {name}": lines_of(function)
+        for source in found
+        for name, function in functions(source.tree)
     }
-    graph = imports(modules)
-    folders: dict[str, set[str]] = defaultdict(set)
-    for name, targets in graph.items():
-        for target in targets:
-            one, other = name.split(".")[1:2], target.split(".")[1:2]
-            if one and other and one != other:
-                folders[one[0]].add(other[0])
-    both = sorted(
-        {tuple(sorted((a, b))) for a, bs in folders.items() for b in bs if a in folders.get(b, ())}
-    )
-    stores = {
-        node.name
-        for name, tree in trees.items()
-        if name.startswith(OF_STORES)
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name.endswith("Store") and node.name != "Store"
-    }
-    kinds = [x for n, t in trees.items() for x in isinstance_of_stores(n, t, stores)]
-    anys = [f"{name}:{x}" for name, tree in trees.items() for x in public_any(tree)]
-    in_tests = sum(len(text.splitlines()) for text in sources(ROOT / "tests").values())
-    samples = {
-        "long_files": {n: k for n, k in sorted(lines.items()) if k > MOST_LINES},
+    graph = imports({source.module: (source.tree, source.is_package) for source in found})
+    stores = classes_of_stores(found)
+    samples: Samples = {
+        "long_files": long_files(PACKAGE, "*.py"),
+        "long_benchmarks": long_files(ROOT / "benchmarks", "*.py"),
+        "long_c_files": long_files(PACKAGE, "*.[ch]"),
         "long_functions": {n: k for n, k in lengths.items() if k > MOST_LINES_OF_A_FUNCTION},
         "import_cycles": cycles(graph),
-        "same_level_imports": both,
-        "public_any": anys,
-        "isinstance_of_stores": kinds,
+        "same_level_imports": same_level(graph),
+        "public_any": [f"{s.path}:{name}" for s in found for name in public_any(s.tree)],
+        "isinstance_of_stores": [
+            x for s in found for x in isinstance_of_stores(s.path, s.tree, stores)
+        ],
+        "getattr_of_stores": [x for s in found for x in getattr_of_stores(s.path, s.tree)],
     }
-    ratios = {
-        "files": len(lines),
-        "median_lines": statistics.median(k for k in lines.values() if k > 1),
-        "files_over_400": len(samples["long_files"]),
-        "functions_over_60": len(samples["long_functions"]),
+    in_package = sum(source.lines for source in found)
+    in_tests = sum(lines_of_files(ROOT / "tests", "*.py").values())
+    names = {"long_files": "files_over_400", "long_functions": "functions_over_60"}
+    figures: dict[str, float] = {
+        "files": len(found),
+        # An `__init__.py` of one line is its docstring.
+        "median_lines": statistics.median(s.lines for s in found if s.lines > 1),
         "longest_function": max(lengths.values()),
-        "import_cycles": len(samples["import_cycles"]),
-        "same_level_imports": len(both),
-        "public_any": len(anys),
-        "isinstance_of_stores": len(kinds),
-        "share_of_source_in_tests": in_tests / (in_tests + sum(lines.values())),
+        **{names.get(what, what): len(each) for what, each in samples.items()},
+        "share_of_source_in_tests": in_tests / (in_tests + in_package),
     }
-    return samples, ratios
-
-
-def _module(name: str) -> str:
-    """Return the dotted name of a file of the package."""
-    parts = ["multistage", *name.removesuffix(".py").split("/")]
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return samples, figures
 
 
 def main() -> None:
+    """Print what was found, and write it where `--json` says."""
     args = options(__doc__).parse_args()
-    samples, ratios = measured()
+    samples, figures = measured()
     for what, found in samples.items():
-        if isinstance(found, dict):
-            for name, count in found.items():
-                print(f"{what}: {name} {count}")
-        else:
-            for name in found:
-                print(f"{what}: {name}")
-    finish(args, "house", samples, ratios)
+        for name in found:
+            more = found[name] if isinstance(found, dict) and isinstance(name, str) else ""
+            print(f"{what}: {name} {more}".rstrip())
+    finish(args, "house", dict(samples), figures)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `benchmarks.house` counts, on small sources, and what it says of the package."""
+"""What `benchmarks.house` counts, on small sources; and the bars that the package keeps."""
 
 from __future__ import annotations
 
@@ -15,36 +15,68 @@ def tree(text: str) -> ast.Module:
 
 
 def test_lines_of_a_function_without_its_docstring() -> None:
-    function = next(
-        house.functions(
-            tree('''
+    (found,) = house.functions(
+        tree('''
+            @decorated
             def f():
                 """Two
                 lines."""
                 x = 1
                 return x
             ''')
-        )
     )
-    assert house.lines_of(function) == 3
+    assert (found[0], house.lines_of(found[1])) == ("f", 3)
+
+
+def test_functions_of_one_name_are_counted_each() -> None:
+    found = house.functions(
+        tree("""
+        class A:
+            def f(self):
+                def inner(): ...
+        if x:
+            def f(): ...
+        """)
+    )
+    assert [name for name, _ in found] == ["A.f", "A.f.inner", "f"]
 
 
 def test_any_in_public_signatures_alone() -> None:
     found = house.public_any(
         tree("""
+        import typing as t
         from typing import Any
         def f(a: int) -> list[Any]: ...
         def _f(a: Any): ...
         def g(*a: Any): x: Any = 1
         def h(a: int): y: Any = a
+        def quoted(a: "dict[str, Any]"): ...
+        def literal(a: Literal["any thing"]): ...
+        def attribute(a: t.Any): ...
         class C:
+            field: Any
+            _field: Any
+            def __init__(self, k: Any): ...
             def m(self, *, k: dict[str, Any]): ...
             def _m(self, k: Any): ...
         class _D:
             def m(self, k: Any): ...
         """)
     )
-    assert found == ["f", "g", "C.m"]
+    assert found == ["f", "g", "quoted", "attribute", "C.field", "C.__init__", "C.m"]
+
+
+def test_an_alias_of_any_is_found_where_it_is_used() -> None:
+    found = house.public_any(
+        tree("""
+        Step = Callable[..., Any]
+        _Hidden: TypeAlias = "Callable[[Any], int]"
+        plain = [Any]
+        def f(step: Step): ...
+        def g(hidden: _Hidden): ...
+        """)
+    )
+    assert found == ["Step", "f", "g"]
 
 
 def test_imports_are_those_that_run() -> None:
@@ -52,22 +84,87 @@ def test_imports_are_those_that_run() -> None:
         {
             "p": (tree("from .a import f"), True),
             "p.a": (tree("def f():\n    from . import b"), False),
-            "p.b": (tree("if TYPE_CHECKING:\n    from .a import f\nimport p.c.d"), False),
+            "p.b": (
+                tree("if TYPE_CHECKING:\n    from .a import f\nelse:\n    import p.c.d"),
+                False,
+            ),
             "p.c": (tree(""), True),
-            "p.c.d": (tree("from ..a import f\nfrom other import p"), False),
+            "p.c.d": (tree("importlib.import_module('p.a')\nfrom other import p"), False),
         }
     )
     assert graph == {"p": {"p.a"}, "p.a": {"p.b"}, "p.b": {"p.c.d"}, "p.c.d": {"p.a"}}
     assert house.cycles(graph) == [["p.a", "p.b", "p.c.d"]]
 
 
-@pytest.mark.parametrize("name, found", [("reversal.py", ["reversal.py:1"]), ("backends/a.py", [])])
-def test_checks_for_a_concrete_store_outside_of_stores(name: str, found: list[str]) -> None:
-    code = tree("isinstance(x, (int, FileStore))\nisinstance(x, Store)")
-    assert house.isinstance_of_stores(name, code, {"FileStore"}) == found
+def test_folders_that_import_each_other_at_any_depth() -> None:
+    graph = {
+        "p.q.a.x": {"p.q.b"},
+        "p.q.b": {"p.q.a.y", "p.r"},
+        "p.r": {"p.s.t"},
+        "p.s.u": {"p.s"},
+        "p.s": {"p.s.u"},
+    }
+    assert house.cycles(graph) == [["p.s", "p.s.u"]]
+    assert house.same_level(graph) == [["p.q.a", "p.q.b"], ["p.s.__init__", "p.s.u"]]
 
 
-def test_no_two_folders_of_the_package_import_each_other() -> None:
-    samples, ratios = house.measured()
-    assert ratios["same_level_imports"] == 0, samples["same_level_imports"]
-    assert ratios["files"] > 200 and ratios["longest_function"] > 20
+STORES = {"FileStore", "Odd"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "isinstance(x, (int, FileStore))",
+        "isinstance(x, backends.FileStore | int)",
+        "issubclass(X, Odd)",
+        "type(x) is FileStore",
+        "match x:\n    case FileStore(): ...",
+    ],
+)
+@pytest.mark.parametrize("path, found", [("reversal.py", 1), ("backends/a.py", 0)])
+def test_checks_for_a_concrete_store_outside_of_stores(code: str, path: str, found: int) -> None:
+    assert len(house.isinstance_of_stores(path, tree(code), STORES)) == found
+
+
+def test_checks_for_the_protocol_are_none() -> None:
+    code = tree("isinstance(x, Store)\ntype(x) is int\nisinstance(FileStore(), int)")
+    assert house.isinstance_of_stores("reversal.py", code, STORES) == []
+
+
+def test_attributes_that_a_store_may_lack() -> None:
+    code = tree("getattr(self.store, 'notes', list)\ngetattr(x, 'notes')\nhasattr(stores[0], 'a')")
+    assert house.getattr_of_stores("a.py", code) == ["a.py:1", "a.py:3"]
+
+
+def test_classes_of_stores_are_known_by_their_methods_or_bases() -> None:
+    methods = "def put(s): ...\n    def get(s): ...\n    def open(s): ..."
+    code = tree(
+        f"class Store(Protocol):\n    {methods}\nclass Odd:\n    {methods}\n"
+        "class FileStore(streamed.Odd): ...\nclass Mine(Store): ...\nclass Other: ..."
+    )
+    found = house.classes_of_stores([house.Source("backends/a.py", code, 9)])
+    assert found == {"Odd", "FileStore", "Mine"}
+    assert house.classes_of_stores([house.Source("model/a.py", code, 9)]) == set()
+
+
+# What is not yet as it should be; a bar is only ever lowered.
+BARS = {
+    "files_over_400": 35,
+    "longest_function": 172,
+    "functions_over_60": 19,
+    "import_cycles": 1,
+    "same_level_imports": 1,
+    "public_any": 397,
+    "isinstance_of_stores": 9,
+    "getattr_of_stores": 2,
+    "median_lines": 211,
+}
+
+
+def test_the_package_keeps_its_bars() -> None:
+    samples, figures = house.measured()
+    assert figures["files"] > 200 and figures["longest_function"] > 20  # it is the package
+    for what, bar in BARS.items():
+        assert figures[what] <= bar, f"{what}: {samples.get(what, '')}"
+    stores = house.classes_of_stores(house.sources(house.PACKAGE))
+    assert {"FileStore", "PinnedStore", "DurableStore"} <= stores

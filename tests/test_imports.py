@@ -6,11 +6,13 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import multistage
+from benchmarks import house
 
 ROOT = Path(multistage.__file__).parent
 
@@ -90,6 +92,69 @@ def test_imports_inside_of_torch_point_one_way(folder: str) -> None:
     for path in paths:
         later = imports_of(path, ("multistage", "torch")) - allowed
         assert not later, f"{folder}/{path.name} imports {later}, which come later"
+
+
+@cache
+def sources() -> list[house.Source]:
+    return house.sources(ROOT)
+
+
+def graph_of(changed: str = "", line: str = "") -> dict[str, set[str]]:
+    """Which modules each module imports when it runs, with a line added to one."""
+    trees = {}
+    for source in sources():
+        more = ast.parse(line).body if source.module == f"multistage.{changed}" else []
+        trees[source.module] = ast.Module([*source.tree.body, *more], []), source.is_package
+    return house.imports(trees)
+
+
+# Broken up with the front doors of PyTorch; nothing may be added.
+KNOWN = [["multistage.torch.chain", "multistage.torch.sequential"]]
+
+
+def test_no_circle_of_imports_at_any_depth() -> None:
+    graph = graph_of()
+    assert len(graph) > 200
+    assert [circle for circle in house.cycles(graph) if circle not in KNOWN] == []
+    assert [circle for circle in house.same_level(graph) if circle not in KNOWN] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "circle"),
+    [
+        # Of two modules of one folder, inside of a function.
+        ("planners.chain.table", "def f(): from .plan import ChainPlan", "planners.chain.plan"),
+        ("view.chart", "import multistage.view.svg", "view.svg"),
+        ("view.chart", "importlib.import_module('multistage.view.svg')", "view.svg"),
+        # Of a folder and its own `__init__`.
+        ("planners.uniform", "from . import PLANNERS", "planners"),
+    ],
+)
+def test_a_circle_of_modules_that_is_put_in_is_found(module: str, line: str, circle: str) -> None:
+    (found,) = (each for each in house.cycles(graph_of(module, line)) if each not in KNOWN)
+    assert {f"multistage.{module}", f"multistage.{circle}"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "circle"),
+    [
+        ("planners.single.store_all", "from ..streaming import online", ("single", "streaming")),
+        (
+            "torch.tensors.streams",
+            "from ..environment import random_state",
+            ("tensors", "environment"),
+        ),
+    ],
+)
+def test_a_circle_of_folders_that_is_put_in_is_found(
+    module: str, line: str, circle: tuple[str, str]
+) -> None:
+    """Though no two modules import each other."""
+    graph = graph_of(module, line)
+    assert [each for each in house.cycles(graph) if each not in KNOWN] == []
+    (found,) = (each for each in house.same_level(graph) if each not in KNOWN)
+    folder = module.split(".")[0]
+    assert {f"multistage.{folder}.{name}" for name in circle} <= set(found)
 
 
 def test_every_place_in_the_order_is_taken() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
 from ..actions import Action, Answer, Schedule
 from ..errors import ArgumentError
@@ -16,6 +16,23 @@ if TYPE_CHECKING:
     from ..model.stages import StageCosts
     from ..model.tier import Tier
     from ..schedule.simulation import Jitter, Simulation
+
+
+Subject = Literal["schedule", "timeline", "trade-off"]
+Reader: TypeAlias = "Callable[[Mapping[str, object]], Plan]"
+
+
+class Pictures(Protocol):
+    """What draws plans and writes their pages; `multistage.planners.pictures.plans` does."""
+
+    def draw_plan(self, plan: Plan, path: str | Path, subject: Subject) -> None:
+        """Draw a picture of a plan to a file."""
+
+    def save_plan(self, plan: Plan, path: str | Path) -> None:
+        """Write a plan as a page, or as JSON."""
+
+    def plan_html(self, plan: Plan) -> str:
+        """Return a plan for a notebook's cell."""
 
 
 class Plan:
@@ -70,6 +87,10 @@ class Plan:
 
     FORMAT: ClassVar[str]
     UNIT: ClassVar[str]
+
+    # What takes modules that import plans; see `enter`.
+    _readers: ClassVar[Mapping[type[Plan], Reader]]
+    _pictures: ClassVar[Pictures]
 
     costs: Costs | StageCosts
     makespan_s: float
@@ -158,10 +179,6 @@ class Plan:
         """Return the plan as plain data, for JSON; `from_dict` reads it back."""
         raise NotImplementedError
 
-    @classmethod
-    def _read(cls, data: Mapping[str, Any]) -> Plan:
-        raise NotImplementedError
-
     # What follows from that.
 
     @property
@@ -181,7 +198,7 @@ class Plan:
         return f"{self.planner}: {self.n_steps} {self.UNIT}"
 
     @classmethod
-    def from_dict(cls, data: Any) -> Self:
+    def from_dict(cls, data: object) -> Self:
         """Return the plan that `to_dict` described, of either kind.
 
         What the data says of times and memory does not count: a plan of steps that are alike is
@@ -196,20 +213,18 @@ class Plan:
         ScheduleError
             Naming the first action of a chain that is illegal or exceeds `memory_bytes`.
         """
-        from .chain.plan import ChainPlan
-        from .uniform import UniformPlan
-
-        kinds = [kind for kind in (UniformPlan, ChainPlan) if issubclass(kind, cls)]
-        for kind in kinds:
+        readers = {kind: read for kind, read in cls._readers.items() if issubclass(kind, cls)}
+        for kind, read in readers.items():
             if isinstance(data, dict) and data.get("format") == kind.FORMAT:
-                found = kind._read(data)
+                found = read(data)
                 assert isinstance(found, cls)
                 return found
-        formats = " or ".join(repr(kind.FORMAT) for kind in kinds)
+        formats = " or ".join(repr(kind.FORMAT) for kind in readers)
         raise ArgumentError(f"no plan: 'format' must be {formats}")
 
     @classmethod
-    def _require(cls, data: Mapping[str, Any], names: Sequence[str]) -> None:
+    def require(cls, data: Mapping[str, object], names: Sequence[str]) -> None:
+        """Raise ArgumentError unless the data of a plan has all of these names."""
         for name in names:
             if name not in data:
                 raise ArgumentError(f"no plan of {cls.UNIT}: {name!r} is missing")
@@ -236,14 +251,12 @@ class Plan:
         ArgumentError
             For another suffix.
         """
-        from .pictures.plans import save_plan
-
-        save_plan(self, path)
+        self._pictures.save_plan(self, path)
 
     def picture(
         self,
         path: str | Path,
-        what: Literal["schedule", "timeline", "trade-off"] = "schedule",
+        what: Subject = "schedule",
     ) -> None:
         """Draw the plan to a file; the suffix chooses the format.
 
@@ -262,14 +275,10 @@ class Plan:
             If matplotlib is needed and not installed; for an unknown suffix or
             subject; for uniform schedules of more than 20 000 steps.
         """
-        from .pictures.plans import draw_plan
-
-        draw_plan(self, path, what)
+        self._pictures.draw_plan(self, path, what)
 
     def _repr_html_(self) -> str:
-        from .pictures.plans import plan_html
-
-        return plan_html(self)
+        return self._pictures.plan_html(self)
 
     def __str__(self) -> str:
         return "\n".join([self.summary(), *self.details()])
@@ -281,3 +290,12 @@ def gap_of(makespan_s: float, bound_s: float) -> float:
         return 0.0 if not makespan_s else math.inf
     gap = makespan_s / bound_s - 1
     return gap if abs(gap) > 1e-12 else 0.0  # rounding is no gap
+
+
+def enter(readers: Mapping[type[Plan], Reader], pictures: Pictures) -> None:
+    """Give plans what reads each kind from data, and what draws them.
+
+    Planners import plans, so plans import no planner; `multistage.planners` calls this once.
+    """
+    Plan._readers = readers
+    Plan._pictures = pictures

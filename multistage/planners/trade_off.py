@@ -9,7 +9,7 @@ from ..errors import ArgumentError, BudgetError
 from ..model.costs import Costs
 from ..support.progress import counting
 from ..support.values import several, shown, whole
-from . import PLANNERS, RANKED
+from .ranking import PLANNERS, RANKED
 from .uniform import UniformPlan, require_costs, require_steps
 
 

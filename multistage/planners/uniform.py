@@ -16,7 +16,7 @@ from ..model.costs import Costs
 from ..model.tier import Tier
 from ..schedule.simulation import Jitter, Simulation, simulate
 from ..support.units import format_bytes, format_seconds
-from ..support.values import shown, whole
+from ..support.values import shown
 from .base import Plan, gap_of
 from .bound import lower_bound
 
@@ -215,29 +215,6 @@ class UniformPlan(Plan):
             "parameters": dict(self.parameters),
             "note": self.note,
         }
-
-    @classmethod
-    def _read(cls, data: Mapping[str, Any]) -> UniformPlan:
-        """Return the plan that `to_dict` described, planned anew.
-
-        A schedule of steps that are alike follows from its planner, costs, slots and number
-        of steps; nothing else in the data counts.
-        """
-        from . import PLANNERS, plan
-
-        cls._require(data, ("planner", "costs", "slots", "n_steps"))
-        planner, costs = data["planner"], Costs.from_dict(data["costs"])
-        slots, n_steps = whole(data["slots"], "slots"), whole(data["n_steps"], "n_steps", 1)
-        if not isinstance(planner, str) or planner not in PLANNERS:
-            raise ArgumentError(
-                f"planner {shown(planner)} is none of {', '.join(PLANNERS)}; "
-                "its schedule is not in the file"
-            )
-        if data.get("candidates"):
-            found = plan(costs, f"{slots} slots", n_steps, progress=False)
-            if found.planner == planner:
-                return found
-        return PLANNERS[planner](costs, slots, n_steps)
 
     def summary(self) -> str:
         """Return the plan in one line."""

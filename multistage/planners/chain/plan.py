@@ -291,23 +291,6 @@ class ChainPlan(Plan):
             "actions": actions_to_lists(self.actions),
         }
 
-    @classmethod
-    def _read(cls, data: Mapping[str, Any]) -> ChainPlan:
-        """Return the plan that `to_dict` described, its schedule judged anew."""
-        cls._require(data, _READ)
-        strategies = get_args(Strategy)
-        if data["strategy"] not in strategies:
-            raise ArgumentError(
-                f"strategy {shown(data['strategy'])} is not known; it is one of {strategies}"
-            )
-        costs = StageCosts.from_dict(data["costs"])
-        tier = None if data["tier"] is None else Tier.from_dict(data["tier"])
-        limit = data["memory_bytes"]
-        limit = None if limit is None else whole(limit, "memory_bytes")
-        actions = actions_from_lists(data["actions"])
-        known = {name: _seconds(data[name], name) for name in _KNOWN}
-        return cls.judged(data["strategy"], costs, limit, actions, tier, **known)
-
     def summary(self) -> str:
         """Return the plan in one line."""
         limit = "no limit" if self.memory_bytes is None else format_bytes(self.memory_bytes)
@@ -366,6 +349,32 @@ class ChainPlan(Plan):
                 f"tapes given up in the last run, as their writes were late: {self.given_up}"
             )
         return [*beside, stages]
+
+
+def read_chain(data: Mapping[str, object]) -> ChainPlan:
+    """Return the plan that `ChainPlan.to_dict` described, its schedule judged anew.
+
+    Raises
+    ------
+    ArgumentError
+        Naming what is missing or wrong.
+    ScheduleError
+        Naming the first action that is illegal or exceeds `memory_bytes`.
+    """
+    ChainPlan.require(data, _READ)
+    strategies: tuple[Strategy, ...] = get_args(Strategy)
+    strategy = next((known for known in strategies if known == data["strategy"]), None)
+    if strategy is None:
+        raise ArgumentError(
+            f"strategy {shown(data['strategy'])} is not known; it is one of {strategies}"
+        )
+    costs = StageCosts.from_dict(data["costs"])
+    tier = None if data["tier"] is None else Tier.from_dict(data["tier"])
+    limit = data["memory_bytes"]
+    limit = None if limit is None else whole(limit, "memory_bytes")
+    actions = actions_from_lists(data["actions"])
+    seconds = {name: _seconds(data[name], name) for name in _KNOWN}
+    return ChainPlan.judged(strategy, costs, limit, actions, tier, **seconds)
 
 
 def store_all(costs: StageCosts) -> list[Action]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ...errors import ArgumentError
 from ...support.units import format_bytes, format_seconds
 from ...view import page, save_chart, save_text
 from ...view.chart import Chart
 from ...view.timeline import timeline_chart
+from ..base import Subject
+from ..chain.heterogeneous import memory_curve
 from ..chain.plan import ChainPlan
+from ..ranking import PLANNERS, RANKED
+from ..trade_off import trade_off
 from ..uniform import UniformPlan
 from .schedule import MOST_STEPS, course_of, schedule_chart
 from .trade_off import chain_trade_off_chart, trade_off_chart
@@ -20,8 +24,7 @@ if TYPE_CHECKING:
     from ...schedule.simulation import Simulation
     from ..base import Plan
 
-Subject = Literal["schedule", "timeline", "trade-off"]
-SUBJECTS: tuple[Subject, ...] = ("schedule", "timeline", "trade-off")
+SUBJECTS: tuple[Subject, ...] = get_args(Subject)
 # Longest problem whose trade-off is part of a page: some seconds of planning.
 _CURVE_STEPS = 1_000
 # Longest schedule that is drawn in a notebook unasked: some 30 ms and 30 kB.
@@ -56,13 +59,9 @@ def run_chart(plan: Plan, run: Simulation, title: str = "") -> Chart:
 def _trade_off(plan: Plan) -> Chart:
     """Return time over memory, for a plan and its rivals."""
     if isinstance(plan, UniformPlan):
-        from ..trade_off import trade_off
-
         names = _planners(plan)
         curves = trade_off(plan.costs, plan.n_steps, names, also=plan.slots)
         return trade_off_chart(plan, dict(curves))
-    from ..chain.heterogeneous import memory_curve
-
     assert isinstance(plan, ChainPlan)
     strategies: tuple[Literal["optimal", "revolve"], ...] = ("optimal", "revolve")
     return chain_trade_off_chart(
@@ -72,8 +71,6 @@ def _trade_off(plan: Plan) -> Chart:
 
 def _planners(plan: UniformPlan) -> list[str]:
     """Return the planner and its rivals, those that PLANNERS knows."""
-    from .. import PLANNERS, RANKED
-
     names = [plan.planner, *(rival.planner for rival in plan.candidates), *RANKED]
     return [name for name in dict.fromkeys(names) if name in PLANNERS]
 

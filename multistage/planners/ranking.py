@@ -1,0 +1,193 @@
+"""The planners by name, and the choice between them.
+
+Every planner is a pure function `(costs, slots, n_steps) -> UniformPlan`; `PLANNERS`
+holds them by name, `plan` ranks them by predicted makespan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import wraps
+
+from ..errors import ArgumentError, BudgetError
+from ..model.budget import Budget
+from ..model.costs import Costs
+from ..support.progress import counting
+from ..support.units import format_seconds
+from ..support.values import shown, whole
+from .single.periodic import periodic, recursive
+from .single.revolve import pyrevolve, revolve
+from .single.store_all import store_all
+from .streaming.interval import interval
+from .streaming.online import online
+from .streaming.streaming import streaming
+from .synchronous.hierarchy import disk_revolve, h_revolve, worth_ranking
+from .synchronous.mixed import mixed, worth_trying
+from .synchronous.periodic_disk import periodic_disk
+from .synchronous.stumm_walther import stumm_walther
+from .uniform import Planner, UniformPlan, require_costs, require_steps, sealing
+
+
+def _checked(planner: Planner) -> Planner:
+    """Return the planner with its arguments checked, NumPy's integers made Python's."""
+
+    @wraps(planner)
+    def checked(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+        require_costs(costs)
+        return planner(costs, whole(slots, "slots", 1), n_steps)
+
+    return checked
+
+
+PLANNERS: dict[str, Planner] = {
+    name: sealing(_checked(planner))
+    for name, planner in {
+        "store-all": store_all,
+        "streaming": streaming,
+        "revolve": revolve,
+        "pyrevolve": pyrevolve,
+        "interval": interval,
+        "periodic": periodic,
+        "recursive": recursive,
+        "online": online,
+        "h-revolve": h_revolve,
+        "disk-revolve": disk_revolve,
+        "periodic-disk": periodic_disk,
+        "stumm-walther": stumm_walther,
+        "mixed": mixed,
+    }.items()
+}
+
+# Ranked by "auto".  Of equals the first wins.  pyrevolve is Revolve again, and
+# online pays for what it does not know.  Mixed joins where it is cheap to solve.
+RANKED = ("store-all", "revolve", "streaming", "interval", "periodic", "recursive")
+
+
+def plan(
+    costs: Costs,
+    budget: Budget | int | str,
+    n_steps: int,
+    planner: str = "auto",
+    *,
+    buffer_bytes: int = 0,
+    progress: bool | None = None,
+) -> UniformPlan:
+    """Choose a schedule and predict it.
+
+    Parameters
+    ----------
+    costs : Costs
+        Measured by `multistage.measure`, or assumed.
+    budget : Budget, int or str
+        Fast memory for checkpoints: bytes, `"512 MiB"` or `"32 slots"`.
+    n_steps : int
+        Steps to reverse, at least 1.
+    planner : str
+        A key of `PLANNERS`, or `"auto"` to rank them by predicted makespan.
+    buffer_bytes : int
+        I/O buffers of the tier, taken from a budget in bytes.
+    progress : bool or None
+        Show a bar while planners are ranked; None: where somebody watches.
+
+    Returns
+    -------
+    UniformPlan
+        With `candidates` and `why` when ranked.
+
+    Raises
+    ------
+    ArgumentError
+        For an unknown planner or n_steps < 1.
+    BudgetError
+        When the budget holds not even one state, or too little for `planner`.
+
+    Examples
+    --------
+    >>> from multistage.model.tier import Tier
+    >>> costs = Costs(1e-3, 2e-3, tiers=(Tier("file", 4e-3, 4e-3),))
+    >>> chosen = plan(costs, "20 slots", n_steps=10_000)
+    >>> chosen.planner, round(chosen.recompute_factor, 2)
+    ('streaming', 1.75)
+    """
+    require_costs(costs)
+    room = whole(buffer_bytes, "buffer_bytes")
+    slots = Budget.parse(budget).slots_for(costs.state_bytes, room)
+    n = require_steps(n_steps, planner)
+    if not isinstance(planner, str) or planner != "auto":
+        if not isinstance(planner, str) or planner not in PLANNERS:
+            raise ArgumentError(
+                f"planner {shown(planner)} is not known; "
+                f"choose 'auto' or one of {', '.join(PLANNERS)}"
+            )
+        return PLANNERS[planner](costs, slots, n)
+    plans: list[UniformPlan] = []
+    refused: list[str] = []
+    names = (
+        *RANKED,
+        *(("mixed",) if worth_trying(costs, slots, n) else ()),
+        *_over_tiers(costs, slots, n),
+    )
+    with counting("planning", len(names), progress, " planners") as tick:
+        for name in names:
+            try:
+                plans.append(PLANNERS[name](costs, slots, n))
+            except BudgetError as error:
+                refused.append(f"Left out: {error}.")
+            tick(name)
+    plans.sort(key=lambda candidate: candidate.makespan_s)
+    best = plans[0]
+    return replace(best, candidates=tuple(plans), why="\n".join([_why(plans), *refused]))
+
+
+def _over_tiers(costs: Costs, slots: int, n_steps: int) -> tuple[str, ...]:
+    """Return the planners that wait for every transfer, where "auto" ranks them.
+
+    They gain nothing over streaming on its one tier; over several they may.
+    """
+    if len(costs.tiers) < 2:
+        return ()
+    solved = worth_ranking(costs, slots, n_steps)
+    return (*(("h-revolve", "stumm-walther") if solved else ()), "periodic-disk")
+
+
+def _why(plans: list[UniformPlan]) -> str:
+    best = plans[0]
+    if len(plans) == 1:
+        return f"Chosen: {best.planner}, the only planner that fits the budget."
+    second = plans[1]
+    faster = 0.0 if second.makespan_s == best.makespan_s else math.inf
+    if best.makespan_s:
+        faster = second.makespan_s / best.makespan_s - 1
+    head = f"Chosen: {best.planner}, the shortest predicted makespan"
+    if faster < 1e-9:
+        return f"{head} (equal to {second.planner})."
+    saved = format_seconds(second.makespan_s - best.makespan_s)
+    return f"{head}: {saved} ({100 * faster:.2g} %) less than {second.planner}."
+
+
+def read_uniform(data: Mapping[str, object]) -> UniformPlan:
+    """Return the plan that `UniformPlan.to_dict` described, planned anew.
+
+    The schedule of a `UniformPlan` follows from its planner, costs, slots and number of
+    steps; nothing else in the data counts.
+
+    Raises
+    ------
+    ArgumentError
+        Naming what is missing or wrong; for a planner that is none of `PLANNERS`.
+    """
+    UniformPlan.require(data, ("planner", "costs", "slots", "n_steps"))
+    planner, costs = data["planner"], Costs.from_dict(data["costs"])
+    slots, n_steps = whole(data["slots"], "slots"), whole(data["n_steps"], "n_steps", 1)
+    if not isinstance(planner, str) or planner not in PLANNERS:
+        raise ArgumentError(
+            f"planner {shown(planner)} is none of {', '.join(PLANNERS)}; "
+            "its schedule is not in the file"
+        )
+    if data.get("candidates"):
+        found = plan(costs, f"{slots} slots", n_steps, progress=False)
+        if found.planner == planner:
+            return found
+    return PLANNERS[planner](costs, slots, n_steps)
