@@ -43,7 +43,8 @@ from .planners.streaming.resumed import durable_online_schedule, durable_plan, r
 from .planners.uniform import require_steps, sealing
 from .report import Report, TierUse, seen_costs
 from .schedule.rules import Rules
-from .states.slots import ArrayStates, States
+from .states.arrays import ArrayStates
+from .states.slots import States
 from .support.free_memory import default_budget_bytes
 from .support.interrupts import Shield
 from .support.progress import Bars

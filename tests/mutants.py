@@ -259,9 +259,14 @@ MUTANTS = (
         "if other is not None and best < start:",
         EXECUTE,
     ),
-    _of("states/slots.py", "            if not flags.owndata:", "            if False:", OWNERSHIP),
+    _of(
+        "states/references.py",
+        "            if not flags.owndata:",
+        "            if False:",
+        OWNERSHIP,
+    ),
     # what keeps states, tapes and adjoints apart, and budgets and runs from each other
-    _of("states/slots.py", "return made.copy() if type", "return made if type", OWNERSHIP),
+    _of("states/references.py", "return made.copy() if type", "return made if type", OWNERSHIP),
     _of("states/sharing.py", 'return "shares memory with the state"', 'return ""', OWNERSHIP),
     _of(
         "execute/executor.py",

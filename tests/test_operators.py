@@ -15,9 +15,9 @@ from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS
 from multistage.reversal import Reversal
+from multistage.states.arrays import ArrayStates
 from multistage.states.layout import Layout
 from multistage.states.sharing import Frozen
-from multistage.states.slots import ArrayStates
 
 N = 41
 

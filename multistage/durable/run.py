@@ -41,8 +41,8 @@ from ..errors import ArgumentError, CheckpointWarning, StateError, StoreError
 from ..execute.executor import Resumed
 from ..model.chain import Chain
 from ..model.costs import Costs
+from ..states.arrays import ArrayStates
 from ..states.layout import Array
-from ..states.slots import ArrayStates
 from ..version import __version__
 from .agreement import Found, Pace, agree
 from .folder import LAST, LEFTOVERS, LOCK, RUN, Folder

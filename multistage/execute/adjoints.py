@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..actions import Reverse
-from ..states.slots import Kept, apart_from
+from ..states.apart import apart_from
+from ..states.slots import Kept
 from .accounts import illegal, reach, weigh_beside
 
 if TYPE_CHECKING:

@@ -38,7 +38,9 @@ from ..errors import MultistageError, ScheduleError
 from ..model.chain import Chain
 from ..schedule.rules import Rules, each_judged
 from ..schedule.timeline import Timeline
-from ..states.slots import ArrayStates, Slots, StateLayout, States, apart_from, overwritten
+from ..states.apart import apart_from
+from ..states.arrays import ArrayStates
+from ..states.slots import Slots, StateLayout, States, overwritten
 from ..states.tapes import own_bytes
 from ..support import switching
 from ..support.interrupts import Shield

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..errors import StateError
 from ..model.chain import Chain
-from ..states.slots import InPlace, Kept, StateLayout
+from ..states.in_place import InPlace
+from ..states.slots import Kept, StateLayout
 from ..support.step_sets import StepSet
 from .metered import LargerThanPlanned
 from .sweep import Sweep

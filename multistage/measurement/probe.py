@@ -41,8 +41,10 @@ from ..model.costs import NOT_KEPT, Costs
 from ..model.tier import Tier
 from ..planners.single.revolve import revolve_schedule
 from ..planners.streaming.sweep import Sweep
+from ..states.arrays import ArrayStates
+from ..states.in_place import InPlace
 from ..states.layout import Array, Layout
-from ..states.slots import ArrayStates, InPlace, Kept, Slots, States, overwritten
+from ..states.slots import Kept, Slots, States, overwritten
 from ..states.tapes import own_bytes
 from ..support.progress import counting
 

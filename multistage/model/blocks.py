@@ -24,8 +24,10 @@ import operator
 from typing import Any, Generic, TypeVar, cast
 
 from ..errors import ArgumentError
+from ..states.apart import apart_from
+from ..states.arrays import ArrayStates
 from ..states.layout import Layout
-from ..states.slots import ArrayStates, Kept, Slots, apart_from, no_adjoint
+from ..states.slots import Kept, Slots, no_adjoint
 from .chain import Chain
 
 State = TypeVar("State")

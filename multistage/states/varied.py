@@ -22,9 +22,12 @@ import numpy as np
 import optree
 
 from ..errors import StateError
+from .apart import apart_from
+from .in_place import InPlace, put_back, replaced
 from .layout import Array, Layout, Packing, packed
+from .references import References
 from .sharing import Frozen, Memory
-from .slots import InPlace, Kept, References, Slots, apart_from, put_back, replaced
+from .slots import Kept, Slots
 from .strides import alike, c_strides, duplicate, room
 
 Adjoint = TypeVar("Adjoint")

@@ -16,8 +16,8 @@ from multistage.model.chain import FunctionChain
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.reversal import Reversal
+from multistage.states.arrays import ArrayStates
 from multistage.states.layout import Array
-from multistage.states.slots import ArrayStates
 
 pytest.importorskip("blosc2")
 pytest.importorskip("zfpy")

@@ -21,8 +21,8 @@ from multistage.model.blocks import Blocks
 from multistage.model.chain import FunctionChain, InPlaceChain
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
+from multistage.states.in_place import InPlace
 from multistage.states.layout import Layout
-from multistage.states.slots import InPlace
 
 
 class Clock:

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import StateError
+from ...states.copies import Copies
 from ...states.layout import Array, Layout
-from ...states.slots import Copies, Kept
+from ...states.slots import Kept
 from .compression import CompressedObject
 from .profiling import Meter
 

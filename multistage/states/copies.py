@@ -1,0 +1,103 @@
+"""Slots that copy: a kept state is copied into pooled arrays, and copied back on load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .layout import Array, Layout
+from .sharing import owner
+from .slots import Kept
+
+Adjoint = TypeVar("Adjoint")
+
+
+class Copies:
+    """Slots that copy arrays, whoever owns them; freed arrays are reused by later checkpoints.
+
+    State 0 is kept once for however many hold it: the caller's copy of it and
+    the checkpoint that most schedules begin with are the same.
+    """
+
+    shared = False
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._pool: list[Sequence[Array]] = []
+        self._own: dict[int, list[Any]] = {}  # id -> [kept, holders]
+        self._first: Kept | None = None
+
+    def keep(self, state: Any, where: int | str) -> Kept:
+        if where == 0 and self._first is not None:
+            self._own[id(self._first)][1] += 1
+            return self._first
+        kept = Kept(where, self._copied(self._live(state, where)))
+        self._own[id(kept)] = [kept, 1]
+        if where == 0:
+            self._first = kept
+        return kept
+
+    def adopt(self, arrays: list[Array], step: int) -> Kept:
+        # Views of a store's buffers take no memory of their own; copies take a slot's.
+        if self._pool and any(owner(array).base is None for array in arrays):
+            self._pool.pop()
+        return Kept(step, arrays)
+
+    def load(self, kept: Kept, live: Any) -> Any:
+        self._copy_back(self._layout.arrays(live, kept.state), kept)
+        return live
+
+    def check(self, live: Any, where: int | str) -> None:
+        """Nothing: the arrays are not the live state's."""
+
+    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+        return Kept(tape, ())  # the operators' own
+
+    def adopt_adjoint(self, adjoint: Adjoint, live: Any) -> Adjoint:
+        return adjoint
+
+    def apart(self, adjoint: Adjoint, live: Any) -> Adjoint:
+        return adjoint
+
+    def release(self, kept: Kept) -> None:
+        entry = self._own.get(id(kept))
+        if entry is None:
+            return  # adopted: a store's
+        entry[1] -= 1
+        if not entry[1]:
+            del self._own[id(kept)]
+            self._recycle(kept)
+            if kept is self._first:
+                self._first = None
+
+    def trim(self) -> None:
+        self._pool.clear()
+
+    def release_all(self) -> None:
+        for kept, _ in self._own.values():
+            self._recycle(kept)
+        self._own.clear()
+        self._first = None
+
+    def _copied(self, arrays: list[Array]) -> Sequence[Any]:
+        copies = self._pool.pop() if self._pool else self._made(arrays)
+        for copy, array in zip(copies, arrays, strict=True):
+            np.copyto(copy, array)
+        return copies
+
+    def _made(self, arrays: list[Array]) -> list[Array]:
+        """Return arrays for copies of these."""
+        return [np.empty_like(array) for array in arrays]
+
+    def _copy_back(self, targets: list[Array], kept: Kept) -> None:
+        for target, array in zip(targets, kept.arrays, strict=True):
+            np.copyto(target, array)
+
+    def _recycle(self, kept: Kept) -> None:
+        self._pool.append(kept.arrays)
+
+    def _live(self, state: Any, where: int | str) -> list[Array]:
+        """Return the arrays to copy from."""
+        return self._layout.arrays(state, where)

@@ -1,0 +1,273 @@
+"""Slots of in-place chains: copies, put back into the tree that steps overwrite."""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import optree
+
+from ..errors import StateError
+from .copies import Copies
+from .layout import Array, Layout
+from .references import keep_tape
+from .sharing import Frozen, Memory, lone_owners, overlap, references
+from .slots import Kept
+from .strides import Geometry, alike, duplicate, geometry, room
+
+Adjoint = TypeVar("Adjoint")
+
+_NOTHING: Any = object()  # no state
+
+
+class InPlace(Copies):
+    """Slots of an in-place chain, whose live state is a tree that steps overwrite.
+
+    Steps find their state in the tree that they are given.  They may write into
+    its arrays, swap them, or put others in their place; a load restores the
+    tree.  Which arrays it may write into is the question: those that the sweep
+    began with, since the caller gave them to be overwritten.  In place of any
+    other a new array is put.  An operator that knows an array by another name
+    too, such as an attribute of its own, would not see that, and an array that
+    is written to elsewhere would change what was restored: arrays that the sweep
+    did not begin with are refused unless nothing else refers to them.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self._frozen = Frozen()
+        self._home: list[Any] = []  # the arrays that the sweep began with
+        self._simple = True  # arrays only, no scalars
+        self._overlap: bool | None = None  # not known yet
+        self._only: Any = _NOTHING  # the array that is the whole state, if it is one
+        self._geometries: list[Geometry] = []  # theirs, and those of the pool
+        self._places: dict[int, int] = {}  # id -> where in `_home`
+        self._memory = Memory(())
+
+    def load(self, kept: Kept, live: Any) -> Any:
+        if live is self._only and type(kept.arrays[0]) is np.ndarray:
+            put_back(live, kept.arrays[0], "")
+            return live
+        leaves = self._leaves(live)
+        if self._is_home(leaves) and all(type(array) is np.ndarray for array in kept.arrays):
+            self._copy_back(leaves, kept)
+            return live
+        for k, value in enumerate(kept.arrays):
+            if type(value) is not np.ndarray:
+                leaves[k] = value
+            elif id(leaves[k]) in self._places and alike(leaves[k], value):
+                put_back(leaves[k], value, self._layout.leaves[k].path)
+            else:
+                leaves[k] = duplicate(value)
+        return replaced(live, self._layout.state(leaves))
+
+    def check(self, live: Any, where: int | str) -> None:
+        if live is not self._only:
+            self._live(live, where)
+        else:
+            self._layout.arrays(live, where)  # a step can set the shape of an array
+
+    def given_back(self, live: Any, kept: Kept) -> bool:
+        """Put the state that the sweep began with back into its tree, whatever that is now.
+
+        For a sweep that a state of another layout has ended: what its arrays were is
+        copied into those of them that are there still, else into new ones.  False if the
+        tree cannot take new ones, as an array or a tuple.
+        """
+        found = optree.tree_leaves(live, none_is_leaf=True)
+        own = list(map(id, self._home))
+        fits = len(found) == len(self._layout.leaves)
+        leaves: list[Any] = []
+        for k, array in enumerate(kept.arrays):
+            leaf: Any = found[k] if fits else None
+            # Any other array may be the operators' own.
+            if id(leaf) == own[k] and (leaf.shape, leaf.dtype) == (array.shape, array.dtype):
+                put_back(leaf, array, self._layout.leaves[k].path)
+                leaves.append(leaf)
+            else:
+                leaves.append(duplicate(array) if type(array) is np.ndarray else array)
+        return replaced(live, self._layout.state(leaves)) is live
+
+    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+        memory = self._memory_of(states[1])
+        return keep_tape(self._frozen, tape, states, memory, f"the tape of step {step}")
+
+    def adopt_adjoint(self, adjoint: Adjoint, live: Any) -> Adjoint:
+        return self._memory_of(live).apart(adjoint, "the adjoint")
+
+    def apart(self, adjoint: Adjoint, live: Any) -> Adjoint:
+        return self._memory_of(live).visibly_apart(adjoint)
+
+    def release(self, kept: Kept) -> None:
+        super().release(kept)
+        if self._frozen.entries:
+            for array in kept.arrays:
+                self._frozen.free(array)
+
+    def release_all(self) -> None:
+        super().release_all()
+        self._frozen.free_all()
+        self._home = []
+        self._only = _NOTHING
+        self._places = {}
+        self._memory = Memory(())
+
+    def _leaves(self, state: Any, where: int | str = "the live state") -> list[Any]:
+        """Return the leaves of a state; those of the first one looked at may be overwritten."""
+        leaves = self._layout.arrays(state, where)
+        if not self._home:
+            self._begin(leaves, self._layout.arrays(state, where))
+        return leaves
+
+    def _begin(self, home: list[Any], again: list[Any]) -> None:
+        for leaf, one, other in zip(self._layout.leaves, home, again, strict=True):
+            if one is not other and type(one) is np.ndarray:
+                raise StateError(
+                    f"leaf {leaf.path} is another array each time the state is looked at; an "
+                    "in-place chain's state must hold the arrays that its steps overwrite"
+                )
+        self._home = home
+        self._simple = all(type(array) is np.ndarray for array in home)
+        self._overlap = None
+        self._only = home[0] if self._simple and self._layout.single is not None else _NOTHING
+        geometries = [geometry(array) for array in home]
+        if geometries != self._geometries:
+            self._geometries = geometries
+            self._pool.clear()  # copies keep the strides: they may decide the last bit
+        self._places = {id(array): k for k, array in enumerate(home)}
+        self._memory = Memory(home)
+
+    def _is_home(self, leaves: list[Any]) -> bool:
+        """Whether a state has the arrays that the sweep began with, each in its place."""
+        return self._simple and all(map(operator.is_, leaves, self._home))
+
+    def _memory_of(self, live: Any) -> Memory:
+        if live is self._only:
+            return self._memory
+        leaves = self._leaves(live)
+        return self._memory if self._is_home(leaves) else Memory(leaves)
+
+    def _live(self, state: Any, where: int | str) -> list[Array]:
+        """Return the arrays to copy from.  Raises StateError if they could not be restored."""
+        leaves = self._leaves(state, where)
+        if not self._is_home(leaves):
+            self._judge(leaves, where)
+        return leaves
+
+    def _judge(self, leaves: list[Any], where: int | str) -> None:
+        """Raise StateError if a leaf was replaced by an array that something else refers to."""
+        if self._overlap is None:
+            self._overlap = overlap(self._home)
+        if self._overlap:
+            raise StateError(
+                f"state {where} has other arrays in place of leaves that share memory with one "
+                "another; such a state must keep the arrays it began with"
+            )
+        found: set[int] = set()
+        views: list[int] = []
+        for k in range(len(leaves)):  # by number: a name would be one more reference
+            if type(leaves[k]) is not np.ndarray:
+                continue
+            place = self._places.get(id(leaves[k]))
+            if place is None:
+                # The tree and the list here.
+                if references(leaves, k) != 2:
+                    raise self._refused(k, where, "another array, which something else refers to")
+                if not leaves[k].flags.owndata:
+                    views.append(k)
+            elif place in found:
+                raise self._refused(k, where, "an array that is another leaf too")
+            else:
+                found.add(place)
+                if place != k and geometry(leaves[k]).strides != self._geometries[k].strides:
+                    raise self._refused(k, where, "another leaf's array, of another memory layout")
+        lone = lone_owners([leaves[k] for k in views]) if views else ()
+        for k in views:
+            if id(leaves[k].base) not in lone:
+                raise self._refused(k, where, "a view of memory that something else refers to")
+
+    def _refused(self, k: int, where: int | str, what: str) -> StateError:
+        path = self._layout.leaves[k].path
+        if not path:
+            return StateError(
+                f"state {where} is another array than the one given; an in-place chain must "
+                "return the state it was given"
+            )
+        return StateError(
+            f"state {where}: leaf {path} was replaced by {what}; an in-place step writes into the "
+            f"arrays of its state, as in state{path}[...] = value, swaps them, or puts new arrays "
+            "in their place that it refers to nowhere else"
+        )
+
+    def _made(self, arrays: list[Array]) -> list[Array]:
+        return [room(array) for array in arrays]
+
+    def _copied(self, arrays: list[Array]) -> Sequence[Any]:
+        if self._is_home(arrays):
+            return super()._copied(arrays)
+        copies: list[Any] = list(self._pool.pop() if self._pool else self._made(self._home))
+        for k, array in enumerate(arrays):
+            if type(array) is not np.ndarray:
+                copies[k] = array  # a scalar stays one
+            elif type(copies[k]) is np.ndarray and alike(copies[k], array):
+                np.copyto(copies[k], array)
+            else:
+                copies[k] = room(array)  # writeable, whatever it repeats: the pool's one day
+                np.copyto(copies[k], array)
+        return tuple(copies)
+
+    def _copy_back(self, targets: list[Array], kept: Kept) -> None:
+        for target, array, leaf in zip(targets, kept.arrays, self._layout.leaves, strict=True):
+            put_back(target, array, leaf.path)
+
+    def _recycle(self, kept: Kept) -> None:
+        arrays = kept.arrays
+        if type(arrays) is tuple:  # of an exchanged state
+            like = zip(arrays, self._geometries, self._home, strict=True)
+            arrays = [
+                array if type(array) is np.ndarray and geometry(array) == where else room(home)
+                for array, where, home in like
+            ]
+        self._pool.append(arrays)
+
+
+def put_back(target: Array, array: Array, path: str) -> None:
+    if target.shape != array.shape or target.dtype != array.dtype:  # or it would be repeated
+        raise StateError(
+            f"leaf {path or 'array'} was made {target.shape} {target.dtype} from {array.shape} "
+            f"{array.dtype} in place; an in-place chain's operators leave its arrays' shapes, or "
+            "put other arrays into its containers"
+        )
+    if target.flags.writeable:
+        np.copyto(target, array)
+    elif target.tobytes() != array.tobytes():
+        raise StateError(
+            f"leaf {path} is read-only and has changed since its state was kept; an in-place "
+            "chain's state is copied back into its arrays, which must be writeable"
+        )
+
+
+def replaced(live: Any, made: Any) -> Any:
+    """Return `live` with the leaves of `made`; a container that cannot change is exchanged."""
+    kind = type(live)
+    if kind in (dict, OrderedDict, defaultdict):
+        for key in live:
+            live[key] = replaced(live[key], made[key])
+    elif kind in (list, deque):
+        for k, value in enumerate(made):
+            live[k] = replaced(live[k], value)
+    elif kind is type(made) and (
+        kind is tuple or hasattr(kind, "_make")
+    ):  # what hangs below it may change
+        parts = [replaced(one, other) for one, other in zip(live, made, strict=True)]
+        if all(map(operator.is_, parts, live)):
+            return live
+        return kind._make(parts) if hasattr(kind, "_make") else tuple(parts)
+    elif kind is type(made) and hasattr(live, "__dict__"):  # a registered node
+        vars(live).update(vars(made))
+    else:
+        return made
+    return live

@@ -1,0 +1,162 @@
+"""Slots of functional chains: a checkpoint is a reference to arrays that nobody overwrites.
+
+The arrays of a kept state are marked read-only and get their flag back when the last
+slot that holds them is freed.  An array that does not own its memory is copied, strides
+included: whoever owns it could still write to it.
+
+The containers of a state (lists, dicts, ...) belong to the user's steps, which
+may put other arrays into them.  What is kept has containers of its own, and
+each load makes new ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import optree
+
+from .apart import apart_from
+from .layout import Array, Layout
+from .sharing import Frozen, Memory, lone_owners, owner, thaw
+from .slots import Kept
+from .strides import duplicate
+
+Adjoint = TypeVar("Adjoint")
+
+_kept = tuple.__new__  # what Kept(...) does, without the call around it
+
+
+class References:
+    """Slots of a functional chain."""
+
+    def __init__(self, layout: Layout, frozen: Frozen | None = None) -> None:
+        self._layout = layout
+        single: tuple[Any, Any] = layout.single or (None, None)
+        self._shape, self._dtype = single
+        self._frozen = Frozen() if frozen is None else frozen
+        self._entries = self._frozen.entries
+        self.shared = layout.fixed
+        self._later: optree.PyTreeSpec | None = None  # of a state that a step returned
+
+    def keep(self, state: Any, where: int | str) -> Kept:
+        frozen, copied = self._entries, False
+        if type(state) is np.ndarray and state.dtype is self._dtype and state.shape == self._shape:
+            # The same as below for the commonest case.
+            entry = frozen.get(id(state))
+            if entry is not None:
+                entry[1] += 1
+                return _kept(Kept, (state, (state,)))
+            flags = state.flags
+            if flags.owndata:
+                if flags.writeable:
+                    flags.writeable = False
+                    frozen[id(state)] = [state, 1]
+                return _kept(Kept, (state, (state,)))
+        arrays = self._layout.arrays(state, where)
+        for k, array in enumerate(arrays):
+            entry = frozen.get(id(array))
+            if entry is not None:
+                entry[1] += 1
+                continue
+            if type(array) is not np.ndarray:
+                continue  # a scalar: nothing can write to it
+            flags = array.flags
+            if not flags.owndata:
+                arrays[k] = array = duplicate(array)
+                flags, copied = array.flags, True
+            if flags.writeable:
+                flags.writeable = False
+                frozen[id(array)] = [array, 1]
+        if self.shared:
+            return Kept(self._layout.state(arrays) if copied else state, arrays)
+        if self._later is None and where != 0:
+            self._later = optree.tree_structure(state, none_is_leaf=True)
+        if self._layout.flat is dict and not copied:
+            return Kept(state.copy(), arrays)  # in a tenth of the time that its structure takes
+        return Kept(optree.tree_structure(state, none_is_leaf=True), arrays)
+
+    def adopt(self, arrays: list[Array], step: int) -> Kept:
+        if self.shared:
+            return Kept(self._layout.state(arrays), arrays)
+        # With the keys of dicts in the order in which steps return them.
+        return Kept(self._later if step and self._later else self._layout.spec, arrays)
+
+    def load(self, kept: Kept, live: Any) -> Any:
+        made = kept.state
+        if self.shared:
+            return made
+        return made.copy() if type(made) is dict else made.unflatten(kept.arrays)
+
+    def check(self, live: Any, where: int | str) -> None:
+        self._layout.arrays(live, where)
+
+    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+        return keep_tape(self._frozen, tape, states, None, "")
+
+    def adopt_adjoint(self, adjoint: Adjoint, live: Any) -> Adjoint:
+        held = [array for array, *_ in self._entries.values()]
+        return Memory([*held, *self._layout.arrays(live)]).apart(adjoint, "the adjoint")
+
+    apart = staticmethod(apart_from)
+
+    def release(self, kept: Kept) -> None:
+        frozen = self._entries
+        for array in kept.arrays:
+            entry = frozen.get(id(array))
+            if entry is not None:
+                entry[1] -= 1
+                if not entry[1]:
+                    del frozen[id(array)]
+                    if len(entry) == 2 and array.flags.owndata:  # nearly all
+                        array.flags.writeable = True
+                    else:
+                        thaw(frozen, entry)
+
+    def trim(self) -> None:
+        return
+
+    def release_all(self) -> None:
+        self._frozen.free_all()
+
+
+def keep_tape(
+    frozen: Frozen, tape: Any, states: tuple[Any, Any], memory: Memory | None, said: str
+) -> Kept:
+    """Return a tape as a tree of its own, its arrays marked read-only.
+
+    Parameters
+    ----------
+    states : pair of states
+        Before and after the step, which a tape may refer to.
+    memory : Memory, optional
+        What later steps overwrite; the tape is copied where it shares it.
+    said : str
+        What the tape is, for messages.
+    """
+    leaves, spec = optree.tree_flatten(tape, none_is_leaf=True)
+    if memory is not None:
+        leaves = [memory.leaf(leaf, said) for leaf in leaves]
+    arrays: list[Any] = []
+    found = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+    if not all(array.flags.owndata for array in found):
+        views = [k for k, leaf in enumerate(leaves) if _is_view(leaf)]
+        # The operator may write through the array that it made a view of.  The view is copied
+        # unless that array is a state's, or read-only, or nothing but the tape refers to it.
+        given = {id(a) for a in optree.tree_leaves(cast(Any, states)) if isinstance(a, np.ndarray)}
+        lone = lone_owners([leaves[k] for k in views])
+        for k in views:
+            whole = owner(leaves[k])
+            if whole.flags.owndata and (id(whole) in given or not whole.flags.writeable):
+                arrays.append(whole)
+            elif id(whole) not in lone:
+                leaves[k] = duplicate(leaves[k])
+        found = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+    arrays += found
+    for array in arrays:
+        frozen.hold(array)
+    return _kept(Kept, (spec.unflatten(leaves), arrays))
+
+
+def _is_view(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and not leaf.flags.owndata
