@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tabulate import tabulate
 
 from .backends.base import Store, StoreStats
 from .execute.executor import Counts
+from .measurement.seen import seen_costs
 from .model.costs import Costs
 from .planners import UniformPlan
 from .planners.pictures.plans import plan_parts
@@ -355,34 +356,3 @@ class Report:
     def trace(self, path: str | Path) -> None:
         """Write the run's timeline as a Chrome trace, for ui.perfetto.dev."""
         write_trace(self.timeline, path)
-
-
-def seen_costs(costs: Costs, timeline: Timeline, counts: Counts) -> Costs:
-    """Return the assumed costs with everything replaced that the run has shown."""
-    forward_s = counts.forward_s / counts.forward_steps if counts.forward_steps else 0.0
-    if counts.reverse_steps:
-        turn_s = counts.reverse_s / counts.reverse_steps
-    else:  # stopped before
-        turn_s = costs.turn_s
-    # Where tapes are real, a turn tapes first; taping was not timed by itself.
-    tape_s = costs.tape_step_s
-    if tape_s is not None and forward_s:
-        tape_s *= forward_s / costs.forward_step_s
-    reverse_s = max(0.0, turn_s - (tape_s or 0.0))
-    tiers = costs.tiers
-    if len(tiers) == 1:  # the timeline does not tell tiers apart
-
-        def per_state(kind: Literal["write", "read"], assumed: float) -> float:
-            moved = timeline.bytes[kind]
-            return timeline.totals_s[kind] * costs.state_bytes / moved if moved else assumed
-
-        write_s = per_state("write", tiers[0].write_s)
-        read_s = per_state("read", tiers[0].read_s)
-        tiers = (replace(tiers[0], write_s=write_s, read_s=read_s),)
-    return replace(
-        costs,
-        forward_step_s=forward_s or costs.forward_step_s,
-        reverse_step_s=reverse_s,
-        tape_step_s=tape_s,
-        tiers=tiers,
-    )

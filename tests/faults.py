@@ -385,7 +385,7 @@ def run_case(
                 errors = 1
                 break
             assert (last, adjoint) == answer(name, plan.n_steps), "another adjoint than store-all's"
-            counts = run._executor.counts if run._executor is not None else None
+            counts = run._sweeps.executor.counts if run._sweeps.executor is not None else None
             assert counts is not None
             noticed |= bool(counts.lost or counts.refused)
     assert _held() == held, "a thread or a descriptor is left"

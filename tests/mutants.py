@@ -283,7 +283,7 @@ MUTANTS = (
         "schedule/test_rules.py",
     ),
     _of("model/blocks.py", 'bool(getattr(chain, "one_tape", False))', "False", OWNERSHIP),
-    _of("reversal.py", "return self.plan.sealed", "return True", "measurement/test_given.py"),
+    _of("reversing/uniform.py", "not self.plan.sealed", "False", "measurement/test_given.py"),
     _of(
         "measurement/given.py",
         "if theirs.state_is_tape != costs.state_is_tape:",

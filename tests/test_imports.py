@@ -33,7 +33,7 @@ ORDER = (
     "measurement",
     "durable",
     "report",
-    "unequal",
+    "reversing",
     "reversal",
     "torch",
     "interop",

@@ -13,7 +13,8 @@ import pytest
 
 from multistage import Costs, Reversal, Tier, plan, simulate
 from multistage.errors import ArgumentError, CheckpointWarning
-from multistage.report import Report, seen_costs
+from multistage.measurement.seen import seen_costs
+from multistage.report import Report
 from multistage.schedule.timeline import Timeline
 from multistage.view import save_chart
 from multistage.view.chrome_trace import trace_events, write_trace

@@ -26,12 +26,13 @@ from multistage.errors import (
     ScheduleError,
     StateError,
 )
+from multistage.measurement.seen import drifted
 from multistage.model.budget import Budget
 from multistage.model.chain import FunctionChain
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS, UniformPlan
-from multistage.reversal import Reversal, drifted, reverse
+from multistage.reversal import Reversal, reverse
 from multistage.support import free_memory as limits
 
 N = 33

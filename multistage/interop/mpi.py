@@ -26,35 +26,31 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Generic, Literal, Self, TypeVar
 
 from ..backends.base import Store
-from ..backends.urls import open_store
-from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
 from ..errors import ArgumentError
-from ..measurement.probe import measure, probe_store, with_driver
 from ..model.budget import Budget
-from ..model.chain import Chain, FunctionChain
+from ..model.chain import Chain
 from ..model.costs import Costs
-from ..model.tier import Tier
+from ..model.stages import StageCosts
 from ..planners import UniformPlan
 from ..report import Report
-from ..reversal import Reversal, drifted
-from ..states.layout import Layout
+from ..reversing.arguments import Arguments, chain_of
+from ..reversing.sweeps import Sweeps
 from ..support.free_memory import default_budget_bytes
 from ..support.progress import is_shown
 from .agreed import AgreedStore as AgreedStore
+from .agreement import Agreement
 from .ranks import Communicator as Communicator
 from .ranks import Ranks as Ranks
 from .ranks import slowest as slowest
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
-
-_PROBE_S = 1.0
 
 
 class MPIReversal(Generic[State, Adjoint]):
@@ -149,37 +145,65 @@ class MPIReversal(Generic[State, Adjoint]):
         if budget is None:
             budget = default_budget_bytes() // sharing
 
+        checked_here = partial(
+            Arguments.of,
+            chain,
+            adjoint_step,
+            n_steps=n_steps,
+            tape_step=tape_step,
+            budget=budget,
+            tier=tier,
+            planner=planner,
+            costs=costs,
+            durable=durable,
+            durable_every_s=durable_every_s,
+            durable_label=durable_label,
+        )
+        self._on_error = on_error
+        self._begin(checked_here)
+        self._durable: DurableRun | None = None
+        if durable is not None:
+            self._durable = DurableRun(durable, durable_every_s, durable_label, peers=ranks)
+        self._agreement: Agreement[State, Adjoint] = Agreement(
+            ranks,
+            chain_of(chain, adjoint_step, tape_step),
+            n_steps,
+            Budget.parse(budget),
+            tier,
+            self._durable,
+            planner=planner,
+            costs=costs,
+            checked=checked,
+            progress=ranks.rank == 0 and is_shown(progress),
+        )
+        self._n_steps = n_steps
+        self._ready = False
+        self._left = False  # by an exception of this rank's own
+        self._closed = False
+        self._report: Report | None = None
+
+    def _begin(self, checked_here: partial[Arguments[State, Adjoint]]) -> None:
+        """See that the arguments are right on every rank, and alike."""
+        ranks, words = self._ranks, checked_here.keywords
+
         def facts() -> dict[str, object]:
-            if on_error not in ("abort", "raise"):
-                raise ArgumentError(f"on_error={on_error!r} must be 'abort' or 'raise'")
-            # Never run: it checks the arguments and the tier as a Reversal does.
-            Reversal(
-                chain,
-                adjoint_step,
-                n_steps,
-                tape_step=tape_step,
-                budget=budget,
-                tier=tier,
-                planner=planner,
-                costs=costs,
-                durable=durable,
-                durable_every_s=durable_every_s,
-                durable_label=durable_label,
-            )
-            return {
-                "n_steps": n_steps,
-                "planner": planner,
-                "on_error": on_error,
-                "having a tier": tier is not None,
-                "having a durable folder": durable is not None,
-                "durable_every_s": durable_every_s,
-                "durable_label": durable_label,
-                "having costs": costs is not None,
-                "having a tape": tape_step is not None
-                or not (callable(chain) or chain.state_is_tape),
+            if self._on_error not in ("abort", "raise"):
+                raise ArgumentError(f"on_error={self._on_error!r} must be 'abort' or 'raise'")
+            if isinstance(words["costs"], StageCosts):
+                raise ArgumentError(
+                    "costs=StageCosts(...) are those of unequal steps, and MPIReversal plans "
+                    "uniform ones; give Costs, or leave them out to have them measured"
+                )
+            given = checked_here()
+            same = ("n_steps", "planner", "durable_every_s", "durable_label")
+            return {name: words[name] for name in same} | {
+                "on_error": self._on_error,
+                "having a tier": words["tier"] is not None,
+                "having a durable folder": words["durable"] is not None,
+                "having costs": words["costs"] is not None,
+                "having a tape": not given.chain.state_is_tape,
             }
 
-        self._on_error = on_error
         try:
             ranks.same(ranks.gather(facts), "give every rank the same")
         except BaseException as error:
@@ -188,33 +212,16 @@ class MPIReversal(Generic[State, Adjoint]):
             else:
                 self._fail(error)
             raise
-        if callable(chain):
-            assert adjoint_step is not None
-            chain = FunctionChain(chain, adjoint_step, tape_step)
-        self._chain: Chain[State, Adjoint] = chain
-        self._n_steps = n_steps
-        self._budget = Budget.parse(budget)
-        self._durable: DurableRun | None = None
-        if durable is not None:
-            self._durable = DurableRun(durable, durable_every_s, durable_label, peers=ranks)
-        self._own_store: Store | None = None
-        if self._durable is not None:
-            self._own_store = self._durable.store
-        elif tier is not None:
-            self._own_store = open_store(tier)
-        self._store = None if self._own_store is None else AgreedStore(self._own_store, ranks)
-        self._planner = planner
-        self._given = costs
-        self._checked = checked
-        self._progress = ranks.rank == 0 and is_shown(progress)
-        self._layout: Layout | None = None
-        self._run: Reversal[State, Adjoint] | None = None
-        self._ready = False
-        self._left = False  # by an exception of this rank's own
-        self._closed = False
-        self._report: Report | None = None
-        self.costs: Costs | None = None
-        self.plan: UniformPlan | None = None
+
+    @property
+    def plan(self) -> UniformPlan | None:
+        """The plan of the last sweep, the same on every rank."""
+        return self._agreement.plan
+
+    @property
+    def costs(self) -> Costs | None:
+        """What the next sweep is planned with."""
+        return self._agreement.costs
 
     @property
     def rank(self) -> int:
@@ -268,11 +275,10 @@ class MPIReversal(Generic[State, Adjoint]):
         except BaseException:
             self._stop(keep=True)
             raise
-        if self._store is not None and self._run is not None:
-            self._store.settle()
+        self._agreement.settle()
         if self._durable is not None and self._durable.attached and self._durable.complete:
-            if self._run is not None:
-                self._run._let_go()
+            if self._sweeps is not None:
+                self._sweeps.let_go()
             self._durable.discard()
         self._stop()
         self._ranks.free()
@@ -291,8 +297,8 @@ class MPIReversal(Generic[State, Adjoint]):
         With `keep` the folder of a durable run stays, complete or not.
         """
         self._ready = False
-        if self._run is not None:
-            self._run._end(keep=keep)
+        if self._sweeps is not None:
+            self._sweeps.end(keep=keep)
         if self._durable is not None:  # which may be open without a run
             self._durable.close(remove=self._durable.complete and not keep)
 
@@ -302,9 +308,9 @@ class MPIReversal(Generic[State, Adjoint]):
             yield
         except BaseException as error:
             self._stop(keep=True)
-            if self._run is not None:
+            if self._sweeps is not None:
                 with suppress(ArgumentError):  # stopped before the first step
-                    self._report = self._run.report()  # how far this rank came
+                    self._report = self._sweeps.report()  # how far this rank came
             if error is not self._ranks.shared:
                 self._fail(error)
             raise
@@ -332,8 +338,8 @@ class MPIReversal(Generic[State, Adjoint]):
         self._require_in_step()
         self._ready = False
         with self._guarded():
-            run = self._prepared(state, until is not None, "forward()")
-            last = run.forward(state, until)
+            sweeps = self._prepared(state, until is not None, "forward()")
+            last = sweeps.forward(state, until)
         self._ready = True
         return last
 
@@ -347,8 +353,8 @@ class MPIReversal(Generic[State, Adjoint]):
         """
         self._require_in_step()
         with self._guarded():
-            run = self._prepared(state, self._n_steps is None, "prepare()")
-            return run.prepare(state) if self.plan is None else self.plan
+            sweeps = self._prepared(state, self._n_steps is None, "prepare()")
+            return sweeps.prepare(state) if self.plan is None else self.plan
 
     def reverse(self, adjoint: Adjoint) -> Adjoint:
         """Run the reverse sweep from this rank's part of the adjoint of the last state.
@@ -368,16 +374,30 @@ class MPIReversal(Generic[State, Adjoint]):
         self._ranks.gather(self._require_forward, "reverse()")
         self._ready = False
         with self._guarded():
-            assert self._run is not None
-            result = self._run.reverse(adjoint)
-            self.plan, self._report = self._run.plan, self._run.report()
-            if self._store is not None:
-                self._store.settle()
-            self._learn(self._report.seen)
+            assert self._sweeps is not None
+            result = self._sweeps.reverse(adjoint)
+            self._report = self._sweeps.report()
+            self._agreement.ended(self._sweeps.plan, self._report.seen)
         return result
 
+    def _prepared(self, state: State, online: bool, call: str) -> Sweeps[State, Adjoint]:
+        """Return the sweeps to run, once all ranks have agreed on them."""
+
+        def matches() -> None:
+            if online != (self._n_steps is None):
+                raise ArgumentError(
+                    "give either n_steps to the MPIReversal or until= to forward(), not "
+                    + ("both" if online else "neither")
+                )
+
+        return self._agreement.prepared(state, matches, call)
+
+    @property
+    def _sweeps(self) -> Sweeps[State, Adjoint] | None:
+        return self._agreement.sweeps
+
     def _require_forward(self) -> None:
-        if not self._ready or self._run is None:
+        if not self._ready or self._sweeps is None:
             raise ArgumentError("reverse() needs a forward() before it, one for each reverse()")
 
     def report(self) -> Report:
@@ -391,115 +411,3 @@ class MPIReversal(Generic[State, Adjoint]):
         if self._report is None:
             raise ArgumentError("report() needs a complete sweep: forward(), then reverse()")
         return self._report
-
-    # --------------------------------------------------------------- agreement
-
-    def _prepared(self, state: State, online: bool, call: str) -> Reversal[State, Adjoint]:
-        """Return the reversal to run, a new one if states or costs are others than before."""
-        ranks = self._ranks
-
-        def facts() -> tuple[dict[str, object], bool]:
-            if online != (self._n_steps is None):
-                raise ArgumentError(
-                    "give either n_steps to the MPIReversal or until= to forward(), not "
-                    + ("both" if online else "neither")
-                )
-            layout, last = Layout.of(state), self._layout
-            if last is None or not layout.same_as(last):
-                self._forget()
-                self._layout, self.costs = layout, None
-            return {"the number of arrays in a state": len(layout.leaves)}, self._run is None
-
-        found = ranks.gather(facts, call)
-        ranks.same([one for one, _ in found], "states have the same tree on every rank")
-        if any(changed for _, changed in found):
-            self._forget()
-            self._run = self._planned(state)
-        assert self._run is not None
-        return self._run
-
-    def _forget(self) -> None:
-        """Drop the plan, and all that was made for it; a durable folder stays open."""
-        self._ready = False
-        if self._run is not None:
-            self._run._let_go()
-        self._run = self.plan = None
-
-    def _planned(self, state: State) -> Reversal[State, Adjoint]:
-        """Measure what is not known and agree on slots, costs and the plan."""
-        ranks, store, layout = self._ranks, self._store, self._layout
-        assert layout is not None
-        if self._durable is not None:
-            ordered = OrderedLayout.like(Layout.of(state))
-            self._durable.attach(ordered, self._n_steps, state)
-            if self.costs is None and self._given is None:
-                self.costs = self._durable.costs
-        buffers = 0 if store is None else store.buffer_bytes(layout)
-        slots = min(ranks.gather(lambda: self._budget.slots_for(layout.nbytes, buffers)))
-        # Where one rank's states are new, all measure again.
-        if not all(ranks.gather(lambda: self.costs is not None)):
-            self.costs = self._slowest(self._given or self._measured(state, layout))
-        run: Reversal[State, Adjoint] = Reversal(
-            self._chain,
-            n_steps=self._n_steps,
-            budget=Budget(slots=slots),
-            tier=store,
-            planner=self._planner,
-            costs=self.costs,
-            checked=self._checked,
-            progress=self._progress,
-            durable=self._durable,
-        )
-        if self._n_steps is not None:
-
-            def drawn_up() -> dict[str, object]:
-                plan = run.prepare(state)
-                figures = (plan.planner, plan.forward_steps, plan.makespan_s, plan.parameters)
-                return {"the plan": str(figures)}
-
-            # Equal costs make equal plans, unless the ranks' arithmetic differs.
-            found = ranks.gather(drawn_up)
-            ranks.same(found, "run the same version of everything on every rank")
-            self.plan = run.plan
-        return run
-
-    def _measured(self, state: State, layout: Layout) -> Costs:
-        """Return this rank's costs: steps in step with the others, its tier by itself."""
-        ranks, store = self._ranks, self._own_store
-        if self._durable is not None:
-            store = self._durable.probe
-        most = self._n_steps or 10_000
-        share = _PROBE_S if store is None else 2 / 3 * _PROBE_S
-        costs = measure(
-            self._chain, state, most, seconds=share, agree=ranks.most, progress=self._progress
-        )
-        if store is None:
-            return costs
-
-        def probed() -> Tier:
-            sweep_s = most * costs.forward_step_s
-            return probe_store(store, layout, seconds=_PROBE_S - share, most=most, sweep_s=sweep_s)
-
-        tier = ranks.gather(probed)[ranks.rank]
-        return with_driver(replace(costs, tiers=(tier,)), layout)
-
-    def _slowest(self, mine: Costs) -> Costs:
-        if self._store is None:
-            mine = mine.without_tiers()
-        found = self._ranks.gather(lambda: mine)
-        facts: list[dict[str, object]] = [
-            {"the tiers in costs": len(costs.tiers), "tape_step_s in costs": costs.state_is_tape}
-            for costs in found
-        ]
-        self._ranks.same(facts, "give every rank costs of the same kind")
-        return slowest(found, self._ranks.rank)
-
-    def _learn(self, seen: Costs) -> None:
-        """Correct the costs by what the ranks have seen; plan anew if they are others."""
-        if self._given is not None or self._durable is not None:  # its folder is the run's
-            return
-        assert self.costs is not None and self._run is not None
-        seen = self._slowest(seen)
-        if drifted(self.costs, seen):
-            self._run.close()
-            self.costs, self._run = seen, None

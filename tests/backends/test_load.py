@@ -83,8 +83,8 @@ SHARING = """
                 last = run.forward(start)
                 assert last.tobytes() == states[-1].tobytes(), "another run's state"
                 assert run.reverse(np.ones(size)).tobytes() == wanted.tobytes(), "not our adjoint"
-                peak = max(peak, run._executor.counts.peak_slots * start.nbytes)
-                writes += run._executor.counts.writes
+                peak = max(peak, run._sweeps.executor.counts.peak_slots * start.nbytes)
+                writes += run._sweeps.executor.counts.writes
     print(json.dumps({"peak": peak, "budget": budget, "writes": writes}))
 """
 
@@ -120,7 +120,7 @@ LITTLE = """
     )
     run.forward(start)
     adjoint = run.reverse(np.zeros(1))
-    counts = run._executor.counts
+    counts = run._sweeps.executor.counts
     run.close()
     print(json.dumps({
         "adjoint": float(adjoint[0]), "writes": counts.writes, "lost": counts.lost,

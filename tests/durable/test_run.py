@@ -18,8 +18,11 @@ from leaks import no_leak as no_leak
 from multistage import Costs, FunctionChain, Reversal, Tier, reverse
 from multistage.durable.folder import Folder
 from multistage.durable.headers import VERSION
+from multistage.durable.run import DurableRun
 from multistage.durable.status import inspect
 from multistage.errors import ArgumentError, CheckpointWarning, StateError, StoreError
+from multistage.reversing.arguments import Arguments
+from multistage.reversing.sweeps import Sweeps
 
 FAST = Costs(1.0, 1.0, tiers=(Tier("durable", 1.0, 1.0),))  # every state is worth a write
 SLOW = Costs(1.0, 1.0, tiers=(Tier("durable", 4.5, 4.5),))
@@ -78,7 +81,7 @@ def sweep(
     settings |= {"n_steps": None if until else n, "durable": folder}
     with Reversal(chain, budget=f"{slots} slots", **settings) as run:
         last = raw(run.forward(start(), (lambda _, i: i == n) if until else None))
-        assert run._length == n
+        assert run._sweeps.length.steps == n
         adjoint = run.reverse([np.array(1)])
     return last, int(adjoint[0]), chain
 
@@ -540,17 +543,18 @@ def test_an_adjoint_under_way_is_not_overwritten(tmp_path: Path) -> None:
 
     def adjoint_step(x: Any, a: Any, i: int) -> Any:
         if i == 15:
-            run._durable.store.flush()
-            run._durable.store.submit(lambda: bool(gate.wait()) and None)
+            durable.store.flush()
+            durable.store.submit(lambda: bool(gate.wait()) and None)
         if i == 4:
             gate.set()
-            run._durable.store.flush()
+            durable.store.flush()
             raise BrokenOff
         return a * x + i
 
     run: Any = Reversal(
         lambda x, i: x * 1.01 + i, adjoint_step, 20, durable=folder, durable_every_s=0, costs=FAST
     )
+    durable = run._sweeps.given.durable
     run.forward(np.ones(3))
     with pytest.raises(BrokenOff):
         run.reverse(np.ones(3))
@@ -561,30 +565,32 @@ def test_an_adjoint_under_way_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_adjoints_are_written_at_their_interval(tmp_path: Path) -> None:
-    from multistage.durable.run import DurableRun
-
     now, folder = 0.0, tmp_path / "run"
     seen: list[tuple[int, int | None]] = []
-    chain = FunctionChain(lambda x, i: x + 1, lambda x, a, i: a + x)
-    run: Any = Reversal(chain, n_steps=20, budget="3 slots", durable=folder, costs=FAST)
-    # The same run, on a clock of our own.
-    run._durable = DurableRun(folder, 6.0, clock=lambda: now)
+    durable = DurableRun(folder, 6.0, clock=lambda: now)
 
     def tick(x: Any, a: Any, i: int) -> Any:
         nonlocal now
         now += 1.0
-        run._durable.store.flush()
+        durable.store.flush()
         seen.append((i, inspect(folder).adjoint_step))
         return a + x
 
-    run._stores = (run._durable.store,)
-    run._chain = run._durable.chain(FunctionChain(lambda x, i: x + 1, tick))
+    given = Arguments.of(
+        FunctionChain(lambda x, i: x + 1, tick),
+        n_steps=20,
+        budget="3 slots",
+        tier=durable.store,
+        durable=durable,
+        costs=FAST,
+    )
+    run = Sweeps(given, progress=False)
     run.forward(np.zeros(2))
     run.reverse(np.zeros(2))
     assert next(step for _, step in seen if step is not None) == 13
     assert dict(seen)[12] == 13
     assert dict(seen)[6] == 7
-    run.close()
+    run.end(keep=False)
 
 
 # ------------------------------------------------------------ sweeps and endings

@@ -19,11 +19,12 @@ from mpi_wave import Wave, store_all, whole
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, BudgetError, StateError, StoreError
-from multistage.interop import mpi
+from multistage.interop import agreement
 from multistage.interop.mpi import MPIReversal, slowest
 from multistage.measurement import probe
 from multistage.model.chain import FunctionChain
 from multistage.model.costs import Costs
+from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
 from multistage.support import free_memory as limits
 
@@ -139,8 +140,8 @@ def test_costs_that_drifted_on_one_rank_are_learned_by_all(monkeypatch: pytest.M
                 found.append((run.plan.costs.forward_step_s, run.costs.forward_step_s))
         return found
 
-    monkeypatch.setattr(mpi, "measure", lambda *args, **options: assumed)
-    monkeypatch.setattr(mpi, "drifted", lambda old, new: old.forward_step_s == 1e-9)
+    monkeypatch.setattr(agreement, "measure", lambda *args, **options: assumed)
+    monkeypatch.setattr(agreement, "drifted", lambda old, new: old.forward_step_s == 1e-9)
     found = succeed(run_ranks(3, work))
     (first, learned), (second, _) = found[0][1], found[0][3]
     assert first == 1e-9
@@ -178,7 +179,7 @@ def test_states_that_change_on_one_rank_are_planned_anew_by_all(
                 plans.append(run.plan.slots)
         return plans
 
-    monkeypatch.setattr(mpi, "drifted", lambda old, new: False)
+    monkeypatch.setattr(agreement, "drifted", lambda old, new: False)
     # 80 and 88 bytes take 128 with padding on every rank but the first.
     assert succeed(run_ranks(2, work)) == [[8, 8], [8, 8]]
 
@@ -248,6 +249,13 @@ def test_bad_arguments_of_one_rank(options: Any, kind: type[Exception], said: st
     for error in errors(3, work):
         assert type(error) is kind
         assert str(error).startswith(said)
+
+
+def test_costs_of_unequal_steps_are_refused_on_all_ranks() -> None:
+    costs = StageCosts(tuple(Stage(f"{i}", 1.0, 2.0, 80, 80) for i in range(N)), 80)
+    for error in errors(2, lambda comm: waves(comm, costs=costs)):
+        assert type(error) is ArgumentError
+        assert "MPIReversal plans uniform ones" in str(error)
 
 
 def test_a_tier_that_fails_to_open_on_one_rank() -> None:
@@ -356,8 +364,8 @@ def test_a_reduction_under_way_is_not_dropped() -> None:
             costs=COSTS,
         ) as run:
             run.forward(np.zeros(10))
-            assert run._store is not None
-            assert run._store._pending is not None
+            assert run._agreement.store is not None
+            assert run._agreement.store._pending is not None
             run.forward(np.zeros(20))  # another layout: the stores are closed
             return run.reverse(np.ones(20))[0]
 
@@ -394,7 +402,7 @@ def test_plans_that_differ_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         with reversal as run:
             run.forward(wave.start)
 
-    monkeypatch.setattr(mpi, "slowest", lambda costs, rank: Costs(1.0 + rank, 1.0))
+    monkeypatch.setattr(agreement, "slowest", lambda costs, rank: Costs(1.0 + rank, 1.0))
     for error in errors(2, work):
         assert type(error) is ArgumentError
         assert "ranks disagree on the plan" in str(error)

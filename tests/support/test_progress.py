@@ -126,9 +126,9 @@ def test_nothing_is_drawn_in_logs(capsys: Any, monkeypatch: pytest.MonkeyPatch) 
     )
     with run:
         run.forward(CHAINS["nested"][1]())
-        assert run._executor is not None
-        assert run._executor._progress is None  # a bar that is off costs nothing
-        assert run._executor._chain is run._chain
+        assert run._sweeps.executor is not None
+        assert run._sweeps.executor._progress is None  # a bar that is off costs nothing
+        assert run._sweeps.executor._chain is run._sweeps.given.chain
         run.reverse(1)
     plan(Costs(1.0, 2.0, tiers=(Tier("t", 1.0, 1.0),)), "5 slots", 50)
     assert capsys.readouterr() == ("", "")
@@ -144,13 +144,14 @@ def test_long_runs_go_in_pieces(chain: str, monkeypatch: pytest.MonkeyPatch) -> 
     run: Reversal[Any, Any] = Reversal(
         CHAINS[chain][0](), n_steps=33, budget="5 slots", costs=costs, planner="revolve"
     )
-    advance = run._chain.advance
+    chain_of_run = run._sweeps.given.chain
+    advance = chain_of_run.advance
 
     def watching(state: Any, start: int, stop: int) -> Any:
         seen.append((start, stop))
         return advance(state, start, stop)
 
-    monkeypatch.setattr(run._chain, "advance", watching)
+    monkeypatch.setattr(chain_of_run, "advance", watching)
     with run:
         last = raw(run.forward(CHAINS[chain][1]()))
         forward = len(seen)
@@ -202,7 +203,7 @@ def test_an_exception_takes_the_bar_along(monkeypatch: pytest.MonkeyPatch) -> No
     )
     with pytest.raises(KeyError):
         run.forward(np.zeros(3))
-    assert run._bars._bar is None
+    assert run._sweeps.bars._bar is None
     assert terminal.getvalue().endswith("\r")
 
 

@@ -18,9 +18,9 @@ from ...errors import BudgetError
 from ...model.budget import Budget
 from ...model.stages import Stage, StageCosts
 from ...planners.chain.heterogeneous import plan_chain
+from ...reversing.described import described
 from ...schedule.simulation import simulate
 from ...support.progress import Bars
-from ...unequal import described
 from ..environment.captured import generators_of
 from ..environment.randomness import cuda_or_cpu, refuse_hidden_draws
 from ..measurement.checking import Check, Checked, check_chain

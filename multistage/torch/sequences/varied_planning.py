@@ -21,8 +21,9 @@ from ...model.tier import Tier
 from ...planners.chain.heterogeneous import plan_chain
 from ...planners.chain.pieces import MOST_AT_ONCE, plan_within
 from ...planners.chain.plan import ChainPlan
+from ...reversing.described import described
+from ...reversing.streamed import MOST_STREAMED, bounded, measured_rates, require_room
 from ...support.units import format_bytes
-from ...unequal import MOST_STREAMED, bounded, described, measured_rates, require_room
 from ..measurement.checking import Checked
 from .cell_costs import Strategy, UnrollPlan
 from .cells import Cells, StepKind, VariedFacts

@@ -16,49 +16,45 @@ reversed at all: state 0, and the largest step with its states, tape and gradien
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cache
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
-from .actions import Action, EndForward, Put, Reverse, Schedule, Tape
-from .backends.base import Store
-from .backends.paged import PagedStore
-from .errors import ArgumentError, BudgetError, StoreError
-from .execute.executor import Counts
-from .execute.metered import LargerThanPlanned, Metered, Seen, of_chain
-from .measurement.given import one_tape
-from .measurement.probe import probe_store
-from .model.budget import Budget
-from .model.chain import Chain
-from .model.costs import Costs
-from .model.stages import StageCosts
-from .model.tier import Tier
-from .planners.chain.heterogeneous import ChainPlan
-from .planners.chain.memory import use_of
-from .planners.chain.pieces import Strategy, chain_plan, performed, survey
-from .planners.uniform import UniformPlan
-from .schedule.rules import Rules, check
-from .schedule.timeline import Timeline
-from .states.varied import VariedStates
+from ..actions import Action, Put, Schedule
+from ..backends.base import Store
+from ..backends.paged import PagedStore
+from ..errors import ArgumentError, BudgetError
+from ..execute.executor import Counts, Executor, Resumed
+from ..execute.metered import LargerThanPlanned, Metered, Seen, of_chain
+from ..measurement.given import one_tape
+from ..model.chain import Chain
+from ..model.costs import Costs
+from ..model.stages import StageCosts
+from ..model.tier import Tier
+from ..planners.chain.heterogeneous import ChainPlan
+from ..planners.chain.memory import use_of
+from ..planners.chain.pieces import Strategy, chain_plan, survey
+from ..planners.uniform import UniformPlan
+from ..schedule.rules import Rules
+from ..schedule.timeline import Timeline
+from ..states.varied import VariedStates
+from ..support.progress import Bars
+from .arguments import Arguments
+from .described import described, schedule_of, surveyed
+from .opened import OpenStores
+from .streamed import MOST_STREAMED, bounded, measured_rates, require_room, seen_rates
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 
 # A plan is made again when times that differ from its own are such a part of all.
 _DRIFT = 0.3
-# ... and when a tier turns out to be so many times faster or slower.
-_FASTER = 1.5
-_PROBE_S = 0.3
 # Uniform states are planned step by step where times differ so many times, and that is
 # predicted to be so many times faster; steps shorter than this are not timed one by one.
 _SPREAD, _WORTH, LEAST_TIMED_S = 2.0, 1.1, 2e-5
-# Steps that are planned jointly with a tier, in a second or two; more are not streamed.
-MOST_STREAMED = 340
 
 
-def agreeing(costs: StageCosts, chain: Chain[Any, Any], n_steps: int) -> StageCosts:
+def agreeing(costs: StageCosts, chain: Chain[State, Adjoint], n_steps: int) -> StageCosts:
     """Return given costs of unequal steps as those of a chain.
 
     Raises
@@ -88,21 +84,19 @@ def largest_state(costs: StageCosts) -> int:
 
 
 class Unequal(Generic[State, Adjoint]):
-    """Costs, plan and measuring of a reversal whose steps differ.
+    """Costs, plan and executor of a reversal whose steps differ.
 
     Parameters
     ----------
-    chain : Chain
-    n_steps : int or None
-    budget : Budget
-    costs : StageCosts or None
-        As given; None to measure them.
-    store : Store, optional
-        The slow tier, closed.
+    given : Arguments
+    opened : OpenStores
+    bars : Bars
 
     Attributes
     ----------
-    plan : ChainPlan or None
+    costs : StageCosts or None
+        As given or measured.
+    chain_plan : ChainPlan or None
         Of the next sweep; None if it is to be surveyed.
     stale : bool
         Whether the plan is to be made again, by other costs.
@@ -115,32 +109,29 @@ class Unequal(Generic[State, Adjoint]):
         If given costs do not fit the chain or the budget.
     """
 
-    def __init__(
-        self,
-        chain: Chain[State, Adjoint],
-        n_steps: int | None,
-        budget: Budget,
-        costs: StageCosts | None,
-        store: Store | None = None,
-    ) -> None:
+    resumed: Resumed | None = None  # durable runs have uniform steps
+
+    def __init__(self, given: Arguments[State, Adjoint], opened: OpenStores, bars: Bars) -> None:
+        chain = given.chain
         self.states = VariedStates(chain.in_place)
         self.metered = Metered(chain, self.states)
-        self.plan: ChainPlan | None = None
+        self.chain_plan: ChainPlan | None = None
         self.stale = False
         self.tier: PagedStore | None = None
-        self._store = store
+        self._opened, self._bars, self._checked = opened, bars, given.checked
+        self._store: Store | None = given.first_store
         self._rates: Tier | None = None
-        if store is not None and one_tape(chain):
+        if self._store is not None and one_tape(chain):
             raise ArgumentError(
                 "steps that differ, with only the latest tape (one_tape), are not streamed to a "
                 "tier; leave tier= out, or make tapes of which several may be held"
             )
-        self._chain, self._n_steps, self._budget = chain, n_steps, budget
-        self._given = costs is not None
-        self.costs = costs
-        if costs is not None:
-            assert n_steps is not None
-            self.costs = agreeing(costs, chain, n_steps)
+        self._chain, self._n_steps, self._budget = chain, given.n_steps, given.budget
+        self._given = given.stages is not None
+        self.costs = given.stages
+        if self.costs is not None:
+            assert given.n_steps is not None
+            self.costs = agreeing(self.costs, chain, given.n_steps)
             self._room(self.costs)
         self._surveyed: list[Action] = []  # what the last survey did
         self._strategy: Strategy = "revolve" if one_tape(chain) else "optimal"
@@ -152,8 +143,26 @@ class Unequal(Generic[State, Adjoint]):
         slots = self._budget.slots_for(largest, buffers)
         return slots * largest if self._budget.bytes is None else self._budget.bytes - buffers
 
-    def prepare(self, state: State) -> None:
-        """Weigh state 0; plan the next sweep if its costs are known.
+    @property
+    def plan(self) -> UniformPlan | None:
+        """The plan of the next sweep as one of uniform steps, None if it surveys."""
+        return None if self.chain_plan is None else described(self.chain_plan)
+
+    def prepare(
+        self, state: State, executor: Executor[State, Adjoint] | None
+    ) -> Executor[State, Adjoint]:
+        """Weigh state 0; plan the next sweep if its costs are known; open its tier.
+
+        Parameters
+        ----------
+        state : pytree of arrays
+        executor : Executor or None
+            That of the sweep before, if its steps were unequal.
+
+        Returns
+        -------
+        Executor
+            That one or, for another tier, a new one.
 
         Raises
         ------
@@ -161,7 +170,29 @@ class Unequal(Generic[State, Adjoint]):
             If the state is no pytree of plain arrays.
         BudgetError
             If it is larger than the costs say, or the budget does not hold one state.
+        StoreError
+            If the tier cannot be used.
         """
+        if self.chain_plan is None or self.stale:
+            # The tier is measured, and opened for states of other sizes.
+            self._opened.close_stores()
+        self._begin(state)
+        tier = self.tier
+        stores: tuple[Store, ...] = () if tier is None else (tier,)
+        if tier is not None:
+            self._opened.open(stores, tier.page_layout)
+        if executor is None or executor.stores != stores:
+            executor = Executor(
+                self._bars.watch(self.metered, self._mean_step_s),
+                stores,
+                rules=self.rules,
+                progress=self._bars.update if self._bars.shown else None,
+                states=self.states,
+            )
+        return executor
+
+    def _begin(self, state: State) -> None:
+        """Weigh state 0; plan the next sweep if its costs are known."""
         self.states.layout(state)
         self.metered.seen, self.metered.costs = Seen(), self.costs
         try:
@@ -171,7 +202,7 @@ class Unequal(Generic[State, Adjoint]):
                 raise
             self.forget()  # another state 0 than before
             self.metered.begin(state)
-        if (self.plan is None or self.stale) and self.costs is not None:
+        if (self.chain_plan is None or self.stale) and self.costs is not None:
             self._make_plan(self.costs)
 
     def plan_by(self, costs: StageCosts) -> None:
@@ -187,12 +218,12 @@ class Unequal(Generic[State, Adjoint]):
             if self._rates is None:
                 self._rates = measured_rates(paged)
             rates = bounded(self._rates, paged, costs)
-        self.plan, self.stale = chain_plan(costs, room, self._strategy, rates), False
-        self.tier = paged if any(isinstance(a, Put) for a in self.plan.actions) else None
+        self.chain_plan, self.stale = chain_plan(costs, room, self._strategy, rates), False
+        self.tier = paged if any(isinstance(a, Put) for a in self.chain_plan.actions) else None
 
     def forget(self) -> None:
         """Let go of a plan that does not hold; the next sweep is surveyed."""
-        self.plan = self.costs = self.metered.costs = self.tier = None
+        self.chain_plan = self.costs = self.metered.costs = self.tier = None
 
     def schedule(self, is_last: Callable[[int], bool] | None) -> Schedule:
         """Return the schedule of the next sweep, for the executor.
@@ -202,8 +233,8 @@ class Unequal(Generic[State, Adjoint]):
         is_last : callable, optional
             For a number of steps that is not known; see `survey`.
         """
-        if self.plan is not None and is_last is None:
-            return _schedule(self.plan)
+        if self.chain_plan is not None and is_last is None:
+            return schedule_of(self.chain_plan)
         if is_last is None:
             is_last = self._is_last
         seen, chain = self.metered.seen, self._chain
@@ -219,10 +250,15 @@ class Unequal(Generic[State, Adjoint]):
 
     def rules(self) -> Rules:
         """Return the machine that judges the actions of the plan, byte by byte."""
-        plan = self.plan
+        plan = self.chain_plan
         assert plan is not None
         n, memory_bytes = len(plan.costs.stages), plan.memory_bytes
         return Rules.in_bytes(plan.costs, n, memory_bytes, recovers=True)
+
+    def judges(self, *, online: bool) -> bool:
+        """Whether every action is judged before it is performed."""
+        # A survey learns only as it goes what its steps take.
+        return self._checked and self.chain_plan is not None and not online
 
     def _is_last(self, i: int) -> bool:
         return i == self._n_steps
@@ -246,23 +282,19 @@ class Unequal(Generic[State, Adjoint]):
         return self._given or self.costs is None
 
     @property
-    def mean_step_s(self) -> float:
+    def _mean_step_s(self) -> float:
         """Seconds of a forward step, on average; a guess if they are not known."""
         if self.costs is None:
             return 1e-3
         total_s = sum(stage.forward_s for stage in self.costs.stages)
         return max(1e-6, total_s / len(self.costs.stages))
 
-    def described(self) -> UniformPlan | None:
-        """Return the plan of the next sweep as one of uniform steps, None if it surveys."""
-        return None if self.plan is None else described(self.plan)
-
     def ended(self, n_steps: int, counts: Counts, timeline: Timeline) -> Callable[[], UniformPlan]:
         """Learn from a sweep that has ended; return what describes it.
 
         Once that is asked, `counts` have the peak that sizes as seen come to.
         """
-        plan, actions = self.plan, tuple(self._surveyed)
+        plan, actions = self.chain_plan, tuple(self._surveyed)
         seen = self._learn(n_steps, timeline)
 
         def made() -> UniformPlan:
@@ -297,8 +329,12 @@ class Unequal(Generic[State, Adjoint]):
 
 
 def faster_plan(
-    seen: Seen, chain: Chain[Any, Any], n_steps: int, uniform: Costs, budget: Budget
-) -> Unequal[Any, Any] | None:
+    seen: Seen,
+    uniform: Costs,
+    given: Arguments[State, Adjoint],
+    opened: OpenStores,
+    bars: Bars,
+) -> Unequal[State, Adjoint] | None:
     """Return what plans the next sweep by step times that were seen, if that is much faster.
 
     Parameters
@@ -307,7 +343,16 @@ def faster_plan(
         Of a complete sweep of uniform steps, their times only.
     uniform : Costs
         What that sweep was planned with.
+    given, opened, bars
+        As for `Unequal`.
+
+    Raises
+    ------
+    BudgetError
+        If the budget holds no state beside the largest step.
     """
+    chain, n_steps = given.chain, given.n_steps
+    assert n_steps is not None
     times = sorted(min(pair) for pair in zip(seen.forward_s, seen.tape_s, strict=True))[:n_steps]
     # The spread but for a few outliers: one step may have met a garbage collection.
     tenth = n_steps // 10
@@ -321,107 +366,13 @@ def faster_plan(
         count * stage.forward_s + stage.backward_s
         for count, stage in zip(seen.runs, costs.stages, strict=False)
     )
-    made: Unequal[Any, Any] = Unequal(chain, n_steps, budget, None)
+    made = Unequal(given, opened, bars)
     made.plan_by(costs)
-    assert made.plan is not None
-    return made if made.plan.makespan_s * _WORTH < taken_s else None
-
-
-def measured_rates(paged: PagedStore) -> Tier:
-    """Return how fast a store moves pages; it is opened and closed."""
-    page, found = paged.page_bytes, probe_store(paged.store, paged.page_layout, seconds=_PROBE_S)
-    if not found.write_s or not found.read_s:
-        raise StoreError(
-            f"tier {paged.name!r} took not one page of {page} bytes; raise its capacity or leave "
-            "it out"
-        )
-    return Tier.of_rates(page / found.write_s, page / found.read_s, name=paged.name, tapes=False)
-
-
-def require_room(paged: PagedStore, costs: StageCosts) -> None:
-    """Raise StoreError if a store holds not even the smallest of the states."""
-    pages = paged.store.capacity_states(paged.page_layout)
-    sizes = [size for stage in costs.stages[:-1] if (size := stage.output_bytes)]
-    if pages is not None and sizes and pages < paged.pages_of(min(sizes)):
-        raise StoreError(
-            f"tier {paged.name!r} has a capacity of {pages} pages of {paged.page_bytes} bytes, the "
-            f"smallest state takes {min(sizes)} bytes; raise its capacity or leave it out"
-        )
-
-
-def bounded(rates: Tier, paged: PagedStore, costs: StageCosts) -> Tier:
-    """Return the rates with the room of a store, counted in bytes of states, not of pages."""
-    pages = paged.store.capacity_states(paged.page_layout)
-    if pages is None:
-        return rates
-    sizes = [size for stage in costs.stages[:-1] if (size := stage.output_bytes)]
-    share = min((size / (paged.pages_of(size) * paged.page_bytes) for size in sizes), default=1.0)
-    capacity = int(pages * paged.page_bytes * share)
-    return replace(rates, capacity_bytes=capacity)
-
-
-def seen_rates(rates: Tier, timeline: Timeline) -> Tier:
-    """Return the rates that a sweep has shown, if they are others than was thought."""
-    found: dict[str, float] = {}
-    kinds: tuple[tuple[Literal["write", "read"], str], ...] = (
-        ("write", "write_bytes_per_s"),
-        ("read", "read_bytes_per_s"),
-    )
-    for kind, name in kinds:
-        seconds, moved = timeline.totals_s[kind], timeline.bytes[kind]
-        before = getattr(rates, name)
-        rate = moved / seconds if seconds and moved else before
-        if not before / _FASTER <= rate <= before * _FASTER:
-            found[name] = rate
-    return replace(rates, **found) if found else rates  # type: ignore[arg-type]
-
-
-def described(chain: ChainPlan) -> UniformPlan:
-    """Return a plan of unequal steps as a `UniformPlan`, its costs the means over the steps."""
-    n, means = chain.n_steps, chain.costs.mean(chain.tiers)
-    state_bytes = means.state_bytes
-    used = check(_schedule(chain), n, 4 * n + 8, state_is_tape=True)
-    plan = UniformPlan(
-        planner=f"unequal, {chain.strategy}",
-        n_steps=n,
-        slots=math.ceil(used.peak_slots) + 1,
-        costs=means,
-        make=lambda: _schedule(chain),
-        makespan_s=chain.makespan_s,
-        lower_bound_s=chain.plain_s,
-        forward_steps=used.forward_steps,
-        peak_slots=chain.peak_bytes / state_bytes,
-        writes=chain.writes,
-        reads=chain.reads,
-        note=f"{chain.summary()}; step times and sizes shown are means over the steps",
-    )
-    return replace(plan, seal=plan._vouched())
-
-
-def surveyed(seen: StageCosts, actions: Iterable[Action]) -> ChainPlan:
-    """Return what a survey did as a plan of a chain and its loss."""
-    n, taped = len(seen.stages), set()
-    found: list[Action] = []
-    for action in actions:
-        match action:
-            case Tape(step):
-                taped.add(step)
-            case Reverse(step) if step in taped:
-                taped.remove(step)
-            case Reverse(step):
-                found.append(Tape(step))
-            case EndForward():
-                found += [Tape(n), action]
-                action = Reverse(n)
-        found.append(action)
-    return ChainPlan.judged("survey", seen, None, found)
+    assert made.chain_plan is not None
+    return made if made.chain_plan.makespan_s * _WORTH < taken_s else None
 
 
 def _recorded(schedule: Schedule, into: list[Action]) -> Schedule:
     for action in schedule:
         into.append(action)
         yield action
-
-
-def _schedule(chain: ChainPlan) -> Schedule:
-    yield from performed(chain.actions, len(chain.costs.stages))

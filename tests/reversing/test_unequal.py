@@ -22,8 +22,6 @@ from multistage import (
     InPlaceChain,
     Reversal,
     StageCosts,
-    reversal,
-    unequal,
 )
 from multistage.backends import FileStore, MemoryStore, Store
 from multistage.backends.paged import PagedStore
@@ -41,13 +39,14 @@ from multistage.measurement.probe import measure
 from multistage.model.stages import Stage
 from multistage.model.tier import Tier
 from multistage.planners.chain.heterogeneous import smallest_memory
-from multistage.unequal import largest_state
+from multistage.reversing import streamed, unequal, uniform
+from multistage.reversing.unequal import Unequal, largest_state
 
 
 @pytest.fixture(autouse=True)
 def _measured_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reversal, "measure", partial(measure, seconds=0.01))
-    monkeypatch.setattr(unequal, "_PROBE_S", 0.01)
+    monkeypatch.setattr(uniform, "measure", partial(measure, seconds=0.01))
+    monkeypatch.setattr(streamed, "_PROBE_S", 0.01)
 
 
 def swept(run: Reversal[Any, int], case: Case) -> tuple[bytes, int]:
@@ -179,11 +178,12 @@ def test_checked_judges_the_actions_of_a_plan_byte_by_byte(kind: str) -> None:
     tier = None if kind == "one-tape" else MemoryStore(buffer_bytes=0)
     with Reversal(case.chain(), costs=case.costs, budget="1 slots", tier=tier, checked=True) as run:
         assert swept(run, case) == case.store_all()
-        assert run._unequal is not None
-        plan = run._unequal.plan
+        steps = run._sweeps.steps
+        assert isinstance(steps, Unequal)
+        plan = steps.chain_plan
         assert plan is not None
-        run._unequal.plan = replace(plan, memory_bytes=plan.peak_bytes - 1)
-        run._unequal.stale = False  # whatever the tier's rates were
+        steps.chain_plan = replace(plan, memory_bytes=plan.peak_bytes - 1)
+        steps.stale = False  # whatever the tier's rates were
         with pytest.raises(ScheduleError, match="but the limit is"):
             swept(run, case)
 
@@ -509,9 +509,9 @@ def test_steps_of_unequal_times_are_planned_by_what_the_first_sweep_shows(
 ) -> None:
     now, n = [0.0], 30
     costs = [float(spread) if 12 <= i < 18 else 1.0 for i in range(n)]
-    for module in (reversal, unequal):
+    for module in (uniform, unequal):
         monkeypatch.setattr(module, "Metered", partial(Metered, clock=lambda: now[0]))
-    monkeypatch.setattr(reversal, "LEAST_TIMED_S", 0.0)
+    monkeypatch.setattr(uniform, "LEAST_TIMED_S", 0.0)
 
     def step(u: Any, i: int) -> Any:
         now[0] += costs[i]

@@ -1,0 +1,1 @@
+"""The parts of a `Reversal`: its arguments, its stores, uniform and unequal steps, its reports."""

@@ -1,0 +1,224 @@
+"""The arguments of a `Reversal`, checked before anything is measured, opened or run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Self, TypeVar
+
+from ..backends.base import Store
+from ..backends.streamed import StreamedStore, require_distinct
+from ..backends.urls import Tiers, open_store, tier_names
+from ..durable.run import DurableRun, OrderedStates
+from ..errors import ArgumentError
+from ..measurement.given import agreeing, planner_of
+from ..model.budget import Budget
+from ..model.chain import Chain, FunctionChain
+from ..model.costs import Costs
+from ..model.stages import StageCosts
+from ..planners import Planner, UniformPlan
+from ..planners.uniform import require_steps
+from ..states.arrays import ArrayStates
+from ..states.slots import States
+from ..support.free_memory import default_budget_bytes
+from ..support.interrupts import Shield
+from ..support.values import shown
+
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments(Generic[State, Adjoint]):
+    """What a `Reversal` is given, checked and filled in.
+
+    Attributes
+    ----------
+    chain : Chain
+    n_steps : int or None
+    budget : Budget
+    stores : tuple of Store
+        The slow tiers, closed.
+    planner : str or Planner
+    costs : Costs or None
+        Of uniform steps, as given.
+    stages : StageCosts or None
+        Of unequal steps, as given.
+    states : States
+    durable : DurableRun or None
+    checked : bool
+    may_differ : bool
+        Whether steps that turn out to be unequal are planned as such.
+    """
+
+    chain: Chain[State, Adjoint]
+    n_steps: int | None
+    budget: Budget
+    stores: tuple[Store, ...]
+    planner: str | Planner
+    costs: Costs | None
+    stages: StageCosts | None
+    states: States
+    durable: DurableRun | None
+    checked: bool
+    may_differ: bool
+
+    @classmethod
+    def of(
+        cls,
+        chain: Chain[State, Adjoint] | Callable[[State, int], State],
+        adjoint_step: Callable[..., Adjoint] | None = None,
+        n_steps: int | None = None,
+        *,
+        tape_step: Callable[[State, int], tuple[State, object]] | None = None,
+        budget: Budget | int | str | None = None,
+        tier: Tiers | None = None,
+        planner: str | UniformPlan | Planner = "auto",
+        costs: Costs | StageCosts | None = None,
+        checked: bool = False,
+        states: States | None = None,
+        durable: str | os.PathLike[str] | DurableRun | None = None,
+        durable_every_s: float = 60.0,
+        durable_label: str = "",
+    ) -> Self:
+        """Return the arguments of a `Reversal`; its documentation describes them.
+
+        Raises
+        ------
+        ArgumentError, BudgetError, StoreError
+            If an argument breaks its rule, or does not go with another.
+        """
+        chain = chain_of(chain, adjoint_step, tape_step)
+        _require_kinds(costs, durable)
+        if isinstance(planner, UniformPlan):
+            n_steps = planner.n_steps if n_steps is None else n_steps
+            budget = Budget(slots=planner.slots) if budget is None else budget
+            costs = planner.costs if costs is None else costs
+        stages: StageCosts | None = None
+        if isinstance(costs, StageCosts):
+            _require_stages_alone(planner, durable, states)
+            n_steps = len(costs.stages) if n_steps is None else n_steps
+            stages, costs = costs, None
+        name = planner if isinstance(planner, str) else "given"
+        n_steps = None if n_steps is None else require_steps(n_steps, name)
+        own, run = states is not None, None
+        if durable is not None:
+            if isinstance(durable, DurableRun):  # of a rank, whose store answers for all ranks
+                run = durable
+            else:
+                _require_durable_alone(tier, states)
+                run = DurableRun(durable, durable_every_s, durable_label)
+                tier = run.store
+            chain, states = run.chain(chain), OrderedStates(chain.in_place)
+        resolved = planner_of(planner, n_steps)
+        _require_states(states)
+        budget, stores = _checked_budget(budget), _checked_stores(tier)
+        if costs is not None:
+            costs = agreeing(costs, chain)
+            if not stores:
+                costs = costs.without_tiers()  # measured with a tier that is not here now
+        # Unless the user has said otherwise.
+        said = own or run is not None or stages is not None or costs is not None
+        return cls(
+            chain=chain,
+            n_steps=n_steps,
+            budget=budget,
+            stores=stores,
+            planner=resolved,
+            costs=costs,
+            stages=stages,
+            states=ArrayStates(chain.in_place) if states is None else states,
+            durable=run,
+            checked=checked,
+            may_differ=not said and planner == "auto",
+        )
+
+    @property
+    def first_store(self) -> Store | None:
+        """The fastest of the slow tiers."""
+        return self.stores[0] if self.stores else None
+
+
+def chain_of(
+    chain: Chain[State, Adjoint] | Callable[[State, int], State],
+    adjoint_step: Callable[..., Adjoint] | None,
+    tape_step: Callable[[State, int], tuple[State, object]] | None,
+) -> Chain[State, Adjoint]:
+    """Return a chain, made of the functions if no chain is given.
+
+    Raises
+    ------
+    ArgumentError
+        If functions are given beside a chain, or `adjoint_step` is missing.
+    """
+    if callable(chain):
+        if adjoint_step is None:
+            raise ArgumentError("a plain step function needs an adjoint_step beside it")
+        return FunctionChain(chain, adjoint_step, tape_step)
+    if adjoint_step is not None or tape_step is not None:
+        raise ArgumentError("adjoint_step and tape_step go with a plain step, not with a Chain")
+    return chain
+
+
+def _checked_budget(budget: Budget | int | str | None) -> Budget:
+    """Return a budget, of a part of the free memory if none is given.  Raises BudgetError."""
+    found = Budget.parse(default_budget_bytes() if budget is None else budget)
+    if found.slots is not None:
+        found.slots_for(1)
+    return found
+
+
+def _require_kinds(costs: object, durable: object) -> None:
+    """Raise ArgumentError for costs or a durable folder of another type."""
+    if costs is not None and not isinstance(costs, Costs | StageCosts):
+        raise ArgumentError(
+            f"costs={shown(costs)} must be Costs, from measure() or made by hand, or "
+            "StageCosts of steps that differ"
+        )
+    if durable is not None and not isinstance(durable, str | os.PathLike | DurableRun):
+        raise ArgumentError(f"durable={durable!r} must be the name of a folder")
+
+
+def _require_durable_alone(tier: object, states: object) -> None:
+    """Raise ArgumentError for arguments that cannot be combined with `durable`."""
+    if tier is not None:
+        raise ArgumentError("durable= is the tier itself; leave tier= out")
+    if states is not None:
+        raise ArgumentError("durable= takes states that are pytrees of NumPy arrays, not states=")
+
+
+def _require_stages_alone(planner: object, durable: object, states: object) -> None:
+    """Raise ArgumentError for arguments that cannot be combined with costs of unequal steps."""
+    if planner != "auto":
+        raise ArgumentError(
+            f"planner={shown(planner)} plans uniform steps; with costs=StageCosts(...) leave it out"
+        )
+    if durable is not None or states is not None:
+        which = "durable" if durable is not None else "states"
+        raise ArgumentError(
+            f"costs=StageCosts(...) does not go with {which}=, which takes uniform steps only; "
+            "give Costs there"
+        )
+
+
+def _require_states(states: object) -> None:
+    """Raise ArgumentError for an object that does not describe states."""
+    if states is not None and not all(
+        callable(getattr(states, name, None)) for name in ("layout", "slots")
+    ):
+        raise ArgumentError(
+            f"states={shown(states)} must describe states, with methods layout() and slots(); "
+            "leave it out for trees of arrays, or write '3 slots' as the budget"
+        )
+
+
+def _checked_stores(tier: Tiers | None) -> tuple[Store, ...]:
+    """Return the stores of the tiers, each of which can be used.  Raises StoreError."""
+    stores = tuple(open_store(each) for each in tier_names(tier))
+    require_distinct(stores, "the tiers")
+    with Shield(up=True):
+        for store in stores:
+            if isinstance(store, StreamedStore):
+                store.check()
+    return stores

@@ -1,0 +1,60 @@
+"""Plans of unequal steps as executors, reports and readers take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ..actions import Action, EndForward, Reverse, Schedule, Tape
+from ..model.stages import StageCosts
+from ..planners.chain.heterogeneous import ChainPlan
+from ..planners.chain.pieces import performed
+from ..planners.uniform import UniformPlan
+from ..schedule.rules import check
+
+
+def described(chain: ChainPlan) -> UniformPlan:
+    """Return a plan of unequal steps as a `UniformPlan`, its costs the means over the steps."""
+    n, means = chain.n_steps, chain.costs.mean(chain.tiers)
+    state_bytes = means.state_bytes
+    used = check(schedule_of(chain), n, 4 * n + 8, state_is_tape=True)
+    plan = UniformPlan(
+        planner=f"unequal, {chain.strategy}",
+        n_steps=n,
+        slots=math.ceil(used.peak_slots) + 1,
+        costs=means,
+        make=lambda: schedule_of(chain),
+        makespan_s=chain.makespan_s,
+        lower_bound_s=chain.plain_s,
+        forward_steps=used.forward_steps,
+        peak_slots=chain.peak_bytes / state_bytes,
+        writes=chain.writes,
+        reads=chain.reads,
+        note=f"{chain.summary()}; step times and sizes shown are means over the steps",
+    )
+    return replace(plan, seal=plan._vouched())
+
+
+def surveyed(seen: StageCosts, actions: Iterable[Action]) -> ChainPlan:
+    """Return what a survey did as a plan of a chain and its loss."""
+    n, taped = len(seen.stages), set()
+    found: list[Action] = []
+    for action in actions:
+        match action:
+            case Tape(step):
+                taped.add(step)
+            case Reverse(step) if step in taped:
+                taped.remove(step)
+            case Reverse(step):
+                found.append(Tape(step))
+            case EndForward():
+                found += [Tape(n), action]
+                action = Reverse(n)
+        found.append(action)
+    return ChainPlan.judged("survey", seen, None, found)
+
+
+def schedule_of(chain: ChainPlan) -> Schedule:
+    """Yield the actions of a plan as an executor performs them."""
+    yield from performed(chain.actions, len(chain.costs.stages))

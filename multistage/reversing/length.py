@@ -1,0 +1,45 @@
+"""How many steps a forward sweep has, and the question whether a state is its last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..execute.executor import Executor
+
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
+
+
+class SweepLength:
+    """The number of steps of a forward sweep.
+
+    Attributes
+    ----------
+    steps : int
+        0 while it is unknown.
+    """
+
+    __slots__ = ("steps",)
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def begin(
+        self,
+        n_steps: int | None,
+        until: Callable[[State, int], bool] | None,
+        executor: Executor[State, Adjoint],
+    ) -> Callable[[int], bool] | None:
+        """Return a function that tells a schedule whether state i is the last, for `until`."""
+        self.steps = n_steps or 0
+        if until is None:
+            return None
+
+        def is_last(i: int) -> bool:
+            if until(executor.live, i):
+                self.steps = i
+                return True
+            return False
+
+        return is_last

@@ -1,0 +1,239 @@
+"""The sweeps of a `Reversal`, one after the other: prepared, run forward and back, reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar, cast
+
+from ..errors import ArgumentError, StateError, StoreError
+from ..execute.executor import Counts, Executor
+from ..execute.metered import LargerThanPlanned
+from ..planners import UniformPlan
+from ..report import Report
+from ..support.progress import Bars
+from .arguments import Arguments
+from .length import SweepLength
+from .opened import OpenStores
+from .telling import Drawn, Reports, has_begun, plan_of
+from .unequal import Unequal
+from .uniform import Uniform
+
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
+
+
+class Sweeps(Generic[State, Adjoint]):
+    """Runs sweeps with one set of arguments; `Reversal` documents what its methods do.
+
+    Parameters
+    ----------
+    given : Arguments
+    progress : bool or None
+        Show progress bars; see `Reversal`.
+
+    Attributes
+    ----------
+    given : Arguments
+    steps : Uniform or Unequal
+        What plans the next sweep.
+    executor : Executor or None
+        What runs it; None before the first.
+    bars : Bars
+    length : SweepLength
+        Of the last forward sweep.
+    """
+
+    def __init__(self, given: Arguments[State, Adjoint], progress: bool | None) -> None:
+        self.given, self._durable = given, given.durable
+        self.bars = Bars(progress)
+        self._opened = OpenStores(given.durable)
+        self.length = SweepLength()
+        self._reports = Reports(given.stores)
+        self._drawn: Drawn = None
+        self._ready = False
+        self.executor: Executor[State, Adjoint] | None = None
+        self.steps: Uniform[State, Adjoint] | Unequal[State, Adjoint]
+        if given.stages is None:
+            self.steps = Uniform(given, self._opened, self.bars)
+        else:
+            self.steps = Unequal(given, self._opened, self.bars)
+
+    @property
+    def plan(self) -> UniformPlan | None:
+        """The plan of the last sweep; of one of unknown length it is made when asked for."""
+        if self._drawn is not None:
+            self._drawn = plan_of(self._drawn)
+        return self._drawn
+
+    def end(self, *, keep: bool) -> None:
+        """Forget a sweep under way, stop threads, remove files.
+
+        Parameters
+        ----------
+        keep : bool
+            Keep the folder of a durable run, even of a complete one.
+        """
+        self._ready = False
+        self.bars.close()
+        try:
+            self._abort()
+        finally:  # though a second Ctrl-C ends the wait for writes
+            self._opened.close(keep=keep)
+
+    def let_go(self) -> None:
+        """Forget a sweep under way and stop its threads; a durable folder stays open."""
+        self._ready = False
+        self._abort()
+        self._opened.let_go()
+
+    def _abort(self) -> None:
+        if self.executor is not None:
+            self.executor.abort()
+
+    def prepare(self, state: State) -> UniformPlan:
+        """Measure, plan and open the tier, as the first `forward` would; return the plan."""
+        self._opened.require_own()
+        try:
+            steps = self.steps
+            self.executor = steps.prepare(state, self.executor)
+            plan = steps.plan
+            if plan is None and isinstance(steps, Uniform):
+                plan = steps.plan_of(1)  # any number of steps may follow
+            self._drawn = plan
+            if plan is None:
+                raise ArgumentError(
+                    "steps differ, and what they cost shows in a first sweep: forward(), then "
+                    "reverse(); or give costs=StageCosts(...)"
+                )
+            return plan
+        except BaseException:
+            self.end(keep=True)
+            raise
+
+    def forward(self, state: State, until: Callable[[State, int], bool] | None = None) -> State:
+        """Run the forward sweep; return the last state."""
+        if (until is None) == (self.given.n_steps is None):
+            raise ArgumentError(
+                "give either n_steps to the Reversal or until= to forward(), not "
+                + ("both" if until is not None else "neither")
+            )
+        self._opened.require_own()
+        try:
+            return self._forward(state, until)
+        except (StateError, LargerThanPlanned) as error:
+            if not self._measures_anew(error):
+                raise
+        return self._forward(state, until)
+
+    def _measures_anew(self, error: Exception) -> bool:
+        """Whether a sweep that other sizes than planned have ended is to be run again."""
+        steps = self.steps
+        if isinstance(error, StateError):
+            if not (self.given.may_differ and error.varies and isinstance(steps, Uniform)):
+                return False
+            self.steps = Unequal(self.given, self._opened, self.bars)
+            self.executor = self._drawn = None
+            return True
+        if not isinstance(steps, Unequal) or steps.refuses_larger:
+            return False
+        steps.forget()
+        return True
+
+    def _forward(self, state: State, until: Callable[[State, int], bool] | None) -> State:
+        self._ready = False
+        where = "before its first step, while costs were measured and planned"
+        steps, online = self.steps, until is not None
+        before = None if self.executor is None else self.executor.counts
+        try:
+            self.executor = executor = steps.prepare(state, self.executor)
+            before = executor.counts
+            self._drawn = steps.plan
+            is_last = self.length.begin(self.given.n_steps, until, executor)
+            schedule = steps.schedule(is_last)
+            if steps.resumed is not None:
+                assert self._durable is not None
+                self.length.steps = self._durable.length or 0
+            self._reports.begin()
+            self.bars.start(self.given.n_steps)
+            where = "in the forward sweep"
+            judged = steps.judges(online=online)
+            last = executor.forward(schedule, state, steps.resumed, judged=judged)
+            if self._durable is not None:
+                self._durable.ended(last, self.length.steps)
+        except BaseException as error:
+            try:
+                self._note_stop(error, where, before)
+            finally:
+                self.end(keep=True)
+            raise
+        self._ready = True
+        self.bars.turn(self.length.steps)
+        return last
+
+    def reverse(self, adjoint: Adjoint) -> Adjoint:
+        """Run the reverse sweep; return the adjoint of state 0."""
+        if not self._ready or self.executor is None:
+            raise ArgumentError("reverse() needs a forward() before it, one for each reverse()")
+        self._opened.require_own()
+        if self._durable is not None:
+            try:
+                adjoint = self._durable.start(adjoint)
+            except StoreError:  # the next forward() looks again what there is
+                self.end(keep=True)
+                raise
+        self._ready = False
+        executor = self.executor
+        try:
+            result = executor.reverse(adjoint)
+            if self._durable is not None:
+                self._durable.finish(result)
+        except BaseException as error:
+            try:
+                self._note_stop(error, "in the reverse sweep", None)
+            finally:
+                self.end(keep=True)
+            if isinstance(error, StateError) and self._measures_anew(error):
+                raise StateError(
+                    f"{str(error).split(';')[0]}; first seen in the reverse sweep: call forward() "
+                    "again, which measures steps that differ, or give costs=StageCosts(...)"
+                ) from error
+            raise
+        self.bars.close()
+        self._drawn = self.steps.ended(self.length.steps, executor.counts, executor.timeline)
+        self._reports.complete(self._drawn, cast("Executor[object, object]", executor))
+        self._plan_next()
+        return result
+
+    def _plan_next(self) -> None:
+        """Plan the next sweep step by step, if this one has shown that it pays."""
+        if isinstance(self.steps, Uniform):
+            steps = self.steps.next_steps()
+            if steps is not self.steps:
+                self.steps, self.executor = steps, None
+
+    def report(self) -> Report:
+        """Return what the last sweeps did beside what was predicted."""
+        return self._reports.report()
+
+    def _note_stop(self, error: BaseException, where: str, before: Counts | None) -> None:
+        """Remember how far a sweep came that `error` ends, for `report`.
+
+        `before` are the counts of the sweep before it: the executor's still,
+        if this one did not begin.
+        """
+        steps, executor = self.steps, cast("Executor[object, object] | None", self.executor)
+        # What a survey would have come to is not known.
+        surveys = isinstance(steps, Unequal) and steps.chain_plan is None
+        if surveys or executor is None or not has_begun(executor, before):
+            self._reports.stopped_before_a_step(error, where)
+            return
+        n, drawn = self.given.n_steps, self._drawn
+        if n is None and "reverse" in where:
+            n = self.length.steps
+
+        def plan_of_steps(n_steps: int) -> Drawn:
+            if self.given.n_steps is None and isinstance(steps, Uniform):
+                return steps.in_hindsight(n_steps)
+            return drawn
+
+        self._reports.stopped(error, where, n, plan_of_steps, executor)

@@ -1,0 +1,305 @@
+"""The costs, the plan and the executor of a `Reversal` whose steps are alike.
+
+Costs that were measured first are corrected by those that each sweep shows, and the next
+sweep is planned anew when a ratio that plans rest on has drifted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, Generic, TypeVar
+
+from ..actions import Schedule
+from ..backends.base import Store
+from ..durable.run import DurableRun
+from ..errors import BudgetError
+from ..execute.executor import Counts, Executor, Resumed
+from ..execute.metered import Metered
+from ..measurement.compression import choose_compression
+from ..measurement.given import one_tape, planned
+from ..measurement.probe import compressions, measure
+from ..measurement.seen import drifted, seen_costs
+from ..model.budget import Budget
+from ..model.costs import Costs
+from ..planners import PLANNERS, UniformPlan, online_schedule, plan
+from ..planners.chain.pieces import MOST_AT_ONCE
+from ..planners.streaming.resumed import durable_online_schedule, durable_plan, resumed_schedule
+from ..planners.uniform import sealing
+from ..schedule.rules import Rules
+from ..schedule.timeline import Timeline
+from ..states.slots import StateLayout
+from ..support.interrupts import Shield
+from ..support.progress import Bars
+from .arguments import Arguments
+from .opened import OpenStores
+from .unequal import LEAST_TIMED_S, Unequal, faster_plan
+
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
+
+_UNKNOWN_STEPS = 10_000  # a sweep of unknown length is measured for so many
+
+
+class Uniform(Generic[State, Adjoint]):
+    """Costs, plan and executor of a reversal whose steps are alike.
+
+    Parameters
+    ----------
+    given : Arguments
+    opened : OpenStores
+    bars : Bars
+
+    Attributes
+    ----------
+    costs : Costs or None
+        As given, measured or corrected; the next sweep is planned with them.
+    plan : UniformPlan or None
+        Of the next sweep; None if its length is unknown.
+    resumed : Resumed or None
+        What an earlier process left of the sweep under way.
+    """
+
+    def __init__(self, given: Arguments[State, Adjoint], opened: OpenStores, bars: Bars) -> None:
+        self._arguments, self._opened, self._bars = given, opened, bars
+        self.costs = given.costs
+        self.plan: UniformPlan | None = None
+        self.resumed: Resumed | None = None
+        self._given = given.costs is not None
+        self._layout: StateLayout | None = None
+        self._slots = 0
+        self._stale = False  # the plan rests on costs that were seen to be others
+        self._timed: Metered[State, Adjoint] | None = None  # the first sweep, step by step
+        self._looked = False  # at the step times of the first sweep
+        self._needs_executor = True
+
+    def prepare(
+        self, state: State, executor: Executor[State, Adjoint] | None
+    ) -> Executor[State, Adjoint]:
+        """Measure what is not known, plan if the number of steps is known, open the tier.
+
+        Parameters
+        ----------
+        state : pytree of arrays
+            State 0.
+        executor : Executor or None
+            That of the sweep before.
+
+        Returns
+        -------
+        Executor
+            That one or, for other states or tapes, a new one; the old one is aborted then.
+
+        Raises
+        ------
+        StateError, BudgetError, StoreError
+            As `Reversal.forward` does.
+        """
+        layout = self._look_at(state, executor)
+        if self.costs is None:
+            self.costs = self._measured(state)
+        if self._arguments.n_steps is not None and (self.plan is None or self._stale):
+            self.plan, self._stale = self._planned(self.costs, self._arguments.n_steps), False
+        self._opened.open(self._arguments.stores, layout)
+        if executor is None or self._needs_executor:
+            executor = self._made_executor(self.costs)
+        elif not self._given and executor.tape_slots != self.costs.tape_slots:
+            executor.abort()
+            executor = self._made_executor(self.costs)
+        self._needs_executor = False
+        return executor
+
+    # ----------------------------------------------------------------- measuring
+
+    def _look_at(self, state: State, executor: Executor[State, Adjoint] | None) -> Any:
+        """Return the layout of a state, for which the budget must have room.
+
+        A plan for other states is dropped; a durable folder is opened.
+        """
+        given = self._arguments
+        layout: Any = given.states.layout(state)
+        buffers = sum(store.buffer_bytes(layout) for store in given.stores)
+        self._slots = given.budget.slots_for(layout.nbytes, buffers)
+        if self._layout is None or not layout.same_as(self._layout):
+            if executor is not None:
+                executor.abort()  # a sweep under way still holds the caller's arrays
+            self._layout, self.plan, self._needs_executor = layout, None, True
+            self._opened.close_stores()
+            if not self._given:
+                self.costs = None
+        if given.durable is not None:
+            self._attach(given.durable, layout, state)
+        return layout
+
+    def _attach(self, durable: DurableRun, layout: Any, state: State) -> None:
+        """Open the durable folder, take its costs."""
+        if durable.taken:
+            self._opened.close_stores()
+        self._opened.begin()
+        with Shield(up=True):  # or the folder might stay locked
+            durable.attach(layout, self._arguments.n_steps, state)
+        if durable.costs is not None and not self._given:
+            self.costs, durable.costs = durable.costs, None
+            self.plan = None
+
+    def _measured(self, state: State) -> Costs:
+        """Return the costs of steps and tiers, measured."""
+        given = self._arguments
+        chain, states, most = given.chain, given.states, given.n_steps or _UNKNOWN_STEPS
+        probed: tuple[Store, ...] = given.stores
+        if given.durable is not None:
+            probed = (given.durable.probe,)
+        costs = measure(chain, state, most, probed, states=states, progress=self._bars.shown)
+        if any(each.scheme == "auto" for tier in given.stores for each in compressions(tier)):
+            costs = choose_compression(
+                chain, state, most, costs, given.stores, states, self._predicted
+            )
+        return costs
+
+    # ------------------------------------------------------------------ planning
+
+    def _predicted(self, costs: Costs) -> float:
+        """Return the makespan that is planned for some costs."""
+        planner, n = self._arguments.planner, self._arguments.n_steps or _UNKNOWN_STEPS
+        if isinstance(planner, str):
+            return plan(costs, Budget(slots=self._slots), n, planner, progress=False).makespan_s
+        return planned(planner, costs, self._slots, n).makespan_s
+
+    def _planned(self, costs: Costs, n_steps: int) -> UniformPlan:
+        planner, slots = self._arguments.planner, self._slots
+        if not isinstance(planner, str):
+            return planned(planner, costs, slots, n_steps)
+        if self._arguments.durable is not None and planner == "auto":
+            return sealing(durable_plan)(costs, slots, n_steps)
+        return plan(costs, Budget(slots=slots), n_steps, planner, progress=self._bars.shown)
+
+    def plan_of(self, n_steps: int) -> UniformPlan:
+        """Return the plan of some number of steps."""
+        assert self.costs is not None
+        return self._planned(self.costs, n_steps)
+
+    def in_hindsight(self, n_steps: int) -> Callable[[], UniformPlan]:
+        """Return a function that plans a sweep of unknown length by its length, once."""
+        assert self.costs is not None
+        return cache(partial(PLANNERS["online"], self.costs, self._slots, n_steps))
+
+    def schedule(self, is_last: Callable[[int], bool] | None) -> Schedule:
+        """Return the schedule of the next sweep; where a durable run is resumed, of the rest.
+
+        Parameters
+        ----------
+        is_last : callable, optional
+            For an unknown number of steps: whether state i is the last.
+
+        Raises
+        ------
+        StoreError
+            If the durable folder cannot be written to.
+        """
+        costs, slots, durable = self.costs, self._slots, self._arguments.durable
+        assert costs is not None
+        self.resumed = None if durable is None else durable.begin(costs)
+        if self.resumed is not None:
+            assert durable is not None
+            n, left = durable.length, self.resumed
+            return resumed_schedule(costs, slots, n, left.stored, left.end, None if n else is_last)
+        if is_last is None:
+            assert self.plan is not None
+            return self.plan.schedule()
+        make = online_schedule if durable is None else durable_online_schedule
+        return make(costs, slots, is_last)
+
+    def judges(self, *, online: bool) -> bool:
+        """Whether every action is judged before it is performed: strangers' always are."""
+        if self._arguments.checked:
+            return True
+        if online or self.resumed is not None:
+            return False
+        assert self.plan is not None
+        return not self.plan.sealed
+
+    # ----------------------------------------------------------------- executing
+
+    def _made_executor(self, costs: Costs) -> Executor[State, Adjoint]:
+        given = self._arguments
+        rules = partial(
+            Rules,
+            given.n_steps,
+            self._slots,
+            costs.tape_slots,
+            state_is_tape=given.chain.state_is_tape,
+            in_place=given.chain.in_place,
+            one_tape=one_tape(given.chain),
+            recovers=True,
+        )
+        if self._times_steps(costs):
+            self._timed = Metered(given.chain, None)
+        return Executor(
+            self._bars.watch(self._timed or given.chain, costs.forward_step_s),
+            given.stores,
+            tape_slots=costs.tape_slots,
+            slots=self._slots,
+            heavier=self._correct_tapes,
+            rules=rules,
+            progress=self._bars.update if self._bars.shown else None,
+            states=given.states,
+        )
+
+    # ------------------------------------------------------------------ learning
+
+    def ended(
+        self, n_steps: int, counts: Counts, timeline: Timeline
+    ) -> UniformPlan | Callable[[], UniformPlan]:
+        """Learn from a sweep that has ended; return its plan, or a function that makes it.
+
+        The gradient is known by now: nothing here takes long enough for a Ctrl-C to lose it,
+        so a sweep of unknown length is only planned when its report is asked for.
+        """
+        assert self.costs is not None
+        drawn: UniformPlan | Callable[[], UniformPlan] | None = self.plan
+        if self._arguments.n_steps is None:
+            drawn = self.in_hindsight(n_steps)
+        assert drawn is not None
+        if self.resumed is None:
+            assumed = drawn.costs if isinstance(drawn, UniformPlan) else self.costs
+            seen = seen_costs(assumed, timeline, counts)
+            if not self._given and drifted(self.costs, seen):
+                self.costs = replace(seen, tape_bytes=self.costs.tape_bytes)
+                self._stale = True
+        return drawn
+
+    def _correct_tapes(self, step: int, nbytes: int) -> None:
+        """Correct measured costs by the tape of a step, which is larger than they say."""
+        if self._given:
+            return  # the executor goes on with the tapes as they are
+        assert self.costs is not None and self._layout is not None
+        share = self.costs.state_bytes / self._layout.nbytes
+        self.costs = replace(self.costs, tape_bytes=math.ceil(nbytes * share))
+        self._stale = True
+
+    def _times_steps(self, costs: Costs) -> bool:
+        """Whether the first sweep shows what each step takes, for the plan of the next."""
+        given = self._arguments
+        return (
+            given.may_differ
+            and not given.stores
+            and not self._looked
+            and given.n_steps is not None
+            and 2 < given.n_steps <= MOST_AT_ONCE
+            and costs.forward_step_s >= LEAST_TIMED_S
+        )
+
+    def next_steps(self) -> Uniform[State, Adjoint] | Unequal[State, Adjoint]:
+        """Return what plans the next sweep: step by step, if the first has shown that it pays."""
+        timed, self._timed = self._timed, None
+        if timed is None or self.resumed is not None:
+            return self
+        self._needs_executor = self._looked = True  # the next one needs no timing
+        assert self.costs is not None
+        found = None
+        with contextlib.suppress(BudgetError):  # the room for the largest step was enough
+            found = faster_plan(timed.seen, self.costs, self._arguments, self._opened, self._bars)
+        return found or self
