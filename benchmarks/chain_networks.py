@@ -108,7 +108,7 @@ def as_in_the_paper(costs: StageCosts) -> StageCosts:
 
 
 def planned(costs: StageCosts, few: bool) -> dict[str, Any]:
-    """Return what every strategy takes, per image: points of (bytes, seconds).
+    """Return what every planner takes, per image: points of (bytes, seconds).
 
     `few` plans a long chain at fewer limits than the paper does.
     """
@@ -119,7 +119,7 @@ def planned(costs: StageCosts, few: bool) -> dict[str, Any]:
     counts = sorted({round(2 + (most - 2) * k / 9) for k in range(10)})
     sequential = []
     for count in counts:
-        plan = plan_chain(costs, strategy="periodic", segments=count)
+        plan = plan_chain(costs, planner="periodic", segments=count)
         sequential.append((plan.peak_bytes, plan.makespan_s, count))
     # The memories of the sequential runs that no other beats; the fastest comes first.
     front = sorted(p for p in sequential if p[1] <= fastest(sequential, p[0]))[::-1]
@@ -141,8 +141,8 @@ def planned(costs: StageCosts, few: bool) -> dict[str, Any]:
         "plain": (plain.plain_bytes, plain.plain_s),
         "sequential": sequential,
         "limited": limited,
-        "optimal": _front([*memory_curve(costs, slots=slots), *limited]),
-        "revolve": memory_curve(costs, "revolve", slots=slots),
+        "optimal": _front([*memory_curve(costs, resolution=slots), *limited]),
+        "revolve": memory_curve(costs, "revolve", resolution=slots),
         "plan_s": max(seconds),
         # How much faster than `checkpoint_sequential` within the same memory: within
         # that of its fastest run, as the paper sums up, and on average.

@@ -227,11 +227,11 @@ class _Steps:
 
         return run
 
-    def chain(self, strategy: Any, limit: int) -> tuple[mst.Sequential, dict[str, Any]]:
+    def chain(self, planner: Any, limit: int) -> tuple[mst.Sequential, dict[str, Any]]:
         """Return the network by a plan, and what the plan predicts."""
         costs = StageCosts.load(self._task["costs"])
         chain = mst.Sequential(
-            self._stages, self._x, memory=limit, strategy=strategy, costs=costs, check="off"
+            self._stages, self._x, memory=limit, planner=planner, costs=costs, check="off"
         )
         assert chain.plan is not None
         return chain, {

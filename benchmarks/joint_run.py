@@ -183,7 +183,7 @@ def _point(task: dict[str, Any]) -> dict[str, Any]:
     steps = _Steps(task)
     costs = StageCosts.load(task["costs"])
     given: dict[str, Any] = {"costs": costs, "check": "off"}
-    plain = mst.Sequential(steps.plain, steps.x, strategy="store-all", **given).plan
+    plain = mst.Sequential(steps.plain, steps.x, planner="store-all", **given).plan
     assert plain is not None
     limit = int(task["memory"] * plain.plain_bytes)
     ways: dict[str, mst.Sequential] = {}

@@ -71,8 +71,8 @@ def _ours(model: Any, steps: int, method: str, folder: str) -> dict[str, Any]:
     with Reversal(
         model.chain(),
         n_steps=steps,
-        budget=f"{slots} slots",
-        tier=store,
+        memory=f"{slots} slots",
+        tiers=store,
         planner=method,
         costs=costs,
     ) as run:

@@ -128,10 +128,10 @@ def _unrolled(task: Task, steps: int, tiers: tuple[str, ...]) -> Tensor:
         task.model,
         task.state,
         task.x,
-        steps=steps,
+        n_steps=steps,
         memory=MEMORY,
         tiers=tiers,
-        strategy="stream" if tiers else "recompute",
+        planner="stream" if tiers else "recompute",
     )
     assert out.loss is not None
     return out.loss
@@ -196,10 +196,10 @@ def _run_child(given: dict[str, Any]) -> dict[str, Any]:
             task.model,
             task.state,
             task.x,
-            steps=given["steps"],
+            n_steps=given["steps"],
             memory=MEMORY,
             tiers=tiers[method],
-            strategy="stream" if tiers[method] else "recompute",
+            planner="stream" if tiers[method] else "recompute",
         )
     peak = Peak(given["device"])
     began = time.perf_counter()

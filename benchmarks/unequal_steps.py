@@ -221,7 +221,7 @@ def main() -> None:
         reversals = []
         for name, assumed in (("unequal", costs), ("as uniform", as_if_uniform(costs))):
             run: Reversal[Any, Any] = Reversal(
-                mesh.step, mesh.adjoint_step, costs=assumed, budget=budget, progress=False
+                mesh.step, mesh.adjoint_step, costs=assumed, memory=budget, progress=False
             )
             run.prepare(mesh.start())
             assert run.chain_plan is not None

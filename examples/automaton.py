@@ -1,7 +1,7 @@
 """A neural cellular automaton that learns to grow a disc from one cell.
 
     python examples/automaton.py --quick
-    python examples/automaton.py --steps 400 --memory "16 MiB" --tier file:///scratch
+    python examples/automaton.py --n-steps 400 --memory "16 MiB" --tiers file:///scratch
 
 Shows `unroll` on a cell of one's own: a small convolutional network is applied to a
 grid again and again, with random cells left out at each step, and the loss looks at
@@ -49,16 +49,16 @@ def gradients(cell: Automaton, loss: Tensor) -> list[Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=64, help="updates of the grid (64)")
+    parser.add_argument("--n-steps", type=int, default=64, help="updates of the grid (64)")
     parser.add_argument("--size", type=int, default=32, help="cells each way (32)")
     parser.add_argument("--channels", type=int, default=12, help="numbers in a cell (12)")
     parser.add_argument("--updates", type=int, default=40, help="training updates (40)")
     parser.add_argument("--memory", default="4 MiB", help="limit for states and graphs (4 MiB)")
-    parser.add_argument("--tier", help="slow tier, such as file:///scratch (none)")
+    parser.add_argument("--tiers", help="slow tier, such as file:///scratch (none)")
     parser.add_argument("--quick", action="store_true", help="a small grid, some seconds")
     args = parser.parse_args()
     if args.quick:
-        args.steps, args.size, args.updates, args.memory = 32, 24, 6, "2 MiB"
+        args.n_steps, args.size, args.updates, args.memory = 32, 24, 6, "2 MiB"
     torch.manual_seed(0)
     torch.set_num_threads(1)
     cell = Automaton(args.channels, 4 * args.channels)
@@ -66,8 +66,8 @@ def main() -> None:
     target = (place[:, None] ** 2 + place[None, :] ** 2 < 0.5).float()
     seed = torch.zeros(1, args.channels, args.size, args.size)
     seed[..., args.size // 2, args.size // 2] = 1
-    times = torch.arange(args.steps)
-    tiers = args.tier or ()
+    times = torch.arange(args.n_steps)
+    tiers = args.tiers or ()
 
     def loss_of(grid: Tensor) -> Tensor:
         return nn.functional.mse_loss(grid[0, 0], target)

@@ -1,7 +1,7 @@
 """A gradient that survives kill -9, twice, and comes out the same.
 
     python examples/durable_resume.py --quick
-    python examples/durable_resume.py --steps 20000 --folder /scratch/run42
+    python examples/durable_resume.py --n-steps 20000 --folder /scratch/run42
 
 A process computes a gradient with `durable=FOLDER` and is killed, by SIGKILL, once in
 its forward sweep and once in its reverse sweep.  The same call in a new process goes
@@ -96,8 +96,8 @@ def durable(args: argparse.Namespace, folder: Path, kill: tuple[str, int] | None
     with ms.Reversal(
         heat.step,
         heat.adjoint_step,
-        args.steps,
-        budget=args.budget,
+        args.n_steps,
+        memory=args.memory,
         costs=costs,
         durable=folder,
         durable_every_s=0.01,
@@ -109,23 +109,30 @@ def durable(args: argparse.Namespace, folder: Path, kill: tuple[str, int] | None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=8_000, help="time steps (8000)")
+    parser.add_argument("--n-steps", type=int, default=8_000, help="time steps (8000)")
     parser.add_argument("--points", type=int, default=2_000, help="points of the rod (2000)")
-    parser.add_argument("--budget", default="20 slots", help="fast memory (20 slots)")
+    parser.add_argument("--memory", default="20 slots", help="fast memory (20 slots)")
     parser.add_argument("--folder", type=Path, help="what to keep (a temporary folder)")
     parser.add_argument("--quick", action="store_true", help="fewer steps, some seconds")
     parser.add_argument("--child", nargs=3, metavar=("FOLDER", "SWEEP", "STEP"), help="internal")
     args = parser.parse_args()
     if args.quick:
-        args.steps, args.points = 1_500, 500
+        args.n_steps, args.points = 1_500, 500
     if args.child:
         folder, sweep, step = args.child
         durable(args, Path(folder), (sweep, int(step)) if sweep != "none" else None)
         return
-    options = ["--steps", str(args.steps), "--points", str(args.points), "--budget", args.budget]
+    options = [
+        "--n-steps",
+        str(args.n_steps),
+        "--points",
+        str(args.points),
+        "--memory",
+        args.memory,
+    ]
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch) / "run"
-        forward, reverse = args.steps * 3 // 4, args.steps // 3
+        forward, reverse = args.n_steps * 3 // 4, args.n_steps // 3
         for sweep, step in (("forward", forward), ("reverse", reverse), ("none", 0)):
             killed = "" if sweep == "none" else f", to be killed at {sweep} step {step}"
             print(f"process{killed}", flush=True)
@@ -139,7 +146,7 @@ def main() -> None:
         gradient = np.load(folder.parent / "gradient.npy")
         (folder.parent / "gradient.npy").unlink()
     print("all of it in one process")
-    if not np.array_equal(gradient, store_all(Heat(args.points), args.steps)):
+    if not np.array_equal(gradient, store_all(Heat(args.points), args.n_steps)):
         raise SystemExit("the gradients differ")
     print("The gradient equals that of store-all, bit for bit.")
 

@@ -1,7 +1,7 @@
 """Full-waveform inversion with operators of one's own: a velocity from its echoes.
 
     python examples/fwi_acoustic.py --quick
-    python examples/fwi_acoustic.py --points 200 --steps 1500 --budget "64 MiB"
+    python examples/fwi_acoustic.py --points 200 --n-steps 1500 --memory "64 MiB"
 
 A 2-D acoustic wave, written in place over two time levels, and its adjoint, are given
 to `Reversal`, which keeps what the budget holds of the wavefield and streams the rest
@@ -91,16 +91,16 @@ def whole_wavefield(shot: Shot) -> Array:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--points", type=int, default=100, help="grid points each way (100)")
-    parser.add_argument("--steps", type=int, default=400, help="time steps (400)")
+    parser.add_argument("--n-steps", type=int, default=400, help="time steps (400)")
     parser.add_argument("--shots", type=int, default=3, help="shots (3)")
     parser.add_argument("--iterations", type=int, default=6, help="of the descent (6)")
-    parser.add_argument("--budget", default="16 MiB", help="fast memory (16 MiB)")
-    parser.add_argument("--tier", help="slow tier (a folder for temporary files)")
+    parser.add_argument("--memory", default="16 MiB", help="fast memory (16 MiB)")
+    parser.add_argument("--tiers", help="slow tier (a folder for temporary files)")
     parser.add_argument("--quick", action="store_true", help="a small grid, some seconds")
     args = parser.parse_args()
     if args.quick:
-        args.points, args.steps, args.shots, args.iterations = 50, 200, 2, 3
-        args.budget = "24 slots"
+        args.points, args.n_steps, args.shots, args.iterations = 50, 200, 2, 3
+        args.memory = "24 slots"
 
     n = args.points
     y, x = np.meshgrid(np.linspace(0, 1, n), np.linspace(0, 1, n), indexing="ij")
@@ -108,7 +108,7 @@ def main() -> None:
     m = np.full((n, n), 0.2)  # what is known: no lens
     shots = []
     for column in np.linspace(n // 4, 3 * n // 4, args.shots).astype(int):
-        shot = Shot(true, args.steps, int(column))
+        shot = Shot(true, args.n_steps, int(column))
         shot.run()
         shot.observed[...] = shot.recorded
         shot.m = m
@@ -120,8 +120,10 @@ def main() -> None:
             misfit, gradient = 0.0, np.zeros_like(m)
             for shot in shots:
                 chain = ms.InPlaceChain(shot.forward, shot.reverse)
-                tier = args.tier or f"file:{scratch}"
-                with ms.Reversal(chain, n_steps=args.steps, budget=args.budget, tier=tier) as run:
+                tiers = args.tiers or f"file:{scratch}"
+                with ms.Reversal(
+                    chain, n_steps=args.n_steps, memory=args.memory, tiers=tiers
+                ) as run:
                     run.forward(shot.start())
                     misfit += shot.misfit()
                     found = run.reverse(shot.start_adjoint())[1]

@@ -1,7 +1,7 @@
 """Learning rates learnt by differentiating through the training they are used in.
 
     python examples/inner_loop.py --quick
-    python examples/inner_loop.py --inner 2000 --memory "4 MiB" --tier file:///scratch
+    python examples/inner_loop.py --inner 2000 --memory "4 MiB" --tiers file:///scratch
 
 An inner loop trains a small network by gradient descent with momentum.  The outer loop
 looks at its validation loss at the end and takes the gradient by every learning rate
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--outer", type=int, default=8, help="steps of the outer loop (8)")
     parser.add_argument("--width", type=int, default=64, help="width of the network (64)")
     parser.add_argument("--memory", default="4 MiB", help="limit for states and graphs (4 MiB)")
-    parser.add_argument("--tier", help="slow tier, such as file:///scratch (none)")
+    parser.add_argument("--tiers", help="slow tier, such as file:///scratch (none)")
     parser.add_argument("--quick", action="store_true", help="a short loop, some seconds")
     args = parser.parse_args()
     if args.quick:
@@ -93,7 +93,7 @@ def main() -> None:
             start(args.width),
             log_rates,
             memory=args.memory,
-            tiers=args.tier or (),
+            tiers=args.tiers or (),
             outputs=None,
         )
         loss = error(out.state[0], *held_out)

@@ -1,7 +1,7 @@
 """An LSTM in PyTorch on long sequences, trained by two processes (DistributedDataParallel).
 
     python examples/lstm_ddp.py --quick
-    python examples/lstm_ddp.py --steps 4000 --memory "2 MiB" --tier file:///scratch
+    python examples/lstm_ddp.py --n-steps 4000 --memory "2 MiB" --tiers file:///scratch
 
 Shows `unroll` inside a module that DDP wraps: each process runs its own sequences
 within a memory limit, states streaming to a file, and gradients are averaged as ever.
@@ -62,13 +62,13 @@ def train(rank: int, args: argparse.Namespace, memory: str | None) -> list[Tenso
     """Return the losses of all updates, then the parameters."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch:
-        model = Echo(args.width, memory, args.tier or f"file:{scratch}")
+        model = Echo(args.width, memory, args.tiers or f"file:{scratch}")
         parallel = nn.parallel.DistributedDataParallel(model)
         optimiser = torch.optim.Adam(parallel.parameters(), lr=0.02)
         results = []
         for update in range(args.updates):
             seed = torch.Generator().manual_seed(100 * update + rank)  # sequences of its own
-            x = torch.rand(args.steps, args.batch, 1, generator=seed)
+            x = torch.rand(args.n_steps, args.batch, 1, generator=seed)
             optimiser.zero_grad()
             loss = parallel(x, x.roll(3, 0))
             loss.backward()
@@ -104,16 +104,16 @@ def worker(rank: int, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=2, help="on this machine (2)")
-    parser.add_argument("--steps", type=int, default=1_500, help="length of a sequence (1500)")
+    parser.add_argument("--n-steps", type=int, default=1_500, help="length of a sequence (1500)")
     parser.add_argument("--width", type=int, default=64, help="width of the layer (64)")
     parser.add_argument("--batch", type=int, default=16, help="sequences a process (16)")
     parser.add_argument("--updates", type=int, default=4, help="updates (4)")
     parser.add_argument("--memory", default="1 MiB", help="limit of a process (1 MiB)")
-    parser.add_argument("--tier", help="slow tier (a folder for temporary files)")
+    parser.add_argument("--tiers", help="slow tier (a folder for temporary files)")
     parser.add_argument("--quick", action="store_true", help="short sequences, some seconds")
     args = parser.parse_args()
     if args.quick:
-        args.steps, args.width, args.updates, args.memory = 300, 32, 2, "256 KiB"
+        args.n_steps, args.width, args.updates, args.memory = 300, 32, 2, "256 KiB"
     with socket.socket() as free:  # a port for the processes to meet at
         free.bind(("127.0.0.1", 0))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}

@@ -1,7 +1,7 @@
 """A character LSTM in NumPy, trained by full backpropagation through a long text.
 
     python examples/lstm_numpy.py --quick
-    python examples/lstm_numpy.py --steps 20000 --budget "32 slots" --tier file:///scratch
+    python examples/lstm_numpy.py --n-steps 20000 --memory "32 slots" --tiers file:///scratch
 
 Shows the whole use of `Reversal` on code of one's own: a step, its adjoint step, a
 budget and a slow tier.  The states of the sequence do not fit the budget; those that
@@ -90,20 +90,20 @@ def store_all(model: LSTM, steps: int) -> dict[str, Array]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=4_000, help="length of the text (4000)")
+    parser.add_argument("--n-steps", type=int, default=4_000, help="length of the text (4000)")
     parser.add_argument("--width", type=int, default=96, help="width of the layer (96)")
     parser.add_argument("--batch", type=int, default=16, help="parallel streams of text (16)")
     parser.add_argument("--sweeps", type=int, default=4, help="training steps (4)")
-    parser.add_argument("--budget", default="24 slots", help="fast memory (24 slots)")
-    parser.add_argument("--tier", help="slow tier (a folder for temporary files)")
+    parser.add_argument("--memory", default="24 slots", help="fast memory (24 slots)")
+    parser.add_argument("--tiers", help="slow tier (a folder for temporary files)")
     parser.add_argument("--quick", action="store_true", help="a short text, a few seconds")
     args = parser.parse_args()
     if args.quick:
-        args.steps, args.width, args.batch, args.sweeps = 600, 32, 8, 3
+        args.n_steps, args.width, args.batch, args.sweeps = 600, 32, 8, 3
 
-    source = Path(argparse.__file__).read_bytes() * (1 + args.steps * args.batch // 90_000)
+    source = Path(argparse.__file__).read_bytes() * (1 + args.n_steps * args.batch // 90_000)
     letters, text = np.unique(np.frombuffer(source, np.uint8), return_inverse=True)
-    text = text[: (args.steps + 1) * args.batch].reshape(args.batch, -1).T
+    text = text[: (args.n_steps + 1) * args.batch].reshape(args.batch, -1).T
     model = LSTM(text, len(letters), args.width)
 
     with (
@@ -111,9 +111,9 @@ def main() -> None:
         ms.Reversal(
             model.step,
             model.adjoint_step,
-            args.steps,
-            budget=args.budget,
-            tier=args.tier or f"file:{scratch}",
+            args.n_steps,
+            memory=args.memory,
+            tiers=args.tiers or f"file:{scratch}",
         ) as run,
     ):
         first: dict[str, Array] = {}
@@ -125,7 +125,7 @@ def main() -> None:
             if sweep == 0:
                 first = model.gradients
                 print(run.plan)
-                equal = store_all(model, args.steps)
+                equal = store_all(model, args.n_steps)
                 if not all(np.array_equal(first[name], equal[name]) for name in first):
                     raise SystemExit("the gradients differ")
             print(f"sweep {sweep + 1}: {model.loss / text[1:].size:.4f} nats a character")

@@ -25,11 +25,11 @@ Item = tuple[int, int, int, int]  # rows, columns, steps, column of the source
 Result = tuple[float, Any, str]  # misfit, gradient, a line to print
 
 
-def shot(item: Item, budget: int | str, tier: str) -> Result:
+def shot(item: Item, memory: int | str, tiers: str) -> Result:
     """Return misfit and gradient of one shot; runs on a worker."""
     rows, columns, steps, source = item
     model = build(rows, columns, steps, source_column=source)
-    with Reversal(model.chain(), n_steps=steps, budget=budget, tier=tier) as run:
+    with Reversal(model.chain(), n_steps=steps, memory=memory, tiers=tiers) as run:
         run.forward(model.start())
         misfit = model.misfit()
         gradient = model.gradient(run.reverse(model.start_adjoint()))
@@ -52,24 +52,24 @@ def main() -> None:
     parser.add_argument("--shots", type=int, default=8, help="number of shots (8)")
     parser.add_argument("--rows", type=int, default=160, help="grid points in depth (160)")
     parser.add_argument("--columns", type=int, default=240, help="grid points across (240)")
-    parser.add_argument("--steps", type=int, default=1_000, help="time steps (1000)")
+    parser.add_argument("--n-steps", type=int, default=1_000, help="time steps (1000)")
     parser.add_argument("--memory", default="12 MiB", help="budget of one running shot (12 MiB)")
     parser.add_argument("--scratch", help="a folder on every worker (the worker's own)")
     parser.add_argument("--scheduler", help="address of a cluster (one is started here)")
     parser.add_argument("--quick", action="store_true", help="small shots, a few seconds")
     args = parser.parse_args()
     if args.quick:
-        args.rows, args.columns, args.steps = 90, 120, 300
+        args.rows, args.columns, args.n_steps = 90, 120, 300
 
     from distributed import Client, LocalCluster
 
     edge = args.columns // 4
     sources = np.linspace(edge, args.columns - edge, args.shots).astype(int).tolist()
-    items = [(args.rows, args.columns, args.steps, source) for source in sources]
+    items = [(args.rows, args.columns, args.n_steps, source) for source in sources]
     state_bytes = 2 * args.rows * args.columns * 8
     print(
-        f"{args.shots} shots of {args.steps} steps; a state is {format_bytes(state_bytes)}, a "
-        f"wavefield {format_bytes(args.steps * state_bytes)}; budget of a shot: {args.memory}"
+        f"{args.shots} shots of {args.n_steps} steps; a state is {format_bytes(state_bytes)}, a "
+        f"wavefield {format_bytes(args.n_steps * state_bytes)}; budget of a shot: {args.memory}"
     )
 
     def arrived(index: int, result: Result) -> None:

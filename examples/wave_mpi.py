@@ -73,12 +73,12 @@ class Wave:
 
 
 def gradient(
-    comm: MPI.Comm, points: int, steps: int, scratch: str, budget: str
+    comm: MPI.Comm, points: int, steps: int, scratch: str, memory: str
 ) -> tuple[Array, MPIReversal[Any, Any]]:
     """Return this rank's rows of the gradient of half the sum of squares of the last state."""
     wave = Wave(comm, points)
     with MPIReversal(
-        wave.step, wave.adjoint_step, steps, comm=comm, budget=budget, tier=f"file:{scratch}"
+        wave.step, wave.adjoint_step, steps, comm=comm, memory=memory, tiers=f"file:{scratch}"
     ) as run:
         _, last = run.forward(wave.start)
         zero = np.zeros_like(last)

@@ -21,7 +21,13 @@ from .model.costs import Costs
 from .model.stages import StageCosts
 from .model.tier import Tier
 from .planners import PLANNERS, RANKED, Plan, UniformPlan, plan
-from .planners.chain.heterogeneous import STRATEGIES, ChainPlan, memory_curve, plan_chain
+from .planners.chain.heterogeneous import (
+    CHAIN_PLANNERS,
+    ChainPlan,
+    ChainPlanner,
+    memory_curve,
+    plan_chain,
+)
 from .support.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from .version import __version__
 
@@ -40,7 +46,6 @@ _DEFAULTS = {
     "write_overhead": "0",
     "read_overhead": "0",
     "planner": "auto",
-    "strategy": "optimal",
 }
 
 _PLAN_EPILOG = """\
@@ -49,9 +54,9 @@ times are seconds, or written with a unit: 250us, 1.5ms, 2s.
 examples:
   # a step of 1 ms, its adjoint of 2 ms, states of 64 KiB, a disk that takes 4 ms a state
   multistage {command} --forward-step 1ms --reverse-step 2ms --state 64KiB \\
-      --write 4ms --read 4ms --steps 10000 --budget "20 slots"
+      --write 4ms --read 4ms --n-steps 10000 --memory "20 slots"
   # the same from a file written by --save-costs or by multistage.Costs.save
-  multistage {command} --costs costs.json --steps 10000 --budget "512 MiB"
+  multistage {command} --costs costs.json --n-steps 10000 --memory "512 MiB"
 """
 
 
@@ -92,21 +97,17 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_PLAN_EPILOG.format(command="plan")
         + "  # with a page to look at, and the time-memory trade-off as a picture\n"
-        "  multistage plan --costs costs.json --steps 300 --budget '20 slots' --html plan.html \\\n"
-        "      --curve --picture trade-off.svg\n"
+        "  multistage plan --costs costs.json --n-steps 300 --memory '20 slots' \\\n"
+        "      --html plan.html --curve --picture trade-off.svg\n"
         "  # a chain of unequal stages, profiled elsewhere\n"
         "  multistage plan --chain costs.json --memory 4GiB\n"
         "  # with a tier, to which tapes and states may go; drawn, and kept in a file\n"
         "  multistage plan --chain costs.json --memory 4GiB \\\n"
-        "      --tier write=2GB/s,read=1GB/s --picture plan.svg --save plan.json",
+        "      --tiers write=2GB/s,read=1GB/s --picture plan.svg --save plan.json",
     )
     _add_problem(planning)
     chain = planning.add_argument_group("a chain of unequal stages, in place of steps")
     chain.add_argument("--chain", type=Path, help="costs of its stages, as saved by profile()")
-    chain.add_argument("--memory", help="limit: bytes, '4GiB', or a fraction such as 0.5")
-    chain.add_argument(
-        "--strategy", default="optimal", choices=STRATEGIES, help="strategy (optimal)"
-    )
     showing = _add_showing(planning, "where checkpoints stand, or the trade-off with --curve,")
     showing.add_argument("--curve", action="store_true", help="show the time-memory trade-off")
     showing.add_argument("--save", type=Path, help="write the plan to this file: .json")
@@ -120,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_PLAN_EPILOG.format(command="simulate")
         + "  # with transfers of which one in twenty takes ten times as long\n"
-        "  multistage simulate --costs costs.json --steps 300 --budget '20 slots' \\\n"
+        "  multistage simulate --costs costs.json --n-steps 300 --memory '20 slots' \\\n"
         "      --jitter spikes:0.05,10 --picture timeline.png",
     )
     _add_problem(simulating)
@@ -166,8 +167,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a character LSTM (NumPy) on the Python standard library's source by "
         "full backpropagation through time, over a sequence whose states do not fit the budget.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n  multistage demo lstm --steps 20000 --width 128 --batch 16 "
-        "--budget '1 MiB' --tier memory:",
+        epilog="example:\n  multistage demo lstm --n-steps 20000 --width 128 --batch 16 "
+        "--memory '1 MiB' --tiers memory:",
     )
     from .demos import lstm as numpy_demo
     from .demos import torch_lstm as torch_demo
@@ -182,8 +183,8 @@ def _parser() -> argparse.ArgumentParser:
         "2-D acoustic model (NumPy), within a budget that its wavefield exceeds; test it, "
         "draw it.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n  multistage demo wave --rows 300 --columns 500 --steps 3000 "
-        "--budget '64 MiB' \\\n      --tier file:///scratch",
+        epilog="example:\n  multistage demo wave --rows 300 --columns 500 --n-steps 3000 "
+        "--memory '64 MiB' \\\n      --tiers file:///scratch",
     )
     wave_demo.add_arguments(wave)
     wave.set_defaults(run=wave_demo.run)
@@ -193,8 +194,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a character LSTM (PyTorch) on the Python standard library's source "
         "over sequences whose tapes do not fit the limit; needs torch.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n  multistage demo torch-lstm --steps 8000 --memory 32MiB "
-        "--tier pinned:1GiB",
+        epilog="example:\n  multistage demo torch-lstm --n-steps 8000 --memory 32MiB "
+        "--tiers pinned:1GiB",
     )
     torch_demo.add_arguments(torch_lstm)
     torch_lstm.set_defaults(run=torch_demo.run)
@@ -219,7 +220,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--state", default="1", help="size of one state, such as 64KiB")
     costs.add_argument("--tape", default="0", help="size of one tape (that of a state)")
     costs.add_argument(
-        "--tier",
+        "--tiers",
         help="the slow tier by its rates: write=2GB/s,read=1GB/s, and if wanted latency=1ms, "
         "capacity=10GiB, name=NAME; for stages also shared (one channel for both), states-only; "
         "with simulate --load: another than planned",
@@ -231,10 +232,18 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--capacity", type=int, help="states the slow tier can hold")
     costs.add_argument("--save-costs", type=Path, help="write these costs to a file")
     problem = parser.add_argument_group("problem")
-    problem.add_argument("--steps", type=int, help="number of steps")
-    problem.add_argument("--budget", help="fast memory: bytes, '512 MiB' or '32 slots'")
+    problem.add_argument("--n-steps", type=int, help="number of steps")
     problem.add_argument(
-        "--planner", default="auto", choices=["auto", *PLANNERS], help="planner (auto)"
+        "--memory",
+        help="fast memory: bytes, '512 MiB' or '32 slots'; of a chain bytes, '4GiB', or a "
+        "fraction of plain training such as 0.5",
+    )
+    problem.add_argument(
+        "--planner",
+        default="auto",
+        choices=list(dict.fromkeys(["auto", *PLANNERS, *CHAIN_PLANNERS])),
+        metavar="PLANNER",
+        help=f"auto, one of {', '.join(PLANNERS)}; of a chain {', '.join(CHAIN_PLANNERS)} (auto)",
     )
     parser.add_argument("--json", action="store_true", help="print only JSON")
     add_progress(parser)
@@ -248,11 +257,11 @@ def _leave_out(args: argparse.Namespace, names: Sequence[str], why: str) -> None
 
 
 def _costs(args: argparse.Namespace) -> Costs:
-    for name in ("steps", "budget"):
+    for name in ("n_steps", "memory"):
         if getattr(args, name) is None:
-            raise ArgumentError(f"--{name} is missing")
-    if args.tier is not None:
-        _leave_out(args, _TIER_NUMBERS, "--tier describes the slow tier")
+            raise ArgumentError(f"--{name.replace('_', '-')} is missing")
+    if args.tiers is not None:
+        _leave_out(args, _TIER_NUMBERS, "--tiers describes the slow tier")
     if args.costs is not None:
         _leave_out(args, _NUMBERS, "--costs FILE holds all costs")
         costs = Costs.load(args.costs)
@@ -281,8 +290,8 @@ def _costs(args: argparse.Namespace) -> Costs:
             tape_bytes=parse_bytes(args.tape),
             tiers=tiers,
         )
-    if args.tier is not None:
-        costs = replace(costs, tiers=(Tier.parse(args.tier),))
+    if args.tiers is not None:
+        costs = replace(costs, tiers=(Tier.parse(args.tiers),))
     if args.save_costs is not None:
         costs.save(args.save_costs)
     return costs
@@ -327,7 +336,7 @@ def _plan(args: argparse.Namespace) -> int:
             f"--save {str(args.save)!r} must end in .json, and goes without --curve"
         )
     if args.load is not None:
-        _leave_out(args, ("tier", "save"), "--load shows a plan as it is")
+        _leave_out(args, ("tiers", "save"), "--load shows a plan as it is")
     made = _made(args)
     if args.curve:
         _print_curve(args, made)
@@ -338,22 +347,20 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _made(args: argparse.Namespace) -> Plan:
     """Return the plan that was asked for: from a file, of a chain or of steps."""
-    steps = ("steps", "budget", "planner", "costs", "save_costs", *_NUMBERS)
+    steps = ("n_steps", "costs", "save_costs", *_NUMBERS)
     if args.load is not None:
-        _leave_out(args, ("chain", "memory", "strategy", *steps), "--load takes a plan as it is")
+        _leave_out(args, ("chain", *steps, "memory", "planner"), "--load takes a plan as it is")
         return Plan.load(args.load)
     chain = getattr(args, "chain", None)
     if chain is not None:
-        _leave_out(args, steps, "--chain holds the costs of all stages, --memory is their limit")
+        _leave_out(args, steps, "--chain holds the costs of all stages")
         costs = StageCosts.load(chain)
-        if args.curve and args.tier is not None:
-            raise ArgumentError("--curve is of plans without a tier; leave --tier out")
-        rates = None if args.tier is None else _rates_for(costs, args.tier)
-        return plan_chain(costs, args.memory, args.strategy, tiers=rates, progress=shown(args))
-    if getattr(args, "memory", None) is not None:
-        raise ArgumentError("--memory goes with --chain; the memory of uniform steps is --budget")
-    _leave_out(args, ("strategy",), "--strategy goes with --chain")
-    return plan(_costs(args), args.budget, args.steps, args.planner, progress=shown(args))
+        if args.curve and args.tiers is not None:
+            raise ArgumentError("--curve is of plans without a tier; leave --tiers out")
+        rates = None if args.tiers is None else _rates_for(costs, args.tiers)
+        planner: ChainPlanner = "optimal" if args.planner == "auto" else args.planner
+        return plan_chain(costs, args.memory, planner, tiers=rates, progress=shown(args))
+    return plan(_costs(args), args.memory, args.n_steps, args.planner, progress=shown(args))
 
 
 def _print_curve(args: argparse.Namespace, made: Plan) -> None:
@@ -386,9 +393,9 @@ def _curve_of_steps(args: argparse.Namespace, made: UniformPlan) -> tuple[Rows, 
 
 def _curve_of_chain(args: argparse.Namespace, made: ChainPlan) -> tuple[Rows, Rows]:
     """Return every point of the trade-off, and as many as a table is read for."""
-    if args.strategy not in ("optimal", "revolve"):
-        raise ArgumentError(f"--curve goes with strategy optimal or revolve, not {args.strategy}")
-    curve = memory_curve(made.costs, args.strategy)
+    if made.planner not in ("optimal", "revolve"):
+        raise ArgumentError(f"--curve goes with planner optimal or revolve, not {made.planner}")
+    curve = memory_curve(made.costs, made.planner)
     best = curve[-1][1]
     chosen = curve[:: max(1, len(curve) // 24)]
     chosen = chosen if chosen[-1] == curve[-1] else [*chosen, curve[-1]]
@@ -408,12 +415,10 @@ def _simulate(args: argparse.Namespace) -> int:
     from .schedule.simulation import Jitter
 
     if args.load is not None:
-        for name in ("steps", "budget", "costs"):
-            if getattr(args, name) is not None:
-                raise ArgumentError(f"--load simulates a plan as it is; leave --{name} out")
+        _leave_out(args, ("n_steps", "memory", "costs"), "--load simulates a plan as it is")
     made = _made(args)
-    if args.tier is not None and args.load is not None:
-        made = made.with_tier(args.tier)
+    if args.tiers is not None and args.load is not None:
+        made = made.with_tier(args.tiers)
     jitter = None if args.jitter is None else Jitter.parse(args.jitter)
     run = made.simulate(jitter=jitter, seed=args.seed)
     if args.picture is not None:

@@ -48,14 +48,14 @@ class Reversal(Generic[State, Adjoint]):
         Number of steps; None if `forward(until=...)` finds the end.
     tape_step : callable, optional
         `tape_step(state, i) -> (state, tape)`.
-    budget : Budget, int or str, optional
+    memory : Budget, int or str, optional
         Fast memory for checkpoints: bytes, `"512 MiB"` or `"32 slots"`.
         Default: a quarter of the memory that is free.
-    tier : str, Path, Store or a sequence of them, optional
+    tiers : str, Path, Store or a sequence of them, optional
         Slow tiers, fastest first: `"file:///scratch"`, `"memory:"`,
         `"s3://bucket/run"` or a store; a cascade of two,
         `"file:///scratch?capacity=10GiB > s3://bucket/run"`, is one tier.
-        Without one, the best schedule for the budget alone.  All planners but
+        Without one, the best schedule for the fast memory alone.  All planners but
         the hierarchical ones use the first tier only.
     planner : str, UniformPlan or callable
         A key of `PLANNERS`, or `"auto"` for the fastest prediction; a plan made
@@ -115,7 +115,7 @@ class Reversal(Generic[State, Adjoint]):
     Examples
     --------
     >>> import numpy as np
-    >>> with Reversal(lambda x, i: x * x, lambda x, a, i: 2 * x * a, 3, budget="2 slots") as run:
+    >>> with Reversal(lambda x, i: x * x, lambda x, a, i: 2 * x * a, 3, memory="2 slots") as run:
     ...     last = run.forward(np.array(2.0))
     ...     gradient = run.reverse(np.array(1.0))
     >>> float(last), float(gradient)
@@ -129,8 +129,8 @@ class Reversal(Generic[State, Adjoint]):
         n_steps: int | None = None,
         *,
         tape_step: Callable[[State, int], tuple[State, object]] | None = None,
-        budget: Budget | int | str | None = None,
-        tier: Tiers | None = None,
+        memory: Budget | int | str | None = None,
+        tiers: Tiers | None = None,
         planner: str | UniformPlan | Planner = "auto",
         costs: Costs | StageCosts | None = None,
         checked: bool = False,
@@ -145,8 +145,8 @@ class Reversal(Generic[State, Adjoint]):
             adjoint_step,
             n_steps,
             tape_step=tape_step,
-            budget=budget,
-            tier=tier,
+            memory=memory,
+            tiers=tiers,
             planner=planner,
             costs=costs,
             checked=checked,
@@ -291,8 +291,8 @@ def reverse(
     n_steps: int,
     *,
     tape_step: Callable[[State, int], tuple[State, object]] | None = None,
-    budget: Budget | int | str | None = None,
-    tier: Tiers | None = None,
+    memory: Budget | int | str | None = None,
+    tiers: Tiers | None = None,
     planner: str | UniformPlan | Planner = "auto",
     costs: Costs | StageCosts | None = None,
     progress: bool | None = None,
@@ -304,7 +304,7 @@ def reverse(
 
     Parameters
     ----------
-    step, adjoint_step, state, n_steps, tape_step, budget, tier, planner
+    step, adjoint_step, state, n_steps, tape_step, memory, tiers, planner
         As for `Reversal` and its `forward`.
     adjoint : pytree of arrays, or callable
         Adjoint of the last state, or a function of the last state that returns it.
@@ -326,7 +326,7 @@ def reverse(
     >>> import numpy as np
     >>> result = reverse(
     ...     lambda x, i: np.sin(x), lambda x, a, i: np.cos(x) * a,
-    ...     state=np.array(1.0), adjoint=lambda last: 2 * last, n_steps=100, budget="5 slots",
+    ...     state=np.array(1.0), adjoint=lambda last: 2 * last, n_steps=100, memory="5 slots",
     ... )
     >>> round(float(result.adjoint), 12)
     0.001249042311
@@ -336,8 +336,8 @@ def reverse(
         adjoint_step,
         n_steps,
         tape_step=tape_step,
-        budget=budget,
-        tier=tier,
+        memory=memory,
+        tiers=tiers,
         planner=planner,
         costs=costs,
         progress=progress,

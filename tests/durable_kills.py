@@ -169,7 +169,7 @@ def run_ranks(name: str, folder: Path) -> list[Any]:
             make(),
             n_steps=None if name in FOUND else n,
             comm=comm,
-            budget=f"{slots} slots",
+            memory=f"{slots} slots",
             durable=folder,
             durable_every_s=0 if name.startswith("short") else 0.01,
             costs=replace(COSTS, state_bytes=8 * size),
@@ -202,7 +202,7 @@ def run(name: str, folder: Path, report: int, measured: bool) -> None:
     with Reversal(
         make(),
         n_steps=None if found else n,
-        budget=f"{slots} slots",
+        memory=f"{slots} slots",
         durable=folder,
         durable_every_s=0 if name.startswith("short") else 0.01,
         durable_label=name,

@@ -373,7 +373,7 @@ def run_case(
     made, start = CHAINS[name]
     noticed = errors = 0
     chain = made() if chain is None else chain
-    run: Reversal[Any, int] = Reversal(chain, planner=plan, tier=store, checked=checked)
+    run: Reversal[Any, int] = Reversal(chain, planner=plan, tiers=store, checked=checked)
     with warnings.catch_warnings(), run:
         warnings.simplefilter("ignore", CheckpointWarning)
         for _ in range(sweeps):
@@ -453,7 +453,7 @@ def raising_cases(
                 raise error("bang")
 
         raised = False
-        with Reversal(watched_chain(tick), planner=plan, tier=make()) as run:
+        with Reversal(watched_chain(tick), planner=plan, tiers=make()) as run:
             for _ in range(2):
                 try:
                     last = raw(run.forward(CHAINS[CHAIN][1]()))
@@ -499,7 +499,7 @@ def interrupt_cases(
                 write=lambda inner, *rest, strike=strike: strike(inner, "write", *rest),
                 read=lambda inner, *rest, strike=strike: strike(inner, "read", *rest),
             )
-            run = Reversal(CHAINS[CHAIN][0](), planner=plan, tier=store)
+            run = Reversal(CHAINS[CHAIN][0](), planner=plan, tiers=store)
             armed, outcome = True, Outcome(1, 1, 0)
             try:
                 with run:

@@ -110,7 +110,7 @@ ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         plan,
         {
             "costs": COSTS,
-            "budget": "3 slots",
+            "memory": "3 slots",
             "n_steps": 9,
             "planner": "revolve",
             "buffer_bytes": 0,
@@ -121,19 +121,19 @@ ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {
             "costs": CHAIN,
             "memory": 0.9,
-            "strategy": "optimal",
-            "slots": 50,
+            "planner": "optimal",
+            "resolution": 50,
             "threads": 1,
             "segments": None,
         },
     ),
     "smallest_memory": (
         multistage.smallest_memory,
-        {"costs": CHAIN, "strategy": "optimal"},
+        {"costs": CHAIN, "planner": "optimal"},
     ),
     "memory_curve": (
         multistage.memory_curve,
-        {"costs": CHAIN, "strategy": "optimal", "slots": 50, "threads": 1},
+        {"costs": CHAIN, "planner": "optimal", "resolution": 50, "threads": 1},
     ),
     "trade_off": (
         trade_off,
@@ -270,8 +270,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
         (lambda: simulate(np.array(3), 5, COSTS, 3), "schedule=array.* must be an iterable"),
         (lambda: trade_off(COSTS, 9, np.array("revolve")), "must be several names"),
         (lambda: trade_off(COSTS, 9, slots=np.array(3)), "must be several numbers"),
-        (lambda: Reversal(abs, abs, 3, states=3), r"states=3 must .* write '3 slots' as the"),
-        (lambda: Reversal(abs, abs, 3, tier=np.array(3)), "must be a string, a path or a store"),
+        (lambda: Reversal(abs, abs, 3, states=3), r"states=3 must .* give memory='3 slots'"),
+        (lambda: Reversal(abs, abs, 3, tiers=np.array(3)), "must be a string, a path or a store"),
     ],
 )
 def test_messages_say_what_is_wanted(call: Callable[[], object], message: str) -> None:

@@ -20,7 +20,7 @@ from multistage.planners.chain.heterogeneous import plan_chain
 from multistage.planners.chain.plan import ChainPlan
 
 TIMES = ["--forward-step=1ms", "--reverse-step=2ms"]
-STEPS = ["--steps=300", "--budget=20 slots"]
+STEPS = ["--n-steps=300", "--memory=20 slots"]
 NUMBERS = [*TIMES, "--state=64KiB", "--write=4ms", *STEPS]
 
 
@@ -38,14 +38,14 @@ def test_plan_as_json_and_costs_files(capsys, tmp_path: Path) -> None:
     assert facts["planner"] == "streaming"
     assert facts["slots"] == 20
     assert Costs.load(saved).tier.write_s == 0.004
-    again = ["plan", f"--costs={saved}", "--steps=300", "--budget=20 slots", "--json"]
+    again = ["plan", f"--costs={saved}", "--n-steps=300", "--memory=20 slots", "--json"]
     assert main(again) == 0
     assert json.loads(capsys.readouterr().out) == facts
 
 
 def test_a_tier_of_steps_is_told_by_its_rates_too(capsys, tmp_path: Path) -> None:
     made = []
-    for tier in (["--write=4ms", "--read=8ms"], ["--tier=write=25kB/s,read=12500B/s"]):
+    for tier in (["--write=4ms", "--read=8ms"], ["--tiers=write=25kB/s,read=12500B/s"]):
         numbers = [n for n in NUMBERS if not n.startswith("--write")]
         assert main(["plan", *numbers, "--state=100", *tier, "--json"]) == 0
         made.append(json.loads(capsys.readouterr().out))
@@ -53,7 +53,7 @@ def test_a_tier_of_steps_is_told_by_its_rates_too(capsys, tmp_path: Path) -> Non
     path = tmp_path / "plan.json"
     assert main(["plan", *NUMBERS, f"--save={path}"]) == 0
     capsys.readouterr()
-    assert main(["simulate", f"--load={path}", "--tier=write=1B/s", "--json"]) == 0
+    assert main(["simulate", f"--load={path}", "--tiers=write=1B/s", "--json"]) == 0
     run = json.loads(capsys.readouterr().out)
     assert run["makespan_s"] > run["predicted_s"] and run["planner"] == "streaming"
 
@@ -117,7 +117,9 @@ def test_probe_without_a_tier_lists_memory_nodes(capsys, monkeypatch) -> None:
     assert main(["probe"]) == 0
     text = capsys.readouterr().out
     assert "1 (fast)" in text and "none: memory alone" in text and "copying" in text
-    assert "numactl --membind=1 python adjoint.py    # with tier='numa:0?capacity=61440MiB'" in text
+    assert (
+        "numactl --membind=1 python adjoint.py    # with tiers='numa:0?capacity=61440MiB'" in text
+    )
     assert main(["probe", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [node["fast"] for node in found["nodes"]] == [False, True]
@@ -128,7 +130,7 @@ def test_a_reader_that_stops_reading_is_no_error(tmp_path: Path) -> None:
     StageCosts.uniform(3000, Stage("layer", 1.0, 2.0, 10, 30), 10).save(costs)
     command = [sys.executable, "-m", "multistage", "plan", "--chain", str(costs), "--json"]
     with subprocess.Popen(
-        [*command, "--strategy=store-all"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*command, "--planner=store-all"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as run:
         assert run.stdout is not None and run.stderr is not None
         run.stdout.readline()
@@ -139,7 +141,7 @@ def test_a_reader_that_stops_reading_is_no_error(tmp_path: Path) -> None:
 
 
 def test_demo_trains_and_compares(capsys, tmp_path: Path) -> None:
-    small = ["--steps=120", "--width=8", "--batch=2", "--sweeps=2", f"--output={tmp_path}"]
+    small = ["--n-steps=120", "--width=8", "--batch=2", "--sweeps=2", f"--output={tmp_path}"]
     assert main(["demo", "lstm", *small, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["gradients_equal"] is True
@@ -149,15 +151,15 @@ def test_demo_trains_and_compares(capsys, tmp_path: Path) -> None:
         "timeline.png",
         "trace.json",
     }
-    assert main(["demo", "lstm", *small, "--planner=streaming", "--tier=memory:"]) == 0
+    assert main(["demo", "lstm", *small, "--planner=streaming", "--tiers=memory:"]) == 0
     text = capsys.readouterr().out
     for part in ("T_A", "T_W", "plan streaming", "predicted", "measured", "to the last bit"):
         assert part in text
 
 
-@pytest.mark.parametrize("options", [[], ["--tapes", "--planner=revolve", "--tier=memory:"]])
+@pytest.mark.parametrize("options", [[], ["--tapes", "--planner=revolve", "--tiers=memory:"]])
 def test_demo_differentiates_and_tests(capsys, tmp_path: Path, options: list[str]) -> None:
-    small = ["--rows=75", "--columns=80", "--steps=90", "--budget=10 slots", *options]
+    small = ["--rows=75", "--columns=80", "--n-steps=90", "--memory=10 slots", *options]
     small += [f"--output={tmp_path}"]
     assert main(["demo", "wave", *small, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -180,17 +182,17 @@ def test_demo_differentiates_and_tests(capsys, tmp_path: Path, options: list[str
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["plan", "--steps=3", "--budget=1"], "give --costs FILE"),
-        (["plan", *NUMBERS, "--steps=0"], "n_steps=0"),
-        (["plan", *NUMBERS, "--budget=1 KiB"], "65536 bytes needed"),
-        (["plan", *NUMBERS, "--budget=lots"], "'lots' is no byte count"),
+        (["plan", "--n-steps=3", "--memory=1"], "give --costs FILE"),
+        (["plan", *NUMBERS, "--n-steps=0"], "n_steps=0"),
+        (["plan", *NUMBERS, "--memory=1 KiB"], "65536 bytes needed"),
+        (["plan", *NUMBERS, "--memory=lots"], "'lots' is no byte count"),
         (["plan", *NUMBERS, "--write=-4ms"], "time '-4ms'"),
         (["plan", *STEPS, "--costs=/nonexistent/costs.json"], "No such file"),
         (["plan", *NUMBERS, "--costs=costs.json"], "leave --forward-step out"),
         (["plan", *STEPS, "--costs=costs.json", "--capacity=3"], "leave --capacity out"),
-        (["plan", *NUMBERS, "--strategy=revolve"], "--strategy goes with --chain"),
+        (["plan", *NUMBERS, "--planner=optimal"], "planner 'optimal' is not known"),
         (["plan", *STEPS, *TIMES, "--read=4ms"], "without --write there is no slow tier"),
-        (["plan", *STEPS, *TIMES, "--tier=write=1", "--capacity=3"], "leave --capacity out"),
+        (["plan", *STEPS, *TIMES, "--tiers=write=1", "--capacity=3"], "leave --capacity out"),
         (["plan", "--load=plan.json", "--planner=revolve"], "leave --planner out"),
         (["simulate", "--load=plan.json", "--write-overhead=1s"], "leave --write-overhead out"),
         (["plan", *NUMBERS, "--planner=store-all"], "store-all needs 299"),
@@ -201,26 +203,26 @@ def test_demo_differentiates_and_tests(capsys, tmp_path: Path, options: list[str
         (["probe", "file:/nonexistent"], "it does not exist; create it"),
         (["probe", "ftp://x"], "'ftp://x' is not known"),
         (["probe", "pinned:"], "is for PyTorch alone"),
-        (["plan", *NUMBERS, "--memory=."], "--memory goes with --chain"),
-        (["plan", *NUMBERS, "--tier=write=1"], "leave --write out"),
+        (["plan", *NUMBERS, "--memory=."], "size '.' is no byte count"),
+        (["plan", *NUMBERS, "--tiers=write=1"], "leave --write out"),
         (["plan", *NUMBERS, "--save=plan.html"], "must end in .json"),
         (["plan", *NUMBERS, "--save=plan.json", "--curve"], "goes without --curve"),
-        (["plan", *NUMBERS, "--load=plan.json"], "leave --steps out"),
+        (["plan", *NUMBERS, "--load=plan.json"], "leave --n-steps out"),
         (["plan", "--load=/nonexistent/plan.json"], "cannot be read"),
         (["plan", "--load=plan.json", "--memory=1"], "leave --memory out"),
-        (["demo", "lstm", "--steps=0"], "steps=0"),
+        (["demo", "lstm", "--n-steps=0"], "steps=0"),
         (["demo", "lstm", "--sweeps=0"], "sweeps=0"),
-        (["demo", "lstm", "--steps=10", "--tier=ftp://x"], "'ftp://x' is not known"),
+        (["demo", "lstm", "--n-steps=10", "--tiers=ftp://x"], "'ftp://x' is not known"),
         (["demo", "lstm", "--durable=x", "--sweeps=2"], "--durable keeps one sweep"),
-        (["demo", "lstm", "--durable=x", "--tier=memory:"], "leave --sweeps and --tier out"),
+        (["demo", "lstm", "--durable=x", "--tiers=memory:"], "leave --sweeps and --tiers out"),
         (["status", "/nonexistent"], "it does not exist"),
         (["clean", "/nonexistent"], "it does not exist"),
-        (["demo", "wave", "--steps=0"], "steps=0"),
+        (["demo", "wave", "--n-steps=0"], "steps=0"),
         (["demo", "wave", "--rows=0"], "rows=0"),
         (["demo", "wave", "--columns=20"], "has no room for a sponge"),
-        (["demo", "wave", "--steps=9", "--budget=1 KiB"], "bytes needed for one state"),
-        (["demo", "wave", "--steps=9", "--budget=lots"], "'lots' is no byte count"),
-        (["demo", "wave", "--steps=9", "--tier=file:/nonexistent/x"], "it does not exist"),
+        (["demo", "wave", "--n-steps=9", "--memory=1 KiB"], "bytes needed for one state"),
+        (["demo", "wave", "--n-steps=9", "--memory=lots"], "'lots' is no byte count"),
+        (["demo", "wave", "--n-steps=9", "--tiers=file:/nonexistent/x"], "it does not exist"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, message) -> None:
@@ -250,7 +252,7 @@ def test_help_teaches_and_version_tells() -> None:
         check=True,
     )
     assert "examples:" in done.stdout
-    assert "--budget" in done.stdout
+    assert "--memory" in done.stdout
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
@@ -263,9 +265,9 @@ def test_a_chain_is_planned_from_its_file(tmp_path, capsys) -> None:
     assert main([*options, "--memory", "0.6"]) == 0
     text = capsys.readouterr().out
     assert "plan optimal: 12 stages" in text and "tape kept" in text
-    assert main([*options, "--memory", "200", "--strategy", "revolve", "--json"]) == 0
+    assert main([*options, "--memory", "200", "--planner", "revolve", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["strategy"] == "revolve" and facts["peak_bytes"] <= 200
+    assert facts["planner"] == "revolve" and facts["peak_bytes"] <= 200
     assert main([*options, "--curve", "--json"]) == 0
     curve = json.loads(capsys.readouterr().out)
     assert curve[-1]["makespan_s"] == 36.0
@@ -276,15 +278,15 @@ def test_a_chain_is_planned_from_its_file(tmp_path, capsys) -> None:
         (["--memory", "much"], "much"),
         (["--memory", "."], "size '.' is no byte count"),
         (["--memory", "1.2.3"], "'1.2.3'"),
-        (["--curve", "--strategy", "periodic"], "--curve"),
+        (["--curve", "--planner", "periodic"], "--curve"),
     ):
         assert main([*options, *wrong]) != 0
         assert message in capsys.readouterr().err
 
 
 def test_steps_and_budget_are_asked_for(capsys) -> None:
-    assert main(["plan", "--forward-step", "1ms", "--reverse-step", "1ms", "--steps", "9"]) != 0
-    assert "--budget" in capsys.readouterr().err
+    assert main(["plan", "--forward-step", "1ms", "--reverse-step", "1ms", "--n-steps", "9"]) != 0
+    assert "--memory" in capsys.readouterr().err
 
 
 def a_chain_file(tmp_path: Path, **changes: object) -> str:
@@ -297,7 +299,7 @@ def a_chain_file(tmp_path: Path, **changes: object) -> str:
 def test_a_chain_with_a_tier_is_planned_drawn_and_read_back(tmp_path, capsys) -> None:
     options = ["plan", a_chain_file(tmp_path), "--memory=0.4"]
     there = [f"--{name}={tmp_path / file}" for name, file in FILES.items()]
-    assert main([*options, "--tier=write=90kB/s,read=90kB/s,name=disk", *there]) == 0
+    assert main([*options, "--tiers=write=90kB/s,read=90kB/s,name=disk", *there]) == 0
     text = capsys.readouterr().out
     for words in ("to tier", "tier disk: writes", "no tier", "every tape to the tier"):
         assert words in text
@@ -306,7 +308,7 @@ def test_a_chain_with_a_tier_is_planned_drawn_and_read_back(tmp_path, capsys) ->
     assert "Timeline, predicted" in (tmp_path / "plan.html").read_text()
     assert main(["plan", f"--load={tmp_path / 'plan.json'}"]) == 0
     assert capsys.readouterr().out.splitlines() == text.splitlines()[:-3]
-    assert main([*options, "--tier=write=90kB/s", "--json"]) == 0
+    assert main([*options, "--tiers=write=90kB/s", "--json"]) == 0
     assert ChainPlan.from_dict(json.loads(capsys.readouterr().out)).tier is not None
 
 
@@ -326,13 +328,13 @@ FILES = {"save": "plan.json", "html": "plan.html", "picture": "plan.svg"}
 
 def test_a_chain_s_plan_is_simulated_with_a_slower_tier(tmp_path, capsys) -> None:
     path = tmp_path / "plan.json"
-    options = ["plan", a_chain_file(tmp_path), "--memory=0.4", "--tier=write=90kB/s"]
+    options = ["plan", a_chain_file(tmp_path), "--memory=0.4", "--tiers=write=90kB/s"]
     assert main([*options, f"--save={path}"]) == 0
     capsys.readouterr()
     assert main(["simulate", f"--load={path}", "--json"]) == 0
     usual = json.loads(capsys.readouterr().out)
     assert usual["makespan_s"] == usual["predicted_s"]
-    slower = ["simulate", f"--load={path}", "--tier=write=20kB/s", "--jitter=lognormal:0.3"]
+    slower = ["simulate", f"--load={path}", "--tiers=write=20kB/s", "--jitter=lognormal:0.3"]
     assert main([*slower, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["makespan_s"] > usual["makespan_s"]
@@ -346,8 +348,8 @@ def test_a_chain_s_plan_is_simulated_with_a_slower_tier(tmp_path, capsys) -> Non
     assert main(["plan", a_chain_file(tmp_path), f"--save={path}"]) == 0
     for argv, message in (
         (slower, "has no tier to replace"),
-        ([*slower, "--steps=3"], "leave --steps out"),
-        (["simulate", *NUMBERS, "--tier=write=1"], "leave --write out"),
+        ([*slower, "--n-steps=3"], "leave --n-steps out"),
+        (["simulate", *NUMBERS, "--tiers=write=1"], "leave --write out"),
     ):
         assert main(argv) == 2
         assert message in capsys.readouterr().err
@@ -359,7 +361,7 @@ def test_the_lower_bound_of_a_simulation_is_that_of_its_tier(tmp_path, capsys) -
     steps = plan(Costs(1.0, 1.0, tiers=(Tier("file", 2.0, 2.0),)), "10 slots", 100)
     for made in (chain, steps):
         made.save(tmp_path / "plan.json")
-        argv = ["simulate", f"--load={tmp_path / 'plan.json'}", "--tier=write=4kB/s", "--json"]
+        argv = ["simulate", f"--load={tmp_path / 'plan.json'}", "--tiers=write=4kB/s", "--json"]
         assert main(argv) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["lower_bound_s"] < made.lower_bound_s
@@ -370,19 +372,22 @@ def test_the_lower_bound_of_a_simulation_is_that_of_its_tier(tmp_path, capsys) -
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({}, ["--tier=fast"], "tier 'fast': 'fast' is not understood; write it as"),
-        ({}, ["--tier=read=1GB/s"], "lacks its rate of writing"),
-        ({}, ["--tier=write=0"], "must be above 0"),
-        ({}, ["--tier=write=1,capacity=39"], "capacity=39 bytes < 40 bytes of the smallest tape"),
-        ({}, ["--tier=write=1,capacity=9,states-only"], "of the smallest state; give it more room"),
-        ({}, ["--tier=write=1", "--strategy=revolve"], "tiers go with strategy 'optimal'"),
-        ({}, ["--tier=write=1", "--curve"], "leave --tier out"),
+        ({}, ["--tiers=fast"], "tier 'fast': 'fast' is not understood; write it as"),
+        ({}, ["--tiers=read=1GB/s"], "lacks its rate of writing"),
+        ({}, ["--tiers=write=0"], "must be above 0"),
+        ({}, ["--tiers=write=1,capacity=39"], "capacity=39 bytes < 40 bytes of the smallest tape"),
+        (
+            {},
+            ["--tiers=write=1,capacity=9,states-only"],
+            "of the smallest state; give it more room",
+        ),
+        ({}, ["--tiers=write=1", "--planner=revolve"], "tiers go with planner 'optimal'"),
+        ({}, ["--tiers=write=1", "--curve"], "leave --tiers out"),
         ({}, ["--save=plan.txt"], "must end in .json"),
-        ({}, ["--budget=100"], "--memory is their limit; leave --budget out"),
         ({}, ["--write=4ms"], "leave --write out"),
         ({}, ["--save-costs=costs.json"], "leave --save-costs out"),
-        ({}, ["--tier=write=1", "--memory=20"], "memory=20 bytes < "),
-        ({"output_bytes": 900, "tape_bytes": 990}, ["--memory=800", "--tier=write=1"], "< "),
+        ({}, ["--tiers=write=1", "--memory=20"], "memory=20 bytes < "),
+        ({"output_bytes": 900, "tape_bytes": 990}, ["--memory=800", "--tiers=write=1"], "< "),
         ({"forward_s": float("nan")}, [], "stage 'layer': forward_s=nan"),
         ({"backward_s": -1.0}, [], "stage 'layer': backward_s=-1.0"),
         ({"tape_bytes": 3}, [], "tape_bytes=3 < output_bytes=10"),

@@ -62,7 +62,7 @@ def test_every_planner_is_exact(planner: str) -> None:
     for n in (1, 2, 3, 4, 7, 21):
         for slots in (1, 2, 5, 30):
             run = Reversal(
-                OneTape(), n_steps=n, planner=planner, budget=Budget(slots=slots), costs=COSTS
+                OneTape(), n_steps=n, planner=planner, memory=Budget(slots=slots), costs=COSTS
             )
             with run:
                 try:

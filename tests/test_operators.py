@@ -69,8 +69,8 @@ def test_an_adjoint_of_some_fields_equals_that_of_the_state(planner: str, tmp_pa
         with Reversal(
             chain,
             n_steps=N,
-            budget=f"{slots} slots",
-            tier=f"file:{tmp_path}",
+            memory=f"{slots} slots",
+            tiers=f"file:{tmp_path}",
             planner=planner,
             costs=costs,
             checked=True,

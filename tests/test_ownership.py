@@ -70,12 +70,12 @@ def everywhere(
     expected = oracle(chain(), start(), np.asarray(1))
     assert reversed_by(chain(), start(), np.asarray(1)) == expected
     for options in (
-        {"tier": "memory:", "planner": "streaming", "costs": COSTS},
-        {"tier": "memory:", "planner": "interval", "costs": COSTS, "checked": True},
+        {"tiers": "memory:", "planner": "streaming", "costs": COSTS},
+        {"tiers": "memory:", "planner": "interval", "costs": COSTS, "checked": True},
         {"durable": tmp_path / "run", "costs": COSTS},
         *([{}] if measured else []),  # steps are called before the sweep
     ):
-        with Reversal(chain(), n_steps=N, budget="3 slots", **options) as run:  # type: ignore[arg-type]
+        with Reversal(chain(), n_steps=N, memory="3 slots", **options) as run:  # type: ignore[arg-type]
             run.forward(start())
             assert run.reverse(np.asarray(1)) == expected, options
 
@@ -169,7 +169,7 @@ def test_steps_see_the_keys_in_the_order_they_return_them() -> None:
     chain = FunctionChain(step, told)
     expected = oracle(chain, start, 1)
     assert reversed_by(chain, start, 1) == expected
-    with Reversal(chain, n_steps=N, budget="3 slots", tier="memory:", costs=COSTS) as run:
+    with Reversal(chain, n_steps=N, memory="3 slots", tiers="memory:", costs=COSTS) as run:
         run.forward(start)
         assert run.reverse(1) == expected
 
@@ -405,7 +405,7 @@ def test_in_place_steps_that_exchange_leaves(steps: list[list[str]], slots: int)
     blocks = Blocks(_operating(steps), 3, N)
     assert reversed_by(blocks, _operated(), 1, 6, slots) == expected
     with Reversal(
-        _operating(steps), n_steps=N, budget=f"{slots + 1} slots", tier="memory:", costs=COSTS
+        _operating(steps), n_steps=N, memory=f"{slots + 1} slots", tiers="memory:", costs=COSTS
     ) as run:
         run.forward(_operated())
         assert run.reverse(1) == expected
@@ -756,7 +756,7 @@ def test_the_last_state_is_copied_when_it_is_the_adjoint(
         chain, n = Blocks(chain, 3, N), 6
     if way == "durable":
         options["durable"] = tmp_path / "run"  # type: ignore[assignment]
-    with Reversal(chain, n_steps=n, budget="3 slots", **options) as run:  # type: ignore[arg-type]
+    with Reversal(chain, n_steps=n, memory="3 slots", **options) as run:  # type: ignore[arg-type]
         found = run.reverse(shared(run.forward(_two())))
     assert optree.tree_map(np.ndarray.tolist, found) == optree.tree_map(np.ndarray.tolist, expected)
 
@@ -917,7 +917,7 @@ def test_an_adjoint_step_that_returns_none_is_named(kind: str, at: int, tmp_path
         chain, n = Blocks(chain, 3, N), 6
     options: dict[str, Any] = {"durable": tmp_path / "r", "durable_every_s": 0.0}
     with Reversal(
-        chain, n_steps=n, budget="3 slots", costs=costs, **(options if kind == "durable" else {})
+        chain, n_steps=n, memory="3 slots", costs=costs, **(options if kind == "durable" else {})
     ) as run:
         run.forward(np.linspace(0, 1, 4))
         with pytest.raises(StateError, match=f"the adjoint of step {at} returned None"):
@@ -971,8 +971,8 @@ def test_blocks_of_a_chain_with_one_tape(size: int, in_place: bool, tmp_path: Pa
     expected = np.ones(4)
     for i in reversed(range(N)):
         expected = expected * np.cos(states[i] + i)
-    for options in ({"costs": COSTS}, {"tier": "memory:"}, {"durable": tmp_path / "run"}):
-        with Reversal(blocks, n_steps=blocks.n_blocks, budget="2 slots", **options) as run:  # type: ignore[arg-type]
+    for options in ({"costs": COSTS}, {"tiers": "memory:"}, {"durable": tmp_path / "run"}):
+        with Reversal(blocks, n_steps=blocks.n_blocks, memory="2 slots", **options) as run:  # type: ignore[arg-type]
             assert np.array_equal(run.forward(start.copy()), states[-1])
             assert np.array_equal(run.reverse(np.ones(4)), expected)
 
@@ -1023,7 +1023,7 @@ def test_a_tape_in_a_workspace_may_be_the_adjoint(planner: str, tree: bool) -> N
         return tape_step(x, i)[0]
 
     with Reversal(
-        step, adjoint_step, 9, tape_step=tape_step, budget="3 slots", planner=planner, costs=costs
+        step, adjoint_step, 9, tape_step=tape_step, memory="3 slots", planner=planner, costs=costs
     ) as run:
         run.forward(np.ones(3))
         assert np.array_equal(run.reverse(np.ones(3)), expected)

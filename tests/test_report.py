@@ -28,8 +28,8 @@ def a_report() -> Report:
         lambda x, i: np.sin(x),
         lambda x, a, i: np.cos(x) * a,
         n_steps=60,
-        budget="8 slots",
-        tier="memory:",
+        memory="8 slots",
+        tiers="memory:",
         planner="streaming",
         costs=costs,
     ) as run:
@@ -61,8 +61,8 @@ def test_a_report_says_what_was_refused() -> None:
         lambda x, i: np.sin(x),
         lambda x, a, i: np.cos(x) * a,
         n_steps=60,
-        budget="8 slots",
-        tier="memory:20kB?buffers=0&queue=100",
+        memory="8 slots",
+        tiers="memory:20kB?buffers=0&queue=100",
         planner="streaming",
         costs=costs,
     ) as run:
@@ -87,8 +87,8 @@ def test_a_report_says_what_a_cascade_moved() -> None:
         lambda x, i: np.sin(x),
         lambda x, a, i: np.cos(x) * a,
         n_steps=60,
-        budget="8 slots",
-        tier="memory:16KiB?buffers=0 > memory:?buffers=0",
+        memory="8 slots",
+        tiers="memory:16KiB?buffers=0 > memory:?buffers=0",
         planner="interval",
         costs=costs,
     ) as run:

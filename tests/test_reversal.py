@@ -50,7 +50,7 @@ TIERS: dict[str, Callable[[Path], str | Store | None]] = {
 
 
 def sines(n: int | None = N, **options: Any) -> Reversal[Any, Any]:
-    options.setdefault("budget", "5 slots")
+    options.setdefault("memory", "5 slots")
     options.setdefault("costs", COSTS)
     return Reversal(lambda x, i: np.sin(x) + i, lambda x, a, i: np.cos(x) * a, n, **options)
 
@@ -83,8 +83,8 @@ def test_gradients_are_those_of_store_all(
     with Reversal(
         CHAINS[chain][0](),
         n_steps=N,
-        budget=f"{slots} slots",
-        tier=TIERS[tier](tmp_path),
+        memory=f"{slots} slots",
+        tiers=TIERS[tier](tmp_path),
         planner=planner,
         costs=TAPED if chain in TAPED_CHAINS else COSTS,
         checked=True,
@@ -100,7 +100,7 @@ def test_gradients_are_those_of_store_all(
 @pytest.mark.parametrize("chain", ["nested", "tape", "in-place", "in-place-tape", "blocks-tape"])
 def test_measured_costs(chain: str, tmp_path: Path) -> None:
     with Reversal(
-        CHAINS[chain][0](), n_steps=N, budget="64 KiB", tier=FileStore(tmp_path, buffer_bytes=0)
+        CHAINS[chain][0](), n_steps=N, memory="64 KiB", tiers=FileStore(tmp_path, buffer_bytes=0)
     ) as run:
         assert run.costs is None
         for _ in range(3):
@@ -118,7 +118,7 @@ def test_faults_leave_the_gradient_alone(planner: str, fault: str) -> None:
         store = FaultyStore(MemoryStore(buffer_bytes=0), **{fault: told})  # type: ignore[arg-type]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)
-            with sines(tier=store, planner=planner, checked=True) as run:
+            with sines(tiers=store, planner=planner, checked=True) as run:
                 assert sweep(run) == sines_answer()
                 assert sweep(run) == sines_answer()
 
@@ -132,7 +132,7 @@ def test_unknown_number_of_steps() -> None:
 
     for tier in (None, "memory:"):
         seen.clear()
-        with sines(None, tier=tier, checked=True) as run:
+        with sines(None, tiers=tier, checked=True) as run:
             assert sweep(run, until=until) == sines_answer()
             assert [i for i, _ in seen] == list(range(1, N + 1))
             assert seen[-1][1] == sines_answer()[0][0]
@@ -187,7 +187,7 @@ def test_in_one_call() -> None:
         np.linspace(0, 1, 4),
         np.ones_like,
         N,
-        budget="5 slots",
+        memory="5 slots",
         costs=COSTS,
     )
     assert (result.last_state.tolist(), result.adjoint.tolist()) == sines_answer()
@@ -196,7 +196,7 @@ def test_in_one_call() -> None:
 
 def test_one_step() -> None:
     for planner in ("auto", *PLANNERS):
-        with sines(1, tier="memory:", planner=planner, checked=True) as run:
+        with sines(1, tiers="memory:", planner=planner, checked=True) as run:
             assert sweep(run) == sines_answer(1)
 
 
@@ -207,7 +207,7 @@ def test_a_number_of_steps_from_numpy_will_do() -> None:
 
 
 def test_the_front_door_allows_another_layout() -> None:
-    with sines(tier="memory:") as run:
+    with sines(tiers="memory:") as run:
         assert sweep(run) == sines_answer()
         last = run.forward(np.zeros((50, 50)))
         assert run.reverse(last).shape == (50, 50)
@@ -233,7 +233,7 @@ def test_reverse_once_per_forward() -> None:
 def test_forward_without_reverse(tier: str, tmp_path: Path) -> None:
     threads = threading.active_count()
     start = np.linspace(0, 1, 4).copy()
-    run = sines(tier=TIERS[tier](tmp_path))
+    run = sines(tiers=TIERS[tier](tmp_path))
     run.forward(start)
     run.forward(start)
     run.close()
@@ -250,7 +250,7 @@ def test_forward_without_reverse(tier: str, tmp_path: Path) -> None:
 
 def test_another_layout_gives_the_first_sweep_up() -> None:
     start = np.linspace(0, 1, 4).copy()  # its own memory: marked read-only, not copied
-    with sines(tier="memory:") as run:
+    with sines(tiers="memory:") as run:
         run.forward(start)
         assert not start.flags.writeable
         run.forward(np.zeros((50, 50)))
@@ -275,7 +275,7 @@ def test_an_operator_raises(where: str, error: type[BaseException], tmp_path: Pa
     threads = threading.active_count()
     start = np.linspace(0, 1, 4).copy()
     run: Reversal[Any, Any] = Reversal(
-        step, adjoint_step, N, budget="5 slots", costs=COSTS, tier=f"file:{tmp_path}"
+        step, adjoint_step, N, memory="5 slots", costs=COSTS, tiers=f"file:{tmp_path}"
     )
     with pytest.raises(error, match="bang"):
         run.forward(start)
@@ -300,17 +300,17 @@ def test_an_operator_raises(where: str, error: type[BaseException], tmp_path: Pa
         ({"n": True}, ArgumentError, "n_steps=True"),
         ({"n": "10"}, ArgumentError, "n_steps='10'"),
         ({"costs": {}}, ArgumentError, "costs={} must be Costs"),
-        ({"durable": 7, "tier": None}, ArgumentError, "durable=7 must be the name of a folder"),
-        ({"budget": "-5 slots"}, ArgumentError, "'-5 slots': slots must be a whole number"),
-        ({"budget": "2.5 slots"}, ArgumentError, "'2.5 slots': slots must be a whole number"),
-        ({"budget": "slots"}, ArgumentError, "'slots': slots must be a whole number"),
-        ({"budget": "0 slots"}, BudgetError, "0 slots < 1 slot needed|0 slots < 1 slot"),
-        ({"budget": -1}, ArgumentError, "-1"),
-        ({"budget": "some"}, ArgumentError, "some"),
-        ({"budget": "3 slits"}, ArgumentError, "3 slits"),
-        ({"tier": "ftp://there"}, ArgumentError, "is not known; write file:"),
-        ({"tier": "scratch"}, ArgumentError, "is not known"),
-        ({"tier": "file:///tmp?speed=9"}, ArgumentError, "unknown option 'speed'"),
+        ({"durable": 7, "tiers": None}, ArgumentError, "durable=7 must be the name of a folder"),
+        ({"memory": "-5 slots"}, ArgumentError, "'-5 slots': slots must be a whole number"),
+        ({"memory": "2.5 slots"}, ArgumentError, "'2.5 slots': slots must be a whole number"),
+        ({"memory": "slots"}, ArgumentError, "'slots': slots must be a whole number"),
+        ({"memory": "0 slots"}, BudgetError, "0 slots < 1 slot needed|0 slots < 1 slot"),
+        ({"memory": -1}, ArgumentError, "-1"),
+        ({"memory": "some"}, ArgumentError, "some"),
+        ({"memory": "3 slits"}, ArgumentError, "3 slits"),
+        ({"tiers": "ftp://there"}, ArgumentError, "is not known; write file:"),
+        ({"tiers": "scratch"}, ArgumentError, "is not known"),
+        ({"tiers": "file:///tmp?speed=9"}, ArgumentError, "unknown option 'speed'"),
         ({"planner": "fastest"}, ArgumentError, "choose 'auto' or one of store-all, "),
     ],
 )
@@ -346,7 +346,7 @@ def test_bad_operators() -> None:
 def test_bad_states(state: Any, message: str) -> None:
     calls = []
     with (
-        Reversal(lambda x, i: calls.append(i) or x, digest, 3, budget="2 slots") as run,
+        Reversal(lambda x, i: calls.append(i) or x, digest, 3, memory="2 slots") as run,
         pytest.raises(StateError, match=message),
     ):
         run.forward(state)
@@ -354,11 +354,11 @@ def test_bad_states(state: Any, message: str) -> None:
 
 
 def test_a_budget_below_one_state() -> None:
-    with sines(budget="1 KiB") as run, pytest.raises(BudgetError, match="raise the budget"):
+    with sines(memory="1 KiB") as run, pytest.raises(BudgetError, match="raise the budget"):
         run.forward(np.zeros(1000))
     # The tier's buffers are paid from it as well.
     with (
-        sines(budget="64 KiB", tier=MemoryStore()) as run,
+        sines(memory="64 KiB", tiers=MemoryStore()) as run,
         pytest.raises(BudgetError, match=r"I/O buffers"),
     ):
         run.forward(np.zeros(10))
@@ -377,7 +377,7 @@ def test_until_and_n_steps_exclude_each_other() -> None:
 )
 def test_budgets(budget: Any, slots: int) -> None:
     costs = Costs(1.0, 2.0, state_bytes=32)
-    with sines(200, budget=budget, costs=costs) as run:
+    with sines(200, memory=budget, costs=costs) as run:
         state = np.zeros((4, 2))  # 64 bytes: the least a record takes
         per_state = 1 if not isinstance(budget, int | str) or "slot" in str(budget) else 2
         run.forward(state)
@@ -389,7 +389,7 @@ def test_budgets(budget: Any, slots: int) -> None:
 def test_the_default_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "free_bytes", lambda: 6400)
     assert limits.default_budget_bytes() == 1600
-    with sines(budget=None) as run:
+    with sines(memory=None) as run:
         run.forward(np.zeros(8))
         assert run.plan is not None
         assert run.plan.slots == 25
@@ -428,14 +428,14 @@ def test_the_last_state_outlives_the_reverse_sweep(view: bool) -> None:
         return np.cos(x) * a
 
     begin = np.linspace(0, 1, 4)
-    result = reverse(step, back, begin, np.ones(4), N, budget="1 slot", costs=COSTS)
+    result = reverse(step, back, begin, np.ones(4), N, memory="1 slot", costs=COSTS)
     assert (result.last_state.tolist(), result.adjoint.tolist()) == sines_answer()
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_it_cannot_be_copied(how: Callable[[Any], Any]) -> None:
     """A copy would share stores and slots, and end the sweep of its original."""
-    with sines(tier="memory:") as run:
+    with sines(tiers="memory:") as run:
         last = run.forward(np.linspace(0, 1, 4))
         with pytest.raises(ArgumentError, match="cannot be copied or pickled; make another"):
             how(run)
@@ -452,7 +452,7 @@ def test_a_report_is_of_the_sweep_that_was_stopped_last() -> None:
             raise RuntimeError("an operator")
         return np.sin(x)
 
-    with Reversal(step, lambda x, a, i: a, N, budget="5 slots", costs=COSTS) as run:
+    with Reversal(step, lambda x, a, i: a, N, memory="5 slots", costs=COSTS) as run:
         with pytest.raises(RuntimeError):
             run.forward(np.ones(4))
         assert "of 33 steps run forward" in run.report().ended
@@ -466,12 +466,12 @@ def test_no_descriptor_leaks(tmp_path: Path) -> None:
     listing = Path("/proc/self/fd")
     if not listing.is_dir():
         pytest.skip("no /proc here")
-    with sines(tier=f"file:{tmp_path}") as run:
+    with sines(tiers=f"file:{tmp_path}") as run:
         sweep(run)
     before = len(list(listing.iterdir()))
     for engine in ("direct", "aiofiles"):
         for _ in range(3):
-            with sines(tier=f"file:{tmp_path}?engine={engine}") as run:
+            with sines(tiers=f"file:{tmp_path}?engine={engine}") as run:
                 sweep(run)
     assert len(list(listing.iterdir())) == before
 
@@ -485,7 +485,7 @@ def test_a_plan_a_planner_and_several_tiers() -> None:
     def adjoint_step(x: Any, a: Any, i: int) -> Any:
         return np.cos(x) * a
 
-    with Reversal(step, adjoint_step, n, budget="40 slots", costs=Costs(1.0, 1.0)) as run:
+    with Reversal(step, adjoint_step, n, memory="40 slots", costs=Costs(1.0, 1.0)) as run:
         run.forward(start)
         wanted = run.reverse(end)
     costs = Costs(1.0, 1.0, state_bytes=400, tiers=(Tier("a", 2.0, 2.0), Tier("b", 5.0, 5.0)))
@@ -501,8 +501,8 @@ def test_a_plan_a_planner_and_several_tiers() -> None:
             step,
             adjoint_step,
             n,
-            budget="6 slots",
-            tier=["memory:", MemoryStore()],
+            memory="6 slots",
+            tiers=["memory:", MemoryStore()],
             planner=chosen,
             costs=costs,
             checked=True,
@@ -512,7 +512,7 @@ def test_a_plan_a_planner_and_several_tiers() -> None:
             assert np.array_equal(run.reverse(end), wanted)
             assert run.report().counts.writes > 0
     assert called == [(6, n)]
-    measured = Reversal(step, adjoint_step, n, tier=["memory:", "memory:"], budget="6 slots")
+    measured = Reversal(step, adjoint_step, n, tiers=["memory:", "memory:"], memory="6 slots")
     with measured:
         assert len(measured.prepare(start).costs.tiers) == 2
     with pytest.raises(ArgumentError, match="40 steps, not n_steps=41"):
@@ -520,7 +520,7 @@ def test_a_plan_a_planner_and_several_tiers() -> None:
     with pytest.raises(ArgumentError, match="a name, a UniformPlan or a callable"):
         Reversal(step, adjoint_step, n, planner=3)  # type: ignore[arg-type]
     with (
-        Reversal(step, adjoint_step, n, planner=made, budget="5 slots") as run,
+        Reversal(step, adjoint_step, n, planner=made, memory="5 slots") as run,
         pytest.raises(BudgetError, match="takes 6 fast slots, the budget holds 5"),
     ):
         run.forward(start)

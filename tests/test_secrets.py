@@ -67,7 +67,7 @@ FORMS += [f"{form} > memory:" for form in FORMS[1:16:5]]
 
 
 def _reversal(tier: str) -> None:
-    with ms.Reversal(lambda x, i: x, lambda x, a, i: a, 5, budget="2 slots", tier=tier) as run:
+    with ms.Reversal(lambda x, i: x, lambda x, a, i: a, 5, memory="2 slots", tiers=tier) as run:
         run.forward(np.ones(3))
 
 
@@ -101,11 +101,11 @@ def _offload(tier: str) -> None:
 def _demo(name: str) -> Callable[[str], None]:
     def run(tier: str) -> None:
         sizes = {
-            "lstm": ["--steps=9", "--width=2"],
-            "wave": ["--rows=75", "--columns=80", "--steps=5"],
-            "torch-lstm": ["--steps=9", "--width=2"],
+            "lstm": ["--n-steps=9", "--width=2"],
+            "wave": ["--rows=75", "--columns=80", "--n-steps=5"],
+            "torch-lstm": ["--n-steps=9", "--width=2"],
         }
-        assert main(["demo", name, *sizes[name], f"--tier={tier}"]) == 2
+        assert main(["demo", name, *sizes[name], f"--tiers={tier}"]) == 2
 
     return run
 
@@ -161,7 +161,9 @@ def test_no_message_tells_a_secret(
 def test_reports_and_plans_tell_no_options() -> None:
     pytest.importorskip("fsspec")
     store = RemoteStore("memory://run", options={"token": SECRET})
-    with ms.Reversal(lambda x, i: x + 1, lambda x, a, i: a, 9, budget="2 slots", tier=store) as run:
+    with ms.Reversal(
+        lambda x, i: x + 1, lambda x, a, i: a, 9, memory="2 slots", tiers=store
+    ) as run:
         run.forward(np.ones(3))
         run.reverse(np.ones(3))
         report = run.report()

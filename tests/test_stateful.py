@@ -139,7 +139,7 @@ class Calls(RuleBasedStateMachine):
     def make(self) -> None:
         self.computation = Computation(self.kind)
         tier = KINDS[self.kind]
-        options: dict[str, Any] = {"tier": tier and tier.format(folder=self.folder)}
+        options: dict[str, Any] = {"tiers": tier and tier.format(folder=self.folder)}
         if tier == "durable":
             options = {"durable": self.folder / "run", "durable_every_s": 0.0}
         tiers = (Tier("tier", 2e-3, 2e-3),) if tier else ()
@@ -147,7 +147,7 @@ class Calls(RuleBasedStateMachine):
         self.run = Reversal(
             self.computation.chain(),
             n_steps=None if self.kind == "unknown length" else N,
-            budget=f"{self.slots} slots",
+            memory=f"{self.slots} slots",
             costs=costs,
             progress=False,
             **options,

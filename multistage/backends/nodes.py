@@ -99,7 +99,7 @@ def advice(nodes: Sequence[MemoryNode]) -> list[str]:
     if not usable:
         return ["The kernel tells of no memory nodes."]
     if len(usable) == 1:
-        return ["One memory node: use a disk as the tier, as in tier='file:///scratch'."]
+        return ["One memory node: use a disk as the tier, as in tiers='file:///scratch'."]
     fast = fast_node(usable)
     if fast is not None:
         others = [node for node in usable if node is not fast]
@@ -108,7 +108,7 @@ def advice(nodes: Sequence[MemoryNode]) -> list[str]:
             f"Node {fast.node} is the fast one. Run the computation in it, states go to node "
             f"{largest.node}:",
             f"  numactl --membind={fast.node} python adjoint.py    # with "
-            f"tier='numa:{largest.node}?capacity={_capacity(largest)}'",
+            f"tiers='numa:{largest.node}?capacity={_capacity(largest)}'",
         ]
     near = next((node for node in usable if node.cpus), usable[0])
     far = max((n for n in usable if n is not near), key=lambda node: node.total_bytes)
@@ -117,7 +117,7 @@ def advice(nodes: Sequence[MemoryNode]) -> list[str]:
         "No node is known to be faster than the others. Run the computation in one, states go "
         "to another:",
         f"  numactl {where}--membind={near.node} python adjoint.py    # with "
-        f"tier='numa:{far.node}?capacity={_capacity(far)}'",
+        f"tiers='numa:{far.node}?capacity={_capacity(far)}'",
     ]
 
 

@@ -272,7 +272,7 @@ class Sweep:
 
 
 def sweep_once(model: LSTM, steps: int, **options: Any) -> Sweep:
-    """Run one sweep under a planner and a budget of its own."""
+    """Run one sweep under a planner and a memory limit of its own."""
     model.clear()
     with Reversal(model.chain(), n_steps=steps, **options) as run:
         began = time.perf_counter()
@@ -285,16 +285,16 @@ def sweep_once(model: LSTM, steps: int, **options: Any) -> Sweep:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options to a command-line parser."""
-    parser.add_argument("--steps", type=int, default=2_500, help="sequence length (2500)")
+    parser.add_argument("--n-steps", type=int, default=2_500, help="sequence length (2500)")
     parser.add_argument("--width", type=int, default=256, help="width of the layer (256)")
     parser.add_argument("--batch", type=int, default=32, help="parallel streams of text (32)")
     parser.add_argument(
-        "--budget",
+        "--memory",
         default="32 slots",
         help="fast memory for checkpoints: bytes, '64 MiB' or '32 slots' (32 slots)",
     )
     parser.add_argument(
-        "--tier",
+        "--tiers",
         default=None,
         help="slow tier: file:///scratch or memory: (a folder under --output)",
     )
@@ -330,22 +330,22 @@ def run(args: argparse.Namespace) -> int:
         args.sweeps = 4 if args.durable is None else 1
     if args.sweeps < 1:
         raise ArgumentError(f"sweeps={args.sweeps} must be at least 1")
-    if args.durable is not None and (args.sweeps > 1 or args.tier is not None):
+    if args.durable is not None and (args.sweeps > 1 or args.tiers is not None):
         raise ArgumentError(
-            "--durable keeps one sweep and is its tier: leave --sweeps and --tier out"
+            "--durable keeps one sweep and is its tier: leave --sweeps and --tiers out"
         )
     args.output.mkdir(parents=True, exist_ok=True)
-    model = build(args.steps, args.width, args.batch, np.float32, args.seed)
+    model = build(args.n_steps, args.width, args.batch, np.float32, args.seed)
     layout = Layout.of(model.start())
-    every = format_bytes(args.steps * layout.nbytes)
-    slots = Budget.parse(args.budget).slots_for(layout.nbytes)
+    every = format_bytes(args.n_steps * layout.nbytes)
+    slots = Budget.parse(args.memory).slots_for(layout.nbytes)
     say(
-        f"Text: {args.batch} streams of {args.steps} characters of the standard library's source."
+        f"Text: {args.batch} streams of {args.n_steps} characters of the standard library's source."
         f"\nLSTM: width {args.width}; one state is {format_bytes(layout.nbytes)}, all of them "
         f"{every}; fast memory for checkpoints: {format_bytes(slots * layout.nbytes)}."
     )
     with tempfile.TemporaryDirectory(prefix="tier-", dir=args.output) as scratch:
-        tier = args.tier or f"file:{Path(scratch).resolve()}"
+        tier = args.tiers or f"file:{Path(scratch).resolve()}"
         results = _train(args, model, tier, say)
     if args.json:
         json.dump(results, sys.stdout, indent=2)
@@ -386,15 +386,15 @@ def _reversal(args: argparse.Namespace, model: LSTM, tier: str, say: Any) -> Rev
     """Return the sweeps to train by, their costs measured."""
     say("\n== Measure")
     options = {
-        "n_steps": args.steps,
-        "budget": args.budget,
+        "n_steps": args.n_steps,
+        "memory": args.memory,
         "planner": args.planner,
         "progress": shown(args),
     }
     if args.durable is None:
-        costs = _measured(model, args.steps, tier, shown(args))
+        costs = _measured(model, args.n_steps, tier, shown(args))
         _say_costs(costs, say)
-        return Reversal(model.chain(), tier=tier, costs=costs, **options)
+        return Reversal(model.chain(), tiers=tier, costs=costs, **options)
     label = f"lstm of width {args.width}, batch {args.batch}, seed {args.seed}"
     if args.durable.exists():
         say(f"{args.durable}: {inspect(args.durable).reason}.")
@@ -410,7 +410,7 @@ def _reversal(args: argparse.Namespace, model: LSTM, tier: str, say: Any) -> Rev
 
 
 def _train(args: argparse.Namespace, model: LSTM, tier: str, say: Any) -> dict[str, Any]:
-    characters = args.steps * args.batch
+    characters = args.n_steps * args.batch
     losses: list[float] = []
     first: dict[str, Array] = {}
     with _reversal(args, model, tier, say) as reversal, told_if_stopped(reversal):
@@ -428,7 +428,7 @@ def _train(args: argparse.Namespace, model: LSTM, tier: str, say: Any) -> dict[s
             losses.append(model.loss / characters)
             report = reversal.report()
             rate = characters / report.makespan_s
-            if report.n_steps < args.steps:
+            if report.n_steps < args.n_steps:
                 say(f"resumed: {report.n_steps} adjoint steps were left")
             say(
                 f"sweep {sweep + 1}: loss {losses[-1]:.4f} per character, "
@@ -454,9 +454,9 @@ def _train(args: argparse.Namespace, model: LSTM, tier: str, say: Any) -> dict[s
     say("\n== The same sweep by other means")
     sweeps = [
         sweep_once(
-            model, args.steps, planner="store-all", budget=f"{args.steps} slots", costs=costs
+            model, args.n_steps, planner="store-all", memory=f"{args.n_steps} slots", costs=costs
         ),
-        sweep_once(model, args.steps, planner="revolve", budget=args.budget, costs=costs),
+        sweep_once(model, args.n_steps, planner="revolve", memory=args.memory, costs=costs),
     ]
     rows = [_row(reversal.plan.planner if reversal.plan else "", report, report.makespan_s, True)]
     equal = True

@@ -19,12 +19,12 @@ _CHECKED = 300  # steps that plain autograd is asked for too
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options."""
-    parser.add_argument("--steps", type=int, default=2000, help="characters per stream (2000)")
+    parser.add_argument("--n-steps", type=int, default=2000, help="characters per stream (2000)")
     parser.add_argument("--width", type=int, default=256, help="width of the LSTM (256)")
     parser.add_argument("--batch", type=int, default=32, help="streams (32)")
     parser.add_argument("--memory", default="64 MiB", help="limit for states and graphs (64 MiB)")
     parser.add_argument(
-        "--tier",
+        "--tiers",
         action="append",
         default=[],
         help="slow tier, such as pinned:2GiB or file:///scratch; twice for one below the other",
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(
             "this demo needs PyTorch: pip install 'multistage-checkpointing[torch]'"
         ) from error
-    if args.updates < 1 or args.steps < 1:
+    if args.updates < 1 or args.n_steps < 1:
         raise ArgumentError("updates and steps must be at least 1")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -53,13 +53,13 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(text, flush=True)
 
-    streams, symbols = encode(standard_library((args.steps + 1) * args.batch), args.batch)
+    streams, symbols = encode(standard_library((args.n_steps + 1) * args.batch), args.batch)
     text = torch.from_numpy(streams.astype("int64")).to(device)
     torch.manual_seed(args.seed)
     model = _model(symbols, args.width).to(device)
     start = tuple(torch.zeros(args.batch, args.width, device=device) for _ in range(2))
     say(
-        f"Text: {args.batch} streams of {args.steps} characters of the standard library's source."
+        f"Text: {args.batch} streams of {args.n_steps} characters of the standard library's source."
         f"\nLSTM: width {args.width}, on {device}; limit for states and graphs {args.memory}."
     )
     results = _train(args, model, start, text, say)
@@ -96,7 +96,7 @@ def _train(args: argparse.Namespace, model: Any, start: Any, text: Any, say: Any
     from .. import torch as mst
 
     optimizer = torch.optim.Adam(model.parameters(), args.rate)
-    characters = args.steps * args.batch
+    characters = args.n_steps * args.batch
     losses, seconds = [], []
     plan = None
     for update in range(args.updates):
@@ -105,9 +105,9 @@ def _train(args: argparse.Namespace, model: Any, start: Any, text: Any, say: Any
             model,
             start,
             lambda t: (text[t], text[t + 1]),
-            steps=args.steps,
+            n_steps=args.n_steps,
             memory=args.memory,
-            tiers=args.tier,
+            tiers=args.tiers,
             progress=shown(args),
         )
         assert out.loss is not None and out.plan is not None
@@ -130,14 +130,14 @@ def _train(args: argparse.Namespace, model: Any, start: Any, text: Any, say: Any
     assert plan is not None
     typical = sorted(seconds[1:] or seconds)[len(seconds[1:]) // 2]
     say(
-        f"\nPredicted {format_seconds(plan.seconds)} an update, measured "
+        f"\nPredicted {format_seconds(plan.makespan_s)} an update, measured "
         f"{format_seconds(typical)}; plain autograd would take {format_bytes(plan.keep_bytes)}."
     )
     return {
         "losses": losses,
         "seconds": seconds,
-        "predicted_s": plan.seconds,
-        "strategy": plan.strategy,
+        "predicted_s": plan.makespan_s,
+        "planner": plan.planner,
         "chunk": plan.chunk,
         "peak_bytes": plan.peak_bytes,
         "keep_bytes": plan.keep_bytes,
@@ -150,7 +150,7 @@ def _check(args: argparse.Namespace, model: Any, start: Any, text: Any, say: Any
 
     from .. import torch as mst
 
-    steps = min(args.steps, _CHECKED)
+    steps = min(args.n_steps, _CHECKED)
     model.zero_grad()
     state, known = model(start, (text[0], text[1]))
     for t in range(1, steps):
@@ -160,7 +160,7 @@ def _check(args: argparse.Namespace, model: Any, start: Any, text: Any, say: Any
     wanted = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     out = mst.unroll(
-        model, start, lambda t: (text[t], text[t + 1]), steps=steps, memory=0.2, tiers=args.tier
+        model, start, lambda t: (text[t], text[t + 1]), n_steps=steps, memory=0.2, tiers=args.tiers
     )
     assert out.loss is not None
     out.loss.backward()  # type: ignore[no-untyped-call]

@@ -40,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options to a command-line parser."""
     parser.add_argument("--rows", type=int, default=220, help="grid points in depth (220)")
     parser.add_argument("--columns", type=int, default=320, help="grid points across (320)")
-    parser.add_argument("--steps", type=int, default=1_600, help="time steps (1600)")
+    parser.add_argument("--n-steps", type=int, default=1_600, help="time steps (1600)")
     parser.add_argument(
-        "--budget",
+        "--memory",
         default="32 MiB",
         help="fast memory for checkpoints: bytes, '32 MiB' or '32 slots' (32 MiB)",
     )
     parser.add_argument(
-        "--tier",
+        "--tiers",
         default=None,
         help="slow tier: file:///scratch or memory: (a folder under --output)",
     )
@@ -77,13 +77,13 @@ def run(args: argparse.Namespace) -> int:
             print(_wrapped(text), flush=True)
 
     args.output.mkdir(parents=True, exist_ok=True)
-    model = build(args.rows, args.columns, args.steps)
+    model = build(args.rows, args.columns, args.n_steps)
     layout = Layout.of(model.start())
     say(_problem(args, model, layout.nbytes))
     with tempfile.TemporaryDirectory(prefix="tier-", dir=args.output) as scratch:
-        tier = args.tier or f"file:{Path(scratch).resolve()}"
+        tier = args.tiers or f"file:{Path(scratch).resolve()}"
         store = open_store(tier)
-        slots = Budget.parse(args.budget).slots_for(layout.nbytes, store.buffer_bytes(layout))
+        slots = Budget.parse(args.memory).slots_for(layout.nbytes, store.buffer_bytes(layout))
         results = _differentiate(args, model, tier, slots, say)
     if args.json:
         json.dump(results, sys.stdout, indent=2)
@@ -99,7 +99,7 @@ def _problem(args: argparse.Namespace, model: Acoustic2D, state_bytes: int) -> s
         f"{model.n_steps} steps of {model.step_s * 1e3:.2f} ms = {seconds:.2f} s, Ricker source "
         f"of {model.frequency_hz:.0f} Hz, {model.recorded.shape[1]} receivers.\n"
         f"One state (two time levels) is {format_bytes(state_bytes)}, the whole wavefield "
-        f"{format_bytes(model.n_steps * state_bytes)}; memory for checkpoints: {args.budget}."
+        f"{format_bytes(model.n_steps * state_bytes)}; memory for checkpoints: {args.memory}."
     )
 
 
@@ -132,15 +132,15 @@ def _differentiate(
     for what, seconds in measured:
         say(f"{what:<32}{format_seconds(seconds):>10}")
 
-    say("\n== UniformPlan")
+    say("\n== Plan")
     before = _begin_peak()
     with (
         Reversal(
             model.chain(args.tapes),
             n_steps=model.n_steps,
             planner=args.planner,
-            budget=f"{slots} slots",
-            tier=tier,
+            memory=f"{slots} slots",
+            tiers=tier,
             costs=costs,
             progress=shown(args),
         ) as reversal,
@@ -155,7 +155,7 @@ def _differentiate(
     gradient = model.gradient(adjoint)
 
     say("\n== Predicted and measured")
-    slow = redacted(args.tier or "file")
+    slow = redacted(args.tiers or "file")
     say(f"misfit {misfit:.6g}; {gradient.size:,} derivatives; slow tier {slow}\n")
     say(str(report))
     if before is not None and peak is not None:
@@ -241,7 +241,7 @@ def _others(
             model.chain(taped),
             n_steps=model.n_steps,
             planner=planner,
-            budget=f"{room} slots",
+            memory=f"{room} slots",
             costs=known,
         ) as reversal:
             reversal.forward(model.start())

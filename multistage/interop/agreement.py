@@ -137,8 +137,8 @@ class Agreement(Generic[State, Adjoint]):
         given: Arguments[State, Adjoint] = Arguments.of(
             self._chain,
             n_steps=self._n_steps,
-            budget=Budget(slots=slots),
-            tier=store,
+            memory=Budget(slots=slots),
+            tiers=store,
             planner=self._planner,
             costs=self.costs,
             checked=self._checked,

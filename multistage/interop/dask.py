@@ -91,7 +91,7 @@ def map_shots(
         Of a running cluster, not an asynchronous one; its workers have this
         package.
     shot : callable
-        `shot(item, budget, tier) -> result`, run on a worker; budget and tier
+        `shot(item, memory, tiers) -> result`, run on a worker; memory and tiers
         are what `Reversal` takes.  It may run more than once for an item, so
         it should have no effect but its result.
     shots : iterable
@@ -139,9 +139,9 @@ def map_shots(
 
     Examples
     --------
-    >>> def shot(column, budget, tier):
+    >>> def shot(column, memory, tiers):
     ...     model = build(200, 300, n_steps=1000, source_column=column)
-    ...     with Reversal(model.chain(), n_steps=1000, budget=budget, tier=tier) as run:
+    ...     with Reversal(model.chain(), n_steps=1000, memory=memory, tiers=tiers) as run:
     ...         run.forward(model.start())
     ...         adjoint = run.reverse(model.start_adjoint())
     ...     return model.misfit(), model.gradient(adjoint)

@@ -65,11 +65,11 @@ class MPIReversal(Generic[State, Adjoint]):
         As for `Reversal`, and alike on every rank.
     comm : mpi4py.MPI.Comm, optional
         The ranks that share the computation; `MPI.COMM_WORLD` by default.
-    budget : Budget, int or str, optional
+    memory : Budget, int or str, optional
         Fast memory for this rank's checkpoints; the rank with room for the
         fewest states decides.  Default: a quarter of the memory that is free,
         divided by the ranks that share it.
-    tier : str or Store, optional
+    tiers : str or Store, optional
         This rank's slow tier, best on a disk of its own node; all ranks have
         one, or none has.
     costs : Costs, optional
@@ -116,7 +116,7 @@ class MPIReversal(Generic[State, Adjoint]):
     --------
     Run by `mpiexec -n 4 python program.py`, with `halo` an exchange of one's own::
 
-        with MPIReversal(step, adjoint_step, n, budget="1 GiB", tier="file:///scratch") as run:
+        with MPIReversal(step, adjoint_step, n, memory="1 GiB", tiers="file:///scratch") as run:
             last = run.forward(my_part)
             gradient = run.reverse(misfit_gradient(last))
     """
@@ -129,8 +129,8 @@ class MPIReversal(Generic[State, Adjoint]):
         *,
         comm: Communicator | None = None,
         tape_step: Callable[[State, int], tuple[State, object]] | None = None,
-        budget: Budget | int | str | None = None,
-        tier: str | Store | None = None,
+        memory: Budget | int | str | None = None,
+        tiers: str | Store | None = None,
         planner: str = "auto",
         costs: Costs | None = None,
         checked: bool = False,
@@ -142,8 +142,8 @@ class MPIReversal(Generic[State, Adjoint]):
     ) -> None:
         self._ranks = ranks = Ranks(comm)
         sharing = ranks.on_node()  # by all, whether they need it or not
-        if budget is None:
-            budget = default_budget_bytes() // sharing
+        if memory is None:
+            memory = default_budget_bytes() // sharing
 
         checked_here = partial(
             Arguments.of,
@@ -151,8 +151,8 @@ class MPIReversal(Generic[State, Adjoint]):
             adjoint_step,
             n_steps=n_steps,
             tape_step=tape_step,
-            budget=budget,
-            tier=tier,
+            memory=memory,
+            tiers=tiers,
             planner=planner,
             costs=costs,
             durable=durable,
@@ -168,8 +168,8 @@ class MPIReversal(Generic[State, Adjoint]):
             ranks,
             chain_of(chain, adjoint_step, tape_step),
             n_steps,
-            Budget.parse(budget),
-            tier,
+            Budget.parse(memory),
+            tiers,
             self._durable,
             planner=planner,
             costs=costs,
@@ -198,7 +198,7 @@ class MPIReversal(Generic[State, Adjoint]):
             same = ("n_steps", "planner", "durable_every_s", "durable_label")
             return {name: words[name] for name in same} | {
                 "on_error": self._on_error,
-                "having a tier": words["tier"] is not None,
+                "having a tier": words["tiers"] is not None,
                 "having a durable folder": words["durable"] is not None,
                 "having costs": words["costs"] is not None,
                 "having a tape": not given.chain.state_is_tape,

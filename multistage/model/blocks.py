@@ -67,7 +67,7 @@ class Blocks(Generic[State, Adjoint]):
     >>> from multistage import FunctionChain, Reversal
     >>> chain = FunctionChain(lambda x, i: x * x, lambda x, a, i: 2 * x * a)
     >>> blocks = Blocks(chain, size=2, n_steps=3)
-    >>> with Reversal(blocks, n_steps=blocks.n_blocks, budget="1 slot") as run:
+    >>> with Reversal(blocks, n_steps=blocks.n_blocks, memory="1 slot") as run:
     ...     last = run.forward(np.array(2.0))
     ...     gradient = run.reverse(np.array(1.0))
     >>> float(last), float(gradient)

@@ -1,4 +1,4 @@
-"""How much memory: the one reading of every `memory=` and `budget=`, and of the command line's."""
+"""How much memory: the one reading of every `memory=`, of the command line's too."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ class Budget:
                 f"slots={shown(self.slots)}{more}"
             )
         if self.fraction is not None:
-            object.__setattr__(self, "fraction", _fraction(self.fraction, "budget"))
+            object.__setattr__(self, "fraction", _fraction(self.fraction, "memory"))
             return
         name = "bytes" if self.slots is None else "slots"
-        object.__setattr__(self, name, whole(getattr(self, name), f"budget: {name}"))
+        object.__setattr__(self, name, whole(getattr(self, name), f"memory: {name}"))
 
     @classmethod
     def parse(
         cls,
         given: str | float | Budget,
-        name: str = "budget",
+        name: str = "memory",
         *,
         of: Literal["steps", "stages"] = "steps",
     ) -> Budget:
@@ -134,7 +134,7 @@ class Budget:
         """
         remedy = "raise the budget"
         if self.fraction is not None:
-            raise _no_fraction(self.fraction, "budget")
+            raise _no_fraction(self.fraction, "memory")
         if self.slots is not None:
             slots, have, need = self.slots, f"{self.slots} slots", "1 slot"
         else:

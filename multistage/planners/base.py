@@ -46,7 +46,7 @@ class Plan:
     Attributes
     ----------
     planner : str
-        Name of the planner, or of the strategy.
+        Name of the planner, or of the planner.
     costs : Costs or StageCosts
         What the prediction assumes.
     tiers : tuple
@@ -138,7 +138,7 @@ class Plan:
     def simulate(
         self,
         *,
-        tier: Tier | str | None = None,
+        tiers: Tier | str | None = None,
         jitter: Jitter | None = None,
         seed: int = 0,
         timed: Callable[[Action, Answer, float], None] | None = None,

@@ -67,7 +67,7 @@ RANKED = ("store-all", "revolve", "streaming", "interval", "periodic", "recursiv
 
 def plan(
     costs: Costs,
-    budget: Budget | int | str,
+    memory: Budget | int | str,
     n_steps: int,
     planner: str = "auto",
     *,
@@ -80,7 +80,7 @@ def plan(
     ----------
     costs : Costs
         Measured by `multistage.measure`, or assumed.
-    budget : Budget, int or str
+    memory : Budget, int or str
         Fast memory for checkpoints: bytes, `"512 MiB"` or `"32 slots"`.
     n_steps : int
         Steps to reverse, at least 1.
@@ -113,7 +113,7 @@ def plan(
     """
     require_costs(costs)
     room = whole(buffer_bytes, "buffer_bytes")
-    slots = Budget.parse(budget).slots_for(costs.state_bytes, room)
+    slots = Budget.parse(memory).slots_for(costs.state_bytes, room)
     n = require_steps(n_steps, planner)
     if not isinstance(planner, str) or planner != "auto":
         if not isinstance(planner, str) or planner not in PLANNERS:

@@ -135,7 +135,7 @@ class UniformPlan(Plan):
     def simulate(
         self,
         *,
-        tier: Tier | str | None = None,
+        tiers: Tier | str | None = None,
         jitter: Jitter | None = None,
         seed: int = 0,
         timed: Callable[[Action, Answer, float], None] | None = None,
@@ -150,7 +150,7 @@ class UniformPlan(Plan):
         True
         """
         known = None if self.planner == "online" else self.n_steps
-        costs = self.costs if tier is None else self.with_tier(tier).costs
+        costs = self.costs if tiers is None else self.with_tier(tiers).costs
         return simulate(
             self.schedule(), known, costs, self.slots, jitter=jitter, seed=seed, timed=timed
         )

@@ -72,8 +72,8 @@ class Arguments(Generic[State, Adjoint]):
         n_steps: int | None = None,
         *,
         tape_step: Callable[[State, int], tuple[State, object]] | None = None,
-        budget: Budget | int | str | None = None,
-        tier: Tiers | None = None,
+        memory: Budget | int | str | None = None,
+        tiers: Tiers | None = None,
         planner: str | UniformPlan | Planner = "auto",
         costs: Costs | StageCosts | None = None,
         checked: bool = False,
@@ -93,7 +93,7 @@ class Arguments(Generic[State, Adjoint]):
         _require_kinds(costs, durable)
         if isinstance(planner, UniformPlan):
             n_steps = planner.n_steps if n_steps is None else n_steps
-            budget = Budget(slots=planner.slots) if budget is None else budget
+            memory = Budget(slots=planner.slots) if memory is None else memory
             costs = planner.costs if costs is None else costs
         stages: StageCosts | None = None
         if isinstance(costs, StageCosts):
@@ -107,13 +107,13 @@ class Arguments(Generic[State, Adjoint]):
             if isinstance(durable, DurableRun):  # of a rank, whose store answers for all ranks
                 run = durable
             else:
-                _require_durable_alone(tier, states)
+                _require_durable_alone(tiers, states)
                 run = DurableRun(durable, durable_every_s, durable_label)
-                tier = run.store
+                tiers = run.store
             chain, states = run.chain(chain), OrderedStates(chain.in_place)
         resolved = planner_of(planner, n_steps)
         _require_states(states)
-        budget, stores = _checked_budget(budget), _checked_stores(tier)
+        budget, stores = _checked_budget(memory), _checked_stores(tiers)
         if costs is not None:
             costs = agreeing(costs, chain)
             if not stores:
@@ -161,9 +161,9 @@ def chain_of(
     return chain
 
 
-def _checked_budget(budget: Budget | int | str | None) -> Budget:
-    """Return a budget, of a part of the free memory if none is given.  Raises BudgetError."""
-    found = Budget.parse(default_budget_bytes() if budget is None else budget)
+def _checked_budget(memory: Budget | int | str | None) -> Budget:
+    """Return the limit, part of the free memory if none is given.  Raises BudgetError."""
+    found = Budget.parse(default_budget_bytes() if memory is None else memory)
     if found.slots is not None:
         found.slots_for(1)
     return found
@@ -183,7 +183,7 @@ def _require_kinds(costs: object, durable: object) -> None:
 def _require_durable_alone(tier: object, states: object) -> None:
     """Raise ArgumentError for arguments that cannot be combined with `durable`."""
     if tier is not None:
-        raise ArgumentError("durable= is the tier itself; leave tier= out")
+        raise ArgumentError("durable= is the tier itself; leave tiers= out")
     if states is not None:
         raise ArgumentError("durable= takes states that are pytrees of NumPy arrays, not states=")
 
@@ -209,7 +209,7 @@ def _require_states(states: object) -> None:
     ):
         raise ArgumentError(
             f"states={shown(states)} must describe states, with methods layout() and slots(); "
-            "leave it out for trees of arrays, or write '3 slots' as the budget"
+            "leave it out for trees of arrays, or give memory='3 slots'"
         )
 
 

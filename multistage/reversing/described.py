@@ -20,7 +20,7 @@ def described(chain: ChainPlan) -> UniformPlan:
     state_bytes = means.state_bytes
     used = check(schedule_of(chain), n, 4 * n + 8, state_is_tape=True)
     plan = UniformPlan(
-        planner=f"unequal, {chain.strategy}",
+        planner=f"unequal, {chain.planner}",
         n_steps=n,
         slots=math.ceil(used.peak_slots) + 1,
         costs=means,

@@ -33,7 +33,7 @@ from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..planners.chain.heterogeneous import ChainPlan
 from ..planners.chain.memory import use_of
-from ..planners.chain.pieces import Strategy, chain_plan, survey
+from ..planners.chain.pieces import PersistentPlanner, chain_plan, survey
 from ..planners.uniform import UniformPlan
 from ..schedule.rules import Rules
 from ..schedule.timeline import Timeline
@@ -124,7 +124,7 @@ class Unequal(Generic[State, Adjoint]):
         if self._store is not None and one_tape(chain):
             raise ArgumentError(
                 "steps that differ, with only the latest tape (one_tape), are not streamed to a "
-                "tier; leave tier= out, or make tapes of which several may be held"
+                "tier; leave tiers= out, or make tapes of which several may be held"
             )
         self._chain, self._n_steps, self._budget = chain, given.n_steps, given.budget
         self._given = given.stages is not None
@@ -134,7 +134,7 @@ class Unequal(Generic[State, Adjoint]):
             self.costs = agreeing(self.costs, chain, given.n_steps)
             self._room(self.costs)
         self._surveyed: list[Action] = []  # what the last survey did
-        self._strategy: Strategy = "revolve" if one_tape(chain) else "optimal"
+        self._planner: PersistentPlanner = "revolve" if one_tape(chain) else "optimal"
 
     def _room(self, costs: StageCosts) -> int:
         """Return the bytes for kept states and tapes.  Raises BudgetError."""
@@ -218,7 +218,7 @@ class Unequal(Generic[State, Adjoint]):
             if self._rates is None:
                 self._rates = measured_rates(paged)
             rates = bounded(self._rates, paged, costs)
-        self.chain_plan, self.stale = chain_plan(costs, room, self._strategy, rates), False
+        self.chain_plan, self.stale = chain_plan(costs, room, self._planner, rates), False
         self.tier = paged if any(isinstance(a, Put) for a in self.chain_plan.actions) else None
 
     def forget(self) -> None:
@@ -243,7 +243,7 @@ class Unequal(Generic[State, Adjoint]):
             is_last,
             lambda i: seen.state_bytes[i],
             lambda start, stop: seen.costs(stop, chain, start),
-            self._strategy,
+            self._planner,
         )
         self._surveyed.clear()
         return _recorded(schedule, self._surveyed)

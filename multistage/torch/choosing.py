@@ -140,7 +140,7 @@ def _planned_best(
     refused: list[BudgetError] = []
     for number, each in enumerate(costs):
         try:
-            plan = plan_chain(each, memory, chain.strategy, segments=chain.segments)
+            plan = plan_chain(each, memory, chain.planner, segments=chain.segments)
         except BudgetError as error:
             refused.append(error)
         else:
@@ -226,7 +226,7 @@ def is_plain(plan: ChainPlan) -> bool:
 
 def limit_of(sequential: Sequential, state: Any) -> int | str | float | None:
     chain = sequential._multistage
-    if chain.memory is not None or chain.strategy == "store-all":
+    if chain.memory is not None or chain.planner == "store-all":
         return chain.memory
     tensors = [*tensors_of(state), *sequential.parameters()]
     for tensor in tensors:

@@ -18,7 +18,7 @@ from ..backends.urls import Tiers, open_store, tier_names
 from ..errors import ArgumentError, BudgetError, CheckpointWarning, StoreError
 from ..execute.detour import Deadlines
 from ..model.stages import StageCosts
-from ..planners.chain.heterogeneous import ChainPlan, Strategy
+from ..planners.chain.heterogeneous import ChainPlan, ChainPlanner
 from .adopting import adopt, yielding
 from .chain import Stages
 from .chains.runner import Run
@@ -90,7 +90,7 @@ class _Chain:
     calls: list[str | Call]
     traced: Stages | None
     memory: int | str | float | None
-    strategy: Strategy
+    planner: ChainPlanner
     segments: int | None
     replan: bool
     costs: StageCosts | None
@@ -151,7 +151,7 @@ class Sequential(nn.Module):
         `"4 GiB"`, a fraction (a float up to 1) of what plain training takes,
         or None for what is free.  Parameters and their gradients are not part
         of it.
-    strategy : {"optimal", "revolve", "periodic", "store-all"}
+    planner : {"optimal", "revolve", "periodic", "store-all"}
         See `multistage.plan_chain`.
     segments : int, optional
         For `periodic`.
@@ -169,7 +169,7 @@ class Sequential(nn.Module):
         `"file:///scratch"`, `"pinned:8GiB"`, or a cascade of these.  They travel there
         in the background while stages compute, and come back ahead of their use; what
         does not pay is computed again.  Its buffers are part of the limit, where that
-        is of host memory.  With strategy "optimal".
+        is of host memory.  With planner "optimal".
 
     Attributes
     ----------
@@ -220,7 +220,7 @@ class Sequential(nn.Module):
         sample_input: Any = None,
         memory: int | str | float | None = None,
         *,
-        strategy: Strategy = "optimal",
+        planner: ChainPlanner = "optimal",
         segments: int | None = None,
         costs: StageCosts | None = None,
         replan: bool = True,
@@ -229,14 +229,14 @@ class Sequential(nn.Module):
     ) -> None:
         super().__init__()
         check = checked_choice(check)
-        tiered = _tiered(tiers, strategy)
+        tiered = _tiered(tiers, planner)
         calls = self._register(model)
         if not calls:
             raise ArgumentError("a chain needs at least one stage")
         traced = model if isinstance(model, Stages) else None
         # All that is ours under one name, so that a model may use every other.
         self._multistage = _Chain(
-            calls, traced, memory, strategy, segments, replan, costs, check, tiered
+            calls, traced, memory, planner, segments, replan, costs, check, tiered
         )
         if sample_input is not None:
             _prepared(self, sample_input)
@@ -309,9 +309,9 @@ class Sequential(nn.Module):
         """The limit that was given."""
         return self._multistage.memory
 
-    def _strategy_(self) -> Strategy:
-        """The strategy that was given."""
-        return self._multistage.strategy
+    def _planner_(self) -> ChainPlanner:
+        """The planner that was given."""
+        return self._multistage.planner
 
     def _segments_(self) -> int | None:
         """The number of segments that was given."""
@@ -324,7 +324,7 @@ class Sequential(nn.Module):
     plan = yielding(property(_plan_))
     checked = yielding(property(_checked_))
     memory = yielding(property(_memory_))
-    strategy = yielding(property(_strategy_))
+    planner = yielding(property(_planner_))
     segments = yielding(property(_segments_))
     replan = yielding(property(_replan_))
 
@@ -434,7 +434,7 @@ class Sequential(nn.Module):
 
     def extra_repr(self) -> str:
         chain = self._multistage
-        return f"memory={chain.memory!r}, strategy={chain.strategy!r}"
+        return f"memory={chain.memory!r}, planner={chain.planner!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sequential:
         from copy import deepcopy
@@ -480,12 +480,12 @@ def _state_of(sequential: Sequential, args: tuple[Any, ...], kwargs: dict[str, A
     return args[0]
 
 
-def _tiered(tiers: Tiers | None, strategy: Strategy) -> Tiered | None:
+def _tiered(tiers: Tiers | None, planner: ChainPlanner) -> Tiered | None:
     names = tier_names(tiers)
     if not names:
         return None
-    if strategy != "optimal":
-        raise ArgumentError(f"tiers go with strategy 'optimal', not with {strategy!r}")
+    if planner != "optimal":
+        raise ArgumentError(f"tiers go with planner 'optimal', not with {planner!r}")
     for name in names:
         if isinstance(name, str) and name.partition(":")[0] == "pinned":
             continue

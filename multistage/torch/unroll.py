@@ -25,7 +25,7 @@ from .measurement.checking import Check, Checked, check_chain, checked_choice
 from .measurement.exploring import tensors_of
 from .offload import offload
 from .sequences.cell import Cell, Facts
-from .sequences.cell_costs import STRATEGIES, Strategy, UnrollPlan
+from .sequences.cell_costs import UNROLL_PLANNERS, UnrollPlan, UnrollPlanner
 from .sequences.cells import Cells, identity_of
 from .sequences.collector import Collector
 from .sequences.exploring_cells import StateVaries, explore
@@ -48,14 +48,14 @@ def unroll(
     state: Any,
     inputs: Any,
     *,
-    steps: int | None = None,
+    n_steps: int | None = None,
     memory: int | str | float | None = None,
     tiers: Tiers = (),
     chunk: int | None = None,
     fused: bool = False,
     outputs: Any = "stack",
     parameters: Sequence[Tensor] | None = None,
-    strategy: Strategy = "auto",
+    planner: UnrollPlanner = "auto",
     random: bool | None = None,
     progress: bool | None = None,
     check: Check = "error",
@@ -84,7 +84,7 @@ def unroll(
         function of t or other sequence, which is called again when steps are run
         again, so that inputs need not fit in memory.  It is part of the cell:
         parameters it uses get gradients.
-    steps : int, optional
+    n_steps : int, optional
         Time steps; needed for a function, unless there is a cell for each.
     memory : int, str, float or None
         Limit for states and graphs on the device: bytes, `"2 GiB"`, a fraction
@@ -110,7 +110,7 @@ def unroll(
     parameters : sequence of Tensor, optional
         That gradients are wanted of; default: those of the module, and leaves
         found in the graph of a step.
-    strategy : {"auto", "keep", "recompute", "stream", "offload"}
+    planner : {"auto", "keep", "recompute", "stream", "offload"}
         The fastest by measurement; plain autograd; states kept and run again
         from; states streamed to the tiers; tapes streamed there, and nothing
         run again.
@@ -153,7 +153,7 @@ def unroll(
     >>> x, h, c = torch.randn(200, 4, 8), torch.zeros(4, 16), torch.zeros(4, 16)
     >>> out = mst.unroll(cell, (h, c), x, memory="64 KiB", outputs="last")
     >>> out.outputs.sum().backward()
-    >>> out.plan.strategy, cell.weight_hh.grad.shape
+    >>> out.plan.planner, cell.weight_hh.grad.shape
     ('recompute', torch.Size([64, 16]))
 
     Cells of several widths, one for each step:
@@ -164,7 +164,7 @@ def unroll(
     >>> widths = [(4, 64), (64, 64), (64, 16), (16, 4)]
     >>> cells = [Layer(n, m) for n, m in widths] * 4
     >>> out = mst.unroll(cells, torch.ones(512, 4, requires_grad=True), None, memory=0.7)
-    >>> out.plan.strategy, [(stage.output_bytes, count) for stage, count in out.plan.kinds]
+    >>> out.plan.planner, [(stage.output_bytes, count) for stage, count in out.plan.kinds]
     ('recompute', [(131072, 4), (131072, 4), (32768, 4), (8192, 4)])
 
     Notes
@@ -193,22 +193,22 @@ def unroll(
     the cell takes from elsewhere and that wants a gradient only at later steps
     must be given in `parameters`.
     """
-    if strategy not in STRATEGIES:
-        raise ArgumentError(f"strategy {strategy!r} is not known; choose one of {STRATEGIES}")
+    if planner not in UNROLL_PLANNERS:
+        raise ArgumentError(f"planner {planner!r} is not known; choose one of {UNROLL_PLANNERS}")
     if not (outputs is None or callable(outputs) or outputs in _OUTPUTS):
         raise ArgumentError(f"outputs={outputs!r} is not known; choose one of {_OUTPUTS}, None, f")
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise ArgumentError(f"chunk={chunk!r} must be an int, at least 1")
     limit = None if memory is None else Budget.parse(memory, "memory", of="stages")
     settings = Settings(
-        limit, tier_names(tiers), chunk, strategy, progress, checked_choice(check), costs
+        limit, tier_names(tiers), chunk, planner, progress, checked_choice(check), costs
     )
     if not (costs is None or isinstance(costs, StageCosts)):
         raise ArgumentError(
             f"costs is {type(costs).__name__}; give a StageCosts with one Stage for each time step"
         )
     several = _several(cell)
-    sequence = Inputs(inputs, _steps(several, inputs, steps))
+    sequence = Inputs(inputs, _steps(several, inputs, n_steps))
     made = inputs if sequence.made else None
     varied = _is_varied(several, sequence, costs)
     if varied and unequal is False:
@@ -330,7 +330,7 @@ def _run(
     )
     if chosen.plan is None:
         tapes: Any = contextlib.nullcontext()
-        if chosen.strategy == "offload":
+        if chosen.planner == "offload":
             held = [t for t in [*leaves, sequence.given] if isinstance(t, Tensor)]
             tapes = offload(settings.tiers, min_bytes=TRAVELS_BYTES, stays=held, device=device)
         with tapes:
@@ -366,7 +366,7 @@ def _checked(
     # Where nothing is run again: measuring ran the cell, which must have left no trace.
     turns = Costs(1.0, 1.0, 1) if chosen.plan is None else replace(chosen.plan.costs, tiers=())
     short = PLANNERS["revolve"](turns, 1, -(-count // size))
-    plan = replace(chosen, steps=count, chunk=size, plan=short)
+    plan = replace(chosen, n_steps=count, chunk=size, plan=short)
 
     def plainly(given: Any) -> Any:
         found = _plain(cell, facts, given, few, mode, size if cell.fused else None, graph=True)

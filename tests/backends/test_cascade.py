@@ -300,7 +300,7 @@ def test_gradients_through_three_levels(tmp_path: Path) -> None:
                 warnings.catch_warnings(),
                 Reversal(
                     lambda x, i: np.sin(x) + i, lambda x, a, i: np.cos(x) * a, n,
-                    budget="6 slots", tier=each, costs=costs, planner=planner, checked=True,
+                    memory="6 slots", tiers=each, costs=costs, planner=planner, checked=True,
                 ) as run,
             ):  # fmt: skip
                 warnings.simplefilter("ignore", CheckpointWarning)

@@ -78,8 +78,8 @@ def test_nothing_is_left_after_an_exception(tmp_path: Path, engine: str) -> None
         step,
         lambda x, a, i: a,
         20,
-        budget="3 slots",
-        tier=store,
+        memory="3 slots",
+        tiers=store,
         planner="streaming",
         costs=costs,
     )
@@ -178,7 +178,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
                 use()
         store.close()
         with pytest.raises(StoreError, match=remedy):
-            Reversal(lambda x, i: x, lambda x, a, i: a, 3, tier=f"file:{folder}")
+            Reversal(lambda x, i: x, lambda x, a, i: a, 3, tiers=f"file:{folder}")
 
 
 def test_check_leaves_nothing(tmp_path: Path) -> None:

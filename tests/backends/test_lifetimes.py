@@ -63,7 +63,7 @@ def adjoint_step(x: np.ndarray, a: np.ndarray, i: int) -> np.ndarray:
 
 def run(store: Any, **options: Any) -> Reversal[Any, Any]:
     options.setdefault("planner", "streaming")
-    return Reversal(step, adjoint_step, N, budget="6 slots", tier=store, costs=COSTS, **options)
+    return Reversal(step, adjoint_step, N, memory="6 slots", tiers=store, costs=COSTS, **options)
 
 
 def plain(state: np.ndarray = STATE) -> bytes:
@@ -395,7 +395,7 @@ def test_a_run_whose_step_is_a_method_of_its_owner_is_collected(tmp_path: Path) 
     class Model:
         def __init__(self) -> None:
             self.run = Reversal(
-                self.step, self.adjoint_step, budget="6 slots", tier=FileStore(tmp_path, "direct"),
+                self.step, self.adjoint_step, memory="6 slots", tiers=FileStore(tmp_path, "direct"),
                 costs=COSTS,
             )  # fmt: skip
 

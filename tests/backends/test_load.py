@@ -76,8 +76,8 @@ SHARING = """
     peak = writes = 0
     for turn in range(12):  # each makes and removes a private folder beside the others'
         with Reversal(
-            step, adjoint_step, n, budget=budget, costs=costs, planner=planner,
-            tier=FileStore(folder, engine, buffer_bytes=2 * start.nbytes),
+            step, adjoint_step, n, memory=budget, costs=costs, planner=planner,
+            tiers=FileStore(folder, engine, buffer_bytes=2 * start.nbytes),
         ) as run:
             for _ in range(3):
                 last = run.forward(start)
@@ -115,7 +115,7 @@ LITTLE = """
     costs = Costs(1e-5, 2e-5, state_bytes=start.nbytes, tiers=(Tier("file", 1e-3, 1e-3),))
     tier = None if kind == "revolve" else FileStore(folder, kind)
     run = Reversal(
-        lambda x, i: x + 1.0, lambda x, a, i: a + x[:1], n, budget=budget, tier=tier,
+        lambda x, i: x + 1.0, lambda x, a, i: a + x[:1], n, memory=budget, tiers=tier,
         planner="revolve" if tier is None else "streaming", costs=costs,
     )
     run.forward(start)
@@ -143,7 +143,7 @@ def test_a_long_run_under_a_hard_limit(tmp_path: Path, kind: str) -> None:
 
 def test_the_hard_limit_is_one(tmp_path: Path) -> None:
     """The same run with twice the budget does not fit: the limit would have been felt."""
-    code = LITTLE.replace("budget=budget", "budget=2 * budget")
+    code = LITTLE.replace("memory=budget", "memory=2 * budget")
     out, err = start_child(code, tmp_path, "revolve").communicate(timeout=280)
     assert out == ""
     assert "MemoryError" in err
@@ -163,7 +163,7 @@ SWEEPS = """
     costs = Costs(1.0, 2.0, state_bytes=start.nbytes, tiers=(Tier("file", 1.5, 1.5),))
     def new_run():
         return Reversal(
-            lambda x, i: x + 1.0, lambda x, a, i: a + x[:1], 12, budget="3 slots", tier=make(),
+            lambda x, i: x + 1.0, lambda x, a, i: a + x[:1], 12, memory="3 slots", tiers=make(),
             planner="streaming", costs=costs,
         )
     run = new_run()

@@ -53,7 +53,7 @@ def test_advice() -> None:
     hbm = advice([node(0, "0-63", 96, 90e9), node(1, "", 16, 400e9)])
     assert "Node 1 is the fast one" in hbm[0]
     assert hbm[1] == (
-        "  numactl --membind=1 python adjoint.py    # with tier='numa:0?capacity=73728MiB'"
+        "  numactl --membind=1 python adjoint.py    # with tiers='numa:0?capacity=73728MiB'"
     )
     cxl = advice([node(0, "0-63", 96, 200e9), node(1, "", 256, 30e9)])
     assert "--membind=0 " in cxl[1] and "numa:1?capacity=196608MiB" in cxl[1]

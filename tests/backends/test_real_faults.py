@@ -140,7 +140,7 @@ def test_a_disk_that_fills_up(small: Path, engine: Any, state_bytes: int) -> Non
         wanted = digest(heads[i], wanted, i)
     plan = faults.SCHEDULES["overlapped"](n)  # all of them to the disk
     store = FileStore(small, engine, buffer_bytes=4 << 20, queue_depth=4)
-    with Reversal(chain, planner=plan, tier=store) as run:
+    with Reversal(chain, planner=plan, tiers=store) as run:
         last = run.forward(start)
         assert run.reverse(1) == wanted
     assert last.tobytes() == state.tobytes()

@@ -331,7 +331,7 @@ def test_s3_below_a_disk(s3: Server, credentials: None, tmp_path: Path) -> None:
 
     costs = Costs(1e-3, 2e-3, state_bytes=8 * size, tiers=(Tier("cascade", 1e-3, 1e-3),))
     with Reversal(
-        step, lambda x, a, i: np.cos(x) * a, n, budget="6 slots", tier=tier, costs=costs,
+        step, lambda x, a, i: np.cos(x) * a, n, memory="6 slots", tiers=tier, costs=costs,
         planner="interval", checked=True,
     ) as run:  # fmt: skip
         for _ in range(2):
@@ -367,7 +367,7 @@ def test_s3_that_loses_its_objects(s3: Server, credentials: None) -> None:
     with (
         warnings.catch_warnings(),
         Reversal(
-            step, lambda x, a, i: np.cos(x) * a, n, budget="5 slots", tier=tier, costs=costs,
+            step, lambda x, a, i: np.cos(x) * a, n, memory="5 slots", tiers=tier, costs=costs,
             planner="interval",
         ) as run,
     ):  # fmt: skip

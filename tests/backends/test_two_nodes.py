@@ -114,7 +114,7 @@ def test_bound_pages_lie_on_their_node() -> None:
 def test_states_lie_on_the_tiers_node_and_the_computation_on_its_own() -> None:
     before = mapped(1)
     store = NumaStore(1)
-    with chain(budget="6 slots", tier=store) as run:
+    with chain(memory="6 slots", tiers=store) as run:
         last = run.forward(np.full(1 << 17, 0.3))
         held = mapped(1) - before
         written = store.stats.writes
@@ -134,7 +134,7 @@ def test_the_computation_in_the_fast_node_and_states_in_the_other() -> None:
         """
         before = t.mapped(0)
         store = ms.backends.NumaStore(0)
-        with t.chain(budget="6 slots", tier=store) as run:
+        with t.chain(memory="6 slots", tiers=store) as run:
             last = run.forward(np.full(1 << 17, 0.3))
             held, writes = t.mapped(0) - before, store.stats.writes
             places = [t.where(last)]
@@ -165,7 +165,7 @@ def test_preferred_memory_spills_and_the_tier_stays() -> None:
         """
         store = ms.backends.NumaStore(1)
         before = t.mapped(1)
-        with t.chain(budget="6 slots", tier=store) as run:
+        with t.chain(memory="6 slots", tiers=store) as run:
             last = run.forward(np.full(1 << 17, 0.3))
             held, writes = t.mapped(1) - before, store.stats.writes
             adjoint = run.reverse(np.ones(1 << 17))
@@ -181,7 +181,7 @@ def test_a_capacity_is_never_exceeded() -> None:
     store = NumaStore(1, 8 * MIB)
     with (
         pytest.warns(CheckpointWarning, match="its capacity of 8388608 bytes is used"),
-        chain(budget="6 slots", tier=store) as run,
+        chain(memory="6 slots", tiers=store) as run,
     ):
         run.forward(np.full(1 << 17, 0.3))
         assert 4 * MIB <= mapped(1) - before <= 8 * MIB
@@ -198,7 +198,7 @@ def test_a_full_node_is_a_full_tier() -> None:
     assert left is not None and left < 40 * MIB
     with (
         pytest.warns(CheckpointWarning, match="takes no more checkpoints: no space is left"),
-        chain(n=120, budget="8 slots", tier="numa:1") as run,
+        chain(n=120, memory="8 slots", tiers="numa:1") as run,
         pytest.warns(CheckpointWarning, match="is lost: could not be written"),
     ):
         run.forward(np.full(1 << 17, 0.3))
@@ -213,4 +213,4 @@ def test_a_full_node_is_a_full_tier() -> None:
 
 def test_nodes_that_do_not_exist() -> None:
     with pytest.raises(StoreError, match="no memory node 2; it has 0, 1"):
-        chain(budget="6 slots", tier="numa:2")
+        chain(memory="6 slots", tiers="numa:2")

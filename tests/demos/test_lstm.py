@@ -94,8 +94,8 @@ def test_gradients_equal_store_all_bit_for_bit(
     with Reversal(
         model.chain(),
         n_steps=STEPS,
-        budget=f"{slots} slots",
-        tier=FileStore(tmp_path),
+        memory=f"{slots} slots",
+        tiers=FileStore(tmp_path),
         planner=planner,
         costs=COSTS,
         checked=True,
@@ -161,7 +161,7 @@ def test_a_durable_sweep_is_resumed_with_its_sums(tmp_path: Path) -> None:
         with Reversal(
             chain,
             n_steps=STEPS,
-            budget=f"{SLOTS} slots",
+            memory=f"{SLOTS} slots",
             costs=COSTS,
             durable=tmp_path / "run",
             durable_every_s=0,

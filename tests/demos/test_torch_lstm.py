@@ -20,12 +20,12 @@ def one_thread() -> Iterator[None]:
 
 
 def test_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--steps", "200", "--width", "32", "--batch", "8", "--memory", "700 KiB"]
+    options = ["--n-steps", "200", "--width", "32", "--batch", "8", "--memory", "700 KiB"]
     assert main(["demo", "torch-lstm", *options, "--updates", "3", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["losses"][-1] < result["losses"][0]
-    assert result["gradients_equal"] and result["strategy"] == "recompute"
-    assert main(["demo", "torch-lstm", *options, "--updates", "1", "--tier", "memory:"]) == 0
+    assert result["gradients_equal"] and result["planner"] == "recompute"
+    assert main(["demo", "torch-lstm", *options, "--updates", "1", "--tiers", "memory:"]) == 0
     text = capsys.readouterr().out
     assert "to the last bit." in text and "Predicted" in text
 

@@ -148,8 +148,8 @@ def test_gradients_equal_store_all_bit_for_bit(
     with Reversal(
         model.chain(taped),
         n_steps=STEPS,
-        budget=f"{slots} slots",
-        tier=f"file:{tmp_path}",
+        memory=f"{slots} slots",
+        tiers=f"file:{tmp_path}",
         planner=planner,
         costs=costs,
         checked=True,
@@ -169,7 +169,7 @@ def test_blocks_and_measured_costs(taped: bool, tmp_path: Path) -> None:
     _, expected = store_all(model)
     blocks = Blocks(model.chain(taped), 8, STEPS)
     with Reversal(
-        blocks, n_steps=blocks.n_blocks, budget="4 slots", tier=f"file:{tmp_path}"
+        blocks, n_steps=blocks.n_blocks, memory="4 slots", tiers=f"file:{tmp_path}"
     ) as run:
         run.forward(model.start())
         adjoint = run.reverse(model.start_adjoint())

@@ -79,7 +79,7 @@ def sweep(
     chain = Breaking(make(), forward, back)
     settings: dict[str, Any] = {"durable_every_s": 0, "checked": True, "costs": costs} | options
     settings |= {"n_steps": None if until else n, "durable": folder}
-    with Reversal(chain, budget=f"{slots} slots", **settings) as run:
+    with Reversal(chain, memory=f"{slots} slots", **settings) as run:
         last = raw(run.forward(start(), (lambda _, i: i == n) if until else None))
         assert run._sweeps.length.steps == n
         adjoint = run.reverse([np.array(1)])
@@ -219,7 +219,7 @@ def test_a_resumed_reverse_sweep_runs_no_step_before_it(tmp_path: Path) -> None:
     assert inspect(folder).adjoint_step is not None
     chain = Breaking(CHAINS["nested"][0]())
     with Reversal(
-        chain, n_steps=60, budget="4 slots", durable=folder, durable_every_s=0, costs=FAST
+        chain, n_steps=60, memory="4 slots", durable=folder, durable_every_s=0, costs=FAST
     ) as run:
         last = run.forward(CHAINS["nested"][1]())
         assert chain.steps == 0
@@ -234,7 +234,7 @@ def test_without_costs_they_are_measured_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     broken_off("nested", 40, folder, costs=None, back=20)
     chain = Breaking(CHAINS["nested"][0]())
-    with Reversal(chain, n_steps=40, budget="4 slots", durable=folder) as run:
+    with Reversal(chain, n_steps=40, memory="4 slots", durable=folder) as run:
         run.forward(CHAINS["nested"][1]())
         assert chain.steps == 0
         (adjoint,) = run.reverse([np.array(1)])
@@ -278,7 +278,7 @@ def test_prepare_does_not_begin_a_run_nor_end_one(tmp_path: Path) -> None:
     broken_off("nested", 30, folder, back=10)
     chain = Breaking(CHAINS["nested"][0]())
     with Reversal(
-        chain, n_steps=30, budget="4 slots", durable=folder, durable_every_s=0, costs=FAST
+        chain, n_steps=30, memory="4 slots", durable=folder, durable_every_s=0, costs=FAST
     ) as run:
         run.prepare(CHAINS["nested"][1]())
         run.forward(CHAINS["nested"][1]())
@@ -294,7 +294,7 @@ def simple(folder: Path, n: int = 20, **options: Any) -> Reversal[Any, Any]:
     settings: dict[str, Any] = {
         "durable_every_s": 0,
         "costs": FAST,
-        "budget": "4 slots",
+        "memory": "4 slots",
     } | options
     return Reversal(
         lambda x, i: x * 1.01 + i, lambda x, a, i: a * x + i, n, durable=folder, **settings
@@ -378,7 +378,7 @@ def test_padding_is_no_difference(dtype: Any, tmp_path: Path) -> None:
 def test_lists_are_no_tuples(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     chain = FunctionChain(lambda x, i: x, lambda x, a, i: a)
-    run: Any = Reversal(chain, n_steps=5, budget="3 slots", durable=folder, costs=FAST)
+    run: Any = Reversal(chain, n_steps=5, memory="3 slots", durable=folder, costs=FAST)
     run.forward([np.ones(1)])
     run.close()
     with pytest.raises(StoreError, match=r"its states are .*this run's"):
@@ -430,7 +430,7 @@ def test_a_run_has_its_folder_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"tier": "memory:"}, "leave tier= out"),
+        ({"tiers": "memory:"}, "leave tiers= out"),
         ({"states": object()}, "not states="),
         ({"durable_every_s": -1}, "durable_every_s=-1"),
         ({"durable_every_s": "1"}, "durable_every_s='1'"),
@@ -486,7 +486,7 @@ def broken(folder: Path, n: int, back: int, **options: Any) -> None:
             adjoint_step,
             n,
             durable=folder,
-            **{"durable_every_s": 0, "costs": FAST, "budget": "4 slots"} | options,
+            **{"durable_every_s": 0, "costs": FAST, "memory": "4 slots"} | options,
         ) as run,
     ):
         run.forward(np.ones(3))
@@ -579,8 +579,8 @@ def test_adjoints_are_written_at_their_interval(tmp_path: Path) -> None:
     given = Arguments.of(
         FunctionChain(lambda x, i: x + 1, tick),
         n_steps=20,
-        budget="3 slots",
-        tier=durable.store,
+        memory="3 slots",
+        tiers=durable.store,
         durable=durable,
         costs=FAST,
     )
@@ -645,7 +645,7 @@ def test_a_gradient_that_was_not_saved_is_there_again(tmp_path: Path) -> None:
         raise BrokenOff
     assert inspect(folder).complete
     chain = Breaking(FunctionChain(lambda x, i: x, lambda x, a, i: a))
-    with Reversal(chain, n_steps=20, budget="4 slots", durable=folder, costs=FAST) as again:
+    with Reversal(chain, n_steps=20, memory="4 slots", durable=folder, costs=FAST) as again:
         again.forward(np.ones(3))
         assert np.array_equal(again.reverse(np.ones(3)), gradient)
         assert (chain.steps, chain.reversed) == (0, 0)
@@ -683,7 +683,7 @@ def test_in_one_call(tmp_path: Path) -> None:
         np.ones(3),
         20,
         costs=FAST,
-        budget="3 slots",
+        memory="3 slots",
         durable=tmp_path / "run",
     )
     assert np.array_equal(result.adjoint, plain(20)[0])

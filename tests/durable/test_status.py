@@ -41,7 +41,7 @@ def begun(folder: Path, forward: int = -1, back: int = -1, **options: Any) -> Re
         step,
         adjoint_step,
         N,
-        budget="4 slots",
+        memory="4 slots",
         durable=folder,
         durable_every_s=0,
         costs=COSTS,

@@ -54,7 +54,7 @@ def budget(case: Case) -> Budget | str:
 
 
 def tiers(case: Case, folder: Path) -> list[Any] | None:
-    """Return what goes to `tier=`: names, and stores of our own."""
+    """Return what goes to `tiers=`: names, and stores of our own."""
     found: list[Any] = []
     few = 3 * max(4096, state_bytes(case))
     for name in case.tiers:

@@ -100,8 +100,8 @@ class Play:
         case, operators = self.case, self.operators
         n = None if case.until else operators.n_steps
         options: dict[str, Any] = {
-            "budget": planned.budget(case),
-            "tier": planned.tiers(case, self.folder),
+            "memory": planned.budget(case),
+            "tiers": planned.tiers(case, self.folder),
             "planner": planned.planner(case, operators.n_steps),
             "costs": planned.costs(case),
             "checked": case.checked,
@@ -222,8 +222,8 @@ class Play:
                 lambda last: operators.begin(last, state),
                 case.n,
                 tape_step=operators.tape_step if case.tape else None,
-                budget=planned.budget(case),
-                tier=planned.tiers(case, self.folder),
+                memory=planned.budget(case),
+                tiers=planned.tiers(case, self.folder),
                 planner=planned.planner(case, case.n),
                 costs=planned.costs(case),
                 progress=False,
@@ -336,7 +336,7 @@ class Play:
             runs = []
             for play in (self, other):
                 with play.judged():
-                    runs.append((play, both.enter_context(play.reversal(tier=shared))))
+                    runs.append((play, both.enter_context(play.reversal(tiers=shared))))
             swept = []
             for play, run in runs:
                 with play.judged():
@@ -345,7 +345,7 @@ class Play:
             for play, run, last, state in swept:
                 with play.judged():
                     play.reverse(run, last, state)
-        with self.judged(), self.reversal(tier=shared) as run:  # it is free again
+        with self.judged(), self.reversal(tiers=shared) as run:  # it is free again
             self.sweep(run)
 
     def durable(self) -> None:
@@ -357,7 +357,7 @@ class Play:
             # A sweep that is refused for its tapes has made one more than fits.
             self.operators.tapes.most = self.operators.tapes.now
             with self.judged():
-                run = self.reversal(tier=None, durable=place, durable_every_s=0.0)
+                run = self.reversal(tiers=None, durable=place, durable_every_s=0.0)
                 with run:
                     self.sweep(run)
         if place.exists() and not self.case.odd:

@@ -45,7 +45,7 @@ def rank_of_a_program(scratch: Path, shared: bool, until: bool) -> None:
         wave.step,
         wave.adjoint_step,
         None if until else N,
-        budget="6 slots",
+        memory="6 slots",
         durable=own,
         durable_every_s=0.02,
         costs=Costs(1e-3, 1e-3, tiers=(Tier("durable", 2e-3, 2e-3),)),

@@ -92,7 +92,7 @@ def gradients(comm: Any, folder: Path) -> dict[str, Any]:
         wave = Wave(comm)
         costs = None if name == "measured" else COSTS
         with MPIReversal(
-            wave.step, wave.adjoint_step, N, budget="6 slots", tier=tier, costs=costs
+            wave.step, wave.adjoint_step, N, memory="6 slots", tiers=tier, costs=costs
         ) as run:
             adjoints, figures = [], [0, 0, 0, 0]
             for _ in range(2):
@@ -113,7 +113,7 @@ def disagree(comm: Any, folder: Path) -> str:
 
 def scratch(comm: Any, folder: Path) -> str:
     wave, where = Wave(comm), folder / "missing" if comm.Get_rank() == 1 else folder
-    return error_of(lambda: MPIReversal(wave.step, wave.adjoint_step, N, tier=f"file:{where}"))
+    return error_of(lambda: MPIReversal(wave.step, wave.adjoint_step, N, tiers=f"file:{where}"))
 
 
 def error_of(work: Callable[[], object]) -> str:
@@ -133,7 +133,7 @@ def fails(comm: Any, folder: Path) -> str:
         return wave.adjoint_step(state, adjoint, i)
 
     with MPIReversal(
-        wave.step, adjoint_step, N, budget="6 slots", tier=f"file:{folder}", costs=COSTS
+        wave.step, adjoint_step, N, memory="6 slots", tiers=f"file:{folder}", costs=COSTS
     ) as run:
         run.forward(wave.start)
         run.reverse(wave.seed)
@@ -146,7 +146,7 @@ def out_of_order(comm: Any, folder: Path) -> list[str]:
     tier = f"file:{folder}"
 
     def made() -> Any:
-        return MPIReversal(wave.step, wave.adjoint_step, N, budget="6 slots", tier=tier)
+        return MPIReversal(wave.step, wave.adjoint_step, N, memory="6 slots", tiers=tier)
 
     run = made()
     said.append(error_of(lambda: run.reverse(wave.seed)))  # all of them: nothing to reverse

@@ -96,8 +96,8 @@ def test_theirs_run_exactly(name: str, kind: str, more: int) -> None:
     with Reversal(
         chain,
         n_steps=n,
-        budget=f"{slots + more} slots",
-        tier="memory:",
+        memory=f"{slots + more} slots",
+        tiers="memory:",
         planner=as_planner(lambda: make(n)),
         costs=costs,
         checked=True,
@@ -127,8 +127,8 @@ def test_lost_checkpoints_of_theirs_are_computed_again() -> None:
             Reversal(
                 make_chain(),
                 n_steps=n,
-                budget="5 slots",
-                tier=store,
+                memory="5 slots",
+                tiers=store,
                 planner=as_planner(lambda: their.DiskRevolve(n, 2, wd=0.1, rd=0.1)),
                 costs=costs,
             ) as run,
@@ -190,8 +190,8 @@ def test_an_illegal_schedule_is_rejected_before_a_step_runs(name: str) -> None:
             step,
             lambda x, a, i: a,
             3,
-            budget="9 slots",
-            tier="memory:",
+            memory="9 slots",
+            tiers="memory:",
             planner=as_planner(lambda: Broken(3, actions)),
             costs=Costs(1.0, 1.0, tiers=(Tier(),)),
         ) as run,
@@ -209,7 +209,7 @@ def test_bad_input() -> None:
         as_planner(lambda: their.Revolve(5, 2))(costs, 9, 6)
     with pytest.raises(ArgumentError, match="list is no CheckpointSchedule"):
         as_planner(list)(costs, 9, 6)
-    with pytest.raises(ScheduleError, match="no tier; give tier="):
+    with pytest.raises(ScheduleError, match="no tier; give tiers="):
         as_planner(lambda: their.DiskRevolve(30, 2, wd=0.1, rd=0.1))(costs, 9, 30)
     with pytest.raises(ScheduleError, match=r"Revolve at Forward.*raise the budget"):
         as_planner(lambda: their.Revolve(30, 5))(costs, 4, 30)
@@ -418,8 +418,8 @@ def test_the_maker_is_called_once_for_all_sweeps() -> None:
     with Reversal(
         make_chain(),
         n_steps=n,
-        budget="5 slots",
-        tier="memory:",
+        memory="5 slots",
+        tiers="memory:",
         planner=as_planner(make),
         costs=costs,
     ) as run:

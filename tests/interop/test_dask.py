@@ -54,7 +54,7 @@ def client(cluster: Any) -> Iterator[Any]:
 
 def wave(source: int, budget: int | str, tier: str) -> tuple[float, Any]:
     model = build(50, 90, STEPS, sponge=10, source_column=source)
-    with Reversal(model.chain(), n_steps=STEPS, budget=budget, tier=tier) as run:
+    with Reversal(model.chain(), n_steps=STEPS, memory=budget, tiers=tier) as run:
         run.forward(model.start())
         adjoint = run.reverse(model.start_adjoint())
     return model.misfit(), model.gradient(adjoint)
@@ -151,7 +151,7 @@ def killed_once(item: tuple[int, str, str], budget: Any, tier: str) -> Any:
 
     killing = type(chain)(model.forward, reverse)
     costs = Costs(1e-4, 2e-4, tiers=(Tier("file", 2.5e-4, 2.5e-4),))
-    with Counted(killing, n_steps=STEPS, budget="8 slots", tier=tier, costs=costs) as run:
+    with Counted(killing, n_steps=STEPS, memory="8 slots", tiers=tier, costs=costs) as run:
         run.forward(model.start())
         adjoint = run.reverse(model.start_adjoint())
     return model.misfit(), model.gradient(adjoint)

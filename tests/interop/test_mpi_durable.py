@@ -72,7 +72,7 @@ def ranks(
                 raise BrokenOff
             return wave.adjoint_step(state, adjoint, i)
 
-        settings: dict[str, Any] = {"costs": COSTS, "budget": "4 slots", "checked": True}
+        settings: dict[str, Any] = {"costs": COSTS, "memory": "4 slots", "checked": True}
         settings |= {"durable": folder, "durable_every_s": 0, "on_error": "raise"}
         settings |= options | each(comm.rank)
         n = None if until else settings.pop("n", N)
@@ -272,7 +272,7 @@ def test_arguments_are_the_same_on_every_rank(tmp_path: Path) -> None:
         lambda rank: {"durable": tmp_path if rank else None},
     ):
         everywhere(ranks(2, tmp_path / "run", each=each), ArgumentError, "ranks disagree on")
-    everywhere(ranks(2, tmp_path / "run", tier="memory:"), ArgumentError, "leave tier= out")
+    everywhere(ranks(2, tmp_path / "run", tiers="memory:"), ArgumentError, "leave tiers= out")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -43,7 +43,7 @@ def fake_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def waves(comm: Comm, n: int | None = N, **options: Any) -> tuple[Wave, MPIReversal[Any, Any]]:
-    options.setdefault("budget", "5 slots")
+    options.setdefault("memory", "5 slots")
     options.setdefault("costs", COSTS)
     wave = Wave(comm)
     return wave, MPIReversal(wave.step, wave.adjoint_step, n, comm=comm, **options)
@@ -62,7 +62,7 @@ def test_gradient_is_that_of_one_rank(size: int, tier: str | None, tmp_path: Pat
     tier = tier and tier.format(tmp_path)
 
     def work(comm: Comm) -> Any:
-        wave, reversal = waves(comm, tier=tier, checked=True)
+        wave, reversal = waves(comm, tiers=tier, checked=True)
         with reversal as run:
             found = []
             for _ in range(2):
@@ -91,7 +91,7 @@ def test_measured_ranks_run_the_same_probe_steps_and_plan_alike(
 
     def work(comm: Comm) -> Any:
         own.speed = 10.0**comm.rank
-        wave, reversal = waves(comm, costs=None, tier="memory:")
+        wave, reversal = waves(comm, costs=None, tiers="memory:")
         with reversal as run:
             plan = run.prepare(wave.start)
             probed = wave.steps
@@ -115,7 +115,7 @@ def test_tapes_are_probed_in_step() -> None:
             return wave.step(state, i), state
 
         with MPIReversal(
-            wave.step, wave.adjoint_step, N, tape_step=tape_step, comm=comm, budget="9 slots"
+            wave.step, wave.adjoint_step, N, tape_step=tape_step, comm=comm, memory="9 slots"
         ) as run:
             run.forward(wave.start)
             adjoint = run.reverse(wave.seed)
@@ -130,7 +130,7 @@ def test_costs_that_drifted_on_one_rank_are_learned_by_all(monkeypatch: pytest.M
     assumed = Costs(1e-9, 1e-9, state_bytes=10)
 
     def work(comm: Comm) -> Any:
-        wave, reversal = waves(comm, costs=None, budget="3 slots")
+        wave, reversal = waves(comm, costs=None, memory="3 slots")
         with reversal as run:
             found = []
             for _ in range(2):
@@ -152,7 +152,7 @@ def test_costs_that_drifted_on_one_rank_are_learned_by_all(monkeypatch: pytest.M
 
 def test_online() -> None:
     def work(comm: Comm) -> Any:
-        wave, reversal = waves(comm, None, tier="memory:")
+        wave, reversal = waves(comm, None, tiers="memory:")
         with reversal as run:
             run.forward(wave.start, until=lambda state, i: i == N)
             return run.reverse(wave.seed)
@@ -170,7 +170,7 @@ def test_states_that_change_on_one_rank_are_planned_anew_by_all(
         def step(x: Any, i: int) -> Any:
             return x + 0.1 * sum(comm.allgather(float(x[0])))
 
-        with MPIReversal(step, lambda x, a, i: a, 9, comm=comm, budget="1 KiB") as run:
+        with MPIReversal(step, lambda x, a, i: a, 9, comm=comm, memory="1 KiB") as run:
             plans = []
             for size in (10, 10 + comm.rank):
                 run.forward(grown(size))
@@ -186,7 +186,7 @@ def test_states_that_change_on_one_rank_are_planned_anew_by_all(
 
 def test_the_tightest_budget_holds() -> None:
     def work(comm: Comm) -> Any:
-        wave, reversal = waves(comm, budget=f"{9 - comm.rank} slots")
+        wave, reversal = waves(comm, memory=f"{9 - comm.rank} slots")
         with reversal as run:
             return run.prepare(wave.start).slots
 
@@ -211,7 +211,7 @@ def test_memory_is_shared_by_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch
     [
         (lambda rank: {"n": 40 + rank}, "n_steps: 40 on rank 0, 41 on rank 1"),
         (lambda rank: {"planner": "auto" if rank else "revolve"}, "planner: 'revolve' on rank 0"),
-        (lambda rank: {"tier": "memory:" if rank else None}, "having a tier"),
+        (lambda rank: {"tiers": "memory:" if rank else None}, "having a tier"),
         (lambda rank: {"costs": COSTS if rank else None}, "having costs"),
     ],
 )
@@ -237,14 +237,14 @@ def test_states_of_other_trees() -> None:
     [
         ({"n": 0}, ArgumentError, "rank 1: n_steps=0"),
         ({"planner": "best"}, ArgumentError, "rank 1: planner 'best' is not known"),
-        ({"budget": "0 slots"}, BudgetError, "rank 1: 0 slots"),
-        ({"tier": "file:/nowhere/at/all"}, StoreError, "rank 1: folder '/nowhere/at/all'"),
+        ({"memory": "0 slots"}, BudgetError, "rank 1: 0 slots"),
+        ({"tiers": "file:/nowhere/at/all"}, StoreError, "rank 1: folder '/nowhere/at/all'"),
         ({"on_error": "ignore"}, ArgumentError, "rank 1: on_error='ignore'"),
     ],
 )
 def test_bad_arguments_of_one_rank(options: Any, kind: type[Exception], said: str) -> None:
     def work(comm: Comm) -> None:
-        waves(comm, **(options if comm.rank == 1 else {"tier": "memory:"}))
+        waves(comm, **(options if comm.rank == 1 else {"tiers": "memory:"}))
 
     for error in errors(3, work):
         assert type(error) is kind
@@ -264,7 +264,7 @@ def test_a_tier_that_fails_to_open_on_one_rank() -> None:
             raise StoreError("no disk")
 
     def work(comm: Comm) -> None:
-        wave, reversal = waves(comm, tier=NoDisk() if comm.rank == 1 else MemoryStore())
+        wave, reversal = waves(comm, tiers=NoDisk() if comm.rank == 1 else MemoryStore())
         with reversal as run:
             run.forward(wave.start)
 
@@ -275,7 +275,7 @@ def test_a_tier_that_fails_to_open_on_one_rank() -> None:
 
 def test_a_budget_too_small_for_one_ranks_part() -> None:
     def work(comm: Comm) -> None:
-        with waves(comm, budget=1000 if comm.rank else 10)[1] as run:
+        with waves(comm, memory=1000 if comm.rank else 10)[1] as run:
             run.forward(Wave(comm).start)
 
     for error in errors(3, work):
@@ -313,7 +313,7 @@ def test_reverse_needs_forward_and_serves_once() -> None:
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_reverse_without_forward_on_one_rank_is_an_error_on_all(wrong: int) -> None:
     def work(comm: Comm) -> Any:
-        wave, reversal = waves(comm, tier="memory:")
+        wave, reversal = waves(comm, tiers="memory:")
         with reversal as run:
             run.forward(wave.start)
             if comm.rank == wrong:
@@ -333,7 +333,7 @@ def test_different_calls_are_an_error_on_all(first: str, other: str) -> None:
         return
 
     def work(comm: Comm) -> None:
-        wave, run = waves(comm, tier="memory:")
+        wave, run = waves(comm, tiers="memory:")
         arguments = {"forward": (wave.start,), "prepare": (wave.start,), "reverse": (wave.seed,)}
         run.forward(wave.start)
         name = first if comm.rank == 0 else other
@@ -359,8 +359,8 @@ def test_a_reduction_under_way_is_not_dropped() -> None:
             lambda x, a, i: 2 * a,
             200,
             comm=comm,
-            budget="5 slots",
-            tier="memory:",
+            memory="5 slots",
+            tiers="memory:",
             costs=COSTS,
         ) as run:
             run.forward(np.zeros(10))
@@ -381,14 +381,14 @@ def test_a_rank_that_left_by_an_exception_needs_another_reversal() -> None:
         return i == 10 and 1 // 0 == 1
 
     def work(comm: Comm) -> Any:
-        wave, run = waves(comm, None, tier="memory:", on_error="raise")
+        wave, run = waves(comm, None, tiers="memory:", on_error="raise")
         with pytest.raises(ZeroDivisionError):
             run.forward(wave.start, fails_at_ten)
         for call in (run.forward, run.prepare, run.reverse):
             with pytest.raises(ArgumentError, match="make another MPIReversal"):
                 call(wave.start)
         run.close()
-        _, another = waves(comm, tier="memory:")
+        _, another = waves(comm, tiers="memory:")
         with another:
             another.forward(wave.start)
             return another.reverse(wave.seed)
@@ -427,7 +427,7 @@ def failing(comm: Comm, where: str, **options: Any) -> None:
         return wave.adjoint_step(state, adjoint, i)
 
     with MPIReversal(
-        step, adjoint_step, N, comm=comm, budget="5 slots", costs=COSTS, tier="memory:", **options
+        step, adjoint_step, N, comm=comm, memory="5 slots", costs=COSTS, tiers="memory:", **options
     ) as run:
         run.forward(wave.start)
         fail("between", 20)
@@ -483,7 +483,7 @@ def test_leaving_the_block_by_exit(code: int) -> None:
 
 def test_what_was_closed_ends_nobody() -> None:
     def work(comm: Comm) -> None:
-        wave, reversal = waves(comm, tier="memory:")
+        wave, reversal = waves(comm, tiers="memory:")
         with reversal as run:
             run.forward(wave.start)
             run.close()
@@ -529,7 +529,9 @@ def test_a_chain_object_and_faults_of_one_rank() -> None:
         wave = Wave(comm)
         chain: FunctionChain[Any, Any] = FunctionChain(wave.step, wave.adjoint_step)
         store = FaultyStore(MemoryStore(), lose_read=range(99) if comm.rank == 1 else ())
-        with MPIReversal(chain, None, N, comm=comm, budget="5 slots", costs=COSTS, tier=store) as r:
+        with MPIReversal(
+            chain, None, N, comm=comm, memory="5 slots", costs=COSTS, tiers=store
+        ) as r:
             r.forward(wave.start)
             return r.reverse(wave.seed), r.report().counts.recovered_steps, r.report().counts.lost
 

@@ -78,7 +78,7 @@ def test_a_slow_tier_is_compressed_to() -> None:
     """20 MB/s for states that shrink fifty times: nothing a busy machine could turn round."""
     n = 60
     store = CompressedStore(StreamedStore("slow", Slow, buffer_bytes=0), "auto")
-    with Reversal(chain(), n_steps=n, budget="4 slots", tier=store, planner="interval") as run:
+    with Reversal(chain(), n_steps=n, memory="4 slots", tiers=store, planner="interval") as run:
         run.forward(smooth())
         adjoint = run.reverse(np.ones(SIZE))
         report = str(run.report())
@@ -97,7 +97,7 @@ def test_a_slow_tier_is_compressed_to() -> None:
 def test_given_costs_are_not_measured() -> None:
     store = CompressedStore(MemoryStore(buffer_bytes=0), "auto")
     costs = Costs(1e-3, 2e-3, state_bytes=8 * SIZE, tiers=(Tier("memory", 1e-3, 1e-3),))
-    with Reversal(chain(), n_steps=30, budget="4 slots", tier=store, costs=costs) as run:
+    with Reversal(chain(), n_steps=30, memory="4 slots", tiers=store, costs=costs) as run:
         run.forward(smooth())
         run.reverse(np.ones(SIZE))
         assert store.choice == "none"
@@ -109,7 +109,7 @@ def test_a_lossy_run_says_so() -> None:
     costs = Costs(1e-3, 2e-3, state_bytes=8 * SIZE, tiers=(Tier("memory", 2e-3, 2e-3),))
     tier = "memory:?compress=zfp&tolerance=1e-3&buffers=0"
     with Reversal(
-        chain(), n_steps=n, budget="5 slots", tier=tier, costs=costs, planner="interval"
+        chain(), n_steps=n, memory="5 slots", tiers=tier, costs=costs, planner="interval"
     ) as run:
         run.forward(np.linspace(0, 1, SIZE))
         found = run.reverse(np.ones(SIZE))

@@ -84,7 +84,7 @@ def made_of(
 
 
 def gradient(planner: Any, **options: Any) -> Any:
-    settings: dict[str, Any] = {"budget": "2 slots", "tier": "memory:", "costs": COSTS, **options}
+    settings: dict[str, Any] = {"memory": "2 slots", "tiers": "memory:", "costs": COSTS, **options}
     with Reversal(in_place(), n_steps=N, planner=planner, **settings) as run:
         run.forward(start())
         return run.reverse(np.ones(50))
@@ -180,7 +180,7 @@ def test_a_judged_schedule_survives_lost_checkpoints(fault: str, lost: set[int])
     store = FaultyStore(MemoryStore(buffer_bytes=0), **{fault: lost.__contains__})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
-        assert (gradient(of(LEGAL), tier=store) == expected).all()
+        assert (gradient(of(LEGAL), tiers=store) == expected).all()
 
 
 @pytest.mark.parametrize(
@@ -278,13 +278,13 @@ def costs_of(tape_bytes: int) -> Costs:
 @pytest.mark.parametrize("kind", TAPES)
 @pytest.mark.parametrize("planner", ["store-all", "periodic", "recursive", "mixed"])
 def test_costs_for_smaller_tapes_are_stopped_at_the_budget(planner: str, kind: str) -> None:
-    run = Reversal(heavy(kind), n_steps=30, planner=planner, budget="40 slots", costs=costs_of(0))
+    run = Reversal(heavy(kind), n_steps=30, planner=planner, memory="40 slots", costs=costs_of(0))
     with run, pytest.raises(BudgetError, match=r"takes 53\.\d+ fast slots of the 40 in"):
         run.forward(start())
         run.reverse(1.0)
     assert run.report().counts.forward_steps < 32
     with Reversal(
-        heavy(kind), n_steps=30, planner=planner, budget="900 slots", costs=costs_of(8000)
+        heavy(kind), n_steps=30, planner=planner, memory="900 slots", costs=costs_of(8000)
     ) as run:
         run.forward(start())
         assert run.reverse(1.0) == 1 + sum(range(30))
@@ -293,14 +293,14 @@ def test_costs_for_smaller_tapes_are_stopped_at_the_budget(planner: str, kind: s
 def test_tapes_that_grow_are_stopped_at_the_budget_and_planned_anew() -> None:
     """Costs are measured at the first steps; what shows later is held to the budget, too."""
     chain = heavy("array", 50, grows=True)
-    with Reversal(chain, n_steps=24, planner="store-all", budget="60 slots") as run:
+    with Reversal(chain, n_steps=24, planner="store-all", memory="60 slots") as run:
         with pytest.raises(BudgetError, match=r"Tape.*fast slots of the 60 in the budget"):
             run.forward(start())
         assert run.costs is not None
         assert run.costs.tape_slots >= 4
         with pytest.raises(BudgetError, match="store-all needs"):
             run.forward(start())
-    with Reversal(chain, n_steps=24, planner="store-all", budget="600 slots") as run:
+    with Reversal(chain, n_steps=24, planner="store-all", memory="600 slots") as run:
         run.forward(start())
         assert run.reverse(1.0) == 1 + sum(range(24))
         assert run.report().counts.peak_slots > 100  # as tapes are, not as they were measured
@@ -321,7 +321,7 @@ def test_a_refused_sweep_leaves_no_tape_alive() -> None:
     gc.disable()
     try:
         with Reversal(
-            chain, n_steps=5, costs=costs, planner="store-all", budget=Budget(bytes=300)
+            chain, n_steps=5, costs=costs, planner="store-all", memory=Budget(bytes=300)
         ) as run:
             with pytest.raises(BudgetError, match="a tape being"):
                 run.forward(np.ones(3))

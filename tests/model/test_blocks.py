@@ -43,8 +43,8 @@ def test_blocks_equal_single_steps(
     with Reversal(
         blocks,
         n_steps=blocks.n_blocks,
-        budget=f"{slots} slots",
-        tier=f"file:{tmp_path}",
+        memory=f"{slots} slots",
+        tiers=f"file:{tmp_path}",
         planner=planner,
         costs=costs_of(chain),
         checked=True,
@@ -63,8 +63,8 @@ def test_every_planner(planner: str, chain: str) -> None:
     with Reversal(
         blocks,
         n_steps=blocks.n_blocks,
-        budget="15 slots",
-        tier="memory:",
+        memory="15 slots",
+        tiers="memory:",
         planner=planner,
         costs=costs_of(chain),
         checked=True,
@@ -74,7 +74,7 @@ def test_every_planner(planner: str, chain: str) -> None:
 
 
 def test_an_unknown_number_of_full_blocks() -> None:
-    with Reversal(Blocks(CHAINS["nested"][0](), 3), budget="3 slots") as run:
+    with Reversal(Blocks(CHAINS["nested"][0](), 3), memory="3 slots") as run:
         last = raw(run.forward(CHAINS["nested"][1](), until=lambda state, b: b == 7))
         assert (last, run.reverse(1)) == store_all("nested", 21)
 
@@ -133,7 +133,7 @@ def test_a_step_that_overwrites_its_input_is_seen() -> None:
         FunctionChain(lambda x, i: x.__iadd__(1), lambda x, a, i: a), 3, 9
     )
     with (
-        Reversal(blocks, n_steps=3, budget="2 slots", costs=Costs(1.0, 2.0)) as run,
+        Reversal(blocks, n_steps=3, memory="2 slots", costs=Costs(1.0, 2.0)) as run,
         pytest.raises(StateError, match="InPlaceChain"),
     ):
         run.forward(np.zeros(2))
@@ -158,7 +158,7 @@ def test_steps_where_blocks_belong_are_refused() -> None:
     """A Reversal told the number of steps, not of blocks, would reverse the last one for ever."""
     blocks = Blocks(CHAINS["nested"][0](), 4, 31)
     with (
-        Reversal(blocks, n_steps=31, budget="5 slots", costs=Costs(1.0, 2.0)) as run,
+        Reversal(blocks, n_steps=31, memory="5 slots", costs=Costs(1.0, 2.0)) as run,
         pytest.raises(ArgumentError, match=r"31 steps in blocks of 4; give the Reversal n_steps=8"),
     ):
         run.forward(CHAINS["nested"][1]())

@@ -48,7 +48,7 @@ def test_bad_budgets(kind: dict[str, int]) -> None:
 def test_fractions_are_of_plain_training(given: str | float, fraction: float) -> None:
     assert Budget.parse(given, of="stages") == Budget(fraction=fraction)
     assert memory_bytes(given, lambda: 1000) == int(1000 * fraction)
-    with pytest.raises(ArgumentError, match=r"budget=.* whole number of bytes.* '32 slots'"):
+    with pytest.raises(ArgumentError, match=r"memory=.* whole number of bytes.* '32 slots'"):
         Budget.parse(given)
 
 
@@ -72,7 +72,7 @@ def test_memory_of_stages_is_in_bytes() -> None:
             memory_bytes(given, not_asked)
     with pytest.raises(ArgumentError, match="memory='3 slots'"):
         Budget(slots=3).bytes_of(not_asked)
-    with pytest.raises(ArgumentError, match=r"budget=0\.5 must be"):
+    with pytest.raises(ArgumentError, match=r"memory=0\.5 must be"):
         Budget(fraction=0.5).slots_for(10)
 
 
@@ -83,5 +83,5 @@ def test_a_budget_is_one_of_three() -> None:
 
 @pytest.mark.parametrize("fraction", ["0.5", True, float("nan"), [1]])
 def test_a_fraction_is_a_number(fraction: object) -> None:
-    with pytest.raises(ArgumentError, match="budget="):
+    with pytest.raises(ArgumentError, match="memory="):
         Budget(fraction=fraction)  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ def test_states_of_one_size_take_seconds() -> None:
         for tier in (rates, seconds)
     ]
     assert made[0] == made[1]
-    assert made[0].simulate(tier=rates.slower(2.0)).makespan_s > made[0].makespan_s
+    assert made[0].simulate(tiers=rates.slower(2.0)).makespan_s > made[0].makespan_s
 
 
 def test_a_shared_channel_is_not_planned_as_two() -> None:
@@ -120,7 +120,7 @@ def test_a_capacity_in_states_means_nothing_where_sizes_differ() -> None:
 def test_a_plan_of_several_tiers_or_none_has_not_one_to_replace() -> None:
     made = plan(Costs(1.0, 2.0), "5 slots", 20)
     with pytest.raises(ArgumentError, match="0 tiers"):
-        made.simulate(tier="write=1GB/s")
+        made.simulate(tiers="write=1GB/s")
 
 
 @pytest.mark.parametrize("factor", [0, -1, float("nan"), float("inf"), "2", True])
@@ -134,7 +134,7 @@ def test_a_tier_of_states_alone_is_sent_no_tapes() -> None:
     made = plan_chain(costs, 0.3, tiers="write=20B/s")
     first = next(k for k, a in enumerate(made.actions) if isinstance(a, Put) and a.tape)
     with pytest.raises(ScheduleError, match=f"action {first}: Put.* takes states alone"):
-        made.simulate(tier="write=20B/s,states-only")
+        made.simulate(tiers="write=20B/s,states-only")
     data = made.to_dict()
     data["tier"]["tapes"] = False
     with pytest.raises(ScheduleError, match=f"action {first}: Put.* takes states alone"):

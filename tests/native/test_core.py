@@ -103,8 +103,8 @@ from multistage.backends.files import available_engines
 assert native.LIBRARY is None or sys.argv[1] == "with"
 assert ("native" in available_engines()) == (native.LIBRARY is not None)
 step = lambda x, i: np.sin(x) + 0.01 * i
-with ms.Reversal(step, lambda x, a, i: np.cos(x) * a, 300, budget="8 slots",
-                 tier=f"file:{sys.argv[2]}", planner="streaming") as run:
+with ms.Reversal(step, lambda x, a, i: np.cos(x) * a, 300, memory="8 slots",
+                 tiers=f"file:{sys.argv[2]}", planner="streaming") as run:
     last = run.forward(np.linspace(0, 1, 20_000))
     gradient = run.reverse(last)
     assert run.report().counts.writes > 0

@@ -58,7 +58,7 @@ def test_few_tables_are_solved_where_stages_are_as_many_as_slots(monkeypatch):
 
     monkeypatch.setattr(heterogeneous, "Table", Counted)
     costs = StageCosts.uniform(150, Stage("layer", 1.0, 2.0, 10, 30), 10)
-    plan = plan_chain(costs, 0.8, slots=150)
+    plan = plan_chain(costs, 0.8, resolution=150)
     assert len(solved) <= 3
     # Running the first 31 stages again, from one state, takes 1.069 of plain training;
     # that states are smaller than half a slot must not make one be kept for each stage.

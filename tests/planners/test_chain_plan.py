@@ -71,7 +71,7 @@ def test_a_plan_comes_back_from_json(tmp_path: Path, suffix: str) -> None:
         a_plan(offload_all(4), small_chain(1, 4), no_tier_s=9.0),
         plan_chain(costs, 0.4),
         plan_chain(costs, 0.4, tiers="write=300B/s,latency=1ms,capacity=1KiB,shared"),
-        plan_chain(costs, strategy="periodic"),
+        plan_chain(costs, planner="periodic"),
     ]
     for number, plan in enumerate(plans):
         path = tmp_path / f"plan {number}{suffix}"
@@ -96,8 +96,8 @@ def put_in(name: str, value: Any) -> Any:
     [
         (put_in("format", "multistage-chain-plan-1"), ArgumentError, "'format' must be"),
         (lambda data: data.pop("actions"), ArgumentError, "'actions' is missing"),
-        (put_in("strategy", "best"), ArgumentError, "'best' is not known"),
-        (put_in("strategy", ["optimal"]), ArgumentError, "is not known"),
+        (put_in("planner", "best"), ArgumentError, "'best' is not known"),
+        (put_in("planner", ["optimal"]), ArgumentError, "is not known"),
         (put_in("actions", "none"), ArgumentError, "must be a list of actions"),
         (put_in("memory_bytes", 3.5), ArgumentError, r"memory_bytes=3\.5"),
         (put_in("tier", {"write": 3}), ArgumentError, "no tier: "),
@@ -173,6 +173,6 @@ def test_a_file_that_is_no_plan(tmp_path: Path, text: str) -> None:
 def test_a_plan_runs_with_another_tier_within_its_memory() -> None:
     plan = a_plan(MIXED, small_chain(2, 5))
     assert plan.simulate().makespan_s == plan.makespan_s
-    slow = plan.simulate(tier="write=1B/s,read=1B/s")
+    slow = plan.simulate(tiers="write=1B/s,read=1B/s")
     assert slow.makespan_s > plan.makespan_s
     assert slow.peak_bytes == plan.peak_bytes

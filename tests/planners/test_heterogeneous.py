@@ -213,9 +213,9 @@ def test_the_smallest_memory_of_both_kernels(tapes: bool) -> None:
 
 def test_without_the_c_core(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = big_chain(3, 8)
-    with_core = plan_chain(costs, 0.5, slots=100)
+    with_core = plan_chain(costs, 0.5, resolution=100)
     monkeypatch.setattr(native, "LIBRARY", None)
-    assert plan_chain(costs, 0.5, slots=100) == with_core
+    assert plan_chain(costs, 0.5, resolution=100) == with_core
 
 
 # ---------------------------------------------------------------- the planner
@@ -228,7 +228,7 @@ def test_more_memory_is_never_slower(seed: int, length: int) -> None:
     least, plain = smallest_memory(costs), plan_chain(costs).plain_bytes
     draw = random.Random(seed)
     limits = sorted({least, plain, *(draw.randint(least, plain) for _ in range(8))})
-    plans = [plan_chain(costs, limit, slots=60) for limit in limits]
+    plans = [plan_chain(costs, limit, resolution=60) for limit in limits]
     for limit, plan in zip(limits, plans, strict=True):
         assert plan.peak_bytes <= limit
     seconds = [plan.makespan_s for plan in plans]
@@ -243,26 +243,26 @@ def test_few_slots_cost_little() -> None:
         least, plain = smallest_memory(costs), plan_chain(costs).plain_bytes
         for share in (0.1, 0.3, 0.6, 0.8):
             memory = int(least + share * (plain - least))
-            coarse = plan_chain(costs, memory, slots=200)
-            fine = plan_chain(costs, memory, slots=3000)
+            coarse = plan_chain(costs, memory, resolution=200)
+            fine = plan_chain(costs, memory, resolution=3000)
             assert coarse.makespan_s <= 1.01 * fine.makespan_s
 
 
-@pytest.mark.parametrize("strategy", ["optimal", "revolve", "periodic", "store-all"])
-def test_strategies_and_their_smallest_limits(strategy) -> None:
+@pytest.mark.parametrize("planner", ["optimal", "revolve", "periodic", "store-all"])
+def test_planners_and_their_smallest_limits(planner) -> None:
     costs = big_chain(11, 24)
     optimal = plan_chain(costs, 0.6)
-    free = plan_chain(costs, None, strategy)
+    free = plan_chain(costs, None, planner)
     assert free.makespan_s >= free.plain_s
     with pytest.raises(BudgetError, match="smallest limit") as refused:
-        plan_chain(costs, 1000, strategy)
+        plan_chain(costs, 1000, planner)
     least = refused.value.least_bytes
     assert least is not None
-    assert plan_chain(costs, least, strategy).peak_bytes == least
+    assert plan_chain(costs, least, planner).peak_bytes == least
     with pytest.raises(BudgetError, match=f"< {least} bytes"):
-        plan_chain(costs, least - 1, strategy)
-    if strategy != "store-all":
-        assert plan_chain(costs, 0.6, strategy).makespan_s >= optimal.makespan_s
+        plan_chain(costs, least - 1, planner)
+    if planner != "store-all":
+        assert plan_chain(costs, 0.6, planner).makespan_s >= optimal.makespan_s
 
 
 def test_revolve_tapes_right_before_the_adjoint() -> None:
@@ -382,14 +382,14 @@ def test_the_solver_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_curve() -> None:
     costs = big_chain(5, 30)
-    curve = memory_curve(costs, slots=100)
+    curve = memory_curve(costs, resolution=100)
     memories, seconds = zip(*curve, strict=True)
     assert memories[0] == smallest_memory(costs)
     assert list(memories) == sorted(set(memories))
     assert list(seconds) == sorted(set(seconds), reverse=True)
     assert seconds[-1] == plan_chain(costs).plain_s
     assert len(curve) > 20
-    assert len(memory_curve(costs, "revolve", slots=100)) > 3
+    assert len(memory_curve(costs, "revolve", resolution=100)) > 3
 
 
 def test_bad_input() -> None:
@@ -403,8 +403,8 @@ def test_bad_input() -> None:
         plan_chain(costs, None, "periodic", segments=4)
     with pytest.raises(ArgumentError, match="segments"):
         plan_chain(costs, None, "optimal", segments=2)
-    with pytest.raises(ArgumentError, match="slots=3"):
-        plan_chain(costs, 0.5, slots=3)
+    with pytest.raises(ArgumentError, match="resolution=3"):
+        plan_chain(costs, 0.5, resolution=3)
     with pytest.raises(ArgumentError, match="at most 10 stages"):
         exact_chain_makespan(big_chain(1, 11), 5)
 

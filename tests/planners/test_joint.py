@@ -140,6 +140,6 @@ def test_what_is_no_tier(tiers):
         plan_chain(layers(4), 0.5, tiers=tiers)
 
 
-def test_tiers_go_with_the_optimal_strategy():
-    with pytest.raises(ArgumentError, match="tiers go with strategy 'optimal', not 'revolve'"):
+def test_tiers_go_with_the_optimal_planner():
+    with pytest.raises(ArgumentError, match="tiers go with planner 'optimal', not 'revolve'"):
         plan_chain(layers(4), 0.5, "revolve", tiers="write=1GB/s")

@@ -167,6 +167,6 @@ def test_a_long_chain_is_planned_as_close_to_the_bound_as_a_short_one():
     costs = StageCosts(tuple(stages), 10**6)
     plain = plan_chain(costs)
     rate = sum(stage.tape_bytes for stage in stages) / (2 * plain.plain_s)
-    plan = plan_chain(costs, 0.5, tiers=Tier.of_rates(rate, rate), slots=100)
+    plan = plan_chain(costs, 0.5, tiers=Tier.of_rates(rate, rate), resolution=100)
     bound = joint_lower_bound(costs, plan.memory_bytes, Tier.of_rates(rate, rate))
     assert plan.makespan_s <= 1.02 * bound

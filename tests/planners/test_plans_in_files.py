@@ -44,7 +44,7 @@ def test_a_plan_comes_back_from_json(tmp_path: Path, planner: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("format", "multistage-chain-plan-2", "no plan of stages: 'strategy' is missing"),
+        ("format", "multistage-chain-plan-3", "no plan of stages: 'memory_bytes' is missing"),
         ("format", "multistage-plan-0", "'format' must be 'multistage-plan-1' or 'multi"),
         ("planner", "mine", "planner 'mine' is none of store-all"),
         ("planner", ["revolve"], "is none of"),
@@ -103,9 +103,9 @@ def chain_plans(draw: st.DrawFn) -> ChainPlan:
     rates = Tier.of_rates(draw(positive), draw(positive), draw(seconds), shared=draw(st.booleans()))
     tiers = draw(st.sampled_from([None, rates]))
     try:
-        return plan_chain(costs, draw(st.floats(0.3, 1.0)), tiers=tiers, slots=64)
+        return plan_chain(costs, draw(st.floats(0.3, 1.0)), tiers=tiers, resolution=64)
     except BudgetError:
-        return plan_chain(costs, None, tiers=tiers, slots=64)
+        return plan_chain(costs, None, tiers=tiers, resolution=64)
 
 
 @settings(max_examples=60, deadline=None)

@@ -68,7 +68,7 @@ def test_costs_given_all_budgets_give_the_bits_of_store_all(kind: str, n: int) -
         whole = sum(stage.tape_bytes for stage in costs.stages)
         budgets = {largest, 2 * largest, 3 * largest + 17, whole // 2 + largest, whole + largest}
         for budget in (*sorted(budgets), "2 slots"):
-            with Reversal(case.chain(), budget=budget, costs=costs) as run:
+            with Reversal(case.chain(), memory=budget, costs=costs) as run:
                 for _ in range(2):
                     assert swept(run, case) == answer
                 assert run.chain_plan is not None
@@ -83,7 +83,7 @@ def test_without_costs_the_first_sweep_measures(kind: str, n: int) -> None:
         answer = case.store_all()
         largest = max(case.sizes) + 200  # uniform states are counted as records
         for budget in (largest, 3 * largest, 100 * largest, "3 slots"):
-            with Reversal(case.chain(), n_steps=n, budget=budget) as run:
+            with Reversal(case.chain(), n_steps=n, memory=budget) as run:
                 for _ in range(3):
                     assert swept(run, case) == answer
                 assert str(run.report())
@@ -93,7 +93,7 @@ def test_without_costs_the_first_sweep_measures(kind: str, n: int) -> None:
 def test_an_unknown_number_of_steps(kind: str) -> None:
     for seed in range(4):
         case = Case(seed, kind, 11)
-        with Reversal(case.chain(), budget="3 slots") as run:
+        with Reversal(case.chain(), memory="3 slots") as run:
             for _ in range(2):
                 last = raw(run.forward(case.start(), until=lambda state, i: i == 11))
                 assert (last, run.reverse(1)) == case.store_all()
@@ -142,7 +142,7 @@ def test_no_more_memory_than_budget_and_largest_step(
                 tier = FileStore(tmp_path, "direct", buffer_bytes=0)
                 budget += (buffers := PagedStore(tier, largest_state(costs)).buffer_bytes())
                 limit += buffers
-            with Reversal(chain, n_steps=n, budget=budget, costs=given, tier=tier) as run:
+            with Reversal(chain, n_steps=n, memory=budget, costs=given, tiers=tier) as run:
                 for sweep in range(2):
                     if not known and not sweep:
                         run.forward(start())  # this one measures, and plans as it goes
@@ -165,7 +165,7 @@ def test_a_larger_state_that_only_a_tape_refers_to_is_noticed() -> None:
     def taped(u: Any, i: int) -> Any:
         return step(u, i), (u,)
 
-    with Reversal(step, lambda t, a, i: a, 20, tape_step=taped, budget="20 slots") as run:
+    with Reversal(step, lambda t, a, i: a, 20, tape_step=taped, memory="20 slots") as run:
         run.forward(np.ones(100))  # planned to hold all tapes, until states 6 and 7 show
         run.reverse(0.0)
         assert run.stage_costs is not None
@@ -176,7 +176,9 @@ def test_a_larger_state_that_only_a_tape_refers_to_is_noticed() -> None:
 def test_checked_judges_the_actions_of_a_plan_byte_by_byte(kind: str) -> None:
     case = Case(4, kind, 12)
     tier = None if kind == "one-tape" else MemoryStore(buffer_bytes=0)
-    with Reversal(case.chain(), costs=case.costs, budget="1 slots", tier=tier, checked=True) as run:
+    with Reversal(
+        case.chain(), costs=case.costs, memory="1 slots", tiers=tier, checked=True
+    ) as run:
         assert swept(run, case) == case.store_all()
         steps = run._sweeps.steps
         assert isinstance(steps, Unequal)
@@ -210,7 +212,7 @@ def test_costs_that_do_not_fit_are_refused_before_any_step_runs() -> None:
         (taped, 6, "3 slots", "state is its own tape"),
     ):
         with pytest.raises((ArgumentError, BudgetError), match=words):
-            Reversal(chain, n_steps=n, budget=budget, costs=bad)
+            Reversal(chain, n_steps=n, memory=budget, costs=bad)
     for more, words in (
         ({"planner": "revolve"}, "plans uniform steps"),
         ({"durable": "somewhere"}, "durable="),
@@ -221,7 +223,7 @@ def test_costs_that_do_not_fit_are_refused_before_any_step_runs() -> None:
     small = replace(costs, input_bytes=costs.input_bytes - 1)
     with (
         pytest.raises(BudgetError, match=f"state 0 takes {costs.input_bytes} bytes"),
-        Reversal(chain, costs=small, budget="3 slots") as run,
+        Reversal(chain, costs=small, memory="3 slots") as run,
     ):
         run.forward(case.start())
     assert calls == 0
@@ -240,7 +242,7 @@ def test_a_state_or_tape_larger_than_its_costs_ends_the_sweep(kind: str) -> None
         if kind != "tape":
             less = replace(less, tape_bytes=less.output_bytes)
         stages = (*costs.stages[:k], less, *costs.stages[k + 1 :])
-        with Reversal(case.chain(), costs=replace(costs, stages=stages), budget="9 slots") as run:
+        with Reversal(case.chain(), costs=replace(costs, stages=stages), memory="9 slots") as run:
             with pytest.raises(BudgetError, match=f"state {k + 1} takes .* of step {k};"):
                 run.forward(case.start())
             with pytest.raises(ArgumentError, match="needs a forward"):
@@ -250,7 +252,7 @@ def test_a_state_or_tape_larger_than_its_costs_ends_the_sweep(kind: str) -> None
         stages = (*costs.stages[:5], less, *costs.stages[6:])
         small = replace(costs, stages=stages)
         with (
-            Reversal(case.chain(), costs=small, budget="99 slots") as run,
+            Reversal(case.chain(), costs=small, memory="99 slots") as run,
             pytest.raises(BudgetError, match="the tape of step 5"),
         ):
             run.forward(case.start())
@@ -275,7 +277,7 @@ def test_sizes_that_change_between_sweeps_are_measured_again(in_place: bool) -> 
 
     n = 15
     chain = InPlaceChain(forward, adjoint_step) if in_place else FunctionChain(step, adjoint_step)
-    with Reversal(chain, n_steps=n, budget=Budget(slots=4)) as run:
+    with Reversal(chain, n_steps=n, memory=Budget(slots=4)) as run:
         for scale in (1, 1, 30, 30, 2):  # noqa: B007
             states = [start()]
             for i in range(n):
@@ -304,7 +306,7 @@ def test_an_in_place_state_0_is_given_back_wherever_a_state_has_grown(grown: int
     def adjoint_step(state: Any, adjoint: float, i: int) -> float:
         return adjoint * 0.5 + float(state["u"].sum())
 
-    with Reversal(InPlaceChain(forward, adjoint_step), n_steps=n, budget="1 slots") as run:
+    with Reversal(InPlaceChain(forward, adjoint_step), n_steps=n, memory="1 slots") as run:
         for grows in (False, False, True):  # noqa: B007
             states = [{"u": np.linspace(0, 1, 5)}]
             for i in range(n):
@@ -340,7 +342,7 @@ def test_in_place_arrays_whose_shape_a_step_sets_are_refused(kind: str, budget: 
         return np.ones(1) if kind == "repeated" else np.arange(4.0)
 
     chain = InPlaceChain(forward, lambda state, adjoint, i: adjoint)
-    with Reversal(chain, n_steps=9, budget=budget) as run, pytest.raises(StateError):
+    with Reversal(chain, n_steps=9, memory=budget) as run, pytest.raises(StateError):
         run.forward(start())
         run.reverse(0.0)
 
@@ -353,7 +355,7 @@ def test_an_array_of_the_operators_own_is_not_what_state_0_is_put_back_into() ->
             state["u"], state["v"] = own, np.ones(3 + i)
 
     chain = InPlaceChain(forward, lambda state, adjoint, i: adjoint)
-    with Reversal(chain, n_steps=5, budget="2 slots") as run:
+    with Reversal(chain, n_steps=5, memory="2 slots") as run:
         with pytest.raises(StateError, match="something else refers to"):
             run.forward({"u": np.zeros(5), "v": np.ones(2)})
         assert own.tolist() == [0, 1, 2, 3, 4]
@@ -365,7 +367,7 @@ def test_a_state_that_is_none_is_told_by_its_number_among_varying_ones(budget: s
         return None if i == 5 else np.ones(3 + i % 2)
 
     with (
-        Reversal(step, lambda u, a, i: a, 11, budget=budget) as run,
+        Reversal(step, lambda u, a, i: a, 11, memory=budget) as run,
         pytest.raises(StateError, match="state 6: leaf of the state is NoneType"),
     ):
         run.forward(np.ones(3))
@@ -384,7 +386,7 @@ def test_a_state_that_shows_its_size_in_the_reverse_sweep_only_is_measured_next(
     for state in reversed(states[:-1]):
         wanted = wanted * 0.5 + float(state.sum())
     chain = FunctionChain(step, lambda u, a, i: a * 0.5 + float(u.sum()))
-    with Reversal(chain, n_steps=n, budget="3 slots") as run:
+    with Reversal(chain, n_steps=n, memory="3 slots") as run:
         run.forward(np.ones(3))
         with pytest.raises(StateError, match="again, which measures"):
             run.reverse(0.0)
@@ -402,7 +404,7 @@ def test_a_step_that_does_another_thing_when_it_is_run_again_is_an_error() -> No
         return np.zeros(3 + i if calls <= 9 else 2)
 
     stages = tuple(Stage("", 1.0, 1.0, 8 * 20, 8 * 20, 0) for _ in range(9))
-    run = Reversal(step, lambda x, a, i: a, costs=StageCosts(stages, 160), budget="1 slots")
+    run = Reversal(step, lambda x, a, i: a, costs=StageCosts(stages, 160), memory="1 slots")
     with run:
         run.forward(np.zeros(2))
         with pytest.raises(StateError, match=r"state \d+ differs .* must do the same each time"):
@@ -413,7 +415,7 @@ def test_given_uniform_costs_or_a_planner_keep_steps_uniform() -> None:
     case = Case(2, "functional", 9)
     for more in ({"costs": Costs(1.0, 2.0, state_bytes=100)}, {"planner": "revolve"}):
         with (
-            Reversal(case.chain(), n_steps=9, budget="3 slots", **more) as run,  # type: ignore[arg-type]
+            Reversal(case.chain(), n_steps=9, memory="3 slots", **more) as run,  # type: ignore[arg-type]
             pytest.raises(StateError, match="unlike the first"),
         ):
             run.forward(case.start())
@@ -436,7 +438,7 @@ def test_states_of_unequal_size_travel(name: str, kind: str, tmp_path: Path) -> 
         for known in (True, False):
             costs = case.costs if known else None
             run = Reversal(
-                case.chain(), n_steps=14, budget="1 slots", costs=costs, tier=TIERS[name](tmp_path)
+                case.chain(), n_steps=14, memory="1 slots", costs=costs, tiers=TIERS[name](tmp_path)
             )
             with run:
                 for _ in range(2):
@@ -471,7 +473,7 @@ def test_a_fault_at_every_page_costs_time_only(
         on[0] = False  # while the tier is measured
         store = FaultyStore(MemoryStore(buffer_bytes=0), **{fault: hit})
         with (
-            Reversal(case.chain(), budget="1 slots", costs=costs, tier=store) as run,
+            Reversal(case.chain(), memory="1 slots", costs=costs, tiers=store) as run,
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore", CheckpointWarning)
@@ -490,13 +492,13 @@ def test_tiers_that_cannot_hold_a_state_or_are_not_for_these_steps() -> None:
     case = Case(3, "functional", 9)
     small = MemoryStore(64, buffer_bytes=0)
     with (
-        Reversal(case.chain(), costs=case.costs, budget="2 slots", tier=small) as run,
+        Reversal(case.chain(), costs=case.costs, memory="2 slots", tiers=small) as run,
         pytest.raises(StoreError, match="capacity"),
     ):
         run.forward(case.start())
     chain = Case(3, "one-tape", 9)
     with pytest.raises(ArgumentError, match="one_tape"):
-        Reversal(chain.chain(), costs=chain.costs, budget="2 slots", tier=MemoryStore())
+        Reversal(chain.chain(), costs=chain.costs, memory="2 slots", tiers=MemoryStore())
 
 
 # ----------------------------------------------------------- equal sizes, unequal times
@@ -533,7 +535,7 @@ def test_steps_of_unequal_times_are_planned_by_what_the_first_sweep_shows(
         wanted = adjoint_step(states[i], wanted, i)
     chain = InPlaceChain(forward, adjoint_step) if in_place else FunctionChain(step, adjoint_step)
     took = []
-    with Reversal(chain, n_steps=n, budget="3 slots") as run:
+    with Reversal(chain, n_steps=n, memory="3 slots") as run:
         for sweep in range(3):
             if sweep == 0:
                 run.prepare(np.linspace(0, 1, 9))

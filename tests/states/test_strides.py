@@ -169,8 +169,8 @@ def test_gradients_of_views_are_those_of_store_all(name: str, tree: bool, tmp_pa
     costs = Costs(1.0, 2.0, state_bytes=x.nbytes, tiers=(Tier("memory", 1.5, 1.5),))
     options: list[dict[str, Any]] = [
         {"planner": "revolve"},
-        {"tier": "memory:", "planner": "streaming"},
-        {"tier": f"file:{tmp_path}", "planner": "interval"},
+        {"tiers": "memory:", "planner": "streaming"},
+        {"tiers": f"file:{tmp_path}", "planner": "interval"},
         {"durable": tmp_path / "run"},
     ]
     for each in options:
@@ -178,7 +178,7 @@ def test_gradients_of_views_are_those_of_store_all(name: str, tree: bool, tmp_pa
             if "durable" in each and isinstance(chain, Blocks):
                 each = {"durable": tmp_path / "blocks"}
             steps = n // 3 if isinstance(chain, Blocks) else n
-            with Reversal(chain, n_steps=steps, budget="6 slots", costs=costs, **each) as run:
+            with Reversal(chain, n_steps=steps, memory="6 slots", costs=costs, **each) as run:
                 run.forward(first)
                 assert run.reverse(np.ones(257)).tobytes() == expected.tobytes(), each
 
@@ -235,7 +235,7 @@ def test_steps_write_to_a_broadcast_leaf_only_where_they_did_at_first(
     steps = blocks.n_blocks if size else n
     for tier in (None, f"file:{tmp_path}"):
         with Reversal(
-            blocks if size else chain, n_steps=steps, budget=f"{slots} slots", tier=tier
+            blocks if size else chain, n_steps=steps, memory=f"{slots} slots", tiers=tier
         ) as run:
             run.forward(dict(begin))
             assert np.array_equal(run.reverse(np.ones(3)), expected)

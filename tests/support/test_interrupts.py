@@ -66,7 +66,7 @@ def stopped(costs=GIVEN):
     before, start = left(), np.linspace(0, 1, 1024).copy()
     told, caught = "", False
     try:
-        with Reversal(step, adjoint_step, N, budget="12 slots", tier=tier, costs=costs,
+        with Reversal(step, adjoint_step, N, memory="12 slots", tiers=tier, costs=costs,
                       planner="streaming") as run:
             run.forward(start)
             run.reverse(np.ones(1024))
@@ -84,7 +84,7 @@ def stopped(costs=GIVEN):
     return told, caught
 
 
-with Reversal(step, adjoint_step, N, budget="12 slots", tier=tier, costs=GIVEN,
+with Reversal(step, adjoint_step, N, memory="12 slots", tiers=tier, costs=GIVEN,
               planner="streaming") as run:
     exact = swept(run)
 if "where" in what:
@@ -100,7 +100,7 @@ else:
         try:
             presser.start()
             while True:  # sweeps until it comes
-                with Reversal(step, adjoint_step, N, budget="12 slots", tier=tier, costs=GIVEN,
+                with Reversal(step, adjoint_step, N, memory="12 slots", tiers=tier, costs=GIVEN,
                               planner="streaming") as run:
                     assert swept(run).tolist() == exact.tolist()
         except KeyboardInterrupt:
@@ -110,7 +110,7 @@ else:
         assert os.listdir(folder) == [], os.listdir(folder)
         assert threading.active_count() == before, threading.enumerate()
     print(json.dumps([len(found), ""]))
-with Reversal(step, adjoint_step, N, budget="12 slots", tier=tier, costs=GIVEN,
+with Reversal(step, adjoint_step, N, memory="12 slots", tiers=tier, costs=GIVEN,
               planner="streaming") as run:
     assert swept(run).tolist() == exact.tolist()
 """
@@ -171,7 +171,7 @@ costs = Costs(2e-5, 4e-5, state_bytes=8_192, tiers=(Tier("file", 4e-5, 4e-5),))
 
 def run(folder):
     with Reversal(lambda x, i: np.sin(x) + 0.01 * i, lambda x, a, i: np.cos(x) * a, 200,
-                  budget="12 slots", durable=folder, durable_every_s=0.0, costs=costs) as reversal:
+                  memory="12 slots", durable=folder, durable_every_s=0.0, costs=costs) as reversal:
         reversal.forward(np.linspace(0, 1, 1024))
         return reversal.reverse(np.ones(1024)).tobytes()
 
@@ -253,8 +253,8 @@ sys.exit(main(sys.argv[2:]))
 
 @pytest.mark.parametrize("when", ["measuring", "sweeping"])
 def test_the_command_line_tells_how_far_it_came(when: str, tmp_path: Path) -> None:
-    run = ["demo", "lstm", "--steps=400", "--width=8", "--batch=2", "--sweeps=3"]
-    run += ["--planner=revolve", "--tier=memory:", f"--output={tmp_path}"]
+    run = ["demo", "lstm", "--n-steps=400", "--width=8", "--batch=2", "--sweeps=3"]
+    run += ["--planner=revolve", "--tiers=memory:", f"--output={tmp_path}"]
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, when, *run], capture_output=True, text=True, timeout=280
     )

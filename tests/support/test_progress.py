@@ -108,7 +108,7 @@ def test_bars_over_both_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
     threads = threading.active_count()
     with Reversal(
-        CHAINS["nested"][0](), n_steps=33, budget="5 slots", costs=COSTS, planner="revolve"
+        CHAINS["nested"][0](), n_steps=33, memory="5 slots", costs=COSTS, planner="revolve"
     ) as run:
         last = raw(run.forward(CHAINS["nested"][1]()))
         assert "forward:" in terminal.getvalue() and "reverse:" in terminal.getvalue()
@@ -122,7 +122,7 @@ def test_nothing_is_drawn_in_logs(capsys: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(progress, "_DELAY_S", 0.0)
     run: Reversal[Any, Any] = Reversal(
-        CHAINS["nested"][0](), n_steps=33, budget="5 slots", tier="memory:"
+        CHAINS["nested"][0](), n_steps=33, memory="5 slots", tiers="memory:"
     )
     with run:
         run.forward(CHAINS["nested"][1]())
@@ -142,7 +142,7 @@ def test_long_runs_go_in_pieces(chain: str, monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[tuple[int, int]] = []
     costs = Costs(1.0, 2.0, 1.2, 10, 20) if "tape" in chain else COSTS
     run: Reversal[Any, Any] = Reversal(
-        CHAINS[chain][0](), n_steps=33, budget="5 slots", costs=costs, planner="revolve"
+        CHAINS[chain][0](), n_steps=33, memory="5 slots", costs=costs, planner="revolve"
     )
     chain_of_run = run._sweeps.given.chain
     advance = chain_of_run.advance
@@ -199,7 +199,7 @@ def test_an_exception_takes_the_bar_along(monkeypatch: pytest.MonkeyPatch) -> No
         return x + 1
 
     run: Reversal[Any, Any] = Reversal(
-        step, lambda x, a, i: a, 33, budget="5 slots", costs=COSTS, planner="revolve"
+        step, lambda x, a, i: a, 33, memory="5 slots", costs=COSTS, planner="revolve"
     )
     with pytest.raises(KeyError):
         run.forward(np.zeros(3))
@@ -240,7 +240,7 @@ PROGRAM = """
 import sys, numpy as np, multistage as ms
 from multistage.support import progress
 progress._DELAY_S = progress._EVERY_S = 0.0
-ms.reverse(lambda x, i: x, lambda x, a, i: a, np.zeros(2), np.ones(2), 50, budget="5 slots",
+ms.reverse(lambda x, i: x, lambda x, a, i: a, np.zeros(2), np.ones(2), 50, memory="5 slots",
            costs=ms.Costs(1.0, 2.0))
 """
 

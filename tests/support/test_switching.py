@@ -37,7 +37,7 @@ def test_two_runs_that_overlap(before: float) -> None:
             return np.sin(x)
 
         with Reversal(
-            step, lambda x, a, i: a, 8, budget="3 slots", tier="memory:", costs=COSTS
+            step, lambda x, a, i: a, 8, memory="3 slots", tiers="memory:", costs=COSTS
         ) as one:
             one.forward(np.zeros(10))
             seen.append(sys.getswitchinterval())

@@ -87,11 +87,11 @@ def program(seed: int) -> tuple[list[Step], dict[str, Tensor], list[Tensor | Non
 
 
 def left_by(seed: int, options: dict[str, Any] | None, mode: str) -> tuple[list[Any], str]:
-    """Return all that a run leaves, and the strategy; plainly without options."""
+    """Return all that a run leaves, and the planner; plainly without options."""
     cells, state, inputs = program(seed)
     torch.manual_seed(seed)
     random.seed(seed)
-    strategy = "plain"
+    planner = "plain"
     if options is None:
         last: Any = state
         ys: list[dict[str, Tensor]] = []
@@ -113,7 +113,7 @@ def left_by(seed: int, options: dict[str, Any] | None, mode: str) -> tuple[list[
     else:
         out = mst.unroll(cells, state, inputs, outputs=mode, **options)
         last, outputs = out.state, {} if out.outputs is None else out.outputs
-        strategy = "none" if out.plan is None else out.plan.strategy
+        planner = "none" if out.plan is None else out.plan.planner
     leaves = [*pytree.tree_leaves(last), *pytree.tree_leaves(outputs)]
     torch.stack([(t * t).sum() for t in leaves if t.requires_grad]).sum().backward()
     modules = list(dict.fromkeys(cells))
@@ -126,7 +126,7 @@ def left_by(seed: int, options: dict[str, Any] | None, mode: str) -> tuple[list[
         torch.rand(2),
         torch.tensor(random.random()),
     ]
-    return left, strategy
+    return left, planner
 
 
 def judged(seed: int) -> str:
@@ -137,8 +137,8 @@ def judged(seed: int) -> str:
     if chance.random() < 0.5:
         options["chunk"] = chance.randint(1, 3)
     if options["memory"] == "200 KiB":
-        options["strategy"] = chance.choice(["recompute", "stream"])
-        if options["strategy"] == "stream":
+        options["planner"] = chance.choice(["recompute", "stream"])
+        if options["planner"] == "stream":
             lost = chance.randint(0, 4)
             name = chance.choice(["lose_read", "lose_write", "refuse"])
             store = FaultyStore(
@@ -148,7 +148,7 @@ def judged(seed: int) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
         try:
-            mine, strategy = left_by(seed, options, mode)
+            mine, planner = left_by(seed, options, mode)
         except BudgetError:
             return "refused: memory"
         except MultistageError as error:
@@ -158,7 +158,7 @@ def judged(seed: int) -> str:
         (a is None) == (b is None) and (a is None or torch.equal(a, b))
         for a, b in zip(mine, theirs, strict=True)
     )
-    return f"equal: {strategy}" if same else f"DIFFERENT: seed {seed} {mode} {options}"
+    return f"equal: {planner}" if same else f"DIFFERENT: seed {seed} {mode} {options}"
 
 
 def main() -> None:

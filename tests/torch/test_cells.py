@@ -45,7 +45,7 @@ def sequence(*, wants: bool = False) -> Tensor:
 
 def unrolled(cell: Any, state: Any, inputs: Any, kept: bool, chunk: int = 3, **options: Any) -> Any:
     """Unroll by plain autograd, or running chunks again."""
-    how: dict[str, Any] = {"strategy": "keep"} if kept else {"strategy": "recompute"}
+    how: dict[str, Any] = {"planner": "keep"} if kept else {"planner": "recompute"}
     if not kept or options.get("fused"):
         how["chunk"] = chunk
     return mst.unroll(cell, state, inputs, **how, **options)
@@ -142,7 +142,7 @@ def test_an_encoder_called_by_a_function() -> None:
 
     def run(kept: bool) -> Sequence[Tensor | None]:
         cell, encoder, data = Cell(), nn.Linear(WIDTH, WIDTH), sequence()
-        out = unrolled(cell, zeros(), lambda t: encoder(data[t]), kept, steps=STEPS)
+        out = unrolled(cell, zeros(), lambda t: encoder(data[t]), kept, n_steps=STEPS)
         out.outputs.square().sum().backward()
         return gradients(cell, encoder)
 
@@ -153,7 +153,7 @@ def test_a_function_that_draws() -> None:
     def run(kept: bool) -> Sequence[Tensor | None]:
         cell = Cell()
         torch.manual_seed(1)
-        out = unrolled(cell, zeros(), lambda t: torch.randn(BATCH, WIDTH), kept, steps=STEPS)
+        out = unrolled(cell, zeros(), lambda t: torch.randn(BATCH, WIDTH), kept, n_steps=STEPS)
         out.outputs.square().sum().backward()
         return [*gradients(cell), out.outputs, torch.rand(2)]
 
@@ -213,7 +213,7 @@ class Elements(Sequence[Tensor]):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_leaves_in_a_sequence_of_ones_own_are_refused(kept: bool) -> None:
-    """Whatever the strategy: nothing tells beforehand which there are."""
+    """Whatever the planner: nothing tells beforehand which there are."""
     xs = [zeros().requires_grad_() for _ in range(STEPS)]
     with pytest.raises(ArgumentError, match=r"x_1 of inputs \(Elements\).*list\(inputs\)"):
         unrolled(Cell(), zeros(), Elements(xs), kept)
@@ -565,7 +565,7 @@ class Normed(Net):
         return self.norm(h)  # type: ignore[no-any-return]
 
 
-def by_strategy(make: Callable[[], Net], strategy: str, wrapped: bool) -> list[Any]:
+def by_planner(make: Callable[[], Net], planner: str, wrapped: bool) -> list[Any]:
     """Return loss, gradients, buffers, and what the generators give next."""
     torch.manual_seed(0)
     random.seed(0)
@@ -574,14 +574,14 @@ def by_strategy(make: Callable[[], Net], strategy: str, wrapped: bool) -> list[A
     net.generator.manual_seed(1)
     cell: Any = (lambda state, x: net(state, x)) if wrapped else net
     state: Any = zeros(), torch.zeros(())
-    if strategy == "plain":
+    if planner == "plain":
         loss = torch.zeros(())
         for x in xs:
             state, step_loss = cell(state, x)
             loss = loss + step_loss
     else:
-        chunk = None if strategy == "keep" else 3
-        out = mst.unroll(cell, state, xs, strategy=strategy, chunk=chunk)  # type: ignore[arg-type]
+        chunk = None if planner == "keep" else 3
+        out = mst.unroll(cell, state, xs, planner=planner, chunk=chunk)  # type: ignore[arg-type]
         assert out.loss is not None
         loss = out.loss
     loss.backward()
@@ -594,14 +594,14 @@ def by_strategy(make: Callable[[], Net], strategy: str, wrapped: bool) -> list[A
     return [loss, *gradients(net), *net.buffers(), *(torch.as_tensor(d) for d in drawn)]
 
 
-@pytest.mark.parametrize("strategy", ["keep", "recompute"])
+@pytest.mark.parametrize("planner", ["keep", "recompute"])
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("kind", [AllGenerators, TwoNorms, Normed])
 def test_generators_and_buffers_are_as_in_plain_training(
-    kind: type[Net], wrapped: bool, strategy: str
+    kind: type[Net], wrapped: bool, planner: str
 ) -> None:
     """Also of a module that a function refers to."""
-    for a, b in zip(*(by_strategy(kind, s, wrapped) for s in ("plain", strategy)), strict=True):
+    for a, b in zip(*(by_planner(kind, s, wrapped) for s in ("plain", planner)), strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
 
 
@@ -624,20 +624,20 @@ def test_hidden_state_is_refused(kind: type[Net], message: str, wrapped: bool) -
     """Its gradient was 5 to 67 % off."""
     OfClass.calls = 0
     with pytest.raises(StateError, match=message):
-        by_strategy(kind, "recompute", wrapped)
+        by_planner(kind, "recompute", wrapped)
 
 
 def test_late_draws_are_right_where_that_is_said() -> None:
     torch.manual_seed(0)
     net, xs = LateDraws(), sequence()
     losses = []
-    for strategy in ("keep", "recompute"):
+    for planner in ("keep", "recompute"):
         torch.manual_seed(1)
         out = mst.unroll(
             net,
             (zeros(), torch.zeros(())),
             xs,
-            strategy=strategy,
+            planner=planner,
             chunk=3,
             random=True,  # type: ignore[arg-type]
         )

@@ -411,7 +411,7 @@ def test_a_cell_is_checked_once_per_kind() -> None:
 
     def run(**more: Any) -> Any:
         return mst.unroll(
-            cell, torch.zeros(8, WIDTH), x, memory=0.3, strategy="recompute", chunk=4, **more
+            cell, torch.zeros(8, WIDTH), x, memory=0.3, planner="recompute", chunk=4, **more
         )
 
     first = run().plan.checked
@@ -428,7 +428,7 @@ def test_what_a_sequence_comes_from_is_left_alone() -> None:
     """Inputs and parameters may have graphs of their own, whose backward comes later."""
     cell, w = Cell(), torch.randn(WIDTH, requires_grad=True)
     x = (torch.randn(20, 8, WIDTH) * w).exp()
-    out = mst.unroll(cell, torch.zeros(8, WIDTH), x, memory=0.3, strategy="recompute", chunk=2)
+    out = mst.unroll(cell, torch.zeros(8, WIDTH), x, memory=0.3, planner="recompute", chunk=2)
     assert out.plan is not None and out.plan.checked is not None
     assert out.plan.checked.outcome == "equal"
     assert out.loss is not None
@@ -442,7 +442,7 @@ def test_a_cell_with_hidden_state_is_refused() -> None:
 
     def run(**more: Any) -> Any:
         return mst.unroll(
-            cell, torch.zeros(8, WIDTH), x, memory=0.3, strategy="recompute", chunk=4, **more
+            cell, torch.zeros(8, WIDTH), x, memory=0.3, planner="recompute", chunk=4, **more
         )
 
     with pytest.raises(StateError, match=r"cell Cell return.* other numbers"):

@@ -97,7 +97,7 @@ class _OverTime(nn.Module):
         state = x.new_zeros(4, 16), x.new_zeros(4, 16)
         if self.unrolled:
             out = mst.unroll(self.cell, state, x, memory="40 KiB", chunk=4)
-            self.seen = out.plan.strategy  # type: ignore[union-attr]
+            self.seen = out.plan.planner  # type: ignore[union-attr]
             return out.outputs
         ys = []
         for x_t in x:

@@ -80,18 +80,18 @@ def test_training_is_plain_training(share: float, autocast: bool) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("strategy", ["optimal", "revolve"])
+@pytest.mark.parametrize("planner", ["optimal", "revolve"])
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
-def test_the_limit_holds_by_the_allocator(share: float, strategy: Any) -> None:
+def test_the_limit_holds_by_the_allocator(share: float, planner: Any) -> None:
     x = torch.randn(*(64, 3, 64, 64) if REAL else (2, 3, 32, 32), device=DEVICE)
     model = _chain()
     whole = mst.Sequential(model, x, memory=1.0).plan
     assert whole is not None
     with pytest.raises(BudgetError) as refused:
-        mst.Sequential(model, x, memory=1, strategy=strategy, costs=whole.costs)
+        mst.Sequential(model, x, memory=1, planner=planner, costs=whole.costs)
     least = int(str(refused.value).split("< ")[1].split(" bytes")[0])
     memory = int(least + share * (whole.plain_bytes - least))
-    ours = mst.Sequential(model, x, memory=memory, strategy=strategy, costs=whole.costs)
+    ours = mst.Sequential(model, x, memory=memory, planner=planner, costs=whole.costs)
     ours(x).square().mean().backward()
     gc.collect()
     torch.cuda.synchronize()
@@ -125,9 +125,9 @@ class Cell(nn.Module):
     "options",
     [
         {"memory": 0.3},
-        {"memory": "8 MiB", "tiers": ["pinned:64MiB"], "strategy": "stream", "chunk": 2},
-        {"memory": "8 MiB", "tiers": ["pinned:2MiB", "file:{}"], "strategy": "stream", "chunk": 1},
-        {"memory": "16 MiB", "tiers": ["file:{}"], "strategy": "stream", "chunk": 1},
+        {"memory": "8 MiB", "tiers": ["pinned:64MiB"], "planner": "stream", "chunk": 2},
+        {"memory": "8 MiB", "tiers": ["pinned:2MiB", "file:{}"], "planner": "stream", "chunk": 1},
+        {"memory": "16 MiB", "tiers": ["file:{}"], "planner": "stream", "chunk": 1},
     ],
     ids=["memory", "pinned", "pinned and file", "file"],
 )
@@ -148,7 +148,7 @@ def test_sequences(options: dict[str, Any], tmp_path: Any) -> None:
                 loss = loss + one
         else:
             out = mst.unroll(model, state, xs, **{**options, "tiers": tiers})
-            assert out.plan is not None and out.plan.strategy in ("recompute", "stream")
+            assert out.plan is not None and out.plan.planner in ("recompute", "stream")
             last, loss = out.state, out.loss
         (loss + last.square().mean()).backward()
         results.append([loss, last, state.grad, xs.grad, *(p.grad for p in model.parameters())])
@@ -166,13 +166,13 @@ def test_states_on_their_way_are_within_the_limit(
     options: dict[str, Any] = {
         "memory": mebibytes << 20,
         "tiers": [tier.format(tmp_path) for tier in tiers],
-        "strategy": "stream" if tiers else "recompute",
+        "planner": "stream" if tiers else "recompute",
     }
     for _ in range(2):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        out = mst.unroll(cell, h, lambda t: x, steps=200, chunk=1, **options)
+        out = mst.unroll(cell, h, lambda t: x, n_steps=200, chunk=1, **options)
         assert out.loss is not None
         out.loss.backward()
         plan = out.plan
@@ -193,7 +193,7 @@ def test_memory_of_a_sequence_is_flat() -> None:
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             x = torch.ones(256, 64, device=DEVICE)
-            out = mst.unroll(cell, h, lambda t, x=x: x, steps=steps, memory=limit)
+            out = mst.unroll(cell, h, lambda t, x=x: x, n_steps=steps, memory=limit)
             assert out.loss is not None
             out.loss.backward()
             del out

@@ -361,7 +361,7 @@ def _trained(cell: nn.Module, x: Any, h: Tensor, **options: Any) -> list[Tensor 
     torch.manual_seed(3)
     if options:
         out = mst.unroll(cell, h, x, **options)
-        assert out.plan is not None and out.plan.strategy in ("recompute", "stream")
+        assert out.plan is not None and out.plan.planner in ("recompute", "stream")
         loss, last = out.loss, out.state
     else:
         last, loss = cell(h, x[0])
@@ -384,7 +384,7 @@ def test_on_a_stream_of_the_user(tmp_path: Path) -> None:
         x, h = torch.randn(60, 32, 40, device=DEVICE), torch.zeros(32, 40, device=DEVICE)
         plain = _trained(cell, x, h)
         tiers = ["pinned:64KiB", f"file:{tmp_path}"]
-        ours = _trained(cell, x, h, memory="1 MiB", tiers=tiers, strategy="stream", chunk=1)
+        ours = _trained(cell, x, h, memory="1 MiB", tiers=tiers, planner="stream", chunk=1)
     side.synchronize()
     for a, b in zip(plain, ours, strict=True):
         assert a is not None and b is not None and torch.equal(a, b)
@@ -395,7 +395,7 @@ def test_where_tensors_are_made_on_the_device_by_default() -> None:
     try:
         cell, x, h = Cell(), torch.randn(40, 32, 40), torch.zeros(32, 40)
         plain = _trained(cell, x, h)
-        for options in ({"memory": 0.3}, {"tiers": ["pinned:1MiB"], "strategy": "stream"}):
+        for options in ({"memory": 0.3}, {"tiers": ["pinned:1MiB"], "planner": "stream"}):
             for a, b in zip(plain, _trained(cell, x, h, **options), strict=True):
                 assert a is not None and b is not None and torch.equal(a, b)
     finally:
@@ -405,12 +405,12 @@ def test_where_tensors_are_made_on_the_device_by_default() -> None:
 def test_inputs_that_draw_on_the_device() -> None:
     cell, h = Cell().to(DEVICE), torch.zeros(32, 40, device=DEVICE)
     results = []
-    for options in ({"strategy": "keep"}, {"memory": 0.3}):
+    for options in ({"planner": "keep"}, {"memory": 0.3}):
         cell.zero_grad(set_to_none=True)
         torch.manual_seed(3)
         draw = lambda t: torch.randn(32, 40, device=DEVICE)  # noqa: E731
-        out = mst.unroll(cell, h, draw, steps=40, **options)
-        assert out.plan is not None and (out.plan.strategy == "keep") == ("strategy" in options)
+        out = mst.unroll(cell, h, draw, n_steps=40, **options)
+        assert out.plan is not None and (out.plan.planner == "keep") == ("planner" in options)
         assert out.loss is not None
         out.loss.backward()
         results.append(

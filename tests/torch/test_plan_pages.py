@@ -31,7 +31,7 @@ def unrolled(**options: object) -> tuple[mst.Unrolled, torch.Tensor]:
 
 
 def test_the_plan_of_a_sequence(tmp_path: Path) -> None:
-    out, _ = unrolled(strategy="recompute")
+    out, _ = unrolled(planner="recompute")
     assert out.plan is not None
     out.plan.save(tmp_path / "u.html")
     text = (tmp_path / "u.html").read_text()
@@ -53,12 +53,12 @@ def test_the_plan_of_a_chain(tmp_path: Path) -> None:
 
 
 def test_bars_over_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, wanted = unrolled(strategy="recompute", progress=False)
+    _, wanted = unrolled(planner="recompute", progress=False)
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     for name in ("_DELAY_S", "_EVERY_S", "_PIECE_S"):
         monkeypatch.setattr(progress, name, 0.0)
-    _, found = unrolled(strategy="recompute", progress=True)
+    _, found = unrolled(planner="recompute", progress=True)
     assert "forward:" in screen.getvalue() and "reverse:" in screen.getvalue()
     assert screen.getvalue().endswith("\r")
     assert torch.equal(found, wanted)

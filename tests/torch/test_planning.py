@@ -69,13 +69,13 @@ def test_a_plan_holds_while_it_fits_what_is_free(
         return mst.unroll(cell, h, x).plan
 
     first = plan_with(1 << 30)
-    assert first.strategy == "keep"
+    assert first.planner == "keep"
     assert plan_with(1 << 29) is first
     tight = plan_with(first.keep_bytes // 3)
-    assert tight.strategy == "recompute"
+    assert tight.planner == "recompute"
     assert tight.peak_bytes <= first.keep_bytes // 3
     assert plan_with(tight.memory_bytes + 100) is tight
-    assert plan_with(1 << 30).strategy == "keep"
+    assert plan_with(1 << 30).planner == "keep"
     with pytest.raises(BudgetError, match="smallest limit that works"):
         plan_with(1000)
     assert len(nothing_known) == 1
@@ -146,7 +146,7 @@ def test_a_plan_is_remembered_for_its_limit_in_bytes_or_as_a_fraction(
         assert plan is not None
         return plan
 
-    assert within(1.0).strategy == "keep"
+    assert within(1.0).planner == "keep"
     with pytest.raises(BudgetError, match="memory=1 bytes < "):  # 1 == 1.0, but it is bytes
         within(1)
     with pytest.raises(ArgumentError, match="size True"):

@@ -16,10 +16,10 @@ from multistage.errors import StateError
 WIDTH, STEPS = 8, 7
 Unroll = Callable[..., mst.Unrolled]
 PLANS: list[dict[str, Any]] = [
-    {"strategy": "recompute", "chunk": 1},
-    {"strategy": "recompute", "chunk": 3},
-    {"strategy": "recompute", "chunk": STEPS},
-    {"strategy": "stream", "chunk": 2, "tiers": "memory:"},
+    {"planner": "recompute", "chunk": 1},
+    {"planner": "recompute", "chunk": 3},
+    {"planner": "recompute", "chunk": STEPS},
+    {"planner": "stream", "chunk": 2, "tiers": "memory:"},
 ]
 
 
@@ -100,7 +100,7 @@ def attended_inputs(unroll: Unroll) -> list[Tensor]:
     return [xs, h0, *linear.parameters(), *query.parameters()]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan['strategy']}-{plan['chunk']}")
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan['planner']}-{plan['chunk']}")
 @pytest.mark.parametrize(
     "train",
     [
@@ -118,7 +118,7 @@ def test_one_tensor_in_several_roles(
 ) -> None:
     """State 0, inputs and parameters that are one tensor have one gradient, added in one order."""
     found = []
-    for how in ({"strategy": "keep"}, plan):
+    for how in ({"planner": "keep"}, plan):
         torch.manual_seed(0)
         found.append(train(lambda *given, how=how, **named: mst.unroll(*given, **how, **named)))
     for number, (kept, again) in enumerate(zip(*found, strict=True)):
@@ -136,22 +136,22 @@ def test_measuring_tapes_leaves_no_graph_behind() -> None:
 
     def run() -> None:
         h, xs = torch.randn(*size, requires_grad=True), torch.randn(STEPS, *size)
-        mst.unroll(cell, h, xs, strategy="offload", tiers="memory:", check="off")
+        mst.unroll(cell, h, xs, planner="offload", tiers="memory:", check="off")
 
     run()
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each) is Tensor and each.shape == size]
 
 
-@pytest.mark.parametrize("strategy", ["keep", "recompute"])
-def test_sparse_gradients_are_refused_with_a_remedy_that_helps(strategy: Any) -> None:
-    """Measuring refuses them whatever the strategy, so that no strategy is a remedy."""
+@pytest.mark.parametrize("planner", ["keep", "recompute"])
+def test_sparse_gradients_are_refused_with_a_remedy_that_helps(planner: Any) -> None:
+    """Measuring refuses them whatever the planner, so that no planner is a remedy."""
     ids = torch.randint(0, 20, (STEPS, 3))
 
     def run(sparse: bool) -> None:
         table, linear = nn.Embedding(20, WIDTH, sparse=sparse), nn.Linear(WIDTH, WIDTH)
         cell = lambda h, i: torch.tanh(linear(h) + table(i))  # noqa: E731
-        mst.unroll(cell, torch.zeros(3, WIDTH), ids, strategy=strategy).state.sum().backward()
+        mst.unroll(cell, torch.zeros(3, WIDTH), ids, planner=planner).state.sum().backward()
 
     with pytest.raises(StateError, match=r"sparse gradient.*use nn\.Embedding\(sparse=False\)$"):
         run(True)

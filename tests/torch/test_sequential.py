@@ -127,12 +127,12 @@ def both(model: nn.Module, x: Any, memory: Any, **options: Any) -> tuple[nn.Modu
 
 @pytest.mark.parametrize("wants", [True, False])
 @pytest.mark.parametrize("memory", [0.5, 0.7, 1.0])
-@pytest.mark.parametrize("strategy", ["optimal", "revolve", "periodic"])
-def test_training_is_plain_training(memory: float, strategy: Any, wants: bool) -> None:
+@pytest.mark.parametrize("planner", ["optimal", "revolve", "periodic"])
+def test_training_is_plain_training(memory: float, planner: Any, wants: bool) -> None:
     x = torch.randn(256, WIDTH, requires_grad=wants)
-    plain, ours = both(a_chain(*DEEP), x, memory, strategy=strategy)
+    plain, ours = both(a_chain(*DEEP), x, memory, planner=planner)
     assert ours.plan is not None
-    assert ours.plan.keeps_all == (memory == 1.0 and strategy != "revolve")
+    assert ours.plan.keeps_all == (memory == 1.0 and planner != "revolve")
     assert_trains_alike(plain, ours, x)
 
 
@@ -272,24 +272,24 @@ def test_the_mode_of_the_forward_counts() -> None:
 # --------------------------------------------------------------------- memory
 
 
-def _least(model: nn.Module, x: Tensor, strategy: Any = "optimal") -> int:
+def _least(model: nn.Module, x: Tensor, planner: Any = "optimal") -> int:
     """Return the smallest limit that works, which the error for a smaller one names."""
     with pytest.raises(BudgetError) as refused:
-        mst.Sequential(model, x, memory=1, strategy=strategy)
+        mst.Sequential(model, x, memory=1, planner=planner)
     return int(str(refused.value).split("< ")[1].split(" bytes")[0])
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
-@pytest.mark.parametrize("strategy", ["optimal", "revolve"])
+@pytest.mark.parametrize("planner", ["optimal", "revolve"])
 @pytest.mark.parametrize("wants", [True, False])
-def test_the_limit_holds_for_every_byte(share: float, strategy: Any, wants: bool) -> None:
+def test_the_limit_holds_for_every_byte(share: float, planner: Any, wants: bool) -> None:
     """What operations allocate and graphs save, from the input to the input's gradient."""
     x = torch.randn(256, WIDTH, requires_grad=wants)
     model = a_chain(*("linear", "batch norm", "relu in place", "residual", "dropout", "tanh") * 4)
     whole = mst.Sequential(model, x, memory=1.0).plan
-    least = _least(model, x, strategy)
+    least = _least(model, x, planner)
     memory = int(least + share * (whole.plain_bytes - least))  # type: ignore[union-attr]
-    ours = mst.Sequential(model, x, memory=memory, strategy=strategy)
+    ours = mst.Sequential(model, x, memory=memory, planner=planner)
     ours(x).sum().backward()  # gradients of parameters are there from now on
     x.grad = None
     gc.collect()

@@ -671,9 +671,9 @@ def test_tiers_that_are_none_are_refused(tiers: Any) -> None:
         mst.Sequential(deep(), tiers=tiers)
 
 
-def test_tiers_go_with_the_optimal_strategy() -> None:
+def test_tiers_go_with_the_optimal_planner() -> None:
     with pytest.raises(ArgumentError, match="optimal"):
-        mst.Sequential(deep(), tiers="memory:", strategy="revolve")
+        mst.Sequential(deep(), tiers="memory:", planner="revolve")
 
 
 def test_what_hooks_cost_is_measured_on_a_plan_that_gives_plain_gradients() -> None:

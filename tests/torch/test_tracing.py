@@ -521,7 +521,7 @@ def test_the_usual_call_of_a_trainer() -> None:
 # ----------------------------------------------------------------------- names
 
 
-NAMES = ("stages", "plan", "memory", "strategy", "prepare", "stage_names", "replan", "segments")
+NAMES = ("stages", "plan", "memory", "planner", "prepare", "stage_names", "replan", "segments")
 
 
 class Named(nn.Module):

@@ -232,8 +232,8 @@ def compare(name: str, mode: str = "stack", **options: Any) -> mst.Unrolled:
 
 KEPT = "stack", {"memory": 1.0}
 TIGHT = "last", {"memory": 0.85}
-PAIRS = "sum", {"memory": "300 KiB", "chunk": 2, "strategy": "recompute"}
-SINGLY = "stack", {"memory": "300 KiB", "chunk": 1, "strategy": "recompute"}
+PAIRS = "sum", {"memory": "300 KiB", "chunk": 2, "planner": "recompute"}
+SINGLY = "stack", {"memory": "300 KiB", "chunk": 1, "planner": "recompute"}
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_numbers_are_those_of_plain_training(name: str, how: tuple[str, dict[str
     out = compare(name, mode, **options)
     assert out.plan is not None and out.plan.checked is not None
     assert out.plan.checked.outcome == "equal"
-    assert (out.plan.strategy == "keep") == (options["memory"] == 1.0)
+    assert (out.plan.planner == "keep") == (options["memory"] == 1.0)
 
 
 @pytest.mark.parametrize("name", ["grid", "curriculum"])
@@ -261,7 +261,7 @@ def test_numbers_where_little_memory_is_left(name: str) -> None:
     out = compare(name, memory=error.value.least_bytes, chunk=1)
     plan = out.plan
     assert plan is not None and plan.chain is not None
-    assert plan.chain.forward_steps > 2 * plan.steps
+    assert plan.chain.forward_steps > 2 * plan.n_steps
     assert plan.peak_bytes <= plan.memory_bytes == error.value.least_bytes
 
 
@@ -270,7 +270,7 @@ def test_numbers_where_little_memory_is_left(name: str) -> None:
 )
 def test_states_travel_to_a_tier(name: str, tier: str, tmp_path: Path) -> None:
     where = f"{tier}{tmp_path}?{SMALL}" if tier == "file:" else f"{tier}?{SMALL}"
-    out = compare(name, memory="250 KiB", tiers=[where], strategy="stream", chunk=1)
+    out = compare(name, memory="250 KiB", tiers=[where], planner="stream", chunk=1)
     assert out.plan is not None and out.plan.plan is not None and out.plan.plan.writes > 0
     del out
     gc.collect()
@@ -280,10 +280,10 @@ def test_states_travel_to_a_tier(name: str, tier: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["lose_read", "lose_write", "refuse"])
 def test_lost_states_are_computed_again(fault: str) -> None:
     store = FaultyStore(MemoryStore(buffer_bytes=4096), **{fault: lambda number: number % 3 == 1})
-    options: dict[str, Any] = {"tiers": [store], "strategy": "stream", "chunk": 1}
+    options: dict[str, Any] = {"tiers": [store], "planner": "stream", "chunk": 1}
     with pytest.warns(CheckpointWarning):
         out = compare("grid", memory="250 KiB", check="off", **options)
-    assert out.plan is not None and out.plan.strategy == "stream"
+    assert out.plan is not None and out.plan.planner == "stream"
 
 
 def test_two_backwards_and_hooks_that_fire_once() -> None:
@@ -291,7 +291,7 @@ def test_two_backwards_and_hooks_that_fire_once() -> None:
     cells, state, _ = widths()
     fired = []
     cells[0].linear.weight.register_hook(lambda g: fired.append(1))
-    out = mst.unroll(cells, state, None, memory="100 KiB", chunk=2, strategy="recompute")
+    out = mst.unroll(cells, state, None, memory="100 KiB", chunk=2, planner="recompute")
     loss = out.state.square().sum()
     (first,) = torch.autograd.grad(loss, [state], retain_graph=True)
     loss.backward()
@@ -304,7 +304,7 @@ def test_backward_from_another_thread() -> None:
     for elsewhere in (False, True):
         torch.manual_seed(0)
         cells, state, inputs = widths()
-        out = mst.unroll(cells, state, inputs, memory="1 MiB", chunk=9, strategy="recompute")
+        out = mst.unroll(cells, state, inputs, memory="1 MiB", chunk=9, planner="recompute")
         assert out.plan is not None and out.plan.chain is not None
         assert out.plan.chain.kept == (0, 1)
         loss = out.state.square().sum()
@@ -331,7 +331,7 @@ def test_without_gradients(context: Any) -> None:
 
 def test_cells_that_are_one_run_as_equal_steps() -> None:
     cell = Layer(8, 8)
-    out = mst.unroll([cell] * 30, torch.randn(4, 8), None, memory="64 KiB", strategy="recompute")
+    out = mst.unroll([cell] * 30, torch.randn(4, 8), None, memory="64 KiB", planner="recompute")
     assert out.plan is not None and out.plan.plan is not None and out.plan.chain is None
 
 
@@ -432,7 +432,7 @@ def test_a_graph_counts_the_state_before_it_that_leaves() -> None:
     store = MemoryStore(buffer_bytes=4096)
     settings = Settings(None, (store,), 1, "stream", False)
     plan = choose_varied(steps, 40_000, 50_000, store, settings)
-    assert plan.chain is not None and plan.strategy == "stream"
+    assert plan.chain is not None and plan.planner == "stream"
     held, evicted = set[int](), 0
     for action in plan.chain.actions:
         match action:
@@ -450,7 +450,7 @@ def test_a_graph_counts_the_state_before_it_that_leaves() -> None:
 def test_nothing_is_left_after_a_forward_without_backward(tmp_path: Path) -> None:
     cells, state, inputs = grid(64)
     tier = f"file:{tmp_path}?{SMALL}"
-    options: Any = {"memory": "1 MiB", "tiers": tier, "strategy": "stream", "chunk": 1}
+    options: Any = {"memory": "1 MiB", "tiers": tier, "planner": "stream", "chunk": 1}
     out: Any = mst.unroll(cells, state, inputs, **options)
     assert list(tmp_path.iterdir())
     del out
@@ -536,7 +536,7 @@ def test_given_costs_plan_steps_of_any_number_of_kinds() -> None:
             _, (y,) = plainly(cell, state, x, "stack")
         else:
             out = mst.unroll(cell, state, x, **options)  # type: ignore[arg-type]
-            assert out.plan is not None and out.plan.strategy == "recompute"
+            assert out.plan is not None and out.plan.planner == "recompute"
             y = out.outputs
         y.square().sum().backward()
         gradients.append([p.grad.clone() for p in cell.parameters()])  # type: ignore[union-attr]
@@ -567,9 +567,9 @@ def test_given_costs_are_weighed_for_each_cell() -> None:
     stage = ms.Stage("step", 1e-4, 2e-4, 1024, 6 * 1024, 1024, 2048, 2048, 8192)
     costs = ms.StageCosts((stage,) * 20, 1024)
     options: dict[str, Any] = {"costs": costs, "memory": "40 KiB", "check": "off"}
-    mst.unroll(cell(1), torch.ones(16, 16), None, steps=20, **options).state.sum().backward()
+    mst.unroll(cell(1), torch.ones(16, 16), None, n_steps=20, **options).state.sum().backward()
     with pytest.raises(BudgetError, match="the graph of step"):
-        mst.unroll(cell(9), torch.ones(16, 16), None, steps=20, **options).state.sum().backward()
+        mst.unroll(cell(9), torch.ones(16, 16), None, n_steps=20, **options).state.sum().backward()
 
 
 # ----------------------------------------------------------------- bad input
@@ -587,8 +587,8 @@ def test_bad_arguments() -> None:
         ([one, two], {"inputs": torch.ones(3, 2)}, "2 cells and 3 steps"),
         ([one, two], {"fused": True}, "fused=True is for cells that take several steps"),
         ([nn.GRU(4, 4), two], {}, "give an nn.GRUCell for each layer"),
-        ([one, two], {"strategy": "offload"}, "'offload' takes steps that are alike"),
-        ([one, two], {"strategy": "stream"}, "needs a tier"),
+        ([one, two], {"planner": "offload"}, "'offload' takes steps that are alike"),
+        ([one, two], {"planner": "stream"}, "needs a tier"),
     ]:
         given: dict[str, Any] = {"inputs": None, **options}
         with pytest.raises(ArgumentError, match=message):
@@ -660,10 +660,10 @@ def test_inputs_made_larger_than_planned_for() -> None:
     def inputs(t: int) -> Tensor:
         return torch.ones(2 if t < 50 else 9, 2, 4)
 
-    for strategy in ("keep", "recompute"):
+    for planner in ("keep", "recompute"):
         with pytest.raises(StateError, match="x_50 of inputs takes 288 bytes, and the first 64"):
-            mst.unroll(cell, h, inputs, steps=60, strategy=strategy)  # type: ignore[arg-type]
-    out = mst.unroll(cell, h, inputs, steps=60, unequal=True, memory=0.5)
+            mst.unroll(cell, h, inputs, n_steps=60, planner=planner)  # type: ignore[arg-type]
+    out = mst.unroll(cell, h, inputs, n_steps=60, unequal=True, memory=0.5)
     # State 0 wants no gradient, which makes its step a kind of its own.
     assert out.plan is not None and [count for _, count in out.plan.kinds] == [1, 49, 10]
 
@@ -714,17 +714,17 @@ _NUMBERS = (float(number) for number in range(10**9))
 )
 def test_what_a_later_kind_does_is_found(how: str, message: str) -> None:
     with pytest.raises(StateError, match=message):
-        mst.unroll(Late(how), torch.ones(8, 8), None, steps=6, chunk=1, strategy="recompute")
+        mst.unroll(Late(how), torch.ones(8, 8), None, n_steps=6, chunk=1, planner="recompute")
 
 
 def test_what_a_later_kind_draws_is_drawn_again() -> None:
     found = []
-    for strategy in ("keep", "recompute"):
+    for planner in ("keep", "recompute"):
         torch.manual_seed(0)
         random.seed(0)
         cell, h = Late("draws"), torch.ones(8, 8, requires_grad=True)
-        options: Any = {"strategy": strategy, "chunk": 1, "memory": "1 MiB"}
-        mst.unroll(cell, h, None, steps=6, **options).state.sum().backward()
+        options: Any = {"planner": planner, "chunk": 1, "memory": "1 MiB"}
+        mst.unroll(cell, h, None, n_steps=6, **options).state.sum().backward()
         found.append((h.grad, cell.linear.weight.grad, random.random()))
     assert all(torch.equal(a, b) for a, b in zip(found[0][:2], found[1][:2], strict=True))  # type: ignore[arg-type]
     assert found[0][2] == found[1][2]

@@ -170,14 +170,14 @@ def compare(name: str, steps: int, mode: str = "stack", **options: Any) -> mst.U
 @pytest.mark.parametrize("mode", ["stack", "sum", "last"])
 @pytest.mark.parametrize("name", CELLS)
 def test_numbers_are_those_of_plain_autograd(name: str, mode: str) -> None:
-    assert compare(name, 40, mode, memory=0.4).plan.strategy == "recompute"  # type: ignore[union-attr]
+    assert compare(name, 40, mode, memory=0.4).plan.planner == "recompute"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", CELLS)
 @pytest.mark.parametrize("tier", ["memory:?", "file:"])
 def test_through_a_slow_tier(name: str, tier: str, tmp_path: Path) -> None:
     where = f"{tier}{tmp_path}?{SMALL}" if tier == "file:" else tier + SMALL
-    out = compare(name, 60, memory="180 KiB", tiers=[where], strategy="stream", chunk=2)
+    out = compare(name, 60, memory="180 KiB", tiers=[where], planner="stream", chunk=2)
     assert out.plan is not None and out.plan.plan is not None and out.plan.plan.writes > 0
     del out
     gc.collect()
@@ -187,7 +187,7 @@ def test_through_a_slow_tier(name: str, tier: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CELLS)
 def test_through_pinned_memory_to_a_file(name: str, tmp_path: Path) -> None:
     tiers = ["pinned:128KiB", f"file:{tmp_path}?{SMALL}"]
-    out = compare(name, 60, memory="180 KiB", tiers=tiers, strategy="stream", chunk=1)
+    out = compare(name, 60, memory="180 KiB", tiers=tiers, planner="stream", chunk=1)
     assert out.plan is not None and out.plan.plan is not None and out.plan.plan.writes > 5
     del out
     gc.collect()
@@ -204,7 +204,7 @@ def test_a_tier_with_room_for_states_only(tmp_path: Path) -> None:
     assert "offload" not in {name for name, *_ in out.plan.alternatives}
     assert torch.equal(out.loss, by_hand(cell, h, x)[1])
     with pytest.raises(BudgetError, match="4 states"):
-        mst.unroll(cell, h, x, memory="60 KiB", tiers=tiers, strategy="offload")
+        mst.unroll(cell, h, x, memory="60 KiB", tiers=tiers, planner="offload")
 
 
 def test_tapes_travel_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -218,17 +218,17 @@ def test_tapes_travel_where_that_is_asked_for(tmp_path: Path) -> None:
         if tiers is None:
             last, y = by_hand(model, s, x)
         else:
-            out = mst.unroll(model, s, x, memory="24 MiB", tiers=tiers, strategy="offload")
-            assert out.plan is not None and out.plan.strategy == "offload"
+            out = mst.unroll(model, s, x, memory="24 MiB", tiers=tiers, planner="offload")
+            assert out.plan is not None and out.plan.planner == "offload"
             assert out.plan.peak_bytes < out.plan.keep_bytes / 2
             last, y = out.state, out.loss
         total(last, y).backward()
         found.append(results(model, s, x, y, last))
     assert_alike(*found)
     with pytest.raises(ArgumentError, match="needs a tier"):
-        mst.unroll(cell, h, x, strategy="offload")
+        mst.unroll(cell, h, x, planner="offload")
     with pytest.raises(BudgetError, match="the smallest limit"):  # small tensors stay
-        mst.unroll(cell, h[:8], x[:, :8], memory=99, tiers="memory:", strategy="offload")
+        mst.unroll(cell, h[:8], x[:, :8], memory=99, tiers="memory:", planner="offload")
 
 
 @settings(max_examples=15, deadline=None)
@@ -241,12 +241,12 @@ def test_tapes_travel_where_that_is_asked_for(tmp_path: Path) -> None:
 def test_any_length_chunk_and_memory(name: str, steps: int, chunk: int, slots: int) -> None:
     limit = 1 << 30
     with contextlib.suppress(BudgetError):
-        compare(name, steps, memory=1, strategy="recompute", chunk=chunk)
+        compare(name, steps, memory=1, planner="recompute", chunk=chunk)
     try:
-        compare(name, steps, memory=1, strategy="recompute", chunk=chunk)
+        compare(name, steps, memory=1, planner="recompute", chunk=chunk)
     except BudgetError as error:
         limit = int(str(error).split("< ")[1].split(" bytes")[0])
-    compare(name, steps, memory=limit + slots * 3000, strategy="recompute", chunk=chunk)
+    compare(name, steps, memory=limit + slots * 3000, planner="recompute", chunk=chunk)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -270,7 +270,7 @@ def test_fused_modules_are_called_on_chunks(kind: Any, memory: float) -> None:
         else:
             out = mst.unroll(model, s, xs, memory=memory, chunk=5)
             y, last = out.outputs, out.state
-            assert out.plan.strategy == ("keep" if memory == 1 else "recompute")  # type: ignore[union-attr]
+            assert out.plan.planner == ("keep" if memory == 1 else "recompute")  # type: ignore[union-attr]
         total(last, y).backward()
         found.append(results(model, s, xs, y, last))
     assert_alike(*found)
@@ -307,7 +307,7 @@ def test_inputs_as_a_sequence_or_a_function(as_list: bool) -> None:
     for x in xs:
         x.grad = None
     given = xs if as_list else (lambda t: xs[t].detach())
-    out = mst.unroll(cell, h, given, steps=None if as_list else 20, memory="40 KiB")
+    out = mst.unroll(cell, h, given, n_steps=None if as_list else 20, memory="40 KiB")
     assert out.loss is not None and torch.equal(out.loss, known)
     out.loss.backward()
     found = [p.grad for p in cell.parameters()] + [x.grad for x in xs]
@@ -326,7 +326,7 @@ def test_parameters_of_functions_are_found_or_given() -> None:
         return h, h.sum()
 
     out = mst.unroll(step, h, x, memory="16 KiB")
-    assert out.plan is not None and out.plan.strategy == "recompute" and out.loss is not None
+    assert out.plan is not None and out.plan.planner == "recompute" and out.loss is not None
     found = torch.autograd.grad(out.loss, weight)[0]
     _, known = by_hand(step, h, x)  # type: ignore[arg-type]
     assert torch.equal(found, torch.autograd.grad(known, weight)[0])
@@ -369,7 +369,7 @@ def test_hooks_fire_once_and_a_second_backward_is_right() -> None:
     cell.linear.weight.register_hook(lambda g: seen.append(g.clone()))
     cell.inner.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     out = mst.unroll(cell, h, x, memory="40 KiB")
-    assert out.plan is not None and out.plan.strategy == "recompute" and out.loss is not None
+    assert out.plan is not None and out.plan.planner == "recompute" and out.loss is not None
     assert not seen
     out.loss.backward(retain_graph=True)
     assert len(seen) == 2
@@ -398,7 +398,7 @@ def test_twice_in_one_graph() -> None:
 
     def ours(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         out = mst.unroll(cell, h, x, memory="50 KiB")
-        assert out.plan is not None and out.plan.strategy == "recompute"
+        assert out.plan is not None and out.plan.planner == "recompute"
         return out.outputs, out.state
 
     gradients = []
@@ -440,7 +440,7 @@ def test_autocast() -> None:
     with torch.autocast(h.device.type, torch.bfloat16):
         out = mst.unroll(cell, h, x, memory="50 KiB")
         _, known = by_hand(cell, h, x)
-    assert out.plan is not None and out.plan.strategy == "recompute" and out.loss is not None
+    assert out.plan is not None and out.plan.planner == "recompute" and out.loss is not None
     assert torch.equal(out.loss, known)
     found = torch.autograd.grad(out.loss, list(cell.parameters()))
     wanted = torch.autograd.grad(known, list(cell.parameters()))
@@ -494,7 +494,7 @@ def test_memory_is_flat_and_within_the_limit() -> None:
             assert out.loss is not None
             out.loss.backward()
         peaks.append(meter.peak_bytes)
-        assert out.plan is not None and out.plan.strategy == "recompute"
+        assert out.plan is not None and out.plan.planner == "recompute"
     gradients = sum(p.nbytes for p in cell.parameters())  # on their way, no part of the limit
     assert max(peaks) <= (60 << 10) + gradients
     assert peaks[-1] <= 1.1 * peaks[0]
@@ -527,7 +527,7 @@ class Loss(torch.nn.Module):
         return s, s[0].square().mean()
 
 def ours(steps):
-    return mst.unroll(Loss(), state, lambda t: x[t % 64], steps=steps, memory="16 MiB").loss
+    return mst.unroll(Loss(), state, lambda t: x[t % 64], n_steps=steps, memory="16 MiB").loss
 
 run = {"plain": plain, "ours": ours}[sys.argv[1]]
 run(50).backward()
@@ -557,7 +557,7 @@ def test_nothing_is_left_after_a_forward_without_backward(tmp_path: Path) -> Non
     cell, h = Plain(), torch.zeros(BATCH, WIDTH)
     x = torch.randn(60, BATCH, WIDTH)
     tier = f"file:{tmp_path}?{SMALL}"
-    out: Any = mst.unroll(cell, h, x, memory="100 KiB", tiers=tier, strategy="stream", chunk=1)
+    out: Any = mst.unroll(cell, h, x, memory="100 KiB", tiers=tier, planner="stream", chunk=1)
     assert list(tmp_path.iterdir()) != [] or out.plan.plan.writes
     del out
     gc.collect()
@@ -616,16 +616,16 @@ def test_cells_that_break_their_word_later() -> None:
 def test_plain_autograd_wins_where_it_fits() -> None:
     samples = [Sample(1, 0.1, 0.3, 1 << 20, (1 << 20,)), Sample(2, 0.2, 0.6, 2 << 20, (2 << 20,))]
     options: dict[str, Any] = {"tier": None, "buffer_bytes": 0, "chunk": None}
-    for strategy, memory, expected in (
+    for planner, memory, expected in (
         ("auto", 1 << 30, "keep"),
         ("auto", 50 << 20, "offload"),
         ("recompute", 50 << 20, "recompute"),
     ):
         plan = choose(
-            samples, 100, memory, 1 << 10, strategy=strategy, offload=(30.1, 20 << 20), **options
+            samples, 100, memory, 1 << 10, planner=planner, offload=(30.1, 20 << 20), **options
         )
-        assert plan.strategy == expected
-        assert plan.seconds <= 1.02 * plan.alternatives[0][2]
+        assert plan.planner == expected
+        assert plan.makespan_s <= 1.02 * plan.alternatives[0][2]
 
 
 @pytest.mark.parametrize("write_s", [1e-3, 0.35, 1e3])
@@ -634,34 +634,34 @@ def test_a_tier_asked_for_by_name_is_used_where_it_does_not_pay(write_s: float) 
     samples = [Sample(1, 0.1, 0.3, 1 << 10), Sample(2, 0.2, 0.6, 2 << 10)]
     tier = Tier("slow", write_s, 2 * write_s, write_overhead_s=1e-3)
     options: dict[str, Any] = {"tier": tier, "buffer_bytes": 0, "chunk": 1}
-    chosen = choose(samples, 60, 70 << 10, 1 << 10, strategy="stream", **options)
-    assert chosen.strategy == "stream" and chosen.plan is not None
+    chosen = choose(samples, 60, 70 << 10, 1 << 10, planner="stream", **options)
+    assert chosen.planner == "stream" and chosen.plan is not None
     assert chosen.plan.writes == {1e-3: 60, 0.35: 15, 1e3: 1}[write_s]
     assert chosen.plan.makespan_s > PLANNERS["revolve"](chosen.plan.costs, 60, 60).makespan_s
-    assert choose(samples, 60, 70 << 10, 1 << 10, strategy="auto", **options).strategy != "stream"
-    with pytest.raises(BudgetError, match="steps=1 is one chunk"):
-        choose(samples, 1, 70 << 10, 1 << 10, strategy="stream", **options)
+    assert choose(samples, 60, 70 << 10, 1 << 10, planner="auto", **options).planner != "stream"
+    with pytest.raises(BudgetError, match="n_steps=1 is one chunk"):
+        choose(samples, 1, 70 << 10, 1 << 10, planner="stream", **options)
 
 
 def test_bad_arguments() -> None:
     cell, h, x = Plain(), torch.zeros(BATCH, WIDTH), torch.randn(6, BATCH, WIDTH)
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"strategy": "best"}, "'best' is not known"),
+        ({"planner": "best"}, "'best' is not known"),
         ({"outputs": "all"}, "outputs='all'"),
         ({"chunk": 0}, "chunk=0"),
-        ({"steps": 9}, "steps=9, but inputs has 6"),
+        ({"n_steps": 9}, "n_steps=9, but inputs has 6"),
         ({"memory": 1.5}, "fraction"),
         ({"memory": "much"}, "much"),
         ({"tiers": ["memory:", "file:/tmp"]}, "do not go together"),
         ({"tiers": "tape:"}, "'tape:' is not known"),
-        ({"strategy": "stream"}, "needs a tier"),
+        ({"planner": "stream"}, "needs a tier"),
     ]
     for options, message in bad:
         with pytest.raises(ArgumentError, match=message):
             mst.unroll(cell, h, x, **options)
     with pytest.raises(ArgumentError, match="0 steps"):
         mst.unroll(cell, h, x[:0])
-    with pytest.raises(ArgumentError, match="need steps="):
+    with pytest.raises(ArgumentError, match="need n_steps="):
         mst.unroll(cell, h, lambda t: x[t])
     with pytest.raises(ArgumentError, match="inputs is int"):
         mst.unroll(cell, h, 3)
@@ -705,7 +705,7 @@ def test_a_store_serves_one_sequence_at_a_time() -> None:
     h, store = torch.zeros(BATCH, WIDTH), MemoryStore(buffer_bytes=24 << 10)
 
     def run() -> mst.Unrolled:
-        return mst.unroll(cell, h, x, memory="100 KiB", tiers=[store], strategy="stream", chunk=1)
+        return mst.unroll(cell, h, x, memory="100 KiB", tiers=[store], planner="stream", chunk=1)
 
     out = run()
     with pytest.raises(StoreError, match="holds the checkpoints of another run"):
@@ -722,7 +722,7 @@ def test_a_store_serves_one_sequence_at_a_time() -> None:
 def test_a_cell_that_raises_gives_the_store_back() -> None:
     cell, h, store = Plain(), torch.zeros(BATCH, WIDTH), MemoryStore(buffer_bytes=24 << 10)
     x = torch.randn(60, BATCH, WIDTH)
-    options: dict[str, Any] = {"memory": "100 KiB", "strategy": "stream", "chunk": 1, "steps": 60}
+    options: dict[str, Any] = {"memory": "100 KiB", "planner": "stream", "chunk": 1, "n_steps": 60}
     broken = False
 
     def inputs(t: int) -> Tensor:

@@ -78,7 +78,7 @@ def a_report(stop: int = -1) -> Report:
         return np.sin(x)
 
     run: Reversal[Any, Any] = Reversal(
-        step, lambda x, a, i: np.cos(x) * a, 60, budget="8 slots", tier="memory:", costs=costs()
+        step, lambda x, a, i: np.cos(x) * a, 60, memory="8 slots", tiers="memory:", costs=costs()
     )
     with run:
         try:
@@ -202,8 +202,8 @@ def test_a_report_in_a_notebook() -> None:
 
 
 def test_the_command_line_writes_pages(capsys: Any, tmp_path: Path) -> None:
-    numbers = ["--forward-step=1ms", "--reverse-step=2ms", "--write=4ms", "--steps=60"]
-    numbers.append("--budget=8 slots")
+    numbers = ["--forward-step=1ms", "--reverse-step=2ms", "--write=4ms", "--n-steps=60"]
+    numbers.append("--memory=8 slots")
     page_, picture, curve = (tmp_path / name for name in ("p.html", "p.svg", "c.svg"))
     assert main(["plan", *numbers, f"--html={page_}", f"--picture={picture}"]) == 0
     out = capsys.readouterr().out

@@ -215,7 +215,7 @@ def as_planner(make: Callable[[], Any]) -> Planner:
     >>> result = reverse(
     ...     lambda x, i: np.sin(x), lambda x, a, i: np.cos(x) * a, np.array(1.0), np.array(1.0),
     ...     n_steps=100, planner=as_planner(lambda: HRevolve(100, 4, 10)),
-    ...     budget="7 slots", tier="memory:",
+    ...     memory="7 slots", tiers="memory:",
     ... )
     >>> round(float(result.adjoint), 12)
     0.003698619786
@@ -306,7 +306,7 @@ def _judge(schedule: Any, n: int, slots: int, costs: Costs) -> tuple[Rules, _Rec
     try:
         for action, send in drive(reader.actions()):
             if isinstance(action, Put | Get) and tier is None:
-                raise ScheduleError("it uses a disk, but there is no tier; give tier=", None)
+                raise ScheduleError("it uses a disk, but there is no tier; give tiers=", None)
             reply: Answer = None
             if isinstance(action, Put | Get):
                 reply = rules.next_token

@@ -110,8 +110,8 @@ class BaseRevolver:
     def _run_on(
         self,
         *,
-        budget: Budget | int | str,
-        tier: Tiers | None,
+        memory: Budget | int | str,
+        tiers: Tiers | None,
         planner: str | UniformPlan | Planner,
         costs: Costs | None = None,
         compression: Compression | None = None,
@@ -126,8 +126,8 @@ class BaseRevolver:
         """
         self.close()
         self._given = {
-            "budget": budget,
-            "tier": tier,
+            "memory": memory,
+            "tiers": tiers,
             "planner": planner,
             "compression": compression,
             "progress": progress,
@@ -143,7 +143,7 @@ class BaseRevolver:
                 tape_step_s=0.0,  # part of the adjoint step, as pyrevolve counts
                 state_bytes=state_bytes or max(1, int(self.checkpoint.nbytes)),
                 tape_bytes=NOT_KEPT,
-                tiers=() if tier is None else (Tier("disk"),),
+                tiers=() if tiers is None else (Tier("disk"),),
             )
         elif costs is not None and costs.tape_bytes < NOT_KEPT:
             costs = replace(costs, tape_bytes=NOT_KEPT)  # of these operators one tape exists
@@ -152,8 +152,8 @@ class BaseRevolver:
         self._reversal = Reversal(
             self._chain,
             n_steps=self.n_timesteps,
-            budget=budget,
-            tier=tier,
+            memory=memory,
+            tiers=tiers,
             planner=planner,
             costs=costs,
             progress=progress,

@@ -117,8 +117,8 @@ class SingleLevelRevolver(BaseRevolver):
             if diskstorage and tiers is None:
                 tiers = open_folder(filedir)
             self._run_on(
-                budget=f"{n_checkpoints} slots" if memory is None else memory,
-                tier=tiers,
+                memory=f"{n_checkpoints} slots" if memory is None else memory,
+                tiers=tiers,
                 planner="auto" if planner is None else planner,
                 costs=costs,
                 compression=compression,
@@ -127,8 +127,8 @@ class SingleLevelRevolver(BaseRevolver):
             return
         self._slots = TRANSIT if diskstorage else n_checkpoints
         self._run_on(
-            budget=Budget(slots=self._slots),
-            tier=open_folder(filedir) if diskstorage else None,
+            memory=Budget(slots=self._slots),
+            tiers=open_folder(filedir) if diskstorage else None,
             planner=sealing(partial(revolve_on_disk, n_checkpoints))
             if diskstorage
             else PLANNERS["revolve"],
@@ -323,8 +323,8 @@ class MultiLevelRevolver(BaseRevolver):
         capacity = min(levels[0].capacity or 0, self.n_timesteps) if fast else 0
         self._slots = capacity + (TRANSIT if slow else 0)
         self._run_on(
-            budget=Budget(slots=max(1, self._slots)),
-            tier=[storage.tier() for storage in slow] or None,
+            memory=Budget(slots=max(1, self._slots)),
+            tiers=[storage.tier() for storage in slow] or None,
             planner=sealing(partial(h_revolve_on_storages, levels, fast, float(uf))),
             progress=self._progress,
             assumed=(float(uf), float(ub)),

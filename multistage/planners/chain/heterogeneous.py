@@ -56,9 +56,9 @@ from .bound import SLOTS as BOUND_SLOTS
 from .bound import ChainBound
 from .joint import plan_joint, smallest_with_tier
 from .memory import actions_of, use_of
-from .plan import STRATEGIES as STRATEGIES
+from .plan import CHAIN_PLANNERS as CHAIN_PLANNERS
 from .plan import ChainPlan as ChainPlan
-from .plan import Strategy as Strategy
+from .plan import ChainPlanner as ChainPlanner
 from .plan import plain_use, store_all
 from .table import FLOAT_ERROR, Sizes, Table, Trace, default_threads, judge, smallest
 
@@ -77,11 +77,11 @@ _MOST_SLOTS, _MOST_THREADS = 1 << 20, 1024
 def plan_chain(
     costs: StageCosts,
     memory: Memory | None = None,
-    strategy: Strategy = "optimal",
+    planner: ChainPlanner = "optimal",
     *,
     tiers: Tier | str | Sequence[Tier | str] | None = None,
     segments: int | None = None,
-    slots: int = SLOTS,
+    resolution: int = SLOTS,
     threads: int | None = None,
     progress: bool | None = None,
 ) -> ChainPlan:
@@ -94,15 +94,15 @@ def plan_chain(
         Bytes for activations and their gradients, the chain's input included:
         a number, a string such as `"4 GiB"`, or a fraction (a float up to 1, `"50 %"`)
         of what keeping every tape takes.  None for no limit.
-    strategy : {"optimal", "revolve", "periodic", "store-all"}
+    planner : {"optimal", "revolve", "periodic", "store-all"}
     tiers : Tier, str or sequence, optional
         A slow tier for states and tapes (the first, if several), as `Tier` or
-        as a text such as `"write=2GB/s,read=1GB/s"`; with strategy "optimal".  The
+        as a text such as `"write=2GB/s,read=1GB/s"`; with planner "optimal".  The
         plan is never slower than without it.  See `planners.chain.joint`.
     segments : int, optional
         For `periodic`: how many; the fastest number that fits, if None.
-    slots : int
-        Memory slots of the dynamic program, at least 16.
+    resolution : int
+        Parts that the dynamic program divides memory in, at least 16.
     threads : int, optional
         For the dynamic program of a long chain.
     progress : bool or None
@@ -111,7 +111,7 @@ def plan_chain(
     Raises
     ------
     BudgetError
-        If no schedule of this strategy fits; the message names the smallest
+        If no schedule of this planner fits; the message names the smallest
         limit that works.
     ArgumentError
         For arguments out of range.
@@ -125,41 +125,43 @@ def plan_chain(
     (True, True)
     """
     _require_chain(costs)
-    if not isinstance(strategy, str) or strategy not in STRATEGIES:
-        raise ArgumentError(f"strategy {shown(strategy)} is not known; choose one of {STRATEGIES}")
-    slots = whole_number(slots, "slots", 16, _MOST_SLOTS)
+    if not isinstance(planner, str) or planner not in CHAIN_PLANNERS:
+        raise ArgumentError(
+            f"planner {shown(planner)} is not known; choose one of {CHAIN_PLANNERS}"
+        )
+    resolution = whole_number(resolution, "resolution", 16, _MOST_SLOTS)
     if segments is not None:
         segments = whole_number(segments, "segments", 1)
-        if strategy != "periodic":
-            raise ArgumentError("segments, at least 1, goes with strategy 'periodic'")
+        if planner != "periodic":
+            raise ArgumentError("segments, at least 1, goes with planner 'periodic'")
     if threads is not None:
         threads = whole_number(threads, "threads", 0, _MOST_THREADS)
     rates = _first_tier(tiers)
-    if rates is not None and strategy != "optimal":
-        raise ArgumentError(f"tiers go with strategy 'optimal', not {strategy!r}")
+    if rates is not None and planner != "optimal":
+        raise ArgumentError(f"tiers go with planner 'optimal', not {planner!r}")
     plain = plain_use(costs)
     limit = memory_bytes(memory, lambda: plain.peak_bytes)
     fits = limit is None or plain.peak_bytes <= limit
 
     def made(actions: Sequence[Action], tier: Tier | None = None) -> ChainPlan:
-        return ChainPlan.judged(strategy, costs, limit, actions, tier)
+        return ChainPlan.judged(planner, costs, limit, actions, tier)
 
-    if strategy == "store-all" or (strategy == "optimal" and fits):
+    if planner == "store-all" or (planner == "optimal" and fits):
         if not fits:
-            raise _too_small(strategy, limit, plain.peak_bytes)
+            raise _too_small(planner, limit, plain.peak_bytes)
         return _beside_tier(made(store_all(costs)), rates)
-    if strategy == "periodic":
+    if planner == "periodic":
         return made(_periodic(costs, limit, segments))
-    tapes = strategy == "optimal"
+    tapes = planner == "optimal"
     true = Sizes.of(costs)
     least, trace = smallest(true, tapes=tapes)
     fewest = least if rates is None else min(least, smallest_with_tier(true, rates))
     if limit is not None and limit < fewest + costs.input_bytes:
-        raise _too_small(strategy, limit, fewest + costs.input_bytes)
+        raise _too_small(planner, limit, fewest + costs.input_bytes)
     # Revolve has all its states and one tape at most.
     whole = plain.peak_bytes if tapes else _all_states(true)
     within = (whole if limit is None else min(limit, whole)) - costs.input_bytes
-    ladder = _Ladder(true, whole, slots, tapes, threads or default_threads())
+    ladder = _Ladder(true, whole, resolution, tapes, threads or default_threads())
     # Before the ladder, which frees the first rung's table.
     found = None if rates is None else plan_joint(true, *ladder.first(within), within, rates)
     best: ChainPlan | None = None
@@ -195,7 +197,7 @@ def _beside_tier(plan: ChainPlan, rates: Tier | None) -> ChainPlan:
     return replace(plan, tier=rates, no_tier_s=plan.makespan_s, offload_s=plan.makespan_s)
 
 
-def smallest_memory(costs: StageCosts, strategy: Literal["optimal", "revolve"] = "optimal") -> int:
+def smallest_memory(costs: StageCosts, planner: Literal["optimal", "revolve"] = "optimal") -> int:
     """Return the smallest limit, in bytes, within which the chain can be reversed.
 
     Examples
@@ -205,8 +207,8 @@ def smallest_memory(costs: StageCosts, strategy: Literal["optimal", "revolve"] =
     70
     """
     _require_chain(costs)
-    _require_either(strategy)
-    least, _ = smallest(Sizes.of(costs), tapes=strategy == "optimal")
+    _require_either(planner)
+    least, _ = smallest(Sizes.of(costs), tapes=planner == "optimal")
     return least + costs.input_bytes
 
 
@@ -217,16 +219,16 @@ def _require_chain(costs: StageCosts) -> None:
         )
 
 
-def _require_either(strategy: str) -> None:
-    if not isinstance(strategy, str) or strategy not in ("optimal", "revolve"):
-        raise ArgumentError(f"strategy {shown(strategy)} must be 'optimal' or 'revolve'")
+def _require_either(planner: str) -> None:
+    if not isinstance(planner, str) or planner not in ("optimal", "revolve"):
+        raise ArgumentError(f"planner {shown(planner)} must be 'optimal' or 'revolve'")
 
 
 def memory_curve(
     costs: StageCosts,
-    strategy: Literal["optimal", "revolve"] = "optimal",
+    planner: Literal["optimal", "revolve"] = "optimal",
     *,
-    slots: int = SLOTS,
+    resolution: int = SLOTS,
     threads: int | None = None,
 ) -> list[tuple[int, float]]:
     """Return the time-memory trade-off: (peak bytes, seconds), memory ascending, time falling.
@@ -242,22 +244,22 @@ def memory_curve(
     (70, (150, 12.0))
     """
     _require_chain(costs)
-    _require_either(strategy)
-    slots = whole_number(slots, "slots", 16, _MOST_SLOTS)
+    _require_either(planner)
+    resolution = whole_number(resolution, "resolution", 16, _MOST_SLOTS)
     if threads is not None:
         threads = whole_number(threads, "threads", 0, _MOST_THREADS)
     true = Sizes.of(costs)
     plain = plain_use(costs)
-    _, trace = smallest(true, tapes=strategy == "optimal")
+    _, trace = smallest(true, tapes=planner == "optimal")
     seconds, peak = judge(true, trace)
     points = [(peak + costs.input_bytes, seconds)]
-    if strategy == "optimal":
+    if planner == "optimal":
         points.append((plain.peak_bytes, plain.makespan_s))
-    unit = max(1.0, plain.peak_bytes - costs.input_bytes) / slots
+    unit = max(1.0, plain.peak_bytes - costs.input_bytes) / resolution
     table = Table(
         true.in_slots(unit),
-        int(slots * _MORE),
-        tapes=strategy == "optimal",
+        int(resolution * _MORE),
+        tapes=planner == "optimal",
         threads=threads or default_threads(),
     )
     for seconds_there, peak_there in zip(*table.curve(true), strict=True):
@@ -359,10 +361,10 @@ def _all_states(true: Sizes) -> int:
     return one + sum(int(x) for x in true.state)
 
 
-def _too_small(strategy: str, limit: int | None, least: int) -> BudgetError:
+def _too_small(planner: str, limit: int | None, least: int) -> BudgetError:
     return BudgetError.below(
         f"memory={limit} bytes < {least} bytes ({format_bytes(least)}), the smallest limit that "
-        f"strategy {strategy!r} works within; raise the limit",
+        f"planner {planner!r} works within; raise the limit",
         least,
     )
 

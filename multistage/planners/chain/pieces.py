@@ -48,7 +48,7 @@ from ...model.tier import Tier
 from .heterogeneous import SLOTS, ChainPlan, plan_chain, smallest_memory
 from .memory import use_of
 
-Strategy: TypeAlias = Literal["optimal", "revolve"]
+PersistentPlanner: TypeAlias = Literal["optimal", "revolve"]
 # Steps that are planned at once: their dynamic program takes a second, if those of more
 # than `_FINE` are solved for fewer slots of memory.
 MOST_AT_ONCE, _FINE, _FEWER = 200, 80, 200
@@ -130,37 +130,37 @@ def part(costs: StageCosts, start: int, stop: int) -> StageCosts:
 
 
 def plan(
-    costs: StageCosts, room_bytes: int, strategy: Strategy, *, first: int = 0
+    costs: StageCosts, room_bytes: int, planner: PersistentPlanner, *, first: int = 0
 ) -> Iterator[Action]:
     """Yield the actions, of a chain and its loss, that reverse all steps from live state 0.
 
     State 0 is held by somebody else; the steps are called first, first + 1, ...
     """
-    yield from _pieces(costs, 0, len(costs.stages), room_bytes, strategy, first)
+    yield from _pieces(costs, 0, len(costs.stages), room_bytes, planner, first)
 
 
 def chain_plan(
-    costs: StageCosts, room_bytes: int, strategy: Strategy, rates: Tier | None = None
+    costs: StageCosts, room_bytes: int, planner: PersistentPlanner, rates: Tier | None = None
 ) -> ChainPlan:
     """Return the plan of all steps, see `plan`, judged byte by byte; `rates` of a slow tier."""
     if rates is not None:
-        memory = smallest_memory(costs, strategy) + room_bytes
-        return plan_chain(costs, memory, strategy, tiers=rates, progress=False)
+        memory = smallest_memory(costs, planner) + room_bytes
+        return plan_chain(costs, memory, planner, tiers=rates, progress=False)
     if len(costs.stages) <= MOST_AT_ONCE:
-        memory = smallest_memory(costs, strategy) + room_bytes
-        return plan_chain(costs, memory, strategy, slots=_slots(costs), progress=False)
+        memory = smallest_memory(costs, planner) + room_bytes
+        return plan_chain(costs, memory, planner, resolution=_slots(costs), progress=False)
     memory = _least(costs) + room_bytes
     plain = plan_chain(costs, None, "store-all")
-    if strategy == "optimal" and plain.peak_bytes <= memory:
+    if planner == "optimal" and plain.peak_bytes <= memory:
         return replace(plain, memory_bytes=memory)
-    found = [(use_of(a, costs), a) for a in _candidates(costs, memory, room_bytes, strategy)]
+    found = [(use_of(a, costs), a) for a in _candidates(costs, memory, room_bytes, planner)]
     use, actions = min(
         ((use, a) for use, a in found if use.peak_bytes <= memory),
         key=lambda pair: pair[0].makespan_s,
     )
     return replace(
         plain,
-        strategy="pieces",
+        planner="pieces",
         memory_bytes=memory,
         actions=actions,
         makespan_s=use.makespan_s,
@@ -178,7 +178,7 @@ def plan_within(costs: StageCosts, memory_bytes: int, *, slots: int = SLOTS) -> 
         If there is none, or in pieces perhaps none.
     """
     if len(costs.stages) <= MOST_AT_ONCE:
-        return plan_chain(costs, memory_bytes, slots=slots, progress=False)
+        return plan_chain(costs, memory_bytes, resolution=slots, progress=False)
     least = _least(costs)
     if memory_bytes < least:
         raise BudgetError.below(
@@ -194,10 +194,10 @@ def _slots(costs: StageCosts) -> int:
 
 
 def _candidates(
-    costs: StageCosts, memory: int, room: int, strategy: Strategy
+    costs: StageCosts, memory: int, room: int, planner: PersistentPlanner
 ) -> Iterator[tuple[Action, ...]]:
-    yield tuple(plan(costs, room, strategy))
-    if strategy == "optimal":
+    yield tuple(plan(costs, room, planner))
+    if planner == "optimal":
         for count in (MOST_AT_ONCE, MOST_AT_ONCE // 3):
             with contextlib.suppress(BudgetError):  # one block alone is too much
                 yield tuple(_in_blocks(costs, memory, count))
@@ -210,7 +210,7 @@ def _in_blocks(costs: StageCosts, memory: int, count: int) -> Iterator[Action]:
     blocks = [_block(costs.stages[a:b]) for a, b in itertools.pairwise(starts)]
     chain = StageCosts(tuple(blocks), costs.input_bytes, costs.input_gradient_bytes)
     starts.append(n + 1)  # of what follows the loss
-    for action in plan_chain(chain, memory, slots=_slots(chain), progress=False).actions:
+    for action in plan_chain(chain, memory, resolution=_slots(chain), progress=False).actions:
         match action:
             case Tape(b):
                 yield from map(Tape, range(starts[b], starts[b + 1]))
@@ -263,10 +263,10 @@ def _least(costs: StageCosts) -> int:
 
 
 def _pieces(
-    costs: StageCosts, start: int, stop: int, room: int, strategy: Strategy, first: int
+    costs: StageCosts, start: int, stop: int, room: int, planner: PersistentPlanner, first: int
 ) -> Iterator[Action]:
     if stop - start <= (MOST_AT_ONCE if stop - start == len(costs.stages) else _PIECE):
-        yield from _at_once(costs, start, stop, room, strategy, first)
+        yield from _at_once(costs, start, stop, room, planner, first)
         return
     cuts = _cuts(costs, start, stop, room // 2) or _cuts(costs, start, stop, room)
     if not cuts:
@@ -282,7 +282,7 @@ def _pieces(
     for begin in reversed([start, *cuts]):
         if begin != live:
             yield Load(first + begin)
-        yield from _pieces(costs, begin, end, max(0, room - held), strategy, first)
+        yield from _pieces(costs, begin, end, max(0, room - held), planner, first)
         if begin != start:
             held -= costs.stages[begin - 1].output_bytes
             yield Free(first + begin)
@@ -290,13 +290,13 @@ def _pieces(
 
 
 def _at_once(
-    costs: StageCosts, start: int, stop: int, room: int, strategy: Strategy, first: int
+    costs: StageCosts, start: int, stop: int, room: int, planner: PersistentPlanner, first: int
 ) -> Iterator[Action]:
     """Yield the actions of one piece; `EndForward` and the loss where it is the last."""
     last = stop == len(costs.stages)
     piece = part(costs, start, stop)
-    memory = smallest_memory(piece, strategy) + room
-    planned = plan_chain(piece, memory, strategy, slots=_slots(piece), progress=False)
+    memory = smallest_memory(piece, planner) + room
+    planned = plan_chain(piece, memory, planner, resolution=_slots(piece), progress=False)
     for action in planned.actions:
         if last or not (isinstance(action, EndForward) or _is_loss(action, stop - start)):
             yield shifted(action, first + start)
@@ -345,7 +345,7 @@ def survey(
     is_last: Callable[[int], bool],
     state_bytes: Callable[[int], int],
     costs_of: Callable[[int, int], StageCosts],
-    strategy: Strategy,
+    planner: PersistentPlanner,
 ) -> Schedule:
     """Yield the schedule of a first sweep.
 
@@ -384,15 +384,17 @@ def survey(
         yield Load(start)
         # Its own bytes are those of the input of what follows: they count once.
         room = max(0, whole - sum(kept.values()))
-        yield from _reversed(costs_of(start, end), room, strategy, start)
+        yield from _reversed(costs_of(start, end), room, planner, start)
         if start:
             del kept[start]
             yield Free(start)
         end = start
 
 
-def _reversed(costs: StageCosts, room: int, strategy: Strategy, first: int) -> Iterator[Action]:
+def _reversed(
+    costs: StageCosts, room: int, planner: PersistentPlanner, first: int
+) -> Iterator[Action]:
     n = first + len(costs.stages)
-    for action in performed(plan(costs, room, strategy, first=first), n):
+    for action in performed(plan(costs, room, planner, first=first), n):
         if not isinstance(action, EndForward):
             yield action

@@ -27,12 +27,12 @@ from .memory import use_of
 from .table import default_threads
 
 # What `plan_chain` offers; plans that `pieces` makes of chains too long for it or not known.
-Strategy = Literal["optimal", "revolve", "periodic", "store-all", "pieces", "survey"]
-STRATEGIES: tuple[Strategy, ...] = ("optimal", "revolve", "periodic", "store-all")
+ChainPlanner = Literal["optimal", "revolve", "periodic", "store-all", "pieces", "survey"]
+CHAIN_PLANNERS: tuple[ChainPlanner, ...] = ("optimal", "revolve", "periodic", "store-all")
 _KNOWN = ("no_tier_s", "offload_s")
 # Longest chain that the Python twin of the bound is solved for, in some seconds.
 _TWIN_STAGES = 8
-_READ = ("strategy", "memory_bytes", "tier", "costs", "actions", *_KNOWN)
+_READ = ("planner", "memory_bytes", "tier", "costs", "actions", *_KNOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ChainPlan(Plan):
 
     Attributes
     ----------
-    strategy : str
+    planner : str
     costs : StageCosts
     memory_bytes : int or None
         The limit it was made for.
@@ -68,12 +68,12 @@ class ChainPlan(Plan):
         `multistage.execute.detour`.
     """
 
-    FORMAT: ClassVar[str] = "multistage-chain-plan-2"
+    FORMAT: ClassVar[str] = "multistage-chain-plan-3"
     UNIT: ClassVar[str] = "stages"
 
-    strategy: Strategy
-    costs: StageCosts
     # `field()`: or what the base class has by these names would be their defaults.
+    planner: ChainPlanner = field()
+    costs: StageCosts
     memory_bytes: int | None = field()
     actions: tuple[Action, ...] = field(repr=False)
     makespan_s: float
@@ -90,7 +90,7 @@ class ChainPlan(Plan):
     @classmethod
     def judged(
         cls,
-        strategy: Strategy,
+        planner: ChainPlanner,
         costs: StageCosts,
         memory_bytes: int | None,
         actions: Iterable[Action],
@@ -121,7 +121,7 @@ class ChainPlan(Plan):
         use = simulate(actions, None, costs, tiers=tiers, memory_bytes=limit, checked=False)
         plain = plain_use(costs)
         return cls(
-            strategy=strategy,
+            planner=planner,
             costs=costs,
             memory_bytes=memory_bytes,
             actions=actions,
@@ -135,11 +135,6 @@ class ChainPlan(Plan):
             offload_s=offload_s,
             stall_s=use.stall_s,
         )
-
-    @property
-    def planner(self) -> str:
-        """The strategy."""
-        return self.strategy
 
     @property
     def n_steps(self) -> int:
@@ -218,7 +213,7 @@ class ChainPlan(Plan):
     def simulate(
         self,
         *,
-        tier: Tier | str | None = None,
+        tiers: Tier | str | None = None,
         jitter: Jitter | None = None,
         seed: int = 0,
         timed: Callable[[Action, Answer, float], None] | None = None,
@@ -232,7 +227,7 @@ class ChainPlan(Plan):
         >>> from multistage import Stage, StageCosts, plan_chain
         >>> costs = StageCosts.uniform(12, Stage("layer", 1.0, 2.0, 10, 40), 10)
         >>> plan = plan_chain(costs, 0.4, tiers="write=60B/s,read=60B/s")
-        >>> run = plan.simulate(tier="write=30B/s,read=30B/s")
+        >>> run = plan.simulate(tiers="write=30B/s,read=30B/s")
         >>> run.makespan_s > plan.makespan_s, run.peak_bytes <= plan.memory_bytes
         (True, True)
         """
@@ -240,7 +235,7 @@ class ChainPlan(Plan):
             self.actions,
             None,
             self.costs,
-            tiers=self.tiers if tier is None else self.with_tier(tier).tiers,
+            tiers=self.tiers if tiers is None else self.with_tier(tiers).tiers,
             memory_bytes=self.memory_bytes,
             jitter=jitter,
             seed=seed,
@@ -272,7 +267,7 @@ class ChainPlan(Plan):
         """
         return {
             "format": self.FORMAT,
-            "strategy": self.strategy,
+            "planner": self.planner,
             "memory_bytes": self.memory_bytes,
             "makespan_s": self.makespan_s,
             "peak_bytes": self.peak_bytes,
@@ -296,7 +291,7 @@ class ChainPlan(Plan):
         limit = "no limit" if self.memory_bytes is None else format_bytes(self.memory_bytes)
         slower = self.makespan_s / self.plain_s - 1 if self.plain_s else 0.0
         return (
-            f"plan {self.strategy}: {len(self.costs.stages)} stages within {limit}: "
+            f"plan {self.planner}: {len(self.costs.stages)} stages within {limit}: "
             f"{format_seconds(self.makespan_s)}, {100 * slower:.1f} % over plain training; "
             f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.plain_bytes)}"
         )
@@ -362,11 +357,11 @@ def read_chain(data: Mapping[str, object]) -> ChainPlan:
         Naming the first action that is illegal or exceeds `memory_bytes`.
     """
     ChainPlan.require(data, _READ)
-    strategies: tuple[Strategy, ...] = get_args(Strategy)
-    strategy = next((known for known in strategies if known == data["strategy"]), None)
-    if strategy is None:
+    planners: tuple[ChainPlanner, ...] = get_args(ChainPlanner)
+    planner = next((known for known in planners if known == data["planner"]), None)
+    if planner is None:
         raise ArgumentError(
-            f"strategy {shown(data['strategy'])} is not known; it is one of {strategies}"
+            f"planner {shown(data['planner'])} is not known; it is one of {planners}"
         )
     costs = StageCosts.from_dict(data["costs"])
     tier = None if data["tier"] is None else Tier.from_dict(data["tier"])
@@ -374,7 +369,7 @@ def read_chain(data: Mapping[str, object]) -> ChainPlan:
     limit = None if limit is None else whole(limit, "memory_bytes")
     actions = actions_from_lists(data["actions"])
     seconds = {name: _seconds(data[name], name) for name in _KNOWN}
-    return ChainPlan.judged(strategy, costs, limit, actions, tier, **seconds)
+    return ChainPlan.judged(planner, costs, limit, actions, tier, **seconds)
 
 
 def store_all(costs: StageCosts) -> list[Action]:

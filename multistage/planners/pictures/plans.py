@@ -63,9 +63,9 @@ def _trade_off(plan: Plan) -> Chart:
         curves = trade_off(plan.costs, plan.n_steps, names, also=plan.slots)
         return trade_off_chart(plan, dict(curves))
     assert isinstance(plan, ChainPlan)
-    strategies: tuple[Literal["optimal", "revolve"], ...] = ("optimal", "revolve")
+    planners: tuple[Literal["optimal", "revolve"], ...] = ("optimal", "revolve")
     return chain_trade_off_chart(
-        plan, {strategy: memory_curve(plan.costs, strategy) for strategy in strategies}
+        plan, {planner: memory_curve(plan.costs, planner) for planner in planners}
     )
 
 

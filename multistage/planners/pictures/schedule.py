@@ -215,7 +215,7 @@ def _length_s(segments: list[Segment]) -> float:
 
 def _chain_title(plan: ChainPlan) -> str:
     limit = "" if plan.memory_bytes is None else f" within {format_bytes(plan.memory_bytes)}"
-    return f"{plan.strategy}: {len(plan.costs.stages)} stages{limit}"
+    return f"{plan.planner}: {len(plan.costs.stages)} stages{limit}"
 
 
 def chain_chart(plan: ChainPlan, title: str = "") -> Chart:

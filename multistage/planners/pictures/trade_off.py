@@ -92,13 +92,13 @@ def _panel(marks: Sequence[Mark], label: str, note: str = "") -> Panel:
 def chain_trade_off_chart(
     chosen: ChainPlan, curves: dict[str, Sequence[tuple[int, float]]], title: str = ""
 ) -> Chart:
-    """Return makespan over peak memory for a chain's strategies.
+    """Return makespan over peak memory for a chain's planners.
 
     Parameters
     ----------
     chosen : ChainPlan
         Marked.
-    curves : dict of strategy to (peak bytes, seconds)
+    curves : dict of planner to (peak bytes, seconds)
         Memory ascending, time falling; as `multistage.memory_curve` returns.
     """
     points = [point for curve in curves.values() for point in curve]
@@ -132,7 +132,7 @@ def chain_trade_off_chart(
             ("rival", f"nothing run twice: {format_seconds(chosen.plain_s)} (dashed)"),
             (
                 "chosen",
-                f"chosen: {chosen.strategy}, {format_bytes(chosen.peak_bytes)}, "
+                f"chosen: {chosen.planner}, {format_bytes(chosen.peak_bytes)}, "
                 f"{format_seconds(chosen.makespan_s)}",
             ),
         ),

@@ -34,8 +34,8 @@ from .collector import Collector
 from .inputs import InputGradients, Inputs
 from .through_time import ThroughTime
 
-Strategy = Literal["auto", "keep", "recompute", "stream", "offload"]
-STRATEGIES: tuple[Strategy, ...] = ("auto", "keep", "recompute", "stream", "offload")
+UnrollPlanner = Literal["auto", "keep", "recompute", "stream", "offload"]
+UNROLL_PLANNERS: tuple[UnrollPlanner, ...] = ("auto", "keep", "recompute", "stream", "offload")
 _PROBE_S = 1.0
 _LONGEST_S = 0.05  # a chunk of this length hides every overhead
 _SHOWN = 64  # chunks whose fates are printed one by one
@@ -74,24 +74,24 @@ class UnrollPlan:
 
     Attributes
     ----------
-    strategy : {"keep", "recompute", "stream", "offload"}
+    planner : {"keep", "recompute", "stream", "offload"}
         Keep every tape (plain autograd); keep some states and run again from
         them; stream states to a slow tier besides; or stream tapes there, and
         run nothing again.
-    steps, chunk : int
+    n_steps, chunk : int
         Time steps, and how many make one step of the schedule (at most, where steps
         differ).
     memory_bytes : int
         The limit.
     peak_bytes : int
         Predicted: states, one chunk's graph, buffers of the tier.
-    seconds : float
+    makespan_s : float
         Predicted, forward and backward.
     keep_bytes : int
         What plain autograd is predicted to take.
     plan : UniformPlan or None
         The schedule of chunks.
-    alternatives : tuple of (strategy, chunk, seconds, peak_bytes)
+    alternatives : tuple of (planner, chunk, makespan_s, peak_bytes)
         All that fit, the fastest first.
     checked : Checked or None
         What the check found; see `unroll`.
@@ -105,12 +105,12 @@ class UnrollPlan:
         Where steps differ: what a step of each kind costs, and how many there are.
     """
 
-    strategy: str
-    steps: int
+    planner: str
+    n_steps: int
     chunk: int
     memory_bytes: int
     peak_bytes: int
-    seconds: float
+    makespan_s: float
     keep_bytes: int
     plan: UniformPlan | None
     alternatives: tuple[tuple[str, int, float, int], ...]
@@ -121,20 +121,20 @@ class UnrollPlan:
 
     def summary(self) -> str:
         """Return the plan in one line."""
-        what = f"{self.strategy}, chunks of {self.chunk}" if self.plan else self.strategy
+        what = f"{self.planner}, chunks of {self.chunk}" if self.plan else self.planner
         if self.chain is not None:
-            what = f"{self.strategy}, {len(self.cuts) - 1} chunks of up to {self.chunk}"
+            what = f"{self.planner}, {len(self.cuts) - 1} chunks of up to {self.chunk}"
         return (
-            f"plan {what}: {self.steps} steps within {format_bytes(self.memory_bytes)}: "
-            f"{format_seconds(self.seconds)}, peak {format_bytes(self.peak_bytes)} "
+            f"plan {what}: {self.n_steps} steps within {format_bytes(self.memory_bytes)}: "
+            f"{format_seconds(self.makespan_s)}, peak {format_bytes(self.peak_bytes)} "
             f"(plain autograd: {format_bytes(self.keep_bytes)})"
         )
 
     def __str__(self) -> str:
         rows = [
             {
-                "": ">" if (name, chunk) == (self.strategy, self.chunk) else "",
-                "strategy": name,
+                "": ">" if (name, chunk) == (self.planner, self.chunk) else "",
+                "planner": name,
                 "chunk": chunk,
                 "predicted": format_seconds(seconds),
                 "peak": format_bytes(peak),
@@ -174,8 +174,8 @@ class UnrollPlan:
             for name, chunk, seconds, peak in self.alternatives
         ]
         chosen = [(name, chunk) for name, chunk, *_ in self.alternatives]
-        marked = chosen.index((self.strategy, self.chunk))
-        return page.table(("strategy", "chunk", "predicted", "peak"), rows, marked=marked)
+        marked = chosen.index((self.planner, self.chunk))
+        return page.table(("planner", "chunk", "predicted", "peak"), rows, marked=marked)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file: `.html`, one page that needs no network.
@@ -188,7 +188,7 @@ class UnrollPlan:
         parts = [page.paragraph(self.summary()), page.heading("What fits"), self._table()]
         if self.plan is not None:
             parts += [page.heading("The schedule of chunks"), *plan_parts(self.plan)]
-        title = f"Plan: a sequence of {self.steps} steps, {self.strategy}"
+        title = f"Plan: a sequence of {self.n_steps} steps, {self.planner}"
         save_text(path, html=page.document(title, parts))
 
     def _repr_html_(self) -> str:
@@ -372,10 +372,10 @@ def offloaded(
     return seconds * chunks, int(staying * chunks) + on_the_way + sample.peak_bytes // sample.chunk
 
 
-def _scheduled(costs: Costs, slots: int, n: int, strategy: Strategy) -> UniformPlan:
-    """Return the best schedule; with strategy "stream" one that writes, if any can."""
+def _scheduled(costs: Costs, slots: int, n: int, planner: UnrollPlanner) -> UniformPlan:
+    """Return the best schedule; with planner "stream" one that writes, if any can."""
     best = plan(costs, Budget(slots=slots), n)
-    if strategy != "stream" or best.writes:
+    if planner != "stream" or best.writes:
         return best
     # Where nothing pays, ranked planners fall back to running again: asked for by name, the
     # tier is used all the same.
@@ -394,11 +394,11 @@ def choose(
     *,
     tier: Tier | None,
     buffer_bytes: int,
-    strategy: Strategy,
+    planner: UnrollPlanner,
     chunk: int | None,
     offload: tuple[float, int] | None = None,
 ) -> UnrollPlan:
-    """Return the fastest plan that fits, of all chunk sizes and strategies.
+    """Return the fastest plan that fits, of all chunk sizes and planners.
 
     Raises
     ------
@@ -408,28 +408,28 @@ def choose(
     keep = keep_bytes(samples, steps)
     action_s = action_seconds()
     found: list[tuple[float, int, str, int, UniformPlan | None]] = []
-    if strategy in ("auto", "keep") and (keep <= memory or strategy == "keep"):
+    if planner in ("auto", "keep") and (keep <= memory or planner == "keep"):
         if keep > memory:
             raise BudgetError(
                 f"plain autograd takes {keep} bytes ({format_bytes(keep)}) for {steps} steps, more "
-                f"than the limit of {memory}; use strategy='auto'"
+                f"than the limit of {memory}; use planner='auto'"
             )
         # By the fastest: no schedule of the same turns is faster, whatever the clock's noise.
         turn_s = min(sample.turn_s / sample.chunk for sample in samples)
         found.append((turn_s * steps, keep, "keep", 1, None))
     least: list[int] = []
-    if offload is not None and strategy in ("auto", "offload"):
+    if offload is not None and planner in ("auto", "offload"):
         least.append(offload[1])
         if offload[1] <= memory:
             found.append((*offload, "offload", 1, None))
     for sample in samples:
-        if (chunk is not None and sample.chunk != min(chunk, steps)) or strategy in (
+        if (chunk is not None and sample.chunk != min(chunk, steps)) or planner in (
             "keep",
             "offload",
         ):
             continue
         for name, tiers in (("recompute", ()), ("stream", () if tier is None else (tier,))):
-            if strategy not in ("auto", name) or (name == "stream" and tier is None):
+            if planner not in ("auto", name) or (name == "stream" and tier is None):
                 continue
             # The live state and its adjoint, beside one chunk's graph.
             fixed = sample.peak_bytes + 2 * state_bytes + (buffer_bytes if tiers else 0)
@@ -444,7 +444,7 @@ def choose(
                 tiers=tiers,
                 action_s=action_s,
             )
-            chosen = _scheduled(costs, slots, -(-steps // sample.chunk), strategy)
+            chosen = _scheduled(costs, slots, -(-steps // sample.chunk), planner)
             if name == "stream" and not chosen.writes:
                 continue
             peak = fixed + int(chosen.peak_slots * state_bytes)
@@ -452,12 +452,12 @@ def choose(
     if not found:
         if not least:
             raise ArgumentError(
-                f"strategy {strategy!r} needs a tier, as in tiers=['file:///scratch'], and for "
+                f"planner {planner!r} needs a tier, as in tiers=['file:///scratch'], and for "
                 "'offload' a cell that allows hooks on saved tensors (torch.func does not)"
             )
         if memory >= min(least):
             raise BudgetError(
-                f"strategy {strategy!r} has no state to write: steps={steps} is one chunk, or the "
+                f"planner {planner!r} has no state to write: n_steps={steps} is one chunk, or the "
                 "tier holds no state; give a smaller chunk or a larger tier, or use 'auto'"
             )
         raise BudgetError(
@@ -469,12 +469,12 @@ def choose(
     as_good = [entry for entry in found if entry[0] <= _AS_GOOD * found[0][0]]
     seconds, peak, name, size, chosen_plan = min(as_good, key=lambda e: (e[2] != "keep", e[1]))
     return UnrollPlan(
-        strategy=name,
-        steps=steps,
+        planner=name,
+        n_steps=steps,
         chunk=size,
         memory_bytes=memory,
         peak_bytes=peak,
-        seconds=seconds,
+        makespan_s=seconds,
         keep_bytes=keep,
         plan=chosen_plan,
         alternatives=tuple((e[2], e[3], e[0], e[1]) for e in found),

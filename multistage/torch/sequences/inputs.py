@@ -47,12 +47,12 @@ class Inputs:
         self.given = given
         length = _length(given)
         if steps is None and length is None:
-            raise ArgumentError("inputs as a function need steps=, the number of time steps")
+            raise ArgumentError("inputs as a function need n_steps=, the number of time steps")
         self.steps: int = length if steps is None else steps  # type: ignore[assignment]
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
             raise ArgumentError(f"the sequence has {self.steps!r} steps; at least 1 is needed")
         if length is not None and self.steps > length:
-            raise ArgumentError(f"steps={steps}, but inputs has {length}")
+            raise ArgumentError(f"n_steps={steps}, but inputs has {length}")
         self.made = not (given is None or isinstance(given, Tensor)) and type(given) not in (
             list,
             tuple,

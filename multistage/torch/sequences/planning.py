@@ -24,8 +24,8 @@ from ..tiers.paging import PAGE_BYTES
 from .cell import Cell
 from .cell_costs import (
     Sample,
-    Strategy,
     UnrollPlan,
+    UnrollPlanner,
     choose,
     keep_bytes,
     offloaded,
@@ -48,7 +48,7 @@ class Settings:
     memory: Budget | None
     tiers: tuple[TierName, ...]
     chunk: int | None
-    strategy: Strategy
+    planner: UnrollPlanner
     progress: bool | None
     check: Check = "error"
     costs: StageCosts | None = None
@@ -96,7 +96,7 @@ class _Known:
         """Whether the plan is still right where so much memory is free."""
         if self.plan.peak_bytes > limit:
             return False
-        return self.plan.strategy == "keep" or limit <= 2 * self.plan.memory_bytes
+        return self.plan.planner == "keep" or limit <= 2 * self.plan.memory_bytes
 
 
 _plans: Memory[_Known] = Memory()
@@ -151,7 +151,7 @@ def planned(
         budget = Budget(bytes=free)
     else:
         budget = settings.memory
-    tapes = store is not None and settings.strategy in ("auto", "offload")
+    tapes = store is not None and settings.planner in ("auto", "offload")
     if known is not None:
         samples = known.samples
     else:
@@ -176,7 +176,7 @@ def planned(
         layout.nbytes,
         tier=tier,
         buffer_bytes=0 if store is None else store.buffer_bytes(layout.record),
-        strategy=settings.strategy,
+        planner=settings.planner,
         chunk=settings.chunk,
         offload=travelling,
     )
@@ -192,7 +192,7 @@ def _page_tier(store: Store, device: torch.device, settings: Settings) -> Tier |
     try:
         return _tiers.got((settings.tiers, device, "page"), lambda: tier_of(store, layout, [blank]))
     except BudgetError:  # room for states, but for no page of tapes
-        if settings.strategy == "offload":
+        if settings.planner == "offload":
             raise
         return None
 

@@ -208,7 +208,7 @@ class _ThroughAutograd(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise MultistageError(
                 "double backward (create_graph=True) through unroll is not supported; give it "
-                "memory enough to keep every tape, or strategy='keep'"
+                "memory enough to keep every tape, or planner='keep'"
             )
         chain = ctx.run.chain
         count, places = chain.last_spec().num_leaves, ctx.run.places

@@ -25,7 +25,7 @@ from ...reversing.described import described
 from ...reversing.streamed import MOST_STREAMED, bounded, measured_rates, require_room
 from ...support.units import format_bytes
 from ..measurement.checking import Checked
-from .cell_costs import Strategy, UnrollPlan
+from .cell_costs import UnrollPlan, UnrollPlanner
 from .cells import Cells, StepKind, VariedFacts
 from .chunks import Steps
 from .kind_costs import KindCost, measured_kind
@@ -53,7 +53,7 @@ class _Found:
 
     seconds: float
     peak_bytes: int
-    strategy: str
+    planner: str
     cuts: tuple[int, ...]
     chain: ChainPlan | None = None
 
@@ -203,56 +203,55 @@ def _key(
 def choose_varied(
     steps: Steps, memory: int, keep_bytes: int, store: Store | None, settings: Settings
 ) -> UnrollPlan:
-    """Return the fastest plan that fits, of all strategies and ways to cut the steps.
+    """Return the fastest plan that fits, of all planners and ways to cut the steps.
 
     Raises
     ------
     BudgetError
         If none fits; the message names the smallest limit that works, as far as is known.
     """
-    strategy, n = settings.strategy, len(steps)
-    if strategy == "offload":
+    planner, n = settings.planner, len(steps)
+    if planner == "offload":
         raise ArgumentError(
-            "strategy 'offload' takes steps that are alike; where they differ states travel, by "
+            "planner 'offload' takes steps that are alike; where they differ states travel, by "
             "'stream'"
         )
     found: list[_Found] = []
-    if strategy in ("auto", "keep") and (keep_bytes <= memory or strategy == "keep"):
+    if planner in ("auto", "keep") and (keep_bytes <= memory or planner == "keep"):
         if keep_bytes > memory:
             raise BudgetError(
                 f"plain autograd takes {keep_bytes} bytes ({format_bytes(keep_bytes)}) for {n} "
-                f"steps, more than the limit of {memory}; use strategy='auto'"
+                f"steps, more than the limit of {memory}; use planner='auto'"
             )
         seconds = sum(stage.forward_s + stage.backward_s for stage in steps.stages)
         found.append(_Found(seconds, keep_bytes, "keep", (0, n)))
     search = _Search(steps, memory, settings.chunk)
-    recomputed = search.recomputed() if strategy in ("auto", "recompute", "stream") else []
-    if strategy != "stream":
+    recomputed = search.recomputed() if planner in ("auto", "recompute", "stream") else []
+    if planner != "stream":
         found += recomputed
-    if strategy in ("auto", "stream"):
-        if store is None and strategy == "stream":
-            raise ArgumentError("strategy 'stream' needs a tier, as in tiers=['file:///scratch']")
-        if store is not None and not any(entry.strategy == "keep" for entry in found):
-            found += search.streamed(store, settings, recomputed, by_name=strategy == "stream")
+    if planner in ("auto", "stream"):
+        if store is None and planner == "stream":
+            raise ArgumentError("planner 'stream' needs a tier, as in tiers=['file:///scratch']")
+        if store is not None and not any(entry.planner == "keep" for entry in found):
+            found += search.streamed(store, settings, recomputed, by_name=planner == "stream")
     if not found:
-        raise search.too_small(strategy)
+        raise search.too_small(planner)
     found.sort(key=lambda entry: entry.seconds)
     # Of those as good: plain autograd, else the one that takes the least memory.
     as_good = [entry for entry in found if entry.seconds <= _AS_GOOD * found[0].seconds]
-    best = min(as_good, key=lambda e: (e.strategy != "keep", e.peak_bytes))
+    best = min(as_good, key=lambda e: (e.planner != "keep", e.peak_bytes))
     chain = best.chain
     return UnrollPlan(
-        strategy=best.strategy,
-        steps=n,
+        planner=best.planner,
+        n_steps=n,
         chunk=1 if chain is None else best.longest,
         memory_bytes=memory,
         peak_bytes=best.peak_bytes,
-        seconds=best.seconds,
+        makespan_s=best.seconds,
         keep_bytes=keep_bytes,
         plan=None if chain is None else described(chain),
         alternatives=tuple(
-            (e.strategy, 1 if e.chain is None else e.longest, e.seconds, e.peak_bytes)
-            for e in found
+            (e.planner, 1 if e.chain is None else e.longest, e.seconds, e.peak_bytes) for e in found
         ),
         chain=chain,
         cuts=best.cuts if chain is not None else (),
@@ -316,9 +315,9 @@ class _Search:
         if error.least_bytes is not None:
             self._least.append(error.least_bytes + self._held + buffers)
 
-    def _entry(self, plan: ChainPlan, strategy: str, cuts: tuple[int, ...], buffers: int) -> _Found:
+    def _entry(self, plan: ChainPlan, planner: str, cuts: tuple[int, ...], buffers: int) -> _Found:
         peak = plan.peak_bytes + self._held + buffers
-        return _Found(plan.makespan_s, peak, strategy, cuts, plan)
+        return _Found(plan.makespan_s, peak, planner, cuts, plan)
 
     def streamed(
         self,
@@ -366,11 +365,11 @@ class _Search:
             if 2 < len(cuts) <= MOST_STREAMED + 1:
                 yield cuts
 
-    def too_small(self, strategy: Strategy) -> BudgetError:
+    def too_small(self, planner: UnrollPlanner) -> BudgetError:
         """Return the error that says that nothing fits."""
         if not self._least or self._memory >= min(self._least):
             return BudgetError(
-                f"strategy {strategy!r} has no state to write: the steps make one chunk, or the "
+                f"planner {planner!r} has no state to write: the steps make one chunk, or the "
                 "tier holds no state; give a smaller chunk or a larger tier, or use 'auto'"
             )
         least = min(self._least)

@@ -559,14 +559,14 @@ def wrap(cell: Any, state: Any, given: Any, steps: int) -> Any:
     for memory in ({case.memory / 2}, 0.6, 0.9):
         try:
             out = mst.unroll(
-                cell, state, given, steps=steps, memory=memory, chunk={case.chunk},
-                outputs={case.outputs!r}, strategy="recompute",
+                cell, state, given, n_steps=steps, memory=memory, chunk={case.chunk},
+                outputs={case.outputs!r}, planner="recompute",
             )
             break
         except BudgetError:
             continue
     else:
-        out = mst.unroll(cell, state, given, steps=steps, outputs={case.outputs!r})
+        out = mst.unroll(cell, state, given, n_steps=steps, outputs={case.outputs!r})
     if not {bool(y)}:
         return out.state, None
     return out.state, out.loss if out.outputs is None else out.outputs
