@@ -18,9 +18,10 @@ from .planners import UniformPlan
 from .planners.pictures.plans import plan_parts
 from .schedule.timeline import Timeline
 from .support.units import format_bytes, format_seconds
-from .view import page, save_chart, save_text
+from .view import save_chart, save_text
 from .view.chart import Chart
 from .view.chrome_trace import write_trace
+from .view.page import Cards, Heading, Paragraph, Part, Picture, Table, document, fragment
 from .view.timeline import timeline_chart
 
 
@@ -286,8 +287,8 @@ class Report:
         Raises
         ------
         ArgumentError
-            For other than `.svg`, if matplotlib is not installed or does not
-            know the suffix.
+            For another suffix than `.svg`, `.png`, `.pdf`, `.ps` and `.eps`; if CairoSVG,
+            which all but `.svg` need, is not installed.
         """
         title = f"{self.plan.planner}: {self.n_steps} steps, {format_seconds(self.makespan_s)}"
         save_chart(self._chart(title), path)
@@ -302,20 +303,20 @@ class Report:
         """
         if Path(path).suffix.lower() == ".html":
             title = f"Report: {self.plan.n_steps} steps by {self.plan.planner}"
-            save_text(path, html=page.document(title, self._parts()))
+            save_text(path, html=document(title, self._parts()))
             return
         save_text(path, html="", json=self.to_json() + "\n")
 
-    def _tables(self) -> list[tuple[str, str]]:
+    def _tables(self) -> list[tuple[str, Table]]:
         found = [
-            ("Predicted and measured", page.table(("", "predicted", "measured"), self.rows())),
-            ("Costs", page.table(("", "assumed", "seen"), self.cost_rows())),
+            ("Predicted and measured", Table(("", "predicted", "measured"), self.rows())),
+            ("Costs", Table(("", "assumed", "seen"), self.cost_rows())),
         ]
         if self.tiers:
-            found.append(("Slow tiers", page.table(_USE, [use.row() for use in self.tiers])))
+            found.append(("Slow tiers", Table(_USE, [use.row() for use in self.tiers])))
         return found
 
-    def _parts(self) -> list[str]:
+    def _parts(self) -> list[Part]:
         counts, plan = self.counts, self.plan
         more = f"predicted {format_seconds(plan.makespan_s)}"
         if self.complete:
@@ -339,19 +340,19 @@ class Report:
                 f"{100 * counts.stall_s / max(self.makespan_s, 1e-12):.1f} % of the makespan",
             ),
         ]
-        parts = [] if self.complete else [page.paragraph(self._notes()[0], "alert")]
-        parts.append(page.cards(entries))
-        parts += [page.heading("Timeline, measured"), page.picture(self._chart())]
+        parts: list[Part] = [] if self.complete else [Paragraph(self._notes()[0], "alert")]
+        parts.append(Cards(entries))
+        parts += [Heading("Timeline, measured"), Picture(self._chart())]
         for name, table in self._tables():
-            parts += [page.heading(name), table]
+            parts += [Heading(name), table]
         notes = self._notes()[0 if self.complete else 1 :]
-        parts.append(page.paragraph("\n".join(notes)))
-        return [*parts, page.heading("The plan"), *plan_parts(plan)]
+        parts.append(Paragraph("\n".join(notes)))
+        return [*parts, Heading("The plan"), *plan_parts(plan)]
 
     def _repr_html_(self) -> str:
         tables = [table for _, table in self._tables()]
-        notes = page.paragraph("\n".join(self._notes()))
-        return page.fragment([notes, *tables, page.picture(self._chart())])
+        notes = Paragraph("\n".join(self._notes()))
+        return fragment([notes, *tables, Picture(self._chart())])
 
     def trace(self, path: str | Path) -> None:
         """Write the run's timeline as a Chrome trace, for ui.perfetto.dev."""

@@ -59,12 +59,12 @@ def test_a_tier_of_steps_is_told_by_its_rates_too(capsys, tmp_path: Path) -> Non
 
 
 def test_simulate_draws_and_traces(capsys, tmp_path: Path) -> None:
-    picture, trace = tmp_path / "t.png", tmp_path / "t.json"
+    picture, trace = tmp_path / "t.svg", tmp_path / "t.json"
     jitter = ["--jitter=lognormal:0.3", "--seed=3"]
     files = [f"--picture={picture}", f"--trace={trace}"]
     assert main(["simulate", *NUMBERS, *jitter, *files]) == 0
     assert "makespan" in capsys.readouterr().out
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.read_text().startswith("<svg")
     assert json.loads(trace.read_text())["traceEvents"]
     assert main(["simulate", *NUMBERS, "--json", "--planner=online"]) == 0
     assert json.loads(capsys.readouterr().out)["planner"] == "online"
@@ -148,7 +148,7 @@ def test_demo_trains_and_compares(capsys, tmp_path: Path) -> None:
     assert result["losses"][1] < result["losses"][0]
     assert {path.name for path in tmp_path.iterdir()} == {
         "report.html",
-        "timeline.png",
+        "timeline.svg",
         "trace.json",
     }
     assert main(["demo", "lstm", *small, "--planner=streaming", "--tiers=memory:"]) == 0
@@ -168,10 +168,10 @@ def test_demo_differentiates_and_tests(capsys, tmp_path: Path, options: list[str
     assert result["report"]["n_steps"] == 90
     remainders = [row["remainder"] for row in result["taylor"]]
     assert all(3.5 < a / b < 4.5 for a, b in itertools.pairwise(remainders))
-    pictures = {"gradient.png", "timeline.png"}
+    pictures = {"gradient.svg", "timeline.svg"}
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {"report.html", "trace.json", *pictures}
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+    assert all((tmp_path / name).read_text().startswith("<svg") for name in pictures)
     assert main(["demo", "wave", *small]) == 0
     text = capsys.readouterr().out
     for part in ("whole wavefield", "T_A", "T_W", "lower bound", "predicted", "order", "last bit"):

@@ -33,14 +33,6 @@ def _picture(tmp_path):
     save_chart(timeline_chart(Timeline(), "nothing"), tmp_path / "t.png")
 
 
-def _gradient_picture(tmp_path):
-    from multistage.demos import wave, wave_demo
-
-    model = wave.build(80, 80, 2)
-    field = np.ones(model.shape)
-    wave_demo.draw_gradient(model, field, field, tmp_path / "g.png")
-
-
 def _theirs(tmp_path):
     from multistage.interop.checkpoint_schedules import as_schedule
 
@@ -80,8 +72,7 @@ def _torch_demo(tmp_path):
 @pytest.mark.parametrize(
     ("extra", "module", "use", "error"),
     [
-        ("report", "matplotlib.figure", _picture, ArgumentError),
-        ("report", "matplotlib.figure", _gradient_picture, ArgumentError),
+        ("report", "cairosvg", _picture, ArgumentError),
         (
             "pyrevolve",
             "pyrevolve",

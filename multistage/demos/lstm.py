@@ -440,15 +440,12 @@ def _train(args: argparse.Namespace, model: LSTM, tier: str, say: Any) -> dict[s
                 model.update(characters, args.rate)
 
     say(f"\n== Predicted and measured (last sweep)\n{report}")
-    picture, trace = args.output / "timeline.png", args.output / "trace.json"
+    picture, trace = args.output / "timeline.svg", args.output / "trace.json"
     report.trace(trace)
     report.save(args.output / "report.html")
     drawn = [str(args.output / "report.html"), f"{trace} (open it at ui.perfetto.dev)"]
-    try:
-        report.picture(picture)
-        drawn.insert(0, str(picture))
-    except ArgumentError as error:
-        say(f"no picture: {error}")
+    report.picture(picture)
+    drawn.insert(0, str(picture))
     say(f"\nWritten: {', '.join(drawn)}")
 
     say("\n== The same sweep by other means")

@@ -30,6 +30,9 @@ from ..reversal import Reversal
 from ..states.layout import Array, Layout
 from ..support.free_memory import free_bytes
 from ..support.units import format_bytes, format_seconds
+from ..view import save_chart
+from ..view.chart import Chart, Panel, Point
+from ..view.fields import Palette, image_of
 from .watching import add_progress, shown, told_if_stopped
 from .wave import Acoustic2D, build, layered, taylor_test
 
@@ -169,7 +172,7 @@ def _differentiate(
     true, _ = layered(model.shape)
     rows = taylor_test(model, gradient, (true - model.velocity) / 32, misfit)
     say(_taylor_table(rows))
-    written = _write(args.output, model, gradient, true, report, say)
+    written = _write(args.output, model, gradient, true, report)
     say(f"\nWritten: {', '.join(written)}")
 
     say("\n== The same gradient by other means")
@@ -278,75 +281,69 @@ def _write(
     gradient: Array,
     true: Array,
     report: Report,
-    say: Callable[[str], None],
 ) -> list[str]:
     """Write pictures and trace; return what was written."""
     trace = folder / "trace.json"
     report.trace(trace)
     report.save(folder / "report.html")
     written = [str(folder / "report.html"), f"{trace} (open it at ui.perfetto.dev)"]
-    try:
-        draw_gradient(model, gradient, true, folder / "gradient.png")
-        report.picture(folder / "timeline.png")
-        written[:0] = [str(folder / "gradient.png"), str(folder / "timeline.png")]
-    except ArgumentError as error:
-        say(f"no pictures: {error}")
-    return written
+    save_chart(gradient_chart(model, gradient, true), folder / "gradient.svg")
+    report.picture(folder / "timeline.svg")
+    return [str(folder / "gradient.svg"), str(folder / "timeline.svg"), *written]
 
 
-def draw_gradient(model: Acoustic2D, gradient: Array, true: Array, path: Path) -> None:
-    """Draw the true velocity, the model it was computed in, the data and the gradient to a file.
-
-    Raises
-    ------
-    ArgumentError
-        If matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ArgumentError(
-            "pictures need matplotlib; pip install 'multistage-checkpointing[report]'"
-        ) from error
+def gradient_chart(model: Acoustic2D, gradient: Array, true: Array) -> Chart:
+    """Return the true velocity, the model's, the residual and the gradient, one below the other."""
     km, edge = model.spacing_m / 1e3, model.columns.start
     inside = (slice(edge, -edge), slice(edge, -edge))  # without the sponge
-    left, right = 0.0, (model.shape[1] - 2 * edge) * km
-    place = (left, right, (model.shape[0] - 2 * edge) * km, 0.0)
-    figure = Figure(figsize=(11, 6.8), layout="constrained")
-    grid = figure.subplots(2, 2)
-    for axes, field, title in (
-        (grid[0, 0], true, "velocity that made the data"),
-        (grid[0, 1], model.velocity, "velocity where the gradient is taken"),
-    ):
-        image = axes.imshow(
-            field[inside], extent=place, vmin=true.min(), vmax=true.max(), cmap="viridis"
-        )
-        axes.set_title(title, loc="left", fontsize=10, pad=9)
-        across, down = model.source[1] - edge + 0.5, model.source[0] - edge + 0.5
-        star = axes.plot(across * km, down * km, "*", color="red", ms=11, clip_on=False)
-        star[0].set_in_layout(False)
-    figure.colorbar(image, ax=grid[0, :], label="m/s", pad=0.01)
+    width, depth = (km * (count - 2 * edge) for count in (model.shape[1], model.shape[0]))
+    source = ((model.source[1] - edge + 0.5) * km, (model.source[0] - edge + 0.5) * km)
+    end_s = model.n_steps * model.step_s
     residual = model.recorded - model.observed
-    most = float(np.quantile(np.abs(residual), 0.99)) or 1.0
-    grid[1, 0].imshow(
-        residual,
-        extent=(left, right, model.n_steps * model.step_s, 0.0),
-        vmin=-most,
-        vmax=most,
-        cmap="gray",
-        aspect="auto",
-    )
-    grid[1, 0].set_title("residual at the receivers (top row)", loc="left", fontsize=10)
-    grid[1, 0].set(xlabel="km", ylabel="s")
-    # Along the surface it dwarfs everything below, which is what one looks for.
+    # The gradient along the surface is far larger than below, where the structure is.
     below = gradient[inside][gradient.shape[0] // 8 :]
-    most = float(np.quantile(np.abs(below), 0.99)) or 1.0
-    image = grid[1, 1].imshow(gradient[inside], extent=place, vmin=-most, vmax=most, cmap="RdBu_r")
-    grid[1, 1].set_title("gradient of the misfit by the velocity", loc="left", fontsize=10)
-    figure.colorbar(image, ax=grid[1, 1], label="misfit per m/s", pad=0.01)
-    for axes in (grid[0, 0], grid[0, 1], grid[1, 1]):
-        axes.set(xlabel="km", ylabel="km")
-    figure.savefig(path, dpi=130, bbox_inches="tight")
+
+    def panel(title: str, field: Array, palette: Palette, values: tuple[float, float]) -> Panel:
+        image = image_of(field, palette, values, (0.0, width, 0.0, depth), title)
+        point = Point("source", "chosen", *source)
+        return Panel((image, point), "depth (km)", depth, 0.0, title=title, share=depth / width)
+
+    velocities = float(true.min()), float(true.max())
+    span = f"{velocities[0]:.0f} to {velocities[1]:.0f} m/s"
+    most_residual, most_gradient = (_most(each) for each in (residual, below))
+    seen = image_of(
+        residual, "gray", (-most_residual, most_residual), (0.0, width, 0.0, end_s), "residual"
+    )
+    return Chart(
+        title="gradient of a misfit by the velocity",
+        panels=(
+            panel(f"velocity of the data, {span}", true[inside], "heat", velocities),
+            panel("velocity of the model", model.velocity[inside], "heat", velocities),
+            Panel(
+                (seen,),
+                "time (s)",
+                end_s,
+                0.0,
+                title=f"residual at the receivers, within {most_residual:.2g}",
+                share=depth / width,
+            ),
+            panel(
+                f"gradient, within {most_gradient:.2g} per m/s (blue is negative)",
+                gradient[inside],
+                "difference",
+                (-most_gradient, most_gradient),
+            ),
+        ),
+        label="distance (km)",
+        low=0.0,
+        high=width,
+        height=200.0 + 4 * min(300.0, 762.0 * depth / width),
+    )
+
+
+def _most(field: Array) -> float:
+    """Return a value that 1 % of a field exceeds."""
+    return float(np.quantile(np.abs(field), 0.99)) or 1.0
 
 
 def _begin_peak() -> int | None:

@@ -263,7 +263,7 @@ class Plan:
         Parameters
         ----------
         path : str or Path
-            `.svg` needs nothing; `.png`, `.pdf` and others need matplotlib.
+            `.svg` needs nothing; `.png`, `.pdf`, `.ps` and `.eps` need CairoSVG.
         what : {"schedule", "timeline", "trade-off"}
             What is kept where over both sweeps; what runs when in virtual
             time, compute and transfers, with the memory of each place; or time
@@ -272,7 +272,7 @@ class Plan:
         Raises
         ------
         ArgumentError
-            If matplotlib is needed and not installed; for an unknown suffix or
+            If CairoSVG is needed and not installed; for an unknown suffix or
             subject; for uniform schedules of more than 20 000 steps.
         """
         self._pictures.draw_plan(self, path, what)

@@ -1,15 +1,14 @@
 """A chart as data: panels of marks above one horizontal axis.
 
-What a picture shows is decided here once; `svg` and `figure` only draw it, the
-one by hand for pages and notebooks, the other with matplotlib for files of
-pixels and print.  Values are in the units of the axes' labels.
+What a picture shows is decided here; `svg` only draws it.  Values are in the units of the
+axes' labels.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Middle tones, told apart without red against green (after Okabe & Ito 2008,
 # jfly.uni-koeln.de/color) and 3:1 or more against white and against black, so
@@ -87,7 +86,19 @@ class Point:
     y: float
 
 
-Mark = Bars | Line | Area | Strokes | Point
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A PNG file between two corners; see `multistage.view.fields`."""
+
+    label: str
+    png: bytes = field(repr=False)
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+
+Mark = Bars | Line | Area | Strokes | Point | Image
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +112,7 @@ class Panel:
     label : str
         Of the vertical axis.
     low, high : float
-        Ends of the vertical axis.
+        Ends of the vertical axis; `low` is at the bottom and may be the greater.
     rows : tuple of (height, text)
         Named heights in place of numbers.
     share : float
@@ -110,6 +121,8 @@ class Panel:
         Whether the vertical axis is logarithmic.
     note : str
         A few words in the upper right corner.
+    title : str
+        Above the panel.
     """
 
     marks: tuple[Mark, ...]
@@ -120,6 +133,7 @@ class Panel:
     share: float = 1.0
     log: bool = False
     note: str = ""
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +156,8 @@ class Chart:
     legend : tuple of (color, text)
     height : float
         In pixels of a page, at a width of `WIDTH`.
+    margin : float
+        Pixels to the left of the panels, for the names of their rows.
     """
 
     title: str
@@ -153,6 +169,7 @@ class Chart:
     rules: tuple[tuple[float, str], ...] = ()
     legend: tuple[tuple[str, str], ...] = ()
     height: float = 380.0
+    margin: float = 84.0
 
 
 WIDTH = 860.0

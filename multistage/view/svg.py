@@ -1,15 +1,16 @@
-"""Charts as SVG, written by hand: no dependency, sharp at every size, some 10 to 50 kB.
+"""Charts as SVG, by the standard library's XML alone.
 
-Text and axes take the color of the page around them (`currentColor`), so that
-the same picture is read on light and on dark ground.  All text is escaped.
+Text has the color of its surroundings (`currentColor`), so that one picture serves light
+pages and dark ones.
 """
 
 from __future__ import annotations
 
-import html
 import math
-import re
+from base64 import b64encode
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
+from xml.etree.ElementTree import Element, SubElement, tostring
 
 from .chart import (
     COLORS,
@@ -17,6 +18,7 @@ from .chart import (
     Area,
     Bars,
     Chart,
+    Image,
     Line,
     Mark,
     Panel,
@@ -26,24 +28,24 @@ from .chart import (
     number,
     ticks,
 )
+from .markup import writable
 
-_LEFT, _RIGHT, _FONT = 84.0, 14.0, 12.0
-_GAP = 16.0
-# What neither XML nor UTF-8 can hold.
-_UNWRITABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_RIGHT, _FONT = 14.0, 12.0
+_GAP, _TITLE = 16.0, 12.0
+_EDGE = 10.0  # of white around a picture in a file of its own
 
 Place = Callable[[float], float]
 
 
-def escaped(text: object) -> str:
-    """Return text that stands for itself in HTML, SVG and their attributes.
+class _Frame(NamedTuple):
+    """Where a panel lies, in pixels, and where its values lie in it."""
 
-    Examples
-    --------
-    >>> escaped("<b> & 'q'")
-    '&lt;b&gt; &amp; &#x27;q&#x27;'
-    """
-    return html.escape(_UNWRITABLE.sub("\ufffd", str(text)), quote=True)
+    left: float
+    right: float
+    top: float
+    bottom: float
+    across: Place
+    up: Place
 
 
 def to_svg(chart: Chart, *, alone: bool = False) -> str:
@@ -52,41 +54,74 @@ def to_svg(chart: Chart, *, alone: bool = False) -> str:
     Parameters
     ----------
     alone : bool
-        For a file of its own: with its namespace, on white ground.
+        For a file of its own: with its namespace, on white ground, with a margin.
     """
+    name = chart.title or "chart"
+    root = Element(
+        "svg",
+        {
+            "viewBox": f"0 0 {WIDTH:g} {chart.height:g}",
+            "role": "img",
+            "aria-label": writable(name),
+            "font-family": "system-ui, sans-serif",
+            "font-size": f"{_FONT:g}",
+            "fill": "currentColor",
+        },
+    )
+    if alone:
+        size = {"width": f"{WIDTH + 2 * _EDGE:g}", "height": f"{chart.height + 2 * _EDGE:g}"}
+        box = f"{-_EDGE:g} {-_EDGE:g} {size['width']} {size['height']}"
+        root.attrib |= {"xmlns": "http://www.w3.org/2000/svg", **size, "viewBox": box}
+        corner = {"x": f"{-_EDGE:g}", "y": f"{-_EDGE:g}"}
+        SubElement(root, "rect", {**corner, **size, "fill": "white"})
+    _draw(root, chart)
+    return tostring(root, encoding="unicode")
+
+
+def _draw(root: Element, chart: Chart) -> None:
     lines = _legend_lines(chart)
-    top = (24.0 if chart.title else 6.0) + 18.0 * len(lines) + (16.0 if chart.rules else 6.0)
-    inner = chart.height - top - 40.0 - _GAP * (len(chart.panels) - 1)
+    start = 24.0 if chart.title else 6.0
+    top = start + 18.0 * len(lines) + (16.0 if chart.rules else 6.0)
+    gap = _GAP
+    if any(panel.title for panel in chart.panels):
+        gap += _TITLE
+        top += _TITLE
+    inner = chart.height - top - 40.0 - gap * (len(chart.panels) - 1)
     whole = sum(panel.share for panel in chart.panels)
-    across = _scale(chart.low, chart.high, _LEFT, WIDTH - _RIGHT, log=chart.log)
-    parts: list[str] = []
+    left, right = chart.margin, WIDTH - _RIGHT
+    across = _scale(chart.low, chart.high, left, right, log=chart.log)
     if chart.title:
-        parts.append(_text(0, 15, chart.title, size=14, weight=600))
+        _text(root, 0, 15, chart.title, size=14, weight=600)
     for row, line in enumerate(lines):
-        parts += _legend(line, (24.0 if chart.title else 6.0) + 18.0 * row + 8)
+        _legend(root, line, start + 18.0 * row + 8)
     y = top
     for panel in chart.panels:
-        height = inner * panel.share / whole
-        parts += _panel(chart, panel, across, y, y + height, panel is chart.panels[-1])
-        y += height + _GAP
-    bottom = y - _GAP
+        bottom = y + inner * panel.share / whole
+        up = _scale(panel.low, panel.high, bottom, y, log=panel.log)
+        _panel(root, chart, panel, _Frame(left, right, y, bottom, across, up))
+        y = bottom + gap
+    bottom = y - gap
+    for x, value in _along(chart, across):
+        _text(root, x, bottom + 16, number(value), anchor="middle")
+    _rules(root, chart, across, top, bottom)
+    _text(root, (left + right) / 2, bottom + 34, chart.label, anchor="middle")
+
+
+def _along(chart: Chart, across: Place) -> list[tuple[float, float]]:
+    """Return the ticks of the horizontal axis: place and value."""
+    return [(across(x), x) for x in ticks(chart.low, chart.high, 9, log=chart.log)]
+
+
+def _rules(root: Element, chart: Chart, across: Place, top: float, bottom: float) -> None:
     for x, what in chart.rules:
         at = across(x)
-        parts.append(
-            f'<path d="M{at:.1f} {top - 4:.1f}V{bottom:.1f}" stroke="currentColor" '
-            'stroke-dasharray="4 3" fill="none"/>'
+        _path(
+            root,
+            f"M{at:.1f} {top - 4:.1f}V{bottom:.1f}",
+            {"stroke": "currentColor", "stroke-dasharray": "4 3"},
         )
         end = at > 0.7 * WIDTH
-        parts.append(_text(at + (-4 if end else 4), top - 5, what, anchor="end" if end else ""))
-    middle = (_LEFT + WIDTH - _RIGHT) / 2
-    parts.append(_text(middle, bottom + 34, chart.label, anchor="middle"))
-    name = escaped(chart.title or "chart")
-    head = f'<svg viewBox="0 0 {WIDTH:g} {chart.height:g}" role="img" aria-label="{name}"'
-    head += f' font-family="system-ui, sans-serif" font-size="{_FONT:g}" fill="currentColor"'
-    if alone:
-        head += f' xmlns="http://www.w3.org/2000/svg" width="{WIDTH:g}" height="{chart.height:g}"'
-        parts.insert(0, f'<rect width="{WIDTH:g}" height="{chart.height:g}" fill="white"/>')
-    return "".join((head, ">", *parts, "</svg>"))
+        _text(root, at + (-4 if end else 4), top - 5, what, anchor="end" if end else "")
 
 
 def _scale(low: float, high: float, start: float, stop: float, *, log: bool) -> Place:
@@ -102,12 +137,31 @@ def _scale(low: float, high: float, start: float, stop: float, *, log: bool) -> 
 
 
 def _text(
-    x: float, y: float, text: str, *, anchor: str = "", size: float = _FONT, weight: int = 400
-) -> str:
-    extra = f' text-anchor="{anchor}"' if anchor else ""
-    extra += f' font-size="{size:g}"' if size != _FONT else ""
-    extra += f' font-weight="{weight}"' if weight != 400 else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{extra}>{escaped(text)}</text>'
+    root: Element,
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "",
+    size: float = _FONT,
+    weight: int = 400,
+    turned: bool = False,
+) -> None:
+    place = {"x": f"{x:.1f}", "y": f"{y:.1f}"}
+    if turned:
+        place = {"transform": f"translate({x:g} {y:.1f}) rotate(-90)"}
+    element = SubElement(root, "text", place)
+    if anchor:
+        element.set("text-anchor", anchor)
+    if size != _FONT:
+        element.set("font-size", f"{size:g}")
+    if weight != 400:
+        element.set("font-weight", f"{weight}")
+    element.text = writable(text)
+
+
+def _path(root: Element, path: str, style: dict[str, str]) -> None:
+    SubElement(root, "path", {"d": path, "fill": "none", **style})
 
 
 def _width(text: str) -> float:
@@ -128,52 +182,52 @@ def _legend_lines(chart: Chart) -> list[list[tuple[float, str, str]]]:
     return lines
 
 
-def _legend(entries: Iterable[tuple[float, str, str]], y: float) -> list[str]:
-    return [
-        f'<rect x="{x:.1f}" y="{y - 6:.1f}" width="12" height="12" rx="2" fill="{COLORS[color]}"/>'
-        + _text(x + 17, y + 4, text)
-        for x, color, text in entries
-    ]
+def _legend(root: Element, entries: Iterable[tuple[float, str, str]], y: float) -> None:
+    for x, color, text in entries:
+        place = {"x": f"{x:.1f}", "y": f"{y - 6:.1f}", "width": "12", "height": "12", "rx": "2"}
+        SubElement(root, "rect", {**place, "fill": COLORS[color]})
+        _text(root, x + 17, y + 4, text)
 
 
-def _panel(
-    chart: Chart, panel: Panel, across: Place, top: float, bottom: float, is_last: bool
-) -> list[str]:
-    up = _scale(panel.low, panel.high, bottom, top, log=panel.log)
+def _panel(root: Element, chart: Chart, panel: Panel, frame: _Frame) -> None:
+    left, right, top, bottom, across, up = frame
     rows = panel.rows or tuple(
         (value, number(value))
-        for value in ticks(panel.low, panel.high, max(2, int((bottom - top) / 34)), log=panel.log)
+        for value in ticks(
+            min(panel.low, panel.high),
+            max(panel.low, panel.high),
+            max(2, int((bottom - top) / 34)),
+            log=panel.log,
+        )
     )
-    grid = "".join(f"M{_LEFT:g} {up(y):.1f}H{WIDTH - _RIGHT:g}" for y, _ in rows)
-    along = [(across(x), x) for x in ticks(chart.low, chart.high, 9, log=chart.log)]
-    grid += "".join(f"M{x:.1f} {top:.1f}V{bottom:.1f}" for x, _ in along)
-    parts = []
     if not panel.rows:
-        parts.append(f'<path d="{grid}" stroke="currentColor" stroke-opacity=".13" fill="none"/>')
+        grid = "".join(f"M{left:g} {up(y):.1f}H{right:g}" for y, _ in rows)
+        grid += "".join(f"M{x:.1f} {top:.1f}V{bottom:.1f}" for x, _ in _along(chart, across))
+        _path(root, grid, {"stroke": "currentColor", "stroke-opacity": ".13"})
     for mark in panel.marks:
-        parts += _mark(mark, across, up)
-    parts.append(
-        f'<path d="M{_LEFT:g} {top:.1f}V{bottom:.1f}H{WIDTH - _RIGHT:g}" '
-        'stroke="currentColor" stroke-opacity=".6" fill="none"/>'
+        _mark(root, mark, frame)
+    _path(
+        root,
+        f"M{left:g} {top:.1f}V{bottom:.1f}H{right:g}",
+        {"stroke": "currentColor", "stroke-opacity": ".6"},
     )
     for y, label in rows:
         for k, line in enumerate(lines := label.split("\n")):
             at = up(y) + 4 + 14 * (k - (len(lines) - 1) / 2)
-            parts.append(_text(_LEFT - 6, at, line, anchor="end"))
+            _text(root, left - 6, at, line, anchor="end")
     if panel.label:
-        x, y = 12, (top + bottom) / 2
-        parts.append(
-            f'<text transform="translate({x} {y:.1f}) rotate(-90)" text-anchor="middle">'
-            f"{escaped(panel.label)}</text>"
-        )
+        _text(root, 12, (top + bottom) / 2, panel.label, anchor="middle", turned=True)
+    if panel.title:
+        _text(root, left, top - 6, panel.title)
     if panel.note:
-        parts.append(_text(WIDTH - _RIGHT - 4, top + 13, panel.note, anchor="end"))
-    if is_last:
-        parts += [_text(x, bottom + 16, number(value), anchor="middle") for x, value in along]
-    return parts
+        _text(root, right - 4, top + 13, panel.note, anchor="end")
 
 
-def _mark(mark: Mark, across: Place, up: Place) -> list[str]:
+def _mark(root: Element, mark: Mark, frame: _Frame) -> None:
+    across, up = frame.across, frame.up
+    if isinstance(mark, Image):
+        _image(root, mark, across, up)
+        return
     color = COLORS[mark.color]
     match mark:
         case Bars():
@@ -184,30 +238,39 @@ def _mark(mark: Mark, across: Place, up: Place) -> list[str]:
                 # What is shorter than a pixel is seen all the same.
                 wide = max(across(start + width) - x, 0.7)
                 path.append(f"M{x:.1f} {y:.1f}h{wide:.1f}v{height:.1f}h{-wide:.1f}z")
-            return [f'<path d="{"".join(path)}" fill="{color}"/>'] if path else []
+            if path:
+                _path(root, "".join(path), {"fill": color})
         case Line():
-            return _line(mark, color, across, up)
+            _line(root, mark, color, across, up)
         case Area():
-            return _area(mark, color, across, up)
+            _area(root, mark, color, across, up)
         case Strokes():
             drawn = [(across(a), up(b), across(c), up(d)) for a, b, c, d in mark.segments]
-            drawn = apart(drawn, 0.8, 0.8)
-            path = [f"M{a:.1f} {b:.1f}L{c:.1f} {d:.1f}" for a, b, c, d in drawn]
-            style = f'stroke="{color}" stroke-width="{mark.width:g}" fill="none"'
-            return [f'<path d="{"".join(path)}" {style}/>'] if path else []
+            path = [f"M{a:.1f} {b:.1f}L{c:.1f} {d:.1f}" for a, b, c, d in apart(drawn, 0.8, 0.8)]
+            if path:
+                style = {"stroke": color, "stroke-width": f"{mark.width:g}"}
+                _path(root, "".join(path), style)
         case Point():
-            x, y = across(mark.x), up(mark.y)
-            ring = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" fill="none" '
-            return [ring + f'stroke="{color}" stroke-width="2.5"/>']
+            place = {"cx": f"{across(mark.x):.1f}", "cy": f"{up(mark.y):.1f}", "r": "6"}
+            style = {"fill": "none", "stroke": color, "stroke-width": "2.5"}
+            SubElement(root, "circle", {**place, **style})
 
 
-def _area(mark: Area, color: str, across: Place, up: Place) -> list[str]:
+def _image(root: Element, mark: Image, across: Place, up: Place) -> None:
+    x, y = across(mark.left), up(mark.top)
+    place = {"x": f"{x:.1f}", "y": f"{y:.1f}"}
+    size = {"width": f"{across(mark.right) - x:.1f}", "height": f"{up(mark.bottom) - y:.1f}"}
+    coded = {"href": f"data:image/png;base64,{b64encode(mark.png).decode('ascii')}"}
+    SubElement(root, "image", {**place, **size, "preserveAspectRatio": "none", **coded})
+
+
+def _area(root: Element, mark: Area, color: str, across: Place, up: Place) -> None:
     if all(high == low for _, low, high in mark.points):
-        return []
+        return
     there = _stepped([(across(x), up(high)) for x, _, high in mark.points])
     back = _stepped([(across(x), up(low)) for x, low, _ in mark.points])
     path = "L".join(f"{x:.1f} {y:.1f}" for x, y in [*there, *reversed(back)])
-    return [f'<path d="M{path}z" fill="{color}" fill-opacity=".8"/>']
+    _path(root, f"M{path}z", {"fill": color, "fill-opacity": ".8"})
 
 
 def _stepped(places: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -219,9 +282,9 @@ def _stepped(places: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return corners
 
 
-def _line(mark: Line, color: str, across: Place, up: Place) -> list[str]:
+def _line(root: Element, mark: Line, color: str, across: Place, up: Place) -> None:
     if not mark.points:
-        return []
+        return
     places = [(across(x), up(y)) for x, y in mark.points]
     x, y = places[0]
     path = [f"M{x:.1f} {y:.1f}"]
@@ -231,15 +294,12 @@ def _line(mark: Line, color: str, across: Place, up: Place) -> list[str]:
         else:
             path.append(f"L{to_x:.1f} {to_y:.1f}")
         y = to_y
-    line, parts = "".join(path), []
+    line = "".join(path)
     if mark.fill:
-        floor = up(0.0)
-        area = f"{line}V{floor:.1f}H{x:.1f}z"
-        parts.append(f'<path d="{area}" fill="{color}" fill-opacity=".22"/>')
-    dash = ' stroke-dasharray="6 4"' if mark.dashed else ""
-    parts.append(f'<path d="{line}" stroke="{color}" stroke-width="1.6"{dash} fill="none"/>')
+        area = f"{line}V{up(0.0):.1f}H{x:.1f}z"
+        _path(root, area, {"fill": color, "fill-opacity": ".22"})
+    dash = {"stroke-dasharray": "6 4"} if mark.dashed else {}
+    _path(root, line, {"stroke": color, "stroke-width": "1.6", **dash})
     if mark.dots:
         dots = "".join(f"M{a:.1f} {b:.1f}h.01" for a, b in places)
-        round_ = 'stroke-width="6" stroke-linecap="round"'
-        parts.append(f'<path d="{dots}" stroke="{color}" {round_} fill="none"/>')
-    return parts
+        _path(root, dots, {"stroke": color, "stroke-width": "6", "stroke-linecap": "round"})

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
 import itertools
 import math
 import re
+import struct
 import xml.etree.ElementTree as ElementTree
+import zlib
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +29,19 @@ from multistage.planners.streaming.interval import paper_interval
 from multistage.planners.trade_off import trade_off
 from multistage.schedule.timeline import Timeline
 from multistage.view import save_chart
-from multistage.view.chart import Area, Bars, Chart, Line, Panel, Point, Strokes, apart, ticks
-from multistage.view.figure import to_figure
+from multistage.view.chart import (
+    COLORS,
+    Area,
+    Bars,
+    Chart,
+    Line,
+    Panel,
+    Point,
+    Strokes,
+    apart,
+    ticks,
+)
+from multistage.view.fields import image_of
 from multistage.view.svg import to_svg
 from multistage.view.timeline import timeline_chart
 
@@ -226,8 +241,6 @@ def test_what_fast_memory_holds_by_kind() -> None:
     text = to_svg(chart, alone=True)
     ElementTree.fromstring(text)
     assert text.count('fill-opacity=".8"') == 3
-    axes = to_figure(chart).axes
-    assert [len(each.collections) for each in axes][1] == 4
 
 
 def test_the_trade_off_is_the_planners() -> None:
@@ -283,29 +296,58 @@ def every_chart() -> dict[str, Chart]:
     }
 
 
-def test_svg_and_matplotlib_draw_the_same() -> None:
-    """As many marks, panels and entries of the legend, and each within the picture."""
+def test_every_mark_is_drawn_within_the_picture() -> None:
+    """As many shapes of each color as the marks have, all words, and no place outside."""
     for name, chart in every_chart().items():
         root = ElementTree.fromstring(to_svg(chart, alone=True))
-        words = [element.text for element in root.iter() if element.tag.endswith("text")]
-        figure = to_figure(chart)
-        assert len(figure.axes) == len(chart.panels), name
-        shown = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
-        assert shown == [text for _, text in chart.legend]
-        assert set(shown) <= set(words), name
-        for axes, panel in zip(figure.axes, chart.panels, strict=True):
-            drawn = len(axes.collections) + len(axes.lines)
-            filled = sum(isinstance(m, Line) and m.fill for m in panel.marks)
-            assert drawn == len(panel.marks) + filled + len(chart.rules), name
+        shapes = [
+            element for element in root.iter() if "d" in element.attrib or "r" in element.attrib
+        ]
+        drawn = Counter(shape.get("stroke") or shape.get("fill") for shape in shapes)
+        drawn += Counter(shape.get("fill") for shape in shapes if shape.get("stroke"))
+        expected: Counter[str] = Counter()
+        for mark in (mark for panel in chart.panels for mark in panel.marks):
+            expected[COLORS[mark.color]] += 1
+            if isinstance(mark, Line):
+                expected[COLORS[mark.color]] += mark.fill + mark.dots
+        assert {color: drawn[color] for color in expected} == expected, name
+        words = {element.text for element in root.iter() if element.tag.endswith("text")}
+        assert {text for _, text in (*chart.legend, *chart.rules)} <= words, name
+        assert {chart.title, chart.label, *(panel.note for panel in chart.panels)} - {""} <= words
         for x in re.findall(r"[ML](-?[\d.]+) -?[\d.]+", to_svg(chart)):
             assert -1 <= float(x) <= 861, name
+
+
+def test_a_field_as_an_image() -> None:
+    """Its pixels are those of the palette, its corners those of the axes, which may fall."""
+    field = np.array([[-1.0, 0.0, 1.0], [9.0, -9.0, 0.5]])
+    image = image_of(field, "difference", (-1, 1), (0, 3, 0, 2), "field")
+    assert image.png.startswith(b"\x89PNG")
+    header = image.png.index(b"IHDR") + 4
+    assert struct.unpack(">II", image.png[header : header + 8]) == (3, 2)
+    (data,) = re.findall(rb"IDAT(.*)....\x00{4}IEND", image.png, re.S)
+    rows = np.frombuffer(zlib.decompress(data), np.uint8).reshape(2, 10)
+    assert not rows[:, 0].any()
+    pixels = rows[:, 1:].reshape(2, 3, 3).tolist()
+    blue, white, red = [5, 48, 97], [255, 255, 255], [103, 0, 31]
+    assert pixels == [[blue, white, red], [red, blue, [214, 96, 77]]]
+    panel = Panel((image, Point("source", "chosen", 1.5, 0.0)), "depth", 2, 0, title="a field")
+    root = ElementTree.fromstring(to_svg(Chart("", (panel, panel), "x", 0, 3), alone=True))
+    drawn = [element for element in root.iter() if element.tag.endswith("image")]
+    assert len(drawn) == 2
+    ring = next(element for element in root.iter() if element.tag.endswith("circle"))
+    assert ring.get("cy") == drawn[0].get("y")  # depth 0 is at the top
+    assert base64.b64decode(drawn[0].attrib["href"].partition(",")[2]) == image.png
+    titles = [float(e.attrib["y"]) for e in root.iter() if e.text == "a field"]
+    end = float(drawn[0].attrib["y"]) + float(drawn[0].attrib["height"])
+    assert titles[0] < float(drawn[0].attrib["y"]) and end < titles[1] - 10
 
 
 def test_bars_in_svg_stand_where_the_timeline_has_them() -> None:
     _, run = stalling()
     svg = to_svg(timeline_chart(run.timeline))
     color = "#d23b68"  # stalls
-    (path,) = re.findall(rf'<path d="([^"]*)" fill="{color}"/>', svg)[:1]
+    (path,) = re.findall(rf'<path d="([^"]*)" fill="{color}" />', svg)[:1]
     x, width = map(float, re.match(r"M([\d.]+) [\d.]+h([\d.]+)", path).groups())
     (stall,) = (s for s in run.timeline.lanes["compute"] if s.kind == "stall")
     scale = (860 - 84 - 14) / run.makespan_s
@@ -333,22 +375,35 @@ def test_ticks_lie_within(low: float, high: float, log: bool) -> None:
     assert len(found) <= 15
 
 
-def test_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formats(tmp_path: Path) -> None:
+    pytest.importorskip("cairosvg")
     chart = Chart("$x_1$ <b>", (Panel((), "y", 0, 1),), "x", 0, 1)
-    for suffix in ("svg", "png", "pdf"):
+    begins = {"svg": b"<svg", "png": b"\x89PNG", "PDF": b"%PDF", "ps": b"%!PS", "eps": b"%!PS"}
+    for suffix, begin in begins.items():
         save_chart(chart, tmp_path / f"a.{suffix}")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
-    with pytest.raises(ArgumentError, match=r"ends in \.xyz; use one of"):
-        save_chart(chart, tmp_path / "a.xyz")
+        assert (tmp_path / f"a.{suffix}").read_bytes().startswith(begin)
+    width, height = struct.unpack(">II", (tmp_path / "a.png").read_bytes()[16:24])
+    assert (width, height) == (1320, 600)
+
+
+@pytest.mark.parametrize("error", [ImportError("none"), OSError("no library called cairo")])
+def test_without_cairo_there_is_svg(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    chart = Chart("", (Panel((), "y", 0, 1),), "x", 0, 1)
     real = builtins.__import__
 
     def missing(name: str, *rest: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
+        if name == "cairosvg":
+            raise error
+        assert not name.startswith(("matplotlib", "jinja2"))
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    save_chart(chart, tmp_path / "b.svg")  # needs nothing
-    with pytest.raises(ArgumentError, match=r"multistage-checkpointing\[report\]"):
+    save_chart(chart, tmp_path / "b.svg")
+    with pytest.raises(ArgumentError, match=rf"{error}.*multistage-checkpointing\[report\]"):
         save_chart(chart, tmp_path / "b.png")
+    for name in ("a.xyz", "a"):
+        with pytest.raises(ArgumentError, match=r"use \.svg, or one of \.png, \.pdf"):
+            save_chart(chart, tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["b.svg"]

@@ -169,8 +169,8 @@ def test_hostile_names_are_text() -> None:
     for parts in (
         plan_parts(made),
         plan_parts(chain),
-        [page.picture(timeline_chart(timeline, HOSTILE)), page.paragraph(HOSTILE, "soft")],
-        [page.cards([(HOSTILE,) * 3]), page.table([HOSTILE], [[HOSTILE]]), page.heading(HOSTILE)],
+        [page.Picture(timeline_chart(timeline, HOSTILE)), page.Paragraph(HOSTILE, "soft")],
+        [page.Cards([(HOSTILE,) * 3]), page.Table([HOSTILE], [[HOSTILE]]), page.Heading(HOSTILE)],
     ):
         text = page.document(HOSTILE, parts)
         found = checked(text)
@@ -182,6 +182,22 @@ def test_hostile_names_are_text() -> None:
     import xml.etree.ElementTree as ElementTree
 
     ElementTree.fromstring(svg.to_svg(timeline_chart(timeline, HOSTILE), alone=True))
+
+
+def test_parts_of_a_page() -> None:
+    table = page.Table(["a", "b", "c"], [[1, 2.5, "x"], ["y", "", 0]], marked=1, words=2)
+    html = page.fragment(
+        [table, page.Paragraph("one\n\ntwo", "alert"), page.Cards([("a", "b", "c")])]
+    )
+    checked(html)
+    text = re.sub(r">\s+<", "><", html)
+    assert (
+        '<tbody><tr><td class="first">1</td><td>2.5</td><td class="words">x</td></tr>'
+        '<tr class="marked"><td class="first">y</td><td></td><td class="words">0</td></tr>'
+    ) in text
+    assert '<th class="first">a</th><th>b</th><th class="words">c</th>' in text
+    assert '<p class="alert">one</p><p class="alert">two</p>' in text
+    assert "<div><span>a</span><b>b</b><span>c</span></div>" in text
 
 
 @pytest.mark.parametrize("steps", [10, 500, 501, 5_000])

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from ...errors import ArgumentError
 from ...support.units import format_bytes, format_seconds
-from ...view import page, save_chart, save_text
+from ...view import save_chart, save_text
 from ...view.chart import Chart
+from ...view.page import Cards, Heading, Paragraph, Part, Picture, Table, document, fragment
 from ...view.timeline import timeline_chart
 from ..base import Subject
 from ..chain.heterogeneous import memory_curve
@@ -83,32 +84,36 @@ def draw_plan(plan: Plan, path: str | Path, subject: Subject) -> None:
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan as a page, or as JSON."""
     if Path(path).suffix.lower() == ".html":
-        save_text(path, html=page.document(f"Plan: {plan.title}", plan_parts(plan)))
+        save_text(path, html=document(f"Plan: {plan.title}", plan_parts(plan)))
         return
     save_text(path, html="", json=json.dumps(plan.to_dict(), indent=2) + "\n")
 
 
 def save_run(plan: Plan, run: Simulation, path: str | Path) -> None:
     """Write the page of a plan and of a simulated run of it, with jitter or without."""
-    save_text(path, html=page.document(f"Simulated: {plan.title}", plan_parts(plan, run)))
+    save_text(path, html=document(f"Simulated: {plan.title}", plan_parts(plan, run)))
 
 
-def plan_parts(plan: Plan, run: Simulation | None = None) -> list[str]:
+def plan_parts(plan: Plan, run: Simulation | None = None) -> list[Part]:
     """Return the page of a plan, or of a simulated run of it."""
-    parts = [page.paragraph(plan.summary(), "soft"), page.cards(_cards(plan, run)), *_beside(plan)]
+    parts: list[Part] = [
+        Paragraph(plan.summary(), "soft"),
+        Cards(_cards(plan, run)),
+        *_beside(plan),
+    ]
     if plan.n_steps > MOST_STEPS:
         text = f"Schedules of more than {MOST_STEPS} {plan.UNIT} are not drawn."
-        return [*parts, page.paragraph(text, "soft")]
+        return [*parts, Paragraph(text, "soft")]
     shown = run or course_of(plan)[1]
     parts += [
-        page.heading("What is kept where" + (", as planned" if run else "")),
-        page.paragraph(SCHEDULE_CAPTION, "soft"),
-        page.picture(schedule_chart(plan)),
-        page.heading("Timeline, predicted" if run is None else "Timeline, simulated"),
-        page.picture(run_chart(plan, shown)),
+        Heading("What is kept where" + (", as planned" if run else "")),
+        Paragraph(SCHEDULE_CAPTION, "soft"),
+        Picture(schedule_chart(plan)),
+        Heading("Timeline, predicted" if run is None else "Timeline, simulated"),
+        Picture(run_chart(plan, shown)),
     ]
     if plan.n_steps <= _CURVE_STEPS:
-        parts += [page.heading("Time against memory"), page.picture(_trade_off(plan))]
+        parts += [Heading("Time against memory"), Picture(_trade_off(plan))]
     return parts if isinstance(plan, UniformPlan) else [*parts, *_stages(plan)]
 
 
@@ -153,34 +158,34 @@ def _cards(plan: Plan, run: Simulation | None) -> list[tuple[str, str, str]]:
     return entries
 
 
-def _beside(plan: Plan) -> list[str]:
+def _beside(plan: Plan) -> list[Part]:
     """Return a plan's alternatives, and the costs that all of them are predicted by."""
     if isinstance(plan, UniformPlan):
         return [
-            page.paragraph("\n".join(text for text in (plan.note, plan.why) if text)),
-            page.heading("Planners compared"),
+            Paragraph("\n".join(text for text in (plan.note, plan.why) if text)),
+            Heading("Planners compared"),
             _candidates(plan),
-            page.heading("Costs assumed"),
+            Heading("Costs assumed"),
             _costs(plan),
         ]
     assert isinstance(plan, ChainPlan)
     if plan.tier is None:
         return []
     return [
-        page.heading("Beside its alternatives"),
-        page.paragraph(f"tier {plan.tier}", "soft"),
-        page.table(("", "time", "difference"), plan.comparison(), marked=0),
+        Heading("Beside its alternatives"),
+        Paragraph(f"tier {plan.tier}", "soft"),
+        Table(("", "time", "difference"), plan.comparison(), marked=0),
     ]
 
 
-def _candidates(plan: UniformPlan) -> str:
+def _candidates(plan: UniformPlan) -> Table:
     plans = sorted(plan.candidates or (plan,), key=lambda each: each.makespan_s)
     rows = [each.row() for each in plans]
     marked = next((k for k, each in enumerate(plans) if each.planner == plan.planner), None)
-    return page.table(list(rows[0]), [list(row.values()) for row in rows], marked=marked)
+    return Table(list(rows[0]), [list(row.values()) for row in rows], marked=marked)
 
 
-def _costs(plan: UniformPlan) -> str:
+def _costs(plan: UniformPlan) -> Table:
     costs = plan.costs
     rows = [
         ("forward step (T_A)", format_seconds(costs.forward_step_s)),
@@ -192,10 +197,10 @@ def _costs(plan: UniformPlan) -> str:
             (f"{tier.name}: write (T_W)", format_seconds(tier.write_s)),
             (f"{tier.name}: read (T_R)", format_seconds(tier.read_s)),
         ]
-    return page.table(("cost", "assumed"), rows)
+    return Table(("cost", "assumed"), rows)
 
 
-def _stages(plan: Plan) -> list[str]:
+def _stages(plan: Plan) -> list[Part]:
     """Return what becomes of each stage of a chain."""
     assert isinstance(plan, ChainPlan)
     headers = ("stage", "forward sweep", "runs", "tape", "output", "forward", "backward")
@@ -213,19 +218,23 @@ def _stages(plan: Plan) -> list[str]:
             zip(plan.costs.stages, plan.fates(), plan.runs(), strict=True)
         )
     ]
-    return [page.heading("Stages"), page.table(headers, rows)]
+    return [Heading("Stages"), Table(headers, rows)]
+
+
+def brief_parts(plan: Plan) -> list[Part]:
+    """Return what a notebook's cell shows of a plan."""
+    parts: list[Part] = [Paragraph(plan.summary())]
+    light = _LIGHT_STAGES
+    if isinstance(plan, UniformPlan):
+        light = _LIGHT_STEPS
+        bound = f"lower bound {format_seconds(plan.lower_bound_s)}\n{plan.note}"
+        parts += [_candidates(plan), Paragraph(bound)]
+    if plan.n_steps <= light:
+        parts.append(Picture(schedule_chart(plan, " ")))
+        parts += [] if isinstance(plan, UniformPlan) else _stages(plan)
+    return parts
 
 
 def plan_html(plan: Plan) -> str:
     """Return a plan for a notebook's cell."""
-    parts = [page.paragraph(plan.summary())]
-    light = _LIGHT_STEPS
-    if isinstance(plan, UniformPlan):
-        bound = f"lower bound {format_seconds(plan.lower_bound_s)}\n{plan.note}"
-        parts += [_candidates(plan), page.paragraph(bound)]
-    else:
-        light = _LIGHT_STAGES
-    if plan.n_steps <= light:
-        parts.append(page.picture(schedule_chart(plan, " ")))
-        parts += [] if isinstance(plan, UniformPlan) else _stages(plan)
-    return page.fragment(parts)
+    return fragment(brief_parts(plan))

@@ -21,10 +21,11 @@ from ...model.stages import Stage
 from ...model.tier import Tier
 from ...planners import UniformPlan, plan
 from ...planners.chain.plan import ChainPlan
-from ...planners.pictures.plans import plan_parts
+from ...planners.pictures.plans import brief_parts, plan_parts
 from ...planners.streaming.interval import shortest_interval
 from ...support.units import format_bytes, format_seconds
-from ...view import page, save_text
+from ...view import save_text
+from ...view.page import Heading, Paragraph, Part, Table, document, fragment
 from ..measurement.checking import Checked
 from ..measurement.measure import seconds_of
 from ..tensors.meter import Meter
@@ -168,14 +169,14 @@ class UnrollPlan:
             for stage, count in self.kinds
         ]
 
-    def _table(self) -> str:
+    def _table(self) -> Table:
         rows = [
             (name, chunk, format_seconds(seconds), format_bytes(peak))
             for name, chunk, seconds, peak in self.alternatives
         ]
         chosen = [(name, chunk) for name, chunk, *_ in self.alternatives]
         marked = chosen.index((self.planner, self.chunk))
-        return page.table(("planner", "chunk", "predicted", "peak"), rows, marked=marked)
+        return Table(("planner", "chunk", "predicted", "peak"), rows, marked=marked)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file: `.html`, one page that needs no network.
@@ -185,15 +186,15 @@ class UnrollPlan:
         ArgumentError
             For another suffix.
         """
-        parts = [page.paragraph(self.summary()), page.heading("What fits"), self._table()]
+        parts: list[Part] = [Paragraph(self.summary()), Heading("What fits"), self._table()]
         if self.plan is not None:
-            parts += [page.heading("The schedule of chunks"), *plan_parts(self.plan)]
+            parts += [Heading("The schedule of chunks"), *plan_parts(self.plan)]
         title = f"Plan: a sequence of {self.n_steps} steps, {self.planner}"
-        save_text(path, html=page.document(title, parts))
+        save_text(path, html=document(title, parts))
 
     def _repr_html_(self) -> str:
-        schedule = [] if self.plan is None else [self.plan._repr_html_()]
-        return page.fragment([page.paragraph(self.summary()), self._table(), *schedule])
+        schedule = [] if self.plan is None else brief_parts(self.plan)
+        return fragment([Paragraph(self.summary()), self._table(), *schedule])
 
 
 def sample_chunks(
