@@ -50,8 +50,8 @@ import multistage.torch as mst
 from benchmarks._common import child, finish, interleaved, options
 from multistage.model.stages import StageCosts
 from multistage.planners.chain.heterogeneous import memory_curve, smallest_memory
-from multistage.torch.choosing import held_by_caller
 from multistage.torch.measurement.exploring import tensors_of
+from multistage.torch.planning.choosing import held_by_caller
 from multistage.torch.tensors.meter import Meter
 
 KEEP = {

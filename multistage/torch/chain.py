@@ -1,156 +1,16 @@
-"""`to_chain`: the stages of a model that was not written as a chain.
-
-The model's `forward` is recorded on a sample (`recording.py`), and its graph cut
-wherever a single tensor passes that takes part in the gradient: at the
-articulation points of the undirected graph that lie on the way from input to
-output, as OpenAI's gradient-checkpointing found them for TensorFlow; and where
-much lies between two of them, where the fewest bytes pass.  What else may pass
-a cut: inputs, and what depends on no parameter (masks, tables of positions).
-"""
+"""`to_chain`: the stages of a model that was not written as a chain."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from copy import copy
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
-import torch
 from torch import nn
 
 from ..backends.urls import Tiers
 from ..errors import ArgumentError
-from .environment.randomness import device_types
-from .environment.settings import Settings
-from .measurement.measure import Profile
-from .tracing.calling import aliases, layouts
-from .tracing.cutting import Staying, cuts, ways_to_count, why_uncut
-from .tracing.parts import Code, Part, parts_of
-from .tracing.recorded import Recorded
-from .tracing.recording import record
-from .tracing.watching import has_hooks
-
-if TYPE_CHECKING:
-    from .sequential import Sequential
-
-
-class Stages(list[Part]):
-    """The stages of a model, in order.
-
-    They hold for what the model was recorded with: `differences` tells what is
-    other, and `again` records the model anew.
-
-    Attributes
-    ----------
-    model : nn.Module
-        Whose parameters and buffers they use.
-    called_whole : dict
-        Paths of modules that were not looked into, with the cause.
-    """
-
-    def __init__(self, model: nn.Module, sample: Any, recorded: Recorded) -> None:
-        found = cuts(recorded)
-        super().__init__(parts_of(model, recorded, found))
-        self.model = model
-        self.called_whole = recorded.closed
-        self._staying = ways_to_count(recorded, found)
-        self._conditions = _Conditions(model, sample, recorded)
-        # For `Sequential`, which looks at the conditions before a run, not in it.
-        self.bare: list[Part] = list(self)
-        self[0] = copy(self[0])
-        self[0].before = self.check
-
-    def differences(self, state: Any) -> str | None:
-        """Return what differs from when the model was recorded, None if nothing does."""
-        return next(self._conditions.differences(state), None)
-
-    def check(self, state: Any) -> None:
-        """Raise ArgumentError if the stages do not hold for an input."""
-        if (found := self.differences(state)) is not None:
-            raise ArgumentError(
-                f"{type(self.model).__name__} was traced for something else: {found}; call "
-                "to_chain again, or let Sequential do it"
-            )
-
-    def counted(self, profile: Profile) -> list[Profile]:
-        """Return a profile by all ways to count what passes several cuts.
-
-        The first counts it once, with the input, as plain training does.
-        """
-        return [_counted(profile, way) for way in self._staying]
-
-    def same_stages(self, other: Stages | None) -> bool:
-        """Whether others make the same calls, but for constants."""
-        return other is not None and [p.name for p in self] == [p.name for p in other]
-
-    def again(self, sample: Any) -> Stages:
-        """Return the stages for another input, or for the model as it is now."""
-        return to_chain(self.model, sample)
-
-
-def _counted(profile: Profile, way: Staying) -> Profile:
-    """Return a profile in which what stays is counted once, with the input."""
-    stages = []
-    for group, stage in zip(profile.groups, profile.costs.stages, strict=True):
-        here = way.at[group[-1]] if group[-1] < len(way.at) else 0
-        here = min(here, stage.output_bytes)
-        stages.append(
-            replace(
-                stage,
-                output_bytes=stage.output_bytes - here,
-                tape_bytes=stage.tape_bytes - here,
-            )
-        )
-    costs = profile.costs
-    input_bytes = costs.input_bytes + way.nbytes
-    return replace(profile, costs=replace(costs, stages=tuple(stages), input_bytes=input_bytes))
-
-
-class _Conditions:
-    """What the stages of a model depend on besides what the model holds by then."""
-
-    def __init__(self, model: nn.Module, sample: Any, recorded: Recorded) -> None:
-        self._given, self._attributes = recorded.given, recorded.attributes
-        leaves = self._given(sample)
-        self._aliases, self._layouts = aliases(leaves), layouts(leaves)
-        self._device_types = device_types([])
-        self._settings = Settings.capture(self._device_types)
-        modules = dict(model.named_modules())
-        self._opened = [(path, modules[path]) for path in recorded.opened]
-        self._children = [
-            (path, module, tuple(module._modules.values()))
-            for path, module in (("", model), *self._opened)
-        ]
-        self._readings = [(Code(reading.graph), reading.value) for reading in recorded.readings]
-        self._extras = SimpleNamespace(**recorded.extras)
-
-    def differences(self, state: Any) -> Iterator[str]:
-        """Yield what differs now."""
-        try:
-            leaves = self._given(state)
-        except ArgumentError as error:
-            yield str(error)
-            return
-        if aliases(leaves) != self._aliases:
-            yield "other arguments are the same tensor"
-        if layouts(leaves) != self._layouts:
-            yield "an input has other strides, or another requires_grad"
-        if Settings.capture(self._device_types) != self._settings:
-            yield "the settings of torch's backends or autocast are others"
-        for path, module, children in self._children:
-            if tuple(module._modules.values()) != children:
-                yield f"module {path!r} has other children"
-        for path, module in self._opened:
-            if has_hooks(module):
-                yield f"module {path!r} has hooks, which its stages do not call"
-        for _, _, found in self._attributes.differences():
-            yield found
-        for read, value in self._readings:
-            with torch.no_grad():
-                now = read(self._extras, *leaves)
-            if now != value:
-                yield f"forward reads a value of its input, which is {now!r} and was {value!r}"
+from .sequential import Sequential
+from .tracing.traced import Stages as Stages
+from .tracing.traced import stages_of_model
 
 
 @overload
@@ -212,12 +72,7 @@ def to_chain(
     """
     if tiers is not None and memory is None:
         raise ArgumentError("tiers=... goes with memory=...: where all fits nothing travels")
-    recorded = record(model, sample_input)
-    stages = Stages(model, sample_input, recorded)
-    if len(stages) == 1:
-        raise ArgumentError(f"{type(model).__name__} cannot be cut: {why_uncut(recorded)}")
+    stages = stages_of_model(model, sample_input)
     if memory is None:
         return stages
-    from .sequential import Sequential  # which builds on this module
-
     return Sequential(stages, sample_input, memory, tiers=tiers)

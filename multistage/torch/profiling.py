@@ -9,7 +9,8 @@ from torch import nn
 
 from ..model.stages import StageCosts
 from ..planners.chain.heterogeneous import smallest_memory
-from .sequential import Sequential, measured
+from .planning.fitting import measured
+from .sequential import Sequential
 
 
 def profile(

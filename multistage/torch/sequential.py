@@ -2,132 +2,38 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from ..backends.urls import Tiers, open_store, tier_names
-from ..errors import ArgumentError, BudgetError, CheckpointWarning, StoreError
-from ..execute.detour import Deadlines
+from ..errors import ArgumentError
 from ..model.stages import StageCosts
 from ..planners.chain.heterogeneous import ChainPlan, ChainPlanner
 from .adopting import adopt, yielding
-from .chain import Stages
-from .chains.runner import Run
-from .chains.stages import UnforeseenError
-from .choosing import chosen, device_of, is_collective, is_plain, limit_of, of_rank_0, sends
-from .environment.randomness import device_types, refuse_hidden_draws
-from .environment.scope import Found, Scope
-from .environment.settings import Settings
-from .environment.states import leaves_of
-from .environment.turns import TURN
-from .measurement.checking import Check, Checked, check_chain, checked_choice, room_for_tapes
+from .measurement.checking import Check, Checked, checked_choice
 from .measurement.exploring import tensors_of
-from .measurement.joining import ApartError, Running
-from .measurement.measure import SECONDS, Profile, measure
-from .measurement.sizes import LargerError, Sizes
-from .tiers.stowage import Berth, CannotTravel
-from .tiers.tiered import Tiered
-from .tracing.calling import arguments, sample_of
-from .tracing.parts import Part
-
-Call = Callable[[Any], Any]
-_log = logging.getLogger(__name__)
-_MOST_PLANS = 4  # for each stage and input, if they are larger each time
-_BYTES = (
-    "output_bytes",
-    "tape_bytes",
-    "gradient_bytes",
-    "forward_overhead_bytes",
-    "tape_overhead_bytes",
-    "backward_overhead_bytes",
+from .planning.kinds import facts_of
+from .planning.limited import (
+    Call,
+    Limited,
+    LimitedModule,
+    names_of,
+    of_functions,
+    run_plain,
+    stages_of,
+    whole,
 )
-# Kinds of input whose plans are remembered, and traces of each.
-_KINDS = 64
-_VARIANTS = 8
+from .planning.preparing import planned_for, prepared, replanned
+from .planning.running import run
+from .tiers.tiered import Tiered
+from .tracing.calling import sample_of
+from .tracing.traced import Stages
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """What is known of inputs of one kind."""
-
-    stages: list[Call]
-    traced: Stages | None  # that the stages are of
-    profile: Profile
-    measured: Profile  # which `profile` counts one way
-    plan: ChainPlan
-    checked: Checked
-    sizes: Sizes = field(default_factory=Sizes)  # of the whole, where it runs as it is
-    running: Running = field(default_factory=Running)
-
-    def holds(self, stages: Sequence[Call], state: Any, way: object) -> bool:
-        """Whether it is of the chain's present stages, and serves an input."""
-        if self.traced is None:  # who assigns to a child puts another in its place
-            same = len(stages) == len(self.stages)
-            return same and all(a is b for a, b in zip(stages, self.stages, strict=True))
-        return self.runs_plainly(way) or self.traced.differences(state) is None
-
-    def runs_plainly(self, way: object) -> bool:
-        """Whether all tapes are kept, and the sizes of a way to run are known to fit."""
-        if not is_plain(self.plan):
-            return False
-        unlimited = self.plan.memory_bytes is None or self.profile.traits[0].sizes is None
-        return unlimited or self.sizes.knows(way)
-
-
-@dataclass(slots=True)
-class _Chain:
-    """What a `Sequential` is besides an `nn.Module`."""
-
-    calls: list[str | Call]
-    traced: Stages | None
-    memory: int | str | float | None
-    planner: ChainPlanner
-    segments: int | None
-    replan: bool
-    costs: StageCosts | None
-    check: Check
-    tiered: Tiered | None = None
-    plan: ChainPlan | None = None
-    checked: Checked | None = None
-    functions: Scope | None = None  # of stages that are no modules
-    whole: Scope | None = None  # of all stages
-    facts: tuple[int, _Facts] | None = None  # of what the scope held last, by its number
-    watchful: bool = False  # whether a stage drew random numbers unforeseen
-    # By kind of input; the latest first.
-    known: OrderedDict[object, list[_Planned]] = field(default_factory=OrderedDict)
-
-    def refers_to(self) -> list[Call]:
-        """Return the stages that are no modules; see `Scope`."""
-        return [c for c in self.calls if not isinstance(c, (str, nn.Module))]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Profiles point at modules and at devices: a copy profiles anew.
-        state = {f.name: getattr(self, f.name) for f in fields(self)}
-        empty: dict[str, Any] = {
-            "known": OrderedDict(),
-            "plan": None,
-            "checked": None,
-            "functions": None,
-            "whole": None,
-            "facts": None,
-        }
-        return {**state, **empty}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
-
-
-class Sequential(nn.Module):
+class Sequential(LimitedModule):
     """A chain of stages that trains within a memory limit, exactly as plain training does.
 
     Measures the stages on the first input of a kind, chooses which tapes and
@@ -235,11 +141,11 @@ class Sequential(nn.Module):
             raise ArgumentError("a chain needs at least one stage")
         traced = model if isinstance(model, Stages) else None
         # All that is ours under one name, so that a model may use every other.
-        self._multistage = _Chain(
+        self._multistage = Limited(
             calls, traced, memory, planner, segments, replan, costs, check, tiered
         )
         if sample_input is not None:
-            _prepared(self, sample_input)
+            prepared(self, sample_input)
 
     def _register(self, model: nn.Sequential | Sequence[Call]) -> list[str | Call]:
         """Register what has parameters; return the names of children, and plain callables."""
@@ -338,7 +244,7 @@ class Sequential(nn.Module):
         work every rank must call it, and all take the plan of rank 0.  Chains of
         sharded parameters (FSDP2) do so at their first call too.
         """
-        return _prepared(self, _state_of(self, sample_input, named))
+        return prepared(self, _state_of(self, sample_input, named))
 
     @yielding
     def close(self) -> None:
@@ -359,20 +265,15 @@ class Sequential(nn.Module):
         wanting = torch.is_grad_enabled() and (
             any(t.requires_grad for t in tensors_of(state))
             or any(p.requires_grad for p in self.parameters())
-            or any(t.requires_grad for t in _of_functions(self).tensors)
+            or any(t.requires_grad for t in of_functions(self).tensors)
         )
         if not wanting:
-            return _plain(self, state)
-        found = _whole(self)
-        planned = _planned(self, state, found, together=_facts(self, found).collective)
-        return _run(self, _replanned(self, planned, state), state, found)
+            return run_plain(self, state)
+        found = whole(self)
+        planned = planned_for(self, state, found, together=facts_of(self, found).collective)
+        return run(self, replanned(self, planned, state), state, found)
 
     # ------------------------------------------------------------- as the model
-
-    def _model(self) -> nn.Module | None:
-        """Return the model that was traced, None for other chains."""
-        chain = self.__dict__.get("_multistage")
-        return chain.traced.model if chain is not None and chain.traced is not None else None
 
     @property
     def training(self) -> bool:
@@ -448,25 +349,6 @@ class Sequential(nn.Module):
 # Not methods: their names belong to models.
 
 
-def stages_of(sequential: Sequential) -> list[Call]:
-    """Return the stages of a chain."""
-    chain, modules = sequential._multistage, sequential._modules
-    return [modules[c] if isinstance(c, str) else c for c in chain.calls]  # type: ignore[misc]
-
-
-def names_of(sequential: Sequential) -> list[str]:
-    """Return a name for each stage of a chain."""
-    chain, modules = sequential._multistage, sequential._modules
-    return [
-        f"{c} {type(modules[c]).__name__}"
-        if isinstance(c, str)
-        else c.name
-        if isinstance(c, Part)
-        else getattr(c, "__name__", type(c).__name__)
-        for c in chain.calls
-    ]
-
-
 def _state_of(sequential: Sequential, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the chain's input from the arguments of a call."""
     traced = sequential._multistage.traced
@@ -491,361 +373,3 @@ def _tiered(tiers: Tiers | None, planner: ChainPlanner) -> Tiered | None:
             continue
         open_store(name)  # says so now if there is no such tier
     return Tiered(names)
-
-
-def _prepared(sequential: Sequential, state: Any) -> ChainPlan:
-    with torch.enable_grad():
-        return _planned(sequential, state, _whole(sequential), together=True).plan
-
-
-def _planned(
-    sequential: Sequential, state: Any, found: Found, *, together: bool = False
-) -> _Planned:
-    """Return what is known of inputs like this one; profile and plan if nothing is."""
-    chain = sequential._multistage
-    kind, way = _kind(sequential, state, found), Sizes.way(leaves_of(state), found.number)
-    variants = chain.known.get(kind, [])
-    stages = stages_of(sequential)
-    planned = next((v for v in variants if v.holds(stages, state, way)), None)
-    if planned is None:
-        if chain.known and not chain.replan:
-            raise ArgumentError(
-                "the input is of another kind (shapes, dtypes, devices, modes) than the one "
-                "planned for; call prepare() with a sample of it, or use replan=True"
-            )
-        with TURN.taken():  # generators and buffers are put back at the end
-            planned = _made(sequential, state, variants, together)
-        _remember(chain, kind, [planned, *variants[: _VARIANTS - 1]])
-    chain.known.move_to_end(kind)
-    _use(chain, planned)
-    return planned
-
-
-def _remember(chain: _Chain, kind: object, variants: list[_Planned]) -> None:
-    chain.known[kind] = variants
-    if len(chain.known) > _KINDS:
-        chain.known.popitem(last=False)
-
-
-def _use(chain: _Chain, planned: _Planned) -> None:
-    chain.plan, chain.checked = planned.plan, planned.checked
-    if planned.traced is not None:
-        chain.traced, chain.calls = planned.traced, list(planned.traced.bare)
-
-
-def _made(sequential: Sequential, state: Any, variants: list[_Planned], together: bool) -> _Planned:
-    """Trace if the stages do not hold for an input, profile, and plan."""
-    chain = sequential._multistage
-    if chain.traced is not None and chain.traced.differences(state) is not None:
-        chain.traced = chain.traced.again(state)
-        chain.calls = list(chain.traced.bare)
-    stages, names = stages_of(sequential), names_of(sequential)
-    for other in variants:  # where a constant differs, costs do not
-        if other.traced is not None and other.traced.same_stages(chain.traced):
-            found = measure(stages, names, state, costs=other.measured.costs)
-            sizes = [t.sizes and t.sizes.fresh() for t in other.measured.traits]
-            found = _with_sizes(found, sizes)
-            profile = replace(found, costs=other.profile.costs)
-            return _Planned(stages, chain.traced, profile, found, other.plan, other.checked)
-    found = measure(stages, names, state, costs=chain.costs)
-    if is_collective(sequential):  # one rank alone cannot plan anew
-        found = _with_sizes(found, [None for _ in found.traits])
-    unchecked = _fitted(sequential, state, found, together)
-    try:
-        return replace(unchecked, checked=_compared(sequential, unchecked, state))
-    except CannotTravel as error:
-        chain.tiered = None
-        warnings.warn(f"the tier is not used: {error}", CheckpointWarning, stacklevel=2)
-    unchecked = _fitted(sequential, state, found, together)
-    return replace(unchecked, checked=_compared(sequential, unchecked, state))
-
-
-def _with_sizes(profile: Profile, sizes: Sequence[Sizes | None]) -> Profile:
-    traits = [replace(t, sizes=each) for t, each in zip(profile.traits, sizes, strict=True)]
-    return replace(profile, traits=tuple(traits))
-
-
-def _fitted(sequential: Sequential, state: Any, found: Profile, together: bool) -> _Planned:
-    """Return the best plan for stages as measured, unchecked."""
-    traced = sequential._multistage.traced
-    profiles = _counted(sequential, found)
-    if together:
-        profiles = [replace(each, costs=of_rank_0(each.costs)) for each in profiles]
-    profile, plan = chosen(sequential, profiles, limit_of(sequential, state), together)
-    _refuse_unhooked(profile, plan)
-    # Where there is room for twice as much, values of tensors are not thought to decide.
-    roomy = plan.memory_bytes is None or plan.memory_bytes >= 2 * plan.plain_bytes
-    varies = not roomy and any(t.sizes.varies for t in profile.traits if t.sizes is not None)
-    return _Planned(
-        stages_of(sequential), traced, profile, found, plan, Checked("off"), Sizes(varies=varies)
-    )
-
-
-def _replanned(sequential: Sequential, planned: _Planned, state: Any) -> _Planned:
-    """Return a plan for the rates that the tier was seen to have, if they are others now."""
-    chain = sequential._multistage
-    tiered, plan = chain.tiered, planned.plan
-    if tiered is None or is_collective(sequential) or (plan.keeps_all and not sends(plan)):
-        return planned
-    if not (tiered.drifted() if sends(plan) else tiered.forget()):
-        return planned
-    began, limit = tiered.clock(), limit_of(sequential, state)
-    try:
-        _, found = chosen(sequential, [planned.profile], limit, together=False)
-    except StoreError as error:
-        if sends(plan):
-            raise
-        tiered.looked(tiered.clock() - began)
-        what = f"the tier is not used, and could not be measured again: {error}"
-        warnings.warn(what, CheckpointWarning, stacklevel=2)
-        return planned
-    tiered.looked(tiered.clock() - began)
-    anew = replace(planned, plan=found)
-    for variants in chain.known.values():
-        variants[:] = [anew if v is planned else v for v in variants]
-    _use(chain, anew)
-    return anew
-
-
-def _for_larger(
-    sequential: Sequential, planned: _Planned, state: Any, larger: LargerError
-) -> _Planned:
-    """Return a plan for an input with which a stage saves or returns more than planned for.
-
-    Raises
-    ------
-    BudgetError
-        If there is none; it names the stage.
-    """
-    chain = sequential._multistage
-    name = planned.profile.traits[larger.stage].name
-    cause = f"stage {name} {larger.what}, which is of another input of the same kind"
-    if chain.costs is not None or not chain.replan or planned.profile.traits[0].changes_input:
-        raise BudgetError(
-            f"{cause}; numbers in the state, attributes and values of tensors decide its size: "
-            "give prepare(), or profile, the input that needs most, or let the chain plan anew "
-            "(replan=True, no costs=, and a first stage that does not write to its input)"
-        )
-    with TURN.taken(), torch.enable_grad():
-        found = measure(planned.stages, names_of(sequential), state)
-        found = _at_least(found, planned.measured, larger)
-        try:
-            anew = _fitted(sequential, state, found, together=False)
-        except BudgetError as error:
-            raise BudgetError(f"{cause}: {error}") from error
-    anew = replace(anew, checked=planned.checked)
-    _log.info("%s: planned anew", cause)
-    for variants in chain.known.values():
-        variants[:] = [anew if v is planned else v for v in variants]
-    _use(chain, anew)
-    return anew
-
-
-def _at_least(now: Profile, before: Profile, larger: LargerError) -> Profile:
-    """Return a profile with the larger bytes of two, those of one stage larger than before."""
-    if len(now.traits) != len(before.traits):
-        return now
-    stages, sizes = list(now.costs.stages), [t.sizes or Sizes() for t in now.traits]
-    for i, (a, b) in enumerate(zip(stages, before.costs.stages, strict=True)):
-        stages[i] = replace(a, **{n: max(getattr(a, n), getattr(b, n)) for n in _BYTES})
-        sizes[i] = sizes[i].at_least(before.traits[i].sizes or Sizes())
-    at = larger.stage
-    if sizes[at].no_more_than(before.traits[at].sizes or Sizes()):
-        # By chance it was small when it was measured: how large it gets nobody knows.
-        more = max(larger.seen - larger.planned, larger.planned // 4)
-        returned = more if larger.does == "returns" else 0
-        stages[at] = replace(
-            stages[at],
-            output_bytes=stages[at].output_bytes + returned,
-            tape_bytes=stages[at].tape_bytes + more,
-        )
-        sizes[at] = sizes[at].more_by(more - returned, returned)
-    costs = replace(
-        now.costs,
-        stages=tuple(stages),
-        input_bytes=max(now.costs.input_bytes, before.costs.input_bytes),
-    )
-    return _with_sizes(replace(now, costs=costs), sizes)
-
-
-def _refuse_unhooked(profile: Profile, plan: ChainPlan) -> None:
-    """Refuse plans that run stages again whose tape only torch itself can make."""
-    for i in sorted({*range(len(profile.traits))} - {*plan.kept}):
-        if profile.traits[i].unhooked:
-            raise ArgumentError(
-                f"stage {profile.traits[i].name} computes gradients by torch.func, which does not "
-                "work under saved-tensor hooks, so that it cannot be run again within "
-                f"{plan.memory_bytes} bytes; use torch.autograd.grad(..., create_graph=True), or "
-                f"raise the limit to {plan.plain_bytes}, where every tape is kept"
-            )
-
-
-def _compared(sequential: Sequential, planned: _Planned, state: Any) -> Checked:
-    """Run the model and the chain once each, and compare."""
-    chain = sequential._multistage
-    model = sequential._model()
-    if chain.check == "off":
-        return Checked("off")
-    if is_collective(sequential):
-        return Checked("not checked; ranks run these stages together")
-    stages = planned.stages
-    return check_chain(
-        lambda given: _plain(sequential, given),
-        lambda given: _run(sequential, planned, given, _whole(sequential)),
-        state,
-        name=type(sequential if model is None else model).__name__,
-        stages=stages if model is None else [model, *stages],
-        room_bytes=room_for_tapes(planned.profile, stages, planned.plan.memory_bytes),
-        writes=planned.profile.traits[0].changes_input,
-        check=chain.check,
-    )
-
-
-def measured(
-    sequential: Sequential, state: Any, *, seconds: float = SECONDS, costs: StageCosts | None = None
-) -> list[Profile]:
-    """Profile the stages of a chain; see `measure` and `Stages.counted`."""
-    stages, names = stages_of(sequential), names_of(sequential)
-    return _counted(sequential, measure(stages, names, state, seconds=seconds, costs=costs))
-
-
-def _counted(sequential: Sequential, profile: Profile) -> list[Profile]:
-    """Return a profile by all ways to count what passes several cuts."""
-    chain = sequential._multistage
-    given = chain.traced is None or chain.costs is not None
-    return [profile] if given or chain.traced is None else chain.traced.counted(profile)
-
-
-def _berth(sequential: Sequential, plan: ChainPlan) -> Berth | None:
-    """Return the tier that a plan sends to, None if it sends nothing."""
-    tiered = sequential._multistage.tiered
-    if tiered is None or not sends(plan):
-        return None
-    return tiered.berth(device_of(sequential), plan.memory_bytes)
-
-
-def _run(sequential: Sequential, planned: _Planned, state: Any, found: Found) -> Any:
-    """Run by a plan."""
-    way = Sizes.way(leaves_of(state), found.number)
-    if planned.runs_plainly(way):
-        return _plain(sequential, state)
-    chain = sequential._multistage
-    for _ in range(2 * (1 + _MOST_PLANS * len(planned.profile.groups))):
-        profile = planned.profile
-        if not is_plain(planned.plan):
-            refuse_hidden_draws([sequential], "the chain")
-        collective = _facts(sequential, found).collective
-        joins = planned.running.joins and not collective
-        stages, traits, actions = planned.running.of(
-            planned.stages, profile, planned.plan.actions, joins=joins
-        )
-        watchful = chain.watchful or collective
-        try:
-            berth = _berth(sequential, planned.plan)
-            # Ranks that run stages together cannot leave their plan one by one.
-            late = None if berth is None or collective else Deadlines(planned.plan)
-            run = Run(stages, traits, actions, berth, watchful=watchful, deadlines=late)
-            result = run.forward(state)
-        except UnforeseenError:
-            chain.watchful = True
-            continue
-        except ApartError:
-            planned.running.joins = False
-            continue
-        except LargerError as error:
-            if joins:  # which of them it is shows when they run one by one
-                planned.running.joins = False
-                continue
-            larger = error.with_traceback(None)  # which holds the tensors of the run
-        else:
-            planned.sizes.counted(way, 0)
-            if late is not None and late.detour is not None:
-                _note_detour(chain, planned.plan, late)
-            return result
-        planned = _for_larger(sequential, planned, state, larger)
-    raise BudgetError(
-        f"stage {planned.profile.traits[larger.stage].name} {larger.what}, though plans were made "
-        f"for more {_MOST_PLANS} times a stage; sizes must not change from one run to the next on "
-        "the same input"
-    )
-
-
-def _note_detour(chain: _Chain, plan: ChainPlan, late: Deadlines) -> None:
-    """Tell that a run left its plan; the next one is planned for the tier as it is."""
-    chain.plan = replace(plan, given_up=late.given_up)
-    _log.info("tier %.3g times slower than planned: %d tapes given up", late.slower, late.given_up)
-    if chain.tiered is not None:
-        chain.tiered.was_late(late.slower)
-
-
-def _plain(sequential: Sequential, state: Any) -> Any:
-    """Run without a plan; what was traced runs as it is, whatever the shapes and modes."""
-    traced = sequential._multistage.traced
-    if traced is not None:
-        positional, named = arguments(state)
-        return traced.model.forward(*positional, **named)
-    for stage in stages_of(sequential):
-        state = stage(state)
-    return state
-
-
-def _whole(sequential: Sequential) -> Found:
-    """Return what all stages refer to."""
-    chain = sequential._multistage
-    if chain.whole is None:
-        model = sequential._model()
-        chain.whole = Scope([sequential] if model is None else [sequential, model])
-    return chain.whole.look()
-
-
-def _of_functions(sequential: Sequential) -> Found:
-    """Return what stages that are no modules refer to."""
-    chain = sequential._multistage
-    if chain.functions is None:
-        chain.functions = Scope(chain.refers_to())
-    return chain.functions.look()
-
-
-def _kind(model: Sequential, state: Any, found: Found) -> object:
-    """Return what a plan depends on: shapes, dtypes, devices, wishes and modes.
-
-    Those of parameters too: numbers of words have one dtype, whatever the model's.
-    """
-    leaves, spec = pytree.tree_flatten(state)
-    of_leaves = tuple(
-        (tuple(x.shape), x.dtype, x.device, x.requires_grad)
-        if isinstance(x, torch.Tensor)
-        else type(x)
-        for x in leaves
-    )
-    settings = Settings.capture(device_types(tensors_of(state)))
-    facts = _facts(model, found)
-    wishes = tuple([p.requires_grad for p in facts.wanting])
-    # Of tensors that are no parameters shapes may change at every call.
-    of_parameters = tuple([(p.shape, p.dtype, p.device) for p in facts.parameters])
-    return str(spec), of_leaves, settings, facts.modes, hash(wishes), hash(of_parameters)
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What the kind of an input takes from the stages, while they hold the same objects."""
-
-    modes: int
-    wanting: Sequence[Tensor]
-    parameters: Sequence[Tensor]
-    collective: bool
-
-
-def _facts(model: Sequential, found: Found) -> _Facts:
-    chain = model._multistage
-    if chain.facts is not None and chain.facts[0] == found.number:
-        return chain.facts[1]
-    functions = _of_functions(model)
-    modes = hash(tuple(m.training for m in (*model.modules(), *functions.modules)))
-    wanting = [*model.parameters(), *functions.tensors]
-    parameters = [p for p in wanting if isinstance(p, nn.Parameter) and not is_lazy(p)]
-    facts = _Facts(modes, wanting, parameters, is_collective(model))
-    # Neither modes of scripted modules nor results of runs are remembered.
-    if not found.scripted and len(parameters) == len(wanting):
-        chain.facts = found.number, facts
-    return facts

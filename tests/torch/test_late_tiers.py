@@ -32,13 +32,14 @@ from multistage.execute.detour import Deadlines  # noqa: E402
 from multistage.model.tier import Tier  # noqa: E402
 from multistage.planners.chain.heterogeneous import ChainPlan, plan_chain  # noqa: E402
 from multistage.planners.chain.joint_rule import DeadlineRule  # noqa: E402
-from multistage.torch import choosing  # noqa: E402
 from multistage.torch.chains.away import Away  # noqa: E402
 from multistage.torch.chains.runner import Run  # noqa: E402
-from multistage.torch.choosing import held_by_caller, sends  # noqa: E402
 from multistage.torch.environment.scope import Scope  # noqa: E402
 from multistage.torch.measurement.exploring import explore, untouched  # noqa: E402
 from multistage.torch.measurement.measure import measure  # noqa: E402
+from multistage.torch.planning import choosing  # noqa: E402
+from multistage.torch.planning.choosing import held_by_caller  # noqa: E402
+from multistage.torch.planning.limited import sends  # noqa: E402
 from multistage.torch.tensors.meter import Meter  # noqa: E402
 from multistage.torch.tiers import stowage, tiered  # noqa: E402
 from multistage.torch.tiers.paging import page_layout  # noqa: E402

@@ -46,14 +46,14 @@ from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, Sta
 from multistage.model.stages import StageCosts  # noqa: E402
 from multistage.model.tier import Tier  # noqa: E402
 from multistage.schedule.simulation import simulate  # noqa: E402
-from multistage.torch import choosing  # noqa: E402
 from multistage.torch.chains import hooking  # noqa: E402
 from multistage.torch.chains.links import Script  # noqa: E402
 from multistage.torch.chains.runner import Run  # noqa: E402
-from multistage.torch.choosing import held_by_caller  # noqa: E402
 from multistage.torch.environment.scope import Scope  # noqa: E402
 from multistage.torch.measurement.exploring import explore, untouched  # noqa: E402
 from multistage.torch.measurement.measure import measure  # noqa: E402
+from multistage.torch.planning import choosing  # noqa: E402
+from multistage.torch.planning.choosing import held_by_caller  # noqa: E402
 from multistage.torch.tensors.meter import Meter  # noqa: E402
 from multistage.torch.tiers import tiered  # noqa: E402
 from multistage.torch.tiers.paging import page_layout  # noqa: E402

@@ -5,37 +5,35 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
-from ..actions import Get, Put
-from ..errors import BudgetError
-from ..model.budget import memory_bytes
-from ..model.stages import StageCosts
-from ..model.tier import Tier
-from ..planners.chain.heterogeneous import ChainPlan, plan_chain
-from ..support.free_memory import default_budget_bytes
-from .chains.hooking import hooks_s
-from .measurement.exploring import tensors_of
-from .measurement.measure import Profile, sharded
-from .tiers.tiered import Tiered
-
-if TYPE_CHECKING:
-    from .sequential import Sequential
+from ...actions import Get, Put
+from ...errors import BudgetError
+from ...model.budget import memory_bytes
+from ...model.stages import StageCosts
+from ...model.tier import Tier
+from ...planners.chain.heterogeneous import ChainPlan, plan_chain
+from ...support.free_memory import default_budget_bytes
+from ..chains.hooking import hooks_s
+from ..measurement.exploring import tensors_of
+from ..measurement.measure import Profile, sharded
+from ..tiers.tiered import Tiered
+from .limited import LimitedModule, sends
 
 # Of the memory that is free on a CUDA device, where no limit is given.
 _DEVICE_SHARE = 0.9
 # A plan with a tier must be faster than one without by this factor: clocks are not exact,
 # and what is chosen for less is noise.
-_PAYS = 0.98
+PAYS = 0.98
 
 Choice: TypeAlias = tuple[Profile, ChainPlan]
 
 
 def chosen(
-    sequential: Sequential,
+    sequential: LimitedModule,
     profiles: Sequence[Profile],
     memory: int | str | float | None,
     together: bool,
@@ -44,7 +42,7 @@ def chosen(
 
     Parameters
     ----------
-    sequential : Sequential
+    sequential : LimitedModule
     profiles : sequence of Profile
         All ways to count what passes several cuts.
     memory : int, str, float or None
@@ -71,14 +69,14 @@ def chosen(
         best = _best_with_tier(sequential, tiered, [profile], plan.memory_bytes, together)
     except BudgetError:
         best = plain
-    if sends(best[1]) and best[1].makespan_s <= _PAYS * plan.makespan_s:
+    if sends(best[1]) and best[1].makespan_s <= PAYS * plan.makespan_s:
         return best
     tiered.leave()
     return plain
 
 
 def _best_with_tier(
-    sequential: Sequential,
+    sequential: LimitedModule,
     tiered: Tiered,
     profiles: Sequence[Profile],
     memory: int | str | float | None,
@@ -130,7 +128,7 @@ def _best_within(
 
 
 def _planned_best(
-    sequential: Sequential, profiles: Sequence[Profile], memory: int | str | float | None
+    sequential: LimitedModule, profiles: Sequence[Profile], memory: int | str | float | None
 ) -> tuple[Profile, ChainPlan]:
     """Return the fastest plan within a limit, with the profile it is for."""
     chain = sequential._multistage
@@ -207,24 +205,14 @@ def _in_bytes(profile: Profile, memory: int | str | float | None) -> int | None:
     return memory_bytes(memory, plain_bytes)
 
 
-def sends(plan: ChainPlan) -> bool:
-    """Whether a plan sends anything to a tier."""
-    return any(isinstance(action, Put) for action in plan.actions)
-
-
-def device_of(sequential: Sequential) -> torch.device:
+def device_of(sequential: LimitedModule) -> torch.device:
     for parameter in sequential.parameters():
         if parameter.device.type == "cuda":
             return parameter.device
     return torch.device("cpu")
 
 
-def is_plain(plan: ChainPlan) -> bool:
-    """Whether a plan is plain training: nothing is run again, and nothing travels."""
-    return plan.keeps_all and not sends(plan)
-
-
-def limit_of(sequential: Sequential, state: Any) -> int | str | float | None:
+def limit_of(sequential: LimitedModule, state: Any) -> int | str | float | None:
     chain = sequential._multistage
     if chain.memory is not None or chain.planner == "store-all":
         return chain.memory

@@ -1,0 +1,143 @@
+"""A plan for stages as measured, and another for an input with which a stage is larger."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...errors import ArgumentError, BudgetError
+from ...model.stages import StageCosts
+from ...planners.chain.heterogeneous import ChainPlan
+from ..environment.turns import TURN
+from ..measurement.checking import Checked
+from ..measurement.measure import SECONDS, Profile, measure
+from ..measurement.sizes import LargerError, Sizes
+from .choosing import chosen, limit_of, of_rank_0
+from .limited import LimitedModule, Planned, names_of, stages_of, use
+
+_log = logging.getLogger(__name__)
+_BYTES = (
+    "output_bytes",
+    "tape_bytes",
+    "gradient_bytes",
+    "forward_overhead_bytes",
+    "tape_overhead_bytes",
+    "backward_overhead_bytes",
+)
+
+
+def measured(
+    sequential: LimitedModule,
+    state: Any,
+    *,
+    seconds: float = SECONDS,
+    costs: StageCosts | None = None,
+) -> list[Profile]:
+    """Profile the stages of a chain; see `measure` and `Stages.counted`."""
+    stages, names = stages_of(sequential), names_of(sequential)
+    return counted(sequential, measure(stages, names, state, seconds=seconds, costs=costs))
+
+
+def counted(sequential: LimitedModule, profile: Profile) -> list[Profile]:
+    """Return a profile by all ways to count what passes several cuts."""
+    chain = sequential._multistage
+    given = chain.traced is None or chain.costs is not None
+    return [profile] if given or chain.traced is None else chain.traced.counted(profile)
+
+
+def fitted(sequential: LimitedModule, state: Any, found: Profile, together: bool) -> Planned:
+    """Return the best plan for stages as measured, unchecked."""
+    traced = sequential._multistage.traced
+    profiles = counted(sequential, found)
+    if together:
+        profiles = [replace(each, costs=of_rank_0(each.costs)) for each in profiles]
+    profile, plan = chosen(sequential, profiles, limit_of(sequential, state), together)
+    _refuse_unhooked(profile, plan)
+    # Where there is room for twice as much, values of tensors are not thought to decide.
+    roomy = plan.memory_bytes is None or plan.memory_bytes >= 2 * plan.plain_bytes
+    varies = not roomy and any(t.sizes.varies for t in profile.traits if t.sizes is not None)
+    return Planned(
+        stages_of(sequential), traced, profile, found, plan, Checked("off"), Sizes(varies=varies)
+    )
+
+
+def with_sizes(profile: Profile, sizes: Sequence[Sizes | None]) -> Profile:
+    traits = [replace(t, sizes=each) for t, each in zip(profile.traits, sizes, strict=True)]
+    return replace(profile, traits=tuple(traits))
+
+
+def _refuse_unhooked(profile: Profile, plan: ChainPlan) -> None:
+    """Refuse plans that run stages again whose tape only torch itself can make."""
+    for i in sorted({*range(len(profile.traits))} - {*plan.kept}):
+        if profile.traits[i].unhooked:
+            raise ArgumentError(
+                f"stage {profile.traits[i].name} computes gradients by torch.func, which does not "
+                "work under saved-tensor hooks, so that it cannot be run again within "
+                f"{plan.memory_bytes} bytes; use torch.autograd.grad(..., create_graph=True), or "
+                f"raise the limit to {plan.plain_bytes}, where every tape is kept"
+            )
+
+
+def for_larger(
+    sequential: LimitedModule, planned: Planned, state: Any, larger: LargerError
+) -> Planned:
+    """Return a plan for an input with which a stage saves or returns more than planned for.
+
+    Raises
+    ------
+    BudgetError
+        If there is none; it names the stage.
+    """
+    chain = sequential._multistage
+    name = planned.profile.traits[larger.stage].name
+    cause = f"stage {name} {larger.what}, which is of another input of the same kind"
+    if chain.costs is not None or not chain.replan or planned.profile.traits[0].changes_input:
+        raise BudgetError(
+            f"{cause}; numbers in the state, attributes and values of tensors decide its size: "
+            "give prepare(), or profile, the input that needs most, or let the chain plan anew "
+            "(replan=True, no costs=, and a first stage that does not write to its input)"
+        )
+    with TURN.taken(), torch.enable_grad():
+        found = measure(planned.stages, names_of(sequential), state)
+        found = _at_least(found, planned.measured, larger)
+        try:
+            anew = fitted(sequential, state, found, together=False)
+        except BudgetError as error:
+            raise BudgetError(f"{cause}: {error}") from error
+    anew = replace(anew, checked=planned.checked)
+    _log.info("%s: planned anew", cause)
+    for variants in chain.known.values():
+        variants[:] = [anew if v is planned else v for v in variants]
+    use(chain, anew)
+    return anew
+
+
+def _at_least(now: Profile, before: Profile, larger: LargerError) -> Profile:
+    """Return a profile with the larger bytes of two, those of one stage larger than before."""
+    if len(now.traits) != len(before.traits):
+        return now
+    stages, sizes = list(now.costs.stages), [t.sizes or Sizes() for t in now.traits]
+    for i, (a, b) in enumerate(zip(stages, before.costs.stages, strict=True)):
+        stages[i] = replace(a, **{n: max(getattr(a, n), getattr(b, n)) for n in _BYTES})
+        sizes[i] = sizes[i].at_least(before.traits[i].sizes or Sizes())
+    at = larger.stage
+    if sizes[at].no_more_than(before.traits[at].sizes or Sizes()):
+        # By chance it was small when it was measured: how large it gets nobody knows.
+        more = max(larger.seen - larger.planned, larger.planned // 4)
+        returned = more if larger.does == "returns" else 0
+        stages[at] = replace(
+            stages[at],
+            output_bytes=stages[at].output_bytes + returned,
+            tape_bytes=stages[at].tape_bytes + more,
+        )
+        sizes[at] = sizes[at].more_by(more - returned, returned)
+    costs = replace(
+        now.costs,
+        stages=tuple(stages),
+        input_bytes=max(now.costs.input_bytes, before.costs.input_bytes),
+    )
+    return with_sizes(replace(now, costs=costs), sizes)

@@ -1,0 +1,52 @@
+"""Kinds of input: what a plan depends on besides the stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from ..environment.randomness import device_types
+from ..environment.scope import Found
+from ..environment.settings import Settings
+from ..measurement.exploring import tensors_of
+from .choosing import is_collective
+from .limited import Facts, LimitedModule, of_functions
+
+
+def kind_of_call(model: LimitedModule, state: Any, found: Found) -> object:
+    """Return what a plan depends on: shapes, dtypes, devices, wishes and modes.
+
+    Those of parameters too: numbers of words have one dtype, whatever the model's.
+    """
+    leaves, spec = pytree.tree_flatten(state)
+    of_leaves = tuple(
+        (tuple(x.shape), x.dtype, x.device, x.requires_grad)
+        if isinstance(x, torch.Tensor)
+        else type(x)
+        for x in leaves
+    )
+    settings = Settings.capture(device_types(tensors_of(state)))
+    facts = facts_of(model, found)
+    wishes = tuple([p.requires_grad for p in facts.wanting])
+    # Of tensors that are no parameters shapes may change at every call.
+    of_parameters = tuple([(p.shape, p.dtype, p.device) for p in facts.parameters])
+    return str(spec), of_leaves, settings, facts.modes, hash(wishes), hash(of_parameters)
+
+
+def facts_of(model: LimitedModule, found: Found) -> Facts:
+    chain = model._multistage
+    if chain.facts is not None and chain.facts[0] == found.number:
+        return chain.facts[1]
+    functions = of_functions(model)
+    modes = hash(tuple(m.training for m in (*model.modules(), *functions.modules)))
+    wanting = [*model.parameters(), *functions.tensors]
+    parameters = [p for p in wanting if isinstance(p, nn.Parameter) and not is_lazy(p)]
+    facts = Facts(modes, wanting, parameters, is_collective(model))
+    # Neither modes of scripted modules nor results of runs are remembered.
+    if not found.scripted and len(parameters) == len(wanting):
+        chain.facts = found.number, facts
+    return facts

@@ -1,0 +1,184 @@
+"""What a chain within a memory limit is besides a module, and what is known of its inputs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...actions import Put
+from ...model.stages import StageCosts
+from ...planners.chain.heterogeneous import ChainPlan, ChainPlanner
+from ..environment.scope import Found, Scope
+from ..measurement.checking import Check, Checked
+from ..measurement.joining import Running
+from ..measurement.measure import Profile
+from ..measurement.sizes import Sizes
+from ..tiers.tiered import Tiered
+from ..tracing.calling import arguments
+from ..tracing.parts import Part
+from ..tracing.traced import Stages
+
+Call = Callable[[Any], Any]
+
+
+def sends(plan: ChainPlan) -> bool:
+    """Whether a plan sends anything to a tier."""
+    return any(isinstance(action, Put) for action in plan.actions)
+
+
+def is_plain(plan: ChainPlan) -> bool:
+    """Whether a plan is plain training: nothing is run again, and nothing travels."""
+    return plan.keeps_all and not sends(plan)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What is known of inputs of one kind."""
+
+    stages: list[Call]
+    traced: Stages | None  # that the stages are of
+    profile: Profile
+    measured: Profile  # which `profile` counts one way
+    plan: ChainPlan
+    checked: Checked
+    sizes: Sizes = field(default_factory=Sizes)  # of the whole, where it runs as it is
+    running: Running = field(default_factory=Running)
+
+    def holds(self, stages: Sequence[Call], state: Any, way: object) -> bool:
+        """Whether it is of the chain's present stages, and serves an input."""
+        if self.traced is None:  # who assigns to a child puts another in its place
+            same = len(stages) == len(self.stages)
+            return same and all(a is b for a, b in zip(stages, self.stages, strict=True))
+        return self.runs_plainly(way) or self.traced.differences(state) is None
+
+    def runs_plainly(self, way: object) -> bool:
+        """Whether all tapes are kept, and the sizes of a way to run are known to fit."""
+        if not is_plain(self.plan):
+            return False
+        unlimited = self.plan.memory_bytes is None or self.profile.traits[0].sizes is None
+        return unlimited or self.sizes.knows(way)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the kind of an input takes from the stages, while they hold the same objects."""
+
+    modes: int
+    wanting: Sequence[Tensor]
+    parameters: Sequence[Tensor]
+    collective: bool
+
+
+@dataclass(slots=True)
+class Limited:
+    """What a `LimitedModule` is besides an `nn.Module`."""
+
+    calls: list[str | Call]
+    traced: Stages | None
+    memory: int | str | float | None
+    planner: ChainPlanner
+    segments: int | None
+    replan: bool
+    costs: StageCosts | None
+    check: Check
+    tiered: Tiered | None = None
+    plan: ChainPlan | None = None
+    checked: Checked | None = None
+    functions: Scope | None = None  # of stages that are no modules
+    whole: Scope | None = None  # of all stages
+    facts: tuple[int, Facts] | None = None  # of what the scope held last, by its number
+    watchful: bool = False  # whether a stage drew random numbers unforeseen
+    # By kind of input; the latest first.
+    known: OrderedDict[object, list[Planned]] = field(default_factory=OrderedDict)
+
+    def refers_to(self) -> list[Call]:
+        """Return the stages that are no modules; see `Scope`."""
+        return [c for c in self.calls if not isinstance(c, (str, nn.Module))]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Profiles point at modules and at devices: a copy profiles anew.
+        state = {f.name: getattr(self, f.name) for f in fields(self)}
+        empty: dict[str, Any] = {
+            "known": OrderedDict(),
+            "plan": None,
+            "checked": None,
+            "functions": None,
+            "whole": None,
+            "facts": None,
+        }
+        return {**state, **empty}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+class LimitedModule(nn.Module):
+    """A chain that trains within a limit: `Sequential`, as planning and running see it.
+
+    All that is not `nn.Module`'s is under one name, so that a model may use every other.
+    """
+
+    _multistage: Limited
+
+    def _model(self) -> nn.Module | None:
+        """Return the model that was traced, None for other chains."""
+        chain = self.__dict__.get("_multistage")
+        return chain.traced.model if chain is not None and chain.traced is not None else None
+
+
+def stages_of(sequential: LimitedModule) -> list[Call]:
+    """Return the stages of a chain."""
+    chain, modules = sequential._multistage, sequential._modules
+    return [modules[c] if isinstance(c, str) else c for c in chain.calls]  # type: ignore[misc]
+
+
+def names_of(sequential: LimitedModule) -> list[str]:
+    """Return a name for each stage of a chain."""
+    chain, modules = sequential._multistage, sequential._modules
+    return [
+        f"{c} {type(modules[c]).__name__}"
+        if isinstance(c, str)
+        else c.name
+        if isinstance(c, Part)
+        else getattr(c, "__name__", type(c).__name__)
+        for c in chain.calls
+    ]
+
+
+def use(chain: Limited, planned: Planned) -> None:
+    chain.plan, chain.checked = planned.plan, planned.checked
+    if planned.traced is not None:
+        chain.traced, chain.calls = planned.traced, list(planned.traced.bare)
+
+
+def run_plain(sequential: LimitedModule, state: Any) -> Any:
+    """Run without a plan; what was traced runs as it is, whatever the shapes and modes."""
+    traced = sequential._multistage.traced
+    if traced is not None:
+        positional, named = arguments(state)
+        return traced.model.forward(*positional, **named)
+    for stage in stages_of(sequential):
+        state = stage(state)
+    return state
+
+
+def whole(sequential: LimitedModule) -> Found:
+    """Return what all stages refer to."""
+    chain = sequential._multistage
+    if chain.whole is None:
+        model = sequential._model()
+        chain.whole = Scope([sequential] if model is None else [sequential, model])
+    return chain.whole.look()
+
+
+def of_functions(sequential: LimitedModule) -> Found:
+    """Return what stages that are no modules refer to."""
+    chain = sequential._multistage
+    if chain.functions is None:
+        chain.functions = Scope(chain.refers_to())
+    return chain.functions.look()

@@ -1,0 +1,148 @@
+"""Plans of a chain for each kind of input: traced, profiled, chosen, checked, remembered."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...errors import ArgumentError, CheckpointWarning, StoreError
+from ...planners.chain.heterogeneous import ChainPlan
+from ..environment.scope import Found
+from ..environment.states import leaves_of
+from ..environment.turns import TURN
+from ..measurement.checking import Checked, check_chain, room_for_tapes
+from ..measurement.measure import measure
+from ..measurement.sizes import Sizes
+from ..tiers.stowage import CannotTravel
+from .choosing import chosen, is_collective, limit_of
+from .fitting import fitted, with_sizes
+from .kinds import kind_of_call
+from .limited import (
+    Limited,
+    LimitedModule,
+    Planned,
+    names_of,
+    run_plain,
+    sends,
+    stages_of,
+    use,
+    whole,
+)
+from .running import run
+
+# Kinds of input whose plans are remembered, and traces of each.
+_KINDS = 64
+_VARIANTS = 8
+
+
+def prepared(sequential: LimitedModule, state: Any) -> ChainPlan:
+    with torch.enable_grad():
+        return planned_for(sequential, state, whole(sequential), together=True).plan
+
+
+def planned_for(
+    sequential: LimitedModule, state: Any, found: Found, *, together: bool = False
+) -> Planned:
+    """Return what is known of inputs like this one; profile and plan if nothing is."""
+    chain = sequential._multistage
+    kind, way = kind_of_call(sequential, state, found), Sizes.way(leaves_of(state), found.number)
+    variants = chain.known.get(kind, [])
+    stages = stages_of(sequential)
+    planned = next((v for v in variants if v.holds(stages, state, way)), None)
+    if planned is None:
+        if chain.known and not chain.replan:
+            raise ArgumentError(
+                "the input is of another kind (shapes, dtypes, devices, modes) than the one "
+                "planned for; call prepare() with a sample of it, or use replan=True"
+            )
+        with TURN.taken():  # generators and buffers are put back at the end
+            planned = _made(sequential, state, variants, together)
+        _remember(chain, kind, [planned, *variants[: _VARIANTS - 1]])
+    chain.known.move_to_end(kind)
+    use(chain, planned)
+    return planned
+
+
+def _remember(chain: Limited, kind: object, variants: list[Planned]) -> None:
+    chain.known[kind] = variants
+    if len(chain.known) > _KINDS:
+        chain.known.popitem(last=False)
+
+
+def _made(
+    sequential: LimitedModule, state: Any, variants: list[Planned], together: bool
+) -> Planned:
+    """Trace if the stages do not hold for an input, profile, and plan."""
+    chain = sequential._multistage
+    if chain.traced is not None and chain.traced.differences(state) is not None:
+        chain.traced = chain.traced.again(state)
+        chain.calls = list(chain.traced.bare)
+    stages, names = stages_of(sequential), names_of(sequential)
+    for other in variants:  # where a constant differs, costs do not
+        if other.traced is not None and other.traced.same_stages(chain.traced):
+            found = measure(stages, names, state, costs=other.measured.costs)
+            sizes = [t.sizes and t.sizes.fresh() for t in other.measured.traits]
+            found = with_sizes(found, sizes)
+            profile = replace(found, costs=other.profile.costs)
+            return Planned(stages, chain.traced, profile, found, other.plan, other.checked)
+    found = measure(stages, names, state, costs=chain.costs)
+    if is_collective(sequential):  # one rank alone cannot plan anew
+        found = with_sizes(found, [None for _ in found.traits])
+    unchecked = fitted(sequential, state, found, together)
+    try:
+        return replace(unchecked, checked=_compared(sequential, unchecked, state))
+    except CannotTravel as error:
+        chain.tiered = None
+        warnings.warn(f"the tier is not used: {error}", CheckpointWarning, stacklevel=2)
+    unchecked = fitted(sequential, state, found, together)
+    return replace(unchecked, checked=_compared(sequential, unchecked, state))
+
+
+def _compared(sequential: LimitedModule, planned: Planned, state: Any) -> Checked:
+    """Run the model and the chain once each, and compare."""
+    chain = sequential._multistage
+    model = sequential._model()
+    if chain.check == "off":
+        return Checked("off")
+    if is_collective(sequential):
+        return Checked("not checked; ranks run these stages together")
+    stages = planned.stages
+    return check_chain(
+        lambda given: run_plain(sequential, given),
+        lambda given: run(sequential, planned, given, whole(sequential)),
+        state,
+        name=type(sequential if model is None else model).__name__,
+        stages=stages if model is None else [model, *stages],
+        room_bytes=room_for_tapes(planned.profile, stages, planned.plan.memory_bytes),
+        writes=planned.profile.traits[0].changes_input,
+        check=chain.check,
+    )
+
+
+def replanned(sequential: LimitedModule, planned: Planned, state: Any) -> Planned:
+    """Return a plan for the rates that the tier was seen to have, if they are others now."""
+    chain = sequential._multistage
+    tiered, plan = chain.tiered, planned.plan
+    if tiered is None or is_collective(sequential) or (plan.keeps_all and not sends(plan)):
+        return planned
+    if not (tiered.drifted() if sends(plan) else tiered.forget()):
+        return planned
+    began, limit = tiered.clock(), limit_of(sequential, state)
+    try:
+        _, found = chosen(sequential, [planned.profile], limit, together=False)
+    except StoreError as error:
+        if sends(plan):
+            raise
+        tiered.looked(tiered.clock() - began)
+        what = f"the tier is not used, and could not be measured again: {error}"
+        warnings.warn(what, CheckpointWarning, stacklevel=2)
+        return planned
+    tiered.looked(tiered.clock() - began)
+    anew = replace(planned, plan=found)
+    for variants in chain.known.values():
+        variants[:] = [anew if v is planned else v for v in variants]
+    use(chain, anew)
+    return anew

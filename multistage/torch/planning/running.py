@@ -1,0 +1,88 @@
+"""One call of a chain by its plan, made again where the input shows that it does not hold."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from ...errors import BudgetError
+from ...execute.detour import Deadlines
+from ...planners.chain.heterogeneous import ChainPlan
+from ..chains.runner import Run
+from ..chains.stages import UnforeseenError
+from ..environment.randomness import refuse_hidden_draws
+from ..environment.scope import Found
+from ..environment.states import leaves_of
+from ..measurement.joining import ApartError
+from ..measurement.sizes import LargerError, Sizes
+from ..tiers.stowage import Berth
+from .choosing import device_of
+from .fitting import for_larger
+from .kinds import facts_of
+from .limited import Limited, LimitedModule, Planned, is_plain, run_plain, sends
+
+_log = logging.getLogger(__name__)
+_MOST_PLANS = 4  # for each stage and input, if they are larger each time
+
+
+def _berth(sequential: LimitedModule, plan: ChainPlan) -> Berth | None:
+    """Return the tier that a plan sends to, None if it sends nothing."""
+    tiered = sequential._multistage.tiered
+    if tiered is None or not sends(plan):
+        return None
+    return tiered.berth(device_of(sequential), plan.memory_bytes)
+
+
+def run(sequential: LimitedModule, planned: Planned, state: Any, found: Found) -> Any:
+    """Run by a plan."""
+    way = Sizes.way(leaves_of(state), found.number)
+    if planned.runs_plainly(way):
+        return run_plain(sequential, state)
+    chain = sequential._multistage
+    for _ in range(2 * (1 + _MOST_PLANS * len(planned.profile.groups))):
+        profile = planned.profile
+        if not is_plain(planned.plan):
+            refuse_hidden_draws([sequential], "the chain")
+        collective = facts_of(sequential, found).collective
+        joins = planned.running.joins and not collective
+        stages, traits, actions = planned.running.of(
+            planned.stages, profile, planned.plan.actions, joins=joins
+        )
+        watchful = chain.watchful or collective
+        try:
+            berth = _berth(sequential, planned.plan)
+            # Ranks that run stages together cannot leave their plan one by one.
+            late = None if berth is None or collective else Deadlines(planned.plan)
+            run = Run(stages, traits, actions, berth, watchful=watchful, deadlines=late)
+            result = run.forward(state)
+        except UnforeseenError:
+            chain.watchful = True
+            continue
+        except ApartError:
+            planned.running.joins = False
+            continue
+        except LargerError as error:
+            if joins:  # which of them it is shows when they run one by one
+                planned.running.joins = False
+                continue
+            larger = error.with_traceback(None)  # which holds the tensors of the run
+        else:
+            planned.sizes.counted(way, 0)
+            if late is not None and late.detour is not None:
+                _note_detour(chain, planned.plan, late)
+            return result
+        planned = for_larger(sequential, planned, state, larger)
+    raise BudgetError(
+        f"stage {planned.profile.traits[larger.stage].name} {larger.what}, though plans were made "
+        f"for more {_MOST_PLANS} times a stage; sizes must not change from one run to the next on "
+        "the same input"
+    )
+
+
+def _note_detour(chain: Limited, plan: ChainPlan, late: Deadlines) -> None:
+    """Tell that a run left its plan; the next one is planned for the tier as it is."""
+    chain.plan = replace(plan, given_up=late.given_up)
+    _log.info("tier %.3g times slower than planned: %d tapes given up", late.slower, late.given_up)
+    if chain.tiered is not None:
+        chain.tiered.was_late(late.slower)
