@@ -19,6 +19,8 @@ here                     there
 `backward_overhead_bytes`  o_b: beyond input, tape and both gradients
 `spared_s`               not there: the part of `forward_s` after the last tensor
                          it saves, not run where its tape alone is wanted
+`overhead_s`             not there: the part of both times that the executor takes,
+                         and plain training does not
 =======================  =====================================================
 """
 
@@ -69,13 +71,14 @@ class Stage:
     tape_overhead_bytes: int = 0
     backward_overhead_bytes: int = 0
     spared_s: float = 0.0
+    overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise ArgumentError(f"name={shown(self.name)} of a stage must be a string")
         if isinstance(self.gradient_bytes, int) and self.gradient_bytes == -1:
             object.__setattr__(self, "gradient_bytes", self.output_bytes)
-        for name in ("forward_s", "backward_s", "spared_s"):
+        for name in ("forward_s", "backward_s", "spared_s", "overhead_s"):
             value = getattr(self, name)
             object.__setattr__(self, name, seconds(value, f"stage {shown(self.name)}: {name}"))
         for field in fields(self):
@@ -86,6 +89,11 @@ class Stage:
             raise ArgumentError(
                 f"stage {self.name!r}: spared_s={self.spared_s} is a part of "
                 f"forward_s={self.forward_s} and cannot be more"
+            )
+        if self.overhead_s > self.forward_s + self.backward_s:
+            raise ArgumentError(
+                f"stage {self.name!r}: overhead_s={self.overhead_s} is a part of forward_s="
+                f"{self.forward_s} and backward_s={self.backward_s} and cannot be more"
             )
         if self.tape_bytes < self.output_bytes:
             raise ArgumentError(

@@ -176,3 +176,10 @@ def test_a_plan_runs_with_another_tier_within_its_memory() -> None:
     slow = plan.simulate(tiers="write=1B/s,read=1B/s")
     assert slow.makespan_s > plan.makespan_s
     assert slow.peak_bytes == plan.peak_bytes
+
+
+def test_plain_training_does_not_take_what_the_executor_does() -> None:
+    stage = Stage("a", 1.0, 2.0, 10, 30, overhead_s=0.25)
+    plan = plan_chain(StageCosts.uniform(4, stage, 10))
+    assert (plan.makespan_s, plan.plain_s) == (12.0, 11.0)
+    assert ChainPlan.from_dict(plan.to_dict()).plain_s == 11.0

@@ -55,7 +55,7 @@ class ChainPlan(Plan):
     forward_steps : int
         Stages run forward.
     plain_s, plain_bytes
-        The same with every tape kept.
+        The same with every tape kept, and without what the executor takes (`overhead_s`).
     tier : Tier or None
         The slow tier it was planned with.
     no_tier_s, offload_s : float or None
@@ -128,7 +128,7 @@ class ChainPlan(Plan):
             makespan_s=use.makespan_s,
             peak_bytes=use.peak_bytes,
             forward_steps=use.forward_steps,
-            plain_s=plain.makespan_s,
+            plain_s=plain.makespan_s - sum(stage.overhead_s for stage in costs.stages),
             plain_bytes=plain.peak_bytes,
             tier=tier,
             no_tier_s=no_tier_s,

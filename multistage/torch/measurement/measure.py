@@ -47,6 +47,7 @@ _THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # on Linux
 _LEAST_ROUNDS = 2  # of timing a stage: the first pays for what is made once
 _MOST_ROUNDS = 50
 _SHARDED_ROUNDS = 4
+_ENGINE_ROUNDS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +215,9 @@ def _measure_groups(
         replace(
             stage,
             forward_s=found.forward_s + overhead_s,
-            backward_s=found.backward_s,
+            backward_s=max(0.0, found.backward_s - _engine_s()),
             spared_s=min(found.spared_s, found.forward_s),
+            overhead_s=overhead_s,
         )
         for stage, found, overhead_s in counted
     ]
@@ -508,6 +510,24 @@ class _Box:
 def _unboxed(box: _Box) -> Tensor:
     assert box.tensor is not None
     return box.tensor
+
+
+@functools.cache
+def _engine_s() -> float:
+    """Return the seconds in which the engine starts: once for a chain, not once a stage."""
+    tensor, one = torch.zeros(1, requires_grad=True), torch.ones(1)
+
+    def seconds() -> float:
+        with torch.enable_grad():
+            made = tensor.view_as(tensor)  # whose adjoint does next to nothing
+        run = partial(
+            torch.autograd.graph._engine_run_backward,
+            *((made,), (one,), False, False, (tensor,), True),
+            accumulate_grad=False,
+        )
+        return seconds_of(run, torch.device("cpu"))
+
+    return min(seconds() for _ in range(_ENGINE_ROUNDS))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from torch import nn
 from ...actions import Get, Put
 from ...errors import BudgetError
 from ...model.budget import memory_bytes
-from ...model.stages import StageCosts
+from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
 from ...planners.chain.heterogeneous import ChainPlan, plan_chain
 from ...support.free_memory import default_budget_bytes
@@ -21,7 +21,7 @@ from ..chains.hooking import hooks_s
 from ..measurement.exploring import tensors_of
 from ..measurement.measure import Profile, sharded
 from ..tiers.tiered import Tiered
-from .limited import LimitedModule, sends
+from .limited import LimitedModule, is_plain, sends
 
 # Of the memory that is free on a CUDA device, where no limit is given.
 _DEVICE_SHARE = 0.9
@@ -139,6 +139,8 @@ def _planned_best(
     for number, each in enumerate(costs):
         try:
             plan = plan_chain(each, memory, chain.planner, segments=chain.segments)
+            if is_plain(plan):  # it runs without the executor
+                plan = replace(plan, makespan_s=plan.plain_s)
         except BudgetError as error:
             refused.append(error)
         else:
@@ -165,20 +167,18 @@ def _streaming(costs: StageCosts, memory: int | None, rates: Tier, slowdown: flo
 
 def _slower(costs: StageCosts, factor: float) -> StageCosts:
     """Return costs whose times are longer by a factor, and by catching tapes with hooks."""
+    return replace(costs, stages=tuple([_slower_stage(each, factor) for each in costs.stages]))
+
+
+def _slower_stage(stage: Stage, factor: float) -> Stage:
     caught_s = hooks_s()
+    more_s = (factor - 1) * (stage.forward_s + stage.backward_s)
     return replace(
-        costs,
-        stages=tuple(
-            [
-                replace(
-                    stage,
-                    forward_s=stage.forward_s * factor + caught_s,
-                    backward_s=stage.backward_s * factor,
-                    spared_s=stage.spared_s * factor,
-                )
-                for stage in costs.stages
-            ]
-        ),
+        stage,
+        forward_s=stage.forward_s * factor + caught_s,
+        backward_s=stage.backward_s * factor,
+        spared_s=stage.spared_s * factor,
+        overhead_s=stage.overhead_s + more_s + caught_s,
     )
 
 
