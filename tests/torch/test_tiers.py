@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import pickle
 import random
@@ -42,6 +43,8 @@ from multistage.actions import (  # noqa: E402
     Tape,
 )
 from multistage.backends import FileStore, MemoryStore  # noqa: E402
+from multistage.backends.base import CheckpointLost  # noqa: E402
+from multistage.backends.rows import FileRows, MemoryRows  # noqa: E402
 from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, StateError, StoreError  # noqa: E402
 from multistage.model.stages import StageCosts  # noqa: E402
 from multistage.model.tier import Tier  # noqa: E402
@@ -497,7 +500,10 @@ def costs_of_deep() -> StageCosts:
     model = deep()
     x = torch.randn(ROWS, 24, requires_grad=True)
     costs = measure(list(model), [str(k) for k in range(len(model))], x).costs
-    stages = [replace(s, forward_s=0.01, backward_s=0.02, spared_s=0.0) for s in costs.stages]
+    stages = [
+        replace(s, forward_s=0.01, backward_s=0.02, spared_s=0.0, overhead_s=0.0)
+        for s in costs.stages
+    ]
     return replace(costs, stages=tuple(stages))
 
 
@@ -571,6 +577,39 @@ def test_sequential_trains_as_plain_with_a_tier(tier: str, tmp_path: Any) -> Non
     for _ in range(2):
         fresh = deep()
         model.load_state_dict(fresh.state_dict())
+        assert same(results(model, model, rows=ROWS), expected)
+    model.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("fast_tiers")
+@pytest.mark.parametrize("fault", ["full", "broken", "lost"])
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_rows_that_fail_cost_time_and_no_bits(
+    fault: str, kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = MemoryRows if kind == "memory" else FileRows
+    put, read, count = rows.put, rows.read, itertools.count()
+
+    def failing_put(self: Any, lines: Any, cancelled: Any) -> int | None:
+        if fault != "lost" and next(count) % 3 == 0:
+            if fault == "broken":
+                raise OSError("the cable is out")
+            return None
+        return put(self, lines, cancelled)
+
+    def failing_read(self: Any, key: int, targets: Any, stopped: Any) -> None:
+        if fault == "lost" and next(count) % 3 == 0:
+            raise CheckpointLost("bad checksum")
+        read(self, key, targets, stopped)
+
+    expected = results(plain := deep(), plain, rows=ROWS)
+    model = sequential(store() if kind == "memory" else f"file://{tmp_path}")
+    assert any(isinstance(a, Put) for a in model.plan.actions)
+    model.load_state_dict(deep().state_dict())
+    monkeypatch.setattr(rows, "put", failing_put)
+    monkeypatch.setattr(rows, "read", failing_read)
+    with pytest.warns(CheckpointWarning, match="computed again"):
         assert same(results(model, model, rows=ROWS), expected)
     model.close()
     assert not list(tmp_path.iterdir())

@@ -22,7 +22,8 @@ from torch import Tensor
 from ...backends.base import Store
 from ...backends.lifetimes import Birth, end, forked
 from ...errors import StoreError
-from .paging import PAGE_BYTES, Pager, page_layout
+from .paging import PAGE_BYTES
+from .rows import Rows, open_rows
 
 _log = logging.getLogger(__name__)
 _CANCELLED = "its write was cancelled"
@@ -151,15 +152,17 @@ class Porter:
 
     def __init__(self, store: Store, device: torch.device, page_bytes: int = PAGE_BYTES) -> None:
         self._birth = Birth.here()
-        store.open(page_layout(page_bytes))
-        cuda = device.type == "cuda"
-        self._work = _Work(store, page_bytes, torch.cuda.Stream(device) if cuda else None)
+        rows = open_rows(store, page_bytes)
+        self._work = _Work(
+            store, rows, torch.cuda.Stream(device) if device.type == "cuda" else None
+        )
         self._thread = threading.Thread(
             target=self._work.run, name="multistage-porter", daemon=True
         )
         try:
             self._thread.start()
         except RuntimeError as error:
+            rows.close()
             store.close()
             raise StoreError(f"tier {store.name!r} cannot be used: {error}") from error
         self._close = _closing(self._work, self._thread)
@@ -279,9 +282,9 @@ class Porter:
 class _Work:
     """What the thread does; it refers to no `Porter`, so that one that is dropped ends it."""
 
-    def __init__(self, store: Store, page_bytes: int, stream: Any) -> None:
+    def __init__(self, store: Store, rows: Rows, stream: Any) -> None:
         self.store, self.stream = store, stream
-        self.pager = Pager(store, page_bytes)
+        self.pager = rows
         self.tasks: queue.SimpleQueue[Trip | Row | None] = queue.SimpleQueue()
         self.written, self.read = Carried(), Carried()
         self._beginning = threading.RLock()  # finalizers, which may run anywhere, cancel
@@ -365,6 +368,7 @@ def _closing(work: _Work, thread: threading.Thread) -> Callable[..., bool]:
                 return False
         with lock:
             if not closed:  # the store may be open again, for another
+                work.pager.close()
                 work.store.close()
                 closed = True
         while not work.tasks.empty():
