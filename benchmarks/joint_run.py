@@ -12,7 +12,9 @@ plain ones, bit for bit, and peaks are counted storage by storage.
 Ratios are medians of the ratios within each turn, so that a slow spell of the machine
 falls on all alike.  Predictions are compared as multiples of plain training: by the plan,
 stage by stage, where each stage by itself takes the executor's hooks and finds caches
-warm, and as measured beside.  `noise` is the mean standard error of the medians.  Where a
+warm, and as measured beside.  The first steps of each way are not timed: in them plans are
+made again for the rates seen.  A chain that has left its tier by then counts as one without.
+`noise` is the mean standard error of the medians.  Where a
 plan exists with a tier only, the point counts in `only_with_tier`; where none exists, in
 `nothing_fits`.
 
@@ -49,6 +51,7 @@ from benchmarks.chain_throughput import KEEP, Mix, Pool, Residual
 from multistage.actions import Put
 from multistage.errors import BudgetError
 from multistage.model.stages import StageCosts
+from multistage.planners.chain.heterogeneous import ChainPlan
 from multistage.planners.chain.joint import extremes
 from multistage.planners.chain.joint_actions import actions_of_laid
 from multistage.planners.chain.joint_core import Core
@@ -60,6 +63,7 @@ NETS = ("residual", "transformer", "mixer")
 MEMORY = (0.1, 0.2, 0.4)
 TIERS = ("file", "memory")
 SEGMENTS = (2, 4, 6, 8)
+WARM_UP = 4  # steps of each way, in which its plan may change
 REPEATS = 4  # turns, of which torch's ways take one less
 Call = Callable[[Tensor], Tensor]
 
@@ -202,7 +206,7 @@ def _point(task: dict[str, Any]) -> dict[str, Any]:
         if chain is None:
             continue
         assert chain.plan is not None
-        sends = any(isinstance(action, Put) for action in chain.plan.actions)
+        sends = _sends(chain.plan)
         if sends or tier is None:
             ways[name] = chain
         if sends:
@@ -211,8 +215,9 @@ def _point(task: dict[str, Any]) -> dict[str, Any]:
             if everything is not None and _sends_all(everything):
                 ways[f"all to {name}"] = everything
     peaks = {name: steps.peak_bytes(chain) for name, chain in ways.items()}
-    for chain in ways.values():  # a plan may be made again, from what its transfers showed
-        steps.step(chain)
+    for chain in ways.values():  # plans are made again, from what their transfers showed
+        for _ in range(WARM_UP):
+            steps.step(chain)
     result = {
         "limit": limit,
         "least": least,
@@ -221,10 +226,15 @@ def _point(task: dict[str, Any]) -> dict[str, Any]:
         **steps.timed({**ways}, task["repeats"]),
     }
     plans = {name: chain.plan for name, chain in ways.items() if chain.plan is not None}
+    result["sends"] = {n: _sends(plan) for n, plan in plans.items()}
     result["predicted"] = {n: plan.makespan_s / plain.plain_s for n, plan in plans.items()}
     for chain in ways.values():
         chain.close()
     return result
+
+
+def _sends(plan: ChainPlan) -> bool:
+    return any(isinstance(action, Put) for action in plan.actions)
 
 
 def _sends_all(chain: mst.Sequential) -> bool:
@@ -262,7 +272,7 @@ def _over(point: dict[str, Any], name: str, other: str, which: int = 0) -> float
 
 def _ratios(points: list[dict[str, Any]], torchs: dict[str, dict[str, Any]]) -> dict[str, float]:
     ways = [(p, tier) for p in points for tier in TIERS]
-    chosen = [(p, tier) for p, tier in ways if tier in p["samples"]]
+    chosen = [(p, tier) for p, tier in ways if p["sends"].get(tier)]
     beside = [(p, tier) for p, tier in chosen if "no tier" in p["samples"]]
     # Where no tier is chosen, the plan is the one without.
     plans = [(p, t if t in p["samples"] else "no tier") for p, t in ways]

@@ -60,7 +60,7 @@ from multistage.torch.planning.choosing import held_by_caller  # noqa: E402
 from multistage.torch.tensors.meter import Meter  # noqa: E402
 from multistage.torch.tiers import tiered  # noqa: E402
 from multistage.torch.tiers.paging import page_layout  # noqa: E402
-from multistage.torch.tiers.porter import Porter  # noqa: E402
+from multistage.torch.tiers.porter import Carried, Porter  # noqa: E402
 from multistage.torch.tiers.stowage import Berth, Stowage  # noqa: E402
 
 
@@ -693,6 +693,52 @@ def test_a_slower_tier_is_planned_for_again(monkeypatch: pytest.MonkeyPatch) -> 
         results(model, model, rows=ROWS)
     assert model._multistage.tiered.rates != FAST
     assert model.plan is not before
+    model.close()
+
+
+def test_making_plans_again_takes_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, now, seconds = tiered.Tiered(["memory:"]), [0.0], itertools.count(1)
+    used.rates, used.clock = FAST, lambda: now[0]
+
+    def look(_: Any) -> tuple[Carried, Carried]:
+        one = Carried(1 << 20, 1, 10.0 ** next(seconds))  # slower each time
+        return one, one
+
+    monkeypatch.setattr(tiered.Tiered, "_look", look)
+    used._next_look = 2  # nothing was carried before
+    assert [used.drifted() for _ in range(3)] == [False, False, True]  # the first is not counted
+    used.planned(0.5)
+    now[0] = 24.0
+    assert not any(used.drifted() for _ in range(20))
+    now[0] = 25.0
+    assert used.drifted()
+
+
+def test_rates_are_not_taken_for_those_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = tiered.Tiered(["memory:"])
+    used.rates = Tier.of_rates(100.0, 100.0)
+    used.berth(CPU, None).busier = 4.0
+    seen = Carried(100, 1, 4.0)
+    monkeypatch.setattr(tiered.Tiered, "_look", lambda _: (seen, seen))
+    assert not any(used.drifted() for _ in range(9))
+    used.berth(CPU, None).busier = 1.0
+    assert any(used.drifted() for _ in range(9))
+    assert used.rates.write_bytes_per_s == 25.0
+
+
+@pytest.mark.usefixtures("fast_tiers")
+def test_a_plan_that_is_hardly_slower_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sequential(store())
+    before, seen = model.plan, Tier.of_rates(1e11, 1e11, name="seen")
+
+    def drifted(used: tiered.Tiered) -> bool:
+        used.rates = seen
+        return True
+
+    monkeypatch.setattr(tiered.Tiered, "drifted", drifted)
+    results(model, model, rows=ROWS)
+    assert model.plan.tier == seen
+    assert model.plan.actions == before.actions
     model.close()
 
 

@@ -122,6 +122,8 @@ class Run:
                 self._sweep.forward()
             finally:
                 links.unpack = None
+            if stowage is not None:
+                stowage.turn()
             last = self._sweep.take_live().pop()
             self._stages.returned(len(self._stages), tensors_in(last))
             return last

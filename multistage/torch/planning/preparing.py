@@ -17,7 +17,8 @@ from ..measurement.checking import Checked, check_chain, room_for_tapes
 from ..measurement.measure import measure
 from ..measurement.sizes import Sizes
 from ..tiers.stowage import CannotTravel
-from .choosing import chosen, is_collective, limit_of
+from ..tiers.tiered import Tiered
+from .choosing import PAYS, chosen, is_collective, limit_of
 from .fitting import fitted, with_sizes
 from .kinds import kind_of_call
 from .limited import (
@@ -140,9 +141,28 @@ def replanned(sequential: LimitedModule, planned: Planned, state: Any) -> Planne
         what = f"the tier is not used, and could not be measured again: {error}"
         warnings.warn(what, CheckpointWarning, stacklevel=2)
         return planned
-    tiered.looked(tiered.clock() - began)
+    took_s = tiered.clock() - began
+    if sends(plan):
+        tiered.planned(took_s)
+        found = _worth_changing(plan, found, tiered)
+    else:
+        tiered.looked(took_s)
     anew = replace(planned, plan=found)
     for variants in chain.known.values():
         variants[:] = [anew if v is planned else v for v in variants]
     use(chain, anew)
     return anew
+
+
+def _worth_changing(plan: ChainPlan, found: ChainPlan, tiered: Tiered) -> ChainPlan:
+    """Return a new plan, or the old one as the rates seen make it, if that is hardly slower."""
+    old = ChainPlan.judged(
+        plan.planner,
+        plan.costs,
+        plan.memory_bytes,
+        plan.actions,
+        tiered.rates,
+        no_tier_s=found.no_tier_s if sends(found) else found.makespan_s,
+        offload_s=found.offload_s,
+    )
+    return old if PAYS * old.makespan_s <= found.makespan_s and sends(found) else found

@@ -47,6 +47,7 @@ class Berth:
     def __init__(self, store: Store, device: torch.device, page_bytes: int = PAGE_BYTES) -> None:
         self.store, self.device, self.page_bytes = store, device, page_bytes
         self.runs = 0  # that have something in it
+        self.busier = 1.0  # how much longer the last sweep took than its thread computed
         self._porter: Porter | None = None
         self._lock = threading.RLock()  # a collection of garbage may close it meanwhile
         self._birth = Birth.here()
@@ -132,6 +133,15 @@ class Stowage:
     def _begin(self) -> None:
         """Note when a forward sweep begins."""
         self._began_s, self._stalled_s = time.perf_counter(), self.stall_s
+        self._begun_s = time.thread_time()
+
+    def turn(self) -> None:
+        """Note how busy the machine was with other work: the forward sweep is over."""
+        thread_s = time.thread_time() - self._begun_s
+        # Where torch computes in other threads, or on a device, this thread's time says nothing.
+        alone = self._berth.device.type == "cpu" and torch.get_num_threads() == 1
+        busier = self.computed_s() / thread_s if alone and thread_s > 0 else 1.0
+        self._berth.busier = max(1.0, busier)
 
     def put(self, step: int, tape: bool, parcel: Parcel) -> None:
         """Queue the way of a parcel to the tier.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +16,9 @@ from ...backends.urls import TierName
 from ...errors import ArgumentError
 from ...model.tier import Tier
 from .by_name import open_tiers
-from .paging import buffers_of, page_for, page_layout, set_up
+from .paging import page_layout, set_up
 from .porter import Carried, Porter
+from .rows import page_and_buffers
 from .stowage import Berth
 
 _PROBE_S = 0.3  # about as long as the tier is measured
@@ -51,10 +53,12 @@ class Tiered:
         self.rates: Tier | None = None
         self.slowdown = 0.0
         self._berth: Berth | None = None
+        self._buffer_bytes = 0
         self._since = Carried(), Carried()  # when the rates were compared last
         self._looks = 0
         self._next_look = 1
         self._slower = 1.0  # than planned, when a run left its plan
+        self._plan_due_s = -math.inf
         self.clock: Callable[[], float] = time.monotonic
         self._due_s: float | None = None
 
@@ -70,7 +74,9 @@ class Tiered:
             store = open_tiers(self.names, device)
             assert store is not None
             set_up(store)
-            page_bytes = page_for(store, None if device.type == "cuda" else limit_bytes)
+            on_host = device.type != "cuda"
+            page_bytes, buffers = page_and_buffers(store, limit_bytes if on_host else None)
+            self._buffer_bytes = buffers if on_host else 0
             self._berth = Berth(store, device, page_bytes)
         elif self._berth.device != device:
             raise ArgumentError(
@@ -81,8 +87,8 @@ class Tiered:
 
     def buffer_bytes(self, device: torch.device, limit_bytes: int | None) -> int:
         """Return the bytes on the device's memory that transfers take on their way."""
-        berth = self.berth(device, limit_bytes)
-        return 0 if device.type == "cuda" else buffers_of(berth.store, berth.page_bytes)
+        self.berth(device, limit_bytes)
+        return self._buffer_bytes
 
     def measured(self, device: torch.device, limit_bytes: int | None) -> Tier:
         """Return the rates of the tier; measures them, beside computing, if they are not known.
@@ -132,17 +138,25 @@ class Tiered:
         self._due_s = self.clock() + _AGAIN * max(_LOOK_S, seconds)
 
     def drifted(self) -> bool:
-        """Note the rates seen since the last call; return whether they are others.
+        """Note the rates seen since the last look; return whether they are others.
 
-        Looks less and less often: a plan takes longer to make than an iteration.
+        Looks less and less often, as a plan may take longer to make than an iteration: after
+        the first, making plans takes a fiftieth of the time at most.
         """
         self._looks += 1
         if self.rates is None or self._looks < self._next_look:
             return False
-        self._next_look *= 2
+        if self.clock() < self._plan_due_s:
+            return False
+        self._next_look = self._looks + max(1, self._looks - 1)
         written, read = self._look()
-        write = written.bytes_per_s(self.rates.latency_s)
-        fetch = read.bytes_per_s(self.rates.latency_s)
+        if self._looks == 2 and self._slower == 1.0:
+            return False  # in the first iteration memory was touched for the first time
+        # Other work on the machine slows transfers and computing alike.
+        busier = 1.0 if self._berth is None else self._berth.busier
+        latency_s = self.rates.latency_s * busier
+        write = _times(written.bytes_per_s(latency_s), busier)
+        fetch = _times(read.bytes_per_s(latency_s), busier)
         found = replace(
             self.rates,
             write_bytes_per_s=write or max(1e-3, self.rates.write_bytes_per_s / self._slower),
@@ -157,6 +171,10 @@ class Tiered:
             return False
         self.rates = found
         return True
+
+    def planned(self, seconds: float) -> None:
+        """Note how long it took to plan for the rates that were seen."""
+        self._plan_due_s = self.clock() + _AGAIN * seconds
 
     def leave(self) -> None:
         """Close the tier, which is not used; do not wait long for one that does not answer."""
@@ -180,6 +198,10 @@ class Tiered:
                     "tiers='file:///scratch'"
                 )
         return Tiered, (self.names,)
+
+
+def _times(rate: float | None, factor: float) -> float | None:
+    return None if rate is None else rate * factor
 
 
 def _probed(berth: Berth, most_bytes: int) -> tuple[Tier, float]:
@@ -207,7 +229,10 @@ def _probed(berth: Berth, most_bytes: int) -> tuple[Tier, float]:
         alone.run_for(_PROBE_S / 12)  # in turn: the machine may be busy with other work
         rounds.append(_round(porter, rows, load))
     # The first round is for memory that is touched for the first time.
-    write, read = (max(each[way].bytes_per_s(0.0) or 0.0 for each in rounds[1:]) for way in (0, 1))
+    write, read = (
+        max(each[way].bytes_per_s(0.0) or 0.0 for each in rounds[1:]) * load.busier
+        for way in (0, 1)
+    )
     rates = Tier.of_rates(
         write_bytes_per_s=max(write, 1.0),
         read_bytes_per_s=max(read, 1.0),
@@ -231,9 +256,11 @@ class _Load:
         self._wide = torch.rand(max(1, nbytes // 8), device=device, generator=drawn)
         self._made = torch.empty_like(self._wide)
         self._seconds: list[float] = []
+        self._thread_s = 0.0
 
     def run_while(self, busy: Callable[[], bool]) -> None:
         """Compute until something is done."""
+        begun_s = time.thread_time()
         with torch.no_grad():
             while busy():
                 began = time.perf_counter()
@@ -242,6 +269,14 @@ class _Load:
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
                 self._seconds.append(time.perf_counter() - began)
+        self._thread_s += time.thread_time() - begun_s
+
+    @property
+    def busier(self) -> float:
+        """How much longer than its thread computed it took, as on a machine with other work."""
+        # Where torch computes in other threads, or on a device, this thread's time says nothing.
+        alone = self._device.type == "cpu" and torch.get_num_threads() == 1
+        return max(1.0, sum(self._seconds) / self._thread_s) if alone and self._thread_s else 1.0
 
     def run_for(self, seconds: float) -> None:
         """Compute for some seconds."""
