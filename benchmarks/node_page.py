@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from benchmarks.catalog import CATALOG
-from benchmarks.page import Raw, badge, document, picture, table, tiles
+from benchmarks.page import Cell, rendered, shown
 from multistage.support.units import format_bytes, format_seconds
 
 KEYS = {
@@ -54,70 +53,31 @@ KEYS = {
 
 
 def node_page(data: dict[str, Any], folder: Path) -> str:
-    """Return the page of a node."""
-    about, parts = data["facts"], []
-    cpu, mem = about["processor"], about["memory"]
-    title = f"A node: {cpu['model']}"
+    """Return the page of a node; plots are taken from `folder`."""
+    about = data["facts"]
+    cpu = about["processor"]
     load = ", ".join(map(str, data["load_before"])) or "not known"
-    parts += [
-        f"<h1>{_text(title)}</h1>",
-        f"<p class='quiet'>--{data['mode']}, {data['seconds']:.0f} s; load before {load}; "
-        f"{_text(about['system'])}; C core {'there' if about['c_core'] else 'not built'}</p>",
-        f"<p><strong>Warning: {_text(data['warning'])}.</strong></p>" if "warning" in data else "",
-        tiles(
-            [
-                (cpu["threads"], f"threads, {cpu['cores']} cores"),
-                (format_bytes(mem["total_bytes"]), "memory"),
-                (len(about["nodes"]), "memory nodes"),
-                (len(about["gpus"]), "GPUs"),
-                (f"{data['copy_bytes_per_s'] / 1e9:.1f} GB/s", "copy, one thread"),
-            ]
-        ),
-        "<h2>Machine</h2>",
-        table(("fact", "value"), _facts(about)),
-        "<h2>Tiers</h2><p class='quiet'>Rates of one state after the other at full speed; "
-        "seconds of the computing thread per state; hidden: the share of transfers of 8 MiB that "
-        "passes behind compute of equal length on one core, forward and in reverse.</p>",
-        table(
-            ("tier", "state", "write", "read", "put", "get", "hidden", ""),
-            _tier_rows(data["tiers"]),
-        ),
-        "<h2>Plans</h2><p class='quiet'>Predicted from the rates above, within half of the free "
-        "memory or the free disk; adjoint steps take twice a step; a wave's step is ten copies of "
-        "its state.</p>",
-        table(
-            (
-                "problem",
-                "tier",
-                "T_W / T_A",
-                "planner",
-                "makespan",
-                "recompute factor",
-                "above the bound",
-                "Revolve over it",
-            ),
-            _plan_rows(data["plans"]),
-        ),
-        "<h2>Short benchmarks</h2>" if data["benchmarks"] else "",
-    ]
-    titles = {entry.name: entry.title for entry in CATALOG}
-    for name, record in data["benchmarks"].items():
-        reason = f": {record['reason']}" if "reason" in record else ""
-        parts.append(
-            f"<h3>{_text(titles[name])} {badge(record['status']).html}{_text(reason)}</h3>"
-        )
-        if record["status"] == "failed":
-            parts.append(f"<pre>{_text(record.get('output', ''))}</pre>")
-        if record["status"] == "done":
-            parts.append(picture(folder / f"{name}.png", titles[name]))
-            parts.append(table(("ratio", "value"), record["ratios"].items(), narrow=True))
-    parts += [
-        "<h2>What the keys mean</h2><p class='quiet'>Of node.json, and of the columns above. A "
-        "benchmark's ratios are explained in its own file, as in <code>python -m "
-        "benchmarks.overlap --help</code>.</p>",
-        table(("key", "meaning"), KEYS.items()),
-    ]
-    return document(title, "".join(parts))
+    return rendered(
+        "node.html",
+        f"A node: {cpu['model']}",
+        about=f"--{data['mode']}, {data['seconds']:.0f} s; load before {load}; {about['system']}; "
+        f"C core {'there' if about['c_core'] else 'not built'}",
+        warning=data.get("warning", ""),
+        counts=[
+            (cpu["threads"], f"threads, {cpu['cores']} cores"),
+            (format_bytes(about["memory"]["total_bytes"]), "memory"),
+            (len(about["nodes"]), "memory nodes"),
+            (len(about["gpus"]), "GPUs"),
+            (f"{data['copy_bytes_per_s'] / 1e9:.1f} GB/s", "copy, one thread"),
+        ],
+        facts=_facts(about),
+        tiers=_tier_rows(data["tiers"]),
+        plans=_plan_rows(data["plans"]),
+        benchmarks=[
+            shown(entry, data, folder) for entry in CATALOG if entry.name in data["benchmarks"]
+        ],
+        keys=KEYS.items(),
+    )
 
 
 def _facts(about: dict[str, Any]) -> list[tuple[str, str]]:
@@ -153,7 +113,9 @@ def _tier_rows(found: dict[str, Any]) -> list[tuple[object, ...]]:
     rows: list[tuple[object, ...]] = []
     for name, probe in found.items():
         if probe["status"] != "done":
-            rows.append((name, "", "", "", "", "", "", Raw(_badged(probe))))
+            rows.append(
+                (name, "", "", "", "", "", "", Cell(probe.get("reason", ""), probe["status"]))
+            )
             continue
         hidden = probe.get("hidden", {})
         text = ""
@@ -173,10 +135,6 @@ def _tier_rows(found: dict[str, Any]) -> list[tuple[object, ...]]:
                 )
             )
     return rows
-
-
-def _badged(probe: dict[str, Any]) -> str:
-    return f"{badge(probe['status']).html} {_text(probe.get('reason', ''))}"
 
 
 def _plan_rows(rows: list[dict[str, Any]]) -> list[tuple[object, ...]]:
@@ -205,7 +163,3 @@ def _plan_rows(rows: list[dict[str, Any]]) -> list[tuple[object, ...]]:
 def _duration(seconds: float) -> str:
     """Return a time, long ones in hours."""
     return f"{seconds / 3600:.3g} h" if seconds >= 3600 else format_seconds(seconds)
-
-
-def _text(value: object) -> str:
-    return escape(str(value))

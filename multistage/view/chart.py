@@ -30,6 +30,7 @@ COLORS = {
     "rival 5": "#9a7b5f",
     "chosen": "#d23b68",
     "limit": "#d23b68",
+    "band": "#b9c7d6",
 }
 
 
