@@ -25,7 +25,6 @@ from .measurement.checking import Check, Checked, check_chain, checked_choice
 from .measurement.exploring import tensors_of
 from .offload import offload
 from .sequences.cell import Cell, Facts
-from .sequences.cell_costs import UNROLL_PLANNERS, UnrollPlan, UnrollPlanner
 from .sequences.cells import Cells, identity_of
 from .sequences.collector import Collector
 from .sequences.exploring_cells import StateVaries, explore
@@ -35,6 +34,7 @@ from .sequences.surroundings import Surroundings
 from .sequences.sweeping import Sweep, results_of, through
 from .sequences.sweeping import Unrolled as Unrolled
 from .sequences.through_time import ThroughTime, run_steps
+from .sequences.unroll_plan import UNROLL_PLANNERS, UnrollPlan, UnrollPlanner
 from .sequences.unroll_varied import unroll_varied
 from .tensors.states import TensorLayout, TensorStates
 from .tiers.by_name import open_tiers

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import planners as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -23,7 +23,8 @@ from multistage.backends import MemoryStore
 from multistage.errors import ArgumentError, BudgetError, MultistageError, StateError, StoreError
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS
-from multistage.torch.sequences.cell_costs import Sample, choose
+from multistage.torch.sequences.cell_costs import Sample
+from multistage.torch.sequences.choosing_chunks import choose
 from multistage.torch.tensors.meter import Meter
 
 WIDTH, BATCH = 12, 16

@@ -22,17 +22,10 @@ from ..measurement.checking import Check, Checked
 from ..tensors.states import TensorLayout, kind_of
 from ..tiers.paging import PAGE_BYTES
 from .cell import Cell
-from .cell_costs import (
-    Sample,
-    UnrollPlan,
-    UnrollPlanner,
-    choose,
-    keep_bytes,
-    offloaded,
-    sample_chunks,
-    tier_of,
-)
+from .cell_costs import Sample, keep_bytes, offloaded, sample_chunks, tier_of
+from .choosing_chunks import choose
 from .through_time import ThroughTime
+from .unroll_plan import UnrollPlan, UnrollPlanner
 
 TRAVELS_BYTES = 256 << 10  # tapes' tensors of at least this travel
 _DEVICE_SHARE = 0.9  # of the free memory of a CUDA device, where no limit is given

@@ -26,9 +26,9 @@ from ...states.slots import States
 from ...support.progress import Bars
 from ..tensors.states import TensorState
 from .cell import Facts
-from .cell_costs import UnrollPlan
 from .inputs import InputGradients
 from .through_time import ThroughTime
+from .unroll_plan import UnrollPlan
 
 
 @dataclass(frozen=True, slots=True)

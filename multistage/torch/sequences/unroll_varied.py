@@ -27,7 +27,6 @@ from ..measurement.checking import Check, Checked, check_chain
 from ..measurement.exploring import tensors_of
 from ..tensors.meter import Meter
 from ..tiers.by_name import open_tiers
-from .cell_costs import UnrollPlan
 from .cells import Cells, VariedFacts, run_varied
 from .chunks import Steps
 from .collector import Collector
@@ -36,6 +35,7 @@ from .kinds import Survey
 from .planning import Memory, Settings, identity
 from .surroundings import Surroundings
 from .sweeping import Sweep, Unrolled, results_of, through
+from .unroll_plan import UnrollPlan
 from .varied_planning import pages_for, planned_varied
 from .varied_time import VariedTensors, VariedThroughTime
 

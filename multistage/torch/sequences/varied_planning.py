@@ -25,13 +25,13 @@ from ...reversing.described import described
 from ...reversing.streamed import MOST_STREAMED, bounded, measured_rates, require_room
 from ...support.units import format_bytes
 from ..measurement.checking import Checked
-from .cell_costs import UnrollPlan, UnrollPlanner
 from .cells import Cells, StepKind, VariedFacts
 from .chunks import Steps
 from .kind_costs import KindCost, measured_kind
 from .kinds import Survey
 from .planning import Memory, Settings, free_bytes, identity
 from .surroundings import Surroundings
+from .unroll_plan import UnrollPlan, UnrollPlanner
 
 # How many chunks are tried; more only where these do not fit.
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192)
