@@ -23,16 +23,19 @@ from .environment.captured import generators_of
 from .environment.randomness import cuda_or_cpu, refuse_hidden_draws
 from .measurement.checking import Check, Checked, check_chain, checked_choice
 from .measurement.exploring import tensors_of
+from .measurement.saved import nodes_made
 from .offload import offload
+from .sequences.allowances import allowance
 from .sequences.cell import Cell, Facts
 from .sequences.cells import Cells, identity_of
 from .sequences.collector import Collector
-from .sequences.exploring_cells import StateVaries, explore
+from .sequences.exploring_cells import FEW, StateVaries, explore
 from .sequences.inputs import Inputs
 from .sequences.planning import TRAVELS_BYTES, Settings, planned
+from .sequences.results import Unrolled as Unrolled
+from .sequences.results import results_of
 from .sequences.surroundings import Surroundings
-from .sequences.sweeping import Sweep, results_of, through
-from .sequences.sweeping import Unrolled as Unrolled
+from .sequences.sweeping import Sweep, through
 from .sequences.through_time import ThroughTime, run_steps
 from .sequences.unroll_plan import UNROLL_PLANNERS, UnrollPlan, UnrollPlanner
 from .sequences.unroll_varied import unroll_varied
@@ -141,6 +144,8 @@ def unroll(
     ------
     ArgumentError, BudgetError, StoreError
         Before the sequence is run: rule, values, remedy.
+        BudgetError in the backward pass too: values that were not measured, such as
+        the length of a loop, have made graphs larger than there is memory for.
     StateError
         If the cell returns another kind of state than it gets, or writes to it; if
         unequal steps are not what their kind is, or a cell does not run on the state
@@ -170,13 +175,15 @@ def unroll(
     Notes
     -----
     Unequal steps: several cells; states that change their tree, shapes or dtypes; x_t
-    of several shapes.  A step's kind is its cell, the shapes of the state before it and
-    those of x_t.  One step of each kind, 64 kinds at most, is run and measured, and the
-    chunks are planned as a chain of unequal stages by `plan_chain`: states or whole
-    graphs are kept, the rest is run again.  A function of t is called once more at each
-    step to learn the shapes.  States travel to the first tier, by way of host memory;
-    graphs do not.  Steps that return y must all return the same tree; where a cell
-    returns a pair that is not like the state it got, the pair is `(state, y)`.
+    of several shapes, or with a few (8 at most) different ints, texts or other values
+    beside tensors, as a list.  A step's kind is its cell, the shapes of the state before
+    it and those of x_t, and these values.  One step of each kind, 64 kinds at most, is
+    run and measured, and the chunks are planned as a chain of unequal stages by
+    `plan_chain`: states or whole graphs are kept, the rest is run again.  A function of
+    t is called once more at each step to learn the shapes.  States travel to the first
+    tier, by way of host memory; graphs do not.  Steps that return y must all return the
+    same tree; where a cell returns a pair that is not like the state it got, the pair is
+    `(state, y)`.
 
     Sequences of unequal length: pad them, and let the cell keep the state
     where the mask says so, `torch.where(mask_t, new, old)`.
@@ -216,6 +223,8 @@ def unroll(
             "unequal=False is for one cell, x_t of one shape and no costs=, and here are several "
             "cells, several shapes of x_t, or costs; leave it out"
         )
+    if unequal is None and sequence.few_values() > 1 and planner != "offload":
+        varied = varied or not (fused or isinstance(cell, nn.RNNBase))
     unequal = True if varied else unequal
     if not unequal:
         one = cell if several is None else several[0]
@@ -328,16 +337,21 @@ def _run(
         settings,
         lambda plan: _checked(chain, state, outputs, plan, settings.check),
     )
+    looked_at = min(FEW, sequence.steps) if known.fused else 1
+    allowed = allowance(chosen, facts, sequence, looked_at=looked_at)
     if chosen.plan is None:
         tapes: Any = contextlib.nullcontext()
         if chosen.planner == "offload":
             held = [t for t in [*leaves, sequence.given] if isinstance(t, Tensor)]
             tapes = offload(settings.tiers, min_bytes=TRAVELS_BYTES, stays=held, device=device)
+        begun = nodes_made()
         with tapes:
             result = _plain(known, facts, state, sequence, outputs, settings.chunk, graph=True)
+        if chosen.planner == "keep":
+            allowed.hold_all(result, begun)
         return Unrolled(result.state, result.loss, result.outputs, chosen)
     refuse_hidden_draws(known.scope.modules, known.name)
-    chain.chunk = chosen.chunk
+    chain.chunk, chain.allowance = chosen.chunk, allowed
     if not chosen.plan.writes:
         store = None
     states, bars = TensorStates(names), Bars(settings.progress)

@@ -728,3 +728,105 @@ def test_what_a_later_kind_draws_is_drawn_again() -> None:
         found.append((h.grad, cell.linear.weight.grad, random.random()))
     assert all(torch.equal(a, b) for a, b in zip(found[0][:2], found[1][:2], strict=True))  # type: ignore[arg-type]
     assert found[0][2] == found[1][2]
+
+
+# ---------------------------------------------------- values that decide what a step costs
+
+
+class Loops(nn.Module):
+    """As many operators as an int in x_t says, or as a tensor does, or results as wide."""
+
+    def __init__(self, how: str = "loop") -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(16, 16)
+
+    def forward(self, h: Tensor, x: Any) -> Tensor:
+        h = self.linear(h)
+        match self.how:
+            case "loop":
+                for _ in range(int(x)):
+                    h = torch.tanh(h)
+            case "width":
+                h = torch.tanh(torch.sigmoid(h.repeat(1, x))).view(len(h), x, 16).mean(1)
+            case "chosen":  # by the values of x_t
+                rows = torch.zeros(int(x), dtype=torch.int64)
+                h = torch.tanh(torch.sigmoid(h.unsqueeze(0)[rows])).mean(0)
+        return h
+
+
+_SPARSE = [1] * 50 + [60] * 10
+_BY_VALUES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "equal steps": ("loop", _SPARSE, {"unequal": False}),
+    "a function": ("loop", lambda t: _SPARSE[t], {"n_steps": 60}),
+    "a function of steps that differ": (
+        "loop",
+        lambda t: _SPARSE[t],
+        {"n_steps": 60, "unequal": True},
+    ),
+    "a tensor": ("loop", torch.tensor(_SPARSE), {}),
+    "wide results": ("width", _SPARSE, {"unequal": False}),
+    "results as wide as values say": ("chosen", torch.tensor(_SPARSE), {}),
+    "many values": ("loop", [*range(1, 11), *_SPARSE[10:]], {}),
+}
+
+
+@pytest.mark.parametrize("planner", ["keep", "recompute"])
+@pytest.mark.parametrize("name", list(_BY_VALUES))
+def test_values_that_make_graphs_larger_than_planned_are_refused(name: str, planner: Any) -> None:
+    """What was exceeded without a word is an error; where there is room, all is well."""
+    how, inputs, options = _BY_VALUES[name]
+    limit = {"keep": 400, "recompute": 40}[planner] << 10
+    cell, h = Loops(how), torch.ones(16, 16, requires_grad=True)
+    with pytest.raises(BudgetError, match="takes more than the steps that were measured"):
+        out = mst.unroll(cell, h, inputs, memory=limit, planner=planner, **options)
+        out.state.sum().backward()
+    out = mst.unroll(cell, h, inputs, memory="64 MiB", planner=planner, **options)
+    out.state.sum().backward()
+    gradient, h.grad = h.grad, None
+    state: Any = h
+    for t in range(60):
+        state = cell(state, inputs(t) if callable(inputs) else inputs[t])
+    state.sum().backward()
+    assert gradient is not None and h.grad is not None and torch.equal(gradient, h.grad)
+
+
+@pytest.mark.parametrize("how", ["loop", "width"])
+def test_few_values_are_measured_one_by_one(how: str) -> None:
+    cell, h = Loops(how), torch.ones(16, 16, requires_grad=True)
+    given = [h, *cell.parameters()]
+    for _ in range(2):
+        with Meter(torch.device("cpu")) as meter:
+            meter.ignore([*given, *(t.grad for t in given if t.grad is not None)])
+            out = mst.unroll(cell, h, _SPARSE, memory=0.4)
+            out.state.sum().backward()
+        assert out.plan is not None and [count for _, count in out.plan.kinds] == [50, 10]
+        assert out.plan.planner == "recompute"
+        assert meter.peak_bytes <= out.plan.memory_bytes + sum(t.nbytes for t in given)
+    assert "x 60" in str(out.plan)
+
+
+def test_values_of_fused_or_travelling_steps_stay_one_kind(tmp_path: Path) -> None:
+    def fused(h: Tensor, x: Any) -> Tensor:
+        scale, mark = x
+        return h * scale.sum() * mark.prod()
+
+    h = torch.ones(4, requires_grad=True)
+    inputs = [(torch.ones(1), torch.ones(1)) for _ in range(6)]
+    assert mst.unroll(fused, h, inputs, fused=True).plan.kinds == ()  # type: ignore[union-attr]
+    cell, wide = Loops(), torch.ones(16, 16, requires_grad=True)
+    options: Any = {"planner": "offload", "tiers": f"file:{tmp_path}", "memory": "64 MiB"}
+    assert mst.unroll(cell, wide, [1, 2] * 4, **options).plan.planner == "offload"  # type: ignore[union-attr]
+
+
+def test_a_state_that_changes_shape_late_is_refused() -> None:
+    weight, h = torch.ones(4, requires_grad=True), torch.zeros(4)
+    x = torch.zeros(60)
+    x[40] = 1.0
+
+    def cell(h: Tensor, x: Tensor) -> Tensor:
+        h = h * weight
+        return h.repeat(2, 1) if x > 0 else h
+
+    for chunk in (1, 4):
+        with pytest.raises(StateError, match=r"changed leaf 0 of its state .* at steps 40 to"):
+            mst.unroll(cell, h, x, planner="recompute", chunk=chunk, memory="1 MiB")

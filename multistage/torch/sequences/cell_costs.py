@@ -42,6 +42,8 @@ class Sample:
     saved : tuple of int or None
         Sizes of the storages its graph saves, parameters and the state not counted;
         None if that is not known, or hooks on saved tensors are not possible.
+    by_values : bool
+        Whether the values of tensors decide what operators take.
     """
 
     chunk: int
@@ -49,6 +51,7 @@ class Sample:
     turn_s: float
     peak_bytes: int
     saved: tuple[int, ...] | None = None
+    by_values: bool = False
 
 
 def sample_chunks(
@@ -103,7 +106,7 @@ def _sample(whole: ThroughTime, state: Sequence[Tensor], chunk: int, tapes: bool
     chain.sums = [None] * len(facts.parameters)
     chain.of_inputs = InputGradients(few)
     first = chain.first(state)
-    forwards, turns, peak = [], [], 0
+    forwards, turns, peak, by_values = [], [], 0, False
     saved: tuple[int, ...] | None = None
     with chain.around.settled(keep=False):
         # The first turn is for what comes once, as workspaces of libraries; it is not measured.
@@ -120,13 +123,14 @@ def _sample(whole: ThroughTime, state: Sequence[Tensor], chunk: int, tapes: bool
                     lying = [inputs.given, chain.of_inputs.whole]
                     meter.ignore(t for t in lying if isinstance(t, Tensor))
                     chain.reverse(first, adjoint, 0)
-                    peak = meter.peak_bytes
+                    peak, by_values = meter.peak_bytes, meter.sizes_vary
             elif number == 2:
                 saved = _saved(chain, first, adjoint, facts) if tapes else None
             else:
                 chain.sums = [None] * len(facts.parameters)
                 turns.append(seconds_of(lambda: chain.reverse(first, adjoint, 0), device))  # noqa: B023
-    return Sample(chunk, max(min(forwards[1:]), 1e-9), max(min(turns), 1e-9), peak, saved)
+    forward_s, turn_s = max(min(forwards[1:]), 1e-9), max(min(turns), 1e-9)
+    return Sample(chunk, forward_s, turn_s, peak, saved, by_values)
 
 
 def _saved(

@@ -19,6 +19,7 @@ from ...errors import ArgumentError, StateError
 from ..environment.scope import Scope
 from ..tensors.states import Kind, kind_of, said
 from .cell import Cell, Facts, leaves_of
+from .inputs import value_of
 
 # What is told apart of the tensors of a tree: structure, kinds, wishes for gradients.
 XKind: TypeAlias = tuple[pytree.TreeSpec, tuple[tuple[Kind, bool] | str, ...]]
@@ -184,8 +185,10 @@ class VariedFacts(Facts):
         return self.states[self.kinds[self.steps[-1]].after]
 
 
-def kind_of_tree(tree: Any, *, exact: bool = True) -> XKind:
-    """Return what tells apart what a cell is given: of leaves that are no tensors the type.
+def kind_of_tree(tree: Any, *, exact: bool = True, values: bool = False) -> XKind:
+    """Return what tells apart what a cell is given.
+
+    Of leaves that are no tensors it is the type, with `values` the value too.
 
     Examples
     --------
@@ -198,7 +201,7 @@ def kind_of_tree(tree: Any, *, exact: bool = True) -> XKind:
         [
             (kind_of(leaf) if exact else _formless(leaf), leaf.requires_grad)
             if isinstance(leaf, Tensor)
-            else type(leaf).__name__
+            else (value_of(leaf) if values else type(leaf).__name__)
             for leaf in leaves
         ]
     )

@@ -18,13 +18,13 @@ from ..environment.settings import Autocast, autocast
 from ..measurement.checking import Check, complain
 from ..measurement.exploring import tensors_of
 from ..tensors.checksums import checksum
-from ..tensors.graphs import graph_begins, graph_weight, held_elsewhere, leaves_below
+from ..tensors.graphs import Walked, graph_begins, graph_weight, held_elsewhere, leaves_below
 from ..tensors.states import Kind, kind_of, said
 from .cell import Buffers, Cell, Facts
 from .inputs import Inputs
 from .surroundings import refuse_changes, refuse_graph
 
-_FEW = 8  # steps of a fused cell to look at
+FEW = 8  # steps of a fused cell to look at
 
 
 class StateVaries(StateError):
@@ -57,7 +57,7 @@ def explore(
     known = known_parameters(cell, inputs, parameters)
 
     def sample(taken: list[Any]) -> Any:
-        return inputs.sample(_FEW, fused=cell.fused, leaves=taken)
+        return inputs.sample(FEW, fused=cell.fused, leaves=taken)
 
     with autocast(Autocast.capture(device_types([*leaves, *known, *inputs.held()]))):
         explorer = Explorer(cell, leaves, spec, sample, generators, known, check)
@@ -332,8 +332,8 @@ class Explorer:
             )
         own = {id(t) for t in [*given, *(leaf for _, leaf in taken)]}
         roots = [t for t in [*new_leaves, *ys] if t.requires_grad]
-        used: set[Any] = set()
-        found = list(leaves_below(roots, own, self._known, begun, cell.name, used))
+        walked = Walked()
+        found = list(leaves_below(roots, own, self._known, begun, cell.name, walked))
         return Look(
             new_spec,
             [t.detach() for t in new_leaves],
@@ -345,9 +345,9 @@ class Explorer:
             tuple([name in drawn for name in self._generators.names]),
             changed,
             found,
-            graph_weight(roots, begun),
+            graph_weight(roots, begun, [t.grad_fn for t in copies]),
             tuple(kind_of(t) for t in tensors_of(x)),
-            used,
+            walked.used,
         )
 
     def _state_of(self, state: Any) -> tuple[list[Tensor], pytree.TreeSpec]:

@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 from ...errors import ArgumentError, StateError
 
 Place = int | slice
+MOST_VALUES = 8  # of x_t, beside tensors, that are told apart
+_LONGEST = 64  # characters of such a value
 
 
 class Inputs:
@@ -59,17 +61,22 @@ class Inputs:
         )
         self.repeated: list[Tensor] = []
         self._most_bytes: int | None = None  # of x_t that is made anew
+        self._values_made = False  # whether any of those holds more than tensors
         self._allowed: set[int] | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[tuple[Tensor, int]] = []
         self._ever: set[int] = set()  # leaves of an element that want a gradient at some step
         self._places: dict[int, list[tuple[int, int]]] = {}  # of step t: (leaf, wanted tensor)
         self._elements: list[tuple[list[Any], Any]] = []
+        self._values: set[tuple[str, ...]] = set()  # of elements, beside their tensors
         if isinstance(given, Tensor):
             self._versions = [] if given.is_inference() else [(given, given._version)]
             self._tensors = [given] if given.requires_grad else []
         elif not self.made and given is not None:
             self._read(given[: self.steps])
+            for flat, _ in self._elements:
+                if len(self._values) <= MOST_VALUES:
+                    self._values.add(_values_of(flat))
 
     def _read(self, elements: Sequence[Any]) -> None:
         """Note the tensors of a list, and which of them want gradients."""
@@ -126,6 +133,21 @@ class Inputs:
             return False
         first = _form(*self._elements[0])
         return any(_form(*element) != first for element in self._elements)
+
+    def few_values(self) -> int:
+        """Return how many sets of values elements of a list hold beside tensors, 0 if many.
+
+        Values such as the length of a loop may decide what a step costs: steps with other
+        values are of other kinds, where there are few.
+        """
+        count = len(self._values)
+        return count if count <= min(MOST_VALUES, self.steps // 2) else 0
+
+    def has_values(self) -> bool:
+        """Whether some x_t held anything but tensors, such as the length of a loop."""
+        if self._elements:
+            return any(not isinstance(x, Tensor) for flat, _ in self._elements for x in flat)
+        return self._values_made
 
     def form(self) -> object:
         """Return structure, shapes, dtypes and devices of what was given; None if it is made."""
@@ -185,6 +207,8 @@ class Inputs:
         if self._allowed is None:
             return value
         leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            self._values_made = True
         if self._most_bytes is not None:
             found = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
             if found > self._most_bytes:
@@ -279,6 +303,20 @@ def _form(flat: Sequence[Any], spec: Any) -> object:
     return spec, tuple(
         [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in flat]
     )
+
+
+def _values_of(flat: Sequence[Any]) -> tuple[str, ...]:
+    """Return the values of the leaves that are no tensors."""
+    return tuple([value_of(x) for x in flat if not isinstance(x, Tensor)])
+
+
+def value_of(leaf: object) -> str:
+    """Return what tells apart a leaf that is no tensor: its type, and its value if it is short."""
+    kind = type(leaf).__name__
+    if not isinstance(leaf, bool | int | float | str | bytes | None):
+        return kind
+    value = repr(leaf)
+    return f"{kind} {value}" if len(value) <= _LONGEST else kind
 
 
 def _stacked(elements: Sequence[Any]) -> Any:

@@ -35,6 +35,8 @@ class KindCost:
     y_bytes, x_gradient_bytes : int
     overhead_s : float
         Seconds of a chunk of one such step beside the step.
+    by_values : bool
+        Whether the values of tensors decide what operators take.
     """
 
     stage: Stage
@@ -42,6 +44,7 @@ class KindCost:
     y_bytes: int
     x_gradient_bytes: int
     overhead_s: float
+    by_values: bool
 
 
 def measured_kind(
@@ -134,7 +137,8 @@ def measured_kind(
         tape_overhead_bytes=max(0, taping_peak - tape_bytes) + 2 * rest,
         backward_overhead_bytes=max(0, back_peak - tape_bytes - given),
     )
-    return KindCost(stage, taped + rest, sum(map(_nbytes, kind.ys)), xs, overhead_s)
+    ys = sum(map(_nbytes, kind.ys))
+    return KindCost(stage, taped + rest, ys, xs, overhead_s, meter.sizes_vary)
 
 
 def _ones(collector: Collector) -> list[Tensor | None]:

@@ -80,6 +80,9 @@ class Survey:
     ) -> None:
         self._cells, self.inputs, self._generators = cells, inputs, generators
         self._check, self._exact, self._room = check, exact, room_bytes
+        # Whether steps with other values beside the tensors of x_t are of other kinds.
+        count = inputs.few_values() * len(cells.each)
+        self._values = exact and 0 < count <= MOST_KINDS // 2
         leaves, spec = state_leaves(state)
         self.known = known_parameters(cells, inputs, parameters)
         self._involved = [*leaves, *self.known, *inputs.held()]
@@ -150,7 +153,7 @@ class Survey:
                     x = inputs.at(t)
             else:
                 x = inputs.at(t)
-            found = kind_of_tree(x, exact=self._exact)
+            found = kind_of_tree(x, exact=self._exact, values=self._values)
             if t == 0:
                 self._xs[0] = found
         return found
@@ -212,8 +215,11 @@ class Survey:
     def _name(self, cell_number: int, before: StateKind, t: int) -> str:
         cells, given = self._cells.each, self.inputs.at(t) if not self.inputs.made else None
         name = cells[cell_number].name.removeprefix("cell ")
-        shapes = [tuple(x.shape) for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+        leaves = pytree.tree_leaves(given)
+        shapes: list[object] = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)]
         what = f"{cell_number} {name}" if len(cells) > 1 else name
+        if self._values:
+            shapes += [x for x in leaves if not isinstance(x, Tensor)]
         return f"{what} on {before}" + (f", x {', '.join(map(str, shapes))}" if shapes else "")
 
     def _too_many(self, t: int) -> ArgumentError:

@@ -173,7 +173,8 @@ def planned(
         chunk=settings.chunk,
         offload=travelling,
     )
-    plan = replace(plan, checked=check(plan) if known is None else known.plan.checked)
+    checked = check(plan) if known is None else known.plan.checked
+    plan = replace(plan, checked=checked, by_values=any(each.by_values for each in samples))
     weight = facts.weight if known is None else known.weight
     return _plans.put(key, _Known(samples, weight, plan)).plan
 

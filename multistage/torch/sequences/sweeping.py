@@ -6,7 +6,6 @@ import contextlib
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,32 +24,10 @@ from ...states.layout import Layout
 from ...states.slots import States
 from ...support.progress import Bars
 from ..tensors.states import TensorState
-from .cell import Facts
 from .inputs import InputGradients
+from .results import Unrolled, results_of
 from .through_time import ThroughTime
 from .unroll_plan import UnrollPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Unrolled:
-    """What `unroll` returns.
-
-    Attributes
-    ----------
-    state : pytree of Tensor
-        The state after the last step.
-    loss : Tensor or None
-        Sum of the losses of all steps, if the cell returns any.
-    outputs : pytree of Tensor or None
-        y of all steps, reduced as asked for.
-    plan : UnrollPlan or None
-        How it was run; None where no gradient is wanted.
-    """
-
-    state: Any
-    loss: Tensor | None
-    outputs: Any
-    plan: UnrollPlan | None
 
 
 def through(
@@ -66,17 +43,6 @@ def through(
     loss, reduced = results_of(run.chain.facts, values[spec.num_leaves :])
     last = pytree.tree_unflatten(values[: spec.num_leaves], spec)
     return Unrolled(last, loss, reduced, chosen)
-
-
-def results_of(facts: Facts, values: Sequence[Tensor | None]) -> tuple[Tensor | None, Any]:
-    """Return the loss and the outputs from the reduced leaves of y."""
-    if facts.y_spec is None:
-        return None, None
-    whole = pytree.tree_unflatten(list(values), facts.y_spec)
-    if facts.y_spec.is_leaf():
-        return (whole, None) if facts.summed[0] else (None, whole)
-    loss = whole.get("loss") if isinstance(whole, dict) else None
-    return (loss if isinstance(loss, Tensor) and loss.dim() == 0 else None), whole
 
 
 class Sweep:

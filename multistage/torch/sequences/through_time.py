@@ -22,8 +22,9 @@ from torch.utils import _pytree as pytree
 from ...errors import ArgumentError, StateError
 from ..measurement.checking import Check, complain
 from ..tensors.checksums import Checksums
-from ..tensors.graphs import graph_begins, held_elsewhere, leaves_below
-from ..tensors.states import TensorState
+from ..tensors.graphs import Walked, graph_begins, held_elsewhere, leaves_below
+from ..tensors.states import TensorState, kind_of, said
+from .allowances import Allowance
 from .boundaries import Boundaries
 from .cell import Cell, Facts
 from .collector import Collector
@@ -74,6 +75,7 @@ class ThroughTime:
         ends = () if cell.fused else facts.parameters
         self.boundaries = Boundaries(facts.differentiable, facts.parameters, ends)
         self.check: Check = "error"
+        self.allowance: Allowance | None = None  # for graphs that are larger than planned for
         self.output_gradients: Sequence[Tensor | None] = ()
         self.around, self.device = around, device
 
@@ -130,13 +132,26 @@ class ThroughTime:
         return self.facts.wants[-1]
 
     def _note(self, k: int, given: Sequence[Tensor], leaves: Sequence[Tensor], ys: Ys) -> None:
-        """Note which tensors around a chunk are one."""
+        """Note which tensors around a chunk are one; compare the state with the one before."""
+        self._require_like(k, given, leaves)
         outputs = () if self.cell.fused else ys
         if not self.boundaries.note(k, given, leaves, outputs, self._steps(k)):
             raise StateError(
                 f"{self.cell.name} returned other tensors twice after step {self._steps(k)[1] - 1} "
                 "when it was run again than at first; it must do the same every time"
             )
+
+    def _require_like(self, k: int, given: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        """Raise StateError if a chunk returned a state of other shapes or dtypes than it got."""
+        for number, (before, after) in enumerate(zip(given, leaves, strict=True)):
+            if before.shape != after.shape or before.dtype != after.dtype:
+                first, last = self._steps(k)
+                raise StateError(
+                    f"{self.cell.name} changed leaf {number} of its state from "
+                    f"{said(kind_of(before))} to {said(kind_of(after))} at steps {first} to "
+                    f"{last - 1}, and not in its first step; where shapes follow from x_t give "
+                    "inputs as a list, or else say unequal=True"
+                )
 
     def advance(self, state: TensorState, start: int, stop: int) -> TensorState:
         x = self.inputs.many if self.cell.fused else self.inputs.at
@@ -284,7 +299,11 @@ class ThroughTime:
         unknown: list[Tensor] = []
         own = {id(t) for t in [*given, *(x for _, x in xs)]}
         below = [t for t, _ in roots]
-        unknown += leaves_below(below, own, facts.parameters, again.begun, self.cell.name)
+        walked = Walked()
+        unknown += leaves_below(below, own, facts.parameters, again.begun, self.cell.name, walked)
+        if chosen is None and self.allowance is not None and not unknown:
+            self.allowance.hold(self._steps(k), walked.nodes, below, again.begun)
+            self.allowance.release(self._steps(k)[0])  # the only one
         del below
         wanted = [t for i, t in enumerate(given) if t.requires_grad and self._is_own(k, i)]
         of_sums = facts.parameters

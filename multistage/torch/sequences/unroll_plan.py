@@ -57,6 +57,8 @@ class UnrollPlan:
         number of all.
     kinds : tuple of (Stage, int)
         Where steps differ: what a step of each kind costs, and how many there are.
+    by_values : bool
+        Whether the values of tensors decide what operators take, as those of a mask do.
     """
 
     planner: str
@@ -72,6 +74,7 @@ class UnrollPlan:
     chain: ChainPlan | None = None
     cuts: tuple[int, ...] = ()
     kinds: tuple[tuple[Stage, int], ...] = ()
+    by_values: bool = False
 
     def summary(self) -> str:
         """Return the plan in one line."""

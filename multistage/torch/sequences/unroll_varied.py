@@ -25,16 +25,19 @@ from ..environment.captured import generators_of
 from ..environment.randomness import cuda_or_cpu, refuse_hidden_draws
 from ..measurement.checking import Check, Checked, check_chain
 from ..measurement.exploring import tensors_of
+from ..measurement.saved import nodes_made
 from ..tensors.meter import Meter
 from ..tiers.by_name import open_tiers
+from .allowances import allowance
 from .cells import Cells, VariedFacts, run_varied
 from .chunks import Steps
 from .collector import Collector
 from .inputs import Inputs
 from .kinds import Survey
 from .planning import Memory, Settings, identity
+from .results import Unrolled, results_of
 from .surroundings import Surroundings
-from .sweeping import Sweep, Unrolled, results_of, through
+from .sweeping import Sweep, through
 from .unroll_plan import UnrollPlan
 from .varied_planning import pages_for, planned_varied
 from .varied_time import VariedTensors, VariedThroughTime
@@ -85,7 +88,12 @@ def unroll_varied(
     chosen = planned_varied(cells, facts, survey, around, device, leaves, store, settings, checked)
     survey.close()  # its states are no part of the plan
     if chosen.plan is None:
-        return replace(_kept(program, state, chosen, settings.costs, device), plan=chosen)
+        begun = nodes_made()
+        found = _kept(program, state, chosen, settings.costs, device)
+        if settings.costs is None:
+            allowed = allowance(chosen, facts, inputs)
+            allowed.hold_all(found, begun)
+        return replace(found, plan=chosen)
     refuse_hidden_draws(cells.scope.modules, cells.name)
     return program.scheduled(state, chosen, around, device, settings, store)
 
@@ -205,6 +213,8 @@ class _Program:
         key = self.weighed_as(costs, chosen.cuts) if given else None
         if key is not None and _weighed.get(key) is None:
             chain.weighs, chain.done = True, partial(_held_to, key)
+        if settings is not None and not given:
+            chain.allowance = allowance(chosen, self.facts, self.inputs)
         chain.check = "error" if settings is None else settings.check
         names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
         bars = Bars(False if settings is None else settings.progress)

@@ -176,6 +176,7 @@ def planned_varied(
             for cost, kind, count in zip(kinds, facts.kinds, counts, strict=bool(kinds))
         ),
         checked=check(plan, steps) if known is None else known.checked,
+        by_values=any(cost.by_values for cost in kinds),
     )
     return _plans.put(key, plan)
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import BudgetError, StateError
 from ...model.stages import StageCosts
-from ..tensors.graphs import leaves_below, uses
+from ..tensors.graphs import Walked, leaves_below, uses
 from ..tensors.meter import Meter
 from ..tensors.states import Kind, TensorLayout, TensorSlots, TensorState, kind_of, said
 from .cells import Cells, VariedFacts, run_varied
@@ -103,6 +103,9 @@ class VariedThroughTime(ThroughTime):
     ) -> list[Tensor]:
         return run_varied(self.cells, self.varied, state, steps, x, take)
 
+    def _require_like(self, k: int, given: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        """Nothing: each step's state is compared with those of its kind."""
+
     def _note(self, k: int, given: Sequence[Tensor], leaves: Sequence[Tensor], ys: Ys) -> None:
         super()._note(k, given, leaves, ys)
         if self._costs is None:
@@ -144,13 +147,13 @@ class VariedThroughTime(ThroughTime):
         if not new:
             with torch.enable_grad():
                 again = self._again(state, step)
-                graph = self._graph(again)
+                graph = self._graph(again, step)
             rest = self.around.now()
         else:
             self.front = step + 1
             with torch.enable_grad():
                 again = self._first_graph(state, step)
-                graph = self._graph(again)
+                graph = self._graph(again, step)
             rest = self.around.after(*self._steps(step))
         after = TensorState([*(t.detach() for t in again.leaves), *rest])
         return after, graph
@@ -161,14 +164,16 @@ class VariedThroughTime(ThroughTime):
         user = pytree.tree_unflatten(given, self._spec(0))
         return self._run_steps(user, self._steps(0), self.inputs.at, lambda found: None)
 
-    def _graph(self, again: Again) -> Graph:
-        parameters, used = self.facts.parameters, set[Any]()
+    def _graph(self, again: Again, k: int) -> Graph:
+        parameters, walked = self.facts.parameters, Walked()
         own = {id(t) for t in [*again.given, *(x for _, x in again.xs)]}
         roots = [t for t in again.leaves if t.requires_grad]
         roots += [y for _, of_step in again.ys for y in of_step if y.requires_grad]
-        for _ in leaves_below(roots, own, parameters, again.begun, self.cell.name, used):
+        for _ in leaves_below(roots, own, parameters, again.begun, self.cell.name, walked):
             pass  # refused when the chunk is reversed, if anybody else holds them
-        chosen = [i for i, p in enumerate(parameters) if uses(used, p)]
+        if self.allowance is not None:
+            self.allowance.hold(self._steps(k), walked.nodes, roots, again.begun)
+        chosen = [i for i, p in enumerate(parameters) if uses(walked.used, p)]
         return Graph(again, chosen, [parameters[i].view_as(parameters[i]) for i in chosen])
 
     def _first_graph(self, before: TensorState, k: int) -> Again:
@@ -203,7 +208,10 @@ class VariedThroughTime(ThroughTime):
         """Return the gradients of the state before a chunk."""
         assert isinstance(tape, Graph)
         with torch.enable_grad():
-            return self._back(tape.held, adjoint, step, tape.chosen, tape.views)
+            found = self._back(tape.held, adjoint, step, tape.chosen, tape.views)
+        if self.allowance is not None:
+            self.allowance.release(self.cuts[step])
+        return found
 
 
 _REMEDY = "give the sizes as they are, or no costs to have them measured"

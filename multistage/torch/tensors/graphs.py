@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -32,13 +33,29 @@ def graph_begins() -> int:
     return marker._sequence_nr()
 
 
+@dataclass(slots=True)
+class Walked:
+    """What `leaves_below` saw of a graph.
+
+    Attributes
+    ----------
+    used : set
+        For `uses`, which tells the parameters that the graph leads to.
+    nodes : int
+        Of the graph, without its leaves.
+    """
+
+    used: set[Any] = field(default_factory=set)
+    nodes: int = 0
+
+
 def leaves_below(
     roots: Sequence[Tensor],
     inputs: set[int],
     known: Sequence[Tensor],
     begun: int,
     name: str,
-    used: set[Any] | None = None,
+    walked: Walked | None = None,
 ) -> Iterator[Tensor]:
     """Yield the leaves of a graph that are neither inputs nor known.
 
@@ -52,8 +69,8 @@ def leaves_below(
         Parameters; where they are no leaves, the graph ends at them.
     begun : int
         Sequence number of autograd nodes from which on they are the cell's.
-    used : set, optional
-        Gets what `uses` asks for.
+    walked : Walked, optional
+        Gets what was seen on the way.
 
     Raises
     ------
@@ -64,7 +81,8 @@ def leaves_below(
     # One output of a node each: others, as the rest of an `unbind`, are not known by it.
     ends = {(p.grad_fn, p.output_nr) for p in known}
     passed = inputs | {id(p) for p in known}
-    used = set() if used is None else used
+    walked = Walked() if walked is None else walked
+    used = walked.used
     for root in roots:
         if root.grad_fn is None and root.requires_grad:
             used.add(id(root))
@@ -89,6 +107,7 @@ def leaves_below(
                 passed.add(id(variable))
                 yield variable
             continue
+        walked.nodes += 1
         if node._sequence_nr() < begun:
             raise ArgumentError(
                 f"{name} uses a tensor that was computed outside of it ({node.name()}) and takes "
@@ -120,14 +139,23 @@ def held_elsewhere(leaves: list[Tensor], *, collect: bool = False) -> list[Tenso
     return found
 
 
-def graph_weight(roots: Sequence[Tensor], begun: int) -> tuple[int, int]:
-    """Return how many nodes a graph has from a sequence number on, and the bytes they return."""
+def graph_weight(
+    roots: Sequence[Tensor], begun: int, without: Iterable[Any] = ()
+) -> tuple[int, int]:
+    """Return how many nodes a graph has from a sequence number on, and the bytes they return.
+
+    Its leaves do not count, nor do the nodes `without`, nor what lies below them.
+    """
+    leaf_node = _accumulate()
     stack = [t.grad_fn for t in roots]
     seen: set[Any] = set()
+    passed = {None, *without}
     nbytes = 0
     while stack:
         node = stack.pop()
-        if node is None or node in seen or node._sequence_nr() < begun:
+        if node in passed or node in seen or type(node) is leaf_node:
+            continue
+        if node._sequence_nr() < begun:
             continue
         seen.add(node)
         for result in node._input_metadata:
