@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,35 +14,32 @@ from ..backends.base import Store
 from ..backends.urls import Tiers, tier_names
 from ..errors import ArgumentError
 from ..model.budget import Budget
-from ..model.costs import Costs
 from ..model.stages import StageCosts
-from ..planners import PLANNERS
 from ..support.progress import Bars
 from .environment.captured import generators_of
 from .environment.randomness import cuda_or_cpu, refuse_hidden_draws
-from .measurement.checking import Check, Checked, check_chain, checked_choice
+from .measurement.checking import Check, checked_choice
 from .measurement.exploring import tensors_of
 from .measurement.saved import nodes_made
 from .offload import offload
 from .sequences.allowances import allowance
-from .sequences.cell import Cell, Facts
+from .sequences.cell import Cell
 from .sequences.cells import Cells, identity_of
 from .sequences.collector import Collector
 from .sequences.exploring_cells import FEW, StateVaries, explore
 from .sequences.inputs import Inputs
+from .sequences.plain_steps import checked_against_plain, run_plainly
 from .sequences.planning import TRAVELS_BYTES, Settings, planned
 from .sequences.results import Unrolled as Unrolled
-from .sequences.results import results_of
 from .sequences.surroundings import Surroundings
 from .sequences.sweeping import Sweep, through
-from .sequences.through_time import ThroughTime, run_steps
-from .sequences.unroll_plan import UNROLL_PLANNERS, UnrollPlan, UnrollPlanner
+from .sequences.through_time import ThroughTime
+from .sequences.unroll_plan import UNROLL_PLANNERS, UnrollPlanner
 from .sequences.unroll_varied import unroll_varied
 from .tensors.states import TensorLayout, TensorStates
 from .tiers.by_name import open_tiers
 
 _OUTPUTS = ("stack", "sum", "last")
-_CHECKED = 12  # steps at most that a check runs
 
 
 def unroll(
@@ -302,7 +298,7 @@ def _alike(
     facts = explore(known, state, sequence, generators, parameters, random, check)
     wanted = [*leaves, *sequence.tensors(), *facts.parameters]
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
-        return _plain(known, facts, state, sequence, outputs, chunk, graph=False)
+        return run_plainly(known, facts, state, sequence, outputs, chunk, graph=False)
     sequence.known_as(facts.parameters)
     if not known.fused:
         sequence.expect(facts.x_kinds, 1)
@@ -335,7 +331,7 @@ def _run(
         layout,
         store,
         settings,
-        lambda plan: _checked(chain, state, outputs, plan, settings.check),
+        lambda plan: checked_against_plain(chain, state, outputs, plan, settings.check),
     )
     looked_at = min(FEW, sequence.steps) if known.fused else 1
     allowed = allowance(chosen, facts, sequence, looked_at=looked_at)
@@ -346,7 +342,7 @@ def _run(
             tapes = offload(settings.tiers, min_bytes=TRAVELS_BYTES, stays=held, device=device)
         begun = nodes_made()
         with tapes:
-            result = _plain(known, facts, state, sequence, outputs, settings.chunk, graph=True)
+            result = run_plainly(known, facts, state, sequence, outputs, settings.chunk, graph=True)
         if chosen.planner == "keep":
             allowed.hold_all(result, begun)
         return Unrolled(result.state, result.loss, result.outputs, chosen)
@@ -359,78 +355,4 @@ def _run(
     return through(run, chosen, spec, wanted)
 
 
-def _checked(
-    chain: ThroughTime, state: Any, outputs: Any, chosen: UnrollPlan, check: Check
-) -> Checked:
-    """Run the first steps plainly, and by a schedule that runs them again; compare.
-
-    They are at most as many as one chunk has, so that their graph fits the limit, where a
-    chunk has three.
-    """
-    if check == "off":
-        return Checked("off")
-    if any(each.enabled for each in chain.around.settings.autocast):
-        return Checked("not checked; under autocast gradients are added in another precision")
-    cell, facts = chain.cell, chain.facts
-    count = min(chain.inputs.steps, max(3, min(chosen.chunk, _CHECKED)))
-    size = -(-count // 3)
-    few = Inputs(chain.inputs.given, count)
-    few.known_as(facts.parameters)
-    mode = None if callable(outputs) else outputs
-    # Where nothing is run again: measuring ran the cell, which must have left no trace.
-    turns = Costs(1.0, 1.0, 1) if chosen.plan is None else replace(chosen.plan.costs, tiers=())
-    short = PLANNERS["revolve"](turns, 1, -(-count // size))
-    plan = replace(chosen, n_steps=count, chunk=size, plan=short)
-
-    def plainly(given: Any) -> Any:
-        found = _plain(cell, facts, given, few, mode, size if cell.fused else None, graph=True)
-        return found.state, found.loss, found.outputs
-
-    def scheduled(given: Any) -> Any:
-        leaves, spec = pytree.tree_flatten(given)
-        collector = Collector(facts, count, mode, cell.fused)
-        part = ThroughTime(cell, facts, few, collector, chain.around, size, chain.device)
-        part.check = chain.check
-        names = part.names([f"leaf {k} of the state" for k in range(len(leaves))])
-        first = part.first(leaves)
-        run = Sweep(part, first, plan, None, None, TensorStates(names), Bars(False))
-        found = through(run, plan, spec, [*leaves, *few.tensors(), *facts.parameters])
-        return found.state, found.loss, found.outputs
-
-    return check_chain(
-        plainly,
-        plainly if chosen.plan is None else scheduled,
-        state,
-        name=cell.name,
-        stages=[cell.given],
-        room_bytes=chosen.memory_bytes / 2,
-        writes=False,
-        check=check,
-        targets=[*few.tensors(), *facts.parameters],
-    )
-
-
 # ---------------------------------------------------------------------- running
-
-
-def _plain(
-    cell: Cell,
-    facts: Facts,
-    state: Any,
-    inputs: Inputs,
-    mode: Any,
-    chunk: int | None,
-    *,
-    graph: bool,
-) -> Unrolled:
-    """Run the steps as they are written, with or without a graph."""
-    collector = Collector(facts, inputs.steps, mode, cell.fused, graph=graph)
-    x = inputs.many if cell.fused else inputs.at
-    size = inputs.steps if chunk is None else chunk
-    last = state
-    for start in range(0, inputs.steps, size):
-        steps = start, min(start + size, inputs.steps)
-        leaves = run_steps(cell, facts, last, steps, x, lambda found: collector.add(*found))
-        last = pytree.tree_unflatten(leaves, facts.spec)
-    loss, outputs = results_of(facts, collector.values())
-    return Unrolled(last, loss, outputs, None)

@@ -254,7 +254,7 @@ def test_windows_give_plain_gradients(room_bytes: float) -> None:
 
 
 def test_too_small_a_room_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multistage.torch.measurement.checking._SECONDS", 0)
+    monkeypatch.setattr("multistage.torch.measurement.both_ways._SECONDS", 0)
     model, x = a_model(6), torch.randn(8, WIDTH, requires_grad=True)
     run = Windowed(lambda: model(x), nullcontext, 1)
     y = run.forward()

@@ -18,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import multistage.torch as mst
 from multistage.errors import StateError
 from multistage.model.stages import Stage, StageCosts
-from multistage.torch.environment.captured import Environment, cloned
+from multistage.torch.environment.captured import Environment
+from multistage.torch.environment.copies import cloned
 from multistage.torch.environment.randomness import Generators
 from multistage.torch.environment.scope import Scope
 from multistage.torch.environment.settings import Settings

@@ -24,7 +24,6 @@ module, identities and versions only, never values.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -33,7 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import StateError
-from .holders import Contents, is_same
+from .again import Again
+from .copies import address, addresses, cloned, put_back, version_of
+from .holders import is_same
 from .randomness import Generators, State, random_devices
 from .scope import Found, Scope, buffers_among
 
@@ -85,7 +86,7 @@ class Environment:
         )
         self._versions = [t._version for t in self._tensors]
         self._flags = [t.requires_grad for t in self._tensors]
-        self._pointers = [] if _exchanges_memory() else _addresses(self._tensors)
+        self._pointers = [] if exchanges_memory() else addresses(self._tensors)
         self._places: dict[int, int] | None = None
         self._kept = cloned(buffers) if keep_values else []
         self._kept_versions = [0 if b is None else version_of(b) for b in buffers]
@@ -99,6 +100,16 @@ class Environment:
     def found(self) -> Found:
         """What it captured, but for values of tensors."""
         return self._found
+
+    @property
+    def drawn_from(self) -> Generators | None:
+        """The generators that the first run drew from, if any."""
+        return self._generators
+
+    @property
+    def drawn(self) -> tuple[State | None, ...] | None:
+        """Their states before, if it drew from any."""
+        return self._random
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -178,7 +189,7 @@ class Environment:
 
     def places(self) -> dict[int, int]:
         """Return the addresses of parameters and unchanged buffers, each with a number."""
-        if self._places is None and _exchanges_memory():
+        if self._places is None and exchanges_memory():
             self._places = {}
         memo = self._found.memo
         known = memo.get("places")
@@ -198,7 +209,7 @@ class Environment:
                 )
                 if x is not None and id(x) not in skipped
             ]
-            found = [(_address(x), number) for number, x in enumerate(held)]
+            found = [(address(x), number) for number, x in enumerate(held)]
             self._places = {at: number for at, number in found if at}
             memo["places"] = self._changing, self._pointers, self._places
         return self._places
@@ -246,7 +257,7 @@ class Environment:
     def _said(self, tensor: Tensor) -> str:
         return f"{self._found.name_of(tensor)} of {self._name}, of shape {tuple(tensor.shape)},"
 
-    def _refuse_changed(self) -> None:
+    def refuse_changed(self) -> None:
         """Raise StateError if a tensor was changed since it was captured."""
         if [t._version for t in self._tensors] != self._versions:
             for tensor, version in zip(self._tensors, self._versions, strict=True):
@@ -255,10 +266,10 @@ class Environment:
                         f"{self._said(tensor)} was changed in place between forward and backward; "
                         f"{_REMEDY}"
                     )
-        if not self._pointers or _addresses(self._tensors) == self._pointers or _exchanges_memory():
+        if not self._pointers or addresses(self._tensors) == self._pointers or exchanges_memory():
             return
         for tensor, pointer in zip(self._tensors, self._pointers, strict=True):
-            if _address(tensor) != pointer:
+            if address(tensor) != pointer:
                 raise StateError(
                     f"{self._said(tensor)} was given other memory between forward and backward "
                     f"(by .data, .to(), .double() or the like); {_REMEDY}"
@@ -266,7 +277,7 @@ class Environment:
 
     # ---------------------------------------------------------- running again
 
-    def again(self, *, buffers: bool = True, random: bool = True) -> _Again:
+    def again(self, *, buffers: bool = True, random: bool = True) -> Again:
         """Return a context in which everything is as it was; the present is put back at its end.
 
         Parameters
@@ -280,9 +291,9 @@ class Environment:
         StateError
             When the context is entered, if a tensor of the environment was changed since.
         """
-        return _Again(self, buffers, random)
+        return Again(self, buffers, random)
 
-    def _toggled(self) -> list[tuple[Tensor, bool, bool]]:
+    def toggled(self) -> list[tuple[Tensor, bool, bool]]:
         """Return tensors with other wishes for gradients now, with the wishes then and now."""
         if [t.requires_grad for t in self._tensors] == self._flags:
             return []
@@ -297,7 +308,7 @@ class Environment:
                 found.append((tensor, flag, tensor.requires_grad))
         return found
 
-    def _stand_ins(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    def stand_ins(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """Yield places of buffers with copies, for a run to write to."""
         if not self._changing and not any(m._buffers for m in self._found.modules):
             return
@@ -320,61 +331,6 @@ class Environment:
             yield module._buffers, key, value
 
 
-class _Again:
-    """A context in which an environment is as it was when it was captured."""
-
-    __slots__ = ("_around", "_buffers", "_drawn", "_exchanged", "_flags", "_keys", "_present")
-
-    def __init__(self, around: Environment, buffers: bool, random: bool) -> None:
-        self._around, self._buffers = around, buffers
-        self._drawn: tuple[State, ...] | None = None
-        self._present: list[Contents] = []
-        self._keys: dict[int, Any] = {}  # of holders that hold something else now
-        self._exchanged: list[tuple[dict[str, Any], str, Any]] = []
-        self._flags: list[tuple[Tensor, bool, bool]] = []
-        if not random:
-            self._drawn = ()
-
-    def __enter__(self) -> None:
-        around = self._around
-        around._refuse_changed()
-        found = around._found
-        self._present = present = [holder.read() for holder in found.holders]
-        self._flags = around._toggled()
-        try:
-            for holder, before, now in zip(found.holders, found.contents, present, strict=True):
-                if not is_same(before, now):
-                    self._keys[id(holder)] = holder.keys()
-                    holder.write(before)
-            for tensor, flag, _ in self._flags:
-                tensor.requires_grad_(flag)
-            if self._buffers:
-                for owner, key, value in around._stand_ins():
-                    self._exchanged.append((owner, key, owner[key]))
-                    owner[key] = value
-            if around._generators is not None and self._drawn is None:
-                assert around._random is not None
-                self._drawn = around._generators.capture()
-                around._generators.restore(around._random)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        around = self._around
-        if self._drawn and around._generators is not None:
-            assert around._random is not None
-            kept = zip(self._drawn, around._random, strict=True)
-            around._generators.restore([a if b is not None else None for a, b in kept])
-        for owner, key, value in reversed(self._exchanged):
-            owner[key] = value
-        for tensor, _, flag in self._flags:
-            tensor.requires_grad_(flag)
-        for holder, now in zip(around._found.holders, self._present, strict=True):
-            if not is_same(now, holder.read()):
-                holder.write(now, self._keys.get(id(holder)))
-
-
 _REMEDY = "it cannot be run again as it was: call backward first"
 _STATISTICS = ("running_mean", "running_var")
 
@@ -385,93 +341,9 @@ def _last_of(name: str) -> str:
     return f"{kind} {last!r}"
 
 
-def _address(tensor: Tensor) -> int:
-    """Return where a tensor's elements lie, 0 if that says nothing."""
-    if type(tensor) not in _ADDRESSED or tensor.layout is not torch.strided:
-        return 0
-    return tensor.data_ptr()
-
-
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Return where the elements of tensors lie; see `_address`."""
-    strided = torch.strided
-    return [t.data_ptr() if type(t) in _ADDRESSED and t.layout is strided else 0 for t in tensors]
-
-
-_ADDRESSED = {Tensor, nn.Parameter, nn.Buffer}
-
-
-def _exchanges_memory() -> bool:
+def exchanges_memory() -> bool:
     """Whether parameters may come and go with the memory they lie in (sharded ones)."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def cloned(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Return copies that are one object, or share memory, where the given tensors do.
-
-    They have the strides of the given tensors too.
-
-    Parameters
-    ----------
-    tensors : sequence of Tensor or None
-
-    Returns
-    -------
-    list of Tensor or None
-    """
-    if not tensors:
-        return []
-    if _lie_apart(tensors):
-        return [None if t is None else t.detach().clone() for t in tensors]
-    once = {id(t): t for t in tensors if t is not None}
-    strided = {k: t for k, t in once.items() if _address(t) and not (t.is_conj() or t.is_neg())}
-    sharing = Counter(t.untyped_storage()._cdata for t in strided.values())
-    storages: dict[int, torch.UntypedStorage] = {}
-    copies: dict[int, Tensor] = {}
-    for key, tensor in once.items():
-        at = tensor.untyped_storage()._cdata if key in strided else 0
-        if sharing[at] <= 1:
-            copy = tensor.detach().clone()
-            if key not in strided or copy.stride() == tensor.stride():
-                copies[key] = copy
-                continue
-        if at not in storages:
-            storages[at] = tensor.untyped_storage().clone()
-        blank = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        copies[key] = blank.set_(
-            storages[at], tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
-    return [None if t is None else copies[id(t)] for t in tensors]
-
-
-def _lie_apart(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether tensors share no memory for certain, and their copies have their strides."""
-    storages = set()
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) not in _ADDRESSED or tensor.layout is not torch.strided:
-            return False
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            return False
-        storages.add(tensor.untyped_storage()._cdata)
-    return len(storages) == sum([t is not None for t in tensors])
-
-
-def put_back(tensor: Tensor, value: Tensor, version: int) -> None:
-    """Give a tensor the numbers and the version it had: nothing shows that it was written to.
-
-    Graphs that saved it before stay valid, which check the version.
-    """
-    with torch.no_grad():
-        tensor.detach().copy_(value)
-    if not tensor.is_inference():
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return a tensor's version; those made in inference mode have none."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def generators_of(scopes: Sequence[Scope], tensors: Sequence[Tensor]) -> Generators:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..tensors.fingerprints import fingerprint, is_helper, same_bits
-from .captured import put_back, undo_of, version_of
+from .captured import undo_of
+from .copies import put_back, version_of
 from .randomness import RandomState
 from .scope import Scope
 

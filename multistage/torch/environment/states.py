@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...errors import StateError
-from .captured import cloned
+from .copies import cloned
 from .holders import LEAVES
 from .scope import Found, Scope
 

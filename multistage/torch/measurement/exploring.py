@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from ..environment.captured import Environment, generators_of, put_back, undo_of, version_of
+from ..environment.captured import Environment, generators_of, undo_of
+from ..environment.copies import put_back, version_of
 from ..environment.scope import Scope
 from ..tensors.meter import storages_of
 from .traits import Traits

@@ -15,39 +15,23 @@ one disturbed run does not make a stage look slow.
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
-import resource
-import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError
 from ...model.stages import Stage, StageCosts
-from ..environment.captured import Environment
-from ..environment.randomness import Generators
 from ..environment.scope import Scope
-from ..tensors.meter import Meter, storages_of
 from .exploring import Call, explore, fresh_copy, tensors_of, untouched
-from .saved import Kind, kind_of
-from .sizes import Count, Sizes, bytes_of
+from .sizes import Sizes
+from .stage_runs import StageRun, Times, bytes_held, engine_s
 from .stand_ins import hooks_silent, standing_in
 from .traits import Traits
 
 SECONDS = 0.25  # to time a chain's stages repeatedly
-_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # on Linux
-_LEAST_ROUNDS = 2  # of timing a stage: the first pays for what is made once
-_MOST_ROUNDS = 50
-_SHARDED_ROUNDS = 4
-_ENGINE_ROUNDS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,28 +139,6 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
     return torch.device("cpu")
 
 
-@dataclass(slots=True)
-class _Times:
-    """Seconds of stages that perform the same operations: the least of all rounds."""
-
-    forward_s: float = math.inf
-    spared_s: float = math.inf
-    backward_s: float = math.inf
-    rounds: int = 0
-
-    @property
-    def round_s(self) -> float:
-        """Seconds that a round takes, which runs forward twice."""
-        return 2 * self.forward_s + self.backward_s
-
-    def add(self, forward_s: float, spared_s: float, backward_s: float) -> None:
-        """Add a round."""
-        self.forward_s = min(self.forward_s, forward_s)
-        self.spared_s = min(self.spared_s, spared_s)
-        self.backward_s = min(self.backward_s, backward_s)
-        self.rounds += 1
-
-
 def _measure_groups(
     calls: Sequence[Call],
     traits: Sequence[Traits],
@@ -186,26 +148,26 @@ def _measure_groups(
     parameters: Sequence[Tensor],
 ) -> tuple[StageCosts, list[Sizes]]:
     state = fresh_copy(sample)
-    input_bytes = _bytes(tensors_of(sample)) + _bytes_to_run_again(traits, device)
-    input_gradient = _bytes(t for t in tensors_of(sample) if t.requires_grad)
+    input_bytes = bytes_held(tensors_of(sample)) + _bytes_to_run_again(traits, device)
+    input_gradient = bytes_held(t for t in tensors_of(sample) if t.requires_grad)
     collective = sharded(parameters)
-    times: dict[object, _Times] = {}
-    counted: list[tuple[Stage, _Times, float]] = []
+    times: dict[object, Times] = {}
+    counted: list[tuple[Stage, Times, float]] = []
     sizes: list[Sizes] = []
     with _gradients_put_back(parameters) if collective else contextlib.nullcontext():
         for call, trait in zip(calls, traits, strict=True):
             scope = trait.scope or Scope.of(call)
             # Nothing can stand in for sharded parameters.
             with contextlib.nullcontext() if collective else standing_in(scope) as stand_ins:
-                run = _StageRun(call, trait, scope, state, device, stand_ins)
+                run = StageRun(call, trait, scope, state, device, stand_ins)
                 if device.type == "cuda":
                     # First, so that what libraries allocate once, their workspaces, is not counted.
-                    found = _Times()
+                    found = Times()
                     run.time(found, seconds / len(calls))
                     stage, state, _ = run.count()
                 else:
                     stage, state, operations = run.count()
-                    found = times.setdefault(operations, _Times())
+                    found = times.setdefault(operations, Times())
                     run.time(found, seconds / len(calls))
                 overhead_s = run.overhead_s()
             counted.append((stage, found, overhead_s))
@@ -215,7 +177,7 @@ def _measure_groups(
         replace(
             stage,
             forward_s=found.forward_s + overhead_s,
-            backward_s=max(0.0, found.backward_s - _engine_s()),
+            backward_s=max(0.0, found.backward_s - engine_s()),
             spared_s=min(found.spared_s, found.forward_s),
             overhead_s=overhead_s,
         )
@@ -234,343 +196,6 @@ def _bytes_to_run_again(traits: Sequence[Traits], device: torch.device) -> int:
     if device.type == "cpu":  # where generators of devices keep theirs too
         kept += sum(trait.draws for trait in traits) * torch.get_rng_state().nbytes
     return kept
-
-
-class _StageRun:
-    """Runs of one stage, each on a copy of the same state.
-
-    Parameters
-    ----------
-    call, trait, scope
-        Of the stage.
-    state : pytree
-        What it takes.
-    device : torch.device
-    stand_ins : list of Tensor or None
-        In place of its parameters; None for sharded ones.
-    """
-
-    def __init__(
-        self,
-        call: Call,
-        trait: Traits,
-        scope: Scope,
-        state: Any,
-        device: torch.device,
-        stand_ins: list[Tensor] | None,
-    ) -> None:
-        self._call, self._trait, self._state = call, trait, state
-        self._device, self._stand_ins = device, stand_ins
-        self._given = tensors_of(state)
-        self._own = scope.look().tensors  # whose storages the stand-ins share
-        self._by_all = stand_ins is None
-        self._scope = scope
-        self._saved = 0  # tensors that it saves
-        self.sizes = Sizes()
-        self.hidden_bytes = 0  # that it leaves behind, though nothing that it saves is kept
-
-    def _fresh(self) -> Any:
-        """Return the state: leaves, or copies of them for a stage that writes to it."""
-        leaves = pytree.tree_map(_detached, self._state)
-        return leaves if not self._trait.changes_input else pytree.tree_map(_clone, leaves)
-
-    def count(self) -> tuple[Stage, Any, object]:
-        """Return the bytes of the stage, the state after it, and the operations it performs."""
-        inputs = self._fresh()
-        with torch.no_grad(), self._meter(inputs) as meter:
-            output = self._call(inputs)
-            self.sizes.output_bytes = bytes_of(pytree.tree_leaves(output))
-            made = meter.live_bytes()
-            advance_bytes = max(0, meter.peak_bytes - made)
-            # A state that shares storage with the one before keeps it alive.
-            owned = {key for t in self._own for key in storages_of(t)}
-            output_bytes = _bytes(
-                t for t in tensors_of(output) if not owned & storages_of(t).keys()
-            )
-            shared = max(0, output_bytes - made)
-        del output, inputs
-
-        inputs = self._fresh()
-        wanted = [t for t in tensors_of(inputs) if t.requires_grad]
-        saved = _Saved(0, self.sizes)
-        with torch.enable_grad(), self._meter(inputs) as meter:
-            with saved.kept(self._trait):
-                output = self._call(inputs)
-            made = meter.live_bytes()
-            taping_bytes = max(0, meter.peak_bytes - made)
-            tape_bytes = max(made + shared, output_bytes)
-            is_hiding = not self._trait.unhooked and meter.bytes_but(saved.tensors(output)) > 0
-            self.sizes.varies = meter.sizes_vary
-            if self._trait.differentiates or self._trait.graded:  # it keeps all it saves
-                advance_bytes = max(advance_bytes, tape_bytes + taping_bytes - output_bytes)
-            result = [t for t in tensors_of(output) if t.requires_grad]
-            next_state = pytree.tree_map(_detached, output)
-            gradients = _ones_like(result)
-            gradient_bytes = _bytes(result)
-            before = meter.live_bytes()
-            meter.reset_peak()
-            if result:
-                del output
-                self._by_all = self._by_all or _has_checkpoints(result)
-                hooks = [
-                    p.register_post_accumulate_grad_hook(_drop_gradient)
-                    for p in self._stand_ins or ()
-                ]
-                self._differentiation(result, gradients, wanted)()
-                for hook in hooks:
-                    hook.remove()
-            given_gradient = _bytes(t.grad for t in wanted if t.grad is not None)
-            reverse_bytes = max(0, meter.peak_bytes - before - given_gradient)
-            operations = meter.operations()
-        self._saved = saved.count
-        saved.close()  # the graph's hooks refer to it
-        self.sizes.saved_bytes = None if self._trait.unhooked else saved.nbytes
-        del wanted, result, gradients, inputs
-        self.hidden_bytes = self._hidden_bytes() if is_hiding else 0
-
-        stage = Stage(
-            name=self._trait.name,
-            forward_s=0.0,
-            backward_s=0.0,
-            output_bytes=output_bytes,
-            tape_bytes=max(tape_bytes - self.hidden_bytes, output_bytes),
-            gradient_bytes=gradient_bytes,
-            forward_overhead_bytes=advance_bytes,
-            tape_overhead_bytes=taping_bytes + self.hidden_bytes,
-            backward_overhead_bytes=reverse_bytes,
-        )
-        return stage, next_state, operations
-
-    def _hidden_bytes(self) -> int:
-        """Return the bytes that a run leaves behind though hooks keep nothing that it saves.
-
-        Such as tensors that an autograd Function keeps as attributes, or the stage does.
-        """
-        inputs = self._fresh()
-        kept: list[Tensor] = []
-
-        def pack(tensor: Tensor) -> int:
-            if self._trait.differentiates:
-                kept.append(tensor)
-            return len(kept) - 1
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, kept.__getitem__)
-        with torch.enable_grad(), self._meter(inputs) as meter, hooks:
-            output = self._call(inputs)
-        nodes = [t.grad_fn for t in tensors_of(output)]
-        kept.clear()
-        del output, inputs
-        hidden_bytes = max(0, meter.live_bytes())
-        del nodes
-        return hidden_bytes
-
-    def _meter(self, inputs: Any) -> Meter:
-        """Return a meter that does not count what was there before."""
-        meter = Meter(self._device)
-        meter.ignore(self._own)
-        meter.ignore(tensors_of(inputs))
-        meter.ignore(self._given)
-        return meter
-
-    def overhead_s(self) -> float:
-        """Return the seconds of a run under a plan that are not the stage's own.
-
-        To capture its environment and put it back, to read the generators, and to hand each
-        tensor that it saves to a hook and back.
-        """
-        generators = Generators() if self._trait.draws else None
-
-        def twice() -> None:  # as it first runs, and as it runs again
-            around = Environment(self._scope, self._trait.name, self._trait.buffers)
-            around.verify()
-            with around.again():
-                pass
-            if generators is not None:
-                generators.capture()
-                generators.capture()
-
-        cpu = torch.device("cpu")
-        both_s = min(seconds_of(twice, cpu) for _ in range(2))
-        return both_s / 2 + self._saved * _hook_s()
-
-    def time(self, found: _Times, seconds: float) -> None:
-        """Add rounds to the times of the stage: two in all, and more that fit into the seconds."""
-        began = time.perf_counter()
-        # Runs of sharded stages are collective: every rank must do as many.
-        collective = self._stand_ins is None
-        least = _SHARDED_ROUNDS if collective else _LEAST_ROUNDS - found.rounds
-        done = 0
-        while done < least or (
-            not collective
-            and done < _MOST_ROUNDS
-            and time.perf_counter() - began + found.round_s <= seconds
-        ):
-            found.add(*self._round())
-            done += 1
-
-    def _round(self) -> tuple[float, float, float]:
-        """Return seconds forward, those of them after the last tensor it saves, and backward."""
-        inputs = self._fresh()
-        with torch.no_grad():
-            forward_s = seconds_of(partial(self._call, inputs), self._device)
-        inputs = self._fresh()
-        clock = _Clock(self._device)
-        last: list[Any] = []
-
-        def pack(tensor: Tensor) -> Tensor:
-            last[:] = [clock.now()]
-            return tensor
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, _same)
-        with torch.enable_grad(), contextlib.nullcontext() if self._trait.unhooked else hooks:
-            output = self._call(inputs)
-        spared_s = clock.between(last[0], clock.now()) if last else 0.0
-        result = [t for t in tensors_of(output) if t.requires_grad]
-        if not result:
-            return forward_s, spared_s, 0.0
-        wanted = [t for t in tensors_of(inputs) if t.requires_grad]
-        differentiate = self._differentiation(result, _ones_like(result), wanted)
-        backward_s = seconds_of(differentiate, self._device)
-        for parameter in self._stand_ins or ():
-            parameter.grad = None
-        return forward_s, spared_s, backward_s
-
-    def _differentiation(
-        self, result: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[Tensor]
-    ) -> Callable[[], Any]:
-        """Return what differentiates by the input and the stand-ins, and by nothing else.
-
-        Where there are no stand-ins, or checkpoints that refuse to be told what
-        to differentiate by, it is by all that the stage used.
-        """
-        leaves = () if self._by_all else (*wanted, *(self._stand_ins or ()))
-        if not leaves and not self._by_all:
-            return lambda: None
-        # Not torch.autograd.backward, which imports sympy to look at given gradients.
-        return partial(
-            torch.autograd.graph._engine_run_backward,
-            tuple(result),
-            tuple(gradients),
-            False,
-            False,
-            leaves,
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
-
-
-class _Saved(Count):
-    """What one run of a stage saves, kept for its backward and counted."""
-
-    __slots__ = ("_boxes",)
-
-    def __init__(self, number: int, sizes: Sizes) -> None:
-        super().__init__(number, sizes)
-        self._boxes: list[weakref.ref[_Box]] = []
-
-    def kept(self, trait: Traits) -> AbstractContextManager[Any]:
-        """Return hooks for a stage to run under, if it runs under any."""
-        if trait.unhooked:
-            return contextlib.nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unboxed)
-
-    def _pack(self, tensor: Tensor) -> _Box:
-        self.add(tensor)
-        box = _Box(tensor)
-        self._boxes.append(weakref.ref(box))
-        return box
-
-    @property
-    def count(self) -> int:
-        """Tensors that were saved."""
-        return len(self._boxes)
-
-    def tensors(self, output: Any) -> list[Tensor]:
-        """Return what is saved now, and the tensors of an output."""
-        boxes = [box for reference in self._boxes if (box := reference()) is not None]
-        return [*tensors_of(output), *(box.tensor for box in boxes if box.tensor is not None)]
-
-    def close(self) -> None:
-        """Keep nothing any more: an output that its own node keeps is a cycle nothing collects."""
-        for reference in self._boxes:
-            box = reference()
-            if box is not None:
-                box.tensor = None
-
-
-class _Box:
-    """Holds a tensor."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
-
-
-def _unboxed(box: _Box) -> Tensor:
-    assert box.tensor is not None
-    return box.tensor
-
-
-@functools.cache
-def _engine_s() -> float:
-    """Return the seconds in which the engine starts: once for a chain, not once a stage."""
-    tensor, one = torch.zeros(1, requires_grad=True), torch.ones(1)
-
-    def seconds() -> float:
-        with torch.enable_grad():
-            made = tensor.view_as(tensor)  # whose adjoint does next to nothing
-        run = partial(
-            torch.autograd.graph._engine_run_backward,
-            *((made,), (one,), False, False, (tensor,), True),
-            accumulate_grad=False,
-        )
-        return seconds_of(run, torch.device("cpu"))
-
-    return min(seconds() for _ in range(_ENGINE_ROUNDS))
-
-
-@functools.cache
-def _hook_s() -> float:
-    """Return the seconds to hand a saved tensor to a hook that keeps its kind, and back."""
-    tensor, count = torch.zeros(1, requires_grad=True), 64
-    kinds: list[Kind] = []
-
-    def pack(saved: Tensor) -> int:
-        kinds.append(kind_of(saved, {}, 0))
-        return len(kinds) - 1
-
-    def run() -> None:
-        kinds.clear()
-        with torch.enable_grad():
-            made = tensor
-            for _ in range(count):
-                made = made.exp()
-            torch.autograd.graph._engine_run_backward(
-                (made,), (torch.ones(1),), False, False, (tensor,), True, accumulate_grad=False
-            )
-
-    def hooked() -> None:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda _: torch.ones(1)):
-            run()
-
-    cpu = torch.device("cpu")
-    plain_s, hooked_s = (min(seconds_of(f, cpu) for _ in range(5)) for f in (run, hooked))
-    return max(0.0, hooked_s - plain_s) / count
-
-
-def _has_checkpoints(result: Sequence[Tensor]) -> bool:
-    """Whether a graph has reentrant checkpoints of torch in it."""
-    left: list[Any] = [t.grad_fn for t in result]
-    seen: set[Any] = set()
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            if node.name() == "CheckpointFunctionBackward":
-                return True
-            seen.add(node)
-            left += [inner for inner, _ in node.next_functions]
-    return False
 
 
 def sharded(parameters: Iterable[Tensor]) -> bool:
@@ -601,79 +226,3 @@ def _gradients_put_back(parameters: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-class _Clock:
-    """Moments of a computation, on its device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> Any:
-        """Return this moment."""
-        if self._device.type != "cuda":
-            return _moment()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def between(self, start: Any, stop: Any) -> float:
-        """Return the seconds between two moments."""
-        if self._device.type != "cuda":
-            return seconds_between(start, stop)
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3
-
-
-def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds some work takes, on its device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = _moment()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return seconds_between(began, _moment())
-
-
-def _moment() -> tuple[float, float, int]:
-    """Return this moment, seconds that this thread has computed, and how often it lost its core."""
-    lost = resource.getrusage(_THREAD).ru_nivcsw if _THREAD is not None else 0
-    return time.perf_counter(), time.thread_time(), lost
-
-
-def seconds_between(began: tuple[float, float, int], ended: tuple[float, float, int]) -> float:
-    """Return the seconds between two moments, but those in which others had the thread's core.
-
-    Where torch computes in other threads too, these are unknown, and part of it.
-    """
-    if ended[2] > began[2] and torch.get_num_threads() == 1:
-        return ended[1] - began[1]
-    return ended[0] - began[0]
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages behind some tensors, each once."""
-    return sum({k: s.nbytes() for t in tensors for k, s in storages_of(t).items()}.values())
-
-
-def _ones_like(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.ones_like(t, memory_format=torch.preserve_format) for t in tensors]
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _detached(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None

@@ -13,7 +13,7 @@ from ...backends.base import Store
 from ...measurement.probe import action_seconds, probe_store, with_driver
 from ...model.costs import Costs
 from ...model.tier import Tier
-from ..measurement.measure import seconds_of
+from ..measurement.clocks import seconds_of
 from ..tensors.meter import Meter
 from ..tensors.states import TensorLayout, TensorState
 from .cell import Facts

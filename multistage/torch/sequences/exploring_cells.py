@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...errors import ArgumentError, StateError
+from ...errors import StateError
 from ..environment.captured import Environment
 from ..environment.randomness import Generators, device_types
 from ..environment.settings import Autocast, autocast
@@ -22,6 +22,7 @@ from ..tensors.graphs import Walked, graph_begins, graph_weight, held_elsewhere,
 from ..tensors.states import Kind, kind_of, said
 from .cell import Buffers, Cell, Facts
 from .inputs import Inputs
+from .states_given import known_parameters, state_leaves
 from .surroundings import refuse_changes, refuse_graph
 
 FEW = 8  # steps of a fused cell to look at
@@ -62,33 +63,6 @@ def explore(
     with autocast(Autocast.capture(device_types([*leaves, *known, *inputs.held()]))):
         explorer = Explorer(cell, leaves, spec, sample, generators, known, check)
         return explorer.inferred() if torch.is_inference_mode_enabled() else explorer.facts(draws)
-
-
-def state_leaves(state: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
-    """Return the leaves and the structure of a state.  Raises ArgumentError."""
-    leaves, spec = pytree.tree_flatten(state)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            raise ArgumentError(
-                f"the state holds {type(leaf).__name__}; it must be a pytree of tensors"
-            )
-    return leaves, spec
-
-
-def known_parameters(
-    cell: Cell, inputs: Inputs, parameters: Sequence[Tensor] | None
-) -> list[Tensor]:
-    """Return the parameters known before a step is run.  Raises ArgumentError."""
-    own = [p for m in cell.scope.modules for p in m._parameters.values() if p is not None]
-    wanting = {id(p): p for p in own if p.requires_grad}
-    known = list(wanting.values() if parameters is None else parameters)
-    known += [t for t in inputs.repeated if not any(t is p for p in known)]
-    if any(hasattr(p, "full_tensor") for p in known):
-        raise ArgumentError(
-            f"the parameters of {cell.name} are sharded; shard the module that calls unroll "
-            "(fully_shard on it gathers them around the whole sequence), not the cell"
-        )
-    return known
 
 
 @dataclass(slots=True)

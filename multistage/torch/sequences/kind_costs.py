@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...model.stages import Stage
-from ..measurement.measure import seconds_of
+from ..measurement.clocks import seconds_of
 from ..tensors.meter import Meter
 from .cells import Cells, StepKind, VariedFacts
 from .collector import Collector

@@ -27,8 +27,9 @@ from ..measurement.checking import Check
 from ..tensors.graphs import uses
 from ..tensors.states import kind_of
 from .cells import Cells, StateKind, StepKind, VariedFacts, XKind, kind_of_tree
-from .exploring_cells import Explorer, known_parameters, state_leaves
+from .exploring_cells import Explorer
 from .inputs import Inputs
+from .states_given import known_parameters, state_leaves
 
 MOST_KINDS = 64
 # Errors by which a cell refuses a state or an input of another shape.

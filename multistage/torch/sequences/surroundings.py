@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ...errors import StateError
-from ..environment.captured import Environment, cloned
+from ..environment.captured import Environment
+from ..environment.copies import cloned
 from ..environment.randomness import Generators, State, device_types
 from ..environment.settings import Settings
 from .cell import Cell, Facts

@@ -29,6 +29,7 @@ from .boundaries import Boundaries
 from .cell import Cell, Facts
 from .collector import Collector
 from .inputs import InputGradients, Inputs, Place
+from .running_steps import run_steps, without_hooks
 from .surroundings import Surroundings
 
 Gradients = tuple[Tensor | None, ...]
@@ -315,7 +316,7 @@ class ThroughTime:
             if so_far is not None:
                 roots.append((views[number] if views else tensor.view_as(tensor), so_far))
         targets = [*wanted, *(x for _, x in xs), *of_sums]
-        with _without_hooks(facts.parameters):
+        with without_hooks(facts.parameters):
             found = self._gradients(roots, targets)
         for (place, _), gradient in zip(xs, found[len(wanted) :], strict=False):
             if gradient is not None and self.of_inputs is not None:
@@ -455,49 +456,3 @@ class Again:
     xs: list[tuple[Place, Tensor]]
     ys: Ys
     begun: int
-
-
-def run_steps(
-    cell: Cell,
-    facts: Facts,
-    state: Any,
-    steps: tuple[int, int],
-    x: Callable[..., Any],
-    take: Callable[[tuple[int, list[Tensor]]], None],
-) -> list[Tensor]:
-    """Run time steps; hand t and the leaves of y of each to `take`; return the state's leaves."""
-    call, name = cell.call, cell.name
-    start, stop = steps
-    if cell.fused:
-        state, y = facts.split(call(state, x(start, stop)), name, start)
-        if facts.returns_y:
-            take((start, facts.y_leaves(y, name, start)))
-    elif not facts.returns_y:
-        for t in range(start, stop):
-            state = call(state, x(t))
-    else:
-        for t in range(start, stop):
-            state, y = facts.split(call(state, x(t)), name, t)
-            take((t, facts.y_leaves(y, name, t)))
-    return facts.leaves(state, name, stop - 1)
-
-
-@contextlib.contextmanager
-def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Keep the users' hooks from seeing the gradient of a part: they see the whole, once.
-
-    So does `.grad` of a tensor that is no leaf and retains its gradient.
-    """
-    aside = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
-    retained = [(p, p.grad) for p in parameters if p.retains_grad]
-    for hooks, _ in aside:
-        hooks.clear()
-    for parameter, _ in retained:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for hooks, kept in aside:
-            hooks.update(kept)
-        for parameter, gradient in retained:
-            parameter.grad = gradient

@@ -39,7 +39,8 @@ from .results import Unrolled, results_of
 from .surroundings import Surroundings
 from .sweeping import Sweep, through
 from .unroll_plan import UnrollPlan
-from .varied_planning import pages_for, planned_varied
+from .varied_planning import planned_varied
+from .varied_search import pages_for
 from .varied_time import VariedTensors, VariedThroughTime
 
 _weighed: Memory[bool] = Memory()  # sequences whose graphs were seen to hold to given costs

@@ -149,11 +149,11 @@ def graph_weight(
     leaf_node = _accumulate()
     stack = [t.grad_fn for t in roots]
     seen: set[Any] = set()
-    passed = {None, *without}
+    passed = set(without)
     nbytes = 0
     while stack:
         node = stack.pop()
-        if node in passed or node in seen or type(node) is leaf_node:
+        if node is None or node in passed or node in seen or type(node) is leaf_node:
             continue
         if node._sequence_nr() < begun:
             continue

@@ -6,7 +6,7 @@ import contextlib
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...errors import StateError
 from ..environment.holders import is_same
 from ..environment.randomness import Generators
 from ..environment.scope import Scope
 from ..measurement.exploring import untouched
+from .called import apply_function, boxed_in, cut_off, drop, never, same_value, shapes_of, unboxed
 from .calling import Given, Structure
 from .intercepting import intercepted
 from .recorded import (
@@ -33,6 +33,16 @@ from .recorded import (
     Recorded,
     UnrecordableError,
     Value,
+)
+from .storages import (
+    Mutations,
+    behind,
+    copies_of,
+    items,
+    paths_of_tensors,
+    registered_in,
+    storage_of,
+    vars_of,
 )
 from .vocabulary import (
     LITERALS,
@@ -64,24 +74,6 @@ class _Frame:
     settings: tuple[object, ...] = ()
 
 
-@dataclass(slots=True)
-class _Mutations:
-    """Storages that calls wrote to, with what their values follow from since."""
-
-    sources: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
-
-    def note(self, tensor: Tensor, source: int) -> None:
-        reference = _storage(tensor)
-        if reference is not None:
-            known = self.sources.get(reference.cdata, (reference, FIXED))
-            self.sources[reference.cdata] = known[0], known[1] | source
-
-    def source(self, reference: StorageWeakRef | None) -> int | None:
-        """Return the source of a storage that was written to, None for others."""
-        known = self.sources.get(reference.cdata) if reference is not None else None
-        return None if known is None else known[1]
-
-
 class Recorder(TorchFunctionMode):
     """Records every call of torch as a node of a graph."""
 
@@ -89,16 +81,16 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self._model, self._closed, self._kinds = model, closed, kinds
         self._paths = {module: path for path, module in model.named_modules()}
-        self._own, self._alive = _paths_of_tensors(model)
-        self._registered = {module: _registered_in(module) for module in self._paths}
+        self._own, self._alive = paths_of_tensors(model)
+        self._registered = {module: registered_in(module) for module in self._paths}
         self._graph = fx.Graph()
         self._extras: dict[str, Any] = {}
         self._values: dict[fx.Node, Value] = {}
         self._nodes: Any = WeakTensorKeyDictionary()
-        self._mutations = _Mutations()
+        self._mutations = Mutations()
         self._writing: list[Tensor] = []  # what the call that is being recorded wrote to
         self._written: dict[object, fx.Node] = {}
-        known = [s for t in self._alive if (s := _storage(t)) is not None]
+        known = [s for t in self._alive if (s := storage_of(t)) is not None]
         self._storages: dict[int, StorageWeakRef] = {s.cdata: s for s in known}
         self._readings: list[Reading] = []
         self._attributes = Attributes()
@@ -123,9 +115,9 @@ class Recorder(TorchFunctionMode):
         with (
             torch.enable_grad(),
             untouched(Scope.of(self._model), leaves),
-            torch.autograd.graph.saved_tensors_hooks(_drop, _never),
+            torch.autograd.graph.saved_tensors_hooks(drop, never),
         ):
-            copies = _copies(leaves)
+            copies = copies_of(leaves)
             for number, leaf in enumerate(copies):
                 node = self._graph.placeholder(f"given_{number}")
                 if isinstance(leaf, Tensor):
@@ -242,15 +234,15 @@ class Recorder(TorchFunctionMode):
         if path in self._closed:  # it may differentiate what it computes, and needs what it saved
             kept = [(p, p._version, p.detach().clone()) for p in module.parameters()]
             boxes: list[list[Tensor]] = []
-            with torch.autograd.graph.saved_tensors_hooks(_boxed_in(boxes), _unboxed):
+            with torch.autograd.graph.saved_tensors_hooks(boxed_in(boxes), unboxed):
                 result = plain(module, *args, **kwargs)
             for box in boxes:  # or an output that its own node keeps is never freed
                 box.clear()
-            result = pytree.tree_map(_cut_off, result)
+            result = pytree.tree_map(cut_off, result)
             self._refuse_changed(kept)
         else:
             result = plain(module, *args, **kwargs)
-        self._registered |= {each: _registered_in(each) for each in module.modules()}
+        self._registered |= {each: registered_in(each) for each in module.modules()}
         self._states, self._random = self._generators.capture(), torch.get_rng_state()
         for tensor, version in zip(tensors, versions, strict=True):
             if tensor._version != version:
@@ -269,7 +261,7 @@ class Recorder(TorchFunctionMode):
         """Refuse tensors in place of a module's own, with which the graph would call it."""
         for each in module.modules():
             known = self._registered.get(each)
-            if known is not None and not is_same(known, _registered_in(each)):
+            if known is not None and not is_same(known, registered_in(each)):
                 raise self._refused(
                     f"calls {path} with other parameters or buffers than its own, as "
                     "torch.func.functional_call does"
@@ -358,7 +350,7 @@ class Recorder(TorchFunctionMode):
             if source != INPUT:
                 raise self._refused(f"calls {said(func)}, whose shape follows from values,")
             shapes = [tuple(t.shape) for t in tensors_in(result)]
-            read = self._graph.call_function(_shapes, (node,))
+            read = self._graph.call_function(shapes_of, (node,))
             self._readings.append(self._reading(read, shapes, func))
         return result
 
@@ -399,7 +391,7 @@ class Recorder(TorchFunctionMode):
 
     def _reading(self, node: fx.Node, value: object, func: Any) -> Reading:
         """Return a reading by a graph of its own, taken out of the model's."""
-        wanted = _behind(node)
+        wanted = behind(node)
         for inner in wanted:
             known = self._values.get(inner)
             if known is not None and known.modes is not None and known.modes.autocasts:
@@ -482,7 +474,7 @@ class Recorder(TorchFunctionMode):
         """Remember the node of a value; make nodes for its parts."""
         tensors = tensors_in(result)
         for tensor in self._writing:
-            if (storage := _storage(tensor)) is not None:
+            if (storage := storage_of(tensor)) is not None:
                 self._written[storage.cdata] = node
         self._writing = []
         self._values[node] = known = Value(
@@ -490,13 +482,13 @@ class Recorder(TorchFunctionMode):
             any(t.requires_grad for t in tensors),
             sum(
                 {
-                    s.cdata: t.untyped_storage().nbytes() for t in tensors if (s := _storage(t))
+                    s.cdata: t.untyped_storage().nbytes() for t in tensors if (s := storage_of(t))
                 }.values()
             ),
             modes=modes,
         )
         if isinstance(result, Tensor):
-            known.storage = storage = _storage(result)
+            known.storage = storage = storage_of(result)
             if storage is not None and storage.cdata not in self._storages:
                 known.is_new = True
                 self._storages[storage.cdata] = storage  # or its address might be used again
@@ -504,7 +496,7 @@ class Recorder(TorchFunctionMode):
                 self._nodes[result] = node
             return
         known.in_parts = bool(tensors)
-        for key, part in _items(result):
+        for key, part in items(result):
             if tensors_in(part):
                 fetch = getattr if isinstance(key, str) and not isinstance(result, dict) else None
                 item = self._graph.call_function(fetch or operator.getitem, (node, key))
@@ -517,7 +509,7 @@ class Recorder(TorchFunctionMode):
         known = self._values.get(node) if node is not None else None
         if known is None:
             return MODEL
-        return known.source | (self._mutations.source(_storage(tensor)) or FIXED)
+        return known.source | (self._mutations.source(storage_of(tensor)) or FIXED)
 
     # ------------------------------------------------------------ surroundings
 
@@ -593,124 +585,9 @@ class Recorder(TorchFunctionMode):
 # ------------------------------------------------------- what graphs call
 
 
-def apply_function(cls: Any, *args: Any) -> Any:
-    """Apply an autograd Function."""
-    return cls.apply(*args)
-
-
-def same_value(value: object, expected: object, said: str) -> None:
-    """Raise StateError if a value that `forward` read is another than when it was recorded."""
-    if value != expected:
-        raise StateError(
-            f"forward reads a value of a tensor ({said}), which was {expected!r} when to_chain "
-            f"recorded the model and is {value!r} now, and what it does may depend on it; make the "
-            "branch a module of its own, which is called whole"
-        )
-
-
-def _shapes(value: Any) -> list[tuple[int, ...]]:
-    return [tuple(t.shape) for t in tensors_in(value)]
-
-
 # ---------------------------------------------------------------------- helpers
-
-
-def _paths_of_tensors(model: nn.Module) -> tuple[dict[int, str], list[Tensor]]:
-    """Return where the model keeps tensors, by their identity; and these tensors."""
-    found: dict[int, str] = {}
-    tensors = []
-    for path, module in model.named_modules():
-        for space in (vars(module), module._buffers, module._parameters):
-            for name, value in space.items():
-                if isinstance(value, Tensor):
-                    found.setdefault(id(value), f"{path}.{name}" if path else name)
-                    tensors.append(value)
-    return found, tensors
-
-
-def _registered_in(module: nn.Module) -> tuple[Tensor | None, ...]:
-    """Return the parameters and buffers of a module itself, but for scripted ones."""
-    if isinstance(module, torch.jit.ScriptModule):  # makes new objects of them
-        return ()
-    return *module._parameters.values(), *module._buffers.values()
-
-
-def vars_of(value: Any) -> list[Any]:
-    """Return what an object holds."""
-    return list(vars(value).values()) if hasattr(value, "__dict__") else []
-
-
-def _items(result: Any) -> list[tuple[int | str, Any]]:
-    if isinstance(result, dict):
-        return list(result.items())
-    if isinstance(result, (tuple, list)):
-        return list(enumerate(result))
-    return (
-        [(name, value) for name, value in vars(result).items()]
-        if hasattr(result, "__dict__")
-        else []
-    )
-
-
-def _storage(tensor: Tensor) -> StorageWeakRef | None:
-    try:
-        return StorageWeakRef(tensor.untyped_storage())
-    except (RuntimeError, NotImplementedError):  # sparse, functorch's wrappers
-        return None
-
-
-def _behind(node: fx.Node) -> set[fx.Node]:
-    """Return a node and all that it is computed from."""
-    found: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        current = waiting.pop()
-        if current not in found:
-            found.add(current)
-            waiting.extend(current.all_input_nodes)
-    return found
-
-
-def _copies(leaves: list[Any]) -> list[Any]:
-    """Return copies of the input's tensors: what aliases stays so, what is no leaf is none."""
-    made: dict[int, Tensor] = {}
-
-    def copy(leaf: Tensor) -> Tensor:
-        fresh = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        return fresh if leaf.is_leaf else fresh.clone()
-
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and id(leaf) not in made:
-            made[id(leaf)] = copy(leaf)
-    return [made[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _first_line(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"
-
-
-def _drop(_tensor: Tensor) -> None:
-    return None
-
-
-def _never(_packed: object) -> Tensor:
-    raise RuntimeError("it differentiates what it computes")
-
-
-def _boxed_in(boxes: list[list[Tensor]]) -> Callable[[Tensor], list[Tensor]]:
-    def pack(tensor: Tensor) -> list[Tensor]:
-        boxes.append([tensor])
-        return boxes[-1]
-
-    return pack
-
-
-def _unboxed(box: list[Tensor]) -> Tensor:
-    return box[0]
-
-
-def _cut_off(value: Any) -> Any:
-    if not isinstance(value, Tensor) or not value.requires_grad or value.is_leaf:
-        return value
-    return value.detach().requires_grad_().clone()

@@ -1,0 +1,266 @@
+"""The model and the chain, run from the same start: all that each leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..environment.copies import cloned
+from ..environment.randomness import device_types, random_devices
+from ..environment.scope import Scope
+from ..environment.settings import Autocast, autocast
+from ..environment.snapshots import Snapshot, left_behind, modules_of
+from ..tensors.fingerprints import fingerprint
+from .exploring import tensors_of
+from .plainly import TooDear, Windowed, forgetting
+from .stand_ins import hooks_silent
+
+Call: TypeAlias = Callable[[Any], Any]
+Seen: TypeAlias = dict[str, object]
+# Runs forward of the model within the limit.  A backward takes about as long as two, and a
+# run again stops halfway on average: 1 + 7 / 2 + 2 are 2.2 plain iterations.
+_MOST_RUNS = 8
+# Models that are run forward so quickly may be run more often.
+_SECONDS = 1.0
+
+
+class NotAlone(Exception):
+    """The gradients cannot be had without those that `.grad` is of."""
+
+
+class Both:
+    """Runs what is compared, from the same start."""
+
+    def __init__(
+        self,
+        calls: Sequence[Any],
+        sample: Any,
+        writes: bool,
+        room_bytes: float,
+        targets: Sequence[Tensor] | None = None,
+    ) -> None:
+        self._targets, self._room = targets, room_bytes
+        self.modules = modules_of(calls)
+        self.sample, self._writes = sample, writes
+        self.names: dict[int, str] = {}
+        for path, module in self.modules.items():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.names.setdefault(id(parameter), f"{path}.{key}" if path else str(key))
+        self._parameters = [
+            p for m in self.modules.values() for p in m._parameters.values() if p is not None
+        ]
+        leaves = pytree.tree_leaves(sample)
+        involved = [*tensors_of(sample), *self._parameters]
+        self.devices = random_devices(involved)
+        self._autocast = Autocast.capture(device_types(involved))
+        self._scope = Scope([*calls, *(x for x in leaves if not isinstance(x, Tensor))])
+        self.snapshot = Snapshot.capture(self.modules.values(), self.devices, self._scope)
+
+    def inputs(self) -> Any:
+        """Return the sample as leaves, which are one or share memory where the sample's do."""
+        given = tensors_of(self.sample)
+        fresh = cloned(given) if self._writes else [t.detach() for t in given]
+        known = {id(t): f for t, f in zip(given, fresh, strict=True)}
+        for tensor in given:
+            known[id(tensor)].requires_grad_(tensor.requires_grad)
+        return pytree.tree_map(lambda x: known.get(id(x), x), self.sample)
+
+    def _forgetting(self) -> AbstractContextManager[Any]:
+        return forgetting(self._room, [*self._parameters, *tensors_of(self.sample)])
+
+    def plainly(self, reference: Call) -> Call:
+        """Return the reference, run in windows."""
+
+        def run(inputs: Any) -> Any:
+            held = [*self._parameters, *tensors_of(inputs)]
+            windowed = Windowed(
+                lambda: reference(_writable(inputs) if self._writes else inputs),
+                self._again,
+                self._room,
+                held,
+            )
+            began = time.perf_counter()
+            output = windowed.forward()
+            seconds = max(1e-6, time.perf_counter() - began)
+            windowed.most_runs = max(_MOST_RUNS, int(_SECONDS / seconds))
+            if windowed.expected_runs > windowed.most_runs:
+                raise TooDear
+            return output
+
+        return run
+
+    @contextlib.contextmanager
+    def _again(self) -> Iterator[None]:
+        now = Snapshot.capture(self.modules.values(), self.devices, self._scope)
+        self.snapshot.restore()
+        try:
+            with autocast(self._autocast):
+                yield
+        finally:
+            now.restore()
+
+    def seen(self, call: Call, look: Callable[[Tensor], object] | None) -> Seen:
+        """Run forward, and backward to `look` at gradients; return all that is left behind."""
+        found: Seen = {}
+        with hooks_silent(self.modules.values(), on_tensors=False), torch.enable_grad():
+            inputs = self.inputs()
+            # Without a look at gradients nothing that is saved for them is wanted.
+            with self._forgetting() if look is None else contextlib.nullcontext():
+                output = call(inputs)
+            leaves, spec = pytree.tree_flatten(output)
+            found["the structure of the output"] = str(spec)
+            if look is not None:
+                found |= self._gradients(inputs, leaves, look)
+            for number, leaf in enumerate(leaves):
+                value = look(leaf) if look and isinstance(leaf, Tensor) else fingerprint(leaf)
+                # Of sequences, leaves of the state may want gradients for other steps' sake.
+                judged = self._targets is None and isinstance(leaf, Tensor)
+                wants = leaf.requires_grad if judged else None
+                found[f"output {number}"] = value, wants
+        found |= left_behind(self.modules, self.devices)
+        self.snapshot.restore()
+        return found
+
+    def _gradients(
+        self, inputs: Any, outputs: Sequence[Any], look: Callable[[Tensor], object]
+    ) -> Seen:
+        roots = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+        given = [t for t in tensors_of(inputs) if t.requires_grad]
+        names = {id(t): f"the gradient of input {k}" for k, t in enumerate(given)}
+        targets: list[Tensor] = []
+        found: Seen = {}
+        ends = {p.grad_fn: p for p in self._parameters if p.grad_fn is not None}
+        below = _leaves_of(roots, ends) if self._targets is None else [*given, *self._targets]
+        for leaf in below:
+            other = names.get(id(leaf)) or f"the gradient of {self.names.get(id(leaf))}"
+            if id(leaf) not in names and id(leaf) not in self.names:
+                other = f"the gradient of a tensor of shape {tuple(leaf.shape)} ({len(targets)})"
+            names[id(leaf)] = other
+            targets.append(leaf)
+        if not targets or not roots:
+            return found
+        aside = [(t._backward_hooks, dict(t._backward_hooks)) for t in targets if t._backward_hooks]
+        for hooks, _ in aside:
+            hooks.clear()
+        # A forward that runs again in between may differentiate by the same tensors.
+        passes: set[int] = set()
+        handles = [t.register_hook(lambda _: passes.add(_backward_pass())) for t in roots]
+        handles += [t.register_hook(_taker(found, names[id(t)], look, passes)) for t in targets]
+        try:
+            keep = self._targets is not None or bool(ends)
+            adjoints = _adjoints(roots)
+            torch.autograd.grad(roots, targets, adjoints, retain_graph=keep, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+            for hooks, kept in aside:
+                hooks.update(kept)
+        return found
+
+    # --------------------------------------------------------------- the first module
+
+    def first_module(self, reference: Call, chain: Call, found: Sequence[str]) -> str:
+        """Return where the two begin to differ, as the end of a sentence."""
+        if not any(name.startswith(("output", "the structure")) for name in found):
+            return ""
+        try:
+            calls = [self._calls(reference), self._calls(chain)]
+        except Exception:  # where to look is not worth another error
+            return ""
+        common = {path for path, _ in calls[0]} & {path for path, _ in calls[1]}
+        plain, ours = ([each for each in run if each[0] in common] for run in calls)
+        agreed = ""
+        for (path, bits), (other, others) in zip(plain, ours, strict=False):
+            if path != other or bits != others:
+                after = f" (the last that agrees is {agreed!r})" if agreed else ""
+                kind = type(self.modules[path]).__name__
+                return f"; first at the output of module {path!r}, {kind}{after}"
+            agreed = path
+        return f"; all modules up to {agreed!r} agree" if agreed else ""
+
+    def _calls(self, call: Call) -> list[tuple[str, object]]:
+        """Return the modules called, with fingerprints of their outputs."""
+        noted: list[tuple[str, object]] = []
+
+        def note(path: str) -> Any:
+            return lambda _m, _given, output: noted.append(
+                (path, tuple(fingerprint(t) for t in tensors_of(output)))
+            )
+
+        handles = [m.register_forward_hook(note(path)) for path, m in self.modules.items()]
+        try:
+            with torch.enable_grad(), self._forgetting():
+                call(self.inputs())
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.snapshot.restore()
+        return noted
+
+
+def _backward_pass() -> int:
+    """Return the number of the backward pass that is at work in this thread."""
+    return torch._C._current_graph_task_id()
+
+
+def _taker(
+    found: Seen, name: str, look: Callable[[Tensor], object], passes: Set[int]
+) -> Callable[[Tensor | None], Tensor | None]:
+    def take(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or _backward_pass() not in passes:  # None: a Function returned none
+            return None
+        found[name] = look(gradient)
+        # What is kept until the end is one number in place of the gradient.
+        return gradient.new_zeros(()).expand(gradient.shape)
+
+    return take
+
+
+def _adjoints(roots: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients of outputs: random, since equal ones vanish in a softmax or a norm."""
+    found = []
+    for number, root in enumerate(roots):
+        generator = torch.Generator(root.device).manual_seed(number)
+        found.append(torch.empty_like(root).normal_(generator=generator))
+    return found
+
+
+def _writable(inputs: Any) -> Any:
+    """Return copies for a run to write to; gradients reach the inputs."""
+    given = tensors_of(inputs)
+    known = {id(t): copy for t, copy in zip(given, cloned(given), strict=True)}
+    known |= {id(t): t.clone() for t in given if t.requires_grad}
+    return pytree.tree_map(lambda x: known.get(id(x), x), inputs)
+
+
+def _leaves_of(roots: Sequence[Tensor], ends: Mapping[Any, Tensor]) -> list[Tensor]:
+    """Return the leaves of a graph, in order of the walk; `ends` belong to tensors that are ends.
+
+    A parameter that was computed (`functional_call`) has a graph of its own, for later.
+    """
+    stack: list[Any] = [t.grad_fn for t in roots]
+    found = {id(t): t for t in roots if t.grad_fn is None}
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in ends:
+            found[id(ends[node])] = ends[node]
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            raise NotAlone("reentrant checkpoint computes them only together with .grad")
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found[id(variable)] = variable
+        stack += [below for below, _ in node.next_functions]
+    return list(found.values())

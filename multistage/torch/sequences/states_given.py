@@ -1,0 +1,40 @@
+"""The state that a sequence begins with, and the parameters known before a step is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ...errors import ArgumentError
+from .cell import Cell
+from .inputs import Inputs
+
+
+def state_leaves(state: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
+    """Return the leaves and the structure of a state.  Raises ArgumentError."""
+    leaves, spec = pytree.tree_flatten(state)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise ArgumentError(
+                f"the state holds {type(leaf).__name__}; it must be a pytree of tensors"
+            )
+    return leaves, spec
+
+
+def known_parameters(
+    cell: Cell, inputs: Inputs, parameters: Sequence[Tensor] | None
+) -> list[Tensor]:
+    """Return the parameters known before a step is run.  Raises ArgumentError."""
+    own = [p for m in cell.scope.modules for p in m._parameters.values() if p is not None]
+    wanting = {id(p): p for p in own if p.requires_grad}
+    known = list(wanting.values() if parameters is None else parameters)
+    known += [t for t in inputs.repeated if not any(t is p for p in known)]
+    if any(hasattr(p, "full_tensor") for p in known):
+        raise ArgumentError(
+            f"the parameters of {cell.name} are sharded; shard the module that calls unroll "
+            "(fully_shard on it gathers them around the whole sequence), not the cell"
+        )
+    return known

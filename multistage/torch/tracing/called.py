@@ -1,0 +1,58 @@
+"""What recorded graphs call besides torch, and hooks under which modules are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import StateError
+from .vocabulary import (
+    tensors_in,
+)
+
+
+def apply_function(cls: Any, *args: Any) -> Any:
+    """Apply an autograd Function."""
+    return cls.apply(*args)
+
+
+def same_value(value: object, expected: object, said: str) -> None:
+    """Raise StateError if a value that `forward` read is another than when it was recorded."""
+    if value != expected:
+        raise StateError(
+            f"forward reads a value of a tensor ({said}), which was {expected!r} when to_chain "
+            f"recorded the model and is {value!r} now, and what it does may depend on it; make the "
+            "branch a module of its own, which is called whole"
+        )
+
+
+def shapes_of(value: Any) -> list[tuple[int, ...]]:
+    return [tuple(t.shape) for t in tensors_in(value)]
+
+
+def drop(_tensor: Tensor) -> None:
+    return None
+
+
+def never(_packed: object) -> Tensor:
+    raise RuntimeError("it differentiates what it computes")
+
+
+def boxed_in(boxes: list[list[Tensor]]) -> Callable[[Tensor], list[Tensor]]:
+    def pack(tensor: Tensor) -> list[Tensor]:
+        boxes.append([tensor])
+        return boxes[-1]
+
+    return pack
+
+
+def unboxed(box: list[Tensor]) -> Tensor:
+    return box[0]
+
+
+def cut_off(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.requires_grad or value.is_leaf:
+        return value
+    return value.detach().requires_grad_().clone()
