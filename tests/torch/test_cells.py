@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError, DifferenceWarning, MultistageError, StateError
+from multistage.torch.tensors.meter import Meter
 
 WIDTH, BATCH, STEPS = 8, 4, 20
 
@@ -765,3 +766,29 @@ def test_parameters_and_inputs_as_outputs(mode: str, steps: int) -> None:
         return gradients(net, weight, x)
 
     assert_alike(run)
+
+
+class Deep(nn.Module):
+    """Several layers a step, whose parameters are larger than its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
+
+    def forward(self, h: Tensor, x: None) -> Tensor:
+        for layer in self.layers:
+            h = torch.tanh(layer(h))
+        return h
+
+
+@pytest.mark.parametrize("unequal", [None, True])
+def test_sums_of_gradients_are_held_once(unequal: bool | None) -> None:
+    """A sum so far is freed, or added to in place, as soon as more is added to it."""
+    cell, h = Deep(), torch.zeros(2, 64)
+    layer = 4 * 64 * 65
+    with Meter(torch.device("cpu")) as meter:
+        meter.ignore([h, *cell.parameters()])
+        out = mst.unroll(cell, h, None, n_steps=20, memory=4 * layer, chunk=1, unequal=unequal)
+        out.state.sum().backward()
+    assert out.plan is not None and out.plan.memory_bytes == 4 * layer
+    assert meter.peak_bytes <= (4 + 6) * layer

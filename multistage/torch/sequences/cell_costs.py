@@ -122,8 +122,12 @@ def _sample(whole: ThroughTime, state: Sequence[Tensor], chunk: int, tapes: bool
                     meter.ignore([*first.tensors, *facts.parameters])
                     lying = [inputs.given, chain.of_inputs.whole]
                     meter.ignore(t for t in lying if isinstance(t, Tensor))
+                    # Counted from here on, as they are freed on the way, and not part of a limit.
+                    chain.renew_sums()
+                    sums = meter.live_bytes()
+                    meter.reset_peak()
                     chain.reverse(first, adjoint, 0)
-                    peak, by_values = meter.peak_bytes, meter.sizes_vary
+                    peak, by_values = meter.peak_bytes - sums, meter.sizes_vary
             elif number == 2:
                 saved = _saved(chain, first, adjoint, facts) if tapes else None
             else:

@@ -100,7 +100,6 @@ def measured_kind(
         forward_s, alone_s, taping_s, back_s = (min(each[1:]) for each in times)
         began()
         lying = [*first.tensors, *parameters, *inputs.held(), *leaves, *inputs.tensors()]
-        lying += [total for total in chain.sums if total is not None]
         with Meter(device) as meter:
             meter.ignore(lying)
             result = chain.advance(first, 0, 1)
@@ -112,12 +111,18 @@ def measured_kind(
             held.append(chain.tape(first, 0)[1])
             began()
             taping_peak, taped = meter.peak_bytes, meter.live_bytes()
+            # Counted from here on, as they are freed on the way, and not part of a limit.
+            before = meter.live_bytes()
+            chain.renew_sums()
+            sums = meter.live_bytes() - before
             meter.reset_peak()
             chain.reverse(held.pop(), adjoint, 0)
-            back_peak = meter.peak_bytes
-    before = facts.states[kind.before]
+            back_peak = meter.peak_bytes - sums
+    state_before = facts.states[kind.before]
     gradient = sum(_nbytes(k) for k, w in zip(after.leaves, after.wants, strict=True) if w)
-    given = sum(_nbytes(k) for k, w in zip(before.leaves, before.wants, strict=True) if w)
+    given = sum(
+        _nbytes(k) for k, w in zip(state_before.leaves, state_before.wants, strict=True) if w
+    )
     state = max(sum(map(_nbytes, after.leaves)) + rest, out)
     tape_bytes = max(taped + rest, state)
     overhead_s = max(0.0, forward_s - alone_s)

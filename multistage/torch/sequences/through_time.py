@@ -1,11 +1,8 @@
 """A cell run over a sequence, as a chain of chunks whose states are tensors.
 
-Accumulation order.  Plain autograd adds the contributions to a parameter's
-gradient one after the other, last step first.  Here each chunk has a graph of
-its own; the sum so far enters it as the gradient of one more root, made last
-and therefore served first, so that the additions happen in the same order and
-the result has the same bits.  The same holds of a state that is an output too:
-the output's gradient comes before those from the steps after.
+Accumulation order.  Gradients of parameters are added up in the order of plain
+autograd (`sums.py`).  The same holds of a state that is an output too: the output's
+gradient comes before those from the steps after.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ from .cell import Cell, Facts
 from .collector import Collector
 from .inputs import InputGradients, Inputs, Place
 from .running_steps import run_steps, without_hooks
+from .sums import Sums
 from .surroundings import Surroundings
 
 Gradients = tuple[Tensor | None, ...]
@@ -108,6 +106,13 @@ class ThroughTime:
             raise StateError("inputs was changed in place between forward and backward")
         with self.around.replaying():
             yield
+
+    def renew_sums(self) -> None:
+        """Put copies in place of the sums so far, one by one, for whoever counts memory."""
+        for i, total in enumerate(self.sums):
+            if total is not None:
+                self.sums[i] = total.clone()
+            del total
 
     # ------------------------------------------------------------------- steps
 
@@ -274,7 +279,7 @@ class ThroughTime:
         adjoint: Gradients,
         k: int,
         chosen: Sequence[int] | None = None,
-        views: Sequence[Tensor] = (),
+        entry: Sums | None = None,
     ) -> Gradients:
         """Return the gradients of the state before a chunk whose graph is there.
 
@@ -286,8 +291,8 @@ class ThroughTime:
         k : int
         chosen : sequence of int, optional
             The parameters that the graph uses; by default it may use all.
-        views : sequence of Tensor
-            Of those parameters, made after the graph; by default they are made now.
+        entry : Sums, optional
+            Of those parameters; by default it is made now.
         """
         facts = self.facts
         again = held.pop()
@@ -307,26 +312,22 @@ class ThroughTime:
             self.allowance.release(self._steps(k)[0])  # the only one
         del below
         wanted = [t for i, t in enumerate(given) if t.requires_grad and self._is_own(k, i)]
-        of_sums = facts.parameters
-        sums = self.sums
-        if chosen is not None:
-            of_sums, sums = tuple([of_sums[i] for i in chosen]), [sums[i] for i in chosen]
-        # Made last, and so served first: the sums of the chunks above.
-        for number, (tensor, so_far) in enumerate(zip(of_sums, sums, strict=True)):
-            if so_far is not None:
-                roots.append((views[number] if views else tensor.view_as(tensor), so_far))
+        chosen = range(len(facts.parameters)) if chosen is None else chosen
+        of_sums = tuple([facts.parameters[i] for i in chosen])
+        if any(self.sums[i] is not None for i in chosen):
+            entry = Sums(of_sums) if entry is None else entry
+            sums = [self.sums[i] for i in chosen]
+            for i in chosen:
+                self.sums[i] = None
+            roots += entry.roots(sums)
         targets = [*wanted, *(x for _, x in xs), *of_sums]
         with without_hooks(facts.parameters):
             found = self._gradients(roots, targets)
         for (place, _), gradient in zip(xs, found[len(wanted) :], strict=False):
             if gradient is not None and self.of_inputs is not None:
                 self.of_inputs.put(place, gradient)
-        sums = list(found[len(wanted) + len(xs) :])
-        if chosen is None:
-            self.sums = sums
-        else:
-            for i, total in zip(chosen, sums, strict=True):
-                self.sums[i] = total
+        for i, total in zip(chosen, found[len(wanted) + len(xs) :], strict=True):
+            self.sums[i] = total
         of_state = iter(found[: len(wanted)])
         result = tuple(
             next(of_state) if t.requires_grad and self._is_own(k, i) else None

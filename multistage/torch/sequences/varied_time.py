@@ -23,6 +23,7 @@ from ..tensors.states import Kind, TensorLayout, TensorSlots, TensorState, kind_
 from .cells import Cells, VariedFacts, run_varied
 from .collector import Collector
 from .inputs import Inputs
+from .sums import Sums
 from .surroundings import Surroundings
 from .through_time import Again, Gradients, ThroughTime, Ys
 
@@ -30,13 +31,11 @@ from .through_time import Again, Gradients, ThroughTime, Ys
 class Graph:
     """The tape of a chunk: its graph, which goes when the chunk is reversed."""
 
-    __slots__ = ("chosen", "held", "views")
+    __slots__ = ("chosen", "entry", "held")
 
-    def __init__(self, again: Again, chosen: Sequence[int], views: Sequence[Tensor]) -> None:
-        self.held, self.chosen = [again], chosen
-        # Of the parameters: made after the graph and by the same thread, so that autograd
-        # serves the sums of the chunks above first, wherever backward is called from.
-        self.views = views
+    def __init__(self, again: Again, chosen: Sequence[int], entry: Sums) -> None:
+        # The entry is made now: by the thread of the graph, wherever backward is called from.
+        self.held, self.chosen, self.entry = [again], chosen, entry
 
 
 class VariedThroughTime(ThroughTime):
@@ -174,7 +173,7 @@ class VariedThroughTime(ThroughTime):
         if self.allowance is not None:
             self.allowance.hold(self._steps(k), walked.nodes, roots, again.begun)
         chosen = [i for i, p in enumerate(parameters) if uses(walked.used, p)]
-        return Graph(again, chosen, [parameters[i].view_as(parameters[i]) for i in chosen])
+        return Graph(again, chosen, Sums([parameters[i] for i in chosen]))
 
     def _first_graph(self, before: TensorState, k: int) -> Again:
         """Run a chunk for the first time, with a graph."""
@@ -208,7 +207,7 @@ class VariedThroughTime(ThroughTime):
         """Return the gradients of the state before a chunk."""
         assert isinstance(tape, Graph)
         with torch.enable_grad():
-            found = self._back(tape.held, adjoint, step, tape.chosen, tape.views)
+            found = self._back(tape.held, adjoint, step, tape.chosen, tape.entry)
         if self.allowance is not None:
             self.allowance.release(self.cuts[step])
         return found

@@ -1,0 +1,68 @@
+"""Gradients of parameters added up over the chunks of a sequence.
+
+Plain autograd adds the contributions to a parameter's gradient one after the other, last
+step first.  Here each chunk has a graph of its own; the sum so far enters it as the
+gradient that one more root sends to the parameter.  The root is made last and therefore
+served first, so that the additions happen in the same order, with the same bits.
+
+The sum is handed over: nothing here holds it any more when autograd adds to it, so that it
+is added to in place, or freed with the first addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Sums:
+    """The place in a graph at which sums so far enter it.
+
+    To be made after the graph, and by the same thread.
+
+    Parameters
+    ----------
+    parameters : sequence of Tensor
+    """
+
+    __slots__ = ("_groups",)
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        # Each device serves its own nodes in the order of their making.
+        numbers: dict[torch.device, list[int]] = {}
+        for number, parameter in enumerate(parameters):
+            numbers.setdefault(parameter.device, []).append(number)
+        self._groups: list[tuple[list[int], list[Tensor | None], Tensor]] = []
+        for group in numbers.values():
+            box: list[Tensor | None] = []
+            root: Tensor = _Entry.apply(box, *[parameters[i] for i in group])
+            self._groups.append((group, box, root))
+
+    def roots(self, sums: list[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
+        """Take the sums out of a list; return the roots by which they enter, with gradients."""
+        found: list[tuple[Tensor, Tensor | None]] = []
+        for group, box, root in self._groups:
+            box[:] = [sums[i] for i in group]
+            for i in group:
+                sums[i] = None
+            if any(total is not None for total in box):
+                found.append((root, torch.zeros_like(root)))
+        return found
+
+
+class _Entry(torch.autograd.Function):
+    """Hands gradients that lie in a box to tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, box: list[Tensor | None], *parameters: Tensor) -> Tensor:
+        ctx.box = box
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        found = (None, *ctx.box)
+        ctx.box.clear()
+        return found
