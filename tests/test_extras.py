@@ -63,10 +63,10 @@ def _shots(tmp_path):
 
 
 def _torch_demo(tmp_path):
-    from multistage.cli import _parser
+    from multistage.cli import parser
     from multistage.demos.torch_lstm import run
 
-    run(_parser().parse_args(["demo", "torch-lstm"]))
+    run(parser().parse_args(["demo", "torch-lstm"]))
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
+from ..support.command_line import add_progress, shown
 from ..support.units import format_bytes, format_seconds
 from .text import encode, standard_library
-from .watching import add_progress, shown
 
 _CHECKED = 300  # steps that plain autograd is asked for too
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's options."""
+def add(demos: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the demo to a command-line parser."""
+    parser = demos.add_parser(
+        "torch-lstm",
+        help="the same with PyTorch, larger, on a GPU where there is one",
+        description="Train a character LSTM (PyTorch) on the Python standard library's source "
+        "over sequences whose tapes do not fit the limit; needs torch.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n  multistage demo torch-lstm --n-steps 8000 --memory 32MiB "
+        "--tiers pinned:1GiB",
+    )
+    parser.set_defaults(run=run)
     parser.add_argument("--n-steps", type=int, default=2000, help="characters per stream (2000)")
     parser.add_argument("--width", type=int, default=256, help="width of the LSTM (256)")
     parser.add_argument("--batch", type=int, default=32, help="streams (32)")
@@ -82,7 +92,7 @@ def _model(symbols: int, width: int) -> Any:
             self.cell = nn.LSTMCell(width, width)
             self.head = nn.Linear(width, symbols)
 
-        def forward(self, state: Any, x: tuple[Tensor, Tensor]) -> tuple[Any, Tensor]:
+        def forward(self, state: object, x: tuple[Tensor, Tensor]) -> tuple[object, Tensor]:
             h, c = self.cell(self.embedding(x[0]), state)
             loss = nn.functional.cross_entropy(self.head(h), x[1], reduction="sum")
             return (h, c), loss

@@ -1,35 +1,23 @@
-"""What the demos share with those who watch them: bars, and a word after Ctrl-C."""
+"""What the demos do with a report: files of it, and printing it when Ctrl-C ends them."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import TypeVar
 
 from ..errors import ArgumentError
+from ..report import Report
 from ..reversal import Reversal
 
-
-def add_progress(parser: argparse.ArgumentParser) -> None:
-    """Add `--progress` and `--no-progress`."""
-    parser.add_argument(
-        "--progress",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="show progress bars (on a terminal, unless with --json)",
-    )
-
-
-def shown(args: argparse.Namespace) -> bool | None:
-    """Return what the options say of progress bars."""
-    given: bool | None = args.progress
-    return False if given is None and args.json else given
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
 
 
 @contextlib.contextmanager
-def told_if_stopped(reversal: Reversal[Any, Any]) -> Iterator[None]:
+def told_if_stopped(reversal: Reversal[State, Adjoint]) -> Iterator[None]:
     """Tell on standard error how far the sweeps came if Ctrl-C ends them."""
     try:
         yield
@@ -39,3 +27,12 @@ def told_if_stopped(reversal: Reversal[Any, Any]) -> Iterator[None]:
             if not report.complete:
                 print(f"\n{report}\n", file=sys.stderr)
         raise
+
+
+def written(report: Report, folder: Path) -> list[str]:
+    """Write a report's page, trace and picture to a folder; return what was written."""
+    page, trace, picture = (folder / n for n in ("report.html", "trace.json", "timeline.svg"))
+    report.trace(trace)
+    report.save(page)
+    report.picture(picture)
+    return [str(picture), str(page), f"{trace} (open it at ui.perfetto.dev)"]

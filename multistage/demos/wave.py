@@ -19,9 +19,9 @@ operation writes to a buffer that is there already.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import ArgumentError
 from ..model.chain import InPlaceChain
@@ -100,13 +100,13 @@ class Acoustic2D:
         source: tuple[int, int] | None = None,
         receiver_row: int | None = None,
         sponge: int = 30,
-        dtype: Any = np.float64,
+        dtype: npt.DTypeLike = np.float64,
     ) -> None:
         self.dtype = np.dtype(dtype)
         if self.dtype not in (np.float32, np.float64):
             raise ArgumentError(f"dtype={self.dtype} must be float32 or float64")
         if n_steps < 1:
-            raise ArgumentError(f"steps={n_steps} must be at least 1")
+            raise ArgumentError(f"n_steps={n_steps} must be at least 1")
         velocity = np.asarray(velocity, np.float64)
         if velocity.ndim != 2 or not (np.isfinite(velocity) & (velocity > 0)).all():
             raise ArgumentError("velocity must be a 2-D array of finite numbers > 0, in m/s")
@@ -141,6 +141,11 @@ class Acoustic2D:
         count = self.columns.stop - self.columns.start
         self.recorded = np.zeros((n_steps, count), self.dtype)
         self.observed = np.zeros((n_steps, count), self.dtype)
+        self._set_buffers()
+        self.velocity = velocity
+
+    def _set_buffers(self) -> None:
+        """Prepare what every step uses: the factors of the sponge, and buffers of a strip."""
         inner = (slice(_HALO, -_HALO),) * 2
         sigma = self._sigma()[inner]
         # u[i+1] = keep u[i-1] + twice u[i] + push (12 h² lap(u[i]) + 12 f[i])
@@ -152,7 +157,6 @@ class Acoustic2D:
         width = self.shape[1] - 2 * _HALO
         self._rows = max(1, min(self._keep.shape[0], _STRIP_BYTES // (width * self.dtype.itemsize)))
         self._work = np.empty((3, self._rows, width), self.dtype)
-        self.velocity = velocity
 
     @property
     def velocity(self) -> Array:
@@ -358,7 +362,7 @@ def build(
     rows: int,
     columns: int,
     n_steps: int,
-    dtype: Any = np.float64,
+    dtype: npt.DTypeLike = np.float64,
     *,
     sponge: int = 30,
     source_column: int | None = None,

@@ -28,19 +28,31 @@ from ..planners import PLANNERS, UniformPlan
 from ..report import Report
 from ..reversal import Reversal
 from ..states.layout import Array, Layout
+from ..support.command_line import add_progress, shown
 from ..support.free_memory import free_bytes
 from ..support.units import format_bytes, format_seconds
 from ..view import save_chart
 from ..view.chart import Chart, Panel, Point
 from ..view.fields import Palette, image_of
-from .watching import add_progress, shown, told_if_stopped
+from .watching import told_if_stopped, written
 from .wave import Acoustic2D, build, layered, taylor_test
 
 _COLUMNS = 79
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's options to a command-line parser."""
+def add(demos: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the demo to a command-line parser."""
+    parser = demos.add_parser(
+        "wave",
+        help="differentiate a 2-D acoustic wave simulation, as seismic inversion does",
+        description="Compute the gradient of a shot's misfit by the velocity at every point of a "
+        "2-D acoustic model (NumPy), within a limit that its wavefield exceeds; test it, "
+        "draw it.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n  multistage demo wave --rows 300 --columns 500 --n-steps 3000 "
+        "--memory '64 MiB' \\\n      --tiers file:///scratch",
+    )
+    parser.set_defaults(run=run)
     parser.add_argument("--rows", type=int, default=220, help="grid points in depth (220)")
     parser.add_argument("--columns", type=int, default=320, help="grid points across (320)")
     parser.add_argument("--n-steps", type=int, default=1_600, help="time steps (1600)")
@@ -118,11 +130,8 @@ def _measured(model: Acoustic2D, taped: bool, tier: str, progress: bool | None) 
     )
 
 
-def _differentiate(
-    args: argparse.Namespace, model: Acoustic2D, tier: str, slots: int, say: Callable[[str], None]
-) -> dict[str, Any]:
+def _say_costs(costs: Costs, say: Callable[[str], None]) -> None:
     say("\n== Measure")
-    costs = _measured(model, args.tapes, tier, shown(args))
     assert costs.tier is not None
     measured = [
         ("forward step      T_A", costs.forward_step_s),
@@ -135,6 +144,12 @@ def _differentiate(
     for what, seconds in measured:
         say(f"{what:<32}{format_seconds(seconds):>10}")
 
+
+def _differentiate(
+    args: argparse.Namespace, model: Acoustic2D, tier: str, slots: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    costs = _measured(model, args.tapes, tier, shown(args))
+    _say_costs(costs, say)
     say("\n== Plan")
     before = _begin_peak()
     with (
@@ -164,16 +179,16 @@ def _differentiate(
     if before is not None and peak is not None:
         whole = format_bytes(model.n_steps * costs.state_bytes)
         say(
-            f"\nThe process took {format_bytes(max(0, peak - before))} more at its peak, buffers "
-            f"and all; the whole wavefield would have taken {whole}."
+            f"\nThe peak of the process's memory rose by {format_bytes(max(0, peak - before))}, "
+            f"buffers included; the whole wavefield would take {whole}."
         )
 
     say("\n== Taylor test: c the model, J its misfit, d towards the layered model")
     true, _ = layered(model.shape)
     rows = taylor_test(model, gradient, (true - model.velocity) / 32, misfit)
     say(_taylor_table(rows))
-    written = _write(args.output, model, gradient, true, report)
-    say(f"\nWritten: {', '.join(written)}")
+    names = _drawn(args.output, model, gradient, true, report)
+    say(f"\nWritten: {', '.join(names)}")
 
     say("\n== The same gradient by other means")
     others, equal = _others(args, model, gradient, report, say)
@@ -275,21 +290,13 @@ def _row(way: str, report: Report, same: bool) -> tuple[str, ...]:
     )
 
 
-def _write(
-    folder: Path,
-    model: Acoustic2D,
-    gradient: Array,
-    true: Array,
-    report: Report,
+def _drawn(
+    folder: Path, model: Acoustic2D, gradient: Array, true: Array, report: Report
 ) -> list[str]:
-    """Write pictures and trace; return what was written."""
-    trace = folder / "trace.json"
-    report.trace(trace)
-    report.save(folder / "report.html")
-    written = [str(folder / "report.html"), f"{trace} (open it at ui.perfetto.dev)"]
-    save_chart(gradient_chart(model, gradient, true), folder / "gradient.svg")
-    report.picture(folder / "timeline.svg")
-    return [str(folder / "gradient.svg"), str(folder / "timeline.svg"), *written]
+    """Write page, trace and pictures; return their names."""
+    picture = folder / "gradient.svg"
+    save_chart(gradient_chart(model, gradient, true), picture)
+    return [str(picture), *written(report, folder)]
 
 
 def gradient_chart(model: Acoustic2D, gradient: Array, true: Array) -> Chart:

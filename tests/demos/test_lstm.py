@@ -137,9 +137,9 @@ def test_more_text_than_there_is_is_refused() -> None:
         standard_library(10**12)
 
 
-@pytest.mark.parametrize("wrong", ["steps", "width", "batch"])
+@pytest.mark.parametrize("wrong", ["n_steps", "width", "batch"])
 def test_sizes_below_one_are_refused(wrong: str) -> None:
-    sizes = {"steps": 4, "width": 4, "batch": 1, wrong: 0}
+    sizes = {"n_steps": 4, "width": 4, "batch": 1, wrong: 0}
     with pytest.raises(ArgumentError, match=f"{wrong}=0 must be at least 1"):
         build(**sizes, dtype=np.float64)
 

@@ -239,7 +239,7 @@ def test_ctrl_c_ends_quietly(capsys, monkeypatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("multistage.cli.plan", interrupt)
+    monkeypatch.setattr("multistage.cli.problem.plan", interrupt)
     assert main(["plan", *NUMBERS]) == 130
     assert "Traceback" not in capsys.readouterr().err
 

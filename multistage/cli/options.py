@@ -1,0 +1,102 @@
+"""Options that several commands share, and what is said about those without effect."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from ..errors import ArgumentError
+from ..planners import PLANNERS
+from ..planners.chain.heterogeneous import CHAIN_PLANNERS
+from ..support.command_line import add_progress
+
+# What `add_subparsers` returns.
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+# Options that describe uniform steps by numbers, those of their slow tier last.
+TIER_NUMBERS = ("write", "read", "write_overhead", "read_overhead", "capacity")
+NUMBERS = ("forward_step", "reverse_step", "tape_step", "state", "tape", *TIER_NUMBERS)
+# Of those with a default, as the parser has it; all others are None unless given.
+_DEFAULTS = {
+    "state": "1",
+    "tape": "0",
+    "write_overhead": "0",
+    "read_overhead": "0",
+    "planner": "auto",
+}
+
+EPILOG = """\
+times are seconds, or written with a unit: 250us, 1.5ms, 2s.
+
+examples:
+  # a step of 1 ms, its adjoint of 2 ms, states of 64 KiB, a disk that takes 4 ms a state
+  multistage {command} --forward-step 1ms --reverse-step 2ms --state 64KiB \\
+      --write 4ms --read 4ms --n-steps 10000 --memory "20 slots"
+  # the same from a file written by --save-costs or by multistage.Costs.save
+  multistage {command} --costs costs.json --n-steps 10000 --memory "512 MiB"
+"""
+
+
+def add_showing(parser: argparse.ArgumentParser, what: str) -> argparse._ArgumentGroup:
+    """Add the options of pages and pictures."""
+    showing = parser.add_argument_group("files to look at")
+    showing.add_argument(
+        "--html", type=Path, help="write a page with tables and pictures, in one file"
+    )
+    showing.add_argument("--picture", type=Path, help=f"draw {what} to this file: .svg, .png, .pdf")
+    return showing
+
+
+def add_problem(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe costs and problem."""
+    costs = parser.add_argument_group("costs: a file, or numbers")
+    costs.add_argument("--costs", type=Path, help="a costs file")
+    costs.add_argument("--forward-step", help="time of one forward step (T_A)")
+    costs.add_argument("--reverse-step", help="time of one adjoint step")
+    costs.add_argument("--tape-step", help="time of a forward step keeping its tape, if tapes are")
+    costs.add_argument("--state", default="1", help="size of one state, such as 64KiB")
+    costs.add_argument("--tape", default="0", help="size of one tape (that of a state)")
+    costs.add_argument(
+        "--tiers",
+        help="the slow tier by its rates: write=2GB/s,read=1GB/s, and if wanted latency=1ms, "
+        "capacity=10GiB, name=NAME; for stages also shared (one channel for both), states-only; "
+        "with simulate --load: another than planned",
+    )
+    costs.add_argument("--write", help="time to write one state to the slow tier (T_W)")
+    costs.add_argument("--read", help="time to read it back (that of --write)")
+    costs.add_argument("--write-overhead", default="0", help="what a write costs the computation")
+    costs.add_argument("--read-overhead", default="0", help="what a read costs the computation")
+    costs.add_argument("--capacity", type=int, help="states the slow tier can hold")
+    costs.add_argument("--save-costs", type=Path, help="write these costs to a file")
+    problem = parser.add_argument_group("problem")
+    problem.add_argument("--n-steps", type=int, help="number of steps")
+    problem.add_argument(
+        "--memory",
+        help="fast memory: bytes, '512 MiB' or '32 slots'; of a chain bytes, '4GiB', or a "
+        "fraction of plain training such as 0.5",
+    )
+    problem.add_argument(
+        "--planner",
+        default="auto",
+        choices=list(dict.fromkeys(["auto", *PLANNERS, *CHAIN_PLANNERS])),
+        metavar="PLANNER",
+        help=f"auto, one of {', '.join(PLANNERS)}; of a chain {', '.join(CHAIN_PLANNERS)} (auto)",
+    )
+    parser.add_argument("--json", action="store_true", help="print only JSON")
+    add_progress(parser)
+
+
+def leave_out(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raise ArgumentError for an option that would have no effect."""
+    for name in names:
+        if getattr(args, name, None) not in (None, _DEFAULTS.get(name)):
+            raise ArgumentError(f"{why}; leave --{name.replace('_', '-')} out")
+
+
+def say_written(args: argparse.Namespace, *paths: Path | None) -> None:
+    """Name the files that were written."""
+    for path in paths:
+        if path is not None and not args.json:
+            print(f"written: {path}")

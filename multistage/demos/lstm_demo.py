@@ -1,0 +1,278 @@
+"""The command `multistage demo lstm`: measure, plan, train, report, compare."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tabulate import tabulate
+
+from ..backends.urls import open_store
+from ..durable.status import inspect
+from ..errors import ArgumentError
+from ..measurement.probe import measure
+from ..model.budget import Budget
+from ..model.costs import Costs
+from ..planners import PLANNERS
+from ..report import Report
+from ..reversal import Reversal
+from ..states.layout import Array, Layout
+from ..support.command_line import add_progress, shown
+from ..support.units import format_bytes, format_seconds
+from .lstm import LSTM, State, build, gradients_of
+from .watching import told_if_stopped, written
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One forward and reverse sweep of the comparison."""
+
+    planner: str
+    seconds: float
+    report: Report
+    gradients: dict[str, Array]
+
+
+def sweep_once(model: LSTM, n_steps: int, planner: str, memory: str, costs: Costs | None) -> Sweep:
+    """Run one sweep under a planner and a memory limit of its own."""
+    model.clear()
+    with Reversal(
+        model.chain(), n_steps=n_steps, planner=planner, memory=memory, costs=costs
+    ) as run:
+        began = time.perf_counter()
+        run.forward(model.start())
+        zero = model.start()
+        run.reverse(zero)
+        seconds = time.perf_counter() - began
+        return Sweep(planner, seconds, run.report(), gradients_of(model))
+
+
+def add(demos: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the demo to a command-line parser."""
+    parser = demos.add_parser(
+        "lstm",
+        help="train a character LSTM by full backpropagation through time",
+        description="Train a character LSTM (NumPy) on the Python standard library's source by "
+        "full backpropagation through time, over a sequence whose states do not fit the memory.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n  multistage demo lstm --n-steps 20000 --width 128 --batch 16 "
+        "--memory '1 MiB' --tiers memory:",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--n-steps", type=int, default=2_500, help="sequence length (2500)")
+    parser.add_argument("--width", type=int, default=256, help="width of the layer (256)")
+    parser.add_argument("--batch", type=int, default=32, help="parallel streams of text (32)")
+    parser.add_argument(
+        "--memory",
+        default="32 slots",
+        help="fast memory for checkpoints: bytes, '64 MiB' or '32 slots' (32 slots)",
+    )
+    parser.add_argument(
+        "--tiers",
+        default=None,
+        help="slow tier: file:///scratch or memory: (a folder under --output)",
+    )
+    parser.add_argument(
+        "--planner", default="auto", choices=["auto", *PLANNERS], help="planner (auto)"
+    )
+    parser.add_argument("--sweeps", type=int, help="training sweeps (4; 1 with --durable)")
+    parser.add_argument(
+        "--durable",
+        type=Path,
+        help="folder that keeps the sweep: after a kill the same command goes on where it was",
+    )
+    parser.add_argument("--rate", type=float, default=0.004, help="learning rate of Adam (0.004)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (0)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("demo-output"),
+        help="folder for page, picture and trace",
+    )
+    parser.add_argument("--json", action="store_true", help="print only JSON")
+    add_progress(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo: measure, plan, train, report, compare."""
+
+    def say(text: str = "") -> None:
+        if not args.json:
+            print(text, flush=True)
+
+    if args.sweeps is None:
+        args.sweeps = 4 if args.durable is None else 1
+    if args.sweeps < 1:
+        raise ArgumentError(f"sweeps={args.sweeps} must be at least 1")
+    if args.durable is not None and (args.sweeps > 1 or args.tiers is not None):
+        raise ArgumentError(
+            "--durable keeps one sweep and is its tier: leave --sweeps and --tiers out"
+        )
+    args.output.mkdir(parents=True, exist_ok=True)
+    model = build(args.n_steps, args.width, args.batch, np.float32, args.seed)
+    layout = Layout.of(model.start())
+    every = format_bytes(args.n_steps * layout.nbytes)
+    slots = Budget.parse(args.memory).slots_for(layout.nbytes)
+    say(
+        f"Text: {args.batch} streams of {args.n_steps} characters of the standard library's source."
+        f"\nLSTM: width {args.width}; one state is {format_bytes(layout.nbytes)}, all of them "
+        f"{every}; fast memory for checkpoints: {format_bytes(slots * layout.nbytes)}."
+    )
+    with tempfile.TemporaryDirectory(prefix="tier-", dir=args.output) as scratch:
+        tier = args.tiers or f"file:{Path(scratch).resolve()}"
+        results = _train(args, model, tier, say)
+    if args.json:
+        json.dump(results, sys.stdout, indent=2)
+        print()
+    return 0
+
+
+def _measured(model: LSTM, steps: int, tier: str, progress: bool | None) -> Costs:
+    costs = measure(
+        model.chain(),
+        model.start(),
+        steps,
+        open_store(tier),
+        adjoint=model.start(),
+        seconds=2.0,
+        progress=progress,
+    )
+    model.clear()
+    return costs
+
+
+def _say_costs(costs: Costs, say: Say) -> None:
+    assert costs.tier is not None
+    for what, seconds in (
+        ("forward step      T_A", costs.forward_step_s),
+        ("adjoint step      T_B", costs.turn_s),
+        ("write of a state  T_W", costs.tier.write_s),
+        ("read of a state   T_R", costs.tier.read_s),
+        ("a write's cost to the computing thread", costs.tier.write_overhead_s),
+        ("a read's cost to the computing thread", costs.tier.read_overhead_s),
+    ):
+        say(f"{what:<40}{format_seconds(seconds):>10}")
+
+
+def _reversal(args: argparse.Namespace, model: LSTM, tier: str, say: Say) -> Reversal[State, Any]:
+    """Return the sweeps to train by, their costs measured."""
+    say("\n== Measure")
+    options = {
+        "n_steps": args.n_steps,
+        "memory": args.memory,
+        "planner": args.planner,
+        "progress": shown(args),
+    }
+    if args.durable is None:
+        costs = _measured(model, args.n_steps, tier, shown(args))
+        _say_costs(costs, say)
+        return Reversal(model.chain(), tiers=tier, costs=costs, **options)
+    label = f"lstm of width {args.width}, batch {args.batch}, seed {args.seed}"
+    if args.durable.exists():
+        say(f"{args.durable}: {inspect(args.durable).reason}.")
+    reversal: Reversal[State, Any] = Reversal(
+        model.durable_chain(),
+        durable=args.durable,
+        durable_label=label,
+        durable_every_s=1.0,
+        **options,
+    )
+    _say_costs(reversal.prepare(model.start()).costs, say)
+    return reversal
+
+
+def _train(args: argparse.Namespace, model: LSTM, tier: str, say: Say) -> dict[str, Any]:
+    characters = args.n_steps * args.batch
+    losses: list[float] = []
+    first: dict[str, Array] = {}
+    with _reversal(args, model, tier, say) as reversal, told_if_stopped(reversal):
+        costs = reversal.costs
+        say("\n== Plan and train")
+        for sweep in range(args.sweeps):
+            model.clear()
+            reversal.forward(model.start())
+            if not sweep:
+                say(f"{reversal.plan}\n")
+            if args.durable is None:
+                reversal.reverse(model.start())
+            else:
+                model.take(reversal.reverse(model.durable_adjoint()))
+            losses.append(model.loss / characters)
+            report = reversal.report()
+            rate = characters / report.makespan_s
+            if report.n_steps < args.n_steps:
+                say(f"resumed: {report.n_steps} adjoint steps were left")
+            say(
+                f"sweep {sweep + 1}: loss {losses[-1]:.4f} per character, "
+                f"{format_seconds(report.makespan_s)}, {rate:,.0f} characters/s"
+            )
+            if sweep == args.sweeps - 1:
+                first = gradients_of(model)  # the comparison runs at these weights
+            else:
+                model.update(characters, args.rate)
+
+    say(f"\n== Predicted and measured (last sweep)\n{report}")
+    say(f"\nWritten: {', '.join(written(report, args.output))}")
+    planner = reversal.plan.planner if reversal.plan else ""
+    sweeps, equal = _compare(args, model, costs, (planner, report, first), say)
+    if not equal:
+        raise ArgumentError("gradients differ between planners: please report this")
+    return {
+        "losses": losses,
+        "report": report.to_dict(),
+        "others": {other.planner: other.report.to_dict() for other in sweeps},
+        "gradients_equal": equal,
+    }
+
+
+def _compare(
+    args: argparse.Namespace,
+    model: LSTM,
+    costs: Costs | None,
+    last: tuple[str, Report, dict[str, Array]],
+    say: Say,
+) -> tuple[list[Sweep], bool]:
+    """Repeat the last sweep with other planners; return those sweeps, and whether all agree."""
+    say("\n== The same sweep by other means")
+    planner, report, first = last
+    sweeps = [
+        sweep_once(model, args.n_steps, "store-all", f"{args.n_steps} slots", costs),
+        sweep_once(model, args.n_steps, "revolve", args.memory, costs),
+    ]
+    rows = [_row(planner, report, report.makespan_s, True)]
+    equal = True
+    for other in sweeps:
+        same = all(np.array_equal(other.gradients[name], first[name]) for name in first)
+        equal &= same
+        rows.append(_row(other.planner, other.report, report.makespan_s, same))
+    say(
+        tabulate(
+            rows,
+            headers=("planner", "seconds", "relative", "recompute", "fast memory", "gradient"),
+            disable_numparse=True,
+            stralign="right",
+        )
+    )
+    say("\nThe gradients are equal to the last bit." if equal else "\nTHE GRADIENTS DIFFER.")
+    return sweeps, equal
+
+
+def _row(planner: str, report: Report, base_s: float, same: bool) -> tuple[str, ...]:
+    return (
+        planner,
+        f"{report.makespan_s:.2f}",
+        f"{report.makespan_s / base_s:.2f}",
+        f"{report.recompute_factor:.2f}",
+        format_bytes(report.peak_fast_bytes),
+        "equal" if same else "DIFFERS",
+    )
