@@ -6,10 +6,10 @@ import json
 import math
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -153,16 +153,15 @@ def test_a_benchmark_that_takes_too_long_is_stopped_with_its_children(
 
 
 def _gone(pid: int) -> bool:
-    """Whether a killed process has ended, or will be gone as soon as somebody waits for it."""
-    for _ in range(1_000):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state in "ZX":
-            return True
-        time.sleep(0.01)
-    return False
+    """Whether a killed process ends, be it as one that nobody has waited for."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([process], [], [], 60)[0])
+    finally:
+        os.close(process)
 
 
 def test_what_is_missing_is_skipped_with_the_reason(
@@ -202,7 +201,10 @@ def test_an_interrupted_run_resumes(tiny: Any, tmp_path: Path, how: signal.Signa
     """Ctrl-C, or the end of a job, during the second of three: the first is kept."""
     ran = tmp_path / "ran"
     note = f"open({str(ran)!r}, 'a').write('NAME ')"
-    waits = "args.json.parent.joinpath('reached').touch(); time.sleep(1000)"
+    reached = tmp_path / "reached"
+    os.mkfifo(reached)
+    reader = os.open(reached, os.O_RDONLY | os.O_NONBLOCK)
+    waits = f"open({str(reached)!r}, 'w').write('here'); time.sleep(1000)"
     out = tiny(one=note.replace("NAME", "one"), two=waits, three=note.replace("NAME", "three"))
     code = (
         "import sys, pathlib; from benchmarks import all as r, catalog\n"
@@ -214,11 +216,10 @@ def test_an_interrupted_run_resumes(tiny: Any, tmp_path: Path, how: signal.Signa
     with subprocess.Popen(
         [sys.executable, "-c", code], env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as process:
-        while not (out / "reached").exists():
-            assert process.poll() is None
-            time.sleep(0.01)
+        assert select.select([reader], [], [], 240)[0], "the second did not begin"
         process.send_signal(how)
         printed, _ = process.communicate(timeout=280)
+    os.close(reader)
     assert process.returncode == 130
     assert "--resume goes on from here" in printed
     kept = json.loads((out / "all.json").read_text())["benchmarks"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import BudgetError
+from multistage.torch.sequences import cell_costs, choosing_chunks, planning
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,6 +56,26 @@ def deterministic() -> Any:
     torch.use_deterministic_algorithms(before)
 
 
+def _alone(*kept: Any) -> int:
+    """Let go of all that earlier work has left; return the bytes of modules and tensors kept.
+
+    Where libraries hold no workspaces these are counted, not read from the allocator: what
+    is freed late would else be missing from a peak that is measured from there.
+    """
+    # Autograd's thread of the device holds its last task until it is given another.
+    torch.ones((), device=DEVICE, requires_grad=True).clone().backward()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    if REAL:
+        return torch.cuda.memory_allocated()
+    tensors = [t for t in kept if isinstance(t, Tensor)]
+    for module in (each for each in kept if isinstance(each, nn.Module)):
+        tensors += [*module.parameters(), *module.buffers()]
+        tensors += [p.grad for p in module.parameters() if p.grad is not None]
+    return sum(-(-t.nbytes // 512) * 512 for t in tensors)  # as the allocator rounds
+
+
 def _trained(model: nn.Module, x: Tensor, *, autocast: bool) -> list[Tensor]:
     results = []
     for step in range(2):
@@ -93,10 +114,7 @@ def test_the_limit_holds_by_the_allocator(share: float, planner: Any) -> None:
     memory = int(least + share * (whole.plain_bytes - least))
     ours = mst.Sequential(model, x, memory=memory, planner=planner, costs=whole.costs)
     ours(x).square().mean().backward()
-    gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    before = _alone(ours, x)
     ours(x).square().mean().backward()
     peak = torch.cuda.max_memory_allocated() - before + x.nbytes
     assert peak <= memory
@@ -156,6 +174,20 @@ def test_sequences(options: dict[str, Any], tmp_path: Any) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.fixture
+def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all planning be by the same seconds: plans of other clocks take other memory."""
+
+    def seconds_of(call: Any, device: Any) -> float:
+        call()
+        return 1e-3
+
+    monkeypatch.setattr(cell_costs, "seconds_of", seconds_of)
+    monkeypatch.setattr(choosing_chunks, "action_seconds", lambda: 1e-6)
+    monkeypatch.setattr(planning, "_plans", planning.Memory())
+
+
+@pytest.mark.usefixtures("steady_clock")
 @pytest.mark.parametrize("tiers", [[], ["pinned:64MiB"], ["pinned:1MiB", "file:{}"]])
 @pytest.mark.parametrize("mebibytes", [2, 4])
 def test_states_on_their_way_are_within_the_limit(
@@ -168,19 +200,21 @@ def test_states_on_their_way_are_within_the_limit(
         "tiers": [tier.format(tmp_path) for tier in tiers],
         "planner": "stream" if tiers else "recompute",
     }
+    peaks = []
     for _ in range(2):
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        before = _alone(cell, h, x)
         out = mst.unroll(cell, h, lambda t: x, n_steps=200, chunk=1, **options)
         assert out.loss is not None
+        forward = torch.cuda.max_memory_allocated() - before
         out.loss.backward()
         plan = out.plan
         del out
-    peak = torch.cuda.max_memory_allocated() - before
+        peaks.append((forward, torch.cuda.max_memory_allocated() - before))
     parameters = sum(p.nbytes for p in cell.parameters())  # whose gradients are added up besides
-    assert plan is not None and peak <= plan.peak_bytes + 2 * parameters
-    assert peak >= 0.7 * plan.peak_bytes
+    assert plan is not None and plan.plan is not None
+    # Preparing takes memory in the first iteration, too.
+    assert peaks[1][1] <= plan.peak_bytes + 2 * parameters, (peaks, plan.plan.planner)
+    assert peaks[1][1] >= 0.7 * plan.peak_bytes, (peaks, plan.plan.planner)
 
 
 def test_memory_of_a_sequence_is_flat() -> None:
@@ -188,11 +222,9 @@ def test_memory_of_a_sequence_is_flat() -> None:
     limit = (8 if REAL else 3) << 20
     peaks = []
     for steps in (1000, 4000) if REAL else (200, 800):
+        x = torch.ones(256, 64, device=DEVICE)
         for _ in range(2):
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            x = torch.ones(256, 64, device=DEVICE)
+            before = _alone(cell, h, x)
             out = mst.unroll(cell, h, lambda t, x=x: x, n_steps=steps, memory=limit)
             assert out.loss is not None
             out.loss.backward()

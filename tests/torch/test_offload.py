@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import multistage.torch as mst
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
-from multistage.errors import ArgumentError, MultistageError, StoreError
+from multistage.errors import ArgumentError, MultistageError
 from multistage.torch.offload import _Shelf
 from multistage.torch.tensors.meter import Meter
 from multistage.torch.tiers.pinned import PinnedStore
@@ -202,10 +201,22 @@ class Collecting(MemoryStore):
         return super().put(key, arrays, block=block)
 
 
+class Closing(PinnedStore):
+    """Tells when it has been closed."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        super().close()
+        self.closed.set()
+
+
 def test_a_graph_that_dies_in_a_thread_of_the_store() -> None:
     """Which cannot wait for its own end; the store is free again all the same."""
     below = Collecting(9)  # 48 pages and 40 slots: the sweep needs 8 puts, and 3 make room ahead
-    store = PinnedStore(40 << 20, torch.device("cpu"), below)
+    store = Closing(40 << 20, torch.device("cpu"), below)
     x = torch.randn(1 << 20, device="cpu", requires_grad=True)
     gc.collect()
     gc.disable()
@@ -218,15 +229,9 @@ def test_a_graph_that_dies_in_a_thread_of_the_store() -> None:
         cycle.append(cycle)
         del y, cycle
         below.now.set()
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                with mst.offload(store, min_bytes=1000, device="cpu"):
-                    z = torch.sin(torch.sin(x))
-                break
-            except StoreError:  # holds states of the other graph
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+        assert store.closed.wait(60), "it holds tensors of the other graph"
+        with mst.offload(store, min_bytes=1000, device="cpu"):
+            z = torch.sin(torch.sin(x))
     finally:
         gc.enable()
     assert below.collected_on == "multistage-mover"

@@ -6,7 +6,6 @@ import gc
 import itertools
 import random
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -222,10 +221,8 @@ def test_a_state_dropped_while_it_cannot_go_below_leaves_its_slot() -> None:
         store.drop(0)
         below.go.set()
         store.drop(1)
-        deadline = time.monotonic() + 60
-        while len(store._free) < 4:
-            assert time.monotonic() < deadline, "a slot is lost"
-            time.sleep(0.01)
+        with store._changed:
+            assert store._changed.wait_for(lambda: len(store._free) == 4, 60), "a slot is lost"
     finally:
         store.close()
 

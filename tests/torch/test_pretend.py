@@ -16,6 +16,13 @@ import pretend
 import pytest
 import torch
 
+# The interpreter's end would race with autograd's thread of the device, which may ask for it.
+PROGRAM = """if True:
+    import os, sys, pytest
+    status = pytest.main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)
+    """
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / "build" / "pretend"
 
@@ -38,7 +45,7 @@ def _run(*arguments: str, seed: int = 0, delay_us: int = 0, by_default: bool = F
         "PRETEND_DELAY_US": str(delay_us),
         "PRETEND_DEFAULT": "1" if by_default else "",
     }
-    command = [sys.executable, "-m", "pytest", "-p", "pretend", "-p", "no:cacheprovider", "-n", "0"]
+    command = [sys.executable, "-c", PROGRAM, "-p", "pretend", "-p", "no:cacheprovider", "-n", "0"]
     done = subprocess.run(
         [*command, "-q", *arguments], cwd=HERE, env=environment, capture_output=True, text=True
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-import time
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -59,6 +59,7 @@ class Pace:
         self._rng, self._way = rng, way
         self._places: dict[porters.Trip, int] = {}
         self._wanted = 0  # up to this one they may go
+        self._moved = threading.Condition()
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -69,18 +70,19 @@ class Pace:
             now = self._way == "eager" or (self._way == "mixed" and self._rng.random() < 0.4)
             queue(porter, trip)
             if now:
-                self._wanted = place
+                self._may_go(place)
                 trip.done.wait(60)
             return trip
 
         def waited(porter: porters.Porter, trip: porters.Trip) -> bool:
-            self._wanted = max(self._wanted, self._places[trip])
+            self._may_go(self._places[trip])
             return wait(porter, trip)
 
         def carried(work: Any, trip: porters.Trip) -> None:
             if self._way in ("lazy", "mixed"):
-                while self._places[trip] > self._wanted and not work.pager.stopped:
-                    time.sleep(1e-4)
+                with self._moved:  # by `close` too, which tells nobody
+                    while self._places[trip] > self._wanted and not work.pager.stopped:
+                        self._moved.wait(0.02)
             carry(work, trip)
 
         with (
@@ -89,6 +91,11 @@ class Pace:
             mock.patch.object(porters._Work, "_carry", carried),
         ):
             yield
+
+    def _may_go(self, place: int) -> None:
+        with self._moved:
+            self._wanted = max(self._wanted, place)
+            self._moved.notify_all()
 
 
 @contextlib.contextmanager
