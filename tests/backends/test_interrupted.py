@@ -106,7 +106,7 @@ def test_no_wait_is_left_that_never_ends(name: str, tmp_path: Path) -> None:
             except CheckpointLost:
                 lost += 1
             store.drop(key)
-        assert lost <= _COUNT if hit else not lost
+        assert hit or not lost
         for key, state in enumerate(states):
             assert store.put(100 + key, [state], block=True)
         for key, state in enumerate(states):

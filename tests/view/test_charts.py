@@ -122,8 +122,10 @@ def test_a_limit_far_above_is_told_in_words() -> None:
 
 
 def test_an_empty_timeline_is_drawn(tmp_path: Path) -> None:
-    save_chart(timeline_chart(Timeline()), tmp_path / "empty.svg")
-    ElementTree.parse(tmp_path / "empty.svg")
+    chart = timeline_chart(Timeline())
+    assert [panel.marks for panel in chart.panels] == [()] * 2  # lanes, and fast memory
+    save_chart(chart, tmp_path / "empty.svg")
+    assert ElementTree.parse(tmp_path / "empty.svg").getroot().tag.endswith("}svg")
 
 
 # ------------------------------------------------------------------- schedules
