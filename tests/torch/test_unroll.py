@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import planners as st
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
