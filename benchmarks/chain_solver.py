@@ -27,7 +27,8 @@ from multistage.actions import Action, Advance, EndForward, Free, Load, Reverse,
 from multistage.model.stages import Stage, StageCosts
 from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
 from multistage.planners.chain.memory import use_of
-from multistage.planners.chain.table import Sizes, Table, default_threads
+from multistage.planners.chain.sizes import Sizes
+from multistage.planners.chain.table import Table, default_threads
 
 SLOTS = 500
 SHARES = (0.15, 0.3, 0.6)

@@ -56,7 +56,8 @@ from multistage.planners.chain.joint import extremes
 from multistage.planners.chain.joint_actions import actions_of_laid
 from multistage.planners.chain.joint_core import Core
 from multistage.planners.chain.memory import use_of
-from multistage.planners.chain.table import Sizes, Table
+from multistage.planners.chain.sizes import Sizes
+from multistage.planners.chain.table import Table
 from multistage.torch.tensors.meter import Meter
 
 NETS = ("residual", "transformer", "mixer")

@@ -248,7 +248,7 @@ static void *work(void *argument)
 /* Solve diagonals first..last (of tiles) of one plane.  0, or NO_MEMORY.
  *
  * Planes ascend, and diagonals within a plane; the caller may stop between
- * two calls.  `none` and `table` have ms_chain_cells(n) entries a plane.
+ * two calls.  `none` and `table` have n (n + 1) / 2 entries a plane.
  */
 int64_t ms_chain_solve(const chain_t *chain, const int32_t *none, float *table,
                               int64_t plane, int64_t first, int64_t last, int64_t isa,
@@ -410,7 +410,7 @@ static int64_t plus(int64_t a, int64_t b)
 
 /* Fill peak(s, t), the smallest peak of stages s..t, and its choices, in true bytes.
  *
- * Exact: no rounding to slots.  Both arrays have ms_chain_cells entries.
+ * Exact: no rounding to slots.  Both arrays have n (n + 1) / 2 entries.
  * Stages first..n-1 descending may be done in several calls, the last first.
  */
 void ms_chain_smallest(const chain_t *c, int64_t first, int64_t last, int64_t *peak,

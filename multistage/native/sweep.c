@@ -1,7 +1,7 @@
 /* The streaming schedule in virtual time, without making its actions one by one.
  *
- * What `planners/streaming/sweep.py` decides and what `simulate.py` makes of it, in one
- * loop: the same actions in the same order at the same times, no checkpoint
+ * One loop does what `planners/streaming/sweep.py` decides and `schedule/simulation.py`
+ * times: the same actions in the same order at the same times, no checkpoint
  * lost.  Names are those of the Python twin.  Steps ascend wherever they are
  * queued, so a queue is a stretch of an array.  A reversal by Revolve that can
  * wait for nothing is a sum and is added as one, which makes the work

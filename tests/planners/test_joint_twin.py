@@ -10,7 +10,8 @@ from multistage import native
 from multistage.planners.chain.joint import GRID, extremes, programs
 from multistage.planners.chain.joint_core import Core, Program
 from multistage.planners.chain.joint_twin import Twin
-from multistage.planners.chain.table import Sizes, Table
+from multistage.planners.chain.sizes import Sizes
+from multistage.planners.chain.table import Table
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 

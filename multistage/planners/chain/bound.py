@@ -15,7 +15,8 @@ import numpy as np
 
 from ...model.tier import Tier
 from .joint_bound import Dual, without_loss
-from .table import Sizes, Table
+from .sizes import Sizes
+from .table import Table
 
 SLOTS = 100
 # Of all forward seconds, for a limit's bytes; the bound is concave in it.

@@ -20,7 +20,8 @@ from ...actions import (
     Tape,
 )
 from .joint_core import NEVER, REVERSE, Laid, Node, Thing
-from .table import Table, Trace
+from .table import Table
+from .traces import Trace
 
 
 def actions_of_laid(laid: Laid, table: Table) -> list[Action]:

@@ -39,7 +39,8 @@ from ... import native
 from ...model.stages import StageCosts
 from ...model.tier import Tier
 from ...states.layout import Array
-from .table import PLANE, Sizes, Table
+from .sizes import Sizes
+from .table import PLANE, Table
 
 SLOTS = 300
 # Prices are looked for on a chain of at most so many stages, with few slots first.

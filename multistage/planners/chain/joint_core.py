@@ -13,7 +13,8 @@ import numpy as np
 from ... import native
 from ...model.tier import Tier
 from ...states.layout import Array
-from .table import Sizes, Table, in_core
+from .sizes import Sizes, in_core
+from .table import Table
 
 KEEPS_TAPE, STARTS, TAPE_AWAY, STATE_AWAY, APART = 1, 2, 4, 8, 16
 RESERVE_AT = 5

@@ -18,7 +18,8 @@ from .joint_core import (
     TAPE_AWAY,
     Program,
 )
-from .table import Sizes, Table
+from .sizes import Sizes
+from .table import Table
 
 _MOST_ENDS = 120  # as in joint_program.c
 _FLOAT = np.float32

@@ -61,7 +61,8 @@ from .joint_actions import actions_of_laid
 from .joint_core import APART, KEEPS_TAPE, RESERVE_AT, STARTS, STATE_AWAY, TAPE_AWAY, Core
 from .joint_twin import Twin
 from .memory import use_of
-from .table import Sizes, Table
+from .sizes import Sizes
+from .table import Table
 
 _SLOTS, _MORE = 400, 1.13
 _LONG, _FEWER = 100, 150  # stages, and the slots of longer chains: tables grow as squares

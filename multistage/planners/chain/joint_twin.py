@@ -31,7 +31,8 @@ from .joint_core import (
     may_travel,
 )
 from .joint_program_twin import solve
-from .table import INFEASIBLE, Sizes, Table
+from .sizes import Sizes
+from .table import INFEASIBLE, Table
 
 # As in joint.c.
 _MORE_SLOTS, _MOST_TRIES = 4, 48

@@ -2,10 +2,11 @@
 
 Beaumont et al. 2019 (RR-9302), theorem 1 with its errata (see
 `planners.chain.heterogeneous`): for every pair of stages (s, t) and every memory m the
-least forward work done again.  The C kernel solves it; the Python twin here
+least forward work done again.  The C kernel solves it; its Python twin (`table_twin`)
 does the same float32 additions in the same order and is its oracle.
 
-Complexity: O(L^3 S / 6) additions and O(L^2 S / 2) floats for L stages, S slots.
+Complexity: O(L^3 S / 6) additions and O(L^2 S / 2) floats for L stages, S slots;
+O(L^2 S) additions where stages are equal.
 """
 
 from __future__ import annotations
@@ -14,90 +15,27 @@ import ctypes
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 
 from ... import native
-from ...model.stages import StageCosts
 from ...states.layout import Array
+from . import table_twin
+from .equal import EqualRows, equal_rows, inside_equal
+from .sizes import MAX_SLOTS, Sizes, chain_in_core, in_core, need_to_pass, need_to_tape
+from .traces import Trace, judge
 
-# (s, t, choice): stage s keeps its tape where choice == s (always where s == t),
-# else state `choice` is the next one kept and s..choice-1 run forward.
-Trace: TypeAlias = list[tuple[int, int, int]]
 INFEASIBLE = -2
 PLANE = 16
 _TILE = 16
 # Candidates per call of the kernel: a fraction of a second, so that Ctrl-C is heard.
 _PER_CALL = 4e9
-_MAX_SLOTS = 1 << 30
 _NEVER = 1e30
 # Checkpoints whose excess is within this share of the least are taken for equally good.
 _TIE = np.float32(1e-6)
 # Rounding errors of float32 sums over a chain, as a share of its forward work.
 FLOAT_ERROR = 1e-5
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sizes:
-    """A chain as arrays, its loss a stage of its own; of bytes or of slots.
-
-    `state` and `gradient` have one entry more than there are stages.
-    """
-
-    state: Array
-    gradient: Array
-    tape: Array
-    advance: Array  # overheads
-    taping: Array
-    reverse: Array
-    forward_s: Array
-    reverse_s: Array
-    spared_s: Array  # of the forward, where a tape is made for its adjoint alone
-
-    @classmethod
-    def of(cls, costs: StageCosts) -> Sizes:
-        """Return the sizes in bytes, the loss appended."""
-        stages = costs.stages
-
-        def sizes(*values: int) -> Array:
-            return np.array(values, np.int64)
-
-        return cls(
-            state=sizes(costs.input_bytes, *(stage.output_bytes for stage in stages), 0),
-            gradient=sizes(
-                costs.input_gradient_bytes, *(stage.gradient_bytes for stage in stages), 0
-            ),
-            tape=sizes(*(stage.tape_bytes for stage in stages), 0),
-            advance=sizes(*(stage.forward_overhead_bytes for stage in stages), 0),
-            taping=sizes(*(stage.tape_overhead_bytes for stage in stages), 0),
-            reverse=sizes(*(stage.backward_overhead_bytes for stage in stages), 0),
-            forward_s=np.array([*(stage.forward_s for stage in stages), 0.0]),
-            reverse_s=np.array([*(stage.backward_s for stage in stages), 0.0]),
-            spared_s=np.array([*(stage.spared_s for stage in stages), 0.0]),
-        )
-
-    def __len__(self) -> int:
-        return len(self.tape)
-
-    def in_slots(self, unit_bytes: float) -> Sizes:
-        """Return the sizes in slots of `unit_bytes`, rounded to the nearest."""
-
-        def slots(values: Array) -> Array:
-            return np.minimum(np.rint(values / unit_bytes), _MAX_SLOTS).astype(np.int64)
-
-        return Sizes(
-            slots(self.state),
-            slots(self.gradient),
-            slots(self.tape),
-            slots(self.advance),
-            slots(self.taping),
-            slots(self.reverse),
-            self.forward_s,
-            self.reverse_s,
-            self.spared_s,
-        )
 
 
 class Table:
@@ -124,6 +62,8 @@ class Table:
         What it costs, in seconds, to have a state or a tape out of memory while the
         stages behind it are processed; one entry per stage.  For bounds: the choices
         of such a table are not asked for.
+    by_length : bool
+        Whether a chain of equal stages is solved by their number alone (see `equal`).
 
     Notes
     -----
@@ -142,6 +82,7 @@ class Table:
         tick: Callable[[], object] | None = None,
         work: float = 1.0,
         moves: tuple[Array, Array] | None = None,
+        by_length: bool = True,
     ) -> None:
         self.sizes, self.slots, self.tapes = sizes, slots, tapes
         forward_s = sizes.forward_s
@@ -158,10 +99,16 @@ class Table:
             self._moves = state.astype(np.float32), tape.astype(np.float32)
         use_native = native.available() if native_kernel is None else native_kernel
         self._native = use_native
+        rows = None
+        if by_length and inside_equal(sizes, leaf, self._moves):
+            memories = PLANE * self.calls_of(slots) if use_native else slots + 1
+            rows = equal_rows(sizes, memories, tapes, self.prefix, leaf, self._moves)
         if use_native:
-            self._solve(threads, instructions, tick)
+            self._solve(threads, instructions, tick, rows)
+        elif rows is not None:
+            self._values = rows.pairs()
         else:
-            self._values = _twin(sizes, slots, tapes, self.prefix, leaf, self._moves)
+            self._values = table_twin.solved(sizes, slots, tapes, self.prefix, leaf, self._moves)
 
     # ------------------------------------------------------------- C kernel
 
@@ -170,7 +117,13 @@ class Table:
         """Return how often a table of so many slots ticks."""
         return -(-(slots + 1) // PLANE)
 
-    def _solve(self, threads: int, instructions: str, tick: Callable[[], object] | None) -> None:
+    def _solve(
+        self,
+        threads: int,
+        instructions: str,
+        tick: Callable[[], object] | None,
+        rows: EqualRows | None,
+    ) -> None:
         library = native.library()
         n = len(self.sizes)
         cells = n * (n + 1) // 2
@@ -178,10 +131,16 @@ class Table:
         known = {"baseline": 1, "avx2": 2, "avx512": 3}
         best = library.ms_chain_isa()
         isa = min(best, known.get(instructions, best))
-        self._chain = _chain(self.sizes, self.prefix, self.tapes, self._leaf, self._moves)
+        self._chain = chain_in_core(self.sizes, self.prefix, self.tapes, self._leaf, self._moves)
         self._none = np.empty(cells, np.int32)
+        library.ms_chain_none(ctypes.byref(self._chain), self._none.ctypes.data, MAX_SLOTS)
+        if rows is not None:
+            self._table = rows.planes(PLANE)
+            for _ in range(planes):
+                if tick is not None:
+                    tick()
+            return
         self._table = np.empty((planes, cells, PLANE), np.float32)
-        library.ms_chain_none(ctypes.byref(self._chain), self._none.ctypes.data, _MAX_SLOTS)
         tiles = -(-n // _TILE)
         for plane in range(planes):
             first = 0
@@ -366,197 +325,6 @@ class Table:
                 found = k
             best = min(best, here)
         return s if taped < np.inf and taped <= best else found
-
-
-def need_to_tape(sizes: Sizes, s: int, t: int) -> int:
-    """Return m_all(s, t): the peak of taping and reversing stage s, the input not counted."""
-    tape = int(sizes.tape[s])
-    return tape + max(
-        int(sizes.gradient[t + 1]) + int(sizes.taping[s]),
-        int(sizes.gradient[s + 1]) + int(sizes.gradient[s]) + int(sizes.reverse[s]),
-    )
-
-
-def need_to_pass(sizes: Sizes, s: int, t: int) -> int:
-    """Return m_none(s, t): the peak of running s..t-1 forward, keeping the input alone."""
-    return int(sizes.gradient[t + 1]) + max(
-        (0 if j == s else int(sizes.state[j])) + int(sizes.state[j + 1]) + int(sizes.advance[j])
-        for j in range(s, t)
-    )
-
-
-def _twin(
-    sizes: Sizes,
-    slots: int,
-    tapes: bool,
-    prefix: Array,
-    leaf: Array,
-    moves: tuple[Array, Array] | None,
-) -> dict[tuple[int, int], Array]:
-    n, memories = len(sizes), np.arange(slots + 1)
-    excess: dict[tuple[int, int], Array] = {}
-
-    def shifted(s: int, t: int, by: int) -> Array:
-        out = np.full(slots + 1, np.inf, np.float32)
-        if by <= slots:
-            out[by:] = excess[s, t][: slots + 1 - by]
-        return out
-
-    for s in range(n - 1, -1, -1):
-        for t in range(s, n):
-            fits = memories >= need_to_tape(sizes, s, t)
-            if s == t:
-                excess[s, t] = np.where(fits, leaf[s], np.float32(np.inf))
-                continue
-            best = np.full(slots + 1, np.inf, np.float32)
-            for k in range(s + 1, t + 1):
-                right = shifted(k, t, int(sizes.state[k])) + prefix[k]
-                if moves is not None:
-                    right = np.minimum(right, excess[k, t] + (prefix[k] + moves[0][k]))
-                best = np.minimum(best, excess[s, k - 1] + right)
-            passes = memories >= need_to_pass(sizes, s, t)
-            best = np.where(passes, best - prefix[s], np.float32(np.inf))
-            if tapes:
-                taped = shifted(s + 1, t, int(sizes.tape[s]))
-                if moves is not None:
-                    taped = np.minimum(taped, excess[s + 1, t] + moves[1][s])
-                best = np.minimum(best, np.where(fits, taped, np.float32(np.inf)))
-            excess[s, t] = best.astype(np.float32)
-    return excess
-
-
-# ------------------------------------------------------------------- judging
-
-
-def judge(true: Sizes, trace: Trace) -> tuple[float, int]:
-    """Return seconds and peak bytes of a trace, the chain's input not counted.
-
-    The twin of the C kernel's; `planners.chain.memory` is the independent judge.
-    """
-    held, peak, seconds = 0, 0, 0.0
-    waiting: list[int] = []
-    for s, t, k in trace:
-        if k == s or s == t:
-            peak = max(peak, held + need_to_tape(true, s, t))
-            seconds += float(true.forward_s[s]) + float(true.reverse_s[s])
-            if s == t:
-                seconds -= float(true.spared_s[s])
-                held = waiting.pop() if waiting else 0
-            else:
-                held += int(true.tape[s])
-            continue
-        for j in range(s, k):
-            before = 0 if j == s else int(true.state[j])
-            need = int(true.gradient[t + 1]) + before
-            need += int(true.state[j + 1]) + int(true.advance[j])
-            peak = max(peak, held + need)
-            seconds += float(true.forward_s[j])
-        waiting.append(held)
-        held += int(true.state[k])
-    return seconds, min(peak, int(np.iinfo(np.int64).max))
-
-
-def smallest(
-    true: Sizes, *, tapes: bool = True, native_kernel: bool | None = None
-) -> tuple[int, Trace]:
-    """Return the smallest peak of any persistent schedule in bytes, and one with it.
-
-    Exact, in O(L^3 / 6): theorem 1 with the peak in place of the time.  The
-    chain's input is not counted.
-    """
-    n = len(true)
-    use_native = native.available() if native_kernel is None else native_kernel
-    choice: Callable[[int, int], int]
-    if use_native:
-        cells = n * (n + 1) // 2
-        peaks, choices = np.empty(cells, np.int64), np.empty(cells, np.int32)
-        prefix = np.zeros(n + 1, np.float32)
-        chain = _chain(true, prefix, tapes, np.zeros(n, np.float32))
-        rows = max(1, int(3e8 / max(1, n * n)))
-        for last in range(n - 1, -1, -rows):
-            native.library().ms_chain_smallest(
-                ctypes.byref(chain),
-                max(0, last - rows + 1),
-                last,
-                peaks.ctypes.data,
-                choices.ctypes.data,
-            )
-
-        def choice(s: int, t: int) -> int:
-            return int(choices[s * n - s * (s - 1) // 2 + t - s])
-
-        peak = int(peaks[n - 1])
-    else:
-        found = _smallest_twin(true, tapes)
-
-        def choice(s: int, t: int) -> int:
-            return found[s, t][1]
-
-        peak = found[0, n - 1][0]
-    trace: Trace = []
-    stack = [(0, n - 1)]
-    while stack:
-        s, t = stack.pop()
-        k = choice(s, t)
-        trace.append((s, t, k))
-        if s == t:
-            continue
-        if k == s:
-            stack.append((s + 1, t))
-        else:
-            stack.append((s, k - 1))
-            stack.append((k, t))
-    return peak, trace
-
-
-def _smallest_twin(true: Sizes, tapes: bool) -> dict[tuple[int, int], tuple[int, int]]:
-    n = len(true)
-    found: dict[tuple[int, int], tuple[int, int]] = {}
-    for s in range(n - 1, -1, -1):
-        for t in range(s, n):
-            tape_peak = need_to_tape(true, s, t)
-            if s == t:
-                found[s, t] = tape_peak, s
-                continue
-            options = []
-            if tapes:
-                options.append((max(tape_peak, int(true.tape[s]) + found[s + 1, t][0]), s))
-            none = need_to_pass(true, s, t)
-            for k in range(s + 1, t + 1):
-                right = int(true.state[k]) + found[k, t][0]
-                options.append((max(none, right, found[s, k - 1][0]), k))
-            found[s, t] = min(options, key=lambda option: option[0])
-    return found
-
-
-def _chain(
-    sizes: Sizes,
-    prefix: Array,
-    tapes: bool,
-    leaf: Array,
-    moves: tuple[Array, Array] | None = None,
-) -> native.Chain:
-    chain = native.Chain(
-        len(sizes),
-        sizes.state.ctypes.data,
-        sizes.gradient.ctypes.data,
-        sizes.tape.ctypes.data,
-        sizes.advance.ctypes.data,
-        sizes.taping.ctypes.data,
-        sizes.reverse.ctypes.data,
-        prefix.ctypes.data,
-        leaf.ctypes.data,
-        int(tapes),
-        *((None, None) if moves is None else (x.ctypes.data for x in moves)),
-    )
-    chain.owner = sizes, prefix, leaf, moves  # the arrays live as long as the pointers to them
-    return chain
-
-
-def in_core(true: Sizes) -> native.Chain:
-    """Return a chain in bytes as the C core takes it."""
-    n = len(true)
-    return _chain(true, np.zeros(n + 1, np.float32), True, np.zeros(n, np.float32))
 
 
 def default_threads() -> int:

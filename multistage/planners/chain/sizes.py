@@ -1,0 +1,122 @@
+"""A chain of unequal stages as arrays, of bytes or of slots, and the memory its operations need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ... import native
+from ...model.stages import StageCosts
+from ...states.layout import Array
+
+MAX_SLOTS = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sizes:
+    """A chain as arrays, its loss a stage of its own; of bytes or of slots.
+
+    `state` and `gradient` have one entry more than there are stages.
+    """
+
+    state: Array
+    gradient: Array
+    tape: Array
+    advance: Array  # overheads
+    taping: Array
+    reverse: Array
+    forward_s: Array
+    reverse_s: Array
+    spared_s: Array  # of the forward, where a tape is made for its adjoint alone
+
+    @classmethod
+    def of(cls, costs: StageCosts) -> Sizes:
+        """Return the sizes in bytes, the loss appended."""
+        stages = costs.stages
+
+        def sizes(*values: int) -> Array:
+            return np.array(values, np.int64)
+
+        return cls(
+            state=sizes(costs.input_bytes, *(stage.output_bytes for stage in stages), 0),
+            gradient=sizes(
+                costs.input_gradient_bytes, *(stage.gradient_bytes for stage in stages), 0
+            ),
+            tape=sizes(*(stage.tape_bytes for stage in stages), 0),
+            advance=sizes(*(stage.forward_overhead_bytes for stage in stages), 0),
+            taping=sizes(*(stage.tape_overhead_bytes for stage in stages), 0),
+            reverse=sizes(*(stage.backward_overhead_bytes for stage in stages), 0),
+            forward_s=np.array([*(stage.forward_s for stage in stages), 0.0]),
+            reverse_s=np.array([*(stage.backward_s for stage in stages), 0.0]),
+            spared_s=np.array([*(stage.spared_s for stage in stages), 0.0]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tape)
+
+    def in_slots(self, unit_bytes: float) -> Sizes:
+        """Return the sizes in slots of `unit_bytes`, rounded to the nearest."""
+
+        def slots(values: Array) -> Array:
+            return np.minimum(np.rint(values / unit_bytes), MAX_SLOTS).astype(np.int64)
+
+        return Sizes(
+            slots(self.state),
+            slots(self.gradient),
+            slots(self.tape),
+            slots(self.advance),
+            slots(self.taping),
+            slots(self.reverse),
+            self.forward_s,
+            self.reverse_s,
+            self.spared_s,
+        )
+
+
+def need_to_tape(sizes: Sizes, s: int, t: int) -> int:
+    """Return m_all(s, t): the peak of taping and reversing stage s, the input not counted."""
+    tape = int(sizes.tape[s])
+    return tape + max(
+        int(sizes.gradient[t + 1]) + int(sizes.taping[s]),
+        int(sizes.gradient[s + 1]) + int(sizes.gradient[s]) + int(sizes.reverse[s]),
+    )
+
+
+def need_to_pass(sizes: Sizes, s: int, t: int) -> int:
+    """Return m_none(s, t): the peak of running s..t-1 forward, keeping the input alone."""
+    return int(sizes.gradient[t + 1]) + max(
+        (0 if j == s else int(sizes.state[j])) + int(sizes.state[j + 1]) + int(sizes.advance[j])
+        for j in range(s, t)
+    )
+
+
+def chain_in_core(
+    sizes: Sizes,
+    prefix: Array,
+    tapes: bool,
+    leaf: Array,
+    moves: tuple[Array, Array] | None = None,
+) -> native.Chain:
+    """Return a chain as the C core takes it; the arrays must be contiguous."""
+    chain = native.Chain(
+        len(sizes),
+        sizes.state.ctypes.data,
+        sizes.gradient.ctypes.data,
+        sizes.tape.ctypes.data,
+        sizes.advance.ctypes.data,
+        sizes.taping.ctypes.data,
+        sizes.reverse.ctypes.data,
+        prefix.ctypes.data,
+        leaf.ctypes.data,
+        int(tapes),
+        *((None, None) if moves is None else (x.ctypes.data for x in moves)),
+    )
+    chain.owner = sizes, prefix, leaf, moves  # the arrays live as long as the pointers to them
+    return chain
+
+
+def in_core(true: Sizes) -> native.Chain:
+    """Return a chain in bytes as the C core takes it."""
+    n = len(true)
+    return chain_in_core(true, np.zeros(n + 1, np.float32), True, np.zeros(n, np.float32))
