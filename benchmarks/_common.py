@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -40,6 +41,25 @@ def require_core() -> None:
             f"this would measure the Python twins: {native.missing()}. In a checkout, compile the "
             "C core with `pip install -e .`; to measure the twins, set MULTISTAGE_CORE=off"
         )
+
+
+def from_tests(name: str) -> Any:
+    """Return a module of `tests/`, such as `oracles.chain_exact`.
+
+    Raises
+    ------
+    SystemExit
+        Outside of a checkout: the tests and their oracles are not installed.
+    """
+    tests = Path(__file__).parent.parent / "tests"
+    if not (tests / name.replace(".", "/")).with_suffix(".py").exists():
+        raise SystemExit(
+            f"this benchmark compares with {name} of {tests}, which is not there; run it in a "
+            "checkout of the repository"
+        )
+    if str(tests) not in sys.path:
+        sys.path.append(str(tests))
+    return importlib.import_module(name)
 
 
 def options(description: str | None) -> argparse.ArgumentParser:

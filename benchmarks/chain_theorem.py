@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import finish, options
+from benchmarks._common import finish, from_tests, options
 from benchmarks.chain_solver import a_chain
 from multistage.actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
 from multistage.model.stages import Stage, StageCosts
-from multistage.planners.chain.exact import exact_chain_makespan
 from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
 from multistage.planners.chain.memory import use_of
-from multistage.planners.chain.table import Sizes, Trace, judge, need_to_pass
+from multistage.planners.chain.sizes import Sizes, need_to_pass
+from multistage.planners.chain.traces import Trace, judge
 
 SLOTS = 500
 # Section 3.1: F1ck F2 F3ck F4all F5all B5 B4 F3all B3 F1all F2all B2 B1, for L = 4.
@@ -186,6 +186,7 @@ def counterexample(n: int, tape_2: int) -> StageCosts:
 
 def figure_2(lengths: Sequence[int]) -> list[dict[str, float]]:
     """Return makespans of figure 2's chain: persistent, any, and ours."""
+    exact_chain_makespan = from_tests("oracles.chain_exact").exact_chain_makespan
     rows = []
     for n in lengths:
         for tape_2 in (2, 5):
@@ -269,6 +270,7 @@ def printed(sizes: Sizes, memory: int, corrected: bool = False) -> tuple[float, 
 
 def theorem_1(count: int, seed: int) -> list[dict[str, float]]:
     """Return one row per chain and limit: the optimum, ours, and the printed algorithm's."""
+    exact_chain_makespan = from_tests("oracles.chain_exact").exact_chain_makespan
     rows = []
     for k in range(count):
         costs = random_chain(seed + k, 3 + k % 3, 6)

@@ -18,12 +18,10 @@ either: `neighbours` comparisons, `slower_neighbours` of them slower.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._common import finish, options
+from benchmarks._common import finish, from_tests, options
 from multistage import native
 from multistage.errors import BudgetError
 from multistage.model.stages import Stage, StageCosts
@@ -41,9 +39,9 @@ from multistage.planners.chain.joint import Pool
 from multistage.planners.chain.joint_bound import joint_lower_bound
 from multistage.planners.chain.joint_core import STARTS, STATE_AWAY, Core
 from multistage.planners.chain.joint_rule import DeadlineRule
-from multistage.planners.chain.table import Sizes, Table
+from multistage.planners.chain.sizes import Sizes
+from multistage.planners.chain.table import Table
 
-TESTS = Path(__file__).parent.parent / "tests"
 CHAINS = (
     *(("residual", length) for length in (50, 100)),
     ("dense", 60),
@@ -154,7 +152,7 @@ class Segments:
 
 def replayed(plan: ChainPlan, rates: Tier) -> tuple[float, int]:
     """Return how far the judge's makespan is from the plan's, and replays over the limit."""
-    judge = _from_tests("chain_judge").Judge
+    judge = from_tests("chain_judge").Judge
     as_planned = judge(plan.costs, rates).run(plan.actions)
     over = 0
     for slower in ((1.0, 1.0), (2.0, 1.0), (1.0, 2.0), (2.0, 2.0)):
@@ -167,7 +165,7 @@ def replayed(plan: ChainPlan, rates: Tier) -> tuple[float, int]:
 
 def late(plan: ChainPlan) -> list[dict[str, float]]:
     """Return what tiers slower than planned cost: with the deadline rule, and waiting."""
-    run_late = _from_tests("oracles.late").run_late
+    run_late = from_tests("oracles.late").run_late
     rule, found = DeadlineRule(plan), []
     for slower in SLOWER:
         judge, _ = run_late(plan, slower, rule=rule)
@@ -175,12 +173,6 @@ def late(plan: ChainPlan) -> list[dict[str, float]]:
         waiting, _ = run_late(plan, slower, rule=None)
         found.append({"slower": slower, "makespan_s": judge.now, "waiting_s": waiting.now})
     return found
-
-
-def _from_tests(name: str) -> Any:
-    if str(TESTS) not in sys.path:
-        sys.path.append(str(TESTS))
-    return importlib.import_module(name)
 
 
 def grid(thin: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -229,7 +221,7 @@ def grid(thin: int, seed: int) -> Iterator[dict[str, Any]]:
 
 def against_exact(thin: int) -> tuple[list[dict[str, float]], int]:
     """Return plans, bounds and optima of tiny chains, and how many searches were given up."""
-    oracle, tiny = _from_tests("oracles.joint_exact"), _from_tests("oracles.tiny")
+    oracle, tiny = from_tests("oracles.joint_exact"), from_tests("oracles.tiny")
     rows, given_up, seed = [], 0, 0
     while len(rows) + given_up < EXACT_CHAINS // thin:
         costs, rates = tiny.tiny_chain(seed)
@@ -403,7 +395,7 @@ def main() -> None:
     left_out = []
     tiny: list[dict[str, float]] = []
     given_up = 0
-    if _from_tests("oracles.joint_exact").compiler() is None:
+    if from_tests("oracles.compiled").compiler() is None:
         left_out.append("exact optimum: no C compiler")
     else:
         tiny, given_up = against_exact(thin)

@@ -16,12 +16,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import finish, options
+from benchmarks._common import finish, from_tests, options
 from benchmarks._published import PUBLISHED
 from multistage import PLANNERS, Costs, Jitter, Tier, simulate
 from multistage.errors import ArgumentError
 from multistage.planners.bound import priced_bound
-from multistage.planners.exact import exact_makespan
 
 SLOTS = (3, 5, 10, 20, 50)
 WRITES = (1.01, 1.5, 2.5, 4.0, 8.0, 20.0, 50.0)
@@ -86,6 +85,7 @@ def against_exact(thin: int) -> tuple[list[dict[str, float]], list[str]]:
 
     With it the problems whose search has too many states.
     """
+    oracle = from_tests("oracles.steps_exact")
     rows, given_up = [], []
     settings = product(range(8, 13), (2, 3, 4), (1, 2, 3), (1, 2, 3, 5, 8), (0.5, 1, 2))
     for number, (n, s, turn, write, k) in enumerate(settings):
@@ -94,7 +94,7 @@ def against_exact(thin: int) -> tuple[list[dict[str, float]], list[str]]:
             continue
         costs = Costs(1.0, float(turn), tiers=(Tier("slow", float(write), float(read)),))
         try:
-            exact = exact_makespan(costs, s, n, limit=EXACT_STATES)
+            exact = oracle.exact_makespan(costs, s, n, limit=EXACT_STATES)
         except ArgumentError:
             given_up.append(f"exact: n={n}, s={s}, T_B={turn}, T_W={write}, T_R={read}")
             continue

@@ -28,12 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._common import finish, interleaved, options
+from benchmarks._common import finish, from_tests, interleaved, options
 from multistage import FunctionChain, Reversal, Stage, StageCosts
 from multistage.execute.metered import of_chain
-from multistage.planners.chain.exact import exact_chain_makespan
 from multistage.planners.chain.pieces import chain_plan
-from multistage.planners.chain.table import Sizes, need_to_pass, need_to_tape
+from multistage.planners.chain.sizes import Sizes, need_to_pass, need_to_tape
 from multistage.states.layout import Array
 
 SHARES = (0.15, 0.25, 0.4)  # of the bytes of all states, as budgets of the real run
@@ -83,6 +82,7 @@ def exact_makespan(costs: StageCosts, memory: int) -> float:
 
 def exact_gaps(quick: bool, seed: int) -> list[dict[str, float]]:
     """Return how far plans of random chains lie above the exact optimum."""
+    oracle = from_tests("oracles.chain_exact")
     found = []
     for n in (6, 9, 12):
         for k in range(4 if quick else 40):
@@ -96,7 +96,7 @@ def exact_gaps(quick: bool, seed: int) -> list[dict[str, float]]:
                 assert gap > -1e-9, "a plan faster than the optimum"
                 row: dict[str, float] = {"n": n, "slots": slots, "gap": max(0.0, gap)}
                 if n == 6 and k < (1 if quick else 4) and slots <= 2:
-                    every = exact_chain_makespan(costs, plan.memory_bytes, persistent=False)
+                    every = oracle.exact_chain_makespan(costs, plan.memory_bytes, persistent=False)
                     row["over_every_schedule"] = plan.makespan_s / every - 1
                 found.append(row)
     return found

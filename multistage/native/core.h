@@ -28,12 +28,6 @@ EXPORT int64_t ms_revolve_fill(int64_t *state, int64_t *stack, int64_t *out, int
 EXPORT void ms_revolve_accesses(int64_t n, int64_t slots, int64_t trajectory, int64_t *writes,
                                 int64_t *reads, int64_t *stack);
 
-/* --------------------------------------------------------------- exact.c */
-
-EXPORT int64_t ms_exact(int64_t n, int64_t slots, int64_t forward, int64_t turn, int64_t write,
-                        int64_t read, uint64_t *keys, int64_t *seconds, int64_t n_table,
-                        int64_t *heap, int64_t n_heap);
-
 /* --------------------------------------------------------------- bound.c */
 
 EXPORT int64_t ms_priced_work_len(int64_t n, int64_t slots);

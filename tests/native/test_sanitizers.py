@@ -18,7 +18,6 @@ TESTS = HERE.parent
 SOURCES = sorted((Path(multistage.__file__).parent / "native").glob("*.c"))
 # What calls the kernels, without what takes long to judge their answers.
 CALLERS = (
-    "test_exact",
     "test_bound",
     "test_binomial",
     "test_hierarchy",

@@ -8,17 +8,13 @@ planner, the simulator or the judge but `StageCosts` and `Tier`.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-import tempfile
-from functools import cache
-from pathlib import Path
 
 from multistage.model.stages import StageCosts
 from multistage.model.tier import Tier
 
+from .compiled import library
+
 MAX_STAGES = 6
-_SOURCE = Path(__file__).with_suffix(".c")
 _ARRAY = ctypes.POINTER(ctypes.c_int64)
 _NAMES = (
     ("state", "gradient"),
@@ -39,20 +35,8 @@ class _Problem(ctypes.Structure):
     )
 
 
-def compiler() -> str | None:
-    """Return the C compiler, None where there is none."""
-    return shutil.which("cc")
-
-
-@cache
 def _library() -> ctypes.CDLL:
-    command = compiler()
-    assert command is not None, "no C compiler"
-    with tempfile.TemporaryDirectory(prefix="joint-exact-") as folder:
-        library = Path(folder) / "joint_exact.so"
-        flags = ("-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
-        subprocess.run([command, *flags, "-o", str(library), str(_SOURCE)], check=True)
-        loaded = ctypes.CDLL(str(library))
+    loaded = library("joint_exact")
     loaded.exact_joint.restype = ctypes.c_int64
     loaded.exact_joint.argtypes = [ctypes.POINTER(_Problem), ctypes.c_int64, ctypes.c_int64]
     return loaded

@@ -7,10 +7,11 @@ import pytest
 
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
-from multistage.planners.chain.exact import exact_chain_makespan
 from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
 from multistage.planners.chain.joint_bound import joint_lower_bound
-from oracles.joint_exact import compiler, exact_joint_makespan
+from oracles.chain_exact import exact_chain_makespan
+from oracles.compiled import compiler
+from oracles.joint_exact import exact_joint_makespan
 from oracles.tiny import tiny_chain
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")

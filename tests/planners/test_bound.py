@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.steps_exact import exact_makespan
 
 from multistage import native
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners.bound import Prices, lower_bound, priced_bound
-from multistage.planners.exact import exact_makespan
 from multistage.planners.single.revolve import revolve
 from multistage.planners.single.store_all import store_all
 from multistage.planners.streaming.streaming import streaming

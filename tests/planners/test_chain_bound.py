@@ -4,14 +4,15 @@ import itertools
 import random
 
 import pytest
+from oracles.chain_exact import exact_chain_makespan
 
 from multistage import native
 from multistage.model.stages import Stage, StageCosts
 from multistage.planners.chain import heterogeneous
 from multistage.planners.chain.bound import ChainBound
-from multistage.planners.chain.exact import exact_chain_makespan
 from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
-from multistage.planners.chain.table import Sizes, Table
+from multistage.planners.chain.sizes import Sizes
+from multistage.planners.chain.table import Table
 
 
 def chain(length, seed):

@@ -13,15 +13,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.chain_exact import exact_chain_makespan
 
 from multistage import native
 from multistage.actions import Advance, EndForward, Free, Load, Reverse, Tape
 from multistage.errors import ArgumentError, BudgetError, ScheduleError
 from multistage.model.stages import Stage, StageCosts
-from multistage.planners.chain.exact import exact_chain_makespan
 from multistage.planners.chain.heterogeneous import memory_curve, plan_chain, smallest_memory
 from multistage.planners.chain.memory import actions_of, use_of
-from multistage.planners.chain.table import Sizes, Table, judge, smallest
+from multistage.planners.chain.sizes import Sizes
+from multistage.planners.chain.smallest import smallest
+from multistage.planners.chain.table import Table
+from multistage.planners.chain.traces import judge
 
 needs_native = pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
 

@@ -5,14 +5,15 @@ import random
 
 import numpy as np
 import pytest
+from oracles.chain_exact import exact_chain_makespan
 
 from multistage import native
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
-from multistage.planners.chain.exact import exact_chain_makespan
 from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
 from multistage.planners.chain.joint_bound import Dual, _merged, joint_lower_bound, without_loss
-from multistage.planners.chain.table import Sizes, Table
+from multistage.planners.chain.sizes import Sizes
+from multistage.planners.chain.table import Table
 
 SLOW = Tier.of_rates(1e-3, 1e-3)
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multistage import native
 from multistage.errors import ArgumentError
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
-from multistage.planners import exact
-from multistage.planners.exact import exact_makespan, whole_times
 from multistage.planners.single.binomial import nu
+from oracles import steps_exact
+from oracles.compiled import compiler
+from oracles.steps_exact import exact_makespan, whole_times
 
 
 def costs(turn: float, write: float, read: float) -> Costs:
@@ -36,7 +36,7 @@ def test_units_may_be_fractions() -> None:
     assert tuple(times) == (2, 3, 4, 1)
 
 
-@pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
 @settings(max_examples=40, deadline=None)
 @given(
     n=st.integers(1, 6),
@@ -45,11 +45,11 @@ def test_units_may_be_fractions() -> None:
     write=st.integers(1, 6),
     read=st.integers(1, 6),
 )
-def test_the_kernel_equals_its_twin(n, slots, turn, write, read) -> None:
+def test_the_search_in_c_equals_the_one_in_python(n, slots, turn, write, read) -> None:
     times, _ = whole_times(costs(float(turn), float(write), float(read)))
     at_most = min(slots, n)
-    kernel = exact.native_search(times, at_most, n, 2_000_000)
-    assert kernel == exact._search(times, at_most, n, 2_000_000)
+    kernel = steps_exact.native_search(times, at_most, n, 2_000_000)
+    assert kernel == steps_exact._search(times, at_most, n, 2_000_000)
 
 
 @pytest.mark.parametrize(

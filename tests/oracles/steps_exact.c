@@ -16,8 +16,6 @@
  */
 #include <stdint.h>
 
-#include "core.h"
-
 enum { FULL = -1, BAD = -2, UNREACHABLE = -3 };
 enum { IDLE, FORWARD, TURN };
 
@@ -273,9 +271,9 @@ static void let_time_pass(search_t *q, const state_t *x, int64_t seconds)
  *
  * keys and seconds hold n_table entries each, a power of two, keys all 0; heap
  * holds 3 * n_heap int64.  write = 0 means that there is no slow tier. */
-int64_t ms_exact(int64_t n, int64_t slots, int64_t forward, int64_t turn, int64_t write,
-                        int64_t read, uint64_t *keys, int64_t *seconds, int64_t n_table,
-                        int64_t *heap, int64_t n_heap)
+int64_t exact_steps(int64_t n, int64_t slots, int64_t forward, int64_t turn, int64_t write,
+                    int64_t read, uint64_t *keys, int64_t *seconds, int64_t n_table,
+                    int64_t *heap, int64_t n_heap)
 {
     if (n < 1 || n > MAX_STEPS || slots < 1 || forward < 1 || turn < 0 ||
         forward > MAX_COMPUTE || turn > MAX_COMPUTE - forward || write < 0 ||

@@ -1,10 +1,9 @@
 """The exact optimum of a short heterogeneous chain, by Dijkstra over what is held.
 
-The oracle of `planners.chain.heterogeneous`, and the only planner here that knows
-schedules which are not persistent: those that drop a checkpoint or a tape
-before its use.  States of the search: the live state, the saved states, the
-tapes held, the adjoint.  Exponential in the number of stages; meant for up to
-about eight.
+The oracle of `planners.chain.heterogeneous`.  It also searches schedules that are not
+persistent: those that drop a checkpoint or a tape before its use.  States of the search:
+the live state, the saved states, the tapes held, the adjoint.  Exponential in the number
+of stages; meant for up to about eight.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import math
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from ...errors import ArgumentError
-from ...model.stages import StageCosts
-from .table import Sizes
+from multistage.errors import ArgumentError
+from multistage.model.stages import StageCosts
+from multistage.planners.chain.sizes import Sizes
 
 # live (-1: none), saved and tapes as sets of bits, the next adjoint step + 1
 _Held: TypeAlias = tuple[int, int, int, int]

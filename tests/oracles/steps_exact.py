@@ -1,4 +1,4 @@
-"""The exact optimum of a short reversal: the yardstick of the planners and bounds.
+"""The exact optimum of a short reversal: the oracle of the planners and bounds.
 
 A* search over every schedule of the simulator's model, in whole time units:
 one computing thread, a write and a read channel, s fast slots.  Where the
@@ -24,6 +24,7 @@ other, and a state is its own tape.  Known gap: real tapes are refused.
 
 from __future__ import annotations
 
+import ctypes
 import heapq
 from collections.abc import Iterator
 from fractions import Fraction
@@ -32,9 +33,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .. import native
-from ..errors import ArgumentError
-from ..model.costs import Costs
+from multistage.errors import ArgumentError
+from multistage.model.costs import Costs
+
+from .compiled import compiler, library
 
 MAX_STEPS = 12
 MAX_COMPUTE = 63
@@ -84,7 +86,7 @@ def exact_makespan(costs: Costs, slots: int, n_steps: int, *, limit: int = 20_00
     if slots < 1:
         raise ArgumentError(f"slots={slots} must be at least 1")
     times, unit_s = whole_times(costs)
-    search = native_search if native.available() else _search
+    search = native_search if compiler() else _search
     found = search(times, min(slots, n_steps), n_steps, limit)
     if found is None:
         raise ArgumentError(f"the exact search needs more than limit={limit} states; raise it")
@@ -126,15 +128,18 @@ def whole_times(costs: Costs) -> tuple[Times, float]:
 
 
 def native_search(times: Times, slots: int, n_steps: int, limit: int) -> int | None:
-    """Run the C kernel with growing tables; None when `limit` states do not suffice."""
-    assert native.LIBRARY is not None
+    """Run the search in C with growing tables; None when `limit` states do not suffice."""
+    search = library("steps_exact").exact_steps
+    search.restype = ctypes.c_int64
+    search.argtypes = [*[ctypes.c_int64] * 6, *[ctypes.c_void_p] * 2, ctypes.c_int64]
+    search.argtypes += [ctypes.c_void_p, ctypes.c_int64]
     size = 1 << 16
     while True:
         keys = np.zeros(size, dtype=np.uint64)
         seconds = np.empty(size, dtype=np.int64)
         heap = np.empty(3 * size, dtype=np.int64)
         found = int(
-            native.LIBRARY.ms_exact(
+            search(
                 n_steps,
                 slots,
                 *times,
@@ -165,7 +170,7 @@ class _State(NamedTuple):
 
 
 def _search(times: Times, slots: int, n_steps: int, limit: int) -> int | None:
-    """Search as the C kernel does, plainly: its twin."""
+    """Search as `steps_exact.c` does, plainly: its twin."""
     start = _State(n_steps, 0, "idle", 0, frozenset(), frozenset(), None, None)
     best = {start: 0}
     heap = [(0, 0, 0, start)]
