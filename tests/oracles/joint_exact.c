@@ -4,7 +4,12 @@
  * under way with what is left of them.  Anything may be kept, dropped, written
  * or read at any moment: schedules need be neither nested nor persistent.  The
  * one rule beside memory is that of a tape's input: as long as the tape is of
- * use, its input exists in one of the tiers, and its stage is not run again.
+ * use, its input exists in one of the tiers, and its stage is not run again.  A
+ * state that lay in no tape when the next stage was taped is pinned by that
+ * tape: it stays, unless it is written itself, even beside a tape that came
+ * back and includes the same state.  What executors do not do is left out: a
+ * tape made after the last stage's adjoint, and the state it starts from, are
+ * not written to make room; they stay until the adjoint.
  *
  * Stages 1..n, the loss last; state 0 belongs to the caller and lies outside
  * the memory.  All times are whole and at most 63.
@@ -29,10 +34,13 @@ typedef struct {
 typedef struct {
     int adjoint, kind, stage, rest, states, tapes, far_states, far_tapes;
     int write, write_rest, read, read_rest;
+    int pins, late; /* states that the next stage's tape pins; tapes made in the reverse sweep */
 } held_t;
 
+__extension__ typedef unsigned __int128 packed_t;
+
 typedef struct {
-    uint64_t key;
+    packed_t key;
     int32_t seconds;
 } entry_t;
 
@@ -46,22 +54,23 @@ typedef struct {
     int failed;
 } search_t;
 
-static const int WIDTH[] = {3, 2, 3, 6, 6, 7, 6, 7, 4, 6, 4, 6};
+enum { FIELDS = 14 };
+static const int WIDTH[FIELDS] = {3, 2, 3, 6, 6, 7, 6, 7, 4, 6, 4, 6, 6, 7};
 
-static uint64_t packed(const held_t *h)
+static packed_t packed(const held_t *h)
 {
     const int *field = &h->adjoint;
-    uint64_t key = 0;
-    for (int i = 0; i < 12; i++)
-        key = key << WIDTH[i] | (uint64_t)field[i];
+    packed_t key = 0;
+    for (int i = 0; i < FIELDS; i++)
+        key = key << WIDTH[i] | (packed_t)field[i];
     return key;
 }
 
-static held_t unpacked(uint64_t key)
+static held_t unpacked(packed_t key)
 {
     held_t h;
     int *field = &h.adjoint;
-    for (int i = 11; i >= 0; i--) {
+    for (int i = FIELDS - 1; i >= 0; i--) {
         field[i] = (int)(key & ((1u << WIDTH[i]) - 1));
         key >>= WIDTH[i];
     }
@@ -77,7 +86,7 @@ static int64_t used(const problem_t *p, const held_t *h)
 {
     int64_t sum = p->gradient[h->adjoint];
     for (int i = 1; i <= p->n; i++)
-        sum += has(h->tapes, i) ? p->tape[i] : has(h->states, i) ? p->state[i] : 0;
+        sum += (has(h->tapes, i) ? p->tape[i] : 0) + (has(h->states, i) ? p->state[i] : 0);
     if (h->kind == RUN)
         sum += p->state[h->stage] + p->advance[h->stage];
     if (h->kind == TAPE)
@@ -115,14 +124,18 @@ static void tidy(held_t *h)
     else if (h->write)
         written = 1 << (h->write - 1);
     h->tapes &= of_tapes | written;
-    h->states &= (of_states | written_state) & ~h->tapes;
+    h->pins &= h->tapes >> 1 | (h->kind == TAPE && h->stage > 1 ? 1 << (h->stage - 2) : 0);
+    h->states &= (of_states | written_state) & (~h->tapes | h->pins);
+    h->pins &= h->states;
+    h->late &= h->tapes | (h->kind == TAPE ? 1 << (h->stage - 1) : 0);
     h->far_tapes &= of_tapes;
     h->far_states &= of_states;
 }
 
-static uint64_t slot_of(const search_t *x, uint64_t key)
+static uint64_t slot_of(const search_t *x, packed_t key)
 {
-    uint64_t at = (key * 0x9E3779B97F4A7C15u) >> 20;
+    const uint64_t folded = (uint64_t)key ^ (uint64_t)(key >> 64) * 0xD6E8FEB86659FD93u;
+    uint64_t at = (folded * 0x9E3779B97F4A7C15u) >> 20;
     for (at &= x->slots - 1; x->best[at].seconds >= 0 && x->best[at].key != key;)
         at = (at + 1) & (x->slots - 1);
     return at;
@@ -153,7 +166,8 @@ static void reach(search_t *x, held_t h, int64_t seconds)
         return;
     if (2 * x->used >= x->slots)
         grow(x);
-    const uint64_t key = packed(&h), at = slot_of(x, key);
+    const packed_t key = packed(&h);
+    const uint64_t at = slot_of(x, key);
     if (x->best[at].seconds >= 0 && x->best[at].seconds <= seconds)
         return;
     x->used += x->best[at].seconds < 0;
@@ -203,6 +217,10 @@ static void operations(search_t *x, const held_t *h, int64_t bytes, int64_t seco
             bytes + p->tape[i] + p->taping[i] - inside <= p->memory) {
             next.kind = TAPE;
             next.rest -= i == d ? (int)p->spared_s[i] : 0;
+            if (i > 1 && !has(h->tapes, i - 1))
+                next.pins |= 1 << (i - 2);
+            if (d < p->n)
+                next.late |= 1 << (i - 1);
             reach(x, next, seconds);
         }
     }
@@ -222,7 +240,8 @@ static void transfers(search_t *x, const held_t *h, int64_t bytes, int64_t secon
     for (int j = 1; j <= h->adjoint; j++) {
         held_t next = *h;
         const int held = h->states | h->tapes, running = h->kind == TAPE && h->stage == j;
-        if (free_to_write && p->tapes && has(h->tapes, j) && !has(h->far_tapes, j)) {
+        if (free_to_write && p->tapes && has(h->tapes, j) && !has(h->far_tapes, j) &&
+            !has(h->late, j)) {
             next.write = j, next.write_rest = (int)p->write_s[j];
             reach(x, next, seconds);
         }
@@ -256,11 +275,17 @@ static void drops(search_t *x, const held_t *h, int64_t seconds)
             if (j < p->n) { /* its output stays */
                 held_t kept = next;
                 kept.states |= bit;
+                const int begun = has(h->tapes, j + 1) || (h->kind == TAPE && h->stage == j + 1);
+                if (begun && (!has(h->far_tapes, j) || has(h->late, j + 1)))
+                    kept.pins |= bit;
                 reach(x, kept, seconds);
             }
-            if (h->write != STATES + j && input != j && may_drop(p, &next, j))
+            const int starts = has(h->late, j + 1); /* whose tape cannot leave */
+            if (h->write != STATES + j && input != j && !starts && may_drop(p, &next, j))
                 reach(x, next, seconds);
-        } else if (has(h->states, j) && h->write != STATES + j && input != j) {
+        }
+        if (has(h->states, j) && h->write != STATES + j && input != j &&
+            (!has(h->pins, j) || (has(h->far_states, j) && !has(h->late, j + 1)))) {
             held_t next = *h;
             next.states &= ~bit;
             if (may_drop(p, &next, j))

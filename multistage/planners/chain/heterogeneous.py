@@ -60,7 +60,11 @@ from .plan import CHAIN_PLANNERS as CHAIN_PLANNERS
 from .plan import ChainPlan as ChainPlan
 from .plan import ChainPlanner as ChainPlanner
 from .plan import plain_use, store_all
-from .table import FLOAT_ERROR, Sizes, Table, Trace, default_threads, judge, smallest
+from .short import MAX_STAGES, search_short
+from .sizes import Sizes
+from .smallest import smallest
+from .table import FLOAT_ERROR, Table, default_threads
+from .traces import Trace, judge
 
 SLOTS = 500
 # Schedules of more slots than the limit has may fit: sizes were rounded up too.
@@ -176,6 +180,10 @@ def plan_chain(
         if best is None or joint.makespan_s < best.makespan_s:
             best = joint
     assert best is not None  # every state in the tier fits, where nothing else does
+    if len(costs.stages) <= MAX_STAGES:
+        actions = search_short(true, within, rates, best.makespan_s)
+        if actions is not None:
+            best = min(best, made(actions, rates), key=lambda plan: plan.makespan_s)
     return replace(best, tier=rates, no_tier_s=no_tier_s, offload_s=found.offload_s)
 
 

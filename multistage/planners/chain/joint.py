@@ -1,6 +1,6 @@
 """Chains with a slow tier: what stays in fast memory, what travels, what is recomputed.
 
-UniformPlan
+Plan
     The forward sweep is cut into nodes: a stage that keeps its tape, or a
     segment, of which the state before its first stage is kept.  Whatever is
     kept stays in fast memory or is a *thing of the tier*: written as soon as it
@@ -24,7 +24,8 @@ Search
 
 Known gaps: recomputation writes nothing to the tier; the next segment does not
 run forward while a read is awaited; schedules are persistent.  No optimality is
-claimed; `planners.chain.joint_bound` bounds the gap.
+claimed; `planners.chain.joint_bound` bounds the gap.  Chains of a few stages are
+searched by `planners.chain.short` as well, which knows none of these gaps.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ from .joint_core import (
     Program,
 )
 from .joint_twin import Twin
-from .table import Sizes, Table, need_to_tape
+from .sizes import Sizes, need_to_tape
+from .table import Table
 
 # Of chains of more stages: fewer programs, and fewer moves.
 _LONG = 150
