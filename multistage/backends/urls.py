@@ -139,9 +139,9 @@ def _store(tier: str) -> StreamedStore:
             raise ArgumentError(f"tier {shown} gives {name!r} twice; keep one")
         options[name] = value
     capacity = options.pop("capacity", None)
-    capacity_bytes = None if capacity is None else parse_bytes(capacity)
+    capacity_bytes = None if capacity is None else parse_bytes(capacity, "capacity")
     remote = parts.scheme in _REMOTE or parts.scheme == "fsspec"
-    buffer_bytes = parse_bytes(options.pop("buffers", "64MiB" if remote else "8MiB"))
+    buffer_bytes = parse_bytes(options.pop("buffers", "64MiB" if remote else "8MiB"), "buffers")
     queue = options.pop("queue", "2")
     if not queue.isdecimal():
         raise ArgumentError(f"tier {shown}: queue={queue!r} must be a whole number")
@@ -163,7 +163,7 @@ def _store(tier: str) -> StreamedStore:
         if parts.path.strip("/"):
             if capacity is not None:
                 raise ArgumentError(f"tier {shown} gives its capacity twice; keep one")
-            capacity_bytes = parse_bytes(parts.path.strip("/"))
+            capacity_bytes = parse_bytes(parts.path.strip("/"), "capacity")
         store = MemoryStore(capacity_bytes, buffer_bytes=buffer_bytes, queue_depth=int(queue))
     elif parts.scheme == "numa":
         if not parts.path.isdecimal():

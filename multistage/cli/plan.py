@@ -108,6 +108,8 @@ def _curve_of_chain(args: argparse.Namespace, made: ChainPlan) -> tuple[Rows, Ro
     """Return every point of the trade-off, and as many as a table is read for."""
     if made.planner not in ("optimal", "revolve"):
         raise ArgumentError(f"--curve goes with planner optimal or revolve, not {made.planner}")
+    if made.tier is not None:
+        raise ArgumentError("--curve shows plans without a tier, and this plan has one")
     curve = memory_curve(made.costs, made.planner)
     best = curve[-1][1]
     chosen = curve[:: max(1, len(curve) // 24)]

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         return _probe_nodes(args)
     is_tier = re.match(r"[a-z][a-z0-9+.-]*:", args.tier) and not Path(args.tier).exists()
     tier = args.tier if is_tier else Path(args.tier)
-    sizes = [parse_bytes(size) for size in args.sizes.split(",")]
+    sizes = [parse_bytes(size, "--sizes") for size in args.sizes.split(",")]
     for size in sizes:
         if size < 1:
             raise ArgumentError(f"state size {size} must be at least one byte")

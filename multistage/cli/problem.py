@@ -65,8 +65,8 @@ def costs_of(args: argparse.Namespace) -> Costs:
             forward_step_s=parse_seconds(args.forward_step),
             reverse_step_s=parse_seconds(args.reverse_step),
             tape_step_s=None if args.tape_step is None else parse_seconds(args.tape_step),
-            state_bytes=parse_bytes(args.state),
-            tape_bytes=parse_bytes(args.tape),
+            state_bytes=parse_bytes(args.state, "--state"),
+            tape_bytes=parse_bytes(args.tape, "--tape"),
             tiers=tiers,
         )
     if args.tiers is not None:

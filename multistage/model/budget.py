@@ -120,7 +120,7 @@ class Budget:
                         f"'32 slots', at most {MOST}"
                     )
                 return cls(slots=int(match[1]))
-        return cls(bytes=parse_bytes(given))
+        return cls(bytes=parse_bytes(given, name))
 
     def slots_for(self, state_bytes: int, buffer_bytes: int = 0) -> int:
         """Return how many states of `state_bytes` fit beside `buffer_bytes` of I/O buffers.

@@ -77,8 +77,8 @@ class Tier:
     tapes: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise ArgumentError(f"name={shown(self.name)} of a tier must be a string")
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise ArgumentError(f"name={shown(self.name)} of a tier must be a string, not empty")
         of = f" of tier {shown(self.name)}"
         for name in _TIMES:
             object.__setattr__(self, name, seconds(getattr(self, name), name + of))
@@ -156,10 +156,10 @@ class Tier:
             raise ArgumentError(f"tier {shown(text)} lacks its rate of writing; as in {_FORM}")
         capacity = given.get("capacity")
         return cls.of_rates(
-            write_bytes_per_s=_rate(given["write"]),
-            read_bytes_per_s=_rate(given.get("read", given["write"])),
+            write_bytes_per_s=_rate(given["write"], "write"),
+            read_bytes_per_s=_rate(given.get("read", given["write"]), "read"),
             latency_s=parse_seconds(given.get("latency", "0s"), "latency"),
-            capacity_bytes=None if capacity is None else parse_bytes(capacity),
+            capacity_bytes=None if capacity is None else parse_bytes(capacity, "capacity"),
             shared=flags["shared"],
             tapes=not flags["states-only"],
             name=given.get("name", "slow"),
@@ -279,5 +279,5 @@ def _speed(bytes_per_s: float, fixed_s: float) -> str:
     return f"{format_bytes(bytes_per_s)}/s{after}"
 
 
-def _rate(text: str) -> float:
-    return float(parse_bytes(re.sub(r"\s*/\s*s$", "", text)))
+def _rate(text: str, name: str) -> float:
+    return float(parse_bytes(re.sub(r"\s*/\s*s$", "", text), name))

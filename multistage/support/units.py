@@ -27,7 +27,7 @@ _UNITS = {
 _POWERS = {"ns": -9, "us": -6, "ms": -3, "s": 0}
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: str | int, name: str = "size") -> int:
     """Return a byte count from an int or a string such as `"512 MiB"`.
 
     Decimal units (kB, MB, GB, TB) are powers of ten; KiB, MiB, GiB, TiB and
@@ -36,7 +36,7 @@ def parse_bytes(text: str | int) -> int:
     Raises
     ------
     ArgumentError
-        If the text is no size or is negative.
+        If the text is no size or is negative; `name` is the argument's, for the message.
 
     Examples
     --------
@@ -46,22 +46,22 @@ def parse_bytes(text: str | int) -> int:
     if not isinstance(text, str):
         if isinstance(text, bool) or not hasattr(text, "__index__"):
             raise ArgumentError(
-                f"size {shown(text)} must be a whole number of bytes, or a string such as "
+                f"{name}={shown(text)} must be a whole number of bytes, or a string such as "
                 "'512 MiB' or '32 slots'"
             )
-        return whole(text, "size")
+        return whole(text, name)
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         # What stands before an "@" is a secret perhaps: memory:PASSWORD@host.
         said = re.sub(r"(?s).*(@|%40)", r"***\1", text)
         raise ArgumentError(
-            f"size {shown(said)} is no byte count; write a number and a unit such as '512 MiB' "
+            f"{name}={shown(said)} is no byte count; write a number and a unit such as '512 MiB' "
             "or '2GB'"
         )
     count = float(match[1]) * unit
     if count > MOST:
-        raise ArgumentError(f"size {shown(text)} must be at most 2^62 bytes")
+        raise ArgumentError(f"{name}={shown(text)} must be at most 2^62 bytes")
     return int(count)
 
 

@@ -137,7 +137,7 @@ def offload(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = the_device(torch.device(device))
-    least = parse_bytes(min_bytes)
+    least = parse_bytes(min_bytes, "min_bytes")
     store = open_tiers(names, place)
     assert store is not None
     shelf = _Shelf(store, place, least, ahead, stays)

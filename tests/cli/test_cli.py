@@ -276,7 +276,7 @@ def test_a_chain_is_planned_from_its_file(tmp_path, capsys) -> None:
     for wrong, message in (
         (["--memory", "20"], "smallest limit"),
         (["--memory", "much"], "much"),
-        (["--memory", "."], "size '.' is no byte count"),
+        (["--memory", "."], "memory='.' is no byte count"),
         (["--memory", "1.2.3"], "'1.2.3'"),
         (["--curve", "--planner", "periodic"], "--curve"),
     ):

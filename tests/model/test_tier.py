@@ -24,7 +24,8 @@ def test_a_text_says_all() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "read=1GB/s", "write=0", "write=1GB/s,write=2GB/s", "write=-1", "speed=3", "write=x",
-     "write=1GB/s,latency=3h", "write=1GB/s,shared=1", "write=1GB/s,capacity=-1"],
+     "write=1GB/s,latency=3h", "write=1GB/s,shared=1", "write=1GB/s,capacity=-1",
+     "write=1,name=", "write=1,name= "],
 )  # fmt: skip
 def test_what_is_no_tier_is_refused(text: str) -> None:
     with pytest.raises(ArgumentError):
@@ -42,7 +43,7 @@ def tiers() -> st.SearchStrategy[Tier]:
     room = st.none() | st.integers(0, 1 << 60)
     return st.builds(
         Tier,
-        st.text(max_size=5),
+        st.text(min_size=1, max_size=5).filter(str.strip),
         *(seconds,) * 4,
         room,
         st.integers(1, 99),

@@ -149,7 +149,7 @@ def test_a_plan_is_remembered_for_its_limit_in_bytes_or_as_a_fraction(
     assert within(1.0).planner == "keep"
     with pytest.raises(BudgetError, match="memory=1 bytes < "):  # 1 == 1.0, but it is bytes
         within(1)
-    with pytest.raises(ArgumentError, match="size True"):
+    with pytest.raises(ArgumentError, match="memory=True"):
         within(True)
     assert within("1 MiB") == within(1 << 20)
     if not several:

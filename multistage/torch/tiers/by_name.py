@@ -48,7 +48,7 @@ def open_tiers(tiers: Sequence[TierName], device: torch.device) -> Store | None:
     pinned = isinstance(first, str) and first.partition(":")[0] == "pinned"
     if pinned:
         size = str(found.pop(0)).partition(":")[2].strip("/")
-        capacity = parse_bytes(size) if size else None
+        capacity = parse_bytes(size, "capacity") if size else None
     if len(found) > 1:
         names = ", ".join(told(str(tier)) for tier in tiers)
         raise ArgumentError(
