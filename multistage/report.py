@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,15 +58,14 @@ class TierUse:
         """Return what `store` has counted since its counts were `before`."""
         stats = store.stats
         full = stats.refused_full - before.refused_full
-        notes: Callable[[], list[str]] = getattr(store, "notes", list)
         return cls(
             store.name,
-            getattr(store, "capacity_bytes", None),
+            store.capacity_bytes,
             stats.peak_stored_bytes,
             full,
             stats.refused - before.refused - full,
             stats.lost - before.lost,
-            tuple(notes()),
+            tuple(store.notes()),
         )
 
     def row(self) -> tuple[str, str, str, str, str, str]:

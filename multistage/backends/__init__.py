@@ -1,9 +1,11 @@
 """Slow tiers: where checkpoints go when fast memory is full."""
 
+from .base import BaseStore as BaseStore
 from .base import CheckpointLost as CheckpointLost
 from .base import Store as Store
 from .base import StoreStats as StoreStats
 from .base import TransferRecord as TransferRecord
+from .base import WrapperStore as WrapperStore
 from .cascade import CascadeStore as CascadeStore
 from .compressed import CompressedStore as CompressedStore
 from .files import FileStore as FileStore

@@ -25,9 +25,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, cast
 
-from ..errors import MultistageError
+from ..errors import ArgumentError, MultistageError
 from ..states.layout import Array, Layout
 
 
@@ -61,7 +61,7 @@ class StoreStats:
 
 
 class Store(Protocol):
-    """A slow tier.
+    """A slow tier; all that the rest of the package knows of one.
 
     Attributes
     ----------
@@ -73,7 +73,12 @@ class Store(Protocol):
 
     Notes
     -----
-    Methods are called from one thread only.
+    Methods are called from one thread only.  An accepted write cannot be cancelled;
+    `drop` gives its room back once it is over.
+
+    `BaseStore` has the answers of a store that is exact, unbounded and one place,
+    `WrapperStore` those of a store around another; a class that derives from one of
+    them writes the rest.
     """
 
     name: str
@@ -82,10 +87,52 @@ class Store(Protocol):
 
     @property
     def transfers(self) -> deque[TransferRecord]:
-        """Finished transfers, appended as they are told of and popped by the caller.
+        """Finished transfers, appended by the store and popped by the caller.
 
         Bounded: the oldest fall off.
         """
+        ...
+
+    # What it is; known before `open`.
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """The most bytes it takes, None if unbounded or unknown."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether `get` returns every bit that was put."""
+        ...
+
+    @property
+    def engine(self) -> str:
+        """Which of several engines moves its bytes; empty if there is one only."""
+        ...
+
+    @property
+    def levels(self) -> Sequence[Store]:
+        """The stores that states move through, the fastest first; empty for a single place.
+
+        They may be measured one by one while this store is closed.
+        """
+        ...
+
+    @property
+    def counts_reads(self) -> bool:
+        """Whether `buffer_bytes` includes states that are read ahead."""
+        ...
+
+    def parts(self) -> Sequence[Store]:
+        """Return this store and every store it is built on: they belong to the same run."""
+        ...
+
+    def check(self) -> None:
+        """Raise StoreError if the tier cannot be used, as far as that shows before `open`."""
+        ...
+
+    def notes(self) -> list[str]:
+        """Return what a report should say of the tier besides its counts."""
         ...
 
     def buffer_bytes(self, layout: Layout) -> int:
@@ -94,6 +141,16 @@ class Store(Protocol):
 
     def capacity_states(self, layout: Layout) -> int | None:
         """Return how many such states it can hold, None if unbounded."""
+        ...
+
+    # Its life.
+
+    def read_in_order(self, depth: int) -> None:
+        """Prepare, before `open`, for records that are read in the order they were written.
+
+        `depth` writes should then be able to wait, and no record should be read
+        because its neighbour is.  A store may ignore it.
+        """
         ...
 
     def open(self, layout: Layout) -> None:
@@ -147,3 +204,108 @@ class Store(Protocol):
     def close(self) -> None:
         """Stop the threads, give back memory and files.  May be called twice."""
         ...
+
+
+class BaseStore:
+    """Answers for a store that is exact, unbounded, always usable, and one place.
+
+    The rest of `Store` is left to the class that derives from it.
+    """
+
+    capacity_bytes: int | None = None
+    exact: bool = True
+    engine: str = ""
+
+    @property
+    def levels(self) -> Sequence[Store]:
+        """The stores that states move through: none but this one."""
+        return ()
+
+    @property
+    def counts_reads(self) -> bool:
+        """Whether `buffer_bytes` includes states that are read ahead."""
+        return False
+
+    def parts(self) -> Sequence[Store]:
+        """Return this store alone."""
+        return [cast(Store, self)]
+
+    def check(self) -> None:
+        """Do nothing: that the tier cannot be used shows when it opens."""
+
+    def notes(self) -> list[str]:
+        """Return nothing: the counts say it all."""
+        return []
+
+    def read_in_order(self, depth: int) -> None:
+        """Do nothing: records are read alike in any order."""
+
+
+class WrapperStore:
+    """What a store around another one answers for it; the rest of `Store` is left to it.
+
+    Parameters
+    ----------
+    inner : Store
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.name = inner.name
+        self.queue_depth = inner.queue_depth
+        self.stats = inner.stats
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """The most bytes the inner store takes, None if unbounded or unknown."""
+        return self._inner.capacity_bytes
+
+    @property
+    def exact(self) -> bool:
+        """Whether the inner store returns every bit that was put."""
+        return self._inner.exact
+
+    @property
+    def engine(self) -> str:
+        """The engine of the inner store."""
+        return self._inner.engine
+
+    @property
+    def levels(self) -> Sequence[Store]:
+        """None: a level by itself lacks what the wrapper does."""
+        return ()
+
+    @property
+    def counts_reads(self) -> bool:
+        """Whether the inner store counts states that are read ahead."""
+        return self._inner.counts_reads
+
+    def parts(self) -> Sequence[Store]:
+        """Return this store, the inner one, and what that is built on."""
+        return [cast(Store, self), *self._inner.parts()]
+
+    def check(self) -> None:
+        """Raise StoreError if the inner store cannot be used."""
+        self._inner.check()
+
+    def notes(self) -> list[str]:
+        """Return what a report should say of the inner store."""
+        return self._inner.notes()
+
+    def read_in_order(self, depth: int) -> None:
+        """Prepare the inner store for records that are read in the order they were written."""
+        self._inner.read_in_order(depth)
+        self.queue_depth = self._inner.queue_depth
+
+
+def require_distinct(stores: Sequence[Store], what: str) -> None:
+    """Raise ArgumentError if a store, or one it is built on, is there twice."""
+    seen: set[int] = set()
+    for store in stores:
+        for part in store.parts():
+            if id(part) in seen:
+                raise ArgumentError(
+                    f"{what} name the store {part.name!r} twice; it would "
+                    "overwrite its own checkpoints: give each a store of its own"
+                )
+            seen.add(id(part))

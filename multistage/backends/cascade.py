@@ -41,13 +41,15 @@ from __future__ import annotations
 import errno
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from enum import Enum
 
 from ..errors import ArgumentError, StoreError
 from ..states.layout import Array, Layout
 from .arena import pages, round_up
+from .base import Store, require_distinct
 from .medium import Medium, is_full
-from .streamed import StreamedStore, require_distinct
+from .streamed import StreamedStore
 
 _FAILURES = 3  # in a row, then nothing more is moved that way
 _SPARE_PART = 4  # extents go down from when less than this part is free: writes seldom wait
@@ -114,17 +116,22 @@ class CascadeStore(StreamedStore):
             extent_bytes=max(upper._most_extent_bytes, lower._most_extent_bytes),
             chunk_bytes=max(upper._chunk_bytes, lower._chunk_bytes),
         )
-        self.levels = (upper, lower)
+        self._levels = (upper, lower)
         self._cascade: _Cascade | None = None
         self._lent: list[StreamedStore] = []  # levels that are ours now
 
-    def parts(self) -> list[StreamedStore]:
+    @property
+    def levels(self) -> tuple[StreamedStore, StreamedStore]:
+        """The upper store and the lower."""
+        return self._levels
+
+    def parts(self) -> Sequence[Store]:
         """Return this store, its levels, and what those are built on."""
-        return [self, *(part for level in self.levels for part in level.parts())]
+        return [self, *(part for level in self._levels for part in level.parts())]
 
     def _per_extent(self, layout: Layout) -> int:
         count = super()._per_extent(layout)
-        for level in self.levels:
+        for level in self._levels:
             if level.capacity_bytes is not None:  # room for some extents in each
                 count = min(count, level.capacity_bytes // 4 // layout.nbytes)
         return count if count >= 4 else 1
@@ -134,7 +141,7 @@ class CascadeStore(StreamedStore):
 
     def buffer_bytes(self, layout: Layout) -> int:
         """Return the bytes of I/O buffers, those of the levels and of the mover counted."""
-        below = max(level.buffer_bytes(layout) for level in self.levels)
+        below = max(level.buffer_bytes(layout) for level in self._levels)
         return max(super().buffer_bytes(layout), below) + self._extent_bytes_for(layout)
 
     def capacity_states(self, layout: Layout) -> int | None:
@@ -144,31 +151,31 @@ class CascadeStore(StreamedStore):
 
     def check(self) -> None:
         """Raise StoreError if a level cannot be used."""
-        for level in self.levels:
+        for level in self._levels:
             level.check()
 
     def notes(self) -> list[str]:
         """Return what moved between the levels, and what the levels say."""
-        found = [note for level in self.levels for note in level.notes()]
+        found = [note for level in self._levels for note in level.notes()]
         if self._cascade is not None:
             found.insert(0, self._cascade.moves())
         return found
 
     def medium(self, layout: Layout, extent_bytes: int) -> Medium:
         """Open both levels as one medium."""
-        upper, lower = (_slots(level, extent_bytes) for level in self.levels)
+        upper, lower = (_slots(level, extent_bytes) for level in self._levels)
         assert upper is not None
         if upper < 1:
             raise StoreError(
                 f"tier {self.name!r}: the capacity of its upper level, "
-                f"{self.levels[0].capacity_bytes} bytes < {extent_bytes} bytes of one state; "
+                f"{self._levels[0].capacity_bytes} bytes < {extent_bytes} bytes of one state; "
                 "raise it, or name the lower level alone"
             )
         if lower is not None:  # in whole extents of each
             self.capacity_bytes = (upper + lower) * extent_bytes
         opened: list[Medium] = []
         try:
-            for level in self.levels:
+            for level in self._levels:
                 opened.append(level.lend(layout, extent_bytes))
                 self._lent.append(level)
             self._cascade = _Cascade(opened[0], opened[1], upper, lower, extent_bytes)
@@ -193,7 +200,7 @@ class CascadeStore(StreamedStore):
 def _slots(store: StreamedStore, extent_bytes: int) -> int | None:
     """Return how many extents a store holds, None if unbounded."""
     if isinstance(store, CascadeStore):
-        upper, lower = (_slots(level, extent_bytes) for level in store.levels)
+        upper, lower = (_slots(level, extent_bytes) for level in store._levels)
         return None if upper is None or lower is None else upper + lower
     return None if store.capacity_bytes is None else store.capacity_bytes // extent_bytes
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
@@ -25,6 +25,7 @@ from ..errors import ArgumentError, StateError
 from ..states.layout import Array, Layout, Leaf
 from . import codecs
 from .arena import pages, round_up
+from .base import Store
 from .cascade import CascadeStore
 from .medium import Medium
 from .streamed import StreamedStore
@@ -115,7 +116,7 @@ class CompressedStore(StreamedStore):
         """Raise StoreError if the store cannot be used."""
         self.store.check()
 
-    def parts(self) -> list[StreamedStore]:
+    def parts(self) -> Sequence[Store]:
         """Return this store and the inner one."""
         return [self, *self.store.parts()]
 
@@ -150,6 +151,13 @@ class CompressedStore(StreamedStore):
         if self.why:
             found.append(self.why)
         return found
+
+
+def compressions(store: Store) -> list[CompressedStore]:
+    """Return the stores in `store` that compress: itself, or levels of a cascade."""
+    if isinstance(store, CompressedStore):
+        return [store]
+    return [found for level in store.levels for found in compressions(level)]
 
 
 class _Codec(Protocol):

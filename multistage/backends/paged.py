@@ -22,7 +22,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..states.layout import Array, Layout
-from .base import CheckpointLost, Store, StoreStats, TransferRecord
+from .base import CheckpointLost, Store, TransferRecord, WrapperStore
 
 _ALIGN = 64
 _COPIED = 8  # pages that are copies may be waiting to be written
@@ -55,7 +55,7 @@ class _Thing:
     sent: dict[int, Array] = field(default_factory=dict)
 
 
-class PagedStore:
+class PagedStore(WrapperStore):
     """A store of things of any size, on one of records of equal size.
 
     It is a `Store` but for this: each `put` may have other arrays, and `get`
@@ -96,13 +96,11 @@ class PagedStore:
         page = page_bytes_for(largest_bytes) if page_bytes is None else page_bytes
         if page < _ALIGN or page % _ALIGN:
             raise ArgumentError(f"page_bytes={page} must be a multiple of {_ALIGN}, at least that")
+        super().__init__(store)
         self.store = store
-        self.name = store.name
         self.largest_bytes = largest_bytes
         self.page_bytes = page
         self.page_layout = Layout.of(np.zeros(page, np.uint8))
-        self.queue_depth = store.queue_depth
-        self.stats: StoreStats = store.stats  # of the store below: writes and reads are pages
         self._transfers: deque[TransferRecord] = deque(maxlen=100_000)
         self._things: dict[int, _Thing] = {}
         self._firsts: list[int] = []  # of the pages of each put, ascending
@@ -124,14 +122,12 @@ class PagedStore:
         return self._transfers
 
     @property
-    def capacity_bytes(self) -> int | None:
-        """What the store below holds, None if unbounded or not told."""
-        return getattr(self.store, "capacity_bytes", None)
+    def counts_reads(self) -> bool:
+        """Whether `buffer_bytes` includes things that are read ahead: no."""
+        return False
 
-    def notes(self) -> list[str]:
-        """Return what a report should say of the store below."""
-        notes: Any = getattr(self.store, "notes", list)
-        return list(notes())
+    def read_in_order(self, depth: int) -> None:
+        """Do nothing: pages are read in the order of the things they make up."""
 
     def pages_of(self, nbytes: int) -> int:
         """Return how many pages a thing of one array of so many bytes takes."""
@@ -151,7 +147,7 @@ class PagedStore:
         """Open the store below for pages.  Raises StoreError."""
         depth = self.queue_depth * self.pages_of(self.largest_bytes)
         self.store.open(self.page_layout)
-        self._opened, self.stats = True, self.store.stats
+        self._opened, self.stats = True, self.store.stats  # writes and reads are those of pages
         self.store.queue_depth = depth  # as many things may be waiting as without pages
         self._things, self._firsts, self._keys, self._next = {}, [], [], 0
         self._copied.clear()

@@ -33,7 +33,7 @@ from ..errors import ArgumentError, CheckpointWarning, StoreError
 from ..states.layout import Array, Layout
 from ..support.step_sets import StepMap
 from .arena import PAGE, LandingPool, landing_bytes, landing_pool, pages, round_up, whole_huge
-from .base import CheckpointLost, StoreStats, TransferRecord
+from .base import BaseStore, CheckpointLost, Store, StoreStats, TransferRecord
 from .carrier import Carrier, Extent, Finished, State, ThreadCarrier
 from .lifetimes import Hold
 from .medium import Medium, is_full
@@ -44,7 +44,7 @@ _CHUNK_BYTES = 4 << 20
 _STAGING = 3  # extent buffers being filled or written; as many again are read into
 
 
-class StreamedStore:
+class StreamedStore(BaseStore):
     """A slow tier on any medium; see `FileStore` and `MemoryStore`.
 
     Parameters
@@ -101,7 +101,6 @@ class StreamedStore:
         self.capacity_bytes = capacity_bytes
         self.stats = StoreStats()
         self.transfers: deque[TransferRecord] = deque(maxlen=100_000)
-        self.exact = True  # what is read is what was put, bit for bit
         self.coalesces = True
         self._open_medium = open_medium
         self._buffer_bytes = buffer_bytes
@@ -143,12 +142,14 @@ class StreamedStore:
         count = self._per_extent(layout)
         return self.capacity_bytes // round_up(count * layout.nbytes) * count
 
-    def check(self) -> None:
-        """Raise StoreError if the tier cannot be used, as far as can be told now."""
+    @property
+    def counts_reads(self) -> bool:
+        """Whether `buffer_bytes` includes states that are read ahead: each has a buffer then."""
+        return not self.coalesces
 
-    def notes(self) -> list[str]:
-        """Return what a report should say of this tier besides its counts."""
-        return []
+    def read_in_order(self, depth: int) -> None:
+        """Let `depth` writes wait."""
+        self.queue_depth = max(self.queue_depth, depth)
 
     def medium(self, layout: Layout, extent_bytes: int) -> Medium:
         """Return a fresh medium for extents of states of `layout`; `open` and `lend` call it.
@@ -167,10 +168,6 @@ class StreamedStore:
     def _new_carrier(self, layout: Layout, extent_bytes: int) -> Carrier:
         """Return what moves this store's extents."""
         return ThreadCarrier(self.medium(layout, extent_bytes), verify=self.exact)
-
-    def parts(self) -> list[StreamedStore]:
-        """Return this store and those it is built on."""
-        return [self]
 
     def lend(self, layout: Layout, extent_bytes: int) -> Medium:
         """Return a fresh medium for a store that is built on this one.
@@ -642,16 +639,3 @@ def _weak(told: Finished) -> Finished:
             found(extent, began, ended, error)
 
     return tell
-
-
-def require_distinct(stores: Sequence[object], what: str) -> None:
-    """Raise ArgumentError if a store, or what one is built on, is there twice."""
-    seen: set[int] = set()
-    for store in stores:
-        for part in store.parts() if isinstance(store, StreamedStore) else [store]:
-            if id(part) in seen:
-                raise ArgumentError(
-                    f"{what} name the store {getattr(part, 'name', part)!r} twice; it would "
-                    "overwrite its own checkpoints: give each a store of its own"
-                )
-            seen.add(id(part))

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import CheckpointWarning, StoreError
 from ..states.layout import Array, Layout
-from .base import CheckpointLost, Store
+from .base import CheckpointLost, Store, WrapperStore
 
 Faults = Collection[int] | Callable[[int], bool]
 
@@ -288,7 +288,7 @@ def _check_life(store: Store) -> None:
     store.close()
 
 
-class FaultyStore:
+class FaultyStore(WrapperStore):
     """A store that fails when it is told to, and works like `inner` else.
 
     Parameters
@@ -325,10 +325,8 @@ class FaultyStore:
         lose_write: Faults = (),
         lose_read: Faults = (),
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._refuse, self._lose_write, self._lose_read = refuse, lose_write, lose_read
-        self.name = inner.name
-        self.queue_depth = inner.queue_depth
         self._restart()
 
     def _restart(self) -> None:

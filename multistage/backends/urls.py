@@ -13,7 +13,7 @@ from ..support.values import several
 from .base import Store
 from .cascade import CascadeStore
 from .compressed import CompressedStore
-from .files import FileStore
+from .files import FileStore, available_engines
 from .memory import MemoryStore
 from .numa import NumaStore
 from .remote import RemoteStore
@@ -27,6 +27,7 @@ _KNOWN = (
 # The object stores that are called by their own names; all else through `fsspec:`.
 _REMOTE = ("s3", "s3a", "gs", "gcs", "az", "abfs")
 
+_MEMBERS = sorted({*Store.__annotations__, *(n for n in vars(Store) if not n.startswith("_"))})
 
 TierName: TypeAlias = str | os.PathLike[str] | Store
 Tiers: TypeAlias = TierName | Sequence[TierName]
@@ -88,10 +89,34 @@ def open_store(tier: TierName) -> Store:
     if not isinstance(tier, str):
         if not (hasattr(tier, "put") and hasattr(tier, "open")):  # a NumPy array has a put
             raise ArgumentError(f"tier={tier!r} must be a string, a path or a store")
+        if missing := [name for name in _MEMBERS if not hasattr(tier, name)]:
+            raise ArgumentError(
+                f"tier={tier!r} lacks {', '.join(missing)}, which every store has; derive its "
+                "class from multistage.backends.BaseStore, which answers for simple stores"
+            )
         return tier
     if ">" in tier:
         return _cascade(tier)
     return _store(tier)
+
+
+def engines_of(tier: TierName) -> list[TierName]:
+    """Return a tier, or a folder once for each engine if none is named.
+
+    Examples
+    --------
+    >>> engines_of("memory:"), engines_of("file:/scratch?engine=direct")
+    (['memory:'], ['file:/scratch?engine=direct'])
+    """
+    engines = available_engines()
+    if isinstance(tier, os.PathLike):
+        return [FileStore(os.fsdecode(tier), engine) for engine in engines]
+    if isinstance(tier, str) and ">" not in tier and isinstance(open_store(tier), FileStore):
+        options = [option for option in tier.partition("?")[2].split("&") if option]
+        if not any(option.startswith("engine=") for option in options):
+            base = tier.partition("?")[0]
+            return [f"{base}?{'&'.join([*options, f'engine={each}'])}" for each in engines]
+    return [tier]
 
 
 def told(tier: str) -> str:

@@ -33,7 +33,7 @@ from functools import partial
 import numpy as np
 
 from ..backends.arena import landing_bytes, landing_pool, pages
-from ..backends.base import CheckpointLost, StoreStats, TransferRecord
+from ..backends.base import BaseStore, CheckpointLost, StoreStats, TransferRecord
 from ..backends.lifetimes import Hold
 from ..backends.medium import is_full
 from ..errors import CheckpointWarning
@@ -108,7 +108,7 @@ class _Read:
         self.done = False
 
 
-class DurableStore:
+class DurableStore(BaseStore):
     """Checkpoints that outlive their process; see `multistage.backends.base.Store`.
 
     Parameters

@@ -31,9 +31,8 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ..actions import Action, Schedule
-from ..backends.base import Store
+from ..backends.base import Store, require_distinct
 from ..backends.lifetimes import Birth
-from ..backends.streamed import require_distinct
 from ..errors import MultistageError, ScheduleError
 from ..model.chain import Chain
 from ..schedule.rules import Rules, each_judged

@@ -30,7 +30,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from ..backends.base import CheckpointLost, Store
+from ..backends.base import CheckpointLost, Store, WrapperStore
 from ..errors import MultistageError
 from ..states.layout import Array, Layout
 from .ranks import Ranks
@@ -45,7 +45,7 @@ _MEMORY = 0.75
 _DENSER = 0.9
 
 
-class AgreedStore:
+class AgreedStore(WrapperStore):
     """A store of each rank's own whose answers are the same on every rank.
 
     Parameters
@@ -78,12 +78,10 @@ class AgreedStore:
     def __init__(
         self, inner: Store, ranks: Ranks, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._ranks = ranks
         self._clock = clock
-        self.name = inner.name
-        self.queue_depth = inner.queue_depth
-        self.stats, self.transfers = inner.stats, inner.transfers
+        self.transfers = inner.transfers
         self._pending: Callable[[], float] | None = None
         self._reset()
 
@@ -110,6 +108,9 @@ class AgreedStore:
     def capacity_states(self, layout: Layout) -> int | None:
         """Return what the inner store says."""
         return self._inner.capacity_states(layout)
+
+    def check(self) -> None:
+        """Do nothing: a rank that raised alone would leave the others waiting; see `open`."""
 
     def open(self, layout: Layout) -> None:
         """Open every rank's store, or none.

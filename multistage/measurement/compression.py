@@ -13,13 +13,14 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from ..backends.base import Store
+from ..backends.compressed import compressions
 from ..model.chain import Chain
 from ..model.costs import Costs
 from ..model.tier import Tier
 from ..states.layout import Array
 from ..states.slots import States
 from ..support.units import format_seconds
-from .probe import compressions, probe_store, sample, starting
+from .probe import probe_store, sample, starting
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,11 +28,9 @@ import numpy as np
 
 from ..actions import Answer, Schedule
 from ..backends.base import CheckpointLost, Store
-from ..backends.cascade import CascadeStore
-from ..backends.compressed import CompressedStore
-from ..backends.files import FileStore, available_engines
+from ..backends.compressed import compressions
 from ..backends.memory import MemoryStore
-from ..backends.urls import TierName, open_store
+from ..backends.urls import TierName, engines_of, open_store
 from ..errors import StateError, StoreError
 from ..execute.executor import Executor
 from ..model.chain import Chain, FunctionChain
@@ -229,13 +226,6 @@ def sample(
         slots.release(kept)
 
 
-def compressions(store: Store) -> list[CompressedStore]:
-    """Return the stores in `store` that compress: itself, or levels of a cascade."""
-    if isinstance(store, CascadeStore):
-        return [found for level in store.levels for found in compressions(level)]
-    return [store] if isinstance(store, CompressedStore) else []
-
-
 def action_seconds() -> float:
     """Return the seconds the driver takes per action, measured on steps that do nothing."""
     chain: FunctionChain[Array, Array] = FunctionChain(lambda x, i: x, lambda x, a, i: a)
@@ -284,8 +274,8 @@ def probe_store(
     if arrays is None:
         record = np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8)
         arrays = layout.views(record)
-    if isinstance(store, CascadeStore):
-        return _probe_cascade(store, layout, seconds, most, arrays, sweep_s)
+    if store.levels:
+        return _probe_levels(store, layout, seconds, most, arrays, sweep_s)
     store.open(layout)
     try:
         count = max(1, min(most, 4096, int(256e6 / layout.nbytes) + 1))
@@ -307,8 +297,8 @@ def probe_store(
     )
 
 
-def _probe_cascade(
-    store: CascadeStore,
+def _probe_levels(
+    store: Store,
     layout: Layout,
     seconds: float,
     most: int,
@@ -559,11 +549,11 @@ def probe_tier(
         If the tier is not known or cannot be used, or holds not one such state.
     """
     rows = []
-    tried = [(kind, size) for kind in _kinds(tier) for size in sizes]
+    tried = [(kind, size) for kind in engines_of(tier) for size in sizes]
     with counting("probing", len(tried), progress) as tick:
         for kind, size in tried:
             store, layout = open_store(kind), Layout.of(np.zeros(size, np.uint8))
-            name = store.engine if isinstance(store, FileStore) else store.name
+            name = store.engine or store.name
             measured = probe_store(store, layout, seconds=seconds)
             if not measured.write_s:
                 raise StoreError(
@@ -585,19 +575,7 @@ def probe_tier(
     return rows
 
 
-def _kinds(tier: TierName) -> list[TierName]:
-    """Return a tier, or a folder once for each engine if none is named."""
-    if isinstance(tier, os.PathLike):
-        return [FileStore(os.fsdecode(tier), engine) for engine in available_engines()]
-    if isinstance(tier, str) and ">" not in tier and isinstance(open_store(tier), FileStore):
-        options = [option for option in tier.partition("?")[2].split("&") if option]
-        if not any(option.startswith("engine=") for option in options):
-            base = tier.partition("?")[0]
-            return [f"{base}?{'&'.join([*options, f'engine={e}'])}" for e in available_engines()]
-    return [tier]
-
-
-def _latency(store: Any, layout: Layout) -> float:
+def _latency(store: Store, layout: Layout) -> float:
     arrays = layout.views(np.zeros(layout.nbytes, np.uint8))
     store.open(layout)
     try:

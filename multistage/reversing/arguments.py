@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
-from ..backends.base import Store
-from ..backends.streamed import StreamedStore, require_distinct
+from ..backends.base import Store, require_distinct
 from ..backends.urls import Tiers, open_store, tier_names
 from ..durable.run import DurableRun, OrderedStates
 from ..errors import ArgumentError
@@ -219,6 +218,5 @@ def _checked_stores(tier: Tiers | None) -> tuple[Store, ...]:
     require_distinct(stores, "the tiers")
     with Shield(up=True):
         for store in stores:
-            if isinstance(store, StreamedStore):
-                store.check()
+            store.check()
     return stores

@@ -9,7 +9,10 @@ import pytest
 
 from multistage.backends import CascadeStore, FileStore, MemoryStore, Store
 from multistage.backends.files import available_engines
+from multistage.backends.base import require_distinct
+from multistage.backends.paged import PagedStore
 from multistage.backends.testing import FaultyStore, check_store
+from multistage.errors import ArgumentError
 
 STORES: dict[str, Callable[[Path], Store]] = {
     "memory": lambda folder: MemoryStore(),
@@ -52,3 +55,13 @@ def test_contract(name: str, tmp_path: Path) -> None:
     if name.startswith("native") and "native" not in available_engines():
         pytest.skip("the C core was not built")
     check_store(lambda: STORES[name](tmp_path))
+
+
+@pytest.mark.parametrize("wrapped", [FaultyStore, lambda store: PagedStore(store, 1000)])
+def test_a_store_inside_of_another_belongs_to_one_run(wrapped: Callable[[Store], Store]) -> None:
+    store = MemoryStore(1 << 20)
+    outer = wrapped(CascadeStore(store, MemoryStore()))
+    assert outer.exact
+    assert outer.name == "memory>memory"
+    with pytest.raises(ArgumentError, match="name the store 'memory' twice"):
+        require_distinct([outer, store], "the tiers")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from multistage.backends import FileStore, MemoryStore, open_store
+from multistage.backends import FileStore, MemoryStore, StoreStats, open_store
 from multistage.backends.files import available_engines
 from multistage.errors import ArgumentError
 
@@ -61,6 +61,15 @@ def test_a_path_is_a_folder(tmp_path: Path) -> None:
 def test_what_is_no_tier(what: object) -> None:
     with pytest.raises(ArgumentError, match="must be a string, a path or a store"):
         open_store(what)  # type: ignore[arg-type]
+
+
+def test_an_incomplete_store_is_refused_with_what_it_lacks() -> None:
+    class Incomplete:
+        name, queue_depth, stats = "incomplete", 1, StoreStats()
+        put = open = close = get = drop = prefetch = wait_written = None
+
+    with pytest.raises(ArgumentError, match=r"lacks buffer_bytes, .*, transfers, which every"):
+        open_store(Incomplete())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ...backends.base import CheckpointLost, StoreStats, TransferRecord
+from ...backends.base import BaseStore, CheckpointLost, StoreStats, TransferRecord
 from ...states.layout import Array, Layout
 
 
-class StorageStore:
+class StorageStore(BaseStore):
     """The Store protocol on a pyrevolve storage; nothing runs in the background.
 
     Parameters

@@ -16,9 +16,6 @@ import torch
 from torch import Tensor
 
 from ...backends.base import CheckpointLost, Store
-from ...backends.files import FileStore
-from ...backends.memory import MemoryStore
-from ...backends.streamed import StreamedStore
 from ...states.layout import Layout
 
 PAGE_BYTES = 1 << 20
@@ -38,22 +35,8 @@ def buffers_of(store: Store, page_bytes: int) -> int:
 
     Its own buffers, pages that are gathered or read ahead included.
     """
-    # What is read ahead lies in the buffers of a store that has one for each page.
-    whole = isinstance(store, StreamedStore) and not store.coalesces
-    ahead = 1 if whole else _AHEAD
+    ahead = 1 if store.counts_reads else _AHEAD
     return store.buffer_bytes(page_layout(page_bytes)) + (ahead + DEPTH + 1) * page_bytes
-
-
-def set_up(store: Store) -> None:
-    """Let a store of pages have as many on their way as rows need, in buffers that are few.
-
-    Rows are read in the order they were written; a file and memory move a page as fast as
-    several together.
-    """
-    if isinstance(store, StreamedStore):
-        store.queue_depth = max(store.queue_depth, DEPTH)
-    if isinstance(store, FileStore | MemoryStore):
-        store.coalesces = False
 
 
 def page_for(store: Store, limit_bytes: int | None) -> int:

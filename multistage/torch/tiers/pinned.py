@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...backends.base import CheckpointLost, Store, StoreStats, TransferRecord
+from ...backends.base import BaseStore, CheckpointLost, Store, StoreStats, TransferRecord
 from ...backends.lifetimes import Hold
 from ...errors import ArgumentError, BudgetError, StoreError
 from ...states.layout import Layout
@@ -130,7 +130,7 @@ class _Entry:
     read: bool = False  # since it was last wanted
 
 
-class PinnedStore:
+class PinnedStore(BaseStore):
     """States in pinned host memory, and beyond it in another tier.
 
     Parameters
@@ -163,6 +163,7 @@ class PinnedStore:
             raise ArgumentError(f"capacity_bytes={capacity_bytes} must not be negative")
         self.name = "pinned" if below is None else f"pinned+{below.name}"
         self.capacity_bytes = capacity_bytes
+        self.exact = below is None or below.exact
         self.stats = StoreStats()
         self._told: deque[TransferRecord] = deque(maxlen=100_000)
         self._copies: dict[str, deque[tuple[int, Event, Event]]] = {
@@ -203,6 +204,19 @@ class PinnedStore:
                     break
                 copies.popleft()
                 self._told.append(TransferRecord(kind, key, *span, self._layout.nbytes))  # type: ignore[arg-type]
+
+    def parts(self) -> Sequence[Store]:
+        """Return this store, the tier below, and what that is built on."""
+        return [self, *(() if self._below is None else self._below.parts())]
+
+    def check(self) -> None:
+        """Raise StoreError if the tier below cannot be used."""
+        if self._below is not None:
+            self._below.check()
+
+    def notes(self) -> list[str]:
+        """Return what a report should say of the tier below."""
+        return [] if self._below is None else self._below.notes()
 
     def buffer_bytes(self, layout: Layout) -> int:
         """Return 0: what it takes is a memory of its own."""

@@ -16,7 +16,7 @@ from ...backends.urls import TierName
 from ...errors import ArgumentError
 from ...model.tier import Tier
 from .by_name import open_tiers
-from .paging import page_layout, set_up
+from .paging import DEPTH, page_layout
 from .porter import Carried, Porter
 from .rows import page_and_buffers
 from .stowage import Berth
@@ -73,7 +73,7 @@ class Tiered:
         if self._berth is None:
             store = open_tiers(self.names, device)
             assert store is not None
-            set_up(store)
+            store.read_in_order(DEPTH)
             on_host = device.type != "cuda"
             page_bytes, buffers = page_and_buffers(store, limit_bytes if on_host else None)
             self._buffer_bytes = buffers if on_host else 0
