@@ -14,8 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from enum import Enum
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -23,57 +22,10 @@ import xxhash
 
 from ..states.layout import Array, Layout
 from .arena import round_up
+from .extents import Extent
+from .lanes import Lane
 from .lifetimes import Birth, end
 from .medium import Medium
-
-
-class State(Enum):
-    """How far an extent's write, or its read, has come."""
-
-    FILLING = 1
-    QUEUED = 2
-    DONE = 3
-    FAILED = 4
-
-
-class Extent:
-    """Some states on their way to, in, or back from the medium."""
-
-    __slots__ = (
-        "arrays",
-        "buffer",
-        "checksum",
-        "error",
-        "filled",
-        "first",
-        "landing",
-        "live",
-        "nbytes",
-        "number",
-        "previous",
-        "read_state",
-        "serial",
-        "slot",
-        "state",
-    )
-
-    def __init__(self, number: int, slot: int, first: int, previous: Extent | None) -> None:
-        self.number = number
-        self.slot = slot
-        self.first = first  # key it began with
-        self.previous = previous
-        self.state = State.FILLING
-        self.read_state: State | None = None
-        self.buffer: int | None = None  # number of the staging buffer that still holds it
-        self.landing: Array | None = None
-        self.arrays: Sequence[Array] | None = None
-        self.checksum = 0
-        self.filled = 0
-        self.live = 0
-        self.serial = 0  # the order in which writes were done
-        self.nbytes = 0
-        self.error = ""
-
 
 # An extent was moved, from when to when (`perf_counter`), and what went wrong.
 # Interrupted, it is called again for the same transfer.
@@ -154,59 +106,53 @@ class _Threads:
 
     def __init__(self, medium: Medium, verify: bool) -> None:
         self.medium = medium
-        self.writes: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
-        self.reads: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        self.writes: Lane[_Flight] = Lane("multistage-writer")
+        self.reads: Lane[_Flight] = Lane("multistage-reader")
         # Rung once for each flight that ends, after `done` is set.
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._verify = verify
         self._written = threading.Condition()  # for the reader, which waits for writes
-        self._running: list[threading.Thread] = []
 
     def start(self, layout: Layout, bounce: Array | None) -> None:
         self._layout, self._bounce = layout, bounce
-        for what, lane, work in (
-            ("writer", self.writes, self._write),
-            ("reader", self.reads, self._read),
-        ):
-            thread = threading.Thread(
-                target=self._run, args=(lane, work), name=f"multistage-{what}", daemon=True
-            )
-            thread.start()
-            self._running.append(thread)
+        self.writes.start(self._carry_out)
+        self.reads.start(self._bring_back)
 
     def stop(self) -> None:
         """Finish what is queued, end the threads, close the medium.
 
         Interrupted, it can be called again and does the rest.
         """
-        self.writes.put(None)
-        self.reads.put(None)
-        for thread in self._running:
-            thread.join()
-        self._running = []
+        self.writes.end()
+        self.reads.end()
+        self.writes.join()
+        self.reads.join()
         self.medium.close()
 
-    def _run(
-        self, lane: queue.SimpleQueue[_Flight | None], work: Callable[[_Flight], None]
-    ) -> None:
-        while (flight := lane.get()) is not None:
-            failure = None
-            if flight.behind is not None:
-                self._await(flight.behind)
-            flight.began = time.perf_counter()
-            try:
-                work(flight)
-            except Exception as error:  # whatever it is, the computing thread must be told
-                failure = error
-            flight.ended = time.perf_counter()
-            flight.error = failure
-            # What landed is referred to by its extent alone from here on, or
-            # the pool would take it to be in use.
-            flight.data = flight.behind = failure = None
-            with self._written:
-                flight.done = True
-                self._written.notify_all()
-            self.bell.put(None)
+    def _carry_out(self, flight: _Flight) -> None:
+        self._move(flight, self._write)
+
+    def _bring_back(self, flight: _Flight) -> None:
+        self._move(flight, self._read)
+
+    def _move(self, flight: _Flight, work: Callable[[_Flight], None]) -> None:
+        failure = None
+        if flight.behind is not None:
+            self._await(flight.behind)
+        flight.began = time.perf_counter()
+        try:
+            work(flight)
+        except Exception as error:  # whatever it is, the computing thread must be told
+            failure = error
+        flight.ended = time.perf_counter()
+        flight.error = failure
+        # What landed is referred to by its extent alone from here on, or
+        # the pool would take it to be in use.
+        flight.data = flight.behind = failure = None
+        with self._written:
+            flight.done = True
+            self._written.notify_all()
+        self.bell.put(None)
 
     def _await(self, flight: _Flight) -> None:
         with self._written:

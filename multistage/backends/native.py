@@ -27,7 +27,8 @@ from .arena import pages
 from .direct import DirectFile
 
 if TYPE_CHECKING:
-    from .carrier import Extent, Finished
+    from .carrier import Finished
+    from .extents import Extent
 
 logger = logging.getLogger(__name__)
 

@@ -88,9 +88,10 @@ def settle(store: CascadeStore) -> None:
     """Wait until there is nothing to be moved."""
     cascade = store._cascade
     assert cascade is not None
-    with cascade._changed:
-        assert cascade._changed.wait_for(
-            lambda: not cascade._busy and cascade._next() is None, timeout=60
+    mover = cascade.mover
+    with mover.changed:
+        assert mover.changed.wait_for(
+            lambda: not mover.busy and cascade.following() is None, timeout=60
         )
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from multistage.backends import CascadeStore, FileStore, MemoryStore, Store
-from multistage.backends.files import available_engines
 from multistage.backends.base import require_distinct
+from multistage.backends.files import available_engines
 from multistage.backends.paged import PagedStore
 from multistage.backends.testing import FaultyStore, check_store
 from multistage.errors import ArgumentError

@@ -17,8 +17,8 @@ from multistage.backends.files import available_engines
 from multistage.states.layout import Layout
 
 # Of the store those functions that hand extents to a carrier, or are told of them.
-_STORE = {"_poll", "_wait_for", "_wait", "_queue_write", "_queue_read", "_wrote", "_landed"}
-_FILES = ("carrier.py", "native.py")
+_STORE = {"poll", "_wait_for", "_wait", "_queue_write", "_queue_read", "_wrote", "_landed"}
+_FILES = ("carrier.py", "lanes.py", "native.py")
 
 
 class CtrlC:
@@ -38,7 +38,7 @@ class CtrlC:
         code = frame.f_code
         if "backends" in code.co_filename and (
             code.co_filename.endswith(_FILES)
-            or (code.co_filename.endswith("streamed.py") and code.co_name in _STORE)
+            or (code.co_filename.endswith("traffic.py") and code.co_name in _STORE)
         ):
             frame.f_trace_opcodes = True
             return self._instruction

@@ -222,7 +222,8 @@ def test_reading_without_dropping_keeps_little_in_memory() -> None:
     for _ in range(2):
         for key in reversed(range(100)):
             assert store.get(key)[0].tolist() == (STATE + key).tolist()
-    extents = store._extents
+    assert store._traffic is not None
+    extents = store._traffic.index.extents
     assert len(extents) == 25
     assert sum(extent.landing is not None for extent in extents.values()) <= 4
     store.close()

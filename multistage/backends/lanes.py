@@ -1,0 +1,69 @@
+"""Threads that work for a store: each does what is queued, in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Work = TypeVar("Work")
+
+
+class Lane(Generic[Work]):
+    """A thread that does one piece of work after the other.
+
+    Parameters
+    ----------
+    name : str
+        Of the thread.
+
+    Notes
+    -----
+    `put` takes no lock, and may be called from any thread.  No reference to a piece is
+    kept once it is done, since memory that it refers to may be wanted again; nor, by a
+    lane that has ended, one to its work.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, work: Callable[[Work], None]) -> None:
+        """Start the thread, which calls `work` with each piece; it must not raise.
+
+        Raises
+        ------
+        RuntimeError
+            If there are no more threads.
+        """
+        arguments = self._queue, work
+        thread = threading.Thread(target=_run, args=arguments, name=self._name, daemon=True)
+        thread.start()
+        self._thread = thread
+
+    def put(self, piece: Work) -> None:
+        """Queue a piece of work."""
+        self._queue.put(piece)
+
+    @property
+    def waiting(self) -> int:
+        """How many pieces are queued and not begun."""
+        return self._queue.qsize()
+
+    def end(self) -> None:
+        """Have the thread end after what is queued now.  May be called twice."""
+        self._queue.put(None)
+
+    def join(self) -> None:
+        """Wait until the thread has ended; interrupted, it can be called again."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+def _run(pieces: queue.SimpleQueue[Work | None], work: Callable[[Work], None]) -> None:
+    while (piece := pieces.get()) is not None:
+        work(piece)
+        del piece

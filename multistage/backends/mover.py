@@ -1,0 +1,113 @@
+"""A thread that moves states between two places while others put and get them: `Mover`.
+
+A cascade moves extents between its levels with it, `PinnedStore` states between pinned
+memory and the tier below.  What is moved next, and what becomes of it, is decided under
+one lock; bytes move without it, one move at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Move = TypeVar("Move")
+
+
+class Mover(Generic[Move]):
+    """One background thread, and the lock of what it moves.
+
+    Attributes
+    ----------
+    lock : RLock
+        The computing thread takes the lock itself: entering a Condition, which is Python
+        code, it could be interrupted when it has the lock already.
+    changed : Condition
+        On that lock; to be notified of whatever may allow another move.
+    busy : bool
+        Whether a move is under way.
+    closing : bool
+        Whether `stop` was called: no move begins any more.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.busy = self.closing = False
+        self._thread: threading.Thread | None = None
+
+    def start(
+        self,
+        following: Callable[[], Move | None],
+        carry: Callable[[Move], None],
+        settle: Callable[[Move, Exception | None], None],
+        around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
+        """Start the thread.  Only the thread refers to the callables, until it ends.
+
+        Parameters
+        ----------
+        following : callable
+            Returns the next move and marks what it concerns, None if there is nothing to
+            do now.  Called under the lock, again whenever something has changed.
+        carry : callable
+            Moves the bytes; called without the lock.
+        settle : callable
+            `settle(move, error)` enters what became of a move; called under the lock.
+            The error is what `carry` raised, None if it did not.
+        around : callable, optional
+            Returns a context in which the thread runs.
+
+        Raises
+        ------
+        RuntimeError
+            If there are no more threads.
+        """
+        thread = threading.Thread(
+            target=self._run,
+            args=(following, carry, settle, around),
+            name="multistage-mover",
+            daemon=True,
+        )
+        thread.start()
+        self._thread = thread
+
+    def stop(self) -> None:
+        """Let the move under way end, then the thread.  May be called twice."""
+        with self.lock:
+            self.closing = True
+            self.changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(
+        self,
+        following: Callable[[], Move | None],
+        carry: Callable[[Move], None],
+        settle: Callable[[Move, Exception | None], None],
+        around: Callable[[], contextlib.AbstractContextManager[object]],
+    ) -> None:
+        with around():
+            while (move := self._next(following)) is not None:
+                failure = None
+                try:
+                    carry(move)
+                except Exception as error:  # whatever a store raises: states are lost, not runs
+                    failure = error
+                with self.changed:
+                    self.busy = False
+                    settle(move, failure)
+                    self.changed.notify_all()
+                del move, failure
+
+    def _next(self, following: Callable[[], Move | None]) -> Move | None:
+        """Wait for something to move; None once the mover stops."""
+        with self.changed:
+            while not self.closing:
+                if (move := following()) is not None:
+                    self.busy = True
+                    return move
+                self.changed.wait()
+            return None
