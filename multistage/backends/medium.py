@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import warnings
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
+from ..errors import CheckpointWarning
 from ..states.layout import Array
 from .arena import pages
 
@@ -25,6 +27,15 @@ def is_full(error: BaseException) -> bool:
     (True, False)
     """
     return isinstance(error, OSError) and error.errno in _FULL
+
+
+def warn_full(tier: str, reason: str) -> None:
+    """Warn that a tier takes no more checkpoints."""
+    warnings.warn(
+        f"{tier} takes no more checkpoints: {reason}; more steps will be computed again",
+        CheckpointWarning,
+        stacklevel=6,  # of the put, through the stores
+    )
 
 
 class Medium(Protocol):

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import errno
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..errors import CheckpointWarning
 from ..states.layout import Array, Layout
 from .arena import LandingPool, landing_pool, pages, whole_huge
 from .base import CheckpointLost, StoreStats, TransferRecord
 from .carrier import Carrier, Finished
 from .extents import Extent, Index, SlotPool, State
-from .medium import is_full
+from .medium import is_full, warn_full
 from .staging import BUFFERS, Staging
 
 
@@ -364,15 +362,6 @@ class Traffic:
         if error is None:
             self._stats.bytes_read += extent.nbytes
         self._transfers.append(TransferRecord("read", extent.first, began, ended, extent.nbytes))
-
-
-def warn_full(tier: str, reason: str) -> None:
-    """Warn that a tier takes no more checkpoints."""
-    warnings.warn(
-        f"{tier} takes no more checkpoints: {reason}; more steps will be computed again",
-        CheckpointWarning,
-        stacklevel=6,
-    )
 
 
 def _weak(told: Finished) -> Finished:

@@ -10,9 +10,7 @@ with the run's number, which the lock holds before any other file is there.
 No other file is ever removed, replaced or written to; one that changes
 between the look and the removal is told by its inode.
 
-A file appears under its name only when all its bytes are on the disk.  It is
-written without a name and then linked; where the file system cannot do that,
-it is written under a name that holds the number of the run.
+A file appears under its name only when all its bytes are on the disk (`NewFile`).
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import errno
 import fcntl
 import os
 import re
-import socket
 import stat
 import time
 import weakref
@@ -36,36 +33,20 @@ from .headers import (
     PRELUDE,
     BadFile,
     Header,
-    Kind,
-    encode,
+    holder_of,
+    lock_of,
     parse_prelude,
     run_of,
 )
+from .new_file import CHUNK, SAFE, NewFile, synchronize
 
 RUN, LAST, LOCK = "run", "last", "lock"
 LEFTOVERS = ("tmp-", "probe-")  # of no use to a resumed run
 _NAME = r"(?:run|last|lock|(?:states|probe|adjoint)-[0-9]{1,12})"
 _FINAL = re.compile(_NAME)
 _TEMPORARY = re.compile(f"tmp-([0-9a-f]{{32}})-{_NAME}")
-# Always as long, so that a rewritten lock is never half of two.
-_HOLDER_BYTES = 192
-# What a file system answers that has no files without a name, or cannot link them.
-_NO_LINKS = {
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.EPERM,
-    errno.EACCES,
-    errno.EINVAL,
-    errno.EISDIR,
-    errno.ENOENT,
-    errno.EXDEV,
-    errno.EMLINK,
-}
 _NO_PLAIN = "it is no plain file of yours"
-_CHUNK = 4 << 20
 _PATIENCE_S = 0.5
-# Flags that platforms may lack.  Without NONBLOCK a FIFO in place of a file would hang us.
-_SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 # A forked child shares our lock, and might outlive us: it must let go of it, or
@@ -115,7 +96,7 @@ class Folder:
                 with contextlib.suppress(FileExistsError):
                     path.mkdir(0o700)
                     self.made = True
-            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE)
+            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | SAFE)
         except OSError as error:
             raise self.refused(_reason(path, error, create)) from error
         found = os.fstat(self.fd)
@@ -191,21 +172,15 @@ class Folder:
             fd, _ = self.open(LOCK, os.O_RDWR)
         except FileNotFoundError:
             self.run = os.urandom(16)
-            fd, temporary = self._new(LOCK)
-            try:
+            with self._new(LOCK) as file:
                 # Locked before it appears, so that no other takes it for a leftover.
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _write(fd, memoryview(self._holder()))
-                _synchronize(fd)
-                if not self._appear(fd, temporary, LOCK):
-                    raise FileExistsError(errno.EEXIST, "it was made just now")
-            except BaseException:
-                os.close(fd)
-                raise
-            finally:
-                if temporary is not None:
-                    self.unlink(temporary)
-            return fd
+                fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.write(lock_of(self.run))
+                file.synchronize()
+                # A lock is never replaced: it may be another's since a moment ago.
+                if not file.appear(None):
+                    raise FileExistsError(errno.EEXIST, "it was made just now") from None
+                return file.keep()
         except BadFile as error:
             raise self.refused(f"its file {LOCK!r} cannot be used: {error}") from error
         if run_of(os.pread(fd, IDENTITY_BYTES, 0)) is None:
@@ -215,25 +190,16 @@ class Folder:
             )
         return fd
 
-    def _holder(self) -> bytes:
-        """Return what the lock holds: the number of the run, and who we are."""
-        text = f"{os.getpid()} {socket.gethostname()}\n".encode()[:_HOLDER_BYTES]
-        return encode(Kind.LOCK, self.run, text.ljust(_HOLDER_BYTES), 0)
-
     def number(self, run: bytes) -> None:
         """Say in the lock which run has the folder, before it writes a file."""
         self.run = run
-        os.pwrite(self._lock, self._holder(), 0)
-        _synchronize(self._lock)
+        os.pwrite(self._lock, lock_of(self.run), 0)
+        synchronize(self._lock)
 
     def holder(self) -> str:
         """Return who has the lock, as far as its file tells."""
-        text = b""
         with contextlib.suppress(OSError, BadFile):
-            header, text = self.header(LOCK)
-            header.verify(text)
-        if found := re.fullmatch(rb"([0-9]{1,10}) ([A-Za-z0-9._-]{1,100})\s*", text):
-            return f"process {found[1].decode()} on {found[2].decode()}"
+            return holder_of(*self.header(LOCK))
         return "another process"
 
     def in_use(self) -> bool:
@@ -320,7 +286,7 @@ class Folder:
             If it is no plain file of this user.
         """
         try:
-            fd = os.open(name, flags | _SAFE, dir_fd=self.fd)
+            fd = os.open(name, flags | SAFE, dir_fd=self.fd)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EMLINK):
                 raise BadFile("it is a symbolic link, which is not followed") from error
@@ -350,7 +316,7 @@ class Folder:
                 raise BadFile(f"it has {size} bytes, not {file_bytes}: it was changed")
             view = memoryview(record)  # type: ignore[arg-type]
             while view:
-                done = os.preadv(fd, [view[:_CHUNK]], offset)
+                done = os.preadv(fd, [view[:CHUNK]], offset)
                 if done <= 0:
                     raise OSError(errno.EIO, "the file ends before its record does")
                 offset += done
@@ -366,77 +332,26 @@ class Folder:
         With `settled` return when its name is on the disk, too; else that is
         left to the next one that waits for it.  Raises OSError.
         """
-        fd, temporary = self._new(name)
-        try:
+        with self._new(name) as file:
             for piece in pieces:
-                _write(fd, memoryview(piece))  # type: ignore[arg-type]
-            _synchronize(fd)
-            if not self._appear(fd, temporary, name):
+                file.write(piece)
+            file.synchronize()
+            appeared = file.appear(self._is_ours)
+            self._nameless = file.nameless
+            if not appeared:
                 raise OSError(errno.EEXIST, f"a file {name!r} is there that this run did not write")
-        finally:
-            os.close(fd)
-            if temporary is not None:
-                with contextlib.suppress(OSError):
-                    self.unlink(temporary)
         if settled:
             os.fsync(self.fd)
 
-    def _new(self, name: str) -> tuple[int, str | None]:
-        """Return a descriptor of a new file, and the name it has for now, if any."""
-        flags = os.O_RDWR | _SAFE
-        if self._nameless:
-            try:
-                return os.open(".", flags | os.O_TMPFILE, 0o600, dir_fd=self.fd), None
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                self._nameless = False
+    def _new(self, name: str) -> NewFile:
+        """Return a new file, which shows under `name` later."""
         temporary = f"tmp-{self.run.hex()}-{name}"
-        self.unlink(temporary)
-        return os.open(temporary, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.fd), temporary
+        file = NewFile(self.fd, name, temporary, self.unlink, nameless=self._nameless)
+        self._nameless = file.nameless
+        return file
 
-    def _appear(self, fd: int, temporary: str | None, name: str) -> bool:
-        """Give a written file its name; False if a file that is not this run's has it."""
-        source = (f"/proc/self/fd/{fd}", None) if temporary is None else (temporary, self.fd)
-        for _ in range(2):
-            try:
-                os.link(source[0], name, src_dir_fd=source[1], dst_dir_fd=self.fd)
-            except FileExistsError:
-                # A lock is never replaced: it may be another's since a moment ago.
-                if name == LOCK or not self.unlink(name):
-                    return False
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                return self._rename(fd, temporary, name)
-            else:
-                return True
-        return False
-
-    def _rename(self, fd: int, temporary: str | None, name: str) -> bool:
-        """Do what `_appear` does where files cannot be linked."""
-        if temporary is None:  # no /proc, say: copy it into a file that has a name
-            self._nameless = False
-            copy, named = self._new(name)
-            assert named is not None
-            try:
-                for at in range(0, os.fstat(fd).st_size, _CHUNK):
-                    _write(copy, memoryview(os.pread(fd, _CHUNK, at)))
-                _synchronize(copy)
-                return self._appear(copy, named, name)
-            finally:
-                os.close(copy)
-                with contextlib.suppress(OSError):
-                    self.unlink(named)
-        try:
-            os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-        except FileNotFoundError:
-            pass
-        else:
-            if name == LOCK or self.owner(name) != self.run:
-                return False
-        os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-        return True
+    def _is_ours(self, name: str) -> bool:
+        return self.owner(name) == self.run
 
     def unlink(self, name: str) -> bool:
         """Remove a file of this run; False if there is none, or another in its place.
@@ -471,18 +386,6 @@ class Folder:
             self.unlink(LOCK)
             if os.path.samestat(self.path.stat(follow_symlinks=False), os.fstat(self.fd)):
                 self.path.rmdir()
-
-
-def _synchronize(fd: int) -> None:
-    (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(fd)
-
-
-def _write(fd: int, view: memoryview) -> None:
-    while view:
-        done = os.write(fd, view[:_CHUNK])
-        if done <= 0:
-            raise OSError(errno.EIO, "the file took no more bytes")
-        view = view[done:]
 
 
 def _reason(path: Path, error: OSError, create: bool) -> str:

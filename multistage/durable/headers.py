@@ -30,6 +30,9 @@ anything is allocated, and records are as long as our own layout makes them.
 from __future__ import annotations
 
 import json
+import os
+import re
+import socket
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
@@ -52,6 +55,8 @@ _ENTRY = struct.Struct("<qQ")
 _GIVEN_BYTES = 16
 # A table this long describes 200 000 states, or a state of 10 000 arrays.
 TABLE_LIMIT = 4 << 20
+# Always as long, so that a rewritten lock is never half of two.
+_HOLDER_BYTES = 192
 
 
 class BadFile(MultistageError):
@@ -332,3 +337,17 @@ def _believable(text: object) -> Costs | None:
         and all(type(n) is int and n < 2**62 for n in (costs.state_bytes, costs.tape_bytes))
     )
     return costs if usual else None
+
+
+def lock_of(run: bytes) -> bytes:
+    """Return what the lock of a folder holds: the number of the run, and this process."""
+    text = f"{os.getpid()} {socket.gethostname()}\n".encode()[:_HOLDER_BYTES]
+    return encode(Kind.LOCK, run, text.ljust(_HOLDER_BYTES), 0)
+
+
+def holder_of(header: Header, table: bytes) -> str:
+    """Return which process wrote a lock.  Raises BadFile."""
+    header.verify(table)
+    if found := re.fullmatch(rb"([0-9]{1,10}) ([A-Za-z0-9._-]{1,100})\s*", table):
+        return f"process {found[1].decode()} on {found[2].decode()}"
+    raise BadFile("it names no process")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
+from ..states.arrays import ArrayStates
 from ..states.layout import SCALAR, Array, Layout, Packing
 from ..states.strides import Geometry, is_sound
 
@@ -190,3 +191,10 @@ def checksum_of(pieces: Sequence[Array]) -> int:
     for piece in pieces:
         seen.update(piece.data)
     return int(seen.intdigest())
+
+
+class OrderedStates(ArrayStates):
+    """Pytrees of NumPy arrays whose packed form tells their strides."""
+
+    def layout(self, state: object) -> OrderedLayout:
+        return OrderedLayout.of(state)  # type: ignore[return-value]

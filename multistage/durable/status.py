@@ -14,7 +14,7 @@ from tabulate import tabulate
 from ..support.units import format_bytes, format_seconds
 from .folder import LAST, LEFTOVERS, LOCK, RUN, Folder
 from .headers import BadFile, Header, OtherVersion, RunFacts, parse_run, parse_states, plain
-from .run import RANK_NAME, intact, snapshots
+from .journal import RANK_NAME, intact, snapshots
 
 # Of a label or the name of a leaf so much is shown.
 _SHOWN = 44

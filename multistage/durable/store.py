@@ -1,111 +1,51 @@
 """The store of a durable run: states in files that are complete or absent.
 
 Small states (at least four fit in a batch) are copied into the batch that is
-filling; the writer, when it is free, lets it fill for a moment (`linger_s`) and
-writes it as one file.  So a state is safe soon, quick steps do not make a file
-each, and while one batch is on its way to the disk the next one fills.  Large
-states have a file each and are taken by reference.
+filling, which becomes one file.  Large states have a file each and are taken by
+reference.
 
 A checkpoint that is dropped stays on the disk until an adjoint is there that
 makes it unneeded (`release`): whoever resumes from the last adjoint on the
 disk finds every checkpoint below it.
 
-Threads and who touches what: the computing thread owns the index and the
-counts.  A batch belongs to it while `state` is FILLING, to the writer until it
-is DONE or FAILED; the change is made under the condition `_changed`.  The
-writer also runs whatever else must reach the disk in order (`submit`).
+The computing thread owns the index and the counts; the batches that are filling or on
+their way are the `Writer`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import queue
 import threading
 import time
-import warnings
-from array import array
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from enum import Enum
 from functools import partial
 
-import numpy as np
-
-from ..backends.arena import landing_bytes, landing_pool, pages
+from ..backends.arena import landing_bytes, landing_pool
 from ..backends.base import BaseStore, CheckpointLost, StoreStats, TransferRecord
+from ..backends.extents import Index, State
+from ..backends.lanes import Lane
 from ..backends.lifetimes import Hold
-from ..backends.medium import is_full
-from ..errors import CheckpointWarning
+from ..backends.medium import warn_full
 from ..states.layout import Array, Layout
-from ..support.step_sets import StepMap, StepSet
+from ..support.step_sets import StepSet
+from .batches import (
+    NEVER,
+    PLACES,
+    Batch,
+    Read,
+    batches_in,
+    ordered,
+    per_batch,
+    read_record,
+)
 from .folder import Folder
-from .headers import BadFile, Kind, encode, parse_states, states_table
-from .records import OrderedLayout, checksum_of
+from .records import OrderedLayout
+from .writing import BUFFERS, Writer
 
-_SMALL = 4
-_BATCH_BYTES = 1 << 20
-_BUFFERS = 3
-_PLACE_BITS = 20
 # A kill costs the steps of this time again, and a day of steps makes half a
 # million files at most.
 LINGER_S = 0.2
-NEVER = 2**62
-
-
-class _State(Enum):
-    FILLING = 1
-    QUEUED = 2
-    DONE = 3
-    FAILED = 4
-
-
-class _Batch:
-    """Some states in one file, or on their way there."""
-
-    __slots__ = (
-        "arrays",
-        "buffer",
-        "checksums",
-        "error",
-        "file_bytes",
-        "least",
-        "live",
-        "name",
-        "number",
-        "offset",
-        "state",
-        "steps",
-        "wanted",
-    )
-
-    def __init__(self, number: int, name: str) -> None:
-        self.number = number
-        self.name = name
-        self.state = _State.FILLING
-        self.steps = array("q")
-        self.checksums = array("Q")
-        self.live = 0
-        self.least = NEVER
-        self.buffer: Array | None = None
-        self.arrays: Sequence[Array] | None = None
-        self.offset = self.file_bytes = 0
-        self.error = ""
-        self.wanted = False  # now: by a reader, or because it is full
-
-
-class _Read:
-    """One record on its way back."""
-
-    __slots__ = ("batch", "done", "error", "place", "record", "step")
-
-    def __init__(self, batch: _Batch, place: int, step: int) -> None:
-        self.batch = batch
-        self.place = place
-        self.step = step
-        self.record: Array | None = None
-        self.error = ""
-        self.done = False
 
 
 class DurableStore(BaseStore):
@@ -146,19 +86,13 @@ class DurableStore(BaseStore):
         self._lasting = lasting
         self.stats = StoreStats()
         self.transfers: deque[TransferRecord] = deque(maxlen=100_000)
-        self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
+        self._writer: Writer | None = None
         self._hold = Hold(self.name)
-        self._index = StepMap()  # step -> number of the batch << 20 | place in it
-        self._batches: dict[int, _Batch] = {}
-        self._dead: list[_Batch] = []
-        self._filling: _Batch | None = None
-        self._waiting: deque[_Batch] = deque()
-        self._reading: dict[int, _Read] = {}
-        self._buffers: list[Array] = []
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._reads: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
-        self._found: list[_Batch] = []
+        self._index: Index[Batch] = Index(PLACES)
+        self._dead: list[Batch] = []
+        self._reading: dict[int, Read] = {}
+        self._reads: Lane[Read] = Lane("multistage-durable-reader")
+        self._found: list[Batch] = []
         self._below = NEVER
         self._kept: Container[int] | None = None
         self._next_number = 0
@@ -167,9 +101,9 @@ class DurableStore(BaseStore):
 
     def buffer_bytes(self, layout: Layout) -> int:
         """Return the bytes of batches on their way, and of idle buffers for large states."""
-        size = _ordered(layout).record_bytes
-        count = _per_batch(_ordered(layout))
-        return _BUFFERS * count * size if count > 1 else landing_bytes(size)
+        size = ordered(layout).record_bytes
+        count = per_batch(ordered(layout))
+        return BUFFERS * count * size if count > 1 else landing_bytes(size)
 
     def capacity_states(self, layout: Layout) -> int | None:
         """Return None: bounded by the disk alone."""
@@ -185,36 +119,38 @@ class DurableStore(BaseStore):
             raise
 
     def _begin(self, layout: Layout) -> None:
-        self._changed = threading.Condition()  # a fork may have left the old one locked
         self._plain = not isinstance(layout, OrderedLayout)
-        self._layout = ordered = _ordered(layout)
+        self._layout = ordered(layout)
         self._folder = self._folder_of()
-        self._count = _per_batch(ordered)
+        self._count = per_batch(self._layout)
         self.stats = StoreStats()
         self.transfers.clear()
         self._dropped = StepSet()  # on the disk still, as far as the index knows them
         self._needed_below = self._buried_below = NEVER if self._lasting else 0
-        self._full_warned = self._no_space = False
-        if self._count > 1:
-            size = self._count * ordered.record_bytes
-            self._buffers = [pages(size)[:size] for _ in range(_BUFFERS)]
-        self._pool = landing_pool(ordered.record_bytes)
+        self._full_warned = False
+        self._pool = landing_pool(self._layout.record_bytes)
         for batch in self._found:
             self._enter(batch)
         self._found = []
-        self._jobs, self._reads = queue.SimpleQueue(), queue.SimpleQueue()
-        for what, target in (("writer", self._writer), ("reader", self._reader)):
-            thread = threading.Thread(target=target, name=f"multistage-durable-{what}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._writer = Writer(
+            self._folder,
+            self._layout,
+            self._new_batch,
+            self._linger_s,
+            self.stats,
+            self.transfers,
+        )
+        self._reads = Lane("multistage-durable-reader")
+        self._reads.start(self._read)
 
-    def _enter(self, batch: _Batch) -> None:
-        self._batches[batch.number] = batch
+    def _enter(self, batch: Batch) -> None:
+        """Take up what a run left in a batch, as far as it is needed."""
+        self._index.extents[batch.number] = batch
         batch.live = 0
         for place, step in enumerate(batch.steps):
             wanted = step < self._below and (self._kept is None or step in self._kept)
-            if wanted and self._index.get(step) is None:
-                self._index[step] = batch.number << _PLACE_BITS | place
+            if wanted and step not in self._index:
+                self._index.enter(step, batch, place)
                 batch.live += 1
         self.stats.stored_bytes += len(batch.steps) * self._layout.record_bytes
         self.stats.peak_stored_bytes = self.stats.stored_bytes
@@ -229,36 +165,11 @@ class DurableStore(BaseStore):
         Files that are not what they should be are removed.  Records are read
         only when they are wanted, and verified then.
         """
-        steps: set[int] = set()
         below = NEVER if below is None else below
-        self._found, self._below, self._kept = [], below, None
-        for name in folder.names():
-            kind, _, number = name.partition("-")
-            if kind != self._prefix:
-                continue
-            try:
-                header, table = folder.header(name)
-                if header.run != folder.run:
-                    raise BadFile("it belongs to another run")
-                found, checksums = parse_states(header, table, layout.record_bytes)
-                if min(found) < 0 or max(found) >= 2**48 or len(found) >= 1 << _PLACE_BITS:
-                    raise BadFile("its steps are out of range")
-                if min(found) >= below:
-                    raise BadFile("it is needed no longer")
-            except (OSError, BadFile):
-                with contextlib.suppress(OSError):
-                    folder.unlink(name)
-                continue
-            batch = _Batch(int(number), name)
-            batch.state = _State.DONE
-            batch.steps, batch.checksums = found, checksums
-            batch.least = min(found)
-            batch.offset = len(header.prelude) + len(table)
-            batch.file_bytes = batch.offset + header.payload_bytes
-            self._found.append(batch)
-            steps.update(step for step in found if step < below)
+        self._below, self._kept = below, None
+        self._found = batches_in(folder, self._prefix, layout, below)
         self._next_number = 1 + max((batch.number for batch in self._found), default=-1)
-        return sorted(steps)
+        return sorted({step for batch in self._found for step in batch.steps if step < below})
 
     def keep(self, steps: Container[int]) -> None:
         """Know only of these of the states taken over: other ranks lack the rest."""
@@ -277,24 +188,18 @@ class DurableStore(BaseStore):
         if not self._hold.taken:
             return
         if not self._hold.foreign:
-            with self._changed:
-                self._jobs.put(None)
-                self._changed.notify_all()
-            self._reads.put(None)
-            for thread in self._threads:
-                thread.join()
+            if self._writer is not None:
+                self._writer.close()
+            self._reads.end()  # after the writer: a read may wait for a write
+            self._reads.join()
             if not self._lasting:
-                for batch in self._batches.values():
+                for batch in self._index.extents.values():
                     with contextlib.suppress(OSError):  # the next run clears up
                         self._folder.unlink(batch.name)
-        self._threads = []
-        self._batches.clear()
+        self._index = Index(PLACES)
+        self._writer = None
         self._reading.clear()
-        self._waiting.clear()
-        self._buffers.clear()
         self._dead.clear()
-        self._index.clear()
-        self._filling = None
         self._pool = landing_pool(0)
         self._hold.give_back()
 
@@ -305,26 +210,34 @@ class DurableStore(BaseStore):
         self._hold.check()
         if self._revive(key):
             return True
-        if self._no_space:
-            self.stats.refused += 1
+        writer, stats = self._writing(), self.stats
+        if writer.full:
+            stats.refused += 1
+            stats.refused_full += 1
             return False
         packed = arrays
         if len(packed) == len(self._layout.leaves):  # from one who knows plain layouts only
             packed = [*packed, self._layout.order(None)]
-        taken = (self._put_large if self._count == 1 else self._put_small)(key, packed, block)
-        if taken:
-            self.stats.writes += 1
-        else:
-            self.stats.refused += 1
-        return taken
+        batch = writer.put(key, packed, block=block, depth=self.queue_depth)
+        if batch is None:
+            stats.refused += 1
+            return False
+        self._index.enter(key, batch, len(batch.steps) - 1)
+        batch.live += 1
+        stats.writes += 1
+        stats.stored_bytes += self._layout.record_bytes
+        stats.peak_stored_bytes = max(stats.peak_stored_bytes, stats.stored_bytes)
+        return True
 
     def _revive(self, key: int) -> bool:
         """Take a dropped state back that is on the disk still: states are what they were."""
         if key not in self._dropped:
             return False
-        batch, _ = self._place(key)
+        entry = self._index.find(key)
+        assert entry is not None
+        batch = entry[0]
         self._dropped.discard(key)
-        if batch.state is _State.FAILED or not self._lasting:
+        if batch.state is State.FAILED or not self._lasting:
             self._index.pop(key)
             return False
         batch.live += 1
@@ -332,103 +245,44 @@ class DurableStore(BaseStore):
             self._dead.remove(batch)
         return True
 
-    def _put_small(self, key: int, packed: Sequence[Array], block: bool) -> bool:
-        with self._changed:
-            batch = self._filling
-            if batch is None:
-                while not self._buffers:
-                    if not block:
-                        return False
-                    self._changed.wait()
-                batch = self._filling = self._new_batch()
-                batch.buffer = self._buffers.pop()
-                self.submit(partial(self._write, batch))
-            place, size = len(batch.steps), self._layout.record_bytes
-            assert batch.buffer is not None
-            self._layout.fill(batch.buffer[place * size : (place + 1) * size], packed)
-            self._add(batch, key)
-            if place + 1 == self._count:
-                self._filling = None
-                batch.wanted = True
-                self._changed.notify_all()
-        return True
-
-    def _put_large(self, key: int, packed: Sequence[Array], block: bool) -> bool:
-        waiting = self._waiting
-        while waiting and waiting[0].state is not _State.QUEUED:
-            waiting.popleft()
-        if len(waiting) >= self.queue_depth:
-            if not block:
-                return False
-            self._wait(waiting[0])
-        batch = self._new_batch()
-        batch.state = _State.QUEUED
-        batch.arrays = tuple(packed)
-        self._add(batch, key)
-        waiting.append(batch)
-        self.submit(partial(self._write, batch))
-        return True
-
-    def _new_batch(self) -> _Batch:
+    def _new_batch(self) -> Batch:
         number = self._next_number
         self._next_number += 1
-        batch = self._batches[number] = _Batch(number, f"{self._prefix}-{number}")
+        batch = self._index.extents[number] = Batch(number, f"{self._prefix}-{number}")
         return batch
 
-    def _add(self, batch: _Batch, key: int) -> None:
-        self._index[key] = batch.number << _PLACE_BITS | len(batch.steps)
-        batch.steps.append(key)
-        batch.live += 1
-        batch.least = min(batch.least, key)
-        stats = self.stats
-        stats.stored_bytes += self._layout.record_bytes
-        stats.peak_stored_bytes = max(stats.peak_stored_bytes, stats.stored_bytes)
-
-    def _place(self, key: int) -> tuple[_Batch, int]:
-        entry = self._index.get(key)
-        assert entry is not None
-        return self._batches[entry >> _PLACE_BITS], entry & (1 << _PLACE_BITS) - 1
-
-    def _known(self, key: int) -> bool:
-        return self._index.get(key) is not None and key not in self._dropped
+    def _batch_of(self, key: int) -> tuple[Batch, int] | None:
+        """Return the batch of a state that was not dropped, and the place in it."""
+        return None if key in self._dropped else self._index.find(key)
 
     def wait_written(self, key: int) -> bool:
         """Block until the store is done with the arrays of `key`; False if they are lost."""
         self._hold.check()
-        if not self._known(key):
+        entry = self._batch_of(key)
+        if entry is None:
             return False
-        batch, _ = self._place(key)
+        batch = entry[0]
         if self._count == 1:
-            self._wait(batch)
-        if batch.state is _State.FAILED:
+            self._writing().wait(batch)
+        if batch.state is State.FAILED:
             self._warn_if_full()
             self._lose(key)
             return False
         return True
 
-    def _wait(self, batch: _Batch) -> None:
-        with self._changed:
-            if batch.state is _State.FILLING:
-                batch.wanted = True
-                self._changed.notify_all()
-            self._changed.wait_for(lambda: batch.state in (_State.DONE, _State.FAILED))
-
     def _warn_if_full(self) -> None:
-        if self._no_space and not self._full_warned:
+        if self._writing().full and not self._full_warned:
             self._full_warned = True
-            warnings.warn(
-                "the durable folder takes no more checkpoints: no space is left; more steps "
-                "will be computed again",
-                CheckpointWarning,
-                stacklevel=4,
-            )
+            warn_full("the durable folder", "no space is left")
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job` on the writer, after all that was queued before; it must not raise."""
         self._hold.check()
-        with self._changed:
-            self._jobs.put(job)
-            self._changed.notify_all()  # the writer may be waiting for a batch to fill
+        self._writing().submit(job)
+
+    def _writing(self) -> Writer:
+        assert self._writer is not None
+        return self._writer
 
     def flush(self) -> None:
         """Block until all that was queued is done."""
@@ -441,9 +295,10 @@ class DurableStore(BaseStore):
     def drop(self, key: int) -> None:
         """Do without `key`; its file goes when no resumed run would want it."""
         self._hold.check()
-        if not self._known(key):
+        entry = self._batch_of(key)
+        if entry is None:
             return
-        batch, _ = self._place(key)
+        batch = entry[0]
         self._dropped.add(key)
         self._reading.pop(key, None)  # nobody will ask for it
         batch.live -= 1
@@ -467,15 +322,15 @@ class DurableStore(BaseStore):
         self._buried_below = needed_below
         left = []
         for batch in self._dead:
-            if batch.least < needed_below or batch.state not in (_State.DONE, _State.FAILED):
+            if batch.least < needed_below or not batch.settled:
                 left.append(batch)
                 continue
             for step in batch.steps:
-                entry = self._index.get(step)
-                if entry is not None and entry >> _PLACE_BITS == batch.number:
+                entry = self._index.find(step)
+                if entry is not None and entry[0] is batch:
                     self._index.pop(step)
                     self._dropped.discard(step)
-            del self._batches[batch.number]
+            self._index.forget(batch)
             self.stats.stored_bytes -= len(batch.steps) * self._layout.record_bytes
             self.submit(partial(self._unlink, batch.name))
         self._dead = left
@@ -486,8 +341,8 @@ class DurableStore(BaseStore):
 
     def _lose(self, key: int) -> None:
         self.stats.lost += 1
-        batch, _ = self._place(key)
-        self._index.pop(key)
+        batch = self._index.pop(key)
+        assert batch is not None
         batch.live -= 1
         if not batch.live:
             self._dead.append(batch)
@@ -497,21 +352,22 @@ class DurableStore(BaseStore):
     def prefetch(self, key: int) -> None:
         """Queue a read of `key`, behind its write if that is still under way."""
         self._hold.check()
-        if not self._known(key) or key in self._reading:
+        entry = self._batch_of(key)
+        if entry is None or key in self._reading:
             return
-        batch, place = self._place(key)
-        read = self._reading[key] = _Read(batch, place, key)
+        read = self._reading[key] = Read(*entry, key)
         self._reads.put(read)
 
     def get(self, key: int) -> list[Array]:
         """Block until the read of `key` is done; return its arrays.  Raises CheckpointLost."""
         self._hold.check()
-        if not self._known(key):
+        if self._batch_of(key) is None:
             raise CheckpointLost(f"the durable folder has no checkpoint {key}")
         self.prefetch(key)
         read = self._reading.pop(key)
-        with self._changed:
-            self._changed.wait_for(lambda: read.done)
+        changed = self._writing().changed
+        with changed:
+            changed.wait_for(lambda: read.done)
         if read.record is None:
             self._warn_if_full()
             self._lose(key)
@@ -525,97 +381,20 @@ class DurableStore(BaseStore):
             raise CheckpointLost("read failed: its strides are none of an array")
         return arrays[:-1] if self._plain else arrays
 
-    # ----------------------------------------------------------------- threads
-
-    def _writer(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-
-    def _write(self, batch: _Batch) -> None:
-        """Write one batch; whatever happens, its state tells."""
-        with self._changed:
-            if batch.state is _State.FILLING:
-                self._changed.wait_for(
-                    lambda: batch.wanted or self._jobs.qsize() > 0, self._linger_s
-                )
-            batch.state = _State.QUEUED
-            if self._filling is batch:
-                self._filling = None  # from here on it grows no more
-            if not batch.steps:  # the put that began it raised
-                self._give_back(batch, _State.FAILED)
-                return
-        began = time.perf_counter()
-        state, layout, count = _State.DONE, self._layout, len(batch.steps)
-        size = layout.record_bytes
+    def _read(self, read: Read) -> None:
+        """Read one state; whatever happens, `read` tells."""
+        writer = self._writing()
+        writer.wait(read.batch)  # read what is still being written
+        nbytes, began = self._layout.record_bytes, time.perf_counter()
+        record: Array | None = None
         try:
-            if batch.buffer is not None:
-                records = [[batch.buffer[k * size : (k + 1) * size]] for k in range(count)]
-                pieces = [batch.buffer[: count * size]]
-            else:
-                assert batch.arrays is not None
-                pieces = layout.parts(batch.arrays)
-                records = [pieces]
-            batch.checksums = array("Q", map(checksum_of, records))
-            table = states_table(batch.steps, batch.checksums)
-            header = encode(Kind.STATES, self._folder.run, table, count * size)
-            batch.offset = len(header)
-            batch.file_bytes = len(header) + count * size
-            # A power cut before the name is on the disk costs a checkpoint, no more.
-            self._folder.publish(batch.name, [header, *pieces], settled=False)
+            record = read_record(read, self._folder, self._layout, self._pool)
+            self.stats.bytes_read += nbytes
         except Exception as error:  # whatever it is, the computing thread must be told
-            state = _State.FAILED
-            batch.error = f"write failed: {error}"
-            self._no_space = self._no_space or is_full(error)
+            read.error = f"read failed: {error}"
         ended = time.perf_counter()
-        if state is _State.DONE:
-            self.stats.bytes_written += count * size
-        first = batch.steps[0]
-        self.transfers.append(TransferRecord("write", first, began, ended, count * size))
-        with self._changed:
-            self._give_back(batch, state)
-
-    def _give_back(self, batch: _Batch, state: _State) -> None:
-        if batch.buffer is not None:
-            self._buffers.append(batch.buffer)
-        batch.buffer = batch.arrays = None
-        batch.state = state
-        self._changed.notify_all()
-
-    def _reader(self) -> None:
-        size = self._layout.record_bytes
-        while (read := self._reads.get()) is not None:
-            batch = read.batch
-            self._wait(batch)  # read what is still being written
-            began = time.perf_counter()
-            record: Array | None = None
-            try:
-                if batch.state is _State.FAILED:
-                    raise OSError(errno.EIO, batch.error)
-                # A page for each small state would be more than the state.
-                landing = np.empty(size, np.uint8) if self._count > 1 else self._pool.take()
-                record = landing[:size]
-                del landing  # or its memory would not come back while this thread waits
-                place = batch.offset + read.place * size
-                self._folder.read(batch.name, batch.file_bytes, place, record)
-                if checksum_of([record]) != batch.checksums[read.place]:
-                    raise OSError(errno.EIO, "the checksum does not match: the bytes were changed")
-                self.stats.bytes_read += size
-            except Exception as error:  # whatever it is, the computing thread must be told
-                record = None
-                read.error = f"read failed: {error}"
-            ended = time.perf_counter()
-            self.transfers.append(TransferRecord("read", read.step, began, ended, size))
-            with self._changed:
-                read.record = record
-                read.done = True
-                self._changed.notify_all()
-            del record, read
-
-
-def _ordered(layout: Layout) -> OrderedLayout:
-    return layout if isinstance(layout, OrderedLayout) else OrderedLayout.like(layout)
-
-
-def _per_batch(layout: OrderedLayout) -> int:
-    count = _BATCH_BYTES // layout.record_bytes
-    return min(count, 1 << 14) if count >= _SMALL else 1
+        self.transfers.append(TransferRecord("read", read.step, began, ended, nbytes))
+        with writer.changed:
+            read.record = record
+            read.done = True
+            writer.changed.notify_all()

@@ -9,7 +9,8 @@ from typing import Generic, Self, TypeVar
 
 from ..backends.base import Store, require_distinct
 from ..backends.urls import Tiers, open_store, tier_names
-from ..durable.run import DurableRun, OrderedStates
+from ..durable.records import OrderedStates
+from ..durable.run import DurableRun
 from ..errors import ArgumentError
 from ..measurement.given import agreeing, planner_of
 from ..model.budget import Budget

@@ -33,8 +33,8 @@ from multistage.durable.headers import (
     run_table,
     states_table,
 )
+from multistage.durable.journal import intact, snapshots
 from multistage.durable.records import OrderedLayout, checksum_of, used_bytes
-from multistage.durable.run import intact, snapshots
 from multistage.durable.status import inspect
 from multistage.durable.store import DurableStore
 from multistage.model.costs import Costs

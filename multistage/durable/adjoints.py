@@ -1,0 +1,248 @@
+"""The adjoints that a durable run writes on its way back: when one is due, and how it gets to disk.
+
+An adjoint is copied by the computing thread and written by the store's writer.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, TypeVar, cast
+
+import numpy as np
+
+from ..backends.arena import pages
+from ..errors import ArgumentError, CheckpointWarning, StateError
+from ..model.chain import Chain
+from ..states.layout import Array
+from .agreement import Pace
+from .folder import Folder
+from .headers import Kind, adjoint_table, encode
+from .journal import Snapshot, read_adjoint
+from .peers import Peers
+from .records import OrderedLayout, checksum_of
+from .store import DurableStore
+
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
+
+
+class Adjoints:
+    """The adjoints of one run, written at most every so many seconds.
+
+    Parameters
+    ----------
+    store : DurableStore
+        Of the run; its writer writes them.
+    folder : callable
+        Returns the open folder.
+    peers : Peers
+    every_s : float
+        Seconds between two adjoints, at least.
+    clock : callable
+        Seconds.
+
+    Attributes
+    ----------
+    on_disk : list of int
+        The steps of those in the folder, the furthest last.
+    """
+
+    def __init__(
+        self,
+        store: DurableStore,
+        folder: Callable[[], Folder],
+        peers: Peers,
+        every_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.on_disk: list[int] = []
+        self.clock = clock
+        self.due_s = 0.0  # when the next one is to be written
+        self.pace: Pace | None = None  # of several ranks
+        self._store, self._folder, self._peers = store, folder, peers
+        self._every_s = every_s
+        self._checked = False  # whether the layout was seen to stay
+        self._layout: OrderedLayout | None = None
+        self._given = b""
+        self._busy = threading.Event()
+        self._failure = ""
+        self._buffer: Array | None = None
+        self._safe = 0  # the furthest adjoint on this rank's disk
+
+    @property
+    def together(self) -> bool:
+        """Whether several ranks write theirs at agreed steps."""
+        return self._peers.size > 1
+
+    def prepare(self, adjoint: object, newest: Snapshot | None, remedy: str) -> None:
+        """Take the layout of the adjoint that the caller gives.
+
+        Parameters
+        ----------
+        newest : Snapshot or None
+            The one on disk that the run is resumed from, if any.
+        remedy : str
+            For the error, if it came from another adjoint.
+
+        Raises
+        ------
+        ArgumentError
+            If it is no pytree of arrays, or another than the run began with.
+        """
+        try:
+            layout = cast(OrderedLayout, OrderedLayout.of(adjoint))
+        except StateError as error:
+            raise ArgumentError(
+                f"a durable run writes the adjoint, which must be a pytree of arrays: {error}"
+            ) from error
+        packed, _ = layout.pack(layout.arrays(adjoint, "the adjoint"))
+        given = layout.digest(packed)
+        if newest is not None and newest.given != given:
+            raise ArgumentError(
+                f"the adjoint differs from the one this run was reversed with down to step "
+                f"{newest.step}; give that one, or {remedy}"
+            )
+        self._layout, self._given = layout, given
+        size = layout.record_bytes
+        self._buffer = pages(size)[:size]
+
+    def restored(self, newest: Snapshot) -> object:
+        """Return an adjoint that is on disk.  Raises StoreError."""
+        assert self._layout is not None
+        return self._layout.state(read_adjoint(self._folder(), self._layout, newest))
+
+    def begin(self, step: int) -> None:
+        """Begin a reverse sweep at `step`, whose adjoint is known to be safe."""
+        self._safe = step
+        self._busy.clear()
+        self.due_s, self._checked = -np.inf, False
+        if self.together:
+            self.pace = Pace(step - 1, self._every_s, self.clock())
+
+    def snapshot(self, adjoint: object, step: int) -> None:
+        """Copy the adjoint at `step` for the writer, unless that is still at the one before."""
+        if not self._checked:  # at the first step, not after hours
+            assert self._layout is not None
+            self._layout.arrays(adjoint, f"the adjoint of step {step}")
+            self._checked = True
+            self.due_s = self.clock() + self._every_s
+            if self._every_s:
+                return
+        self._tell()
+        if self._busy.is_set() or not step:
+            return
+        self.due_s = self.clock() + self._every_s
+        self._copy(adjoint, step)
+
+    def snapshot_together(self, adjoint: object, step: int) -> None:
+        """Do the same at a step where all ranks do; agree on the next one."""
+        layout, pace = self._layout, self.pace
+        assert layout is not None and pace is not None
+        if not self._checked:
+            layout.arrays(adjoint, f"the adjoint of step {step}")
+            self._checked = True
+        now = self.clock()
+        mine = pace.says(step, now, busy=self._busy.is_set(), safe=self._safe)
+        write, safe = pace.agreed(step, now, self._peers.most_of(mine))
+        self._store.release(safe)
+        self._tell()
+        if write and step:
+            self._copy(adjoint, step, safe)
+
+    def _copy(self, adjoint: object, step: int, safe: int | None = None) -> None:
+        layout, buffer = self._layout, self._buffer
+        assert layout is not None and buffer is not None
+        layout.fill(buffer, layout.pack(layout.arrays(adjoint, f"the adjoint of step {step}"))[0])
+        self._busy.set()
+        self._store.submit(partial(self._publish, buffer, step, safe))
+
+    def _publish(self, record: Array, step: int, safe: int | None) -> None:
+        """Write an adjoint; on the writer.
+
+        Then those of steps after `safe` are of no use, the one of all ranks
+        (alone: this one), but one of them, in case that is damaged.
+        """
+        name = f"adjoint-{step}"
+        try:
+            table = adjoint_table(step, checksum_of([record]), self._given)
+            folder = self._folder()
+            header = encode(Kind.ADJOINT, folder.run, table, len(record))
+            folder.publish(name, [header, record])
+            self._safe = step
+            if self._peers.size == 1:
+                self._store.release(step)
+                safe = step
+            self.on_disk.append(step)
+            while safe is not None and len(self.on_disk) > 2 and self.on_disk[1] > safe:
+                folder.unlink(f"adjoint-{self.on_disk.pop(0)}")
+        except Exception as error:  # the computing thread tells the caller
+            self._failure = f"the adjoint at step {step} cannot be written: {error}"
+        self._busy.clear()
+
+    def finish(self, adjoint: object) -> None:
+        """Write the adjoint of state 0; return when it is on disk."""
+        self._store.flush()
+        self._copy(adjoint, 0)
+        self._store.flush()
+        self._tell()
+
+    def let_go(self) -> None:
+        """Give back the memory that adjoints are copied to."""
+        self._buffer = None
+
+    def _tell(self) -> None:
+        """Warn of an adjoint that could not be written."""
+        failure, self._failure = self._failure, ""
+        if failure:
+            warn_unwritten(failure)
+
+
+def warn_unwritten(what: str) -> None:
+    """Warn of a file that a resumed run will lack."""
+    warnings.warn(
+        f"{what}; the run goes on, resumed it would compute more again",
+        CheckpointWarning,
+        stacklevel=4,
+    )
+
+
+class Recorded(Generic[State, Adjoint]):
+    """A chain that hands its adjoints over when one is due."""
+
+    def __init__(self, chain: Chain[State, Adjoint], adjoints: Adjoints) -> None:
+        self.in_place = chain.in_place
+        self.state_is_tape = chain.state_is_tape
+        self.one_tape = bool(getattr(chain, "one_tape", False))  # chains of before it was required
+        self.advance = chain.advance
+        self.tape = chain.tape
+        step_back, clock, snapshot = chain.reverse, adjoints.clock, adjoints.snapshot
+        if adjoints.together:
+            self.reverse = _together(step_back, adjoints)
+            return
+
+        def reverse(tape: object, adjoint: Adjoint, step: int) -> Adjoint:
+            adjoint = step_back(tape, adjoint, step)
+            # An adjoint of None is the executor's to refuse.
+            if clock() >= adjoints.due_s and adjoint is not None:
+                snapshot(adjoint, step)
+            return adjoint
+
+        self.reverse = reverse
+
+
+def _together(
+    step_back: Callable[..., Adjoint], adjoints: Adjoints
+) -> Callable[[object, Adjoint, int], Adjoint]:
+    """Return the adjoint step of one of several ranks, which act at agreed steps."""
+
+    def reverse(tape: object, adjoint: Adjoint, step: int) -> Adjoint:
+        adjoint = step_back(tape, adjoint, step)
+        pace = adjoints.pace
+        if pace is not None and step <= pace.step:
+            adjoints.snapshot_together(adjoint, step)
+        return adjoint
+
+    return reverse
