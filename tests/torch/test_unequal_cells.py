@@ -583,7 +583,7 @@ def test_bad_arguments() -> None:
         (iter([one, two]), {}, "cell is list_iterator; it must be callable, or a list"),
         ([one, one], {"costs": 3}, "costs is int; give a StageCosts"),
         ([one, two], {"unequal": False}, "unequal=False is for one cell"),
-        ([one, two], {"steps": 3}, "2 cells and 3 steps; give one cell for each step"),
+        ([one, two], {"n_steps": 3}, "2 cells and 3 steps; give one cell for each step"),
         ([one, two], {"inputs": torch.ones(3, 2)}, "2 cells and 3 steps"),
         ([one, two], {"fused": True}, "fused=True is for cells that take several steps"),
         ([nn.GRU(4, 4), two], {}, "give an nn.GRUCell for each layer"),
