@@ -8,6 +8,7 @@ how many threads share a sum; modes that intercept functions and operators.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,22 @@ class Settings:
             for each in self.autocast:
                 stack.enter_context(each.context())
             yield
+
+
+def leave_hooks_alone() -> None:
+    """Keep a compiler at work in this process from compiling what runs here.
+
+    Hooks on saved tensors are called while a compiled stage runs, and torch.compile would
+    take them for parts of it.  It is not imported for that: a compiled stage has done so.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is None or "multistage" in _left_alone:
+        return
+    _left_alone.add("multistage")
+    rules.add("multistage")
+
+
+_left_alone: set[str] = set()  # packages that torch.compile was told to leave alone
 
 
 @dataclass(frozen=True, slots=True)

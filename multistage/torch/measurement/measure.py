@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ...errors import ArgumentError
 from ...model.stages import Stage, StageCosts
 from ..environment.scope import Scope
+from ..environment.settings import leave_hooks_alone
 from .exploring import Call, explore, fresh_copy, tensors_of, untouched
 from .sizes import Sizes
 from .stage_runs import StageRun, Times, bytes_held, engine_s
@@ -110,6 +111,7 @@ def measure(
         If `costs` are of another number of stages, or if sharded parameters have hooks
         on their gradients.
     """
+    leave_hooks_alone()
     scope = Scope(stages)
     parameters = scope.parameters()
     device = _device([*tensors_of(sample), *parameters])

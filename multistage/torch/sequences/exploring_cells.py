@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ...errors import StateError
 from ..environment.captured import Environment
 from ..environment.randomness import Generators, device_types
-from ..environment.settings import Autocast, autocast
+from ..environment.settings import Autocast, autocast, leave_hooks_alone
 from ..measurement.checking import Check, complain
 from ..measurement.exploring import tensors_of
 from ..tensors.checksums import checksum
@@ -54,6 +54,7 @@ def explore(
         If the state is no pytree of tensors, or it uses tensors of a graph that
         were not given as parameters.
     """
+    leave_hooks_alone()
     leaves, spec = state_leaves(state)
     known = known_parameters(cell, inputs, parameters)
 
