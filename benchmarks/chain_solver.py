@@ -203,28 +203,32 @@ def main() -> None:
         limit = int(0.15 * plan_chain(long).plain_bytes)
         run("1000 stages", "auto", limit, 1000)
 
-    def least(name: str) -> float:
-        return min(result["seconds"] for result in samples[name])
-
     for name, results in samples.items():
         seconds = statistics.median(r["seconds"] for r in results)
         peak = max(r["peak_gb"] for r in results)
         print(f"{name:<20}{seconds:>9.3f} s{peak:>8.3f} GB")
+    finish(args, "chain_solver", samples, _ratios_of(samples, over), left_out)
+    if args.plot:
+        _plot(samples, args.plot)
+
+
+def _ratios_of(samples: dict[str, list[dict[str, Any]]], over: list[float]) -> dict[str, float]:
+    def least(name: str) -> float:
+        return min(result["seconds"] for result in samples[name])
+
     ratios = {
         "peak_gb_339": max(r["peak_gb"] for r in samples["avx2, 1 thread"]),
         "plan_seconds": least("plan"),
         "plan_peak_gb": max(r["peak_gb"] for r in samples["plan"]),
         "avx2_seconds": least("avx2, 1 thread"),
     }
-    if rockmate:
+    if "rockmate" in samples:
         ratios["rockmate_over_ours"] = least("rockmate") / least("as planned")
         ratios["rockmate_over_avx2_1_thread"] = least("rockmate") / least("avx2, 1 thread")
         ratios["makespan_over_rockmate"] = max(over, default=1.0)
-    if not args.quick:
+    if "1000 stages" in samples:
         ratios["seconds_1000"] = least("1000 stages")
-    finish(args, "chain_solver", samples, ratios, left_out)
-    if args.plot:
-        _plot(samples, args.plot)
+    return ratios
 
 
 def _plot(samples: dict[str, list[dict[str, Any]]], path: Path) -> None:

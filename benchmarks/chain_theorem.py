@@ -76,6 +76,20 @@ def random_chain(seed: int, length: int, largest: int) -> StageCosts:
 # ---------------------------------------------------------------------- table 1
 
 
+def _bytes_of(items: set[tuple[str, int]], costs: StageCosts) -> int:
+    """Return the bytes of items of table 1."""
+    s, loss = costs.stages, len(costs.stages)
+    total = 0
+    for kind, i in items:
+        if kind == "A":
+            total += s[i - 1].tape_bytes if i <= loss else 0
+        elif kind == "a" and ("A", i) not in items:
+            total += costs.input_bytes if i == 0 else s[i - 1].output_bytes if i <= loss else 0
+        elif kind == "d" and i <= loss:
+            total += costs.input_gradient_bytes if i == 0 else s[i - 1].gradient_bytes
+    return total
+
+
 def table_1(actions: Sequence[Action], costs: StageCosts) -> tuple[float, int]:
     """Return seconds and peak bytes, counted from table 1 and nothing else.
 
@@ -87,20 +101,9 @@ def table_1(actions: Sequence[Action], costs: StageCosts) -> tuple[float, int]:
     held, saved, live = {("a", 0), ("d", loss + 1)}, {0}, 0
     seconds, peak = 0.0, 0
 
-    def size(items: set[tuple[str, int]]) -> int:
-        total = 0
-        for kind, i in items:
-            if kind == "A":
-                total += s[i - 1].tape_bytes if i <= loss else 0
-            elif kind == "a" and ("A", i) not in items:
-                total += costs.input_bytes if i == 0 else s[i - 1].output_bytes if i <= loss else 0
-            elif kind == "d" and i <= loss:
-                total += costs.input_gradient_bytes if i == 0 else s[i - 1].gradient_bytes
-        return total
-
     def run(stage: int, made: set[tuple[str, int]], over: int, took: float) -> None:
         nonlocal seconds, peak
-        peak = max(peak, size(held | made) + over)
+        peak = max(peak, _bytes_of(held | made, costs) + over)
         seconds += took
         held.update(made)
 
@@ -250,10 +253,19 @@ def printed(sizes: Sizes, memory: int, corrected: bool = False) -> tuple[float, 
                     if found < best:
                         best, choice = found, s
                 table[s, t, m] = best, choice
+    whole = (0, n - 1, memory)
+    seconds = table[whole][0]
+    return seconds, [] if math.isinf(seconds) else _trace_of(table, whole, sizes)
+
+
+def _trace_of(
+    table: dict[tuple[int, int, int], tuple[float, int]],
+    whole: tuple[int, int, int],
+    sizes: Sizes,
+) -> Trace:
+    """Return the choices of the table that the optimum is made of."""
     trace: Trace = []
-    waiting = [(0, n - 1, memory)]
-    if math.isinf(table[0, n - 1, memory][0]):
-        return math.inf, trace
+    waiting = [whole]
     while waiting:
         s, t, m = waiting.pop()
         k = table[s, t, m][1]
@@ -265,7 +277,7 @@ def printed(sizes: Sizes, memory: int, corrected: bool = False) -> tuple[float, 
         else:
             waiting.append((s, k - 1, m))
             waiting.append((k, t, m - int(sizes.state[k])))
-    return table[0, n - 1, memory][0], trace
+    return trace
 
 
 def theorem_1(count: int, seed: int) -> list[dict[str, float]]:

@@ -98,6 +98,21 @@ def iterated(schedule: Any) -> Iterator[Any]:
             return
 
 
+def _restarted(step: int, moved: bool, token: int | None) -> Iterator[Action]:
+    """Yield what makes a checkpoint live; `token` of its read, None for one in fast memory."""
+    if token is not None:
+        yield Get(step)
+        yield Await(token)
+        yield Load(step)
+        yield Free(step)
+        if moved:
+            yield Drop(step)
+        return
+    yield Load(step)
+    if moved:
+        yield Free(step)
+
+
 def translated(theirs: list[Any]) -> Iterator[Action]:
     """Yield our actions for those of checkpoint_schedules; what they leave behind is dropped."""
     from checkpoint_schedules import Copy, Forward, Move, StorageType
@@ -133,20 +148,11 @@ def translated(theirs: list[Any]) -> Iterator[Action]:
         elif isinstance(action, TheirReverse):
             yield Reverse(action.n0)
         elif isinstance(action, Copy | Move) and action.n not in tapes:
-            if action.from_storage == StorageType.DISK:
-                yield Get(action.n)
-                yield Await(tokens)
-                tokens += 1
-                yield Load(action.n)
-                yield Free(action.n)
-                if isinstance(action, Move):
-                    disk.remove(action.n)
-                    yield Drop(action.n)
-            else:
-                yield Load(action.n)
-                if isinstance(action, Move):
-                    ram.remove(action.n)
-                    yield Free(action.n)
+            moved, on_disk = isinstance(action, Move), action.from_storage == StorageType.DISK
+            yield from _restarted(action.n, moved, tokens if on_disk else None)
+            tokens += on_disk
+            if moved:
+                (disk if on_disk else ram).remove(action.n)
     for step in ram:
         yield Free(step)
     for step in disk:
