@@ -79,6 +79,7 @@ class Residual(nn.Module):
         self.short = nn.Conv2d(given, made, 1, stride, bias=False) if given != made else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block's or layer's output."""
         y = torch.relu(self.first_norm(self.first(x)))
         short = x if self.short is None else self.short(x)
         return torch.relu(self.second_norm(self.second(y)) + short)
@@ -98,6 +99,7 @@ class Mix(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block's or layer's output."""
         x = x + self.patches(self.norms[0](x).mT).mT
         mixed: Tensor = x + self.channels(self.norms[1](x))
         return mixed
@@ -111,6 +113,7 @@ class Pool(nn.Module):
         self.dims = dims
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block's or layer's output."""
         return x.mean(self.dims)
 
 

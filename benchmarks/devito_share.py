@@ -54,7 +54,6 @@ class Outside:
 
     def inside(self, apply: Any) -> Any:
         """Return `apply` of an operator, timed."""
-
         clock = time.perf_counter
 
         def timed(t_start: int, t_end: int) -> None:

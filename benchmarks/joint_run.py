@@ -82,6 +82,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output: attention, then the feed-forward part."""
         batch, length, width = x.shape
         given = self.given(self.norms[0](x)).view(batch, length, 3, self.heads, -1)
         query, key, value = given.permute(2, 0, 3, 1, 4)

@@ -218,6 +218,7 @@ def setting(megabytes: int, n_steps: int, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Measure every setting, print the table and write the results."""
     args = options(__doc__).parse_args()
     sizes, repeats = (QUICK, 2) if args.quick else (FULL, 3)
     results = [

@@ -59,6 +59,7 @@ class Characters(nn.Module):
         self.head = nn.Linear(WIDTH, SYMBOLS)
 
     def forward(self, state: State, x: Tensor) -> tuple[State, Tensor]:
+        """Return the state after one symbol, and its loss."""
         h, c = self.cell(self.embedding(x[0]), state)
         return (h, c), nn.functional.cross_entropy(self.head(h), x[1])
 

@@ -137,6 +137,7 @@ class Levels:
     # ------------------------------------------------------ the store's threads
 
     def write(self, slot: int, offset: int, data: Array) -> None:
+        """Write a part of an extent, above while there is room, else below."""
         if offset == 0:
             self._begin(slot)
         upper = self._upper
@@ -177,6 +178,7 @@ class Levels:
             self._changed.notify_all()  # one slot fewer may be too few for the mover
 
     def read(self, slot: int, data: Array) -> None:
+        """Read an extent from the level it is in."""
         with self._changed:
             place = self._places.get(slot)
             if place is None:
@@ -231,6 +233,7 @@ class Levels:
                 self._nested.free(place.below)
 
     def close(self) -> None:
+        """Stop the mover and close both levels."""
         self.mover.stop()
         try:
             self._upper.medium.close()

@@ -172,7 +172,7 @@ def _check_capacity(store: Store, layout: Layout) -> None:
 
 
 def _check_refusal(store: Store, layout: Layout) -> None:
-    """Puts that do not block: what was accepted can be read, what was not is unknown."""
+    """Check puts that do not block: an accepted state can be read, a refused one is unknown."""
     count = _count(store, layout)
     arrays = [_arrays(layout, key) for key in range(count)]
     accepted = [key for key in range(count) if store.put(key, arrays[key])]
@@ -208,7 +208,7 @@ def _assert_lost(store: Store, key: int, why: str) -> None:
 
 
 def _check_read_in_vain(store: Store, layout: Layout) -> None:
-    """What is being read may be dropped, and put again: an aborted run does that."""
+    """Check that a state can be dropped while it is read, and put again, as in an aborted run."""
     count, room = _count(store, layout, 4 << 20, 12), store.capacity_states(layout)
     if room is not None:
         count = min(count, room // 2)  # what is being read gives its room back only then

@@ -197,6 +197,7 @@ def open_parent(path: Path) -> None:
 
 
 def ours_alone(folder: Folder) -> None:
+    """Raise unless everything in the folder belongs to this kind of run."""
     if any(RANK_NAME.fullmatch(name) for name in folder.strangers()):
         raise folder.refused(
             "it holds the folders of an MPI program's ranks; resume that with MPIReversal, "

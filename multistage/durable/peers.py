@@ -42,10 +42,13 @@ class Alone:
     size = 1
 
     def gather(self, work: Callable[[], T]) -> list[T]:
+        """Return the result of this process alone."""
         return [work()]
 
     def everywhere(self, error: MultistageError) -> MultistageError:
+        """Return the error as it is."""
         return error
 
     def most_of(self, values: Sequence[float]) -> list[float]:
+        """Return the values as they are."""
         return list(values)

@@ -45,6 +45,7 @@ class OrderedLayout(Layout):
         return self.nbytes + sum(8 * (1 + len(leaf.shape)) for leaf in self.leaves)
 
     def pack(self, arrays: Sequence[Array]) -> tuple[list[Array], Packing | None]:
+        """Return the leaves, and beside them their strides as bytes."""
         flat, packing = super().pack(arrays)
         return [*flat, self.order(packing)], None
 
@@ -61,6 +62,7 @@ class OrderedLayout(Layout):
         return np.array(numbers, "<i8").view(np.uint8)
 
     def unpack(self, arrays: Sequence[Array], packing: Packing | None) -> list[Array]:
+        """Return the leaves with the strides that are stored beside them."""
         packing = self.packing(arrays[-1])
         assert packing is not None  # judged when the record was read
         return super().unpack(arrays[:-1], packing)
@@ -197,4 +199,5 @@ class OrderedStates(ArrayStates):
     """Pytrees of NumPy arrays whose packed form tells their strides."""
 
     def layout(self, state: object) -> OrderedLayout:
+        """Return the layout whose packed form has the strides."""
         return OrderedLayout.of(state)  # type: ignore[return-value]

@@ -225,7 +225,7 @@ class MPIReversal(Generic[State, Adjoint]):
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
+        """The number of this rank."""
         return self._ranks.rank
 
     @property

@@ -141,12 +141,14 @@ class Channels:
         return item, nbytes, self.tier.writing_s(nbytes), self.tier.reading_s(nbytes)
 
     def has_room(self, now: float) -> bool:
+        """Return whether a write that begins now is accepted."""
         waiting = self.waiting
         while waiting and waiting[0] <= now:
             waiting.popleft()
         return len(waiting) < self.depth and len(self.stored) < self.capacity
 
     def write(self, item: int, now: float, seconds: float) -> tuple[float, float]:
+        """Queue a write; return when it starts and when it stops."""
         start = max(now, self.write_free)
         self.write_free = stop = start + seconds * self.factor("w")
         if self.one_channel:
@@ -156,6 +158,7 @@ class Channels:
         return start, stop
 
     def read(self, item: int, now: float, seconds: float) -> tuple[float, float]:
+        """Queue a read; return when it starts and when it stops."""
         start = max(now, self.read_free, self.stored[item])
         self.read_free = stop = start + seconds * self.factor("r")
         if self.one_channel:

@@ -235,6 +235,7 @@ class InPlace(Copies):
 
 
 def put_back(target: Array, array: Array, path: str) -> None:
+    """Copy an array's values into the one that the operator was given."""
     if target.shape != array.shape or target.dtype != array.dtype:  # or it would be repeated
         raise StateError(
             f"leaf {path or 'array'} was made {target.shape} {target.dtype} from {array.shape} "

@@ -277,6 +277,7 @@ class Sequential(LimitedModule):
 
     @property
     def training(self) -> bool:
+        """Whether the model is in training mode."""
         model = self._model()
         return bool(self.__dict__["training"] if model is None else model.training)
 
@@ -289,6 +290,7 @@ class Sequential(LimitedModule):
             model.training = mode
 
     def train(self, mode: bool = True) -> Sequential:
+        """Set the mode of the model that was recorded, or of the stages."""
         model = self._model()
         if model is None:
             return super().train(mode)
@@ -334,6 +336,7 @@ class Sequential(LimitedModule):
             model._load_from_state_dict(*args)
 
     def extra_repr(self) -> str:
+        """Return the limit and the planner."""
         chain = self._multistage
         return f"memory={chain.memory!r}, planner={chain.planner!r}"
 

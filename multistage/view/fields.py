@@ -28,7 +28,7 @@ def image_of(
     place: tuple[float, float, float, float],
     label: str = "",
 ) -> Image:
-    """Return a field of two dimensions as an image, its first row at the top.
+    r"""Return a field of two dimensions as an image, its first row at the top.
 
     Parameters
     ----------

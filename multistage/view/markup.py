@@ -20,7 +20,7 @@ _UNWRITABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufff
 
 
 def writable(text: str) -> str:
-    """Return text with a replacement character for each that markup cannot hold.
+    r"""Return text with a replacement character for each that markup cannot hold.
 
     Examples
     --------

@@ -48,7 +48,7 @@ def test_every_first_advance_is_optimal() -> None:
 
 
 def test_known_counts() -> None:
-    """n + nu(n, s) as tabulated in the literature."""
+    """Compare n + nu(n, s) with the literature's tables."""
     assert 1_000 + nu(1_000, 10) == 4_636
     assert 10_000 + nu(10_000, 10) == 67_624
     assert 100_000 + nu(100_000, 10) == 932_040

@@ -8,12 +8,12 @@ import itertools
 import math
 import re
 import struct
-import xml.etree.ElementTree as ElementTree
 import zlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest

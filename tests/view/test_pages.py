@@ -179,7 +179,7 @@ def test_hostile_names_are_text() -> None:
     for html in (made._repr_html_(), chain._repr_html_()):
         checked(html)
         assert "<script" not in html
-    import xml.etree.ElementTree as ElementTree
+    from xml.etree import ElementTree
 
     ElementTree.fromstring(svg.to_svg(timeline_chart(timeline, HOSTILE), alone=True))
 

@@ -62,14 +62,17 @@ class CompressedObject:
 
 
 def no_compression_in(params: Params, array: Array) -> CompressedObject:
+    """Return an array's bytes as they are."""
     return CompressedObject(memoryview(array.tobytes()), array.shape, array.dtype)
 
 
 def no_compression_out(params: Params, compressed: CompressedObject) -> Array:
+    """Return the array of bytes that were not compressed."""
     return np.frombuffer(compressed.data, compressed.dtype).reshape(compressed.shape)
 
 
 def blosc_compress(params: Params, array: Array) -> CompressedObject:
+    """Return an array compressed by Blosc, in chunks."""
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     chunks = codecs.blosc(raw, array.dtype.itemsize, int(params["chunk_size"]))
     metadata = {"shape": array.shape, "dtype": array.dtype, "chunks": [len(c) for c in chunks]}
@@ -77,17 +80,20 @@ def blosc_compress(params: Params, array: Array) -> CompressedObject:
 
 
 def blosc_decompress(params: Params, compressed: CompressedObject) -> Array:
+    """Return the array that Blosc compressed."""
     ends = np.cumsum([0, *compressed.metadata["chunks"]]).tolist()
     chunks = (compressed.data[start:stop] for start, stop in pairwise(ends))
     return np.frombuffer(codecs.unblosc(chunks), compressed.dtype).reshape(compressed.shape)
 
 
 def zfp_compress(params: Params, array: Array) -> CompressedObject:
+    """Return an array compressed by zfp, within the tolerance given."""
     known = {name: params[name] for name in _LOSSES if name in params}
     return CompressedObject(codecs.zfp(array, **known), array.shape, array.dtype)
 
 
 def zfp_decompress(params: Params, compressed: CompressedObject) -> Array:
+    """Return the array that zfp compressed."""
     return codecs.unzfp(compressed.data)
 
 

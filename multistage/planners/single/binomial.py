@@ -121,6 +121,7 @@ class NuTable:
         self.shifts = np.array(shifts)
 
     def __call__(self, lengths: Array) -> Array:
+        """Return the forward steps of Revolve for chains of these lengths."""
         if self.slots == 1:
             return lengths * (lengths - 1.0) / 2
         r = np.searchsorted(self.ends, lengths)

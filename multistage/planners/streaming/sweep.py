@@ -143,6 +143,7 @@ class SweepRun:
         self.depth = sweep.depth
 
     def schedule(self) -> Schedule:
+        """Yield the actions of the sweep."""
         if self.n == 1:
             yield Tape(0)
             yield EndForward()

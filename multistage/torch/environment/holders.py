@@ -275,6 +275,7 @@ def _fill(owner: dict[Any, Any], wanted: dict[Any, Any]) -> None:
 
 
 def inside(cell: CellType) -> Any:
+    """Return what a closure's cell holds, `ABSENT` before it is assigned."""
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet

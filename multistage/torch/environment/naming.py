@@ -137,4 +137,5 @@ def is_others(module: str) -> bool:
 
 
 def is_namespace(value: Any) -> bool:
+    """Return whether a value is a plain namespace."""
     return type(value).__name__ in ("Namespace", "SimpleNamespace")

@@ -30,6 +30,7 @@ def tensors_in(state: Any) -> list[Tensor]:
 
 
 def wants_of(leaves: Sequence[Any]) -> tuple[bool, ...]:
+    """Return which leaves require a gradient."""
     return tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 
@@ -49,6 +50,7 @@ class KeptState:
 
     @classmethod
     def of(cls, state: Any) -> KeptState:
+        """Return a state with its tensors detached, aliases kept."""
         if isinstance(state, Tensor):
             alone = state.detach()
             return cls([alone], _LEAF, [alone._version], None, [])
@@ -81,6 +83,7 @@ class KeptState:
         return [*objects.differences(), *written]
 
     def cloned(self) -> KeptState:
+        """Return a copy whose tensors have storages of their own, aliases kept."""
         copies = iter(cloned(self._given()))
         leaves = [next(copies) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return self._holding(leaves, self.spec)

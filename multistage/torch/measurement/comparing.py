@@ -27,11 +27,13 @@ def differences(ones: Mapping[str, object], others: Mapping[str, object]) -> lis
 
 
 def listed(names: Sequence[str]) -> str:
+    """Return at most three names, and how many more there are."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def bits(tensor: Tensor) -> object:
+    """Return what equal tensors have in common, to the bit."""
     return fingerprint(tensor)
 
 
@@ -61,6 +63,7 @@ class _Rounded:
 
 
 def agree(ones: Seen, others: Seen) -> bool:
+    """Return whether two runs have the same values, up to rounding where that is compared."""
     if ones.keys() != others.keys():
         return False
     for name, one in ones.items():

@@ -206,6 +206,7 @@ def _in_bytes(profile: Profile, memory: int | str | float | None) -> int | None:
 
 
 def device_of(sequential: LimitedModule) -> torch.device:
+    """Return the first CUDA device of the parameters, else the CPU."""
     for parameter in sequential.parameters():
         if parameter.device.type == "cuda":
             return parameter.device
@@ -213,6 +214,7 @@ def device_of(sequential: LimitedModule) -> torch.device:
 
 
 def limit_of(sequential: LimitedModule, state: Any) -> int | str | float | None:
+    """Return the memory limit: the one given, else that of the device."""
     chain = sequential._multistage
     if chain.memory is not None or chain.planner == "store-all":
         return chain.memory

@@ -66,6 +66,7 @@ def fitted(sequential: LimitedModule, state: Any, found: Profile, together: bool
 
 
 def with_sizes(profile: Profile, sizes: Sequence[Sizes | None]) -> Profile:
+    """Return a profile with these sizes of its stages."""
     traits = [replace(t, sizes=each) for t, each in zip(profile.traits, sizes, strict=True)]
     return replace(profile, traits=tuple(traits))
 

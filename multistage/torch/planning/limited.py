@@ -151,6 +151,7 @@ def names_of(sequential: LimitedModule) -> list[str]:
 
 
 def use(chain: Limited, planned: Planned) -> None:
+    """Make a plan, its check and its recording those of the chain."""
     chain.plan, chain.checked = planned.plan, planned.checked
     if planned.traced is not None:
         chain.traced, chain.calls = planned.traced, list(planned.traced.bare)

@@ -40,6 +40,7 @@ _VARIANTS = 8
 
 
 def prepared(sequential: LimitedModule, state: Any) -> ChainPlan:
+    """Return the plan for a state, made as a training step would."""
     with torch.enable_grad():
         return planned_for(sequential, state, whole(sequential), together=True).plan
 

@@ -56,10 +56,12 @@ class Memory(Generic[_V]):
         self._found: OrderedDict[object, _V] = OrderedDict()
 
     def get(self, key: object) -> _V | None:
+        """Return the value of a key, None if it is not kept."""
         with self._lock:
             return self._found.get(key)
 
     def put(self, key: object, value: _V) -> _V:
+        """Keep a value, drop the oldest beyond the limit, and return the value."""
         with self._lock:
             self._found[key] = value
             self._found.move_to_end(key)

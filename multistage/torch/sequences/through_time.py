@@ -80,6 +80,7 @@ class ThroughTime:
 
     @property
     def n_steps(self) -> int:
+        """Chunks of the sequence."""
         return -(-self.inputs.steps // self.chunk)
 
     # ------------------------------------------------------------------ states
@@ -160,6 +161,7 @@ class ThroughTime:
                 )
 
     def advance(self, state: TensorState, start: int, stop: int) -> TensorState:
+        """Return the state after these chunks, without a graph."""
         x = self.inputs.many if self.cell.fused else self.inputs.at
         self.require_checksums()
         with torch.set_grad_enabled(self.facts.graded):
@@ -262,6 +264,7 @@ class ThroughTime:
         return results, flags, places
 
     def tape(self, state: TensorState, step: int) -> tuple[TensorState, object]:
+        """Raise: a state is its own tape."""
         raise AssertionError("a state is its own tape")
 
     def reverse(self, tape: object, adjoint: Gradients, step: int) -> Gradients:

@@ -45,6 +45,7 @@ class Found:
 
     @property
     def longest(self) -> int:
+        """Steps of the longest chunk."""
         return max((b - a for a, b in itertools.pairwise(self.cuts)), default=1)
 
 

@@ -79,6 +79,7 @@ class VariedThroughTime(ThroughTime):
 
     @property
     def n_steps(self) -> int:
+        """Chunks of the sequence."""
         return len(self.cuts) - 1
 
     def _steps(self, k: int) -> tuple[int, int]:
@@ -285,9 +286,11 @@ class VariedTensors:
         self._names = names
 
     def layout(self, state: TensorState) -> TensorLayouts:
+        """Return the layouts of the tensors of a state."""
         return TensorLayouts(state, self._names)
 
     def slots(self, layout: TensorLayouts) -> VariedTensorSlots:
+        """Return fast slots for states whose layouts differ."""
         return VariedTensorSlots(layout)
 
 

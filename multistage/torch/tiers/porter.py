@@ -47,6 +47,7 @@ class Row:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the row."""
         return sum(self.lengths)
 
 
@@ -170,10 +171,12 @@ class Porter:
 
     @property
     def written(self) -> Carried:
+        """What was written so far."""
         return self._work.written
 
     @property
     def read(self) -> Carried:
+        """What was read so far."""
         return self._work.read
 
     @property

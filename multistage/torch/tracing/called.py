@@ -29,18 +29,23 @@ def same_value(value: object, expected: object, said: str) -> None:
 
 
 def shapes_of(value: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors in a value."""
     return [tuple(t.shape) for t in tensors_in(value)]
 
 
 def drop(_tensor: Tensor) -> None:
-    return None
+    """Keep nothing of a tensor that autograd saves."""
+    return
 
 
 def never(_packed: object) -> Tensor:
+    """Raise: what is saved may not be asked for."""
     raise RuntimeError("it differentiates what it computes")
 
 
 def boxed_in(boxes: list[list[Tensor]]) -> Callable[[Tensor], list[Tensor]]:
+    """Return a hook that puts each saved tensor into a box of its own, in order."""
+
     def pack(tensor: Tensor) -> list[Tensor]:
         boxes.append([tensor])
         return boxes[-1]
@@ -49,10 +54,12 @@ def boxed_in(boxes: list[list[Tensor]]) -> Callable[[Tensor], list[Tensor]]:
 
 
 def unboxed(box: list[Tensor]) -> Tensor:
+    """Return the tensor in a box."""
     return box[0]
 
 
 def cut_off(value: Any) -> Any:
+    """Return a tensor without its graph, which requires a gradient all the same."""
     if not isinstance(value, Tensor) or not value.requires_grad or value.is_leaf:
         return value
     return value.detach().requires_grad_().clone()

@@ -50,6 +50,7 @@ class Part(nn.Module):
                 self._owners.append(owner)
 
     def forward(self, state: Any) -> Any:
+        """Run the part on a state."""
         if self.before is not None:
             self.before(state)
         return self.run(state)
@@ -75,6 +76,7 @@ class Part(nn.Module):
         return self._owners
 
     def extra_repr(self) -> str:
+        """Return the part's name."""
         return self.name
 
 
@@ -210,6 +212,7 @@ class Code:
         self._function: Callable[..., Any] = space["forward"]
 
     def __call__(self, host: Any, *given: Any) -> Any:
+        """Run the code with the host's attributes."""
         return self._function(host, *given)
 
     def __getstate__(self) -> dict[str, Any]:

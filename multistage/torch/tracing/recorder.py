@@ -514,6 +514,7 @@ class Recorder(TorchFunctionMode):
     # ------------------------------------------------------------ surroundings
 
     def recording(self) -> bool:
+        """Return whether this thread records, and is not paused."""
         return not self._paused and threading.get_ident() == self._thread
 
     @contextlib.contextmanager

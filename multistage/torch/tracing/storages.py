@@ -21,6 +21,7 @@ class Mutations:
     sources: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
 
     def note(self, tensor: Tensor, source: int) -> None:
+        """Note that a tensor's storage was written to with values of this source."""
         reference = storage_of(tensor)
         if reference is not None:
             known = self.sources.get(reference.cdata, (reference, FIXED))
@@ -58,6 +59,7 @@ def vars_of(value: Any) -> list[Any]:
 
 
 def items(result: Any) -> list[tuple[int | str, Any]]:
+    """Return what a result holds: key or name, and value."""
     if isinstance(result, dict):
         return list(result.items())
     if isinstance(result, (tuple, list)):
@@ -70,6 +72,7 @@ def items(result: Any) -> list[tuple[int | str, Any]]:
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef | None:
+    """Return a weak reference to a tensor's storage, None if it has none."""
     try:
         return StorageWeakRef(tensor.untyped_storage())
     except (RuntimeError, NotImplementedError):  # sparse, functorch's wrappers
