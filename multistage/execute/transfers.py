@@ -20,7 +20,7 @@ from .sweep import Sweep
 
 
 @dataclass(slots=True)
-class _Transfer:
+class _Pending:
     step: int
     tier: int
     is_write: bool
@@ -59,7 +59,7 @@ class Transfers:
         self.stored = [StepSet() for _ in stores]
         self._stores, self._layout, self._ledger = tuple(stores), layout, ledger
         self._advance = advance
-        self._tokens: dict[int, _Transfer] = {}
+        self._tokens: dict[int, _Pending] = {}
         self._next_token = 0
         self._packings: dict[tuple[int, int], Any] = {}
 
@@ -139,7 +139,7 @@ class Transfers:
             if staged is not None:
                 sweep.used += 1  # as the schedule believes, until its Await
             took = staged is not None
-            return self._token(_Transfer(step, tier, is_write=True, failed=True, took=took))
+            return self._token(_Pending(step, tier, is_write=True, failed=True, took=took))
         counts.writes += 1
         self.stored[tier].add(step)
         if packing is not None:
@@ -147,14 +147,14 @@ class Transfers:
         if staged is not None:
             self._take(sweep)
         took = staged is not None
-        return self._token(_Transfer(step, tier, is_write=True, staged=staged, took=took))
+        return self._token(_Pending(step, tier, is_write=True, staged=staged, took=took))
 
     def _read(self, sweep: Sweep, action: Get) -> Answer:
         self._stores[action.tier].prefetch(action.step)
         sweep.held[action.step] = None
         self._take(sweep)
         self._ledger.counts.reads += 1
-        return self._token(_Transfer(action.step, action.tier, is_write=False))
+        return self._token(_Pending(action.step, action.tier, is_write=False))
 
     def _drop(self, sweep: Sweep, action: Drop) -> Answer:
         self._forget(action.step, action.tier)
@@ -166,12 +166,12 @@ class Transfers:
         counts = self._ledger.counts
         counts.peak_slots = max(counts.peak_slots, sweep.used)
 
-    def _token(self, transfer: _Transfer) -> int:
+    def _token(self, transfer: _Pending) -> int:
         token, self._next_token = self._next_token, self._next_token + 1
         self._tokens[token] = transfer
         return token
 
-    def _settled(self, sweep: Sweep, transfer: _Transfer) -> bool:
+    def _settled(self, sweep: Sweep, transfer: _Pending) -> bool:
         """Wait until a transfer is done; whether it succeeded."""
         step, tier, store = transfer.step, transfer.tier, self._stores[transfer.tier]
         before = self._ledger.clock()
@@ -249,7 +249,7 @@ class Transfers:
                 self._stores[tier].drop(step)
 
 
-def _is_write_of(transfer: _Transfer, action: Evict) -> bool:
+def _is_write_of(transfer: _Pending, action: Evict) -> bool:
     where = transfer.step, transfer.tier
     return transfer.is_write and where == (action.step, action.tier)
 

@@ -28,7 +28,7 @@ _INT64 = ctypes.c_int64
 
 
 @_HEADER.structure("chain_t")
-class Chain(ctypes.Structure):
+class ChainStruct(ctypes.Structure):
     """`chain_t`: pointers to int64 arrays, and to the float32 prefix sums and leaves."""
 
     owner: object = None

@@ -26,7 +26,7 @@ from .sequences.allowances import allowance
 from .sequences.cell import Cell
 from .sequences.cells import Cells, identity_of
 from .sequences.collector import Collector
-from .sequences.exploring_cells import FEW, StateVaries, explore
+from .sequences.exploring_cells import FEW, StateVaries, explore_cell
 from .sequences.inputs import Inputs
 from .sequences.plain_steps import checked_against_plain, run_plainly
 from .sequences.planning import TRAVELS_BYTES, Settings, planned
@@ -295,7 +295,7 @@ def _alike(
     leaves = pytree.tree_leaves(state)
     sequence.shared_with(leaves)
     generators = generators_of([known.scope], [*tensors_of(state), *sequence.held()])
-    facts = explore(known, state, sequence, generators, parameters, random, check)
+    facts = explore_cell(known, state, sequence, generators, parameters, random, check)
     wanted = [*leaves, *sequence.tensors(), *facts.parameters]
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
         return run_plainly(known, facts, state, sequence, outputs, chunk, graph=False)

@@ -11,7 +11,7 @@ from multistage import native
 from multistage.native.header import Header
 
 STRUCTURES = {
-    "chain_t": native.Chain,
+    "chain_t": native.ChainStruct,
     "joint_t": native.Joint,
     "program_t": native.JointProgram,
     "dual_t": native.JointDual,

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import multistage.torch as mst
 from multistage.errors import ArgumentError, DifferenceWarning, StateError
 from multistage.torch.measurement.checking import Checked, check_chain, room_for_tapes
-from multistage.torch.measurement.measure import measure
+from multistage.torch.measurement.measure import measure_stages
 from multistage.torch.measurement.plainly import TooDear, Windowed
 from multistage.torch.tensors.fingerprints import same_bits
 from multistage.torch.tensors.meter import Meter
@@ -295,7 +295,7 @@ def test_the_check_stays_within_the_limit(share: float) -> None:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(12)]
     model, x = nn.Sequential(*layers), torch.randn(256, 64, requires_grad=True)
-    profile = measure(list(model), [str(n) for n in range(12)], x, seconds=0)
+    profile = measure_stages(list(model), [str(n) for n in range(12)], x, seconds=0)
     chain = mst.Sequential(model, memory=share, costs=profile.costs)
     plan = chain.prepare(x)
     with Meter(torch.device("cpu")) as meter:

@@ -23,7 +23,7 @@ from multistage.errors import BudgetError
 from multistage.model.stages import Stage, StageCosts
 from multistage.torch.chains.held import HeldTape
 from multistage.torch.measurement.joining import ApartError, Joined, stretched
-from multistage.torch.measurement.measure import measure
+from multistage.torch.measurement.measure import measure_stages
 from multistage.torch.measurement.saved import Caught
 from multistage.torch.measurement.sizes import Count, LargerError, Sizes, counting
 from multistage.torch.measurement.traits import Traits
@@ -197,7 +197,7 @@ def _trained(model: nn.Module, times: int, again: bool) -> list[Tensor]:
 
 def _costs(model: nn.Sequential, sample: Any) -> StageCosts:
     """Return bytes as measured, and times by which plans do not vary."""
-    costs = measure(list(model), [str(k) for k in range(len(model))], sample).costs
+    costs = measure_stages(list(model), [str(k) for k in range(len(model))], sample).costs
     stages = [replace(s, forward_s=0.01, backward_s=0.02, spared_s=0.0) for s in costs.stages]
     return replace(costs, stages=tuple(stages))
 

@@ -36,7 +36,7 @@ from multistage.torch.chains.away import Away  # noqa: E402
 from multistage.torch.chains.runner import Run  # noqa: E402
 from multistage.torch.environment.scope import Scope  # noqa: E402
 from multistage.torch.measurement.exploring import explore, untouched  # noqa: E402
-from multistage.torch.measurement.measure import measure  # noqa: E402
+from multistage.torch.measurement.measure import measure_stages  # noqa: E402
 from multistage.torch.planning import choosing  # noqa: E402
 from multistage.torch.planning.choosing import held_by_caller  # noqa: E402
 from multistage.torch.planning.limited import sends  # noqa: E402
@@ -145,7 +145,7 @@ def test_a_detour_stays_within_the_limit(memory: float, refuses: bool) -> None:
     plan, model = planned(memory), deep()
     x = torch.randn(ROWS, 24, requires_grad=True)
     names = [str(k) for k in range(len(model))]
-    traits = measure(list(model), names, x, costs=costs_of_deep()).traits
+    traits = measure_stages(list(model), names, x, costs=costs_of_deep()).traits
     turn = plan.actions.index(EndForward())
     evictions = sum(isinstance(a, Evict) for a in plan.actions[:turn])
     assert evictions > 2

@@ -54,7 +54,7 @@ from multistage.torch.chains.links import Script  # noqa: E402
 from multistage.torch.chains.runner import Run  # noqa: E402
 from multistage.torch.environment.scope import Scope  # noqa: E402
 from multistage.torch.measurement.exploring import explore, untouched  # noqa: E402
-from multistage.torch.measurement.measure import measure  # noqa: E402
+from multistage.torch.measurement.measure import measure_stages  # noqa: E402
 from multistage.torch.planning import choosing  # noqa: E402
 from multistage.torch.planning.choosing import held_by_caller  # noqa: E402
 from multistage.torch.tensors.meter import Meter  # noqa: E402
@@ -499,7 +499,7 @@ def costs_of_deep() -> StageCosts:
     """Return the bytes of its stages as measured, and times by which plans do not vary."""
     model = deep()
     x = torch.randn(ROWS, 24, requires_grad=True)
-    costs = measure(list(model), [str(k) for k in range(len(model))], x).costs
+    costs = measure_stages(list(model), [str(k) for k in range(len(model))], x).costs
     stages = [
         replace(s, forward_s=0.01, backward_s=0.02, spared_s=0.0, overhead_s=0.0)
         for s in costs.stages
@@ -516,7 +516,7 @@ def test_random_plans_are_legal_and_take_no_more_than_simulated() -> None:
     model = deep()
     x = torch.randn(ROWS, 24, requires_grad=True)
     names = [str(k) for k in range(len(model))]
-    traits = measure(list(model), names, x, costs=costs_of_deep()).traits
+    traits = measure_stages(list(model), names, x, costs=costs_of_deep()).traits
     costs = held_by_caller(costs_of_deep())
     for seed in range(8):
         actions = random_plan(random.Random(seed), len(model))
@@ -765,7 +765,7 @@ def test_what_hooks_cost_is_measured_on_a_plan_that_gives_plain_gradients() -> N
     stages = [hooking._Small() for _ in range(hooking._STAGES)]
     x = torch.ones(2, 4, requires_grad=True)
     names = [str(k) for k in range(len(stages))]
-    profile = measure(stages, names, x, seconds=0.0)
+    profile = measure_stages(stages, names, x, seconds=0.0)
     berth = Berth(store(), CPU, hooking._PAGE_BYTES)
     found = []
     for actions in (hooking._kept(), hooking._travelling()):
@@ -839,7 +839,7 @@ def test_parameters_given_other_memory_are_seen_as_by_autograd() -> None:
 
     plain, ours = (nn.Sequential(*[_Scale() for _ in range(hooking._STAGES)]) for _ in range(2))
     names = [str(k) for k in range(len(ours))]
-    traits = measure(list(ours), names, torch.ones(16, 256), seconds=0.0).traits
+    traits = measure_stages(list(ours), names, torch.ones(16, 256), seconds=0.0).traits
     berth = Berth(store(), CPU, PAGE)
     run = Run(list(ours), traits, hooking._travelling(), berth)
     assert same(gradients(plain, plain), gradients(run.forward, ours))

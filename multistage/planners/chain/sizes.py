@@ -97,9 +97,9 @@ def chain_in_core(
     tapes: bool,
     leaf: Array,
     moves: tuple[Array, Array] | None = None,
-) -> native.Chain:
+) -> native.ChainStruct:
     """Return a chain as the C core takes it; the arrays must be contiguous."""
-    chain = native.Chain(
+    chain = native.ChainStruct(
         len(sizes),
         sizes.state.ctypes.data,
         sizes.gradient.ctypes.data,
@@ -116,7 +116,7 @@ def chain_in_core(
     return chain
 
 
-def in_core(true: Sizes) -> native.Chain:
+def in_core(true: Sizes) -> native.ChainStruct:
     """Return a chain in bytes as the C core takes it."""
     n = len(true)
     return chain_in_core(true, np.zeros(n + 1, np.float32), True, np.zeros(n, np.float32))

@@ -167,7 +167,7 @@ class Table:
             if tick is not None:
                 tick()
 
-    def solved(self) -> tuple[native.Chain, Array, Array]:
+    def solved(self) -> tuple[native.ChainStruct, Array, Array]:
         """Return the chain in slots, the needs to pass and the values, as the C core has them."""
         assert self._native
         return self._chain, self._none, self._table

@@ -63,10 +63,10 @@ def stumm_walther_schedule(
     A checkpoint that is lost lets its interval merge with the one before; the
     tier is written to no more.
     """
-    return _Run(in_tier, trajectory, slots, n_steps).schedule()
+    return _Recursion(in_tier, trajectory, slots, n_steps).schedule()
 
 
-class _Run:
+class _Recursion:
     """One schedule being made: the stack of checkpoints."""
 
     def __init__(

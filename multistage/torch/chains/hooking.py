@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...actions import Action, Await, Drop, EndForward, Evict, Get, Put, Reverse, Tape
 from ...backends.memory import MemoryStore
-from ..measurement.measure import measure
+from ..measurement.measure import measure_stages
 from ..tiers.stowage import Berth
 from .runner import Run
 
@@ -43,7 +43,7 @@ def hooks_s() -> float:
     with torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng([]):
         stages = [_Small() for _ in range(_STAGES)]
         x = torch.ones(2, 4, requires_grad=True)
-        traits = measure(stages, [str(k) for k in range(_STAGES)], x, seconds=0.0).traits
+        traits = measure_stages(stages, [str(k) for k in range(_STAGES)], x, seconds=0.0).traits
         berth = Berth(MemoryStore(buffer_bytes=0), torch.device("cpu"), _PAGE_BYTES)
         try:
             seconds = [

@@ -79,7 +79,7 @@ class _Joined(nn.Module):
         return state
 
 
-def measure(
+def measure_stages(
     stages: Sequence[Call],
     names: Sequence[str],
     sample: Any,

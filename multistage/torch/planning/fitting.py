@@ -14,7 +14,7 @@ from ...model.stages import StageCosts
 from ...planners.chain.heterogeneous import ChainPlan
 from ..environment.turns import TURN
 from ..measurement.checking import Checked
-from ..measurement.measure import SECONDS, Profile, measure
+from ..measurement.measure import SECONDS, Profile, measure_stages
 from ..measurement.sizes import LargerError, Sizes
 from .choosing import chosen, limit_of, of_rank_0
 from .limited import LimitedModule, Planned, names_of, stages_of, use
@@ -39,7 +39,7 @@ def measured(
 ) -> list[Profile]:
     """Profile the stages of a chain; see `measure` and `Stages.counted`."""
     stages, names = stages_of(sequential), names_of(sequential)
-    return counted(sequential, measure(stages, names, state, seconds=seconds, costs=costs))
+    return counted(sequential, measure_stages(stages, names, state, seconds=seconds, costs=costs))
 
 
 def counted(sequential: LimitedModule, profile: Profile) -> list[Profile]:
@@ -103,7 +103,7 @@ def for_larger(
             "(replan=True, no costs=, and a first stage that does not write to its input)"
         )
     with TURN.taken(), torch.enable_grad():
-        found = measure(planned.stages, names_of(sequential), state)
+        found = measure_stages(planned.stages, names_of(sequential), state)
         found = _at_least(found, planned.measured, larger)
         try:
             anew = fitted(sequential, state, found, together=False)

@@ -14,7 +14,7 @@ from ..environment.scope import Found
 from ..environment.states import leaves_of
 from ..environment.turns import TURN
 from ..measurement.checking import Checked, check_chain, room_for_tapes
-from ..measurement.measure import measure
+from ..measurement.measure import measure_stages
 from ..measurement.sizes import Sizes
 from ..tiers.stowage import CannotTravel
 from ..tiers.tiered import Tiered
@@ -85,12 +85,12 @@ def _made(
     stages, names = stages_of(sequential), names_of(sequential)
     for other in variants:  # where a constant differs, costs do not
         if other.traced is not None and other.traced.same_stages(chain.traced):
-            found = measure(stages, names, state, costs=other.measured.costs)
+            found = measure_stages(stages, names, state, costs=other.measured.costs)
             sizes = [t.sizes and t.sizes.fresh() for t in other.measured.traits]
             found = with_sizes(found, sizes)
             profile = replace(found, costs=other.profile.costs)
             return Planned(stages, chain.traced, profile, found, other.plan, other.checked)
-    found = measure(stages, names, state, costs=chain.costs)
+    found = measure_stages(stages, names, state, costs=chain.costs)
     if is_collective(sequential):  # one rank alone cannot plan anew
         found = with_sizes(found, [None for _ in found.traits])
     unchecked = fitted(sequential, state, found, together)

@@ -32,7 +32,7 @@ class StateVaries(StateError):
     """A cell returned a state of another shape than it was given."""
 
 
-def explore(
+def explore_cell(
     cell: Cell,
     state: Any,
     inputs: Inputs,

@@ -106,7 +106,7 @@ class Survey:
         ArgumentError
             If there are more than `MOST_KINDS` kinds.
         StateError
-            As `explore`; and if a cell refuses the state that it is to be given.
+            As `explore_cell`; and if a cell refuses the state that it is to be given.
         """
         known: dict[tuple[int, int, XKind | None], int] = {}
         state = 0
