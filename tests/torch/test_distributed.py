@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import multistage.torch as mst
+
+Found = tuple[list[Any], list[str]]  # gradients and buffers, plain and ours; plans
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -26,61 +26,47 @@ def _model() -> nn.Sequential:
     )
 
 
-def _worker(rank: int, port: int, out: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
-        results, plans = [], []
-        for limited in (False, True):
-            model: nn.Module = _model()
-            if limited:
-                model = mst.Sequential(model, x, memory=0.6)  # type: ignore[arg-type]
-                assert not model.plan.keeps_all  # type: ignore[union-attr]
-                plans.append(repr(model.plan.actions))  # type: ignore[union-attr]
-            wrapped = nn.parallel.DistributedDataParallel(model)
-            for _ in range(2):
-                wrapped(x).square().sum().backward()
-            results.append([p.grad for p in model.parameters()] + list(model.buffers()))
-        torch.save((results, plans), f"{out}/{rank}.pt")
-        torch.distributed.barrier()  # gloo aborts when one leaves while others talk
-    finally:
-        torch.distributed.destroy_process_group()
+def _data_parallel(rank: int) -> Found:
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
+    results, plans = [], []
+    for limited in (False, True):
+        model: nn.Module = _model()
+        if limited:
+            model = mst.Sequential(model, x, memory=0.6)  # type: ignore[arg-type]
+            assert not model.plan.keeps_all  # type: ignore[union-attr]
+            plans.append(repr(model.plan.actions))  # type: ignore[union-attr]
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        for _ in range(2):
+            wrapped(x).square().sum().backward()
+        results.append([p.grad for p in model.parameters()] + list(model.buffers()))
+    return results, plans
 
 
-def _sharded_worker(rank: int, port: int, out: str, whole: bool) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        x = torch.randn(256, 16, generator=torch.Generator().manual_seed(rank))
-        results, plans = [], []
-        for limited in (False, True):
-            torch.manual_seed(0)
-            model: nn.Module = nn.Sequential(
-                *(
-                    nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Tanh(), nn.Linear(32, 16))
-                    for _ in range(6)
-                )
+def _sharded(rank: int, whole: bool) -> Found:
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(256, 16, generator=torch.Generator().manual_seed(rank))
+    results, plans = [], []
+    for limited in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Tanh(), nn.Linear(32, 16))
+                for _ in range(6)
             )
-            for block in model.children():
-                fully_shard(block, mesh=mesh, reshard_after_forward=True)
-            if limited:
-                model = mst.Sequential(model, memory=0.6)  # type: ignore[arg-type]
-            if whole:
-                fully_shard(model, mesh=mesh)
-            for step in range(2):
-                torch.manual_seed(step)
-                model(x).square().sum().backward()
-            results.append([p.grad.full_tensor() for p in model.parameters()])  # type: ignore[union-attr]
-        assert not model.plan.keeps_all  # type: ignore[union-attr]
-        plans.append(repr(model.plan.actions))  # type: ignore[union-attr]
-        torch.save((results, plans), f"{out}/{rank}.pt")
-        torch.distributed.barrier()  # gloo aborts when one leaves while others talk
-    finally:
-        torch.distributed.destroy_process_group()
+        )
+        for block in model.children():
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        if limited:
+            model = mst.Sequential(model, memory=0.6)  # type: ignore[arg-type]
+        if whole:
+            fully_shard(model, mesh=mesh)
+        for step in range(2):
+            torch.manual_seed(step)
+            model(x).square().sum().backward()
+        results.append([p.grad.full_tensor() for p in model.parameters()])  # type: ignore[union-attr]
+    assert not model.plan.keeps_all  # type: ignore[union-attr]
+    plans.append(repr(model.plan.actions))  # type: ignore[union-attr]
+    return results, plans
 
 
 class _OverTime(nn.Module):
@@ -106,60 +92,62 @@ class _OverTime(nn.Module):
         return torch.stack(ys)
 
 
-def _sequence_worker(rank: int, port: int, out: str, kind: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def _sequences(rank: int, kind: str) -> Found:
+    x = torch.randn(40, 4, 16, generator=torch.Generator().manual_seed(rank))
+    results = []
+    for unrolled in (False, True):
+        model = _OverTime(unrolled)
+        if kind == "ddp":
+            wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
+        else:
+            mesh = init_device_mesh("cpu", (2,))
+            wrapped = fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        for _ in range(2):
+            wrapped(x).square().sum().backward()
+        grads = [p.grad for p in model.parameters()]
+        results.append([g.full_tensor() if kind == "fsdp" else g for g in grads])  # type: ignore[union-attr]
+    assert model.seen == "recompute"
+    return results, []
+
+
+JOBS: dict[str, Callable[[int], Found]] = {
+    "ddp": _data_parallel,
+    "blocks": partial(_sharded, whole=False),
+    "blocks and chain": partial(_sharded, whole=True),
+    "sequences, ddp": partial(_sequences, kind="ddp"),
+    "sequences, fsdp": partial(_sequences, kind="fsdp"),
+}
+
+
+def _worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    # By a file: another process may take a port that was free a moment ago.
+    where = f"file://{folder}/meeting"
+    torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
     try:
-        x = torch.randn(40, 4, 16, generator=torch.Generator().manual_seed(rank))
-        results = []
-        for unrolled in (False, True):
-            model = _OverTime(unrolled)
-            if kind == "ddp":
-                wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
-            else:
-                mesh = init_device_mesh("cpu", (2,))
-                wrapped = fully_shard(model, mesh=mesh, reshard_after_forward=True)
-            for _ in range(2):
-                wrapped(x).square().sum().backward()
-            grads = [p.grad for p in model.parameters()]
-            results.append([g.full_tensor() if kind == "fsdp" else g for g in grads])  # type: ignore[union-attr]
-        assert model.seen == "recompute"
-        torch.save((results, []), f"{out}/{rank}.pt")
+        found = {name: job(rank) for name, job in JOBS.items()}
+        torch.save(found, f"{folder}/{rank}.pt")
         torch.distributed.barrier()  # gloo aborts when one leaves while others talk
     finally:
         torch.distributed.destroy_process_group()
 
 
-def _spawned(worker: Callable[..., None], folder: Path, *more: Any) -> list[Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (port, str(folder), *more), nprocs=2)  # type: ignore[no-untyped-call]
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+    """Return what each of two processes found in every job: to start them takes the longest."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(_worker, (str(folder),), nprocs=2)  # type: ignore[no-untyped-call]
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "blocks and chain"])
-def test_fully_sharded(tmp_path: Path, whole: bool) -> None:
-    found = _spawned(_sharded_worker, tmp_path, whole)
+@pytest.mark.parametrize("job", JOBS)
+def test_gradients_are_those_of_plain_training(job: str, ranks: list[dict[str, Found]]) -> None:
+    found = [each[job] for each in ranks]
     for (plain, ours), _ in found:
-        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+        assert plain and all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
     assert found[0][1] == found[1][1]
-
-
-@pytest.mark.slow
-def test_distributed_data_parallel(tmp_path: Path) -> None:
-    found = _spawned(_worker, tmp_path)
-    for (plain, ours), _ in found:
-        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
-    for a, b in zip(found[0][0][1], found[1][0][1], strict=True):
-        assert a.shape != (16, 16) or torch.equal(a, b)  # gradients are those of both ranks
-    assert found[0][1] == found[1][1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_sequences(tmp_path: Path, kind: str) -> None:
-    for (plain, ours), _ in _spawned(_sequence_worker, tmp_path, kind):
-        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    if job == "ddp":  # gradients are those of both ranks, buffers each rank's own
+        pairs = zip(found[0][0][1], found[1][0][1], strict=True)
+        of_both = [(a, b) for a, b in pairs if a.shape == (16, 16)]
+        assert of_both and all(torch.equal(a, b) for a, b in of_both)

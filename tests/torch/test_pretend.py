@@ -54,9 +54,8 @@ def _run(*arguments: str, seed: int = 0, delay_us: int = 0, by_default: bool = F
     assert counts["passed"] > 10 and counts.get("skipped", 0) <= 1, done.stdout
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_races(seed: int) -> None:
-    _run("test_gpu_races.py", seed=seed, delay_us=1 + 300 * seed)
+def test_races() -> None:
+    _run("test_gpu_races.py", seed=1, delay_us=301)
 
 
 def test_chains_and_sequences() -> None:
