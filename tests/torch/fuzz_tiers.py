@@ -213,13 +213,13 @@ def play(seed: int) -> tuple[str, bool]:
                 plain[1] = plain[0]
             expected = train(way, random.Random(draw), plain, list(plain), None, nothing)
             Spoil.on = True
-        interrupts = Interrupts(rng, rng.randrange(1, 4))
+        interrupts = Interrupts.by_chance(rng, rng.randrange(1, 4))
         if late:
             slower = [1.0, 1.5, 3.0, 10.0, 1e6]
             refuses = by_chance(rng, rng.choice([0.0, 0.5]))
             is_late = said_late(by_chance(rng, late), lambda: rng.choice(slower), refuses)
             stack.enter_context(is_late)
-        for context in (poisoned(), Pace(rng, pace).kept(), interrupts.struck()):
+        for context in (poisoned(), Pace(rng, pace).kept(), interrupts.strike()):
             stack.enter_context(context)
         close = berth.close if what == "close" else nothing
         spoils = any(isinstance(stage, Spoils) for model in ours for stage in model)

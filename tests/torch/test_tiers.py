@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -22,7 +23,7 @@ torch = pytest.importorskip("torch")
 
 from fuzz_tiers import CPU, INPLACE, PAGE, play, same  # noqa: E402
 from tierfuzz.chains import Residual, Spoils, chain  # noqa: E402
-from tierfuzz.faults import Flaky, poisoned  # noqa: E402
+from tierfuzz.faults import Flaky, Interrupts, poisoned  # noqa: E402
 from tierfuzz.plans import random_plan  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
@@ -248,6 +249,50 @@ def test_what_is_lost_is_computed_again(what: str, every: int) -> None:
 def test_random_chains_plans_and_faults(seed: int) -> None:
     name, right = play(seed)
     assert right, name
+
+
+# In the backward pass states and tapes are read, computed again, saved, made and let go of.
+EVERY_KIND: list[Action] = [Tape(0), Put(0, tape=True), Save(1), Put(1), Evict(0, tape=True)]
+EVERY_KIND += [Tape(1), Evict(1), Advance(2, 5), Tape(5), EndForward(), Reverse(5)]
+EVERY_KIND += [Get(1), Await(2), Load(1), Advance(1, 2), Save(2), Advance(2, 4), Tape(4)]
+EVERY_KIND += [Reverse(4), Load(2), Advance(2, 3), Tape(3), Reverse(3), Load(2), Tape(2)]
+EVERY_KIND += [Reverse(2), Free(2), Get(0, tape=True), Reverse(1), Free(1), Drop(1)]
+EVERY_KIND += [Await(3), Reverse(0), Drop(0, tape=True)]
+
+
+def interrupted_at(moment: int, model: nn.Sequential) -> tuple[list[Tensor], list[str]]:
+    """Return what training gives whose first backward is interrupted, and where that was."""
+    interrupts, berth = Interrupts([moment]), Berth(store(), CPU, PAGE)
+    with interrupts.strike(), contextlib.closing(berth):
+        forward = run_with(model, EVERY_KIND, berth)
+
+        def call(x: Tensor) -> Tensor:
+            y = forward(x)
+            interrupts.on = True
+            with contextlib.suppress(KeyboardInterrupt):
+                y.square().sum().backward(retain_graph=True)
+            interrupts.on, x.grad = False, None
+            model.zero_grad()
+            return y
+
+        return results(model, call), interrupts.struck
+
+
+@pytest.mark.filterwarnings("ignore:tier")
+def test_an_interrupt_at_any_moment_of_a_backward_costs_time_only() -> None:
+    torch.manual_seed(0)
+    stages = (nn.Sequential(nn.Linear(24, 24), nn.Dropout(0.5), nn.Tanh()) for _ in range(5))
+    model = nn.Sequential(*stages)
+    expected, struck = results(model, model), set[str]()
+    for moment in itertools.count(1):
+        found, where = interrupted_at(moment, model)
+        assert same(found, expected), where
+        if not where:
+            break
+        struck |= {*where}
+    kinds = {type(a).__name__ for a in EVERY_KIND[EVERY_KIND.index(EndForward()) + 1 :]}
+    assert struck >= {f"before {kind}" for kind in kinds} | {f"after {kind}" for kind in kinds}
+    assert struck >= {f"in {name}" for name in ("advance", "tape", "keep", "read", "wait", "drop")}
 
 
 def test_a_row_whose_way_breaks_off_leaves_nothing_in_the_tier() -> None:

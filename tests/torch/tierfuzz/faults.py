@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 from torch import Tensor
 
+from multistage.actions import Action
 from multistage.backends import FileStore, MemoryStore
 from multistage.backends.base import CheckpointLost
-from multistage.execute import loop
+from multistage.torch.chains.away import Away
+from multistage.torch.chains.links import Links, Script, StageSlots
 from multistage.torch.tiers import porter as porters
 from multistage.torch.tiers.parcels import Origin
 
@@ -113,34 +115,71 @@ def poisoned() -> Iterator[None]:
 
 
 class Interrupts:
-    """Ctrl-C before or after some actions of the backward pass."""
+    """Ctrl-C at some moments of the backward pass.
 
-    def __init__(self, rng: random.Random, count: int) -> None:
-        self._left = [rng.randrange(1, 60) for _ in range(count)]
-        self._before = rng.random() < 0.5
+    A moment is before or after an action, or the begin or end of a call that an action
+    makes: of an operator, a slot or the tier.
+
+    Parameters
+    ----------
+    moments : sequence of int
+        How many moments pass before each interrupt.
+
+    Attributes
+    ----------
+    on : bool
+        Whether moments are counted.
+    struck : list of str
+        Where interrupts fell, such as "before Advance" or "in keep".
+    """
+
+    def __init__(self, moments: Sequence[int]) -> None:
+        self._left = list(moments)
         self.on = False
+        self.struck: list[str] = []
 
-    def _strike(self) -> None:
+    @classmethod
+    def by_chance(cls, rng: random.Random, count: int) -> Interrupts:
+        return cls([rng.randrange(1, 120) for _ in range(count)])
+
+    def _pass(self, where: str) -> None:
         if self.on and self._left:
             self._left[0] -= 1
             if not self._left[0]:
                 del self._left[0]
+                self.struck.append(where)
                 raise KeyboardInterrupt
 
     @contextlib.contextmanager
-    def struck(self) -> Iterator[None]:
-        def performed(perform: Callable[..., Any]) -> Callable[..., Any]:
-            def struck(*given: Any) -> Any:
-                if self._before:
-                    self._strike()
-                answer = perform(*given)
-                if not self._before:
-                    self._strike()
+    def strike(self) -> Iterator[None]:
+        left = Script._left
+
+        def actions(script: Script) -> Iterator[Action]:
+            for action in left(script):
+                name = type(action).__name__
+                self._pass(f"before {name}")
+                yield action
+                self._pass(f"after {name}")
+
+        def called(call: Callable[..., Any]) -> Callable[..., Any]:
+            def interrupted(*given: Any) -> Any:
+                self._pass(f"in {call.__name__}")
+                answer = call(*given)
+                self._pass(f"in {call.__name__}")
                 return answer
 
-            return struck
+            return interrupted
 
         with contextlib.ExitStack() as patches:
-            for name in ("_advance", "_tape", "_save", "_load", "_pulled", "_transfer"):
-                patches.enter_context(mock.patch.object(loop, name, performed(getattr(loop, name))))
+            patches.enter_context(mock.patch.object(Script, "_left", actions))
+            for owner, name in CALLS:
+                call = called(getattr(owner, name))
+                patches.enter_context(mock.patch.object(owner, name, call))
             yield
+
+
+CALLS = (
+    *((Links, name) for name in ("advance", "tape")),
+    *((StageSlots, name) for name in ("keep", "load", "keep_tape", "release")),
+    *((Away, name) for name in ("write", "read", "wait", "evict", "drop", "find", "find_tape")),
+)
