@@ -5,9 +5,12 @@ The frequent actions do as little as they can: a step of the user's may take a m
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..actions import (
+    Action,
     Advance,
     Answer,
     Await,
@@ -21,9 +24,11 @@ from ..actions import (
     Put,
     Reverse,
     Save,
+    Schedule,
     Tape,
 )
 from ..errors import ScheduleError
+from ..states.apart import apart_from
 from ..states.slots import Kept, no_adjoint
 from .accounts import illegal, only_latest, reach, weigh_beside
 from .adjoints import close_adjoint, open_adjoint, skip_adjoint
@@ -41,84 +46,111 @@ def perform(sweep: Sweep, pulls: bool) -> bool:
     ------
     ScheduleError
         If they cannot be performed.
+
+    Notes
+    -----
+    The frequent actions are performed here, and `for`, `type` and callables in local
+    variables are used, since each call, `send`, `isinstance` and call of an attribute takes a
+    share of the microseconds that an action costs.
     """
-    send, held, release = sweep.schedule.send, sweep.held, sweep.release
-    answer: Answer = None
-    while True:
-        try:
-            action: Any = send(answer)  # narrowed by `kind`: isinstance costs more
-        except StopIteration:
-            return False
-        answer, kind = None, type(action)
-        # Calls by name, the frequent ones first: through a table they take twice as long.
-        if kind is Reverse:
-            if not pulls:
-                _reverse(sweep, action)
-            elif _pulled(sweep, action):
-                return True
-        elif kind is Advance:
-            _advance(sweep, action)
-        elif kind is Load:
-            kept = held.get(action.step)
-            if kept is not None and sweep.lends:
-                sweep.live, sweep.at = kept.state, action.step
+    held, tapes, apart, clock = sweep.held, sweep.tapes, sweep.apart, sweep.clock
+    load, advance_by, reverse_by = sweep.slots.load, sweep.advance_by, sweep.reverse_by
+    by_tape, one_tape = not sweep.state_is_tape, sweep.one_tape
+    shared, copies = sweep.shared, sweep.copies
+    actions: Iterable[Any] | None = sweep.schedule  # narrowed by `kind`
+    while actions is not None:
+        for action in actions:
+            kind = type(action)
+            if kind is Reverse and not pulls:
+                step = action.step
+                if by_tape or tapes or sweep.at != step or step != sweep.end - 1:
+                    adjoint = _reverse(sweep, action)
+                else:  # the frequent case of a state that is its own tape
+                    adjoint = apart(reverse_by(sweep.live, sweep.adjoint, step), sweep.live)
+                    sweep.at = -1
+                if adjoint is None and sweep.wanted:
+                    raise no_adjoint(step)
+                sweep.adjoint, sweep.end = adjoint, step
+                sweep.reverse_steps += 1
+                now = clock()
+                sweep.reverse_s += now - sweep.last
+            elif kind is Advance:
+                start, stop = action.start, action.stop
+                if start != sweep.at or (one_tape and tapes):
+                    raise _cannot_start(sweep, action, start)
+                one = stop - start == 1 or copies
+                sweep.live = advance_by(sweep.live, start, stop) if one else _far(sweep, action)
+                sweep.at = stop
+                if sweep.check is not None:
+                    _check(sweep, stop)
+                sweep.forward_steps += stop - start
+                now = clock()
+                sweep.forward_s += now - sweep.last
+            elif kind is Load:
+                kept = held.get(action.step)
+                if kept is None or one_tape:
+                    _load(sweep, action, kept)
+                else:
+                    sweep.at = action.step
+                    sweep.live = kept.state if shared else load(kept, sweep.live)
+                kept = None  # an uncounted reference would keep the state alive
+                continue
             else:
-                _load(sweep, action, kept)
-            kept = None  # an uncounted reference would keep the state alive
-        elif kind is Save:
-            _save(sweep, action)
-        elif kind is Free:
-            if action.step in held:
-                kept = held.pop(action.step)
-                if kept is not None:
-                    release(kept)
-                    kept = None
-                sweep.used -= 1
-            else:
-                _free_lost(sweep, action)
-        elif kind is Tape:
-            _tape(sweep, action)
-        elif kind is EndForward:
-            if not _takes_detour(sweep, action):
-                _end_forward(sweep, action)
-                return True
-            send = sweep.schedule.send
+                if kind is Save:
+                    _save(sweep, action)
+                elif kind is Free:
+                    _free(sweep, action)
+                elif kind is Tape:
+                    _tape(sweep, action)
+                else:
+                    actions = _rare(sweep, action)
+                    break
+                continue
+            sweep.last = now
+            if now > sweep.due:
+                sweep.flush()
         else:
-            answer = _transfer(sweep, action)
-            send = sweep.schedule.send
+            return False
+    return True
 
 
-def _advance(sweep: Sweep, action: Advance) -> None:
-    start, stop = action.start, action.stop
-    if start != sweep.at:
-        raise illegal(action, f"the live state is {sweep.at}")
-    if sweep.one_tape and sweep.tapes:
-        raise only_latest(action, sweep.tapes)
-    if stop - start == 1 or sweep.copies:  # what steps overwrite may be given back
-        sweep.live = sweep.advance_by(sweep.live, start, stop)
-    else:  # not even we refer to the first state while others are made
-        sweep.hand.append(sweep.live)
-        sweep.live = None
-        sweep.live = sweep.advance_by(sweep.hand.pop(), start, stop)
-    sweep.at = stop
-    if sweep.check is not None:
-        sweep.check(sweep.live, stop)
-        if not sweep.copies:
-            sweep.check = None
-    now = sweep.clock()
-    sweep.forward_s += now - sweep.last
-    sweep.last = now
-    sweep.forward_steps += stop - start
-    if now > sweep.due:
-        sweep.flush()
+def _save(sweep: Sweep, action: Save) -> None:
+    step, keep = action.step, sweep.keep
+    if step != sweep.at:
+        raise _cannot_start(sweep, action, step)
+    sweep.used = used = sweep.used + 1
+    if used > sweep.peak:
+        reach(sweep, action, used)
+    sweep.held[step] = keep(sweep.live, step)
+
+
+def _check(sweep: Sweep, step: int) -> None:
+    """Judge the live state: of functional steps the first that a sweep makes."""
+    assert sweep.check is not None
+    sweep.check(sweep.live, step)
+    if not sweep.copies:
+        sweep.check = None
+
+
+def _cannot_start(sweep: Sweep, action: Advance | Save | Tape, step: int) -> ScheduleError:
+    """Return the error for an action that starts from another state than the live one."""
+    if step != sweep.at:
+        return illegal(action, f"the live state is {sweep.at}")
+    return only_latest(action, sweep.tapes)
+
+
+def _far(sweep: Sweep, action: Advance) -> Any:
+    """Run several steps without a reference to their first state: memory may hold few."""
+    hand, advance_by = sweep.hand, sweep.advance_by
+    hand.append(sweep.live)
+    sweep.live = None
+    return advance_by(hand.pop(), action.start, action.stop)
 
 
 def _tape(sweep: Sweep, action: Tape) -> None:
     step, tapes = action.step, sweep.tapes
-    if step != sweep.at:
-        raise illegal(action, f"the live state is {sweep.at}")
-    if sweep.one_tape and tapes:
-        raise only_latest(action, tapes)
+    if step != sweep.at or (sweep.one_tape and tapes):
+        raise _cannot_start(sweep, action, step)
     if tapes:
         if not sweep.state_is_tape:
             sweep.slots.trim()
@@ -126,34 +158,32 @@ def _tape(sweep: Sweep, action: Tape) -> None:
         if used > sweep.peak:
             reach(sweep, action, used)
     if sweep.state_is_tape:
-        tapes[step] = sweep.keep(sweep.live, step)
-        sweep.live = sweep.advance_by(sweep.live, step, step + 1)
+        keep, advance_by = sweep.keep, sweep.advance_by
+        tapes[step] = keep(sweep.live, step)
+        sweep.live = advance_by(sweep.live, step, step + 1)
+        if sweep.copies:
+            sweep.slots.check(sweep.live, step + 1)
     else:
-        before = sweep.live
-        sweep.live, tape = sweep.tape_by(before, step)
-        if len(tapes) + 1 in sweep.weighed:
-            weigh_beside(sweep, action, tape, len(tapes))
-        tapes[step] = sweep.hold(tape, (before, sweep.live), step)
-        before = tape = None  # uncounted references would keep the states alive
+        _make_and_hold(sweep, action)
     sweep.at = step + 1
-    if sweep.copies or not sweep.state_is_tape:  # a tape may hold on to it
-        sweep.slots.check(sweep.live, step + 1)
-    now = sweep.clock()
+    sweep.forward_steps += 1
+    clock = sweep.clock
+    now = clock()
     sweep.forward_s += now - sweep.last
     sweep.last = now
-    sweep.forward_steps += 1
     if now > sweep.due:
         sweep.flush()
 
 
-def _save(sweep: Sweep, action: Save) -> None:
-    step = action.step
-    if step != sweep.at:
-        raise illegal(action, f"the live state is {sweep.at}")
-    sweep.used = used = sweep.used + 1
-    if used > sweep.peak:
-        reach(sweep, action, used)
-    sweep.held[step] = sweep.keep(sweep.live, step)
+def _make_and_hold(sweep: Sweep, action: Tape) -> None:
+    step, tapes, tape_by, hold = action.step, sweep.tapes, sweep.tape_by, sweep.hold
+    before = sweep.live
+    sweep.live, tape = tape_by(before, step)
+    if len(tapes) + 1 in sweep.weighed:
+        weigh_beside(sweep, action, tape, len(tapes))
+    tapes[step] = hold(tape, (before, sweep.live), step)
+    del before, tape  # uncounted references would keep the states alive
+    sweep.slots.check(sweep.live, step + 1)  # a tape may hold on to it
 
 
 def _load(sweep: Sweep, action: Load, kept: Kept | None) -> None:
@@ -165,11 +195,19 @@ def _load(sweep: Sweep, action: Load, kept: Kept | None) -> None:
     sweep.live = kept.state if sweep.shared else sweep.slots.load(kept, sweep.live)
 
 
-def _free_lost(sweep: Sweep, action: Free) -> None:
-    if action.step not in sweep.lost:
+def _free(sweep: Sweep, action: Free) -> None:
+    step, held = action.step, sweep.held
+    if step in held:
+        kept = held.pop(step)
+        if kept is not None:  # it is not being read
+            release = sweep.release
+            release(kept)
+        sweep.used -= 1
+    elif step in sweep.lost:
+        # Its slot went with the checkpoint: the schedule did not look.
+        sweep.lost.remove(step)
+    else:
         raise illegal(action, "no slot holds it")
-    # Its slot went with the checkpoint: the schedule did not look.
-    sweep.lost.remove(action.step)
 
 
 def _end_forward(sweep: Sweep, action: EndForward) -> None:
@@ -182,36 +220,27 @@ def _end_forward(sweep: Sweep, action: EndForward) -> None:
         sweep.ledger.end_forward()
 
 
-def _reverse(sweep: Sweep, action: Reverse) -> None:
-    """Compute an adjoint."""
-    step = action.step
+def _reverse(sweep: Sweep, action: Reverse) -> Any:
+    """Return the adjoint before a step, computed from a tape that is held, or made now."""
+    step, reverse_by = action.step, sweep.reverse_by
     if step != sweep.end - 1:
         raise illegal(action, f"the next adjoint step is {sweep.end - 1}")
-    tape = sweep.tapes.pop(step, None) if sweep.tapes else None
-    # The same as `open_adjoint` and `close_adjoint`, for the frequent cases.
-    if tape is None and sweep.at == step and sweep.state_is_tape:
-        adjoint = sweep.apart(sweep.reverse_by(sweep.live, sweep.adjoint, step), sweep.live)
-        sweep.at = -1
-    elif tape is not None and sweep.lends:
+    tape = sweep.tapes.pop(step, None)
+    # As `open_adjoint` and `close_adjoint` do, the frequent cases first.
+    if tape is not None and sweep.lends:
+        apart, release = sweep.apart, sweep.release
         given = tape.state
-        adjoint = sweep.apart(sweep.reverse_by(given, sweep.adjoint, step), given)
-        sweep.release(tape)
+        adjoint = apart(reverse_by(given, sweep.adjoint, step), given)
+        release(tape)
         if sweep.tapes:
             sweep.used -= sweep.tape_slots
-    else:
-        given = open_adjoint(sweep, step, tape)
-        del tape
-        adjoint = close_adjoint(sweep, given, sweep.reverse_by(given, sweep.adjoint, step))
-    if adjoint is None and sweep.wanted:
-        raise no_adjoint(step)
-    sweep.adjoint = adjoint
-    sweep.end = step
-    now = sweep.clock()
-    sweep.reverse_s += now - sweep.last
-    sweep.last = now
-    sweep.reverse_steps += 1
-    if now > sweep.due:
-        sweep.flush()
+        return adjoint
+    given = open_adjoint(sweep, step, tape)
+    del tape
+    adjoint = reverse_by(given, sweep.adjoint, step)
+    if sweep.state_is_tape or sweep.copies:
+        return close_adjoint(sweep, given, adjoint)
+    return adjoint if adjoint is None else apart_from(adjoint, given)
 
 
 def _pulled(sweep: Sweep, action: Reverse) -> bool:
@@ -226,6 +255,45 @@ def _pulled(sweep: Sweep, action: Reverse) -> bool:
     return False
 
 
+def _rare(sweep: Sweep, action: Any) -> Iterable[Action] | None:
+    """Perform an action that is not frequent; return those that follow, None to stop there."""
+    kind, elsewhere = type(action), sweep.elsewhere
+    answer: Answer = None
+    if kind is Offer or kind is Put:
+        answer = elsewhere.write(sweep, action)
+    elif kind is Await:
+        answer = elsewhere.wait(sweep, action)
+    elif kind is Get:
+        answer = elsewhere.read(sweep, action)
+    elif kind is Drop:
+        answer = elsewhere.drop(sweep, action)
+    elif kind is Reverse:  # an adjoint that is pulled
+        return None if _pulled(sweep, action) else sweep.schedule
+    elif kind is not Evict and kind is not EndForward:
+        raise ScheduleError(f"{action!r} is not an action")
+    elif _takes_detour(sweep, action):
+        return sweep.schedule
+    elif kind is EndForward:
+        _end_forward(sweep, action)
+        return None
+    else:
+        answer = elsewhere.evict(sweep, action)
+    sweep.last = now = sweep.clock()  # the time of a transfer is not that of a step
+    if now > sweep.due:
+        sweep.flush()
+    return _answered(sweep.schedule, answer)
+
+
+def _answered(schedule: Schedule, answer: Answer) -> Iterable[Action]:
+    """Return the actions that a schedule yields after an answer."""
+    if answer is None:
+        return schedule
+    try:
+        return chain((schedule.send(answer),), schedule)
+    except StopIteration:
+        return ()
+
+
 def _takes_detour(sweep: Sweep, action: Evict | EndForward) -> bool:
     """Whether another schedule goes on in place of this action: writes are late."""
     if sweep.detour is None or not sweep.is_forward:
@@ -235,26 +303,3 @@ def _takes_detour(sweep: Sweep, action: Evict | EndForward) -> bool:
         return False
     sweep.schedule = schedule
     return True
-
-
-def _transfer(sweep: Sweep, action: Offer | Put | Get | Await | Evict | Drop) -> Answer:
-    match action:
-        case Offer() | Put():
-            answer = sweep.elsewhere.write(sweep, action)
-        case Get():
-            answer = sweep.elsewhere.read(sweep, action)
-        case Await():
-            answer = sweep.elsewhere.wait(sweep, action)
-        case Evict():
-            answer = None
-            if not _takes_detour(sweep, action):
-                answer = sweep.elsewhere.evict(sweep, action)
-        case Drop():
-            answer = sweep.elsewhere.drop(sweep, action)
-        case _:
-            raise ScheduleError(f"{action!r} is not an action")
-    # What a transfer takes is not the time of a step.
-    sweep.last = now = sweep.clock()
-    if now > sweep.due:
-        sweep.flush()
-    return answer
