@@ -116,15 +116,11 @@ def graph_of(changed: str = "", line: str = "") -> dict[str, set[str]]:
     return house.imports(trees)
 
 
-# Broken up with the front doors of PyTorch; nothing may be added.
-KNOWN = [["multistage.torch.chain", "multistage.torch.sequential"]]
-
-
 def test_no_circle_of_imports_at_any_depth() -> None:
     graph = graph_of()
     assert len(graph) > 200
-    assert [circle for circle in house.cycles(graph) if circle not in KNOWN] == []
-    assert [circle for circle in house.same_level(graph) if circle not in KNOWN] == []
+    assert house.cycles(graph) == []
+    assert house.same_level(graph) == []
 
 
 @pytest.mark.parametrize(
@@ -139,7 +135,7 @@ def test_no_circle_of_imports_at_any_depth() -> None:
     ],
 )
 def test_a_circle_of_modules_that_is_put_in_is_found(module: str, line: str, circle: str) -> None:
-    (found,) = (each for each in house.cycles(graph_of(module, line)) if each not in KNOWN)
+    (found,) = house.cycles(graph_of(module, line))
     assert {f"multistage.{module}", f"multistage.{circle}"} <= set(found)
 
 
@@ -159,8 +155,8 @@ def test_a_circle_of_folders_that_is_put_in_is_found(
 ) -> None:
     """Though no two modules import each other."""
     graph = graph_of(module, line)
-    assert [each for each in house.cycles(graph) if each not in KNOWN] == []
-    (found,) = (each for each in house.same_level(graph) if each not in KNOWN)
+    assert house.cycles(graph) == []
+    (found,) = house.same_level(graph)
     folder = module.split(".")[0]
     assert {f"multistage.{folder}.{name}" for name in circle} <= set(found)
 

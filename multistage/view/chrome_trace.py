@@ -9,7 +9,7 @@ from typing import Any
 from ..schedule.timeline import Timeline
 
 
-def trace_events(timeline: Timeline) -> dict[str, Any]:
+def trace_events(timeline: Timeline) -> dict[str, object]:
     """Return the timeline in the Trace Event Format: a thread per lane, a counter per memory curve.
 
     Examples
