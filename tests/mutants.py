@@ -399,18 +399,23 @@ MUTANTS = (
         "durable/test_run.py",
     ),
     _of(
-        "torch/tiers/pinned.py",
+        "torch/tiers/shuttle.py",
         "entry = self._order.popleft()",
         "entry = self._order.pop()",
         "torch/test_pinned.py",
     ),
     _of(
         "torch/tiers/pinned.py",
-        "_Entry(key, slot, written, sources)",
-        "_Entry(key, slot, written)",
+        "Entry(key, slot, written, sources)",
+        "Entry(key, slot, written)",
         "torch/test_pinned.py",
     ),
-    _of("torch/tiers/pinned.py", "left -= nbytes", "left -= count * size", "torch/test_pinned.py"),
+    _of(
+        "torch/tiers/pinned_memory.py",
+        "left -= nbytes",
+        "left -= count * size",
+        "torch/test_pinned.py",
+    ),
 )
 
 

@@ -1,7 +1,6 @@
 """A durable run: what is on the disk, what to go on with, when to write an adjoint.
 
-What is on the disk is the journal's (`journal`), what is written of the reverse sweep
-that of `Adjoints`.
+`journal` reads what is on the disk; `Adjoints` writes what the reverse sweep has reached.
 
 Several ranks have a folder each; where they go on together, and at which steps
 they write adjoints, is agreed (`agreement`).  Everything that may raise where
@@ -57,6 +56,8 @@ class DurableRun:
     ----------
     length : int or None
         Number of steps; None while it is unknown.
+    probe : DurableStore
+        A store in the same folder, to measure with.
 
     Parameters
     ----------
@@ -95,7 +96,7 @@ class DurableRun:
         self.path = Path(path) if peers is None else Path(path) / rank_name(peers.rank)
         self.costs: Costs | None = None
         self.store = DurableStore(self._opened, linger_s=min(LINGER_S, every_s))
-        self._probe = DurableStore(self._opened, "probe", lasting=False)
+        self.probe = DurableStore(self._opened, "probe", lasting=False)
         self._adjoints = Adjoints(self.store, self._opened, self._peers, every_s, clock)
         self._label = label
         self._folder: Folder | None = None
@@ -321,11 +322,6 @@ class DurableRun:
         self._peers.gather(published)  # no rank takes a step before all have begun
         self._begun = True
         return None
-
-    @property
-    def probe(self) -> DurableStore:
-        """A store in the same folder, to measure with."""
-        return self._probe
 
     # --------------------------------------------------------------- the sweeps
 

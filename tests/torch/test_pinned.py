@@ -25,7 +25,8 @@ from multistage.errors import ArgumentError, BudgetError
 from multistage.states.layout import Layout
 from multistage.torch.tensors.streams import HostStreams
 from multistage.torch.tiers.by_name import open_tiers
-from multistage.torch.tiers.pinned import PinnedStore, growth
+from multistage.torch.tiers.pinned import PinnedStore
+from multistage.torch.tiers.pinned_memory import growth
 
 CPU = torch.device("cpu")
 
@@ -221,8 +222,10 @@ def test_a_state_dropped_while_it_cannot_go_below_leaves_its_slot() -> None:
         store.drop(0)
         below.go.set()
         store.drop(1)
-        with store._changed:
-            assert store._changed.wait_for(lambda: len(store._free) == 4, 60), "a slot is lost"
+        shuttle, memory = store._shuttle, store._memory
+        assert shuttle is not None and memory is not None
+        with shuttle.changed:
+            assert shuttle.changed.wait_for(lambda: len(memory.free) == 4, 60), "a slot is lost"
     finally:
         store.close()
 
