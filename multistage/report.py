@@ -103,6 +103,17 @@ class Report:
     ended : str
         What put an early end to the sweeps, and how far they came; empty if
         they are complete.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multistage import Reversal
+    >>> with Reversal(lambda x, i: x * x, lambda x, a, i: 2 * x * a, 3, memory="2 slots") as run:
+    ...     last = run.forward(np.array(2.0))
+    ...     gradient = run.reverse(np.array(1.0))
+    ...     report = run.report()
+    >>> report.n_steps, report.complete, report.counts.forward_steps >= 3
+    (3, True, True)
     """
 
     plan: UniformPlan

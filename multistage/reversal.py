@@ -363,6 +363,16 @@ class Result(Generic[State, Adjoint]):
     last_state : pytree of arrays
         A copy, made before the reverse sweep.
     report : Report
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> result = reverse(
+    ...     lambda x, i: x * x, lambda x, a, i: 2 * x * a, np.array(2.0), np.array(1.0), 3,
+    ...     memory="2 slots",
+    ... )
+    >>> float(result.last_state), float(result.adjoint)
+    (256.0, 1024.0)
     """
 
     adjoint: Adjoint

@@ -32,11 +32,29 @@ from ..states.layout import Array, Layout
 
 
 class CheckpointLost(MultistageError):
-    """A checkpoint cannot be read back; the executor recomputes it."""
+    """A checkpoint cannot be read back; the executor recomputes it.
+
+    Examples
+    --------
+    >>> def get(key):  # of a store whose read has failed
+    ...     raise CheckpointLost(f"state {key}: checksum mismatch")
+    >>> try:
+    ...     get(7)
+    ... except CheckpointLost as error:
+    ...     print(error)
+    state 7: checksum mismatch
+    """
 
 
 class TransferRecord(NamedTuple):
-    """One finished transfer, for the timeline; times are `time.perf_counter()`."""
+    """One finished transfer, for the timeline; times are `time.perf_counter()`.
+
+    Examples
+    --------
+    >>> record = TransferRecord("write", 7, start_s=2.0, stop_s=2.5, nbytes=1_000_000)
+    >>> record.nbytes / (record.stop_s - record.start_s)  # bytes per second
+    2000000.0
+    """
 
     kind: Literal["write", "read"]
     key: int
@@ -47,7 +65,24 @@ class TransferRecord(NamedTuple):
 
 @dataclass(slots=True)
 class StoreStats:
-    """Counts since `open`; of the refused puts, `refused_full` were for want of room."""
+    """Counts since `open`; of the refused puts, `refused_full` were for want of room.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multistage.backends import MemoryStore
+    >>> from multistage.states.layout import Layout
+    >>> state = np.ones(1000)
+    >>> store = MemoryStore()
+    >>> store.open(Layout.of(state))
+    >>> store.put(0, [state], block=True)
+    True
+    >>> store.wait_written(0)
+    True
+    >>> np.array_equal(store.get(0)[0], state), store.stats.writes
+    (True, 1)
+    >>> store.close()
+    """
 
     bytes_written: int = 0
     bytes_read: int = 0
@@ -79,6 +114,14 @@ class Store(Protocol):
     `BaseStore` has the answers of a store that is exact, unbounded and one place,
     `WrapperStore` those of a store around another; a class that derives from one of
     them writes the rest.
+
+    Examples
+    --------
+    `check_store` tests whether a class meets this protocol.
+
+    >>> from multistage.backends import MemoryStore
+    >>> from multistage.backends.testing import check_store
+    >>> check_store(MemoryStore)
     """
 
     name: str

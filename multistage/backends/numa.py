@@ -32,6 +32,11 @@ class NumaStore(StreamedStore):
     ------
     StoreError
         By `open`, if there is no such node, or it may not be bound to.
+
+    Examples
+    --------
+    >>> NumaStore(0, capacity_bytes=1 << 30).name
+    'numa 0'
     """
 
     def __init__(

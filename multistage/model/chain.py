@@ -41,6 +41,28 @@ class Chain(Protocol[State, Adjoint]):
     one_tape : bool
         Whether there is but one tape, the latest, such as that of operators
         that leave it in arrays of their own; plans then keep states only.
+
+    Examples
+    --------
+    A class of one's own; `FunctionChain` and `InPlaceChain` make one of functions.
+
+    >>> import numpy as np
+    >>> from multistage import Reversal
+    >>> class Squares:
+    ...     in_place, state_is_tape, one_tape = False, True, False
+    ...     def advance(self, state, start, stop):
+    ...         for _ in range(start, stop):
+    ...             state = state * state
+    ...         return state
+    ...     def tape(self, state, step):
+    ...         raise NotImplementedError  # a state is its own tape
+    ...     def reverse(self, tape, adjoint, step):
+    ...         return 2 * tape * adjoint
+    >>> with Reversal(Squares(), n_steps=3, memory="2 slots") as run:
+    ...     last = run.forward(np.array(2.0))
+    ...     gradient = run.reverse(np.array(1.0))
+    >>> float(last), float(gradient)
+    (256.0, 1024.0)
     """
 
     @property

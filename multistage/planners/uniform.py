@@ -63,6 +63,13 @@ class UniformPlan(Plan):
         The plans this one was chosen from (including an equal of itself).
     seal : tuple
         What `sealing` vouches for; see `sealed`.
+
+    Examples
+    --------
+    >>> from multistage import plan
+    >>> made = plan(Costs(1.0, 2.0), "4 slots", 20, planner="revolve")
+    >>> made.planner, made.forward_steps, made.makespan_s == made.simulate().makespan_s
+    ('revolve', 40, True)
     """
 
     FORMAT: ClassVar[str] = "multistage-plan-1"

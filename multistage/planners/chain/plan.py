@@ -66,6 +66,13 @@ class ChainPlan(Plan):
     given_up : int
         Tapes that the last run made again, as the tier was slower than planned; see
         `multistage.execute.detour`.
+
+    Examples
+    --------
+    >>> from multistage import Stage, plan_chain
+    >>> plan = plan_chain(StageCosts.uniform(5, Stage("layer", 1.0, 2.0, 10, 30), 10), memory=0.6)
+    >>> plan.planner, plan.fates()[0], plan.peak_bytes <= plan.memory_bytes
+    ('optimal', 'input kept', True)
     """
 
     FORMAT: ClassVar[str] = "multistage-chain-plan-3"

@@ -27,6 +27,15 @@ class Unrolled:
         y of all steps, reduced as asked for.
     plan : UnrollPlan or None
         How it was run; None where no gradient is wanted.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import multistage.torch as mst
+    >>> cell = torch.nn.GRUCell(3, 4)
+    >>> out = mst.unroll(cell, torch.zeros(2, 4), torch.randn(6, 2, 3))
+    >>> out.outputs.shape, out.state.shape
+    (torch.Size([6, 2, 4]), torch.Size([2, 4]))
     """
 
     state: Any

@@ -43,6 +43,15 @@ class Stages(list[Part]):
         Whose parameters and buffers they use.
     called_whole : dict
         Paths of modules that were not looked into, with the cause.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multistage.torch import to_chain
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    >>> stages = to_chain(model, torch.randn(3, 4))
+    >>> len(stages), stages.model is model
+    (3, True)
     """
 
     def __init__(self, model: nn.Module, sample: Any, recorded: Recorded) -> None:
