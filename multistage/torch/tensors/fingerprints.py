@@ -7,6 +7,7 @@ a checksum of 64 bits does not.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from collections import deque
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 # Words at a time: twice as many are memory beside the tensor.
 _PIECE = {"cpu": 1 << 12, "cuda": 1 << 20}
+_SMALL = 1 << 14  # bytes of tensors of a processor that are hashed at once
 _LONGEST = 1000  # items of a container that are looked at
 _DEEPEST = 3
 _LIBRARIES = {"torch", "numpy", "multistage"}
@@ -116,6 +118,9 @@ def _checksum(tensor: Tensor) -> int:
     if tensor.storage_offset() * width % 8:
         tensor = tensor.clone()
     flat = tensor.reshape(-1).view(torch.uint8)
+    if flat.numel() <= _SMALL and type(flat) is Tensor and flat.device.type == "cpu":
+        with contextlib.suppress(RuntimeError):  # wrapped by torch.func
+            return hash(flat.numpy().tobytes())
     whole = flat.numel() // 8 * 8
     total = int.from_bytes(bytes(flat[whole:].tolist()), "little")
     words = flat[:whole].view(torch.int64)
