@@ -13,7 +13,8 @@ from multistage.errors import ArgumentError, BudgetError, ScheduleError
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
 from multistage.planners.chain.heterogeneous import plan_chain
-from multistage.planners.chain.joint_rule import DeadlineRule, judged, replayed
+from multistage.planners.chain.joint_detour import judged, replayed
+from multistage.planners.chain.joint_rule import DeadlineRule
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 

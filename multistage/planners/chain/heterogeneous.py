@@ -37,43 +37,31 @@ its input, as in autograd, they gain 0 to 0.25 % on average.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-import numpy as np
-
-from ...actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
-from ...errors import ArgumentError, BudgetError
+from ...actions import Action
+from ...errors import ArgumentError
 from ...model.budget import Memory, memory_bytes
 from ...model.stages import StageCosts
 from ...model.tier import Tier
-from ...support.progress import counting
-from ...support.units import format_bytes
 from ...support.values import shown
 from ...support.values import whole as whole_number
-from .bound import SLOTS as BOUND_SLOTS
-from .bound import ChainBound
 from .joint import plan_joint, smallest_with_tier
-from .memory import actions_of, use_of
+from .ladder import MORE, Ladder
+from .memory import actions_of, plain_use, store_all
+from .periodic import periodic, too_small
 from .plan import CHAIN_PLANNERS as CHAIN_PLANNERS
 from .plan import ChainPlan as ChainPlan
 from .plan import ChainPlanner as ChainPlanner
-from .plan import plain_use, store_all
 from .short import MAX_STAGES, search_short
 from .sizes import Sizes
 from .smallest import smallest
-from .table import FLOAT_ERROR, Table, default_threads
-from .traces import Trace, judge
+from .table import Table, default_threads
+from .traces import judge
 
 SLOTS = 500
-# Schedules of more slots than the limit has may fit: sizes were rounded up too.
-_MORE = 1.15
-# Ratio of neighbouring rungs of the ladder of limits.
-_RUNG = 1.3
-# Of a rung's slots, if sizes are rounded less by it.
-_FINER = 1.15
-
 
 _MOST_SLOTS, _MOST_THREADS = 1 << 20, 1024
 
@@ -152,20 +140,20 @@ def plan_chain(
 
     if planner == "store-all" or (planner == "optimal" and fits):
         if not fits:
-            raise _too_small(planner, limit, plain.peak_bytes)
+            raise too_small(planner, limit, plain.peak_bytes)
         return _beside_tier(made(store_all(costs)), rates)
     if planner == "periodic":
-        return made(_periodic(costs, limit, segments))
+        return made(periodic(costs, limit, segments))
     tapes = planner == "optimal"
     true = Sizes.of(costs)
     least, trace = smallest(true, tapes=tapes)
     fewest = least if rates is None else min(least, smallest_with_tier(true, rates))
     if limit is not None and limit < fewest + costs.input_bytes:
-        raise _too_small(planner, limit, fewest + costs.input_bytes)
+        raise too_small(planner, limit, fewest + costs.input_bytes)
     # Revolve has all its states and one tape at most.
     whole = plain.peak_bytes if tapes else _all_states(true)
     within = (whole if limit is None else min(limit, whole)) - costs.input_bytes
-    ladder = _Ladder(true, whole, resolution, tapes, threads or default_threads())
+    ladder = Ladder(true, whole, resolution, tapes, threads or default_threads())
     # Before the ladder, which frees the first rung's table.
     found = None if rates is None else plan_joint(true, *ladder.first(within), within, rates)
     best: ChainPlan | None = None
@@ -266,7 +254,7 @@ def memory_curve(
     unit = max(1.0, plain.peak_bytes - costs.input_bytes) / resolution
     table = Table(
         true.in_slots(unit),
-        int(resolution * _MORE),
+        int(resolution * MORE),
         tapes=planner == "optimal",
         threads=threads or default_threads(),
     )
@@ -280,85 +268,6 @@ def memory_curve(
     return curve
 
 
-class _Ladder:
-    """The rungs of limits that tables are solved for.
-
-    Rung k stands for `whole / 1.3^k` bytes, which are cut into about `slots`.  Its
-    schedules are those of its table whose true peak is at most 1.15 times
-    that; so a rung's schedules do not depend on the limit asked for.
-    """
-
-    def __init__(self, true: Sizes, whole: int, slots: int, tapes: bool, threads: int) -> None:
-        self.true, self.whole, self.slots = true, max(1, whole), slots
-        self.tapes, self.threads = tapes, threads
-        self._first: Table | None = None
-
-    def first(self, limit: int) -> tuple[Table, float]:
-        """Return the table of the highest rung for a limit, and the bytes of its slots."""
-        top = self._top(limit)
-        self._first = self._table(top, lambda: None)
-        return self._first, self._unit(top)
-
-    def _top(self, limit: int) -> float:
-        rung = max(0, math.floor(math.log(self.whole / max(1, limit)) / math.log(_RUNG)))
-        return float(self.whole / _RUNG**rung)
-
-    def best(self, limit: int, least: Trace, progress: bool | None = False) -> Trace:
-        """Return the fastest schedule with a true peak of at most `limit` bytes.
-
-        `least` is one that fits.  The chain's input is not counted.
-        """
-        best = least
-        best_s, least_peak = judge(self.true, least)
-        top = self._top(limit)
-        more = int(self.slots * _MORE * _FINER)
-        rungs = 1 + max(0, int(math.log(max(1.0, top * _MORE / max(1, least_peak)), _RUNG)))
-        calls = Table.calls_of(BOUND_SLOTS) + rungs * Table.calls_of(more)  # at most
-        with counting("solving", calls, progress) as tick:
-            return self._best(limit, (best, best_s, least_peak), top, lambda: tick(""))
-
-    def _best(
-        self, limit: int, least: tuple[Trace, float, int], top: float, tick: Callable[[], object]
-    ) -> Trace:
-        best, best_s, least_peak = least
-        bound = ChainBound(
-            self.true, max(1, limit), tapes=self.tapes, threads=self.threads, tick=tick
-        )
-        margin_s = FLOAT_ERROR * float(self.true.forward_s.sum())
-        while top * _MORE >= max(1, least_peak):
-            cap = min(limit, math.floor(top * _MORE))
-            if bound.seconds(cap) - margin_s >= best_s:
-                break  # and so it is for all rungs below
-            table = self._first or self._table(top, tick)
-            self._first = None
-            seconds, memory = table.fastest(self.true, cap)
-            if seconds < best_s:
-                trace = table.trace(memory)
-                assert trace is not None
-                best, best_s = trace, seconds
-            del table  # before the next is made
-            top /= _RUNG
-        return best
-
-    def _unit(self, top: float) -> float:
-        """Return the bytes of a slot of a rung.
-
-        Another than `top / slots`, by half at most, only if it rounds tapes by less
-        than half as much: where stages are equal.
-        """
-        sizes = self.true.tape.astype(float)
-        units = top / self.slots * np.append(1.0, np.geomspace(1 / _FINER, 1.5, 48))
-        off = [float(np.abs(np.rint(sizes / unit) * unit - sizes).sum()) for unit in units]
-        at = int(np.argmin(off))
-        return float(units[at] if off[at] < off[0] / 2 else units[0])
-
-    def _table(self, top: float, tick: Callable[[], object]) -> Table:
-        unit = self._unit(top)
-        sizes = self.true.in_slots(unit)
-        slots = int(top * _MORE / unit)
-        return Table(sizes, slots, tapes=self.tapes, threads=self.threads, tick=tick)
-
-
 def _all_states(true: Sizes) -> int:
     """Return what Revolve takes with every state in memory, or more."""
     one = max(
@@ -367,45 +276,3 @@ def _all_states(true: Sizes) -> int:
         for i in range(len(true))
     )
     return one + sum(int(x) for x in true.state)
-
-
-def _too_small(planner: str, limit: int | None, least: int) -> BudgetError:
-    return BudgetError.below(
-        f"memory={limit} bytes < {least} bytes ({format_bytes(least)}), the smallest limit that "
-        f"planner {planner!r} works within; raise the limit",
-        least,
-    )
-
-
-def _segments(costs: StageCosts, count: int) -> list[Action]:
-    """Return the actions of `count` segments, the last taped at once with the loss."""
-    loss = len(costs.stages)
-    length = loss // count
-    starts = [k * length for k in range(count)]
-    actions: list[Action] = []
-    for start in starts[:-1]:
-        actions += [Save(start)] if start else []
-        actions.append(Advance(start, start + length))
-    last = starts[-1]
-    actions += [Tape(i) for i in range(last, loss + 1)]
-    actions.append(EndForward())
-    actions += [Reverse(i) for i in range(loss, last - 1, -1)]
-    for start in reversed(starts[:-1]):
-        stop = start + length
-        actions.append(Load(start))
-        actions += [Free(start)] if start else []
-        actions += [Tape(i) for i in range(start, stop)]
-        actions += [Reverse(i) for i in range(stop - 1, start - 1, -1)]
-    return actions
-
-
-def _periodic(costs: StageCosts, limit: int | None, segments: int | None) -> list[Action]:
-    most = len(costs.stages)
-    if segments is not None and segments > most:
-        raise ArgumentError(f"segments={segments} must be at most the {most} stages")
-    counts = range(1, most + 1) if segments is None else [segments]
-    found = [(use_of(actions, costs), actions) for actions in (_segments(costs, k) for k in counts)]
-    fitting = [(use, actions) for use, actions in found if limit is None or use.peak_bytes <= limit]
-    if not fitting:
-        raise _too_small("periodic", limit, min(use.peak_bytes for use, _ in found))
-    return min(fitting, key=lambda pair: (pair[0].makespan_s, pair[0].peak_bytes))[1]

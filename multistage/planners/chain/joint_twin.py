@@ -30,16 +30,16 @@ from .joint_core import (
     Thing,
     may_travel,
 )
+from .joint_moves_twin import Draw, move
 from .joint_program_twin import solve
+from .joint_segments_twin import Operation, operations
 from .sizes import Sizes
 from .table import INFEASIBLE, Table
 
 # As in joint.c.
 _MORE_SLOTS, _MOST_TRIES = 4, 48
-_OPS, _TRACE_OPS = 1 << 20, 1 << 18
+_OPS = 1 << 20
 _WORD = (1 << 64) - 1
-
-_Op = tuple[int, int, int]  # need, kind, stage
 
 
 class Twin:
@@ -51,7 +51,7 @@ class Twin:
         self.n, self.table, self.true, self.unit = len(true), table, true, unit_bytes
         self.limit, self.rates = limit, rates
         self.may = [int(bits) for bits in may_travel(true, rates)]
-        self._traces: dict[tuple[int, int, int], list[_Op] | None] = {}
+        self._traces: dict[tuple[int, int, int], list[Operation] | None] = {}
         self._rooms: dict[tuple[int, int, int], int] = {}
 
     def judge(self, fates: Array) -> float:
@@ -72,14 +72,14 @@ class Twin:
 
     def improve(self, fates: Array, seconds: float, moves: int, seed: int) -> tuple[Array, float]:
         """Return the best plan that so many random moves find, and its makespan."""
-        draw = _Draw((seed * 0x9E3779B97F4A7C15 + 1) & _WORD)
+        draw = Draw((seed * 0x9E3779B97F4A7C15 + 1) & _WORD)
         now, best = seconds, seconds
         current, better = fates.copy(), fates.copy()
         for k in range(moves):
             left = 1 - k / moves
             allowed = 0.006 * seconds * left * left
             other = current.copy()
-            if not _move(other, self.n, draw):
+            if not move(other, self.n, draw):
                 continue
             found = self.judge(other)
             luck = draw.below(1 << 20) / (1 << 20)
@@ -92,10 +92,10 @@ class Twin:
 
     # ---------------------------------------------------------------- traces
 
-    def _trace(self, s: int, t: int, m: int) -> list[_Op] | None:
+    def _trace(self, s: int, t: int, m: int) -> list[Operation] | None:
         key = s, t, m
         if key not in self._traces:
-            self._traces[key] = _operations(self.true, self.table, s, t, m)
+            self._traces[key] = operations(self.true, self.table, s, t, m)
         return self._traces[key]
 
     def _slots_within(self, s: int, t: int, room: int) -> int:
@@ -155,48 +155,13 @@ class Twin:
         )
 
 
-def _operations(true: Sizes, table: Table, s: int, t: int, m: int) -> list[_Op] | None:
-    """Return the operations that reverse s..t within m slots, the input not counted."""
-    slots = table.sizes
-    out: list[_Op] = []
-    stack: list[tuple[int, int, int, int]] = [(s, t, m, 0)]
-    while stack:
-        i, stop, have, held = stack.pop()
-        if len(out) + 2 >= _TRACE_OPS:
-            return None
-        tape = int(true.tape[i])
-        if stop < 0:
-            need = held + tape + int(true.gradient[i + 1]) + int(true.gradient[i])
-            out.append((need + int(true.reverse[i]), REVERSE, i))
-            continue
-        k = table.choice(i, stop, have)
-        if k == INFEASIBLE:
-            return None
-        gradient = int(true.gradient[stop + 1])
-        if k == i:
-            kind = TAPE_LAST if i == stop else TAPE
-            out.append((held + tape + gradient + int(true.taping[i]), kind, i))
-            stack.append((i, -1, have, held))
-            if i < stop:
-                stack.append((i + 1, stop, have - int(slots.tape[i]), held + tape))
-            continue
-        if len(out) + k - i >= _TRACE_OPS:
-            return None
-        for j in range(i, k):
-            need = held + gradient + (0 if j == i else int(true.state[j]))
-            out.append((need + int(true.state[j + 1]) + int(true.advance[j]), ADVANCE, j))
-        stack.append((i, k - 1, have, held))
-        stack.append((k, stop, have - int(slots.state[k]), held + int(true.state[k])))
-    return out
-
-
 class _Layout:
     """A plan being judged; the functions of joint.c by their names there."""
 
     def __init__(self, twin: Twin, fates: list[int]) -> None:
         self.twin, self.true = twin, twin.true
         self.nodes = twin._nodes(fates)
-        self.ops: list[_Op] = []
+        self.ops: list[Operation] = []
         self.things: list[Thing] = []
         self.again: list[int] = []
         self.used: list[int] = []
@@ -401,68 +366,3 @@ class _Layout:
                 written[put] = free[0]
                 put += 1
         return now, stalled
-
-
-class _Draw:
-    """Random whole numbers, as `drawn` of joint.c makes them."""
-
-    def __init__(self, state: int) -> None:
-        self.state = state
-
-    def below(self, most: int) -> int:
-        state = self.state
-        state ^= (state << 13) & _WORD
-        state ^= state >> 7
-        state ^= (state << 17) & _WORD
-        self.state = state
-        return (state >> 20) % most
-
-
-def _set(fates: Array, i: int, mask: int, flags: int) -> None:
-    fates[i] = (int(fates[i]) & ~mask & 255) | flags
-
-
-def _move(fates: Array, n: int, draw: _Draw) -> bool:
-    """Change a plan a little; False if the move has no place here."""
-    i, kind = draw.below(n), draw.below(11)
-    j = min(n - 1, i + draw.below(n if n - 1 < 8 else 9))
-    each = 3 << RESERVE_AT
-    match kind:
-        case 0 | 1 | 2:
-            fates[i] ^= (TAPE_AWAY, STATE_AWAY, STARTS)[kind]
-        case 3:
-            fates[i] = (int(fates[i]) ^ KEEPS_TAPE) | STARTS
-            if i + 1 < n:
-                fates[i + 1] |= STARTS
-        case 4 | 5:
-            away = (TAPE_AWAY if draw.below(2) else 0) if kind == 5 else 0
-            for z in range(i, j + 1):
-                if kind == 4:
-                    _set(fates, z, KEEPS_TAPE | STARTS, STARTS if z == i else 0)
-                else:
-                    _set(fates, z, TAPE_AWAY, KEEPS_TAPE | STARTS | away)
-            if j + 1 < n:
-                fates[j + 1] |= STARTS
-        case 6:
-            _set(fates, i, each, draw.below(4) << RESERVE_AT)
-        case 7:
-            reserve = draw.below(4) << RESERVE_AT
-            for z in range(n):
-                _set(fates, z, each, reserve)
-        case 8:
-            both = TAPE_AWAY | STATE_AWAY
-            away = both if draw.below(2) else 0
-            for z in range(i, j + 1):
-                _set(fates, z, both, away)
-        case 9:
-            far = 1 + draw.below(2)
-            o = i + far if draw.below(2) else i - far
-            if i < 1 or o < 1 or o >= n or not (int(fates[i]) | int(fates[o])) & STARTS:
-                return False
-            both = STARTS | STATE_AWAY
-            mine, other = int(fates[i]) & both, int(fates[o]) & both
-            _set(fates, i, both, other)
-            _set(fates, o, both, mine)
-        case _:
-            fates[i] = (int(fates[i]) ^ APART) | STARTS
-    return True

@@ -7,6 +7,7 @@ schedules are made.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 
 from ...actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
 from ...model.stages import StageCosts
@@ -69,3 +70,16 @@ def actions_of(trace: Iterable[tuple[int, int, int]], n: int) -> Iterator[Action
                 yield Load(i)
                 break
             yield Reverse(i)
+
+
+def store_all(costs: StageCosts) -> list[Action]:
+    """Return the schedule that keeps every tape."""
+    loss = len(costs.stages)
+    forward: list[Action] = [Tape(i) for i in range(loss + 1)]
+    return [*forward, EndForward(), *(Reverse(i) for i in range(loss, -1, -1))]
+
+
+@lru_cache(maxsize=64)
+def plain_use(costs: StageCosts) -> Simulation:
+    """Return what the schedule that keeps every tape takes."""
+    return use_of(store_all(costs), costs)

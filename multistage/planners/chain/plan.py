@@ -23,7 +23,7 @@ from ...support.values import seconds as a_time
 from ..base import Plan
 from ..written import actions_from_lists, actions_to_lists
 from .joint_bound import joint_lower_bound
-from .memory import use_of
+from .memory import plain_use
 from .table import default_threads
 
 # What `plan_chain` offers; plans that `pieces` makes of chains too long for it or not known.
@@ -377,19 +377,6 @@ def read_chain(data: Mapping[str, object]) -> ChainPlan:
     actions = actions_from_lists(data["actions"])
     seconds = {name: _seconds(data[name], name) for name in _KNOWN}
     return ChainPlan.judged(planner, costs, limit, actions, tier, **seconds)
-
-
-def store_all(costs: StageCosts) -> list[Action]:
-    """Return the schedule that keeps every tape."""
-    loss = len(costs.stages)
-    forward: list[Action] = [Tape(i) for i in range(loss + 1)]
-    return [*forward, EndForward(), *(Reverse(i) for i in range(loss, -1, -1))]
-
-
-@lru_cache(maxsize=64)
-def plain_use(costs: StageCosts) -> Simulation:
-    """Return what the schedule that keeps every tape takes."""
-    return use_of(store_all(costs), costs)
 
 
 @lru_cache(maxsize=64)

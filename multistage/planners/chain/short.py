@@ -19,59 +19,17 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from ...actions import (
-    Action,
-    Advance,
-    Await,
-    Drop,
-    EndForward,
-    Evict,
-    Free,
-    Get,
-    Load,
-    Put,
-    Reverse,
-    Save,
-    Tape,
-)
+from ...actions import Action
 from ...model.tier import Tier
+from .short_actions import actions_of_path
+from .short_held import Held, Move, Thing, with_thing
 from .sizes import Sizes
 
 MAX_STAGES = 4  # the loss not counted
 MOST_STATES = 10_000
 # Of the seconds of all forward steps: times that differ by less are the same.
 _SAME = 1e-9
-
-_Thing = tuple[bool, int]  # whether it is a tape, and its step
-_Move = tuple[str, int, bool]
-
-
-class _Held(NamedTuple):
-    """What is held where; sets have bit i for state i, or for the tape of stage i."""
-
-    adjoint: int  # the next adjoint is of stage adjoint - 1
-    states: int = 0
-    tapes: int = 0
-    pins: int = 0  # states outside of a tape that a tape starts from
-    far_states: int = 0
-    far_tapes: int = 0
-    own_states: int = 0  # whose write is from the copy in fast memory, and not awaited
-    own_tapes: int = 0
-    late: int = 0  # tapes made after the turn: they and the states they start from stay
-    front: int = 0  # the next stage of the forward sweep
-    writing: _Thing | None = None
-    write_s: float = 0.0
-    reading: _Thing | None = None
-    read_s: float = 0.0
-
-    def at_hand(self, state: int) -> bool:
-        return not state or bool((self.states | self.pins | self.tapes << 1) >> state & 1)
-
-    def anywhere(self, state: int) -> bool:
-        far = self.far_states | self.far_tapes << 1
-        return self.at_hand(state) or bool(far >> state & 1)
 
 
 def search_short(
@@ -89,9 +47,9 @@ def search_short(
         States of the search.
     """
     search = _Search(true, limit, rates)
-    start = _Held(len(true))
+    start = Held(len(true))
     best = {start: 0.0}
-    came: dict[_Held, tuple[_Held, _Move]] = {}
+    came: dict[Held, tuple[Held, Move]] = {}
     count = itertools.count()
     heap = [(search.needed(start), 0.0, next(count), start)]
     while heap and most:
@@ -99,7 +57,7 @@ def search_short(
         if -minus > best[held]:
             continue
         if not held.adjoint and held.writing is None:
-            return tuple(_actions(search, start, held, came))
+            return tuple(actions_of_path(search.n, start, held, came))
         most -= 1
         for took, move, after in search.moves(held):
             seconds = took - minus
@@ -128,18 +86,18 @@ class _Search:
         )
         self.same_s = _SAME * sum(self.forward_s)
 
-    def bytes_of(self, thing: _Thing) -> int:
+    def bytes_of(self, thing: Thing) -> int:
         tape, step = thing
         return (self.tape if tape else self.state)[step]
 
-    def resident(self, held: _Held) -> int:
+    def resident(self, held: Held) -> int:
         total = self.gradient[held.adjoint]
         for i in range(self.n):
             total += self.tape[i] if held.tapes >> i & 1 else 0
             total += self.state[i] if (held.states | held.pins) >> i & 1 else 0
         return total + (self.bytes_of(held.reading) if held.reading else 0)
 
-    def needed(self, held: _Held) -> float:
+    def needed(self, held: Held) -> float:
         """Return seconds that are needed at least."""
         tapes = held.tapes | held.far_tapes
         for thing in (held.writing, held.reading):
@@ -151,7 +109,7 @@ class _Search:
                 seconds += max(0.0, self.forward_s[i] - self.spared_s[i])
         return seconds
 
-    def moves(self, held: _Held) -> Iterator[tuple[float, _Move, _Held]]:
+    def moves(self, held: Held) -> Iterator[tuple[float, Move, Held]]:
         """Yield seconds, a move and what is held after it."""
         free = self.limit - self.resident(held)
         yield from self._operations(held, free)
@@ -163,7 +121,7 @@ class _Search:
         if left:
             yield min(left), ("wait", 0, False), self._later(held, min(left))
 
-    def _operations(self, held: _Held, free: int) -> Iterator[tuple[float, _Move, _Held]]:
+    def _operations(self, held: Held, free: int) -> Iterator[tuple[float, Move, Held]]:
         last, ended = held.adjoint - 1, held.front == self.n
         front = held.front + (not ended)
         for i in range(held.adjoint) if ended else (held.front,):
@@ -191,23 +149,23 @@ class _Search:
                 after = held._replace(adjoint=last, tapes=held.tapes & ~(1 << last))
                 yield self._done(after, self.reverse_s[last], ("reverse", last, False))
 
-    def _done(self, held: _Held, seconds: float, move: _Move) -> tuple[float, _Move, _Held]:
+    def _done(self, held: Held, seconds: float, move: Move) -> tuple[float, Move, Held]:
         return seconds, move, self._later(held, seconds)
 
-    def _later(self, held: _Held, seconds: float) -> _Held:
+    def _later(self, held: Held, seconds: float) -> Held:
         """Return what is held when so much time has passed."""
         writing, reading = held.writing, held.reading
         if writing is not None:
             held = held._replace(write_s=held.write_s - seconds)
             if held.write_s <= self.same_s:
-                held = _with(held, writing, "far_")._replace(writing=None, write_s=0.0)
+                held = with_thing(held, writing, "far_")._replace(writing=None, write_s=0.0)
         if reading is not None:
             held = held._replace(read_s=held.read_s - seconds)
             if held.read_s <= self.same_s:
-                held = _with(held, reading, "")._replace(reading=None, read_s=0.0)
+                held = with_thing(held, reading, "")._replace(reading=None, read_s=0.0)
         return self._tidy(held)
 
-    def _tidy(self, held: _Held) -> _Held:
+    def _tidy(self, held: Held) -> Held:
         """Return what is held without what nothing will need."""
         states = (1 << held.adjoint) - 2 if held.adjoint else 0  # state i is of use to stage i
         tapes = (1 << held.adjoint) - 1
@@ -226,7 +184,7 @@ class _Search:
             far_tapes=held.far_tapes & tapes,
         )
 
-    def _transfers(self, held: _Held, free: int) -> Iterator[tuple[_Move, _Held]]:
+    def _transfers(self, held: Held, free: int) -> Iterator[tuple[Move, Held]]:
         rates = self.rates
         capacity = math.inf if rates.capacity_bytes is None else rates.capacity_bytes
         alone = not rates.shared
@@ -241,7 +199,7 @@ class _Search:
                     may = i > 0
                 if may and self._in_tier(held) + size <= capacity:
                     seconds = max(self.same_s / 2, rates.writing_s(size))
-                    after = _with(held, thing, "own_")
+                    after = with_thing(held, thing, "own_")
                     yield ("put", i, tape), after._replace(writing=thing, write_s=seconds)
             if not tape and held.at_hand(i):
                 continue
@@ -250,12 +208,12 @@ class _Search:
                 seconds = max(self.same_s / 2, rates.reading_s(size))
                 yield ("get", i, tape), held._replace(reading=thing, read_s=seconds)
 
-    def _in_tier(self, held: _Held) -> int:
+    def _in_tier(self, held: Held) -> int:
         far = range(self.n)
         tapes = sum(self.tape[i] for i in far if held.far_tapes >> i & 1)
         return tapes + sum(self.state[i] for i in far if held.far_states >> i & 1)
 
-    def _evictions(self, held: _Held) -> Iterator[tuple[_Move, _Held]]:
+    def _evictions(self, held: Held) -> Iterator[tuple[Move, Held]]:
         # The live state stays for the next stage of the forward sweep.
         live = held.front if held.front < self.n else -1
         for i in range(self.n):
@@ -278,127 +236,7 @@ class _Search:
                 yield ("free", i, False), after
 
     @staticmethod
-    def _of_use(held: _Held, state: int) -> bool:
+    def _of_use(held: Held, state: int) -> bool:
         """Whether a tape that starts from a state still finds it somewhere."""
         tapes = held.tapes | held.far_tapes
         return not tapes >> state & 1 or held.anywhere(state)
-
-
-def _with(held: _Held, thing: _Thing, where: str) -> _Held:
-    tape, i = thing
-    if tape:
-        name = f"{where}tapes"
-    else:
-        name = f"{where}states"
-    return held._replace(**{name: getattr(held, name) | 1 << i})
-
-
-class _Writer:
-    """Writes down the actions of a path of the search."""
-
-    def __init__(self, n: int) -> None:
-        self.n, self.actions, self.live, self.ended = n, list[Action](), 0, False
-        self.tokens = 0
-        self.own: dict[_Thing, int] = {}  # tokens of writes not awaited
-        self.tier: set[_Thing] = set()
-        self.read: int | None = None
-
-    def _load(self, state: int) -> None:
-        if self.live != state:
-            self.actions.append(Load(state))
-            self.live = state
-
-    def _token(self) -> int:
-        self.tokens += 1
-        return self.tokens - 1
-
-    def _leave(self, state: int) -> None:
-        """Let the live state be another than this."""
-        if self.live == state:
-            self._load(0)
-
-    def _drop_state(self, state: int) -> None:
-        self._leave(state)
-        own = self.own.pop((False, state), None)
-        self.actions.append(Free(state) if own is None else Evict(state))
-
-    def write(self, move: _Move, held: _Held, after: _Held) -> None:
-        """Write down a move from what is held to what is held then."""
-        what, i, tape = move
-        gone = held.states & ~after.states
-        match what:
-            case "run":
-                self._load(i)
-                self.actions += [Advance(i, i + 1), Save(i + 1)]
-                self.live = i + 1
-            case "tape":
-                self._load(i)
-                self.actions.append(Tape(i))
-                self.live = i + 1
-                if i == self.n - 1 and not self.ended:
-                    self.actions.append(EndForward())
-                    self.ended = True
-            case "reverse":
-                self._reverse(i)
-            case "put":
-                self.actions.append(Put(i, tape=tape))
-                self.own[tape, i] = self._token()
-                self.tier.add((tape, i))
-            case "get":
-                self.actions.append(Get(i, tape=tape))
-                self.read = self._token()
-            case "keep" | "evict" if tape:
-                if what == "keep":
-                    self._save_from(i)
-                else:
-                    self._leave(i + 1)
-                self.actions.append(Evict(i, tape=True))
-                del self.own[True, i]
-        if held.reading is not None and after.reading is None:
-            assert self.read is not None
-            self.actions.append(Await(self.read))
-        for state in range(self.n):
-            if gone >> state & 1:
-                self._drop_state(state)
-        self._drop_copies(after)
-
-    def _save_from(self, i: int) -> None:
-        """Save the state in the tape of stage i: in the forward sweep, where it was made."""
-        if self.ended:
-            self._load(i + 1)
-            self.actions.append(Save(i + 1))
-            return
-        self.actions.insert(self.actions.index(Tape(i)) + 1, Save(i + 1))
-
-    def _reverse(self, i: int) -> None:
-        if (own := self.own.pop((True, i), None)) is not None:
-            self.actions.append(Await(own))
-        self.actions.append(Reverse(i))
-        if self.live == i + 1:
-            self.live = -1
-
-    def _drop_copies(self, after: _Held) -> None:
-        """Drop from the tier what nothing will need."""
-        for tape, i in sorted(self.tier):
-            far = after.far_tapes if tape else after.far_states
-            if far >> i & 1 or (tape, i) in (after.writing, after.reading):
-                continue
-            if (own := self.own.pop((tape, i), None)) is not None:
-                self.actions.append(Await(own))
-            self.actions.append(Drop(i, tape=tape))
-            self.tier.remove((tape, i))
-
-
-def _actions(
-    search: _Search, start: _Held, goal: _Held, came: dict[_Held, tuple[_Held, _Move]]
-) -> list[Action]:
-    path: list[tuple[_Held, _Move, _Held]] = []
-    at = goal
-    while at != start:
-        before, move = came[at]
-        path.append((before, move, at))
-        at = before
-    writer = _Writer(search.n)
-    for before, move, after in reversed(path):
-        writer.write(move, before, after)
-    return writer.actions

@@ -46,10 +46,13 @@ from ... import native
 from ...actions import Schedule
 from ...model.costs import Costs
 from ..bound import lower_bound
-from ..predict import SIMULATED_STEPS, Prediction, extended, predict
+from ..predict import Prediction
 from ..single.binomial import beta, nu
 from ..single.revolve import revolve
 from ..uniform import UniformPlan, require_steps
+from .form import Form as Form
+from .form_prediction import SIMULATED, prediction, run_form
+from .form_prediction import ring_prediction as ring_prediction
 from .interval import interval
 from .reserve import Reservation
 from .sweep import Sweep
@@ -63,7 +66,7 @@ _AS_GOOD = 0.01
 _PREDICTED = 6
 # Candidates are judged on this many steps, more where both ends want more, but
 # without the C core on no more than can be simulated.
-_JUDGED_STEPS, _SIMULATED = 512, 16_384
+_JUDGED_STEPS = 512
 _NEAR = 4 * _JUDGED_STEPS
 # Spacings tried whatever the tier: a faster one has all that a slower one has.
 SPACINGS = tuple(sorted({*map(float, range(1, 9)), *(2 ** (k / 4) for k in range(12, 73))}))
@@ -71,111 +74,7 @@ SPACINGS = tuple(sorted({*map(float, range(1, 9)), *(2 ** (k / 4) for k in range
 _SLOWER = 4.0
 # More tails than about twice as many are thinned out.
 _TAILS = 6
-# A backlog grows over so many times the spacing; more states are not worth a try.
-_DENSE = 6.0
 _BACKLOG = 64
-# However positions are rounded, none falls right before the tail.
-_WHOLE = 1 + 1e-6
-# Rings of more slots, or of more than so many times the spacing, are timed by
-# shorter ones, and wider spacings by narrower ones.
-_LONG_RING, _PERIODS, _WIDE = 2048, 32, 256.0
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """A candidate that can be laid over any length.
-
-    Attributes
-    ----------
-    spacing : float
-    tail : int or None
-        Length of the tail; None for the ring.
-    shift : int or None
-        Where the tail starts: this many steps after the position nearest to
-        its nominal start, or exactly there (None).
-    reserve : bool
-        Whether slots are given up late for the next read.
-    depth : int
-    end_spacing : float or None
-        Spacing among the states that the ring keeps to the end, where it differs.
-    online : bool
-        A ring that does not know where the sequence ends.
-    backlog : int
-        States stored before the tail beyond those written by then: they wait in slots.
-    """
-
-    spacing: float
-    tail: int | None
-    shift: int | None = None
-    reserve: bool = True
-    depth: int = 4
-    end_spacing: float | None = None
-    online: bool = False
-    backlog: int = 0
-
-    def sweep(self, costs: Costs, slots: int, n_steps: int, reservation: Reservation) -> Sweep:
-        """Lay the form over `n_steps` steps."""
-        tier = costs.tier
-        assert tier is not None
-        drain = math.ceil(tier.queue_depth * tier.write_s / max(costs.turn_s, 1e-12))
-        if self.online:
-            return Sweep(
-                slots,
-                self.spacing,
-                None,
-                self.depth,
-                tier.queue_depth,
-                drain_steps=drain,
-                reservation=reservation if self.reserve else None,
-            )
-        start = None
-        if self.tail is not None:
-            start = n_steps - self.tail
-            if self.shift is not None:
-                start = int(round(start / self.spacing) * self.spacing) + self.shift
-            start = min(max(start, 0), n_steps - 1)
-            if self.backlog:
-                return self._with_backlog(slots, start, tier.queue_depth, drain, reservation)
-        last = self.end_spacing or self.spacing
-        kept = int(min(n_steps, slots * last / max(last - 1, slots / n_steps)))
-        end_start = None if self.end_spacing is None else max(0, n_steps - 1 - kept)
-        margin = math.ceil(2 * last + self.spacing)
-        return Sweep(
-            slots=slots,
-            spacing=self.spacing,
-            tail_start=start,
-            depth=self.depth,
-            queue_depth=tier.queue_depth,
-            drain_steps=min(drain, n_steps),
-            reservation=reservation if self.reserve else None,
-            keep_from=max(0, n_steps - 1 - kept - margin),
-            end_start=end_start,
-            end_spacing=self.end_spacing or 1.0,
-        )
-
-    def ends(self, slots: int) -> int:
-        """Return how many steps at the ends are not periodic."""
-        if self.tail is None:
-            return 4 * slots
-        return self.tail + (math.ceil((_DENSE + 2) * self.spacing) if self.backlog else 0)
-
-    def _with_backlog(
-        self, slots: int, start: int, queue_depth: int, drain: int, reservation: Reservation
-    ) -> Sweep:
-        dense = min(start, math.ceil(_DENSE * self.spacing))
-        closer = dense / (dense / self.spacing + self.backlog)
-        return Sweep(
-            slots,
-            self.spacing,
-            start,
-            self.depth,
-            queue_depth,
-            drain_steps=drain,
-            reservation=reservation if self.reserve else None,
-            end_start=start - dense,
-            end_spacing=max(1.0, closer * _WHOLE),
-            backlog=self.backlog,
-        )
 
 
 def streaming_spacing(costs: Costs) -> float:
@@ -281,9 +180,7 @@ def _best(
     shortlist = dict.fromkeys(plain[:_PREDICTED] + waiting[:_PREDICTED])
     if share:
         shortlist[max(near, key=lambda form: form.spacing)] = None
-    predictions = {
-        form: _prediction(form, costs, slots, n_steps, reservation) for form in shortlist
-    }
+    predictions = {form: prediction(form, costs, slots, n_steps, reservation) for form in shortlist}
     best = min(predictions, key=lambda form: predictions[form].makespan_s)
     if share:
         # Measured overheads are never exact, and where they weigh, spacings
@@ -300,114 +197,6 @@ def _schedule(
     form: Form, costs: Costs, slots: int, reservation: Reservation, n_steps: int
 ) -> Schedule:
     return form.sweep(costs, slots, n_steps, reservation).schedule(n_steps)
-
-
-def _prediction(
-    form: Form, costs: Costs, slots: int, n_steps: int, reservation: Reservation
-) -> Prediction:
-    run = partial(_run, form, costs, slots, reservation)
-    found = predict(run, n_steps, period=form.spacing, head=form.ends(slots))
-    return _at_least(found, costs, slots, n_steps)
-
-
-def _at_least(found: Prediction, costs: Costs, slots: int, n_steps: int) -> Prediction:
-    """Return a prediction that rests on shorter runs, not below what is possible."""
-    least_s = lower_bound(costs, slots, n_steps)
-    return replace(
-        found,
-        makespan_s=max(found.makespan_s, least_s),
-        forward_steps=max(found.forward_steps, n_steps),
-    )
-
-
-def ring_prediction(form: Form, costs: Costs, slots: int, n_steps: int) -> Prediction:
-    """Return what a ring takes over `n_steps` steps, though the tier be full before the end."""
-    tier, reservation = costs.tier, Reservation(costs)
-    assert tier is not None
-    room = n_steps if tier.capacity_states is None else tier.capacity_states * form.spacing
-    if room >= n_steps:
-        return _prediction(form, costs, slots, n_steps, reservation)
-
-    capacity = tier.capacity_states or 0
-
-    def run(states: int) -> Prediction:
-        # Fewer states before the tier is full; what follows them is the same.
-        left = replace(costs, tiers=(replace(tier, capacity_states=states), *costs.tiers[1:]))
-        steps = n_steps - round((capacity - states) * form.spacing)
-        return timed(form.sweep(left, slots, steps, reservation), left, steps, online=form.online)
-
-    few = max(64, math.ceil(4 * slots / form.spacing) + 12)
-    if capacity <= 2 * few:
-        return run(capacity)
-    found = extended(run(few), run(2 * few), capacity / few - 2)
-    return _at_least(found, costs, slots, n_steps)
-
-
-def _run(
-    form: Form, costs: Costs, slots: int, reservation: Reservation, n_steps: int
-) -> Prediction:
-    """Return what a form takes, a long ring's by those of shorter ones.
-
-    A ring of many slots looks like one of fewer slots and steps: what it
-    takes grows with both together, but for its ends and the rounding of
-    positions, which stay as they are.  So two smaller ones of the same shape
-    are extended; wide spacings shrink along, and the transfers with them.
-    """
-    if form.tail is not None or n_steps <= (_SIMULATED if native.available() else SIMULATED_STEPS):
-        return _timed(form, costs, slots, reservation, n_steps)
-    slots = min(slots, 2 * n_steps + 64)  # more make no difference
-    if _WIDE * (1 + 1e-9) < form.spacing <= 4 * slots:
-        share = _WIDE / form.spacing
-
-        def shrunk(part: float) -> Prediction:
-            end = form.end_spacing and form.end_spacing * part
-            smaller = replace(form, spacing=form.spacing * part, end_spacing=end)
-            fewer, steps = max(1, round(slots * part)), max(2, round(n_steps * part))
-            faster = _faster(costs, part)
-            return _run(smaller, faster, fewer, Reservation(faster), steps)
-
-    elif slots > max(_LONG_RING, _PERIODS * form.spacing):
-        share = max(_LONG_RING, _PERIODS * form.spacing) / slots
-
-        def shrunk(part: float) -> Prediction:
-            fewer, steps = int(slots * part), max(2, round(n_steps * part))
-            return _run(form, costs, fewer, reservation, steps)
-
-    else:
-        return _timed(form, costs, slots, reservation, n_steps)
-    repeats = 2 * (1 - share) / share
-    found = extended(shrunk(share / 2), shrunk(share), repeats)
-    # Whole steps make the shorter rings a fraction of a step too long or too
-    # short, and extending them makes a thousand steps of it.
-    half, whole = (max(2, round(n_steps * part)) for part in (share / 2, share))
-    right = n_steps / (whole + repeats * (whole - half))
-    return replace(
-        found,
-        makespan_s=found.makespan_s * right,
-        forward_steps=round(found.forward_steps * right),
-        stall_s=found.stall_s * right,
-        peak_slots=min(slots, math.ceil(found.peak_slots / share)),
-    )
-
-
-def _timed(
-    form: Form, costs: Costs, slots: int, reservation: Reservation, n_steps: int
-) -> Prediction:
-    sweep = form.sweep(costs, slots, n_steps, reservation)
-    return timed(sweep, costs, n_steps, online=form.online)
-
-
-def _faster(costs: Costs, share: float) -> Costs:
-    """Return costs whose first tier moves a state in a share of the time."""
-    tier, *others = costs.tiers
-    tier = replace(
-        tier,
-        write_s=tier.write_s * share,
-        read_s=tier.read_s * share,
-        write_overhead_s=tier.write_overhead_s * share,
-        read_overhead_s=tier.read_overhead_s * share,
-    )
-    return replace(costs, tiers=(tier, *others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +219,7 @@ class _Judge:
         ends = 4 * (self.slots if ring else min(self.slots, math.ceil(spacing) + 2))
         enough = max(_JUDGED_STEPS, int(8 * spacing) + ends)
         if native.LIBRARY is None:
-            enough = min(enough, _SIMULATED)
+            enough = min(enough, SIMULATED)
         return min(self.n_steps, enough)
 
     def seconds(self, form: Form) -> float:
@@ -451,7 +240,7 @@ class _Judge:
         return whole + (self.n_steps - part) * max(0.0, whole - less) / span
 
     def _taken(self, form: Form, costs: Costs, n_steps: int) -> float:
-        return _run(form, costs, self.slots, self.reservation, n_steps).makespan_s
+        return run_form(form, costs, self.slots, self.reservation, n_steps).makespan_s
 
 
 def _note(form: Form) -> str:
