@@ -38,7 +38,8 @@ from benchmarks.overlap import Work, get_all, put_all
 from multistage import Costs, Tier, open_store, plan
 from multistage.backends.files import available_engines
 from multistage.errors import MultistageError
-from multistage.measurement.probe import action_seconds, probe_store
+from multistage.measurement.driver import action_seconds
+from multistage.measurement.store import probe_store
 from multistage.states.layout import Layout
 
 FORMAT = "multistage-node-1"

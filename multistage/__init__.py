@@ -12,7 +12,7 @@ from . import actions as actions
 from . import backends as backends
 from . import errors as errors
 from .backends import open_store as open_store
-from .measurement.probe import measure as measure
+from .measurement.chain import measure as measure
 from .model.blocks import Blocks as Blocks
 from .model.budget import Budget as Budget
 from .model.chain import Chain as Chain

@@ -41,7 +41,7 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure a tier with every engine it has, and print what it costs."""
-    from ..measurement.probe import probe_tier
+    from ..measurement.store import probe_tier
 
     if args.tier is None:
         return _probe_nodes(args)

@@ -18,7 +18,7 @@ from tabulate import tabulate
 from ..backends.urls import open_store
 from ..durable.status import inspect
 from ..errors import ArgumentError
-from ..measurement.probe import measure
+from ..measurement.chain import measure
 from ..model.budget import Budget
 from ..model.costs import Costs
 from ..planners import PLANNERS

@@ -21,7 +21,7 @@ from tabulate import tabulate
 
 from ..backends.urls import open_store
 from ..errors import ArgumentError, redacted
-from ..measurement.probe import measure
+from ..measurement.chain import measure
 from ..model.budget import Budget
 from ..model.costs import Costs
 from ..planners import PLANNERS, UniformPlan

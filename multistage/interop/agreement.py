@@ -10,8 +10,10 @@ from ..backends.base import Store
 from ..backends.urls import open_store
 from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
-from ..measurement.probe import measure, probe_store, with_driver
+from ..measurement.chain import measure
+from ..measurement.driver import with_driver
 from ..measurement.seen import drifted
+from ..measurement.store import probe_store
 from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import Costs

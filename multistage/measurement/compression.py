@@ -20,7 +20,8 @@ from ..model.tier import Tier
 from ..states.layout import Array
 from ..states.slots import States
 from ..support.units import format_seconds
-from .probe import probe_store, sample, starting
+from .chain import sample, starting
+from .store import probe_store
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")

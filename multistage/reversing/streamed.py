@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..backends.paged import PagedStore
 from ..errors import StoreError
-from ..measurement.probe import probe_store
+from ..measurement.store import probe_store
 from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..schedule.timeline import Timeline

@@ -20,9 +20,9 @@ from ..durable.run import DurableRun
 from ..errors import BudgetError
 from ..execute.executor import Counts, Executor, Resumed
 from ..execute.metered import Metered
+from ..measurement.chain import measure
 from ..measurement.compression import choose_compression
 from ..measurement.given import one_tape, planned
-from ..measurement.probe import measure
 from ..measurement.seen import drifted, seen_costs
 from ..model.budget import Budget
 from ..model.costs import Costs

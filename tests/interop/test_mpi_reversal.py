@@ -21,7 +21,7 @@ from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, BudgetError, StateError, StoreError
 from multistage.interop import agreement
 from multistage.interop.mpi import MPIReversal, slowest
-from multistage.measurement import probe
+from multistage.measurement import chain, driver, store
 from multistage.model.chain import FunctionChain
 from multistage.model.costs import Costs
 from multistage.model.stages import Stage, StageCosts
@@ -100,7 +100,8 @@ def test_measured_ranks_run_the_same_probe_steps_and_plan_alike(
             assert run.costs is not None
         return probed, str(plan.parameters), run.costs.forward_step_s, adjoint
 
-    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=perf_counter))
+    for module in (chain, driver, store):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=perf_counter))
     found = succeed(run_ranks(3, work))
     assert found[0][0] > 0
     assert len({one[:3] for one in found}) == 1

@@ -15,8 +15,9 @@ from multistage.backends import CascadeStore, FileStore, MemoryStore
 from multistage.backends.files import available_engines
 from multistage.backends.testing import FaultyStore
 from multistage.errors import StateError, StoreError
-from multistage.measurement import probe
-from multistage.measurement.probe import measure, probe_store, probe_tier
+from multistage.measurement import chain as chain_of_steps
+from multistage.measurement.chain import measure
+from multistage.measurement.store import probe_store, probe_tier
 from multistage.model.blocks import Blocks
 from multistage.model.chain import FunctionChain, InPlaceChain
 from multistage.model.costs import Costs
@@ -133,7 +134,7 @@ def test_the_copy_of_a_large_state_is_not_part_of_its_step(monkeypatch: Any) -> 
         clock.now_s += 1e-4
 
     monkeypatch.setattr(InPlace, "load", slowly)
-    monkeypatch.setattr(probe, "time", clock)
+    monkeypatch.setattr(chain_of_steps, "time", clock)
     chain: InPlaceChain[Any, Any] = InPlaceChain(step, lambda x, a, i: a)
     costs = measure(chain, np.zeros(4), 1, seconds=0.1)
     assert clock.now_s > 0.02
@@ -236,7 +237,7 @@ def test_a_cascade_costs_what_one_of_its_levels_does(monkeypatch: Any) -> None:
     def told(level: Any, *args: Any, **options: Any) -> Tier:
         return found[level] if level in found else whole(level, *args, **options)
 
-    monkeypatch.setattr("multistage.measurement.probe.probe_store", told)
+    monkeypatch.setattr("multistage.measurement.store.probe_store", told)
     for sweep_s, write_s, read_s in (
         (math.inf, 10.0, 20.0),  # as long as can be: most states lie below
         (64 * 15.0, 10.0, 15.0),

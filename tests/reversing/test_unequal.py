@@ -35,7 +35,7 @@ from multistage.errors import (
     StoreError,
 )
 from multistage.execute.metered import Metered, of_chain
-from multistage.measurement.probe import measure
+from multistage.measurement.chain import measure
 from multistage.model.stages import Stage
 from multistage.model.tier import Tier
 from multistage.planners.chain.heterogeneous import smallest_memory

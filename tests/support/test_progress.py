@@ -18,7 +18,7 @@ import pytest
 from chains import CHAINS, raw, store_all
 
 from multistage import Costs, Reversal, Stage, StageCosts, Tier, measure, plan, plan_chain
-from multistage.measurement.probe import probe_tier
+from multistage.measurement.store import probe_tier
 from multistage.model.chain import FunctionChain
 from multistage.planners.trade_off import trade_off
 from multistage.support import progress

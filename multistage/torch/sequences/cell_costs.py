@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...backends.base import Store
-from ...measurement.probe import action_seconds, probe_store, with_driver
+from ...measurement.driver import action_seconds, with_driver
+from ...measurement.store import probe_store
 from ...model.costs import Costs
 from ...model.tier import Tier
 from ..measurement.clocks import seconds_of

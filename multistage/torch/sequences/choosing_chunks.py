@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from ...errors import ArgumentError, BudgetError
-from ...measurement.probe import action_seconds
+from ...measurement.driver import action_seconds
 from ...model.budget import Budget
 from ...model.costs import Costs
 from ...model.tier import Tier
