@@ -18,9 +18,9 @@ import multistage.torch as mst
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, MultistageError
-from multistage.torch.offload import _Shelf
 from multistage.torch.tensors.meter import Meter
 from multistage.torch.tiers.pinned import PinnedStore
+from multistage.torch.tiers.shelf import Shelf
 
 
 class Block(nn.Module):
@@ -358,7 +358,7 @@ def test_the_table_of_storages_does_not_grow() -> None:
         for _ in range(300):
             x.exp().sin().sum().backward()
             keep.append(x.exp().sin().sum())
-        (shelf,) = [o for o in gc.get_objects() if type(o) is _Shelf]
+        (shelf,) = [o for o in gc.get_objects() if type(o) is Shelf]
         assert len(shelf._families) < 100
         assert len(shelf._ours) + len(shelf._saved) + len(shelf._held) < 30
     assert stats.moved >= 300

@@ -1,0 +1,286 @@
+"""What one `offload` holds, and when it moves.
+
+Tensors are cut into pages of equal size, so that any `Store` serves.  Writes are under way
+while the forward pass goes on; the backward pass asks for tensors in about the reverse
+order, and those before the one asked for are fetched ahead.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...backends.base import CheckpointLost, Store
+from ...backends.lifetimes import Birth, end
+from ...errors import MultistageError
+from ..tensors.geometry import Geometry, Place, extent, is_plain
+from ..tensors.streams import Home
+from .paging import PAGE_BYTES, Pager, page_layout
+from .pieces import WRITTEN, Family, Kept, Moved, Piece, again, is_foreign, is_sole, number_of
+
+_IN_FLIGHT = 4  # tensors whose writes may be under way
+_FEW_FAMILIES = 64  # before those that are gone are looked for
+_LOOKS = 8  # at a tensor that was just saved, one at each save, before it counts as held
+_HELD_LOOKS = 2  # at tensors that are held, at each save
+
+
+@dataclass(slots=True)
+class OffloadStats:
+    """What an `offload` did.
+
+    Attributes
+    ----------
+    moved, moved_bytes : int
+        Tensors that went to the tiers.
+    kept, kept_bytes : int
+        That stayed: small, held elsewhere when the context ended, no room.
+    shared : int
+        Saved again though they were there already.
+    """
+
+    moved: int = 0
+    moved_bytes: int = 0
+    kept: int = 0
+    kept_bytes: int = 0
+    shared: int = 0
+
+
+class Shelf:
+    """What one `offload` holds.
+
+    Notes
+    -----
+    A backward may run on any thread, and on several at a time: a lock makes one
+    thread of them for the store.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        device: torch.device,
+        least: int,
+        ahead: int,
+        stays: Sequence[Tensor],
+    ) -> None:
+        self._device, self._least, self._ahead = device, least, ahead
+        self.stats = OffloadStats()
+        self._stays = {t.untyped_storage()._cdata: t for t in stays if is_plain(t.detach())}
+        store.open(page_layout(PAGE_BYTES))
+        self._pager = Pager(store)
+        weakref.finalize(self, end, store.close, Birth.here())
+        self._lock = threading.RLock()
+        self._next_number = 0
+        self.gone: deque[tuple[range, Any]] = deque()  # of pieces nobody wants any more
+        self._pieces: weakref.WeakValueDictionary[int, Piece] = weakref.WeakValueDictionary()
+        self._families: dict[tuple[int, int], Family] = {}  # by storage and version
+        self._crowd = _FEW_FAMILIES
+        self._saved: deque[weakref.ref[Piece]] = deque()  # of late
+        self._held: deque[weakref.ref[Piece]] = deque()  # longer, and held elsewhere
+        self._ours: Counter[int] = Counter()  # tensors of pieces, by the storage they hold
+        self._writing: deque[weakref.ref[Piece]] = deque()
+
+    # ----------------------------------------------------------------- forward
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Put a tensor on the shelf; return what stands for it."""
+        if not is_plain(tensor) or tensor.device != self._device:
+            return Kept(tensor)
+        base = tensor if tensor._base is None else tensor._base
+        is_parameter = isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
+        storage = tensor.untyped_storage()
+        if is_parameter or storage._cdata in self._stays or is_foreign(storage):
+            return Kept(tensor)
+        geometry = Geometry.of(tensor)
+        if not 0 < geometry.nbytes >= self._least:
+            self._count_kept(geometry)
+            return Kept(tensor)
+        with self._lock:
+            self._tidy()
+            self._put_ready()
+            family = self._family(base, storage)
+            piece = family.pieces.get(geometry.elements)
+            if piece is not None:
+                self.stats.shared += 1
+                return Moved(piece, geometry)
+            where = extent(storage, geometry)
+            place = family.places.get(where)
+            if place is None:
+                place = family.places[where] = Place(storage, where)
+            versions = tensor.detach(), tensor._version
+            home = Home(self._device)
+            piece = Piece(self.gone, self._next_number, geometry, place, versions, home)
+            self._next_number += 1
+            self._pieces[piece.number] = family.pieces[geometry.elements] = piece
+            self._saved.append(weakref.ref(piece))
+            self._ours[storage._cdata] += 1
+        return Moved(piece, geometry)
+
+    def _count_kept(self, geometry: Geometry) -> None:
+        self.stats.kept += 1
+        self.stats.kept_bytes += geometry.nbytes
+
+    def _family(self, base: Tensor, storage: torch.UntypedStorage) -> Family:
+        """Return the family of a tensor with this base."""
+        key = storage._cdata, base._version
+        family = self._families.get(key)
+        if family is None or family.base() is not base:
+            if len(self._families) >= self._crowd:
+                self._families = {k: f for k, f in self._families.items() if not f.is_gone()}
+                self._crowd = max(_FEW_FAMILIES, 2 * len(self._families))
+            family = self._families[key] = Family(base, storage)
+        return family
+
+    def _put_ready(self) -> None:
+        """Put what nothing else holds any more, of what was saved of late and some of the rest."""
+        for _ in range(len(self._saved)):
+            piece = self._saved.popleft()()
+            if piece is not None and not self._put_if_sole(piece):
+                piece.looks += 1
+                queue = self._saved if piece.looks < _LOOKS else self._held
+                queue.append(weakref.ref(piece))
+        for _ in range(min(_HELD_LOOKS, len(self._held))):
+            piece = self._held.popleft()()
+            if piece is not None and not self._put_if_sole(piece):
+                self._held.append(weakref.ref(piece))
+
+    def _put_if_sole(self, piece: Piece) -> bool:
+        """Put a piece if nothing else holds its memory; return whether that was so."""
+        assert piece.versions is not None
+        tensor, _ = piece.versions
+        if not is_sole(tensor, self._ours[number_of(tensor)]):
+            return False
+        self._put(piece)
+        return True
+
+    def _put(self, piece: Piece) -> None:
+        assert piece.versions is not None
+        tensor, version = piece.versions
+        if tensor._version != version:
+            piece.spoiled = True
+            self._let_go(piece)
+            return
+        while len(self._writing) >= _IN_FLIGHT:
+            self._settle_oldest()
+        with piece.home.context():  # whatever the stream of the operation that comes next
+            stored = self._stored(piece, tensor)
+        if stored:
+            self._writing.append(weakref.ref(piece))
+            self.stats.moved += 1
+            self.stats.moved_bytes += piece.geometry.nbytes
+        else:
+            self._keep_piece(piece)
+
+    def _keep_piece(self, piece: Piece) -> None:
+        assert piece.versions is not None
+        tensor, version = piece.versions
+        self._count_kept(piece.geometry)
+        piece.kept = Kept(tensor, version)
+        self._let_go(piece)
+
+    def _let_go(self, piece: Piece) -> None:
+        """Let go of what a piece was saved from."""
+        assert piece.versions is not None
+        self._drop(piece.versions[0])
+        piece.versions = None
+
+    def _drop(self, tensor: Tensor) -> None:
+        number = number_of(tensor)
+        self._ours[number] -= 1
+        if not self._ours[number]:
+            del self._ours[number]
+
+    def _stored(self, piece: Piece, tensor: Tensor) -> bool:
+        """Put the pages of a piece; return whether there was room."""
+        keys = self._pager.put([piece.geometry.line(tensor.untyped_storage())])
+        if keys is None:
+            return False
+        piece.keys = keys
+        return True
+
+    def _settle_oldest(self) -> None:
+        piece = self._writing.popleft()()
+        if piece is not None:
+            self._written(piece)
+
+    def _written(self, piece: Piece) -> None:
+        """Wait until a piece's pages have left it; let go of it."""
+        if piece.versions is None:
+            return
+        tensor, version = piece.versions
+        if not self._pager.wait(piece.keys):
+            piece.kept = Kept(tensor, version)
+        self._let_go(piece)
+
+    def settle(self) -> None:
+        """Wait for the writes under way: the forward pass is over."""
+        with self._lock:
+            self._tidy()
+            for reference in (*self._saved, *self._held):
+                piece = reference()
+                if piece is not None and not self._put_if_sole(piece):
+                    self._keep_piece(piece)
+            self._saved.clear()
+            self._held.clear()
+            while self._writing:
+                self._settle_oldest()
+            self._families.clear()
+
+    # ---------------------------------------------------------------- backward
+
+    def unpack(self, saved: Kept | Moved) -> Tensor:
+        """Return the tensor that stands behind what `pack` returned."""
+        if isinstance(saved, Kept):
+            return saved.checked()
+        piece, geometry = saved.piece, saved.geometry
+        with self._lock:
+            self._tidy()
+            if piece.waits:
+                assert piece.versions is not None
+                return again(Kept(*piece.versions), piece.geometry, geometry)
+            self._written(piece)
+            if piece.kept is not None:
+                return again(piece.kept, piece.geometry, geometry)
+            if piece.spoiled:
+                raise RuntimeError(WRITTEN)
+            root, shift = piece.place.root()
+            if not piece.place.has(piece.number, root):
+                self._fetch_ahead(piece)
+                piece.geometry.fill(root, shift, self._line(piece))
+                piece.place.filled(piece.number)
+                piece.fetched = False
+            return geometry.on(root, shift)
+
+    def _fetch_ahead(self, piece: Piece) -> None:
+        for number in range(piece.number, max(-1, piece.number - self._ahead - 1), -1):
+            other = self._pieces.get(number)
+            if other is not None and other.keys and not other.fetched:
+                other.fetched = True
+                self._pager.prefetch(other.keys)
+
+    def _line(self, piece: Piece) -> Tensor:
+        """Return the bytes of a piece."""
+        line = torch.empty(piece.geometry.nbytes, dtype=torch.uint8, device=self._device)
+        try:
+            self._pager.read(piece.keys, [len(line)], [line])
+        except CheckpointLost as error:
+            raise MultistageError(
+                f"a saved tensor is lost, and nothing can compute it again: {error}"
+            ) from error
+        return line
+
+    def _tidy(self) -> None:
+        """Give back the pages of pieces that are gone."""
+        while self.gone:
+            keys, versions = self.gone.popleft()
+            if versions is not None:
+                self._pager.wait(keys)
+            self._pager.drop(keys)
+            if versions is not None:
+                self._drop(versions[0])
