@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import overload
 
 from torch import nn
 
@@ -14,13 +14,13 @@ from .tracing.traced import stages_of_model
 
 
 @overload
-def to_chain(model: nn.Module, sample_input: Any) -> Stages: ...
+def to_chain(model: nn.Module, sample_input: object) -> Stages: ...
 
 
 @overload
 def to_chain(
     model: nn.Module,
-    sample_input: Any,
+    sample_input: object,
     *,
     memory: int | str | float,
     tiers: Tiers | None = None,
@@ -29,7 +29,7 @@ def to_chain(
 
 def to_chain(
     model: nn.Module,
-    sample_input: Any,
+    sample_input: object,
     *,
     memory: int | str | float | None = None,
     tiers: Tiers | None = None,

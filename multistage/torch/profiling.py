@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -14,8 +13,8 @@ from .sequential import Sequential
 
 
 def profile(
-    model: nn.Sequential | Sequence[Callable[[Any], Any]] | Sequential,
-    sample_input: Any,
+    model: nn.Sequential | Sequence[Callable[..., object]] | Sequential,
+    sample_input: object,
     *,
     seconds: float = 2.0,
 ) -> StageCosts:

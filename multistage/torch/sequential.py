@@ -123,7 +123,7 @@ class Sequential(LimitedModule):
     def __init__(
         self,
         model: nn.Sequential | Sequence[Call],
-        sample_input: Any = None,
+        sample_input: object = None,
         memory: int | str | float | None = None,
         *,
         planner: ChainPlanner = "optimal",
@@ -237,7 +237,7 @@ class Sequential(LimitedModule):
     # --------------------------------------------------------------- planning
 
     @yielding
-    def prepare(self, *sample_input: Any, **named: Any) -> ChainPlan:
+    def prepare(self, *sample_input: object, **named: object) -> ChainPlan:
         """Profile and plan for inputs like this one; return the plan.
 
         Takes what the chain is called with.  Where `torch.distributed` is at
@@ -254,7 +254,7 @@ class Sequential(LimitedModule):
 
     # ---------------------------------------------------------------- running
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Return what the model returns.
 
         A chain of stages takes one state; a chain that `to_chain` found takes the
@@ -340,7 +340,7 @@ class Sequential(LimitedModule):
         chain = self._multistage
         return f"memory={chain.memory!r}, planner={chain.planner!r}"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sequential:
+    def __deepcopy__(self, memo: dict[int, object]) -> Sequential:
         from copy import deepcopy
 
         copy = type(self).__new__(type(self))
@@ -352,7 +352,9 @@ class Sequential(LimitedModule):
 # Not methods: their names belong to models.
 
 
-def _state_of(sequential: Sequential, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _state_of(
+    sequential: Sequential, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """Return the chain's input from the arguments of a call."""
     traced = sequential._multistage.traced
     if traced is not None:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from tierfuzz.chains import WIDTH, Spoil, Spoils, random_chain
-from tierfuzz.faults import Flaky, FlakyFile, Interrupts, Pace, poisoned
+from tierfuzz.faults import Flaky, FlakyFile, Interrupts, Pace, flaky_rows, poisoned
 from tierfuzz.late import as_planned, asking, by_chance, said_late
 from tierfuzz.plans import random_plan
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from multistage.actions import (
     Action,
 )
+from multistage.backends import FileStore, MemoryStore
 from multistage.planners.chain.heterogeneous import ChainPlan
 from multistage.torch.chains.runner import Run
 from multistage.torch.environment.scope import Scope
@@ -163,7 +164,7 @@ def play(seed: int) -> tuple[str, bool]:
     rng = random.Random(seed)
     way = rng.choice(WAYS)
     what = rng.choice(["none", "none", "full", "write", "read", "break", "close", "small"])
-    kind = rng.choice(["memory", "file"])
+    kind = rng.choice(["memory", "file", "rows in memory", "rows in a file"])
     pace = rng.choice(["free", "eager", "lazy", "mixed"])
     late = rng.choice([0.0, 0.0, 0.3, 1.0])
     count = 2 if way in ("two", "two back", "same", "again") else 1
@@ -179,12 +180,18 @@ def play(seed: int) -> tuple[str, bool]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
         capacity = PAGE * rng.randrange(1, 30) if what == "small" else None
-        if kind == "file":
-            store = FlakyFile(folder, buffer_bytes=0, capacity_bytes=capacity)
+        store: Any
+        if kind == "rows in memory":
+            store = MemoryStore(capacity, buffer_bytes=0)
+        elif kind == "rows in a file":
+            store = FileStore(folder, buffer_bytes=0, capacity_bytes=capacity)
+        elif kind == "file":
+            store = FlakyFile(folder, buffer_bytes=0, capacity_bytes=capacity).fail(what, when)
         else:
             store = Flaky(what, when)
             store.capacity_bytes = capacity
-        berth = Berth(store.fail(what, when), CPU, PAGE)
+        stack.enter_context(flaky_rows(what, when))  # of stores that take rows
+        berth = Berth(store, CPU, PAGE)
         stack.callback(berth.close)
         plain = [random_chain(seed + k) for k in range(count)]
         ours = [random_chain(seed + k) for k in range(count)]

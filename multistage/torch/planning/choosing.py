@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -213,7 +213,7 @@ def device_of(sequential: LimitedModule) -> torch.device:
     return torch.device("cpu")
 
 
-def limit_of(sequential: LimitedModule, state: Any) -> int | str | float | None:
+def limit_of(sequential: LimitedModule, state: object) -> int | str | float | None:
     """Return the memory limit: the one given, else that of the device."""
     chain = sequential._multistage
     if chain.memory is not None or chain.planner == "store-all":

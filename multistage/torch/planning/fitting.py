@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -32,7 +31,7 @@ _BYTES = (
 
 def measured(
     sequential: LimitedModule,
-    state: Any,
+    state: object,
     *,
     seconds: float = SECONDS,
     costs: StageCosts | None = None,
@@ -49,7 +48,7 @@ def counted(sequential: LimitedModule, profile: Profile) -> list[Profile]:
     return [profile] if given or chain.traced is None else chain.traced.counted(profile)
 
 
-def fitted(sequential: LimitedModule, state: Any, found: Profile, together: bool) -> Planned:
+def fitted(sequential: LimitedModule, state: object, found: Profile, together: bool) -> Planned:
     """Return the best plan for stages as measured, unchecked."""
     traced = sequential._multistage.traced
     profiles = counted(sequential, found)
@@ -84,7 +83,7 @@ def _refuse_unhooked(profile: Profile, plan: ChainPlan) -> None:
 
 
 def for_larger(
-    sequential: LimitedModule, planned: Planned, state: Any, larger: LargerError
+    sequential: LimitedModule, planned: Planned, state: object, larger: LargerError
 ) -> Planned:
     """Return a plan for an input with which a stage saves or returns more than planned for.
 

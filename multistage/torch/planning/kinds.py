@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -17,7 +15,7 @@ from .choosing import is_collective
 from .limited import Facts, LimitedModule, of_functions
 
 
-def kind_of_call(model: LimitedModule, state: Any, found: Found) -> object:
+def kind_of_call(model: LimitedModule, state: object, found: Found) -> object:
     """Return what a plan depends on: shapes, dtypes, devices, wishes and modes.
 
     Those of parameters too: numbers of words have one dtype, whatever the model's.

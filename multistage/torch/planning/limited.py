@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ from ..tracing.calling import arguments
 from ..tracing.parts import Part
 from ..tracing.traced import Stages
 
-Call = Callable[[Any], Any]
+Call = Callable[..., object]
 
 
 def sends(plan: ChainPlan) -> bool:
@@ -48,7 +47,7 @@ class Planned:
     sizes: Sizes = field(default_factory=Sizes)  # of the whole, where it runs as it is
     running: Running = field(default_factory=Running)
 
-    def holds(self, stages: Sequence[Call], state: Any, way: object) -> bool:
+    def holds(self, stages: Sequence[Call], state: object, way: object) -> bool:
         """Whether it is of the chain's present stages, and serves an input."""
         if self.traced is None:  # who assigns to a child puts another in its place
             same = len(stages) == len(self.stages)
@@ -99,10 +98,10 @@ class Limited:
         """Return the stages that are no modules; see `Scope`."""
         return [c for c in self.calls if not isinstance(c, (str, nn.Module))]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Profiles point at modules and at devices: a copy profiles anew.
         state = {f.name: getattr(self, f.name) for f in fields(self)}
-        empty: dict[str, Any] = {
+        empty: dict[str, object] = {
             "known": OrderedDict(),
             "plan": None,
             "checked": None,
@@ -112,7 +111,7 @@ class Limited:
         }
         return {**state, **empty}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
 
@@ -157,7 +156,7 @@ def use(chain: Limited, planned: Planned) -> None:
         chain.traced, chain.calls = planned.traced, list(planned.traced.bare)
 
 
-def run_plain(sequential: LimitedModule, state: Any) -> Any:
+def run_plain(sequential: LimitedModule, state: object) -> object:
     """Run without a plan; what was traced runs as it is, whatever the shapes and modes."""
     traced = sequential._multistage.traced
     if traced is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -39,14 +38,14 @@ _KINDS = 64
 _VARIANTS = 8
 
 
-def prepared(sequential: LimitedModule, state: Any) -> ChainPlan:
+def prepared(sequential: LimitedModule, state: object) -> ChainPlan:
     """Return the plan for a state, made as a training step would."""
     with torch.enable_grad():
         return planned_for(sequential, state, whole(sequential), together=True).plan
 
 
 def planned_for(
-    sequential: LimitedModule, state: Any, found: Found, *, together: bool = False
+    sequential: LimitedModule, state: object, found: Found, *, together: bool = False
 ) -> Planned:
     """Return what is known of inputs like this one; profile and plan if nothing is."""
     chain = sequential._multistage
@@ -75,7 +74,7 @@ def _remember(chain: Limited, kind: object, variants: list[Planned]) -> None:
 
 
 def _made(
-    sequential: LimitedModule, state: Any, variants: list[Planned], together: bool
+    sequential: LimitedModule, state: object, variants: list[Planned], together: bool
 ) -> Planned:
     """Trace if the stages do not hold for an input, profile, and plan."""
     chain = sequential._multistage
@@ -103,7 +102,7 @@ def _made(
     return replace(unchecked, checked=_compared(sequential, unchecked, state))
 
 
-def _compared(sequential: LimitedModule, planned: Planned, state: Any) -> Checked:
+def _compared(sequential: LimitedModule, planned: Planned, state: object) -> Checked:
     """Run the model and the chain once each, and compare."""
     chain = sequential._multistage
     model = sequential._model()
@@ -124,7 +123,7 @@ def _compared(sequential: LimitedModule, planned: Planned, state: Any) -> Checke
     )
 
 
-def replanned(sequential: LimitedModule, planned: Planned, state: Any) -> Planned:
+def replanned(sequential: LimitedModule, planned: Planned, state: object) -> Planned:
     """Return a plan for the rates that the tier was seen to have, if they are others now."""
     chain = sequential._multistage
     tiered, plan = chain.tiered, planned.plan

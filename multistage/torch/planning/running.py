@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 from ...errors import BudgetError
 from ...execute.detour import Deadlines
@@ -34,7 +33,7 @@ def _berth(sequential: LimitedModule, plan: ChainPlan) -> Berth | None:
     return tiered.berth(device_of(sequential), plan.memory_bytes)
 
 
-def run(sequential: LimitedModule, planned: Planned, state: Any, found: Found) -> Any:
+def run(sequential: LimitedModule, planned: Planned, state: object, found: Found) -> object:
     """Run by a plan."""
     way = Sizes.way(leaves_of(state), found.number)
     if planned.runs_plainly(way):

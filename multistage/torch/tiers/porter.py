@@ -72,8 +72,8 @@ class Trip:
     row: Row
     lines: list[Tensor | None]
     is_write: bool
-    ready: Any = None  # on CUDA: after what was computed before
-    arrived: Any = None  # on CUDA: after the last copy
+    ready: torch.Event | None = None  # on CUDA: after what was computed before
+    arrived: torch.Event | None = None  # on CUDA: after the last copy
     seconds: float = 0.0
     awaited: bool = False
     cancelled: bool = False
