@@ -149,7 +149,7 @@ def test_classes_of_stores_are_known_by_their_methods_or_bases() -> None:
 
 # What is not yet as it should be; a bar is only ever lowered.
 BARS = {
-    "files_over_400": 17,
+    "files_over_400": 9,
     "longest_function": 172,
     "functions_over_60": 13,
     "import_cycles": 0,
