@@ -1,0 +1,224 @@
+"""Helpers of the PyTorch front ends by themselves: what each of them promises to the others."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from multistage.backends import MemoryStore
+from multistage.backends.testing import FaultyStore
+from multistage.errors import ArgumentError, StateError
+from multistage.torch.environment.scope import Scope
+from multistage.torch.environment.snapshots import Snapshot
+from multistage.torch.sequences.collector import Collector
+from multistage.torch.sequences.inputs import InputGradients, Inputs
+from multistage.torch.tensors.checksums import Checksums, checksum
+from multistage.torch.tensors.fingerprints import fingerprint
+from multistage.torch.tensors.geometry import Geometry, whole
+from multistage.torch.tensors.graphs import graph_begins, leaves_below
+from multistage.torch.tensors.meter import Meter
+from multistage.torch.tensors.states import TensorState
+from multistage.torch.tiers.paging import Pager, page_layout
+from multistage.torch.tiers.parcels import Origins, Parcel
+from multistage.torch.tiers.porter import Porter
+
+CPU = torch.device("cpu")
+PAGE = 64
+
+
+# ---------------------------------------------------------------------- bits
+
+
+def test_a_checksum_is_of_all_tensors_in_their_order() -> None:
+    a, b, c = (torch.full((3,), float(k)) for k in range(3))
+    found = [checksum(each) for each in ([a, b], [c, b], [b, a], [a])]
+    assert len(set(found)) == len(found)
+
+
+def test_checksums_tell_a_chunk_that_gave_other_results() -> None:
+    sums = Checksums(2, CPU)
+    sums.note(0, [torch.zeros(3)])
+    assert not sums.differs(0, [torch.zeros(3)])
+    assert sums.differs(0, [torch.tensor([0.0, -0.0, 0.0])])
+
+
+@pytest.mark.parametrize("bit", [0, 1, 31, 62, 63])
+@pytest.mark.parametrize("place", [0, 1, 6])
+def test_a_fingerprint_sees_every_bit(place: int, bit: int) -> None:
+    words = torch.arange(7)
+    before = fingerprint(words)
+    words[place] ^= -(1 << 63) if bit == 63 else 1 << bit
+    assert fingerprint(words) != before
+
+
+def test_fingerprints_see_the_order_of_equal_words() -> None:
+    assert fingerprint(torch.tensor([1, 2])) != fingerprint(torch.tensor([2, 1]))
+
+
+def test_a_tensor_on_other_memory_is_read_as_before() -> None:
+    base = torch.randn(4, 3, dtype=torch.complex64)
+    for tensor in (base, base.t()[1:], base.conj(), base.conj().imag, base[:, 1]):
+        copy = whole(tensor.untyped_storage()).clone()
+        again = Geometry.of(tensor).on(copy, 0)
+        assert torch.equal(again, tensor) and again.stride() == tensor.stride()
+        assert (again.is_conj(), again.is_neg()) == (tensor.is_conj(), tensor.is_neg())
+
+
+def test_a_meter_counts_what_is_alive() -> None:
+    with Meter(CPU) as meter:
+        kept = torch.ones(100)
+        for _ in range(3):
+            torch.ones(1000)
+    assert (meter.live_bytes(), meter.peak_bytes) == (kept.nbytes, 4400)
+
+
+def test_a_state_that_was_written_to_is_refused() -> None:
+    state = TensorState([torch.zeros(2), torch.zeros(2)])
+    assert len(state.checked()) == 2
+    state.tensors[1].add_(1)
+    with pytest.raises(StateError, match="modified by an inplace operation"):
+        state.checked()
+
+
+def test_a_graph_from_before_the_cell_is_refused() -> None:
+    outside = torch.ones(2, requires_grad=True) * 2
+    begun = graph_begins()
+    leaf = torch.ones(2, requires_grad=True)
+    inside = leaf * 3
+    assert list(leaves_below([inside], set(), [], begun, "cell")) == [leaf]
+    with pytest.raises(ArgumentError, match="computed outside of it"):
+        list(leaves_below([inside * outside], {id(leaf)}, [], begun, "cell"))
+
+
+# ----------------------------------------------------------------- sequences
+
+
+def _facts(summed: bool = False) -> Any:
+    return SimpleNamespace(summed=(summed,), y_spec=None)
+
+
+def test_the_gradient_of_a_last_output_goes_to_the_last_step() -> None:
+    last = Collector(_facts(), 5, "last", True)
+    gradient = torch.ones(2)
+    assert last.gradient(0, 0, torch.zeros(3, 2), gradient) is None
+    found = last.gradient(0, 3, torch.zeros(2, 2), gradient)
+    assert found is not None and found.tolist() == [[0, 0], [1, 1]]
+
+
+def test_a_sum_is_apart_from_what_it_began_with() -> None:
+    total = Collector(_facts(summed=True), 2, "stack", False)
+    first = torch.tensor(1.0)
+    total.add(0, [first])
+    first += 5  # as a cell may that keeps it
+    total.add(1, [torch.tensor(2.0)])
+    assert [v.item() for v in total.values() if v is not None] == [3.0]
+
+
+def test_inputs_that_were_written_to_are_noticed() -> None:
+    for given in (torch.zeros(3, 2), [torch.zeros(2), torch.ones(2)]):
+        inputs = Inputs(given, None)
+        assert not inputs.changed()
+        given[1].add_(1)
+        assert inputs.changed()
+
+
+def test_an_input_of_several_steps_is_a_parameter() -> None:
+    once, twice = (torch.zeros(2, requires_grad=True) for _ in range(2))
+    inputs = Inputs([twice, once, twice], None)
+    assert [t is twice for t in inputs.repeated] == [True]
+    assert [t is once for t in inputs.tensors()] == [True]
+    leaves: list[Any] = []
+    assert inputs.at(1, leaves) is leaves[0][1] is not once
+    gradients = InputGradients(inputs)
+    gradients.put(leaves[0][0], torch.ones(2))
+    assert [g.tolist() for g in gradients.values() if g is not None] == [[1, 1]]
+
+
+# --------------------------------------------------------------- environment
+
+
+def test_a_snapshot_puts_generators_and_buffers_back() -> None:
+    norm = nn.BatchNorm1d(3)
+    snapshot = Snapshot.capture([norm], [], Scope([norm]))
+    drawn = random.random(), torch.rand(2)
+    before = {key: value.clone() for key, value in norm.state_dict().items()}
+    norm(torch.randn(4, 3))
+    assert norm.num_batches_tracked == 1
+    snapshot.restore()
+    assert random.random() == drawn[0] and torch.equal(torch.rand(2), drawn[1])
+    assert all(torch.equal(value, before[key]) for key, value in norm.state_dict().items())
+
+
+# --------------------------------------------------------------------- tiers
+
+
+class Dropping(MemoryStore):
+    """Notes what is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped: list[int] = []
+
+    def drop(self, key: int) -> None:
+        self.dropped.append(key)
+        super().drop(key)
+
+
+def _pager(store: Any) -> Pager:
+    store.open(page_layout(PAGE))
+    return Pager(store, PAGE)
+
+
+def test_the_rest_of_a_last_page_is_empty() -> None:
+    store = MemoryStore()
+    pager = _pager(store)
+    dirty = torch.full((4 * PAGE,), 7, dtype=torch.uint8)
+    del dirty  # its memory is the next to be used
+    keys = pager.put([torch.ones(PAGE + 8, dtype=torch.uint8)])
+    assert keys is not None and pager.wait(keys)
+    (page,) = store.get(keys[-1])
+    assert list(page) == [1] * 8 + [0] * (PAGE - 8)
+    store.close()
+
+
+@pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
+def test_a_row_that_finds_no_room_leaves_none_of_its_pages() -> None:
+    store = MemoryStore(4 * PAGE, buffer_bytes=0)
+    pager = _pager(store)
+    assert pager.put([torch.ones(20 * PAGE, dtype=torch.uint8)]) is None
+    assert store.stats.stored_bytes == 0
+    store.close()
+
+
+@pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
+def test_a_row_that_was_not_written_leaves_the_tier() -> None:
+    inner = Dropping()
+    porter = Porter(FaultyStore(inner, lose_write={1}), CPU, PAGE)
+    trip = porter.send([torch.ones(3 * PAGE, dtype=torch.uint8)])
+    assert not porter.wait(trip) and trip.row.error == "a write failed"
+    assert not trip.lines, "its memory is referred to still"
+    assert porter.close() and set(inner.dropped) == {0, 1, 2}
+
+
+def test_a_tensor_written_to_on_its_way_is_spoilt() -> None:
+    for writes in (False, True):
+        porter = Porter(MemoryStore(), CPU, PAGE)
+        held = torch.arange(32.0)
+        parcel = Parcel([held.view(4, 8)], Origins(), ())
+        trip = porter.send(parcel.lines())
+        assert porter.wait(trip)
+        parcel.let_go()
+        if writes:
+            held.add_(1)
+        back = porter.fetch(trip.row, parcel.make_room())
+        parcel.on_its_way(back)
+        assert porter.wait(back) and parcel.came_back()
+        (found,) = parcel.tensors
+        assert found is not None and found.shape == (4, 8)
+        assert (parcel.versions[0] < 0) == writes
+        assert porter.close()
