@@ -188,11 +188,11 @@ def test_the_rest_of_a_last_page_is_empty() -> None:
 
 @pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
 def test_a_row_that_finds_no_room_leaves_none_of_its_pages() -> None:
-    store = MemoryStore(4 * PAGE, buffer_bytes=0)
-    pager = _pager(store)
-    assert pager.put([torch.ones(20 * PAGE, dtype=torch.uint8)]) is None
-    assert store.stats.stored_bytes == 0
-    store.close()
+    inner = Dropping()
+    pager = _pager(FaultyStore(inner, refuse={2}))
+    assert pager.put([torch.ones(5 * PAGE, dtype=torch.uint8)]) is None
+    assert inner.dropped == [0, 1]
+    inner.close()
 
 
 @pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")

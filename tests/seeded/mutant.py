@@ -1,0 +1,24 @@
+"""What a seeded fault consists of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A line of a file, what stands there instead, and the tests of which one must fail."""
+
+    path: str
+    line: str
+    instead: str
+    tests: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}: {self.instead.strip()[:60]!r}"
+
+
+def of(path: str, line: str, instead: str, *tests: str) -> Mutant:
+    """Return the fault of a path in the package."""
+    return Mutant(path, line, instead, tests)
