@@ -35,10 +35,4 @@ FAULTS: tuple[Mutant, ...] = (
         "                    self._r += 1",
         "interop/test_checkpoint_schedules.py",
     ),
-    of(
-        "interop/pyrevolve/revolvers.py",
-        "        self._slots = TRANSIT if diskstorage else n_checkpoints",
-        "        self._slots = n_checkpoints",
-        "interop/test_pyrevolve.py",
-    ),
 )
