@@ -24,6 +24,7 @@ class Judge:
         self.loss = len(costs.stages)
         self.saved, self.tapes, self.landing = set(), set(), set()
         self.pinned = set()  # inputs of tapes, apart from the tape before
+        self.late = set()  # tapes made in the reverse sweep, which hold their inputs
         self.live, self.adjoint = 0, self.loss + 1
         self.now = self.waited = 0.0
         self.busy = [0.0, 0.0]
@@ -98,7 +99,9 @@ class Judge:
                 assert self.live == i and i not in self.tapes, action
                 self.at_peak(self.of(i, "tape_bytes") + self.of(i, "tape_overhead_bytes"))
                 self.tapes.add(i)
-                if i - 1 not in self.tapes:
+                if self.ended:
+                    self.late.add(i)
+                if self.ended or i - 1 not in self.tapes:
                     self.pinned.add(i)
                 self.now += self.of(i, "forward_s")
                 if self.adjoint == i + 1:
@@ -123,14 +126,15 @@ class Judge:
             case Free(i):
                 self.saved.remove(i)
             case Put(i, _, tape):
-                assert i in (self.tapes if tape else self.saved), action
+                assert i in (self.tapes - self.late if tape else self.saved), action
                 self.transfer((i, tape), 0)
                 self.tier.add((i, tape))
                 self.tier_peak = max(self.tier_peak, sum(map(self.size, self.tier)))
             case Evict(i, _, tape):
                 self.wait(self.done[(i, tape), 0])
                 (self.tapes if tape else self.saved).remove(i)
-                self.pinned.discard(i)  # gone with its tape, or to the tier
+                if i not in self.late:
+                    self.pinned.discard(i)  # gone with its tape, or to the tier
             case Get(i, _, tape):
                 assert (i, tape) in self.tier and i not in (self.tapes if tape else self.saved)
                 self.transfer((i, tape), 1)

@@ -9,7 +9,9 @@ room: what is resident is
   a stage includes the state that the stage makes, not the one it starts from;
 * each state outside of a tape while it is live, saved, landing, or the input of a held
   tape: such a tape pins its input.  Where the tape that includes the input is evicted, or
-  the input itself, it is in the tier instead, and must be back for `Reverse`;
+  the input itself, it is in the tier instead, and must be back for `Reverse`.  A tape
+  made in the reverse sweep is the exception: it holds its input as long as it exists,
+  as autograd's graph does, and cannot be written to a tier;
 * the staging copy of a live state that an `Offer` or a `Put` writes, until its `Await`.
 
 A tape that comes back includes its state anew: a copy of that state which stayed
@@ -78,6 +80,7 @@ class ByteAccounting:
     saved: dict[int, _Buffer] = field(default_factory=dict)
     tapes: dict[int, _Buffer] = field(default_factory=dict)
     starts: dict[int, _Buffer | None] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)  # held tapes made in the reverse sweep
     state: list[int] = field(init=False, repr=False)
     gradient: list[int] = field(init=False, repr=False)
     tape: list[int] = field(init=False, repr=False)
@@ -98,7 +101,7 @@ class ByteAccounting:
     def begin(self, n_steps: int) -> None:
         """Start a sweep over the first `n_steps` stages: its input, and its last gradient."""
         self.live = self._share(self.first)
-        self.saved, self.tapes, self.starts = {}, {}, {}
+        self.saved, self.tapes, self.starts, self.late = {}, {}, {}, set()
         self.resident_bytes = self.peak_bytes = self.state[0] + self.gradient[n_steps]
 
     def bytes_of(self, item: int) -> int:
@@ -177,6 +180,8 @@ class ByteAccounting:
             case Tape(step):
                 self.tapes[step] = made = self._new(self.tape[step])
                 self.starts[step], self.live = self.live, None
+                if rules.adjoint is not None:
+                    self.late.add(step)
                 self._go_on(self._share(made))
             case Reverse(step):
                 self._reverse(step, rules)
@@ -203,7 +208,7 @@ class ByteAccounting:
                     self._leave(step)
                 else:
                     gone = self.saved.pop(step)
-                    if self.starts.get(step) is gone:
+                    if self.starts.get(step) is gone and step not in self.late:
                         self.starts[step] = None
                         self._release(gone)
                     self._release(gone)
@@ -275,16 +280,21 @@ class ByteAccounting:
                 self.resident_bytes -= buffer.nbytes
 
     def _leave(self, step: int) -> None:
-        """Give a tape back; the state in it outlives it where it is live or saved."""
+        """Give a tape back; the state in it outlives it where something else holds it."""
         gone = self.tapes.pop(step)
         self._release(self.starts.pop(step))
+        self.late.discard(step)
         state = step + 1
-        if self.starts.get(state) is gone:
+        pinned = self.starts.get(state) is gone and state in self.late
+        if self.starts.get(state) is gone and not pinned:
             self.starts[state] = None
             self._release(gone)
         saved = self.saved.get(state)
-        if gone in (self.live, saved):
+        if pinned or gone in (self.live, saved):
             kept = self._new(self.state[state])
+            if pinned:
+                self._release(gone)
+                self.starts[state] = self._share(kept)
             if self.live is gone:
                 self._go_on(self._share(kept))
             if saved is gone:

@@ -345,6 +345,10 @@ class Rules:
             self._fail(f"{action} but tape {step} is not held")
         if self.tapes[step] is not None:
             self._fail(f"{action} before Await({self.tapes[step]}) of its Get")
+        if self.memory is not None and step in self.memory.late:
+            self._fail(
+                f"{action} but tape {step} was made in the reverse sweep, where no tape is written"
+            )
         if (~step, tier) in self.stored:
             self._fail(f"{action} but tier {tier} already has that tape")
 

@@ -31,7 +31,8 @@ The rules, enforced by `Rules` and nowhere else:
 Room is counted in one of two ways.  In slots, as above: steps are alike, and a tape
 serves by itself.  In bytes (`accounting`): stages differ, a tape includes the state that
 its stage makes, so `Load` finds it there, and a held tape pins the state it starts from,
-so `Reverse` needs both.
+so `Reverse` needs both.  A tape made after `EndForward` stays in fast memory, as does the
+state it starts from, until its `Reverse`: neither its `Put` nor an `Evict` gives room back.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ class Buffer:
     nbytes: int
     state: int  # the state in it, -1 if it is landing
     start: Buffer | None = None  # a tape's input, None while only the tier has it
+    is_late: bool = False  # whether it is a tape made in the reverse sweep, which holds its input
 
 
 class Memory:
@@ -92,7 +93,8 @@ class Memory:
                 self.live = Buffer(self.states[stop], stop)
             case Tape(step):
                 need(live == step < last and step not in self.tapes)
-                self.live = self.tapes[step] = Buffer(self.tape_bytes[step], step + 1, self.live)
+                made = Buffer(self.tape_bytes[step], step + 1, self.live, self.todo is not None)
+                self.live = self.tapes[step] = made
             case Reverse(step):
                 need(self.todo is not None and step == self.todo - 1)
                 if step in self.tapes:
@@ -123,6 +125,7 @@ class Memory:
                 held = self.tapes if is_tape else self.saved
                 need(step not in held or held[step].state >= 0)
                 need(step in held or (not is_tape and live == step))
+                need(not (is_tape and held[step].is_late))
                 self.tier.add((is_tape, step))
                 staged = Buffer(self.states[step] if not is_tape else 0, -2)
                 kind = "write" if step in held else "staged"
@@ -146,10 +149,10 @@ class Memory:
                 need(tokens and step in held and self.queue[tokens[0]][3] is held[step])  # type: ignore[index]
                 self.queue[tokens[0]] = None
                 gone = held.pop(step)
-                for tape in self.tapes.values():
-                    tape.start = None if tape.start is gone else tape.start
                 if is_tape:
                     self._outlive(gone)
+                else:
+                    self._unpin(gone, None)
             case Drop(step, _, is_tape):
                 need((is_tape, step) in self.tier and not self.under_way(is_tape, step))
                 self.tier.remove((is_tape, step))
@@ -174,8 +177,13 @@ class Memory:
         for entry in self.queue:
             if entry and entry[3] is gone and not entry[1]:
                 self.queue[self.queue.index(entry)] = (*entry[:3], kept)
+        self._unpin(gone, kept)
+
+    def _unpin(self, gone: Buffer, kept: Buffer | None) -> None:
+        """Take what is gone from tapes that start from it; late ones hold the state by itself."""
         for tape in self.tapes.values():
-            tape.start = None if tape.start is gone else tape.start
+            if tape.start is gone:
+                tape.start = (kept or gone) if tape.is_late else None
 
     def finish(self) -> None:
         need(self.todo == 0 and not (self.saved or self.tapes or self.tier or any(self.queue)))
@@ -359,6 +367,38 @@ def test_an_evicted_state_leaves_though_a_tape_starts_from_it() -> None:
         rules.apply(action, 0 if isinstance(action, Put) else True)
     assert rules.memory is not None
     assert rules.memory.resident_bytes == 1
+
+
+def test_an_evicted_state_stays_while_a_tape_of_the_reverse_sweep_starts_from_it() -> None:
+    costs = StageCosts((Stage("a", 1, 1, 100, 130), Stage("b", 1, 1, 1, 7)))
+    rules, memory = Rules.in_bytes(costs), Memory(costs)
+    assert rules.memory is not None
+    first = [Advance(0, 1), Save(1), Put(1), Advance(1, 2), Tape(2), EndForward(), Reverse(2)]
+    for action in (*first, Load(1), Tape(1), Evict(1)):
+        rules.apply(action, 0 if isinstance(action, Put) else True)
+        memory.apply(action)
+    assert rules.memory.resident_bytes == memory.resident() == 100 + 7 + 1
+    rules.apply(Reverse(1), None)  # the tape still has the state it starts from
+    assert rules.memory.resident_bytes == 100
+
+
+def test_the_state_in_an_evicted_tape_stays_while_a_tape_of_the_reverse_sweep_starts_from_it() -> (
+    None
+):
+    costs = StageCosts((Stage("a", 1, 1, 100, 130), Stage("b", 1, 1, 1, 7)))
+    rules = Rules.in_bytes(costs)
+    assert rules.memory is not None
+    first = [Tape(0), Put(0, tape=True), Advance(1, 2), Tape(2), EndForward(), Reverse(2)]
+    for action in (*first, Load(1), Tape(1), Evict(0, tape=True)):
+        rules.apply(action, 0 if isinstance(action, Put) else True)
+    assert rules.memory.resident_bytes == 100 + 7 + 1
+
+
+def test_a_tape_of_the_reverse_sweep_is_not_written() -> None:
+    costs = StageCosts((Stage("a", 1, 1, 100, 130), Stage("b", 1, 1, 1, 7)))
+    late = [Advance(0, 2), Tape(2), EndForward(), Reverse(2), Load(0), Tape(0), Put(0, tape=True)]
+    with pytest.raises(ScheduleError, match="tape 0 was made in the reverse sweep"):
+        check(late, costs=costs)
 
 
 @pytest.mark.parametrize("lost", range(4))
