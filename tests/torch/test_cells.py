@@ -187,6 +187,28 @@ def test_a_later_input_that_wants_a_gradient() -> None:
     assert_alike(run)
 
 
+@pytest.mark.parametrize("steps", [1, STEPS])
+@pytest.mark.parametrize("mode", ["sum", "last"])
+def test_zeros_in_gradients_of_inputs_have_the_signs_of_plain_autograd(
+    mode: str, steps: int
+) -> None:
+    """Dropout leaves -0.0 in gradients; zeros of the other steps are added to it, if any."""
+
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        net, x = Cell(), sequence(wants=True)
+
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            dropped = nn.functional.dropout(x, 0.5)
+            return net(h, dropped)[0], dropped.sum(1)
+
+        out = unrolled(cell, zeros(), x, kept, outputs=mode, n_steps=steps)
+        (out.outputs.sum() + out.state.sum()).backward()
+        assert x.grad is not None
+        return [x.grad, x.grad.signbit()]
+
+    assert_alike(run)
+
+
 def test_one_input_at_many_steps() -> None:
     """Its gradients are added last step first."""
 

@@ -283,15 +283,23 @@ class InputGradients:
         if isinstance(inputs.given, Tensor) and inputs.tensors():
             self.whole = torch.zeros_like(inputs.given)
         self._found: list[Tensor | None] = [None] * len(inputs.tensors())
+        self._alone: Place | None = None  # of `whole`, while no other gradient was put there
 
     def put(self, place: Place, gradient: Tensor) -> None:
         """Put the gradient of a leaf that `Inputs.at` or `many` noted in its place."""
         if self.whole is None:
             assert isinstance(place, int)
             self._found[place] = gradient
-        else:
+        elif self._found[0] is None:
             self.whole[place] = gradient
-            self._found[0] = self.whole
+            self._found[0], self._alone = self.whole, place
+        else:
+            # Plain autograd adds up one tensor for each step, zero elsewhere: of several -0.0
+            # becomes 0.0.
+            if self._alone is not None:
+                self.whole[self._alone] += 0
+                self._alone = None
+            self.whole[place] += gradient
 
     def values(self) -> list[Tensor | None]:
         """Return the gradients; None of a tensor that none reached, as plain autograd has it."""
