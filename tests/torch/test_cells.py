@@ -431,6 +431,23 @@ def test_leaves_that_a_cell_makes_itself() -> None:
     assert_alike(run)
 
 
+def test_a_cell_that_runs_only_with_a_graph() -> None:
+    """`register_hook` raises where nothing wants a gradient."""
+
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        net, x = Cell(), sequence(wants=True)
+
+        def cell(h: Tensor, x: Tensor) -> Tensor:
+            h = torch.tanh(net.linear(h) + x)
+            h.register_hook(lambda gradient: gradient * 0.9)
+            return h
+
+        unrolled(cell, zeros(), x, kept).state.sum().backward()
+        return gradients(net, x)
+
+    assert_alike(run)
+
+
 @dataclass
 class Dataclass:
     """A cell that cannot be hashed."""

@@ -223,16 +223,22 @@ class Explorer:
         """Whether a step returns other bits without a graph, from state 0 or the one after it.
 
         State 0 is often zeros, from which many kernels round alike.  The compiler
-        makes other kernels for either, which may differ only later.
+        makes other kernels for either, which may differ only later.  A step may also fail
+        without a graph: a hook on its state needs one.
         """
         cell, spec = self._cell, self._spec
 
-        def step(state: Sequence[Tensor], wants: Sequence[bool] | None) -> int:
+        def step(state: Sequence[Tensor], wants: Sequence[bool] | None) -> int | None:
             given = [t.detach() for t in state]
             if wants is not None:
                 given = [t.requires_grad_(w) for t, w in zip(given, wants, strict=True)]
-            with self.untouched(), torch.set_grad_enabled(wants is not None):
-                result = cell.call(pytree.tree_unflatten(given, spec), self._x([]))
+            try:
+                with self.untouched(), torch.set_grad_enabled(wants is not None):
+                    result = cell.call(pytree.tree_unflatten(given, spec), self._x([]))
+            except RuntimeError:
+                if wants is None and torch.is_grad_enabled():
+                    return None
+                raise
             return checksum([t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)])
 
         seen = checksum(looked.results)
