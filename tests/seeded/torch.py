@@ -90,7 +90,7 @@ FAULTS: tuple[Mutant, ...] = (
         "torch/test_checking.py",
     ),
     of(
-        "torch/offload.py",
+        "torch/tiers/shelf.py",
         "            if piece.waits:\n",
         "            if False:\n",
         "torch/test_offload.py",
