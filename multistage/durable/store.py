@@ -89,7 +89,7 @@ class DurableStore(BaseStore):
         self._writer: Writer | None = None
         self._hold = Hold(self.name)
         self._index: Index[Batch] = Index(PLACES)
-        self._dead: list[Batch] = []
+        self._dead: dict[int, Batch] = {}  # without live states, by number
         self._reading: dict[int, Read] = {}
         self._reads: Lane[Read] = Lane("multistage-durable-reader")
         self._found: list[Batch] = []
@@ -155,7 +155,7 @@ class DurableStore(BaseStore):
         self.stats.stored_bytes += len(batch.steps) * self._layout.record_bytes
         self.stats.peak_stored_bytes = self.stats.stored_bytes
         if not batch.live:
-            self._dead.append(batch)
+            self._dead[batch.number] = batch
 
     def adopt(self, layout: OrderedLayout, folder: Folder, below: int | None) -> list[int]:
         """Take over the states before `below` that a run left; return their steps, ascending.
@@ -223,6 +223,7 @@ class DurableStore(BaseStore):
             stats.refused += 1
             return False
         self._index.enter(key, batch, len(batch.steps) - 1)
+        self._dead.pop(batch.number, None)  # its states so far may all have been dropped
         batch.live += 1
         stats.writes += 1
         stats.stored_bytes += self._layout.record_bytes
@@ -240,9 +241,8 @@ class DurableStore(BaseStore):
         if batch.state is State.FAILED or not self._lasting:
             self._index.pop(key)
             return False
+        self._dead.pop(batch.number, None)
         batch.live += 1
-        if batch in self._dead:
-            self._dead.remove(batch)
         return True
 
     def _new_batch(self) -> Batch:
@@ -303,7 +303,7 @@ class DurableStore(BaseStore):
         self._reading.pop(key, None)  # nobody will ask for it
         batch.live -= 1
         if not batch.live:
-            self._dead.append(batch)
+            self._dead[batch.number] = batch
         self._bury()
 
     def release(self, step: int) -> None:
@@ -316,14 +316,14 @@ class DurableStore(BaseStore):
     def _bury(self) -> None:
         """Remove the files of dropped states that nobody needs and no thread is at."""
         needed_below = self._needed_below
-        newest = self._dead[-1] if self._dead else None
+        newest = self._dead[next(reversed(self._dead))] if self._dead else None
         if needed_below == self._buried_below and (newest is None or newest.least < needed_below):
             return  # many may be waiting for the next adjoint: they are not looked at each time
         self._buried_below = needed_below
-        left = []
-        for batch in self._dead:
+        left = {}
+        for batch in self._dead.values():
             if batch.least < needed_below or not batch.settled:
-                left.append(batch)
+                left[batch.number] = batch
                 continue
             for step in batch.steps:
                 entry = self._index.find(step)
@@ -345,7 +345,7 @@ class DurableStore(BaseStore):
         assert batch is not None
         batch.live -= 1
         if not batch.live:
-            self._dead.append(batch)
+            self._dead[batch.number] = batch
 
     # ------------------------------------------------------------------- reads
 

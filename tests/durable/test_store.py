@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, ValuesView
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +51,44 @@ def files(folder: Folder) -> list[str]:
 
 def value(store: DurableStore, key: int) -> float:
     return float(store.get(key)[0].ravel()[-1])
+
+
+def test_a_state_outlives_dropped_ones_in_its_file(folder: Folder) -> None:
+    store = DurableStore(lambda: folder, "probe", linger_s=60, lasting=False)
+    store.open(SMALL)
+    try:
+        assert store.put(0, packed(SMALL, 0))
+        store.drop(0)  # the file is to be begun still: it may get other states
+        assert store.put(1, packed(SMALL, 1))
+        store.flush()
+        assert store.put(2, packed(SMALL, 2))
+        store.drop(2)  # looks for files that are not needed
+        assert value(store, 1) == 1 / 3
+        store.drop(1)
+        store.flush()
+        assert store.put(3, packed(SMALL, 3))
+        store.drop(3)
+        store.flush()
+        store.drop(3)
+    finally:
+        store.close()
+    assert folder.names() == []
+
+
+def test_a_file_is_removed_once(folder: Folder) -> None:
+    store = DurableStore(lambda: folder, "probe", linger_s=60, lasting=False)
+    store.open(SMALL)
+    try:
+        for key in range(2):  # in one file, each dropped before the next
+            assert store.put(key, packed(SMALL, key))
+            store.drop(key)
+        store.flush()
+        assert store.put(2, packed(SMALL, 2))
+        store.drop(2)
+        store.flush()
+    finally:
+        store.close()
+    assert folder.names() == []
 
 
 def test_contract(folder: Folder) -> None:
@@ -259,12 +297,12 @@ def test_drops_that_wait_for_an_adjoint_are_not_looked_at_each_time(folder: Fold
     """As many as steps between two adjoints: looking at all for each would be quadratic."""
     layout = OrderedLayout.of(np.zeros(70_000))
 
-    class Watched(list):  # type: ignore[type-arg]
+    class Watched(dict):  # type: ignore[type-arg]
         looks = 0
 
-        def __iter__(self) -> Iterator[object]:
+        def values(self) -> ValuesView[object]:
             Watched.looks += len(self)
-            return super().__iter__()
+            return super().values()
 
     with_steps = range(50)
     store = opened(folder, layout)
