@@ -24,8 +24,9 @@ from ..actions import Action, Put, Schedule
 from ..backends.base import Store
 from ..backends.paged import PagedStore
 from ..errors import ArgumentError, BudgetError
-from ..execute.executor import Counts, Executor, Resumed
+from ..execute.executor import Counts, Executor
 from ..execute.metered import LargerThanPlanned, Metered, Seen, of_chain
+from ..execute.resumed import Resumed
 from ..measurement.given import one_tape
 from ..model.chain import Chain
 from ..model.costs import Costs

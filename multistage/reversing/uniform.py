@@ -18,8 +18,9 @@ from ..backends.base import Store
 from ..backends.compressed import compressions
 from ..durable.run import DurableRun
 from ..errors import BudgetError
-from ..execute.executor import Counts, Executor, Resumed
+from ..execute.executor import Counts, Executor
 from ..execute.metered import Metered
+from ..execute.resumed import Resumed
 from ..measurement.chain import measure
 from ..measurement.compression import choose_compression
 from ..measurement.given import one_tape, planned
