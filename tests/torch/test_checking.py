@@ -385,6 +385,17 @@ def test_a_failed_check_changes_nothing() -> None:
         assert chain.plan is None and chain.checked is None
 
 
+def test_a_check_that_fails_leaves_hooks() -> None:
+    x, other = torch.randn(3, requires_grad=True), torch.randn(3)
+    seen: list[Tensor] = []
+    x.register_hook(seen.append)
+    how: dict[str, Any] = {"name": "f", "stages": [], "room_bytes": float("inf")}
+    how |= {"writes": False, "check": "error", "targets": [x, other]}
+    assert check_chain(torch.clone, torch.clone, x, **how).outcome.startswith("not checked")
+    x.sum().backward()
+    assert len(seen) == 1
+
+
 def test_another_value_of_check_is_refused() -> None:
     with pytest.raises(ArgumentError, match="check='maybe' is not known"):
         mst.Sequential(a_model(), check="maybe")  # type: ignore[arg-type]

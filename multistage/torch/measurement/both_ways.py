@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from ..environment.copies import cloned
 from ..environment.randomness import device_types, random_devices
@@ -152,9 +153,10 @@ class Both:
             hooks.clear()
         # A forward that runs again in between may differentiate by the same tensors.
         passes: set[int] = set()
-        handles = [t.register_hook(lambda _: passes.add(_backward_pass())) for t in roots]
-        handles += [t.register_hook(_taker(found, names[id(t)], look, passes)) for t in targets]
+        handles: list[RemovableHandle] = []
         try:
+            handles += (t.register_hook(lambda _: passes.add(_backward_pass())) for t in roots)
+            handles += (t.register_hook(_taker(found, names[id(t)], look, passes)) for t in targets)
             keep = self._targets is not None or bool(ends)
             adjoints = _adjoints(roots)
             torch.autograd.grad(roots, targets, adjoints, retain_graph=keep, allow_unused=True)
