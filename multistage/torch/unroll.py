@@ -108,7 +108,7 @@ def unroll(
         always added up.
     parameters : sequence of Tensor, optional
         That gradients are wanted of; default: those of the module, and leaves
-        found in the graph of a step.
+        found in the graph of a step.  Frozen ones may be among them.
     planner : {"auto", "keep", "recompute", "stream", "offload"}
         The fastest by measurement; plain autograd; states kept and run again
         from; states streamed to the tiers; tapes streamed there, and nothing

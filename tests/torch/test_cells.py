@@ -374,6 +374,25 @@ def test_one_of_several_views_given_as_a_parameter() -> None:
         unrolled(cell, zeros(), sequence(), False, parameters=[both[0]])
 
 
+@pytest.mark.parametrize("unequal", [None, True])
+def test_parameters_given_twice_or_frozen(unequal: bool | None) -> None:
+    """Each sum was handed over twice, and grew with every chunk."""
+
+    def run(kept: bool) -> Sequence[Tensor | None]:
+        net, frozen = Cell(), torch.ones(WIDTH)
+        x = sequence(wants=True)
+
+        def cell(h: Tensor, x: Tensor) -> Tensor:
+            return net(h, x * frozen)[0]
+
+        every = [*net.parameters(), *net.parameters(), frozen]
+        out = unrolled(cell, zeros(), x, kept, parameters=every, unequal=unequal)
+        out.state.sum().backward()
+        return gradients(net, frozen, x)
+
+    assert_alike(run)
+
+
 def test_a_parameter_that_retains_its_gradient() -> None:
     """It held the sum of all partial sums."""
 

@@ -27,10 +27,10 @@ def state_leaves(state: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
 def known_parameters(
     cell: Cell, inputs: Inputs, parameters: Sequence[Tensor] | None
 ) -> list[Tensor]:
-    """Return the parameters known before a step is run.  Raises ArgumentError."""
+    """Return the parameters known before a step is run, each once.  Raises ArgumentError."""
     own = [p for m in cell.scope.modules for p in m._parameters.values() if p is not None]
-    wanting = {id(p): p for p in own if p.requires_grad}
-    known = list(wanting.values() if parameters is None else parameters)
+    given = own if parameters is None else parameters
+    known = list({id(p): p for p in given if p.requires_grad}.values())
     known += [t for t in inputs.repeated if not any(t is p for p in known)]
     if any(hasattr(p, "full_tensor") for p in known):
         raise ArgumentError(
