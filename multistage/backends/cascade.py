@@ -161,10 +161,15 @@ class CascadeStore(StreamedStore):
                 opened.append(level.lend(layout, extent_bytes))
                 self._lent.append(level)
             self._cascade = Levels(opened[0], opened[1], upper, lower, extent_bytes)
-        except BaseException:
+        except BaseException as error:
             for medium in opened:
                 medium.close()
             self._give_back()
+            if isinstance(error, RuntimeError):  # no thread
+                raise StoreError(
+                    f"tier {self.name!r} cannot be used: {error}; it needs a thread between its "
+                    "levels, and two more"
+                ) from error
             raise
         return self._cascade
 

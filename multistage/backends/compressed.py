@@ -135,7 +135,11 @@ class CompressedStore(StreamedStore):
             codec = _Blosc(layout) if self.choice == "blosc" else _Nothing()
         inner = self.store.lend(layout, extent_bytes)
         self._lent = True
-        self._compressed = _Compressed(inner, codec, extent_bytes)
+        try:
+            self._compressed = _Compressed(inner, codec, extent_bytes)
+        except BaseException:  # no memory
+            inner.close()
+            raise
         return self._compressed
 
     def _give_back(self) -> None:

@@ -226,7 +226,7 @@ class StreamedStore(BaseStore):
             self._traffic.start(self._bounce_bytes(layout))
         except (OSError, MemoryError, RuntimeError) as error:  # no memory, no thread
             raise StoreError(
-                f"tier {self.name!r} cannot be used: {error or 'no memory'}; it needs "
+                f"tier {self.name!r} cannot be used: {str(error) or 'no memory'}; it needs "
                 f"{self.buffer_bytes(layout)} bytes of buffers and two threads"
             ) from error
 

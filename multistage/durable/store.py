@@ -27,6 +27,7 @@ from ..backends.extents import Index, State
 from ..backends.lanes import Lane
 from ..backends.lifetimes import Hold
 from ..backends.medium import warn_full
+from ..errors import StoreError
 from ..states.layout import Array, Layout
 from ..support.step_sets import StepSet
 from .batches import (
@@ -114,9 +115,15 @@ class DurableStore(BaseStore):
         self._hold.take()
         try:
             self._begin(layout)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, (OSError, MemoryError, RuntimeError)):  # no memory, no thread
+                raise StoreError(
+                    f"tier {self.name!r} cannot be used: {str(error) or 'no memory'}; it needs "
+                    f"{self.buffer_bytes(layout)} bytes of buffers and two threads"
+                ) from error
             raise
+        self._found = []
 
     def _begin(self, layout: Layout) -> None:
         self._plain = not isinstance(layout, OrderedLayout)
@@ -131,7 +138,6 @@ class DurableStore(BaseStore):
         self._pool = landing_pool(self._layout.record_bytes)
         for batch in self._found:
             self._enter(batch)
-        self._found = []
         self._writer = Writer(
             self._folder,
             self._layout,

@@ -23,9 +23,11 @@ import numpy as np
 import pytest
 
 import multistage
-from multistage.backends import CheckpointLost, FileStore
+from multistage.backends import CascadeStore, CheckpointLost, FileStore, MemoryStore
+from multistage.backends.compressed import CompressedStore
 from multistage.backends.files import ENGINES
 from multistage.backends.private import PREFIX, PrivateFolder
+from multistage.backends.streamed import StreamedStore
 from multistage.errors import MultistageError, StoreError
 from multistage.states.layout import Layout
 
@@ -433,13 +435,25 @@ SCARCE: dict[str, tuple[object, str, Exception]] = {
 }
 
 
-@pytest.mark.parametrize("engine", FILE_ENGINES)
+def _made(kind: Any, folder: Path, buffer_bytes: int) -> StreamedStore:
+    """Return a store with a file: of an engine, below memory, or compressed."""
+    if kind == "cascade":
+        return CascadeStore(
+            MemoryStore(1 << 20, buffer_bytes=buffer_bytes),
+            FileStore(folder, "direct", buffer_bytes=buffer_bytes),
+        )
+    if kind == "blosc":
+        return CompressedStore(FileStore(folder, "direct", buffer_bytes=buffer_bytes), kind)
+    return FileStore(folder, kind, buffer_bytes=buffer_bytes)
+
+
+@pytest.mark.parametrize("kind", [*FILE_ENGINES, "cascade", "blosc"])
 @pytest.mark.parametrize("buffer_bytes", [0, 200_000])
 @pytest.mark.parametrize("scarce", SCARCE)
 def test_a_store_that_cannot_open_leaves_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    engine: Any,
+    kind: str,
     buffer_bytes: int,
     scarce: str,
 ) -> None:
@@ -448,7 +462,7 @@ def test_a_store_that_cannot_open_leaves_nothing(
     real = getattr(owner, name)
     refused = 0
     for at in range(1, 50):
-        store = FileStore(tmp_path, engine, buffer_bytes=buffer_bytes)
+        store = _made(kind, tmp_path, buffer_bytes)
         failing = Failing(real, at, error)
         method = owner is threading.Thread
         replaced = (lambda self, failing=failing: failing(self)) if method else failing
@@ -471,7 +485,7 @@ def test_a_store_that_cannot_open_leaves_nothing(
         if failing.calls < at:
             break
     # The native engine starts no thread of Python's; `test_native` has its own refused.
-    assert refused >= (scarce != "threads" or engine != "native")
+    assert refused >= (scarce != "threads" or kind != "native")
 
 
 def test_an_interrupted_close_can_be_repeated(

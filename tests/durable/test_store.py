@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import mmap
 import os
 import threading
 from collections.abc import Iterator, ValuesView
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from multistage.backends.testing import check_store
 from multistage.durable.folder import Folder
 from multistage.durable.records import OrderedLayout
 from multistage.durable.store import DurableStore
-from multistage.errors import CheckpointWarning
+from multistage.errors import CheckpointWarning, StoreError
 from multistage.states.layout import Array
 
 SMALL = OrderedLayout.of(np.zeros(100))
@@ -89,6 +92,44 @@ def test_a_file_is_removed_once(folder: Folder) -> None:
     finally:
         store.close()
     assert folder.names() == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
+        (mmap, "mmap", OSError(errno.ENOMEM, "no memory")),
+        (mmap, "mmap", MemoryError()),
+    ],
+)
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_store_that_cannot_open_says_so_and_keeps_what_it_took_over(
+    folder: Folder,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: object,
+    name: str,
+    error: Exception,
+    at: int,
+) -> None:
+    before = opened(folder, SMALL)
+    assert before.put(3, packed(SMALL, 3))
+    before.close()
+    store = DurableStore(lambda: folder)
+    assert store.adopt(SMALL, folder, 9) == [3]
+    real, calls = getattr(owner, name), itertools.count(1)
+
+    def scarce(*arguments: Any, **options: Any) -> Any:
+        if next(calls) >= at:
+            raise error
+        return real(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, scarce)
+        with pytest.raises(StoreError, match="tier 'durable' cannot be used"):
+            store.open(SMALL)
+    store.open(SMALL)
+    assert value(store, 3) == 3 / 3
+    store.close()
 
 
 def test_contract(folder: Folder) -> None:
