@@ -43,7 +43,7 @@ FAULTS: tuple[Mutant, ...] = (
     ),
     of(
         "schedule/accounting.py",
-        "if self.starts.get(state) is gone and step not in self.late:",
+        "if self.starts.get(step) is gone and step not in self.late:",
         "if False:",
         "schedule/test_accounting.py",
     ),
