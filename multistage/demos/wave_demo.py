@@ -308,7 +308,8 @@ def gradient_chart(model: Acoustic2D, gradient: Array, true: Array) -> Chart:
     end_s = model.n_steps * model.step_s
     residual = model.recorded - model.observed
     # The gradient along the surface is far larger than below, where the structure is.
-    below = gradient[inside][gradient.shape[0] // 8 :]
+    below = gradient[inside]
+    below = below[min(gradient.shape[0] // 8, len(below) // 2) :]
 
     def panel(title: str, field: Array, palette: Palette, values: tuple[float, float]) -> Panel:
         image = image_of(field, palette, values, (0.0, width, 0.0, depth), title)

@@ -12,6 +12,7 @@ import pytest
 
 from multistage import PLANNERS, Blocks, Costs, Reversal, Tier
 from multistage.demos.wave import Acoustic2D, build, layered, taylor_test
+from multistage.demos.wave_demo import gradient_chart
 from multistage.errors import ArgumentError
 
 STEPS = 70
@@ -241,3 +242,9 @@ def test_a_velocity_that_is_unstable_is_refused() -> None:
         model.velocity = np.full(model.shape, 9000.0)
     with pytest.raises(ArgumentError, match="rows=0 must be at least 1"):
         build(0, 50, 9)
+
+
+def test_the_smallest_grid_is_drawn() -> None:
+    model = build(67, 67, 2)
+    chart = gradient_chart(model, np.zeros(model.shape), model.velocity)
+    assert len(chart.panels) == 4
