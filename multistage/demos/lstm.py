@@ -239,6 +239,8 @@ def build(n_steps: int, width: int, batch: int, dtype: npt.DTypeLike, seed: int 
     for name, value in (("n_steps", n_steps), ("width", width), ("batch", batch)):
         if value < 1:
             raise ArgumentError(f"{name}={value} must be at least 1")
+    if seed < 0:
+        raise ArgumentError(f"seed={seed} must not be negative")
     streams, vocabulary = encode(standard_library((n_steps + 1) * batch), batch)
     return LSTM(streams, vocabulary, width, dtype, seed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -114,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
         args.sweeps = 4 if args.durable is None else 1
     if args.sweeps < 1:
         raise ArgumentError(f"sweeps={args.sweeps} must be at least 1")
+    if not 0 < args.rate < math.inf:
+        raise ArgumentError(f"rate={args.rate} must be a finite number above 0")
     if args.durable is not None and (args.sweeps > 1 or args.tiers is not None):
         raise ArgumentError(
             "--durable keeps one sweep and is its tier: leave --sweeps and --tiers out"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -55,8 +56,13 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(
             "this demo needs PyTorch: pip install 'multistage-checkpointing[torch]'"
         ) from error
-    if args.updates < 1 or args.n_steps < 1:
-        raise ArgumentError("updates and steps must be at least 1")
+    for name in ("n_steps", "width", "batch", "updates"):
+        if getattr(args, name) < 1:
+            raise ArgumentError(f"{name}={getattr(args, name)} must be at least 1")
+    if not 0 < args.rate < math.inf:
+        raise ArgumentError(f"rate={args.rate} must be a finite number above 0")
+    if not 0 <= args.seed < 1 << 64:
+        raise ArgumentError(f"seed={args.seed} must be from 0 to 2^64 - 1")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def say(text: str = "") -> None:

@@ -212,6 +212,8 @@ def test_demo_differentiates_and_tests(capsys, tmp_path: Path, options: list[str
         (["plan", "--load=plan.json", "--memory=1"], "leave --memory out"),
         (["demo", "lstm", "--n-steps=0"], "steps=0"),
         (["demo", "lstm", "--sweeps=0"], "sweeps=0"),
+        (["demo", "lstm", "--seed=-1"], "seed=-1 must not be negative"),
+        (["demo", "lstm", "--rate=nan"], "rate=nan must be a finite number"),
         (["demo", "lstm", "--n-steps=10", "--tiers=ftp://x"], "'ftp://x' is not known"),
         (["demo", "lstm", "--durable=x", "--sweeps=2"], "--durable keeps one sweep"),
         (["demo", "lstm", "--durable=x", "--tiers=memory:"], "leave --sweeps and --tiers out"),
