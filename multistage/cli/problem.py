@@ -52,19 +52,21 @@ def costs_of(args: argparse.Namespace) -> Costs:
             tiers = (
                 Tier(
                     name="slow",
-                    write_s=parse_seconds(args.write),
-                    read_s=parse_seconds(args.read or args.write),
-                    write_overhead_s=parse_seconds(args.write_overhead),
-                    read_overhead_s=parse_seconds(args.read_overhead),
+                    write_s=parse_seconds(args.write, "--write"),
+                    read_s=parse_seconds(args.read or args.write, "--read"),
+                    write_overhead_s=parse_seconds(args.write_overhead, "--write-overhead"),
+                    read_overhead_s=parse_seconds(args.read_overhead, "--read-overhead"),
                     capacity_states=args.capacity,
                 ),
             )
         else:
             leave_out(args, TIER_NUMBERS, "without --write there is no slow tier")
+        taping = args.tape_step
+        taping_s = None if taping is None else parse_seconds(taping, "--tape-step")
         costs = Costs(
-            forward_step_s=parse_seconds(args.forward_step),
-            reverse_step_s=parse_seconds(args.reverse_step),
-            tape_step_s=None if args.tape_step is None else parse_seconds(args.tape_step),
+            forward_step_s=parse_seconds(args.forward_step, "--forward-step"),
+            reverse_step_s=parse_seconds(args.reverse_step, "--reverse-step"),
+            tape_step_s=taping_s,
             state_bytes=parse_bytes(args.state, "--state"),
             tape_bytes=parse_bytes(args.tape, "--tape"),
             tiers=tiers,

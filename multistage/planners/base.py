@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeAl
 
 from ..actions import Action, Answer, Schedule
 from ..errors import ArgumentError
+from ..support.values import shown
 from .written import read_json
 
 if TYPE_CHECKING:
@@ -220,7 +221,9 @@ class Plan:
                 assert isinstance(found, cls)
                 return found
         formats = " or ".join(repr(kind.FORMAT) for kind in readers)
-        raise ArgumentError(f"no plan: 'format' must be {formats}")
+        found_format = data.get("format") if isinstance(data, dict) else None
+        instead = "" if found_format is None else f", not {shown(found_format)}"
+        raise ArgumentError(f"no plan: 'format' must be {formats}{instead}")
 
     @classmethod
     def require(cls, data: Mapping[str, object], names: Sequence[str]) -> None:

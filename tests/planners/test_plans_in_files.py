@@ -46,6 +46,7 @@ def test_a_plan_comes_back_from_json(tmp_path: Path, planner: str) -> None:
     [
         ("format", "multistage-chain-plan-3", "no plan of stages: 'memory_bytes' is missing"),
         ("format", "multistage-plan-0", "'format' must be 'multistage-plan-1' or 'multi"),
+        ("format", "multistage-chain-plan-2", "not 'multistage-chain-plan-2'"),
         ("planner", "mine", "planner 'mine' is none of store-all"),
         ("planner", ["revolve"], "is none of"),
         ("slots", -1, "slots=-1"),
@@ -117,7 +118,7 @@ def test_plans_of_both_kinds_come_back_and_are_as_they_were_predicted(made: Plan
     assert found.to_dict() == made.to_dict()
     assert type(made).from_dict(data) == made
     other = UniformPlan if isinstance(made, ChainPlan) else ChainPlan
-    with pytest.raises(ArgumentError, match=f"'format' must be '{other.FORMAT}'$"):
+    with pytest.raises(ArgumentError, match=f"'format' must be '{other.FORMAT}', not '"):
         other.from_dict(data)
     run = found.simulate()
     assert run.makespan_s == pytest.approx(made.makespan_s, rel=1e-9)
