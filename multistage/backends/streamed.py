@@ -259,7 +259,10 @@ class StreamedStore(BaseStore):
 
     def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
         """Queue the write of one state; see `Store.put`."""
-        return self._opened().put(key, arrays, block=block, depth=self.queue_depth)
+        self._hold.check()
+        traffic = self._traffic  # without a call: a put of a small state takes but a microsecond
+        assert traffic is not None
+        return traffic.put(key, arrays, block, self.queue_depth)
 
     def wait_written(self, key: int) -> bool:
         """Block until the arrays of `key` are not read any more; False if they are lost."""

@@ -89,7 +89,7 @@ class Traffic:
 
     # ------------------------------------------------------------------ writes
 
-    def put(self, key: int, arrays: Sequence[Array], *, block: bool, depth: int) -> bool:
+    def put(self, key: int, arrays: Sequence[Array], block: bool, depth: int) -> bool:
         """Queue the write of one state unless `depth` large ones are waiting."""
         staging = self._staging
         if staging is None:
@@ -102,12 +102,13 @@ class Traffic:
             if extent is None:
                 self._stats.refused += 1
                 return False
+        place = extent.filled
         staging.fill(extent, arrays)
-        self.index.enter(key, extent, extent.filled)
-        extent.filled += 1
+        self.index.enter(key, extent, place)
+        extent.filled = place + 1
         extent.live += 1
         self._stats.writes += 1
-        if extent.filled == self._count:
+        if place + 1 == self._count:
             self._flush(extent)
         return True
 
