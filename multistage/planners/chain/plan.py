@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from tabulate import tabulate
 
@@ -18,10 +18,9 @@ from ...model.stages import StageCosts
 from ...model.tier import Tier
 from ...schedule.simulation import Jitter, Simulation, simulate
 from ...support.units import format_bytes, format_seconds
-from ...support.values import MOST, shown, whole
-from ...support.values import seconds as a_time
+from ...support.values import MOST
 from ..base import Plan
-from ..written import actions_from_lists, actions_to_lists
+from ..written import actions_to_lists
 from .joint_bound import joint_lower_bound
 from .memory import plain_use
 from .table import default_threads
@@ -29,10 +28,8 @@ from .table import default_threads
 # What `plan_chain` offers; plans that `pieces` makes of chains too long for it or not known.
 ChainPlanner = Literal["optimal", "revolve", "periodic", "store-all", "pieces", "survey"]
 CHAIN_PLANNERS: tuple[ChainPlanner, ...] = ("optimal", "revolve", "periodic", "store-all")
-_KNOWN = ("no_tier_s", "offload_s")
 # Longest chain that the Python twin of the bound is solved for, in some seconds.
 _TWIN_STAGES = 8
-_READ = ("planner", "memory_bytes", "tier", "costs", "actions", *_KNOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,42 +350,12 @@ class ChainPlan(Plan):
         return [*beside, stages]
 
 
-def read_chain(data: Mapping[str, object]) -> ChainPlan:
-    """Return the plan that `ChainPlan.to_dict` described, its schedule judged anew.
-
-    Raises
-    ------
-    ArgumentError
-        Naming what is missing or wrong.
-    ScheduleError
-        Naming the first action that is illegal or exceeds `memory_bytes`.
-    """
-    ChainPlan.require(data, _READ)
-    planners: tuple[ChainPlanner, ...] = get_args(ChainPlanner)
-    planner = next((known for known in planners if known == data["planner"]), None)
-    if planner is None:
-        raise ArgumentError(
-            f"planner {shown(data['planner'])} is not known; it is one of {planners}"
-        )
-    costs = StageCosts.from_dict(data["costs"])
-    tier = None if data["tier"] is None else Tier.from_dict(data["tier"])
-    limit = data["memory_bytes"]
-    limit = None if limit is None else whole(limit, "memory_bytes")
-    actions = actions_from_lists(data["actions"])
-    seconds = {name: _seconds(data[name], name) for name in _KNOWN}
-    return ChainPlan.judged(planner, costs, limit, actions, tier, **seconds)
-
-
 @lru_cache(maxsize=64)
 def _bound_s(costs: StageCosts, memory_bytes: int | None, tier: Tier) -> float | None:
     if not native.available() and len(costs.stages) > _TWIN_STAGES:
         return None
     found = joint_lower_bound(costs, memory_bytes, tier, threads=default_threads())
     return found if math.isfinite(found) else None
-
-
-def _seconds(value: Any, name: str) -> float | None:
-    return None if value is None else a_time(value, name)
 
 
 def _runs(actions: Sequence[Action], stages: int) -> list[int]:
