@@ -114,10 +114,7 @@ class Arguments(Generic[State, Adjoint]):
         resolved = planner_of(planner, n_steps)
         _require_states(states)
         budget, stores = _checked_budget(memory), _checked_stores(tiers)
-        if costs is not None:
-            costs = agreeing(costs, chain)
-            if not stores:
-                costs = costs.without_tiers()  # measured with a tier that is not here now
+        costs = None if costs is None else _costs_on(stores, agreeing(costs, chain))
         # Unless the user has said otherwise.
         said = own or run is not None or stages is not None or costs is not None
         return cls(
@@ -138,6 +135,11 @@ class Arguments(Generic[State, Adjoint]):
     def first_store(self) -> Store | None:
         """The fastest of the slow tiers."""
         return self.stores[0] if self.stores else None
+
+
+def _costs_on(stores: tuple[Store, ...], costs: Costs) -> Costs:
+    """Return costs, less those of a tier that they were measured with and that is not here now."""
+    return costs if stores else costs.without_tiers()
 
 
 def chain_of(

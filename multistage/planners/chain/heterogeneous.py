@@ -117,20 +117,12 @@ def plan_chain(
     (True, True)
     """
     _require_chain(costs)
-    if not isinstance(planner, str) or planner not in CHAIN_PLANNERS:
-        raise ArgumentError(
-            f"planner {shown(planner)} is not known; choose one of {CHAIN_PLANNERS}"
-        )
+    _require_known(planner)
     resolution = whole_number(resolution, "resolution", 16, _MOST_SLOTS)
-    if segments is not None:
-        segments = whole_number(segments, "segments", 1)
-        if planner != "periodic":
-            raise ArgumentError("segments, at least 1, goes with planner 'periodic'")
+    segments = _segments_for(planner, segments)
     if threads is not None:
         threads = whole_number(threads, "threads", 0, _MOST_THREADS)
-    rates = _first_tier(tiers)
-    if rates is not None and planner != "optimal":
-        raise ArgumentError(f"tiers go with planner 'optimal', not {planner!r}")
+    rates = _tier_for(planner, tiers)
     plain = plain_use(costs)
     limit = memory_bytes(memory, lambda: plain.peak_bytes)
     fits = limit is None or plain.peak_bytes <= limit
@@ -175,6 +167,22 @@ def plan_chain(
     return replace(best, tier=rates, no_tier_s=no_tier_s, offload_s=found.offload_s)
 
 
+def _segments_for(planner: str, segments: int | None) -> int | None:
+    if segments is None:
+        return None
+    segments = whole_number(segments, "segments", 1)
+    if planner != "periodic":
+        raise ArgumentError("segments, at least 1, goes with planner 'periodic'")
+    return segments
+
+
+def _tier_for(planner: str, tiers: Tier | str | Sequence[Tier | str] | None) -> Tier | None:
+    rates = _first_tier(tiers)
+    if rates is not None and planner != "optimal":
+        raise ArgumentError(f"tiers go with planner 'optimal', not {planner!r}")
+    return rates
+
+
 def _first_tier(tiers: Tier | str | Sequence[Tier | str] | None) -> Tier | None:
     if tiers is None or isinstance(tiers, Tier | str):
         return None if tiers is None else Tier.parse(tiers).in_bytes()
@@ -212,6 +220,13 @@ def _require_chain(costs: StageCosts) -> None:
     if not isinstance(costs, StageCosts):
         raise ArgumentError(
             f"costs={shown(costs)} must be multistage.StageCosts; for uniform steps there is plan"
+        )
+
+
+def _require_known(planner: str) -> None:
+    if not isinstance(planner, str) or planner not in CHAIN_PLANNERS:
+        raise ArgumentError(
+            f"planner {shown(planner)} is not known; choose one of {CHAIN_PLANNERS}"
         )
 
 
