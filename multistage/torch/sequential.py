@@ -62,7 +62,7 @@ class Sequential(LimitedModule):
     segments : int, optional
         For `periodic`.
     costs : StageCosts, optional
-        UniformPlan for these, as saved by `profile`, in place of measured ones.
+        Plan for these, as saved by `profile`, in place of measured ones.
     replan : bool
         Whether inputs of another kind (shapes, dtypes, modes) are profiled
         when they come; else they are an error.

@@ -1,7 +1,7 @@
 """The stages of a chain, run for the first time and again.
 
 A stage runs once in the forward sweep, in an environment that is captured then, and
-again in that environment (`environment.py`).
+again in that environment (`multistage.torch.environment`).
 """
 
 from __future__ import annotations
