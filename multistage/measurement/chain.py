@@ -282,7 +282,7 @@ def _measure_tapes(
 
     def tapes(at: State, count: int) -> None:
         for i in range(count):
-            at, _ = chain.tape(at, i)
+            at = chain.tape(at, i)[0]  # a name for the tape would keep it beside the next
 
     tape_s, _ = _per_item(start, tapes, n_steps, seconds, agree)
     if getattr(chain, "one_tape", False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,23 @@ def test_the_bytes_of_a_tape_are_what_one_more_of_them_holds() -> None:
                 assert costs.tape_slots == (expected or costs.state_bytes) / costs.state_bytes
             else:
                 assert costs.tape_bytes >= expected
+
+
+def test_a_tape_is_gone_before_the_next_is_timed() -> None:
+    alive: list[int] = []  # at each call: the tapes made before
+    made: list[weakref.ref[Any]] = []
+
+    def tape_step(x: Any, i: int) -> Any:
+        alive.append(sum(tape() is not None for tape in made))
+        tape = np.cos(x)
+        made.append(weakref.ref(tape))
+        return np.sin(x), tape
+
+    chain: FunctionChain[Any, Any] = FunctionChain(lambda x, i: np.sin(x), np.multiply, tape_step)
+    measure(chain, np.zeros(10), 20, seconds=0.01)
+    assert len(alive) > 20
+    # What two of them share counts once: the last two calls are for that.
+    assert set(alive[:-1]) == {0} and alive[-1] == 1
 
 
 def test_the_copy_of_a_large_state_is_not_part_of_its_step(monkeypatch: Any) -> None:
