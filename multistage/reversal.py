@@ -62,7 +62,8 @@ class Reversal(Generic[State, Adjoint]):
         before; or a planner of your own, `(costs, slots, n_steps) -> UniformPlan`.
     costs : Costs or StageCosts, optional
         Assumed costs; measured with a few steps at the first `forward` if not
-        given (`step` is then called some extra times, `adjoint_step` never).
+        given (`step` is then called some extra times, `adjoint_step` never; where
+        `until` is to find the end, perhaps with an i beyond it).
         StageCosts are those of steps that differ, one Stage each; without them
         states whose sizes differ are found in the first sweep, which measures them
         for the next.  See `docs/howto/unequal.md`.
@@ -88,7 +89,9 @@ class Reversal(Generic[State, Adjoint]):
     Attributes
     ----------
     plan : UniformPlan or None
-        The plan of the last sweep.
+        The plan of the sweep under way or, between sweeps, of the last.  Of a sweep
+        of unknown length, or one that surveys steps that differ, there is none before
+        `reverse` returns.
     costs : Costs or None
         What the next sweep is planned with, if its steps are uniform.
     stage_costs : StageCosts or None
@@ -159,7 +162,7 @@ class Reversal(Generic[State, Adjoint]):
 
     @property
     def plan(self) -> UniformPlan | None:
-        """The plan of the last sweep; of one of unknown length it is made when asked for."""
+        """The plan of the sweep under way or the last; None if it is not known yet."""
         return self._sweeps.plan
 
     @property

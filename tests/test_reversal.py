@@ -161,6 +161,8 @@ def test_hindsight_is_planned_when_asked_for(monkeypatch: pytest.MonkeyPatch) ->
         report = run.report()
         assert run.plan is report.plan and report.plan.n_steps == 7
         assert planned == [7, 7]
+        run.forward(np.zeros(4), lambda x, i: i == 9)
+        assert run.plan is None and run.report() is report  # of the sweep before
         assert sweep(run, until=lambda x, i: i == 9) == sines_answer(9)
         assert planned == [7, 7]
         assert run.plan is not None and run.plan.n_steps == 9
