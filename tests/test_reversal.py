@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import threading
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ from multistage.errors import (
 )
 from multistage.measurement.seen import drifted
 from multistage.model.budget import Budget
-from multistage.model.chain import FunctionChain
+from multistage.model.chain import FunctionChain, InPlaceChain
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS, UniformPlan
@@ -462,6 +463,26 @@ def test_a_report_is_of_the_sweep_that_was_stopped_last() -> None:
             run.forward("no state")  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="stopped by StateError before its first step"):
             run.report()
+
+
+def test_a_closed_run_gives_the_memory_of_its_checkpoints_back() -> None:
+    """The copies of an in-place chain are kept for the next sweep, until `close`."""
+    state = np.zeros(1 << 15)
+    chain: InPlaceChain[Any, Any] = InPlaceChain(
+        lambda x, i, j: np.add(x, j - i, out=x), lambda x, a, i: a
+    )
+    costs = Costs(1.0, 2.0, state_bytes=state.nbytes)
+    tracemalloc.start()
+    try:
+        with Reversal(chain, n_steps=N, memory="8 slots", costs=costs) as run:
+            for _ in range(2):
+                run.forward(state)
+                run.reverse(1)
+            assert tracemalloc.get_traced_memory()[0] > 8 * state.nbytes
+        assert tracemalloc.get_traced_memory()[0] < state.nbytes
+        assert run.report().counts.peak_slots == 8
+    finally:
+        tracemalloc.stop()
 
 
 def test_no_descriptor_leaks(tmp_path: Path) -> None:

@@ -297,6 +297,11 @@ class Executor(Generic[State, Adjoint]):
         assert self._sweep is not None
         return self._sweep.live  # type: ignore[no-any-return]
 
+    def let_go(self) -> None:
+        """Forget the sweep under way, and the copies whose memory the next would reuse."""
+        self.abort()
+        self._slots = self._layout = None
+
     def abort(self) -> None:
         """Forget the sweep under way: close its schedule, give all slots back."""
         sweep, self._sweep = self._sweep, None

@@ -88,7 +88,7 @@ class Sweeps(Generic[State, Adjoint]):
 
     def _abort(self) -> None:
         if self.executor is not None:
-            self.executor.abort()
+            self.executor.let_go()
 
     def prepare(self, state: State) -> UniformPlan:
         """Measure, plan and open the tier, as the first `forward` would; return the plan."""
