@@ -111,7 +111,7 @@ class MemoryRows:
     Notes
     -----
     Buffers are kept for rows of the same length, as those of the next iteration are, up to
-    a quarter more than rows have taken at a time.
+    a quarter more than rows have taken at a time, and to the capacity.
 
     Examples
     --------
@@ -185,7 +185,10 @@ class MemoryRows:
             self._free_bytes -= nbytes
             return spare.pop()
         live_bytes = self._live_bytes + nbytes
-        if live_bytes + self._free_bytes > _SPARE * max(self._most_bytes, live_bytes):
+        most_bytes = _SPARE * max(self._most_bytes, live_bytes)
+        if self._capacity_bytes is not None:
+            most_bytes = min(most_bytes, self._capacity_bytes)
+        if live_bytes + self._free_bytes > most_bytes:
             self._free.clear()
             self._free_bytes = 0
         return pages(nbytes)[:nbytes]

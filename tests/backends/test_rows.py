@@ -103,6 +103,15 @@ def test_memory_is_used_again_and_bounded() -> None:
     assert rows._free_bytes <= 1.25 * 5 * PIECE
 
 
+def test_memory_that_is_used_again_is_within_the_capacity() -> None:
+    rows = MemoryRows(8 * PIECE, PIECE)
+    for length in (8 * PIECE, 2 * PIECE):
+        key = rows.put([np.ones(length, np.uint8)], never)
+        assert key is not None
+        assert rows._live_bytes + rows._free_bytes <= 8 * PIECE
+        rows.drop(key)
+
+
 def test_bytes_that_changed_in_the_file_are_lost(tmp_path: Path) -> None:
     rows = FileRows(tmp_path, None, PIECE)
     key = rows.put([np.arange(3 * PIECE, dtype=np.uint8)], never)
