@@ -21,6 +21,7 @@ from .environment.randomness import cuda_or_cpu, refuse_hidden_draws
 from .measurement.checking import Check, checked_choice
 from .measurement.exploring import tensors_of
 from .measurement.saved import nodes_made
+from .measurement.stand_ins import hooks_silent
 from .offload import offload
 from .sequences.allowances import allowance
 from .sequences.cell import Cell
@@ -325,14 +326,15 @@ def _run(
     names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
     first = chain.first(leaves)
     layout = TensorLayout(first.tensors, names)
-    chosen = planned(
-        chain,
-        leaves,
-        layout,
-        store,
-        settings,
-        lambda plan: checked_against_plain(chain, state, outputs, plan, settings.check),
-    )
+    with hooks_silent(known.scope.modules, on_tensors=False):
+        chosen = planned(
+            chain,
+            leaves,
+            layout,
+            store,
+            settings,
+            lambda plan: checked_against_plain(chain, state, outputs, plan, settings.check),
+        )
     looked_at = min(FEW, sequence.steps) if known.fused else 1
     allowed = allowance(chosen, facts, sequence, looked_at=looked_at)
     if chosen.plan is None:

@@ -375,6 +375,14 @@ def test_one_of_several_views_given_as_a_parameter() -> None:
 
 
 @pytest.mark.parametrize("unequal", [None, True])
+def test_backward_hooks_of_modules_do_not_see_what_is_measured(unequal: bool | None) -> None:
+    net, x, seen = Cell(), sequence(wants=True), []
+    net.register_full_backward_hook(lambda *_: seen.append(1))
+    unrolled(net, zeros(), x, False, unequal=unequal).outputs.sum().backward()
+    assert len(seen) == STEPS
+
+
+@pytest.mark.parametrize("unequal", [None, True])
 def test_parameters_given_twice_or_frozen(unequal: bool | None) -> None:
     """Each sum was handed over twice, and grew with every chunk."""
 

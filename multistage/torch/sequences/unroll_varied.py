@@ -26,6 +26,7 @@ from ..environment.randomness import cuda_or_cpu, refuse_hidden_draws
 from ..measurement.checking import Check, Checked, check_chain
 from ..measurement.exploring import tensors_of
 from ..measurement.saved import nodes_made
+from ..measurement.stand_ins import hooks_silent
 from ..tensors.meter import Meter
 from ..tiers.by_name import open_tiers
 from .allowances import allowance
@@ -86,7 +87,10 @@ def unroll_varied(
     def checked(plan: UnrollPlan, steps: Steps) -> Checked:
         return _checked(program, survey, state, around, device, plan, steps, settings.check)
 
-    chosen = planned_varied(cells, facts, survey, around, device, leaves, store, settings, checked)
+    with hooks_silent(cells.scope.modules, on_tensors=False):
+        chosen = planned_varied(
+            cells, facts, survey, around, device, leaves, store, settings, checked
+        )
     survey.close()  # its states are no part of the plan
     if chosen.plan is None:
         begun = nodes_made()
