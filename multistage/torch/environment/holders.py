@@ -84,7 +84,6 @@ class OfModule(Holder):
         self._hooks: list[dict[Any, Any]] = [d[k] for k in HOOKS]
         self._attributes = d if attributes else None
         self._parts = (d["_parameters"], d["_buffers"], d["_modules"], *self._hooks)
-        self._views = [part.values() for part in (d, *self._parts)]
         self._keys = self.keys()
 
     def place(self) -> tuple[object, ...]:
@@ -95,11 +94,16 @@ class OfModule(Holder):
         return [tuple(self._attributes or ()), tuple(a), tuple(b), tuple(c), tuple(d), tuple(e)]
 
     def read(self) -> Contents:
-        own, a, b, c, d, e = self._views  # this is what running a stage spends most time on
-        before, after = self._hooks
+        # What running a stage spends most time on.  The dictionaries of a `Part` look values up
+        # in the model when asked for them, so that a view may not be kept.
+        a, b, c, d, e = self._parts
         if self._attributes is None:
-            return (self.module.training, *a, *b, *c, *d, *e)
-        return (*own, *a, *b, *c, *d, *e) if before or after else (*own, *a, *b, *c)
+            own: Any = (self.module.training,)
+        else:
+            own = self._attributes.values()
+        if d or e:
+            return (*own, *a.values(), *b.values(), *c.values(), *d.values(), *e.values())
+        return (*own, *a.values(), *b.values(), *c.values())
 
     def write(self, contents: Contents, keys: Any = None) -> None:
         rest, names = iter(contents), keys or self._keys
