@@ -92,6 +92,7 @@ def measure(
     Examples
     --------
     >>> import numpy as np
+    >>> from multistage.model.chain import FunctionChain
     >>> chain = FunctionChain(lambda x, i: np.sin(x), lambda x, a, i: np.cos(x) * a)
     >>> costs = measure(chain, np.zeros(1000), n_steps=100, seconds=0.05)
     >>> costs.state_bytes, costs.forward_step_s > 0

@@ -60,6 +60,7 @@ def to_chain(
 
     Examples
     --------
+    >>> import torch
     >>> class Residual(torch.nn.Module):
     ...     def __init__(self):
     ...         super().__init__()

@@ -88,7 +88,7 @@ def test_an_incomplete_store_is_refused_with_what_it_lacks() -> None:
         ("file:///x?queue=two", "queue='two' must be a whole number"),
         ("file:///x?queue=0", "queue_depth=0 must be at least 1"),
         ("file:///x?capacity=lots", "lots"),
-        ("file:///x?capacity=", "size"),
+        ("file:///x?capacity=", "capacity=.* is no byte count"),
         ("file:///x?buffers=-1", "-1"),
         ("memory:plenty", "plenty"),
         ("memory://512MiB", "memory:512MiB"),

@@ -146,8 +146,9 @@ def killed_once(item: tuple[int, str, str], budget: Any, tier: str) -> Any:
 
     class Counted(Reversal[Any, Any]):
         def report_counts(self) -> int:
-            assert self._executor is not None
-            return self._executor.counts.writes
+            executor = self._sweeps.executor
+            assert executor is not None
+            return executor.counts.writes
 
     killing = type(chain)(model.forward, reverse)
     costs = Costs(1e-4, 2e-4, tiers=(Tier("file", 2.5e-4, 2.5e-4),))
