@@ -36,7 +36,6 @@ from ..errors import ArgumentError
 from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import Costs
-from ..model.stages import StageCosts
 from ..planners import UniformPlan
 from ..report import Report
 from ..reversing.arguments import Arguments, chain_of
@@ -45,6 +44,7 @@ from ..support.free_memory import default_budget_bytes
 from ..support.progress import is_shown
 from .agreed import AgreedStore as AgreedStore
 from .agreement import Agreement
+from .checking import facts_to_agree
 from .ranks import Communicator as Communicator
 from .ranks import Ranks as Ranks
 from .ranks import slowest as slowest
@@ -184,26 +184,8 @@ class MPIReversal(Generic[State, Adjoint]):
 
     def _begin(self, checked_here: partial[Arguments[State, Adjoint]]) -> None:
         """See that the arguments are right on every rank, and alike."""
-        ranks, words = self._ranks, checked_here.keywords
-
-        def facts() -> dict[str, object]:
-            if self._on_error not in ("abort", "raise"):
-                raise ArgumentError(f"on_error={self._on_error!r} must be 'abort' or 'raise'")
-            if isinstance(words["costs"], StageCosts):
-                raise ArgumentError(
-                    "costs=StageCosts(...) are those of unequal steps, and MPIReversal plans "
-                    "uniform ones; give Costs, or leave them out to have them measured"
-                )
-            given = checked_here()
-            same = ("n_steps", "planner", "durable_every_s", "durable_label")
-            return {name: words[name] for name in same} | {
-                "on_error": self._on_error,
-                "having a tier": words["tiers"] is not None,
-                "having a durable folder": words["durable"] is not None,
-                "having costs": words["costs"] is not None,
-                "having a tape": not given.chain.state_is_tape,
-            }
-
+        ranks = self._ranks
+        facts = partial(facts_to_agree, checked_here, self._on_error)
         try:
             ranks.same(ranks.gather(facts), "give every rank the same")
         except BaseException as error:
