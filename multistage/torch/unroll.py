@@ -197,12 +197,7 @@ def unroll(
     the cell takes from elsewhere and that wants a gradient only at later steps
     must be given in `parameters`.
     """
-    if planner not in UNROLL_PLANNERS:
-        raise ArgumentError(f"planner {planner!r} is not known; choose one of {UNROLL_PLANNERS}")
-    if not (outputs is None or callable(outputs) or outputs in _OUTPUTS):
-        raise ArgumentError(f"outputs={outputs!r} is not known; choose one of {_OUTPUTS}, None, f")
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ArgumentError(f"chunk={chunk!r} must be an int, at least 1")
+    _require_known(planner, outputs, chunk)
     limit = None if memory is None else Budget.parse(memory, "memory", of="stages")
     settings = Settings(
         limit, tier_names(tiers), chunk, planner, progress, checked_choice(check), costs
@@ -242,6 +237,15 @@ def unroll(
         )
     cells = Cells(several, made)
     return unroll_varied(cells, state, sequence, settings, outputs, parameters, random)
+
+
+def _require_known(planner: object, outputs: object, chunk: object) -> None:
+    if planner not in UNROLL_PLANNERS:
+        raise ArgumentError(f"planner {planner!r} is not known; choose one of {UNROLL_PLANNERS}")
+    if not (outputs is None or callable(outputs) or outputs in _OUTPUTS):
+        raise ArgumentError(f"outputs={outputs!r} is not known; choose one of {_OUTPUTS}, None, f")
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ArgumentError(f"chunk={chunk!r} must be an int, at least 1")
 
 
 def _several(cell: Any) -> list[Callable[..., Any]] | None:

@@ -123,12 +123,10 @@ def explore(
             if tensor._version != version:
                 written |= storages_of(tensor).keys()
         if written:
-            j = i
-            while j >= 0 and storages[j].keys() & written:
-                j -= 1
-            changes_first = changes_first or j < 0
-            for k in range(max(j, 0), i + 1):
-                starts[k] = starts[max(j, 0)]
+            maker = _maker_of(written, storages[: i + 1])
+            changes_first = changes_first or maker < 0
+            for k in range(max(maker, 0), i + 1):
+                starts[k] = starts[max(maker, 0)]
         storages.append(_storages(state))
         # What was written to cannot be run on again.
         grading = _Grading() if written else _with_graph(stage, given, state, around)
@@ -141,6 +139,14 @@ def explore(
             if storages_of(b).keys() & moved and (m, k) not in stage_changes
         ]
     return _groups(starts, stages, scopes, names, changed, draws, graded, changes_first)
+
+
+def _maker_of(written: set[int], storages: Sequence[dict[int, StorageWeakRef]]) -> int:
+    """Return the stage that made storages which the last state has; -1 for those of state 0."""
+    i = len(storages) - 1
+    while i >= 0 and storages[i].keys() & written:
+        i -= 1
+    return i
 
 
 @dataclass(slots=True)

@@ -95,20 +95,7 @@ class StageRun:
 
     def count(self) -> tuple[Stage, Any, object]:
         """Return the bytes of the stage, the state after it, and the operations it performs."""
-        inputs = self._fresh()
-        with torch.no_grad(), self._meter(inputs) as meter:
-            output = self._call(inputs)
-            self.sizes.output_bytes = bytes_of(pytree.tree_leaves(output))
-            made = meter.live_bytes()
-            advance_bytes = max(0, meter.peak_bytes - made)
-            # A state that shares storage with the one before keeps it alive.
-            owned = {key for t in self._own for key in storages_of(t)}
-            output_bytes = bytes_held(
-                t for t in tensors_of(output) if not owned & storages_of(t).keys()
-            )
-            shared = max(0, output_bytes - made)
-        del output, inputs
-
+        output_bytes, advance_bytes, shared = self._count_untaped()
         inputs = self._fresh()
         wanted = [t for t in tensors_of(inputs) if t.requires_grad]
         saved = Saved(0, self.sizes)
@@ -159,6 +146,30 @@ class StageRun:
             backward_overhead_bytes=reverse_bytes,
         )
         return stage, next_state, operations
+
+    def _count_untaped(self) -> tuple[int, int, int]:
+        """Run without a tape.
+
+        Returns
+        -------
+        output_bytes : int
+        advance_bytes : int
+            At the peak, beside what the run leaves.
+        shared : int
+            Of the output, in storages that were there before.
+        """
+        inputs = self._fresh()
+        with torch.no_grad(), self._meter(inputs) as meter:
+            output = self._call(inputs)
+            self.sizes.output_bytes = bytes_of(pytree.tree_leaves(output))
+            made = meter.live_bytes()
+            advance_bytes = max(0, meter.peak_bytes - made)
+            # A state that shares storage with the one before keeps it alive.
+            owned = {key for t in self._own for key in storages_of(t)}
+            output_bytes = bytes_held(
+                t for t in tensors_of(output) if not owned & storages_of(t).keys()
+            )
+        return output_bytes, advance_bytes, max(0, output_bytes - made)
 
     def _hidden_bytes(self) -> int:
         """Return the bytes that a run leaves behind though hooks keep nothing that it saves.

@@ -120,20 +120,8 @@ def planned(
     StateError
         Of the check.
     """
-    cell, facts, inputs = chain.cell, chain.facts, chain.inputs
-    key = (
-        identity(cell),
-        _kinds(leaves),
-        inputs.steps,
-        settings,
-        facts.wants,
-        cell.fused,
-        layout.nbytes,
-        _kinds(facts.parameters),
-        facts.x_kinds,
-        chain.around.settings,
-        tuple(number.bit_length() for number in facts.weight),
-    )
+    facts, inputs = chain.facts, chain.inputs
+    key = _key(chain, leaves, layout, settings)
     known = _plans.get(key)
     if known is not None and not known.fits(facts.weight):
         known = None
@@ -179,6 +167,26 @@ def planned(
     plan = replace(plan, checked=checked, by_values=any(each.by_values for each in samples))
     weight = facts.weight if known is None else known.weight
     return _plans.put(key, _Known(samples, weight, plan)).plan
+
+
+def _key(
+    chain: ThroughTime, leaves: Sequence[Tensor], layout: TensorLayout, settings: Settings
+) -> object:
+    """Return what a plan is remembered by: equal for sequences that a plan may serve alike."""
+    cell, facts = chain.cell, chain.facts
+    return (
+        identity(cell),
+        _kinds(leaves),
+        chain.inputs.steps,
+        settings,
+        facts.wants,
+        cell.fused,
+        layout.nbytes,
+        _kinds(facts.parameters),
+        facts.x_kinds,
+        chain.around.settings,
+        tuple(number.bit_length() for number in facts.weight),
+    )
 
 
 def _page_tier(store: Store, device: torch.device, settings: Settings) -> Tier | None:
