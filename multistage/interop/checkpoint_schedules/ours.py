@@ -12,6 +12,13 @@ from ...planners import UniformPlan
 from .followed import Restart, Stored, Survey, events, survey
 from .package import theirs
 
+_RUN_AGAIN = (
+    "pyadjoint runs this schedule again; each tape needs a schedule of its own, "
+    "and one that evaluates at other controls needs as_schedule(plan, "
+    "replayable=True): pyadjoint's gradients there are otherwise wrong with "
+    "schedules that recompute (pyadjoint issue 260)"
+)
+
 
 def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> Any:
     """Return a plan as a schedule of checkpoint_schedules, for one adjoint calculation.
@@ -131,20 +138,21 @@ def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> Any:
             # pyadjoint asks before it takes the first action, and again
             # whenever it is about to run the recorded ones at another control.
             if self._begun and not replayable and _asked_by_pyadjoint():
-                raise ScheduleError(
-                    "pyadjoint runs this schedule again; each tape needs a schedule of its own, "
-                    "and one that evaluates at other controls needs as_schedule(plan, "
-                    "replayable=True): pyadjoint's gradients there are otherwise wrong with "
-                    "schedules that recompute (pyadjoint issue 260)"
-                )
-            on_disk = [each.on_disk for each in seen.checkpoints if each.restarts]
-            if storage_type == their.StorageType.DISK:
-                return any(on_disk)
-            if storage_type == their.StorageType.RAM:
-                return not all(on_disk) or any(seen.kept)
-            return False
+                raise ScheduleError(_RUN_AGAIN)
+            return _uses(seen, storage_type)
 
     return PlanSchedule()
+
+
+def _uses(seen: Survey, storage_type: object) -> bool:
+    """Whether a schedule keeps anything in a storage of theirs."""
+    storage = theirs().StorageType
+    on_disk = [each.on_disk for each in seen.checkpoints if each.restarts]
+    if storage_type == storage.DISK:
+        return any(on_disk)
+    if storage_type == storage.RAM:
+        return not all(on_disk) or any(seen.kept)
+    return False
 
 
 def _asked_by_pyadjoint() -> bool:

@@ -92,21 +92,11 @@ class SingleLevelRevolver(BaseRevolver):
                 costs = costs or defaults.get("costs")
                 progress = defaults.get("progress") if progress is None else progress
             n_checkpoints = adjust(n)
-        elif memory is not None:
-            raise ArgumentError(
-                f"n_checkpoints={n_checkpoints} and memory={memory!r}: give one, and None "
-                "in place of n_checkpoints"
-            )
         else:
-            n_checkpoints = whole(n_checkpoints, "n_checkpoints", 1)
+            n_checkpoints = _number_given(n_checkpoints, memory)
         self.n_checkpoints = n_checkpoints
-        compression = None if compression_params is None else init_compression(compression_params)
-        if compression_params is None or compression_params.get("scheme") is None:
-            compression = None
-        elif diskstorage or tiers is not None:
-            raise ArgumentError("compression_params are for checkpoints in memory alone")
-        chosen = any(option is not None for option in (memory, tiers, planner, costs))
-        self._chosen = chosen
+        compression = _compression_of(compression_params, diskstorage or tiers is not None)
+        self._chosen = chosen = any(x is not None for x in (memory, tiers, planner, costs))
         if chosen and diskstorage and tiers is not None and filedir != "./":
             raise ArgumentError(f"filedir={filedir!r} and tiers={tiers!r}: give one of them")
         self.filedir, self.singlefile = filedir, singlefile
@@ -124,13 +114,19 @@ class SingleLevelRevolver(BaseRevolver):
                 compression=compression,
                 progress=progress,
             )
-            return
-        self._slots = TRANSIT if diskstorage else n_checkpoints
+        else:
+            self._run_revolve(n_checkpoints, compression, progress)
+
+    def _run_revolve(
+        self, n_checkpoints: int, compression: Compression | None, progress: bool | None
+    ) -> None:
+        """Run as pyrevolve does, by Revolve, in memory or on disk."""
+        self._slots = TRANSIT if self._on_disk else n_checkpoints
         self._run_on(
             memory=Budget(slots=self._slots),
-            tiers=open_folder(filedir) if diskstorage else None,
+            tiers=open_folder(self.filedir) if self._on_disk else None,
             planner=sealing(partial(revolve_on_disk, n_checkpoints))
-            if diskstorage
+            if self._on_disk
             else PLANNERS["revolve"],
             compression=compression,
             progress=progress,
@@ -159,6 +155,25 @@ class SingleLevelRevolver(BaseRevolver):
 
     def _is_fast(self, level: int) -> bool:
         return level == 0 and not self._on_disk
+
+
+def _number_given(n_checkpoints: int, memory: object) -> int:
+    if memory is not None:
+        raise ArgumentError(
+            f"n_checkpoints={n_checkpoints} and memory={memory!r}: give one, and None "
+            "in place of n_checkpoints"
+        )
+    return whole(n_checkpoints, "n_checkpoints", 1)
+
+
+def _compression_of(params: Mapping[str, Any] | None, is_slow: bool) -> Compression | None:
+    """Return the compression of checkpoints in memory; those in a slow tier have none."""
+    compression = None if params is None else init_compression(params)
+    if params is None or params.get("scheme") is None:
+        return None
+    if is_slow:
+        raise ArgumentError("compression_params are for checkpoints in memory alone")
+    return compression
 
 
 class MemoryRevolver(SingleLevelRevolver):
