@@ -88,6 +88,7 @@ class Meter(TorchDispatchMode):
     def live_bytes(self) -> int:
         """Return the bytes alive now."""
         if self._cuda:
+            _end_last_task(self._device)
             return torch.cuda.memory_allocated(self._device) - self._start
         return self._live
 
@@ -101,6 +102,7 @@ class Meter(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Begin the peak anew, at what is alive now."""
         if self._cuda:
+            _end_last_task(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             self._peak = self.live_bytes()
@@ -108,6 +110,7 @@ class Meter(TorchDispatchMode):
     def __enter__(self) -> Meter:
         if self._cuda:
             torch.cuda.synchronize(self._device)
+            _end_last_task(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             self._start = torch.cuda.memory_allocated(self._device)
             return self
@@ -132,6 +135,16 @@ class Meter(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch imports its compiler, for seconds
+
+
+def _end_last_task(device: torch.device) -> None:
+    """Have autograd's thread of a CUDA device let go of its last task, and so of its gradients.
+
+    It holds them until it is given another, or a moment longer than `backward` takes.
+    """
+    with torch.enable_grad():
+        leaf = torch.ones(0, device=device, requires_grad=True)  # allocates nothing
+        torch.autograd.grad(leaf.clone(), leaf, torch.ones(0, device=device))
 
 
 def storages_of(tensor: Tensor) -> dict[int, torch.UntypedStorage]:
