@@ -464,6 +464,29 @@ def test_attributes_and_globals_are_those_of_the_first_run() -> None:
     assert_equal(*found)
 
 
+def test_a_dict_that_is_emptied_between_forward_and_backward() -> None:
+    scales: dict[str, float] = {}
+
+    def scaled(x: Tensor) -> Tensor:
+        return torch.tanh(x) * scales.get("scale", 1.0)
+
+    stages = [*net(2), scaled, *net(2)]
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    chain = recomputed(stages, x, check="off")
+
+    def plain(x: Tensor) -> Tensor:
+        for stage in stages:
+            x = stage(x)
+        return x
+
+    found = []
+    for call in (plain, chain):
+        scales["scale"] = 2.0
+        found.append(gradients(call, x, [x], between=scales.clear))
+        assert scales == {}
+    assert_equal(*found)
+
+
 def test_forward_hooks_are_those_of_the_first_run_and_run_unnoticed() -> None:
     x, model = torch.randn(4, WIDTH), net()
     seen: list[Tensor] = []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .holders import Contents, is_same
+from .holders import Contents, Keys, is_same
 from .randomness import State
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ class Again:
         self._around, self._buffers = around, buffers
         self._drawn: tuple[State, ...] | None = None
         self._present: list[Contents] = []
-        self._keys: dict[int, Any] = {}  # of holders that hold something else now
-        self._exchanged: list[tuple[dict[str, Any], str, Any]] = []
+        self._keys: dict[int, Keys] = {}  # of holders that hold something else now
+        self._exchanged: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         self._flags: list[tuple[Tensor, bool, bool]] = []
         if not random:
             self._drawn = ()

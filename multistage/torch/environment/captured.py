@@ -26,19 +26,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...errors import StateError
 from .again import Again
 from .copies import address, addresses, cloned, put_back, version_of
 from .holders import is_same
 from .randomness import Generators, State, random_devices
-from .scope import Found, Scope, buffers_among
-
-Buffers: TypeAlias = Sequence[tuple[nn.Module, str]]
+from .scope import Buffers, Found, Scope, buffers_among
 
 
 class Environment:
@@ -250,6 +247,7 @@ class Environment:
         ):
             buffer = module._buffers[key]
             if buffer is not None:
+                assert value is not None  # it was put back to what it was, but for its values
                 put_back(buffer, value, version)
         if self._generators is not None and self._random is not None:
             self._generators.restore(self._random)
@@ -308,7 +306,7 @@ class Environment:
                 found.append((tensor, flag, tensor.requires_grad))
         return found
 
-    def stand_ins(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    def stand_ins(self) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor | None]]:
         """Yield places of buffers with copies, for a run to write to."""
         if not self._changing and not any(m._buffers for m in self._found.modules):
             return

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
 def address(tensor: Tensor) -> int:
@@ -26,7 +28,7 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
 _ADDRESSED = {Tensor, nn.Parameter, nn.Buffer}
 
 
-def cloned(tensors: Sequence[Tensor | None]) -> list[Any]:
+def cloned(tensors: Sequence[MaybeTensor]) -> list[MaybeTensor]:
     """Return copies that are one object, or share memory, where the given tensors do.
 
     They have the strides of the given tensors too.

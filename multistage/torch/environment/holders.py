@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Hashable, Sequence
 from operator import is_
-from types import CellType
-from typing import Any, TypeAlias
+from types import CellType, MappingProxyType
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-Contents: TypeAlias = tuple[Any, ...]
+from ...states.layout import Array
+
+Contents: TypeAlias = tuple[object, ...]
+# Names of values by their groups (attributes, parameters, ...); None where they are fixed.
+Keys: TypeAlias = Sequence[tuple[Hashable, ...]] | None
 MOST_ENTRIES = 64  # of a container whose contents are watched
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_K = TypeVar("_K", bound=Hashable)
 
 
 class Absent:
@@ -36,7 +42,7 @@ class Holder:
         Of the place.
     """
 
-    _keys: Any = None
+    _keys: Keys = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -49,11 +55,11 @@ class Holder:
         """Return what is held."""
         raise NotImplementedError
 
-    def keys(self) -> Any:
+    def keys(self) -> Keys:
         """Return the names of the values, if they may change."""
         return None
 
-    def write(self, contents: Contents, keys: Any = None) -> None:
+    def write(self, contents: Contents, keys: Keys = None) -> None:
         """Put back what was read, by the names of that moment; by those at first if not given."""
         raise NotImplementedError
 
@@ -84,12 +90,12 @@ class OfModule(Holder):
         self._hooks: list[dict[Any, Any]] = [d[k] for k in HOOKS]
         self._attributes = d if attributes else None
         self._parts = (d["_parameters"], d["_buffers"], d["_modules"], *self._hooks)
-        self._keys = self.keys()
+        self._keys: list[tuple[str, ...]] = self.keys()
 
     def place(self) -> tuple[object, ...]:
         return OfModule, id(self.module)
 
-    def keys(self) -> list[tuple[Any, ...]]:
+    def keys(self) -> list[tuple[str, ...]]:
         a, b, c, d, e = self._parts
         return [tuple(self._attributes or ()), tuple(a), tuple(b), tuple(c), tuple(d), tuple(e)]
 
@@ -105,10 +111,12 @@ class OfModule(Holder):
             return (*own, *a.values(), *b.values(), *c.values(), *d.values(), *e.values())
         return (*own, *a.values(), *b.values(), *c.values())
 
-    def write(self, contents: Contents, keys: Any = None) -> None:
+    def write(self, contents: Contents, keys: Keys = None) -> None:
         rest, names = iter(contents), keys or self._keys
         if self._attributes is None:
-            self.module.training = next(rest)
+            training = next(rest)
+            assert isinstance(training, bool)
+            self.module.training = training
         else:
             _fill(self._attributes, {key: next(rest) for key in names[0]})
         for part, own in zip(self._parts, names[1:], strict=True):
@@ -129,42 +137,42 @@ class OfModule(Holder):
         return f"{self.name}.{key}" if self.name else key
 
 
-class OfDict(Holder):
+class OfDict(Holder, Generic[_K]):
     """Entries of a dict, or attributes of an object."""
 
-    def __init__(self, owner: dict[Any, Any], name: str, of_object: bool = False) -> None:
+    def __init__(self, owner: dict[_K, object], name: str, of_object: bool = False) -> None:
         super().__init__(name)
         self._owner, self._of_object = owner, of_object
-        self._keys = tuple(owner)
+        self._keys: tuple[tuple[_K, ...]] = self.keys()
 
     def place(self) -> tuple[object, ...]:
         return OfDict, id(self._owner)
 
-    def keys(self) -> tuple[Any, ...]:
-        return tuple(self._owner)
+    def keys(self) -> tuple[tuple[_K, ...]]:
+        return (tuple(self._owner),)
 
     def read(self) -> Contents:
         return tuple(self._owner.values())
 
-    def write(self, contents: Contents, keys: Any = None) -> None:
-        _fill(self._owner, dict(zip(keys or self._keys, contents, strict=True)))
+    def write(self, contents: Contents, keys: Keys = None) -> None:
+        _fill(self._owner, dict(zip((keys or self._keys)[0], contents, strict=True)))
 
     def name_of(self, number: int) -> str:
-        key = self._keys[number]
+        key = self._keys[0][number]
         return f"{self.name}.{key}" if self._of_object else f"{self.name}[{key!r}]"
 
 
 class OfCollection(Holder):
     """Items of a list, a deque or a set."""
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: list[object] | deque[object] | set[object], name: str) -> None:
         super().__init__(name)
         self._owner = owner
 
     def read(self) -> Contents:
         return tuple(self._owner)
 
-    def write(self, contents: Contents, keys: Any = None) -> None:
+    def write(self, contents: Contents, keys: Keys = None) -> None:
         self._owner.clear()
         if isinstance(self._owner, set):
             self._owner.update(contents)
@@ -175,7 +183,7 @@ class OfCollection(Holder):
 class OfTail(Holder):
     """What a long list gets beyond the items it has: those that are appended, as to a log."""
 
-    def __init__(self, owner: list[Any], name: str) -> None:
+    def __init__(self, owner: list[object], name: str) -> None:
         super().__init__(name)
         self._owner, self._start = owner, len(owner)
 
@@ -185,7 +193,7 @@ class OfTail(Holder):
             return (ABSENT,)
         return tuple(self._owner[self._start :])
 
-    def write(self, contents: Contents, keys: Any = None) -> None:
+    def write(self, contents: Contents, keys: Keys = None) -> None:
         cleared = len(contents) == 1 and contents[0] is ABSENT
         if len(self._owner) >= self._start and not cleared:
             self._owner[self._start :] = contents
@@ -197,7 +205,7 @@ class OfTail(Holder):
 class OfArray(Holder):
     """The bytes of a small NumPy array."""
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: Array, name: str) -> None:
         super().__init__(name)
         self._owner, self._last = owner, owner.tobytes()
 
@@ -207,8 +215,10 @@ class OfArray(Holder):
             self._last = now
         return (self._last,)  # the same object while nothing changes
 
-    def write(self, contents: Contents, keys: Any = None) -> None:
-        self._owner[...] = np.frombuffer(contents[0], self._owner.dtype).reshape(self._owner.shape)
+    def write(self, contents: Contents, keys: Keys = None) -> None:
+        raw = contents[0]
+        assert isinstance(raw, bytes)
+        self._owner[...] = np.frombuffer(raw, self._owner.dtype).reshape(self._owner.shape)
 
 
 class OfCells(Holder):
@@ -221,7 +231,7 @@ class OfCells(Holder):
     def read(self) -> Contents:
         return tuple([inside(cell) for cell in self._cells])
 
-    def write(self, contents: Contents, keys: Any = None) -> None:
+    def write(self, contents: Contents, keys: Keys = None) -> None:
         for cell, value in zip(self._cells, contents, strict=True):
             if inside(cell) is value:
                 continue
@@ -237,7 +247,13 @@ class OfCells(Holder):
 class OfNames(Holder):
     """Some names of a namespace: globals that code names, or attributes of a class."""
 
-    def __init__(self, space: Any, names: Sequence[str], name: str, owner: type | None) -> None:
+    def __init__(
+        self,
+        space: dict[str, object] | MappingProxyType[str, object],
+        names: Sequence[str],
+        name: str,
+        owner: type | None,
+    ) -> None:
         super().__init__(name)
         self._space, self._names, self._owner = space, tuple(names), owner
 
@@ -248,18 +264,19 @@ class OfNames(Holder):
         get = self._space.get
         return tuple([get(name, ABSENT) for name in self._names])
 
-    def write(self, contents: Contents, keys: Any = None) -> None:
+    def write(self, contents: Contents, keys: Keys = None) -> None:
         for name, value in zip(self._names, contents, strict=True):
             if self._space.get(name, ABSENT) is value:
                 continue
-            if self._owner is None and value is ABSENT:
-                del self._space[name]
-            elif self._owner is None:
-                self._space[name] = value
-            elif value is ABSENT:
+            if self._owner is not None and value is ABSENT:
                 delattr(self._owner, name)
-            else:
+            elif self._owner is not None:
                 setattr(self._owner, name, value)
+            elif isinstance(self._space, dict):
+                if value is ABSENT:
+                    del self._space[name]
+                else:
+                    self._space[name] = value
 
     def name_of(self, number: int) -> str:
         if self._owner is None:
@@ -278,7 +295,7 @@ def _fill(owner: dict[Any, Any], wanted: dict[Any, Any]) -> None:
     owner.update(wanted)
 
 
-def inside(cell: CellType) -> Any:
+def inside(cell: CellType) -> object:
     """Return what a closure's cell holds, `ABSENT` before it is assigned."""
     try:
         return cell.cell_contents

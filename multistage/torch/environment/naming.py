@@ -8,7 +8,6 @@ import functools
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType
-from typing import Any
 
 _OTHERS = {"torch", "numpy", "multistage", "triton", "sympy", "torchgen", "functorch", "pytest"}
 
@@ -136,6 +135,6 @@ def is_others(module: str) -> bool:
     return top in _OTHERS or (top in sys.stdlib_module_names and top != "__main__")
 
 
-def is_namespace(value: Any) -> bool:
+def is_namespace(value: object) -> bool:
     """Return whether a value is a plain namespace."""
     return type(value).__name__ in ("Namespace", "SimpleNamespace")

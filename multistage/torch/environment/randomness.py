@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from ...errors import StateError
 
-State: TypeAlias = Any  # immutable; equal to another if nothing was drawn between
+State: TypeAlias = object  # immutable; equal to another if nothing was drawn between
+Own: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+_S = TypeVar("_S")
 _WORDS = 625  # of the Mersenne Twister: 624 and a position
 
 
@@ -37,9 +39,9 @@ class Generators:
     """
 
     def __init__(
-        self, devices: Sequence[torch.device] = (), own: Iterable[tuple[str, Any]] = ()
+        self, devices: Sequence[torch.device] = (), own: Iterable[tuple[str, Own]] = ()
     ) -> None:
-        self._sources: list[_Source] = [
+        self._sources: list[_Source[Any]] = [
             _Torch(torch.default_generator, "torch's generator of cpu"),
             _python,
             _numpy,
@@ -162,51 +164,52 @@ def _of_row(row: bytes) -> State:
     return meant(json.loads(row[8:at]))
 
 
-def is_generator(value: object) -> bool:
+def is_generator(value: object) -> TypeGuard[Own]:
     """Whether it is a random generator whose state can be read and put back."""
     return isinstance(
         value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
     )
 
 
-class _Source:
+class _Source(Generic[_S]):
     """One generator: its name, and how its state is read and put back."""
 
     name: str
 
-    def get(self) -> State:
+    def get(self) -> _S:
         raise NotImplementedError
 
-    def set(self, state: State) -> None:
+    def set(self, state: _S) -> None:
         raise NotImplementedError
 
 
-class _Torch(_Source):
+class _Torch(_Source[bytes]):
     def __init__(self, generator: torch.Generator, name: str) -> None:
         self._generator, self.name = generator, name
 
-    def get(self) -> State:
+    def get(self) -> bytes:
         # Bytes, since comparing tensors takes longer than all the rest.
         return self._generator.get_state().numpy().tobytes()
 
-    def set(self, state: State) -> None:
+    def set(self, state: bytes) -> None:
         self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
-class _Device(_Source):
+class _Device(_Source[bytes]):
     def __init__(self, device: torch.device) -> None:
         self._device, self.name = device, f"torch's generator of {device}"
         self._module: Any = torch.get_device_module(device)
 
-    def get(self) -> State:
-        return self._module.get_rng_state(self._device).numpy().tobytes()
+    def get(self) -> bytes:
+        state: Tensor = self._module.get_rng_state(self._device)
+        return state.numpy().tobytes()
 
-    def set(self, state: State) -> None:
+    def set(self, state: bytes) -> None:
         row = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         self._module.set_rng_state(row, self._device)
 
 
-class _Python(_Source):
+class _Python(_Source[tuple[bytes, float | None]]):
     """The generator behind `random.random()` and its like."""
 
     name = "Python's generator (random)"
@@ -226,16 +229,16 @@ class _Python(_Source):
         _, words, following = self._owner.getstate()
         return np.array([words[-1], *words[:-1]], np.uint32).tobytes(), following
 
-    def get(self) -> State:
+    def get(self) -> tuple[bytes, float | None]:
         return self._read() if self._direct else self._asked()
 
-    def set(self, state: State) -> None:
+    def set(self, state: tuple[bytes, float | None]) -> None:
         raw, following = state
         position, *words = np.frombuffer(raw, np.uint32).tolist()
         self._owner.setstate((3, (*words, position), following))
 
 
-class _NumPy(_Source):
+class _NumPy(_Source[Any]):
     """The generator behind `numpy.random.rand()` and its like."""
 
     name = "NumPy's generator (numpy.random)"
@@ -246,7 +249,7 @@ class _NumPy(_Source):
         self._pending = True  # whether a normal number may be left over from a pair
         self._seen = b""
 
-    def get(self) -> State:
+    def get(self) -> Any:
         module: Any = np.random
         bits: Any = module.get_bit_generator()
         if bits is not self._bits:
@@ -265,7 +268,7 @@ class _NumPy(_Source):
             return raw, known["gauss"] if has else None
         return raw, None
 
-    def set(self, state: State) -> None:
+    def set(self, state: Any) -> None:
         if isinstance(state, dict):
             np.random.set_state(_thawed(state))
             return
@@ -277,13 +280,15 @@ class _NumPy(_Source):
         self._pending, self._seen = has, raw
 
 
-class _Asked(_Source):
+class _Asked(_Source[Any]):
     """A generator of Python's or NumPy's kind that a computation owns."""
 
-    def __init__(self, generator: Any, name: str) -> None:
+    def __init__(
+        self, generator: random.Random | np.random.Generator | np.random.RandomState, name: str
+    ) -> None:
         self._generator, self.name = generator, name
 
-    def get(self) -> State:
+    def get(self) -> Any:
         match self._generator:
             case random.Random():
                 return self._generator.getstate()
@@ -291,7 +296,7 @@ class _Asked(_Source):
                 return _frozen(self._generator.get_state(legacy=False))
         return _frozen(self._generator.bit_generator.state)
 
-    def set(self, state: State) -> None:
+    def set(self, state: Any) -> None:
         match self._generator:
             case random.Random():
                 self._generator.setstate(state)
@@ -301,7 +306,7 @@ class _Asked(_Source):
                 self._generator.bit_generator.state = _thawed(state)
 
 
-def _own(name: str, generator: Any) -> _Source:
+def _own(name: str, generator: Own) -> _Source[Any]:
     if isinstance(generator, torch.Generator):
         return _Torch(generator, name)
     return _Asked(generator, name)
@@ -362,7 +367,7 @@ def cuda_or_cpu(tensors: Sequence[Tensor]) -> torch.device:
     return next((t.device for t in tensors if t.device.type == "cuda"), torch.device("cpu"))
 
 
-def refuse_hidden_draws(modules: Iterable[Any], name: str) -> None:
+def refuse_hidden_draws(modules: Iterable[object], name: str) -> None:
     """Refuse modules that draw random numbers no generator tells of.
 
     Raises

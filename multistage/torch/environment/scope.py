@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeAlias, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,18 @@ from .holders import (
     are_alike,
     is_same,
 )
+from .randomness import Own
 from .walk import Walk
 
 _numbers = itertools.count()  # of what was found
+Buffers: TypeAlias = Sequence[tuple[nn.Module, str]]
+
+
+class Memo(TypedDict, total=False):
+    """What others have worked out of the contents of a scope; see `Environment.places`."""
+
+    devices: frozenset[torch.device]
+    places: tuple[Buffers, Sequence[int], dict[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,7 @@ class Found:
         Of which only parameters and buffers are known.
     number : int
         Of these contents: what is found later with the same number holds the same.
-    memo : dict
+    memo : Memo
         What others have worked out of it.
     """
 
@@ -65,14 +74,14 @@ class Found:
     holders: tuple[Holder, ...]
     contents: tuple[Contents, ...]
     tensors: tuple[Tensor, ...]
-    generators: tuple[tuple[str, Any], ...]
-    scripted: tuple[Any, ...]
+    generators: tuple[tuple[str, Own], ...]
+    scripted: tuple[torch.jit.ScriptModule, ...]
     number: int
-    memo: dict[str, Any] = field(default_factory=dict, compare=False)
+    memo: Memo = field(default_factory=Memo, compare=False)
 
     def devices(self) -> frozenset[torch.device]:
         """Return the devices that its tensors lie on."""
-        known: frozenset[torch.device] | None = self.memo.get("devices")
+        known = self.memo.get("devices")
         if known is None:
             known = self.memo["devices"] = frozenset(t.device for t in self.tensors)
         return known
@@ -174,7 +183,7 @@ class Scope:
         """Return the buffers of all modules, a shared one at each of its places."""
         return buffers_among(self.look().modules)
 
-    def generators(self) -> tuple[tuple[str, Any], ...]:
+    def generators(self) -> tuple[tuple[str, Own], ...]:
         """Return generators of the values' own, with names."""
         return self.look().generators
 
@@ -193,7 +202,9 @@ def buffers_among(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Te
     ]
 
 
-def _tensors_among(contents: Iterable[Contents], scripted: Iterable[Any]) -> tuple[Tensor, ...]:
+def _tensors_among(
+    contents: Iterable[Contents], scripted: Iterable[torch.jit.ScriptModule]
+) -> tuple[Tensor, ...]:
     found = {id(x): x for values in contents for x in values if isinstance(x, Tensor)}
     found |= {id(x): x for m in scripted for x in (*m.parameters(), *m.buffers())}
     if any(is_lazy(x) for x in found.values()):
@@ -230,7 +241,7 @@ def _without_results(found: Found) -> Found:
     if all(isinstance(t, nn.Parameter) or id(t) in kept for t in found.tensors):
         return found
 
-    def held(value: Any) -> Any:
+    def held(value: object) -> object:
         other = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         return ABSENT if other and id(value) not in kept else value
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Autocast:
             for kind in device_types
         )
 
-    def context(self) -> Any:
+    def context(self) -> torch.autocast:
         """Return a context with these settings; weights cast anew, not taken from a cache."""
         return torch.autocast(
             self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
@@ -53,10 +55,10 @@ class Settings:
     """All settings at one moment; equal to others that let the same kernels run."""
 
     autocast: tuple[Autocast, ...]
-    flags: tuple[Any, ...]
+    flags: tuple[object, ...]
     modes: tuple[object, ...]  # what the function modes are: each `with` makes new ones
-    function_modes: tuple[Any, ...] = field(compare=False)
-    operator_modes: tuple[Any, ...] = field(compare=False)
+    function_modes: tuple[TorchFunctionMode, ...] = field(compare=False)
+    operator_modes: tuple[TorchDispatchMode, ...] = field(compare=False)
 
     @classmethod
     def capture(cls, device_types: Sequence[str]) -> Settings:
@@ -233,22 +235,22 @@ def _unpacking(setter: Callable[..., None]) -> Callable[[Any], None]:
 _FLAGS = tuple(_flags())
 
 
-def _set_flags(wanted: Sequence[Any]) -> None:
+def _set_flags(wanted: Sequence[object]) -> None:
     for flag, value in zip(_FLAGS, wanted, strict=True):
         # Read anew: setting one may have set another.
         if flag.get() != value:
             flag.set(value)
 
 
-def _function_modes() -> list[Any]:
+def _function_modes() -> list[TorchFunctionMode]:
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
 
-def _operator_modes() -> list[Any]:
+def _operator_modes() -> list[TorchDispatchMode]:
     return [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
 
 
-def _set_function_modes(modes: Sequence[Any]) -> None:
+def _set_function_modes(modes: Sequence[TorchFunctionMode]) -> None:
     """Exchange the whole stack, without entering or leaving any."""
     while torch._C._len_torch_function_stack():
         torch._C._pop_torch_function_stack()

@@ -23,7 +23,7 @@ _LIBRARIES = {"torch", "builtins", "typing", "abc", "multistage"}
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 
 
-def modules_of(calls: Iterable[Any]) -> dict[str, nn.Module]:
+def modules_of(calls: Iterable[object]) -> dict[str, nn.Module]:
     """Return the modules that callables consist of, functions' closures included, by name."""
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
@@ -37,13 +37,13 @@ def modules_of(calls: Iterable[Any]) -> dict[str, nn.Module]:
     return found
 
 
-def _owners(call: Any, depth: int) -> Iterator[nn.Module]:
+def _owners(call: object, depth: int) -> Iterator[nn.Module]:
     if isinstance(call, nn.Module):
         yield call
         return
     if depth == _DEEPEST:
         return
-    inner: list[Any] = []
+    inner: list[object] = []
     if isinstance(call, functools.partial):
         inner += [call.func, *call.args, *call.keywords.values()]
     elif isinstance(call, (list, tuple)):
@@ -72,8 +72,8 @@ class Snapshot:
     """
 
     random: RandomState
-    python: Any
-    numpy: Any
+    python: tuple[object, ...]
+    numpy: object
     buffers: list[tuple[nn.Module, str, Tensor | None, Callable[[], None]]]
     attributes: list[Callable[[], object]]
 
@@ -224,7 +224,7 @@ def left_behind(
     return found
 
 
-def _attribute(value: Any) -> object:
+def _attribute(value: object) -> object:
     if isinstance(value, (list, tuple)) and any(isinstance(v, nn.Parameter) for v in value):
         return len(value)  # the weights of nn.LSTM, once more
     return fingerprint(value)

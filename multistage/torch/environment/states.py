@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,17 +18,17 @@ from .scope import Found, Scope
 _LEAF = pytree.tree_flatten(None)[1]  # of a state that is one tensor
 
 
-def leaves_of(state: Any) -> list[Any]:
+def leaves_of(state: object) -> list[object]:
     """Return the leaves of a state."""
     return [state] if isinstance(state, Tensor) else pytree.tree_leaves(state)
 
 
-def tensors_in(state: Any) -> list[Tensor]:
+def tensors_in(state: object) -> list[Tensor]:
     """Return the tensors of a state."""
     return [leaf for leaf in leaves_of(state) if isinstance(leaf, Tensor)]
 
 
-def wants_of(leaves: Sequence[Any]) -> tuple[bool, ...]:
+def wants_of(leaves: Sequence[object]) -> tuple[bool, ...]:
     """Return which leaves require a gradient."""
     return tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
@@ -42,14 +41,14 @@ class KeptState:
     way when they get one tensor as two arguments.
     """
 
-    leaves: list[Any]
+    leaves: list[object]
     spec: pytree.TreeSpec
     versions: list[int]
     objects: Found | None  # leaves that are neither tensors nor plain values
     inner: list[int]  # versions of tensors in those
 
     @classmethod
-    def of(cls, state: Any) -> KeptState:
+    def of(cls, state: object) -> KeptState:
         """Return a state with its tensors detached, aliases kept."""
         if isinstance(state, Tensor):
             alone = state.detach()
@@ -62,7 +61,7 @@ class KeptState:
         return cls._holding([once.get(id(x), x) for x in leaves], spec)
 
     @classmethod
-    def _holding(cls, leaves: list[Any], spec: pytree.TreeSpec) -> KeptState:
+    def _holding(cls, leaves: list[object], spec: pytree.TreeSpec) -> KeptState:
         versions = [x._version if isinstance(x, Tensor) else 0 for x in leaves]
         others = [x for x in leaves if not isinstance(x, LEAVES)]
         objects = Scope(others).look() if others else None
@@ -114,7 +113,7 @@ class KeptState:
         leaves = [_Place(places[id(x)]) if isinstance(x, Tensor) else x for x in self.leaves]
         return EmptyState(leaves, self.spec, versions, self.objects, self.inner)
 
-    def fresh(self, wants: tuple[bool, ...], to_be_changed: bool) -> Any:
+    def fresh(self, wants: tuple[bool, ...], to_be_changed: bool) -> object:
         """Return the state for a stage to run on, of leaves unless the stage writes to them.
 
         `wants` says which tensors want gradients: those that did at first.
@@ -139,7 +138,7 @@ class KeptState:
         if to_be_changed:
             copies = iter(cloned(self._given()))
             given = [next(copies) if isinstance(leaf, Tensor) else leaf for leaf in given]
-        once: dict[int, Any] = {}
+        once: dict[int, Tensor] = {}
         for leaf, wanted in zip(given, wants, strict=True):
             if isinstance(leaf, Tensor) and id(leaf) not in once:
                 new = leaf.detach().requires_grad_(wanted)
@@ -158,7 +157,7 @@ class _Place:
 class EmptyState:
     """A kept state whose tensors are elsewhere."""
 
-    leaves: list[Any]
+    leaves: list[object]
     spec: pytree.TreeSpec
     versions: list[int]  # -1 where a leaf had been written to since it was kept
     objects: Found | None

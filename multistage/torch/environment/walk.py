@@ -28,7 +28,7 @@ from .holders import (
     inside,
 )
 from .naming import attributes_used, global_names, is_namespace, is_others, members_of
-from .randomness import is_generator
+from .randomness import Own, is_generator
 
 _MOST_ITEMS = 1024  # of a set or deque whose contents are watched
 _MOST_BYTES = 1 << 16  # of an array whose contents are
@@ -43,16 +43,16 @@ class Walk:
 
     def __init__(self) -> None:
         self.modules: dict[int, nn.Module] = {}
-        self.scripted: list[Any] = []
+        self.scripted: list[torch.jit.ScriptModule] = []
         self.holders: list[Holder] = []
-        self.generators: dict[int, tuple[str, Any]] = {}
-        self._seen: dict[int, Any] = {}  # referred to, or an address might be used again
+        self.generators: dict[int, tuple[str, Own]] = {}
+        self._seen: dict[int, object] = {}  # referred to, or an address might be used again
         self._classes: set[type] = set()
         self._shallow: set[int] = set()  # modules visited without their children
         self._names: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
         self._left = _MOST_HOLDERS
 
-    def visit(self, value: Any, name: str, depth: int) -> None:
+    def visit(self, value: object, name: str, depth: int) -> None:
         """Visit a value that is reached by a name."""
         if depth > _DEPTH or isinstance(value, LEAVES):
             return
@@ -108,7 +108,7 @@ class Walk:
         self._left -= 1
         return entries <= most and self._left >= 0
 
-    def _all(self, values: Iterable[Any], name: str, depth: int) -> None:
+    def _all(self, values: Iterable[object], name: str, depth: int) -> None:
         for number, value in enumerate(values):
             self.visit(value, f"{name}[{number}]", depth + 1)
 
@@ -148,7 +148,7 @@ class Walk:
             # Nested modules count as deep as they lie: no depth is added.
             self._module(child, f"{name}.{key}" if name else key, depth, children=True)
 
-    def _referred(self, value: Any, name: str, depth: int) -> None:
+    def _referred(self, value: object, name: str, depth: int) -> None:
         """Visit what an object of ours says it refers to: modules without their children."""
         for each in getattr(value, "refers_to", tuple)():
             if isinstance(each, nn.Module):
@@ -156,7 +156,7 @@ class Walk:
             else:
                 self.visit(each, name, depth + 1)
 
-    def _object(self, value: Any, name: str, depth: int) -> None:
+    def _object(self, value: object, name: str, depth: int) -> None:
         kind = type(value)
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict and self._watch(0):
@@ -199,20 +199,19 @@ class Walk:
                 self.visit(value, key, depth + 1)
         self._code(function, depth)
 
-    def _variable(self, value: Any, name: str, used: frozenset[str] | None, depth: int) -> None:
+    def _variable(self, value: object, name: str, used: frozenset[str] | None, depth: int) -> None:
         """Visit what a variable holds; of a module only the children that code names.
 
         `lambda x: self.block(x)` depends on the block, and not on the rest of
         the model, which other stages may be at work on.
         """
         # Attributes of the class and of the instance come before children.
-        narrow = (
+        if (
             used
             and isinstance(value, nn.Module)
             and used <= value._modules.keys() - value.__dict__.keys()
             and not any(hasattr(type(value), key) for key in used)
-        )
-        if narrow and used:
+        ):
             if id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self._module(value, name, depth, children=False)

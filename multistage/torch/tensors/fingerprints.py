@@ -13,7 +13,6 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Set
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ _DEEPEST = 3
 _LIBRARIES = {"torch", "numpy", "multistage"}
 
 
-def fingerprint(value: Any, depth: int = 0) -> object:
+def fingerprint(value: object, depth: int = 0) -> object:
     """Return something small and hashable that is equal for values of equal bits.
 
     Tensors by shape, dtype, device and a checksum; numbers, strings and containers by their
@@ -86,7 +85,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def is_helper(value: Any) -> bool:
+def is_helper(value: object) -> bool:
     """Whether an object is a user's own, that a module may keep state in."""
     kind = type(value)
     if callable(value) or not hasattr(value, "__dict__"):

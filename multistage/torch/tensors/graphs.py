@@ -8,16 +8,21 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from ...errors import ArgumentError
 
+# A node and the number of one of its results; the leaves by their identities.
+Edge: TypeAlias = tuple[Node | None, int]
+Used: TypeAlias = set[int | Edge]
+
 
 @functools.cache
-def _accumulate() -> Any:
+def _accumulate() -> type[Any]:
     """Return the type of the nodes at which a graph ends, in a leaf."""
     with torch.enable_grad():
         node = torch.ones(1, requires_grad=True).view(1).grad_fn
@@ -45,7 +50,7 @@ class Walked:
         Of the graph, without its leaves.
     """
 
-    used: set[Any] = field(default_factory=set)
+    used: Used = field(default_factory=set)
     nodes: int = 0
 
 
@@ -117,7 +122,7 @@ def leaves_below(
         stack += node.next_functions
 
 
-def uses(used: set[Any], parameter: Tensor) -> bool:
+def uses(used: Used, parameter: Tensor) -> bool:
     """Whether a graph that `leaves_below` walked leads to a parameter."""
     return id(parameter) in used or (parameter.grad_fn, parameter.output_nr) in used
 
@@ -140,7 +145,7 @@ def held_elsewhere(leaves: list[Tensor], *, collect: bool = False) -> list[Tenso
 
 
 def graph_weight(
-    roots: Sequence[Tensor], begun: int, without: Iterable[Any] = ()
+    roots: Sequence[Tensor], begun: int, without: Iterable[Node | None] = ()
 ) -> tuple[int, int]:
     """Return how many nodes a graph has from a sequence number on, and the bytes they return.
 
@@ -148,7 +153,7 @@ def graph_weight(
     """
     leaf_node = _accumulate()
     stack = [t.grad_fn for t in roots]
-    seen: set[Any] = set()
+    seen: set[Node] = set()
     passed = set(without)
     nbytes = 0
     while stack:

@@ -9,11 +9,11 @@ own statistics are read.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -117,11 +117,17 @@ class Meter(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self._cuda:
             super().__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         for leaf in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device == self._device:
@@ -169,8 +175,12 @@ class _Reference(weakref.ref[torch.UntypedStorage]):
 
     __slots__ = ("key", "nbytes")
 
-    def __new__(cls, storage: torch.UntypedStorage, nbytes: int, freed: Any) -> _Reference:
+    def __new__(
+        cls, storage: torch.UntypedStorage, nbytes: int, freed: Callable[[_Reference], None]
+    ) -> _Reference:
         return super().__new__(cls, storage, freed)
 
-    def __init__(self, storage: torch.UntypedStorage, nbytes: int, freed: Any) -> None:
+    def __init__(
+        self, storage: torch.UntypedStorage, nbytes: int, freed: Callable[[_Reference], None]
+    ) -> None:
         self.key, self.nbytes = storage._cdata, nbytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,11 @@ from torch import Tensor
 from ...errors import StateError
 from ...states.layout import Layout
 from ...states.slots import Kept
+
+Adjoint = TypeVar("Adjoint")
+Bytes: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+# The bytes of a tensor as a store has them: on a device as a tensor.
+Line: TypeAlias = Bytes | Tensor
 
 
 class TensorState:
@@ -68,7 +73,7 @@ def said(kind: Kind) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class Shape:
     """What bytes do not tell of a tensor."""
 
     size: torch.Size
@@ -111,14 +116,15 @@ class TensorLayout:
             raise StateError(f"{where} has {len(kinds)} tensors in place of {len(self._kinds)}")
         return list(state.tensors)
 
-    def pack(self, tensors: Sequence[Tensor]) -> tuple[list[Any], list[_Shape]]:
+    def pack(self, tensors: Sequence[Tensor]) -> tuple[list[Line], list[Shape]]:
         """Return the bytes of each tensor, and the shapes `unpack` needs."""
-        flat, shapes = [], []
+        flat: list[Line] = []
+        shapes = []
         for tensor in tensors:
             tensor = tensor.detach().resolve_conj().resolve_neg()
             if not _is_dense(tensor):
                 tensor = tensor.contiguous()
-            shapes.append(_Shape(tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
+            shapes.append(Shape(tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
             line = _line(tensor)
             if self._through is not None:  # such as states of generators, which lie in host memory
                 # From plain memory: the bytes are taken at once, and nobody waits for the device.
@@ -126,7 +132,7 @@ class TensorLayout:
             flat.append(line.numpy() if line.device.type == "cpu" else line)
         return flat, shapes
 
-    def unpack(self, arrays: Sequence[Any], packing: Sequence[_Shape]) -> list[Tensor]:
+    def unpack(self, arrays: Sequence[Line], packing: Sequence[Shape]) -> list[Tensor]:
         """Return the tensors that `pack` was given, on memory of the store."""
         tensors = []
         for array, shape in zip(arrays, packing, strict=True):
@@ -160,7 +166,7 @@ def _line(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
-def _from_numpy(array: Any) -> Tensor:
+def _from_numpy(array: Bytes) -> Tensor:
     """Return a tensor on read-only memory of a store, which only versions guard from now on."""
     if not len(array):
         return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -192,22 +198,23 @@ class TensorSlots:
     def adopt(self, arrays: list[Any], step: int) -> Kept:
         return Kept(TensorState(arrays), arrays)
 
-    def load(self, kept: Kept, live: Any) -> Any:
+    def load(self, kept: Kept, live: object) -> TensorState:
+        assert isinstance(kept.state, TensorState)
         return kept.state
 
     def trim(self) -> None:
         return
 
-    def check(self, live: Any, where: int | str) -> None:
+    def check(self, live: TensorState, where: int | str) -> None:
         self._layout.arrays(live, where)
 
-    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+    def keep_tape(self, tape: object, states: tuple[object, object], step: int) -> Kept:
         return Kept(tape, ())
 
-    def adopt_adjoint(self, adjoint: Any, live: Any) -> Any:
+    def adopt_adjoint(self, adjoint: Adjoint, live: object) -> Adjoint:
         return adjoint
 
-    def apart(self, adjoint: Any, live: Any) -> Any:
+    def apart(self, adjoint: Adjoint, live: object) -> Adjoint:
         return adjoint
 
     def release(self, kept: Kept) -> None:

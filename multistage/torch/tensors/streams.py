@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +25,18 @@ class CopyFailed(Exception):
 
 
 Lane: TypeAlias = Literal["compute", "out", "in"]
-Event: TypeAlias = Any
+
+
+class Event(Protocol):
+    """A place in a stream, for those streams alone that recorded it."""
+
+    def query(self) -> bool:
+        """Return whether it has happened."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until it has happened."""
+        ...
 
 
 class Streams(Protocol):
@@ -113,12 +124,13 @@ class CudaStreams:
     def host(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def record(self, lane: Lane) -> Event:
-        event = torch.cuda.Event(enable_timing=True)
+    def record(self, lane: Lane) -> torch.Event:
+        event: torch.Event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream(lane))
         return event
 
     def wait(self, lane: Lane, event: Event) -> None:
+        assert isinstance(event, torch.Event)
         self._stream(lane).wait_event(event)
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
@@ -135,6 +147,7 @@ class CudaStreams:
         event.synchronize()
 
     def span(self, began: Event, ended: Event) -> tuple[float, float] | None:
+        assert isinstance(began, torch.Event) and isinstance(ended, torch.Event)
         if not ended.query():
             return None
         start_s = self._origin_s + self._origin.elapsed_time(began) / 1e3
@@ -185,8 +198,9 @@ class HostStreams:
         return event
 
     def wait(self, lane: Lane, event: Event) -> None:
+        assert isinstance(event, _HostEvent)
         if lane == "compute":
-            event.result()
+            event.synchronize()
         else:
             # For the order alone: what failed before the event is no fault of what comes after.
             self._queues[lane].put(event.wait)
@@ -203,9 +217,10 @@ class HostStreams:
         """Nothing: what is queued refers to its memory."""
 
     def synchronize(self, event: Event) -> None:
-        event.result()
+        event.synchronize()
 
     def span(self, began: Event, ended: Event) -> tuple[float, float] | None:
+        assert isinstance(began, _HostEvent) and isinstance(ended, _HostEvent)
         return (began.at, ended.at) if ended.at else None
 
     def close(self) -> None:
@@ -229,7 +244,10 @@ class _HostEvent:
     def wait(self) -> None:
         self._event.wait()
 
-    def result(self) -> None:
+    def query(self) -> bool:
+        return self._event.is_set()
+
+    def synchronize(self) -> None:
         self._event.wait()
         if self._error is not None:
             raise CopyFailed(f"{type(self._error).__name__}: {self._error}") from self._error
@@ -270,7 +288,7 @@ class Home:
         cuda = torch.cuda.is_initialized() and (device is None or device.type == "cuda")
         self.stream = torch.cuda.current_stream(device) if cuda else None
 
-    def context(self) -> Any:
+    def context(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which it is the current stream again."""
         return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
