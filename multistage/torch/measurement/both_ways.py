@@ -6,10 +6,11 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -19,11 +20,10 @@ from ..environment.scope import Scope
 from ..environment.settings import Autocast, autocast
 from ..environment.snapshots import Snapshot, left_behind, modules_of
 from ..tensors.fingerprints import fingerprint
-from .exploring import tensors_of
+from .exploring import Call, tensors_of
 from .plainly import TooDear, Windowed, forgetting
 from .stand_ins import hooks_silent
 
-Call: TypeAlias = Callable[[Any], Any]
 Seen: TypeAlias = dict[str, object]
 # Runs forward of the model within the limit.  A backward takes about as long as two, and a
 # run again stops halfway on average: 1 + 7 / 2 + 2 are 2.2 plain iterations.
@@ -41,8 +41,8 @@ class Both:
 
     def __init__(
         self,
-        calls: Sequence[Any],
-        sample: Any,
+        calls: Sequence[Call],
+        sample: object,
         writes: bool,
         room_bytes: float,
         targets: Sequence[Tensor] | None = None,
@@ -65,7 +65,7 @@ class Both:
         self._scope = Scope([*calls, *(x for x in leaves if not isinstance(x, Tensor))])
         self.snapshot = Snapshot.capture(self.modules.values(), self.devices, self._scope)
 
-    def inputs(self) -> Any:
+    def inputs(self) -> object:
         """Return the sample as leaves, which are one or share memory where the sample's do."""
         given = tensors_of(self.sample)
         fresh = cloned(given) if self._writes else [t.detach() for t in given]
@@ -74,13 +74,13 @@ class Both:
             known[id(tensor)].requires_grad_(tensor.requires_grad)
         return pytree.tree_map(lambda x: known.get(id(x), x), self.sample)
 
-    def _forgetting(self) -> AbstractContextManager[Any]:
+    def _forgetting(self) -> AbstractContextManager[object]:
         return forgetting(self._room, [*self._parameters, *tensors_of(self.sample)])
 
     def plainly(self, reference: Call) -> Call:
         """Return the reference, run in windows."""
 
-        def run(inputs: Any) -> Any:
+        def run(inputs: object) -> object:
             held = [*self._parameters, *tensors_of(inputs)]
             windowed = Windowed(
                 lambda: reference(_writable(inputs) if self._writes else inputs),
@@ -131,7 +131,7 @@ class Both:
         return found
 
     def _gradients(
-        self, inputs: Any, outputs: Sequence[Any], look: Callable[[Tensor], object]
+        self, inputs: object, outputs: Sequence[object], look: Callable[[Tensor], object]
     ) -> Seen:
         roots = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
         given = [t for t in tensors_of(inputs) if t.requires_grad]
@@ -192,7 +192,7 @@ class Both:
         """Return the modules called, with fingerprints of their outputs."""
         noted: list[tuple[str, object]] = []
 
-        def note(path: str) -> Any:
+        def note(path: str) -> Callable[[object, object, object], None]:
             return lambda _m, _given, output: noted.append(
                 (path, tuple(fingerprint(t) for t in tensors_of(output)))
             )
@@ -235,7 +235,7 @@ def _adjoints(roots: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _writable(inputs: Any) -> Any:
+def _writable(inputs: object) -> object:
     """Return copies for a run to write to; gradients reach the inputs."""
     given = tensors_of(inputs)
     known = {id(t): copy for t, copy in zip(given, cloned(given), strict=True)}
@@ -243,14 +243,14 @@ def _writable(inputs: Any) -> Any:
     return pytree.tree_map(lambda x: known.get(id(x), x), inputs)
 
 
-def _leaves_of(roots: Sequence[Tensor], ends: Mapping[Any, Tensor]) -> list[Tensor]:
+def _leaves_of(roots: Sequence[Tensor], ends: Mapping[Node, Tensor]) -> list[Tensor]:
     """Return the leaves of a graph, in order of the walk; `ends` belong to tensors that are ends.
 
     A parameter that was computed (`functional_call`) has a graph of its own, for later.
     """
-    stack: list[Any] = [t.grad_fn for t in roots]
+    stack: list[Node | None] = [t.grad_fn for t in roots]
     found = {id(t): t for t in roots if t.grad_fn is None}
-    seen: set[Any] = set()
+    seen: set[Node] = set()
     while stack:
         node = stack.pop()
         if node is None or node in seen:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ class Saved(Count):
         super().__init__(number, sizes)
         self._boxes: list[weakref.ref[_Box]] = []
 
-    def kept(self, trait: Traits) -> AbstractContextManager[Any]:
+    def kept(self, trait: Traits) -> AbstractContextManager[object]:
         """Return hooks for a stage to run under, if it runs under any."""
         if trait.unhooked:
             return contextlib.nullcontext()
@@ -41,7 +40,7 @@ class Saved(Count):
         """Tensors that were saved."""
         return len(self._boxes)
 
-    def tensors(self, output: Any) -> list[Tensor]:
+    def tensors(self, output: object) -> list[Tensor]:
         """Return what is saved now, and the tensors of an output."""
         boxes = [box for reference in self._boxes if (box := reference()) is not None]
         return [*tensors_of(output), *(box.tensor for box in boxes if box.tensor is not None)]

@@ -21,14 +21,15 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
 from ...errors import ArgumentError, DifferenceWarning, StateError
 from ..environment.snapshots import modules_of
-from .both_ways import Both, Call, NotAlone
+from .both_ways import Both, NotAlone
 from .comparing import agree, bits, differences, listed, projected
+from .exploring import Call
 from .measure import Profile
 from .plainly import TooDear
 
@@ -75,10 +76,10 @@ def complain(check: Check, message: str) -> None:
 def check_chain(
     reference: Call,
     chain: Call,
-    sample: Any,
+    sample: object,
     *,
     name: str,
-    stages: Sequence[Any],
+    stages: Sequence[Call],
     room_bytes: float,
     writes: bool,
     check: Check,
@@ -167,7 +168,7 @@ def _compared(both: Both, reference: Call, chain: Call, name: str, check: Check)
     return f"differs: {message}"
 
 
-def room_for_tapes(profile: Profile, stages: Sequence[Any], limit_bytes: int | None) -> float:
+def room_for_tapes(profile: Profile, stages: Sequence[Call], limit_bytes: int | None) -> float:
     """Return how much a plain run may save within a limit, beside what it works on."""
     if limit_bytes is None:
         return float("inf")

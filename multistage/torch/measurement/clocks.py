@@ -5,9 +5,13 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import torch
+
+# By the clock, computed by the thread, and how often it lost its core; or an event on a device.
+HostMoment: TypeAlias = tuple[float, float, int]
+Moment: TypeAlias = HostMoment | torch.Event
 
 _THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # on Linux
 
@@ -18,7 +22,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def now(self) -> Any:
+    def now(self) -> Moment:
         """Return this moment."""
         if self._device.type != "cuda":
             return _moment()
@@ -26,15 +30,17 @@ class Clock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def between(self, start: Any, stop: Any) -> float:
+    def between(self, start: Moment, stop: Moment) -> float:
         """Return the seconds between two moments."""
-        if self._device.type != "cuda":
+        if isinstance(start, tuple):
+            assert isinstance(stop, tuple)
             return seconds_between(start, stop)
+        assert not isinstance(stop, tuple)
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1e3
 
 
-def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds some work takes, on its device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -45,13 +51,13 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
     return seconds_between(began, _moment())
 
 
-def _moment() -> tuple[float, float, int]:
+def _moment() -> HostMoment:
     """Return this moment, seconds that this thread has computed, and how often it lost its core."""
     lost = resource.getrusage(_THREAD).ru_nivcsw if _THREAD is not None else 0
     return time.perf_counter(), time.thread_time(), lost
 
 
-def seconds_between(began: tuple[float, float, int], ended: tuple[float, float, int]) -> float:
+def seconds_between(began: HostMoment, ended: HostMoment) -> float:
     """Return the seconds between two moments, but those in which others had the thread's core.
 
     Where torch computes in other threads too, these are unknown, and part of it.

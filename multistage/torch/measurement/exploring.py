@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +21,19 @@ from ..environment.scope import Scope
 from ..tensors.meter import storages_of
 from .traits import Traits
 
-Call = Callable[[Any], Any]
+Call: TypeAlias = Callable[..., object]  # of a state
+_State = TypeVar("_State")
 
 
-def tensors_of(state: Any) -> list[Tensor]:
+def tensors_of(state: object) -> list[Tensor]:
     """Return the tensors of a state."""
     return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
 
 
-def fresh_copy(state: Any, *, wants: bool | None = None) -> Any:
+def fresh_copy(state: _State, *, wants: bool | None = None) -> _State:
     """Return a state of fresh leaves, writable, with the same wishes for gradients."""
 
-    def leaf(value: Any) -> Any:
+    def leaf(value: object) -> object:
         if not isinstance(value, Tensor):
             return value
         may = value.is_floating_point() or value.is_complex()
@@ -42,11 +43,12 @@ def fresh_copy(state: Any, *, wants: bool | None = None) -> Any:
             .requires_grad_(may and (value.requires_grad if wants is None else wants))
         )
 
-    return pytree.tree_map(leaf, state)
+    copy: _State = pytree.tree_map(leaf, state)
+    return copy
 
 
 @contextlib.contextmanager
-def untouched(scope: Scope, sample: Any) -> Iterator[None]:
+def untouched(scope: Scope, sample: object) -> Iterator[None]:
     """Put buffers, attributes and random generators back at the end; see `environment`."""
     undo = undo_of(scope, tensors_of(sample))
     values = [(b, b.detach().clone(), version_of(b)) for _, _, b in scope.buffers()]
@@ -74,7 +76,7 @@ def buffers_of(stage: Call) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 def explore(
-    stages: Sequence[Call], names: Sequence[str], sample: Any
+    stages: Sequence[Call], names: Sequence[str], sample: object
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Traits, ...]]:
     """Run all stages once; find what they change and which must be joined.
 
@@ -158,7 +160,7 @@ class _Grading:
     unhooked: bool = False
 
 
-def _with_graph(stage: Call, given: Any, result: Any, around: Environment) -> _Grading:
+def _with_graph(stage: Call, given: object, result: object, around: Environment) -> _Grading:
     """Run a stage with a graph, and compare: some kernels, such as oneDNN's LSTM, differ."""
     found = _Grading()
     kept: list[list[Tensor]] = []
@@ -172,7 +174,7 @@ def _with_graph(stage: Call, given: Any, result: Any, around: Environment) -> _G
         found.differentiates = True
         return box[0]
 
-    def run() -> Any:
+    def run() -> object:
         with around.again(), torch.enable_grad():
             return stage(_wanting(given))
 
@@ -193,10 +195,10 @@ def _with_graph(stage: Call, given: Any, result: Any, around: Environment) -> _G
     return found
 
 
-def _wanting(state: Any) -> Any:
+def _wanting(state: object) -> object:
     """Return a state whose tensors want gradients where they can, without copying them."""
 
-    def leaf(value: Any) -> Any:
+    def leaf(value: object) -> object:
         if not isinstance(value, Tensor):
             return value
         return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
@@ -204,7 +206,7 @@ def _wanting(state: Any) -> Any:
     return pytree.tree_map(leaf, state)
 
 
-def _storages(state: Any) -> dict[int, StorageWeakRef]:
+def _storages(state: object) -> dict[int, StorageWeakRef]:
     return {
         key: StorageWeakRef(storage)
         for tensor in tensors_of(state)

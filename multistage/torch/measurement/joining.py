@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,10 +22,12 @@ from torch import Tensor
 from ...actions import Action, Advance, EndForward, Free, Load, Put, Reverse, Save, Tape
 from ..environment.scope import Found, Scope, merged
 from ..environment.states import leaves_of
+from .exploring import Call
 from .measure import Profile, grouped
 from .sizes import Count, OnceMore, Sizes
 from .traits import Traits
 
+Calls: TypeAlias = Sequence[Call]
 _MOST_NAMES = 3  # in the name of a stretch
 
 
@@ -43,13 +45,13 @@ class Joined:
         Of each.
     """
 
-    def __init__(
-        self, stages: Sequence[Callable[[Any], Any]], sizes: Sequence[Sizes | None]
-    ) -> None:
+    def __init__(self, stages: Calls, sizes: Sequence[Sizes | None]) -> None:
         self._stages, self.sizes = tuple(stages), tuple(sizes)
-        self._values: list[tuple[Any, ...] | None] = [None] * (len(self._stages) - 1)
+        self._values: list[tuple[object, ...] | None] = [None] * (len(self._stages) - 1)
 
-    def __call__(self, box: list[Any], between: Callable[[int, Any], None] | None = None) -> Any:
+    def __call__(
+        self, box: list[object], between: Callable[[int, object], None] | None = None
+    ) -> object:
         """Run the stages from the state in a box, which is emptied: nothing here holds it longer.
 
         `between` is called with the number of each stage but the last, and what it returned.
@@ -63,7 +65,7 @@ class Joined:
         return state
 
     def look(
-        self, devices: Container[torch.device], count: Count | None, number: int, state: Any
+        self, devices: Container[torch.device], count: Count | None, number: int, state: object
     ) -> None:
         """Compare a state inside with those that the plan is for.
 
@@ -123,7 +125,6 @@ class Together(Scope):
         return merged([scope.look() for scope in self._scopes])
 
 
-Calls: TypeAlias = Sequence[Callable[[Any], Any]]
 Stretches: TypeAlias = tuple[Calls, Sequence[Traits], Sequence[Action]]
 
 
@@ -171,7 +172,7 @@ def stretched(stages: Calls, traits: Sequence[Traits], actions: Sequence[Action]
     )
 
 
-def _joined(stages: Sequence[Callable[[Any], Any]], traits: Sequence[Traits]) -> Joined:
+def _joined(stages: Calls, traits: Sequence[Traits]) -> Joined:
     return Joined(stages, [trait.sizes for trait in traits])
 
 
@@ -209,7 +210,7 @@ def _starts(traits: Sequence[Traits], actions: Sequence[Action]) -> list[int]:
     return sorted(parted - {n, n + 1})
 
 
-def _traits(stages: Sequence[Callable[[Any], Any]], traits: Sequence[Traits]) -> Traits:
+def _traits(stages: Calls, traits: Sequence[Traits]) -> Traits:
     """Return what stages do together."""
     names = [trait.name for trait in traits]
     sizes = [trait.sizes for trait in traits]

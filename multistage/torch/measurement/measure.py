@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +72,7 @@ class _Joined(nn.Module):
                 self.add_module(str(number), stage)
         self.training = any(m.training for m in self.children())
 
-    def forward(self, state: Any) -> Any:
+    def forward(self, state: object) -> object:
         for stage in self._calls:
             state = stage(state)
         return state
@@ -82,7 +81,7 @@ class _Joined(nn.Module):
 def measure_stages(
     stages: Sequence[Call],
     names: Sequence[str],
-    sample: Any,
+    sample: object,
     *,
     seconds: float = SECONDS,
     costs: StageCosts | None = None,
@@ -144,7 +143,7 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
 def _measure_groups(
     calls: Sequence[Call],
     traits: Sequence[Traits],
-    sample: Any,
+    sample: object,
     device: torch.device,
     seconds: float,
     parameters: Sequence[Tensor],

@@ -14,7 +14,6 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Set
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,8 +56,8 @@ class Windowed:
 
     def __init__(
         self,
-        call: Callable[[], Any],
-        again: Callable[[], AbstractContextManager[Any]],
+        call: Callable[[], object],
+        again: Callable[[], AbstractContextManager[object]],
         room_bytes: float,
         costs_nothing: Iterable[Tensor] = (),
     ) -> None:
@@ -72,7 +71,7 @@ class Windowed:
         self.runs = 0
         self.most_runs = float("inf")
 
-    def forward(self) -> Any:
+    def forward(self) -> object:
         """Run; return the result."""
         self.runs = 1
 
@@ -125,7 +124,9 @@ class Windowed:
             self._call()
 
 
-def forgetting(room_bytes: float, costs_nothing: Iterable[Tensor]) -> AbstractContextManager[Any]:
+def forgetting(
+    room_bytes: float, costs_nothing: Iterable[Tensor]
+) -> AbstractContextManager[object]:
     """Return a context in which graphs hold the latest tensors alone; not to be walked later."""
     window = _Window(room_bytes, {_storage(tensor)[0] for tensor in costs_nothing})
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from ..environment.holders import LEAVES
 from ..tensors.meter import storages_of
 
 _MOST_KNOWN = 16  # ways to run of which the sizes are known
+# On saved tensors: the second takes what the first returned.
+Hooks: TypeAlias = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
 
 
 class OnceMore(BaseException):
@@ -49,7 +51,7 @@ class LargerError(OnceMore):
         self.what = f"{does} {seen} bytes or more, and the plan is for {planned}"
 
 
-def bytes_of(leaves: Sequence[Any]) -> int:
+def bytes_of(leaves: Sequence[object]) -> int:
     """Return the bytes of the tensors among some values."""
     return sum([nbytes_of(x) for x in leaves if isinstance(x, Tensor)])
 
@@ -103,7 +105,7 @@ class Sizes:
         )
 
     @staticmethod
-    def way(leaves: Sequence[Any], environment: int) -> object:
+    def way(leaves: Sequence[object], environment: int) -> object:
         """Return what decides sizes in a run, beside shapes: None if it cannot be remembered.
 
         Parameters
@@ -132,7 +134,7 @@ class Sizes:
             self._known.clear()
         self._known.add(way)
 
-    def returned(self, number: int, leaves: Sequence[Any]) -> None:
+    def returned(self, number: int, leaves: Sequence[object]) -> None:
         """Compare the bytes that a stage returned.
 
         Raises
@@ -190,14 +192,14 @@ class Count:
             raise LargerError(self._number, "saves", most, seen)
 
 
-def counting(count: Count, name: str) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+def counting(count: Count, name: str) -> Hooks:
     """Return hooks that count what a stage saves and keep it as autograd does.
 
     Hooks around them are called for each tensor, as they would be without these.
     """
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
-    def pack(tensor: Tensor) -> Any:
+    def pack(tensor: Tensor) -> object:
         count.add(tensor)
         if outer is not None:
             return outer[0](tensor)
@@ -205,10 +207,11 @@ def counting(count: Count, name: str) -> tuple[Callable[[Tensor], Any], Callable
         # A leaf is no output, and may be given other memory, as by `parameter.data = ...`.
         return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
-    def unpack(kept: Any) -> Tensor:
+    def unpack(kept: object) -> Tensor:
         if outer is not None:
             returned: Tensor = outer[1](kept)
             return returned
+        assert isinstance(kept, tuple)
         tensor, version = kept
         if tensor._version != version:
             # Autograd's own check, which hooks bypass.

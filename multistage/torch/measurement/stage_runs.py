@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from ...model.stages import Stage
@@ -21,7 +21,7 @@ from ..environment.randomness import Generators
 from ..environment.scope import Scope
 from ..tensors.meter import Meter, storages_of
 from .boxes import Saved
-from .clocks import Clock, seconds_of
+from .clocks import Clock, Moment, seconds_of
 from .exploring import Call, tensors_of
 from .saved import Kind, kind_of
 from .sizes import Sizes, bytes_of
@@ -74,7 +74,7 @@ class StageRun:
         call: Call,
         trait: Traits,
         scope: Scope,
-        state: Any,
+        state: object,
         device: torch.device,
         stand_ins: list[Tensor] | None,
     ) -> None:
@@ -88,12 +88,12 @@ class StageRun:
         self.sizes = Sizes()
         self.hidden_bytes = 0  # that it leaves behind, though nothing that it saves is kept
 
-    def _fresh(self) -> Any:
+    def _fresh(self) -> object:
         """Return the state: leaves, or copies of them for a stage that writes to it."""
         leaves = pytree.tree_map(_detached, self._state)
         return leaves if not self._trait.changes_input else pytree.tree_map(_clone, leaves)
 
-    def count(self) -> tuple[Stage, Any, object]:
+    def count(self) -> tuple[Stage, object, object]:
         """Return the bytes of the stage, the state after it, and the operations it performs."""
         output_bytes, advance_bytes, shared = self._count_untaped()
         inputs = self._fresh()
@@ -194,7 +194,7 @@ class StageRun:
         del nodes
         return hidden_bytes
 
-    def _meter(self, inputs: Any) -> Meter:
+    def _meter(self, inputs: object) -> Meter:
         """Return a meter that does not count what was there before."""
         meter = Meter(self._device)
         meter.ignore(self._own)
@@ -245,7 +245,7 @@ class StageRun:
             forward_s = seconds_of(partial(self._call, inputs), self._device)
         inputs = self._fresh()
         clock = Clock(self._device)
-        last: list[Any] = []
+        last: list[Moment] = []
 
         def pack(tensor: Tensor) -> Tensor:
             last[:] = [clock.now()]
@@ -267,7 +267,7 @@ class StageRun:
 
     def _differentiation(
         self, result: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[Tensor]
-    ) -> Callable[[], Any]:
+    ) -> Callable[[], object]:
         """Return what differentiates by the input and the stand-ins, and by nothing else.
 
         Where there are no stand-ins, or checkpoints that refuse to be told what
@@ -338,8 +338,8 @@ def _hook_s() -> float:
 
 def _has_checkpoints(result: Sequence[Tensor]) -> bool:
     """Whether a graph has reentrant checkpoints of torch in it."""
-    left: list[Any] = [t.grad_fn for t in result]
-    seen: set[Any] = set()
+    left: list[Node | None] = [t.grad_fn for t in result]
+    seen: set[Node] = set()
     while left:
         node = left.pop()
         if node is not None and node not in seen:
@@ -363,11 +363,11 @@ def _ones_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.ones_like(t, memory_format=torch.preserve_format) for t in tensors]
 
 
-def _clone(value: Any) -> Any:
+def _clone(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _detached(value: Any) -> Any:
+def _detached(value: object) -> object:
     if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_(value.requires_grad)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_torch
 from torch.utils.hooks import RemovableHandle
 
+from ..environment.holders import Contents, Holder
 from ..environment.scope import Scope
 
 _silent: dict[int, int] = {}  # threads whose tensors take no hooks, with the depth of nesting
@@ -36,7 +37,7 @@ def standing_in(scope: Scope) -> Iterator[list[Tensor]]:
         if p.requires_grad and p.is_leaf
     }
     held = [(holder, contents) for holder in scope.look().holders if (contents := holder.read())]
-    put: list[tuple[Any, Any]] = []
+    put: list[tuple[Holder, Contents]] = []
     try:
         for holder, contents in held:
             if any(id(value) in stand_ins for value in contents):

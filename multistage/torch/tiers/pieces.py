@@ -13,7 +13,6 @@ import sys
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ WRITTEN = (
 class Piece:
     """Elements of one storage at one version, in the tiers."""
 
-    gone: deque[tuple[range, Any]]  # of the shelf
+    gone: deque[tuple[range, tuple[Tensor, int] | None]]  # of the shelf
     number: int
     geometry: Geometry
     place: Place
@@ -43,7 +42,7 @@ class Piece:
     kept: Kept | None = None  # where there was no room, or a write failed
     fetched: bool = False
     spoiled: bool = False
-    __weakref__: Any = field(init=False, repr=False)
+    __weakref__: object = field(init=False, repr=False)
 
     @property
     def waits(self) -> bool:
@@ -92,8 +91,10 @@ class Family:
     def __init__(self, base: Tensor, storage: torch.UntypedStorage) -> None:
         self.base = TensorWeakRef(base)
         self.storage = StorageWeakRef(storage)  # no other storage has its address meanwhile
-        self.pieces: weakref.WeakValueDictionary[Any, Piece] = weakref.WeakValueDictionary()
-        self.places: weakref.WeakValueDictionary[Any, Place] = weakref.WeakValueDictionary()
+        self.pieces: weakref.WeakValueDictionary[object, Piece] = weakref.WeakValueDictionary()
+        self.places: weakref.WeakValueDictionary[tuple[int, int], Place] = (
+            weakref.WeakValueDictionary()
+        )
 
     def is_gone(self) -> bool:
         """Whether nothing holds the storage, or the tensor that counts its versions."""

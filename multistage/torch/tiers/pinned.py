@@ -313,6 +313,7 @@ class PinnedStore(BaseStore):
             raise CheckpointLost(entry.lost)
         try:
             self._land(streams, entry)
+            assert entry.written is not None and entry.landed is not None
             # Of the way out, too: a copy that failed left another state's bytes in the slot.
             streams.wait("compute", entry.written)
             streams.wait("compute", entry.landed)

@@ -12,7 +12,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +76,8 @@ class Shelf:
         weakref.finalize(self, end, store.close, Birth.here())
         self._lock = threading.RLock()
         self._next_number = 0
-        self.gone: deque[tuple[range, Any]] = deque()  # of pieces nobody wants any more
+        # Of pieces nobody wants any more.
+        self.gone: deque[tuple[range, tuple[Tensor, int] | None]] = deque()
         self._pieces: weakref.WeakValueDictionary[int, Piece] = weakref.WeakValueDictionary()
         self._families: dict[tuple[int, int], Family] = {}  # by storage and version
         self._crowd = _FEW_FAMILIES
@@ -88,7 +88,7 @@ class Shelf:
 
     # ----------------------------------------------------------------- forward
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Kept | Moved:
         """Put a tensor on the shelf; return what stands for it."""
         if not is_plain(tensor) or tensor.device != self._device:
             return Kept(tensor)
