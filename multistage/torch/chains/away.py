@@ -5,8 +5,6 @@ What does not come back is computed again from the nearest state at hand.
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...actions import Answer, Await, Drop, Evict, Get, Offer, Put
 from ...execute.sweep import Sweep
 from ...states.slots import Kept
@@ -71,12 +69,13 @@ class Away:
         """Wait until a state or tape has left, and let go of it."""
         step = action.step
         if action.tape:
-            tape: HeldTape = sweep.tapes.pop(step).state
+            tape = sweep.tapes.pop(step).state
+            assert isinstance(tape, HeldTape)
             self._tapes[step] = tape
             tape.leave()
         else:
             kept = sweep.held.pop(step)
-            assert kept is not None
+            assert kept is not None and isinstance(kept.state, KeptState)
             kept.state.verify()
         return self.stowage.evict(step, action.tape)
 
@@ -105,8 +104,7 @@ class Away:
     def drop(self, sweep: Sweep, action: Drop) -> Answer:
         """Free the tier's copy."""
         self.stowage.drop(action.step, action.tape)
-        away: dict[int, Any] = self._tapes if action.tape else self._states
-        away.pop(action.step, None)
+        (self._tapes if action.tape else self._states).pop(action.step, None)
         return None
 
     # -------------------------------------------------------------- what is lost

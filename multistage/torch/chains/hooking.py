@@ -57,7 +57,9 @@ def hooks_s() -> float:
 
 def _seconds(run: Run, x: Tensor) -> float:
     began = time.thread_time()
-    torch.autograd.grad(run.forward(x).sum(), x)
+    output = run.forward(x)
+    assert isinstance(output, Tensor)
+    torch.autograd.grad(output.sum(), x)
     return time.thread_time() - began
 
 

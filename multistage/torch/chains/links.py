@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from ..environment.states import KeptState
 from ..measurement.saved import Caught
 from ..tiers.parcels import Origins
 from .held import HeldTape
-from .stages import Stages, storages_of_all
+from .stages import Box, Stages, storages_of_all
 
 Adjoint = TypeVar("Adjoint")
 
@@ -108,15 +108,18 @@ class FastMemory:
             return self.origin
         kept = self.held.get(i)
         if kept is not None:
-            state: KeptState = kept.state
-            return state
+            assert isinstance(kept.state, KeptState)
+            return kept.state
         tape = self.tape(i - 1)
         return None if tape is None else tape.output
 
     def tape(self, i: int) -> HeldTape | None:
         """Return the tape of stage i if it is held here."""
         kept = self.tapes.get(i)
-        return None if kept is None else kept.state
+        if kept is None:
+            return None
+        assert kept.state is None or isinstance(kept.state, HeldTape)
+        return kept.state
 
 
 class StageSlots:
@@ -124,30 +127,30 @@ class StageSlots:
 
     shared = False
 
-    def keep(self, state: list[Any], where: int | str) -> Kept:
+    def keep(self, state: Box, where: int | str) -> Kept:
         (live,) = state
         return Kept(live if isinstance(live, KeptState) else KeptState.of(live), ())
 
-    def adopt(self, arrays: list[Any], step: int) -> Kept:
+    def adopt(self, arrays: Sequence[object], step: int) -> Kept:
         raise AssertionError("a chain's tier brings states back by itself")
 
-    def load(self, kept: Kept, live: Any) -> list[Any]:
+    def load(self, kept: Kept, live: object) -> Box:
         return [kept.state]
 
-    def used_up(self, live: Any) -> Any:
+    def used_up(self, live: object) -> None:
         """Return what is live in place of a state that no stage starts from any more."""
-        return None
+        return
 
-    def check(self, live: Any, where: int | str) -> None:
+    def check(self, live: object, where: int | str) -> None:
         """Nothing: states may be of any kind."""
 
-    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+    def keep_tape(self, tape: object, states: tuple[object, object], step: int) -> Kept:
         return Kept(tape, ())
 
-    def adopt_adjoint(self, adjoint: Adjoint, live: Any) -> Adjoint:
+    def adopt_adjoint(self, adjoint: Adjoint, live: object) -> Adjoint:
         return adjoint
 
-    def apart(self, adjoint: Adjoint, live: Any) -> Adjoint:
+    def apart(self, adjoint: Adjoint, live: object) -> Adjoint:
         return adjoint
 
     def release(self, kept: Kept) -> None:
@@ -188,7 +191,7 @@ class Links:
         self._streams = streams
         self.unpack: Callable[[int, int], Tensor] | None = None
 
-    def advance(self, live: list[Any], start: int, stop: int) -> list[Any]:
+    def advance(self, live: Box, start: int, stop: int) -> Box:
         """Run stages without a tape."""
         for i in range(start, stop):
             if self.unpack is None:
@@ -197,7 +200,7 @@ class Links:
                 live = [self._stages.hooked(i, live, None, partial(self.unpack, i))]
         return live
 
-    def tape(self, live: list[Any], i: int) -> tuple[list[Any], HeldTape | None]:
+    def tape(self, live: Box, i: int) -> tuple[Box, HeldTape | None]:
         """Run stage i, keeping its tape; the last one, the loss, runs elsewhere."""
         if i == len(self._stages):
             return [live.pop()], None
@@ -206,12 +209,13 @@ class Links:
         if self._script.is_forward and not self._streams:
             return [self._stages.advance(i, live)], None  # its graph has the tape
         state = live.pop()
+        assert isinstance(state, KeptState)
         caught, output = self._stages.catch(i, state, alone=self._script.reverses_next(i))
         return [output], self._tape_of(i, caught, state, output)
 
     def _tape_first(
-        self, live: list[Any], i: int, unpack: Callable[[int, int], Tensor]
-    ) -> tuple[list[Any], HeldTape | None]:
+        self, live: Box, i: int, unpack: Callable[[int, int], Tensor]
+    ) -> tuple[Box, HeldTape | None]:
         """Run stage i in the forward sweep; its tape is held here if it may leave."""
         if not self._streams:
             return [self._stages.first(i, live)], None
@@ -241,6 +245,6 @@ class Links:
         tape.packed(memory.origins, stays, inputs, None if last else output)
         return tape
 
-    def reverse(self, tape: Any, adjoint: Adjoint, step: int) -> Adjoint:
+    def reverse(self, tape: object, adjoint: Adjoint, step: int) -> Adjoint:
         """Not called: autograd asks for the tapes."""
         raise AssertionError("autograd computes the adjoints of stages")

@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -38,6 +37,7 @@ from ...execute.detour import Deadlines
 from ...execute.sweep import Sweep
 from ...states.slots import Kept
 from ..environment.states import KeptState, refuse_shared, tensors_in
+from ..measurement.joining import Calls
 from ..measurement.traits import Traits as Traits
 from ..tiers.parcels import Origins
 from ..tiers.stowage import Berth, Stowage
@@ -66,7 +66,7 @@ class Run:
 
     def __init__(
         self,
-        stages: Sequence[Callable[[Any], Any]],
+        stages: Calls,
         traits: Sequence[Traits],
         actions: Sequence[Action],
         berth: Berth | None = None,
@@ -80,7 +80,7 @@ class Run:
         self._streams = any(isinstance(action, Put) for action in actions)
         self._lock = threading.RLock()
 
-    def forward(self, state: Any) -> Any:
+    def forward(self, state: object) -> object:
         """Run all stages; return the last state.
 
         Raises
@@ -124,7 +124,9 @@ class Run:
                 links.unpack = None
             if stowage is not None:
                 stowage.turn()
-            last = self._sweep.take_live().pop()
+            live = self._sweep.take_live()
+            assert isinstance(live, list)
+            last = live.pop()
             self._stages.returned(len(self._stages), tensors_in(last))
             return last
 
@@ -186,7 +188,8 @@ class Run:
 
     def _begin(self, i: int) -> None:
         """Have the tape of stage i given, and be done with those above."""
-        tape: HeldTape | None = self._sweep.reverse_until(i, self._restart)
+        tape = self._sweep.reverse_until(i, self._restart)
+        assert tape is None or isinstance(tape, HeldTape)
         if tape is None:
             tape = self._sweep.given = self._away.tape_again(i, None)
         tape.begin()

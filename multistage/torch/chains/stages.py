@@ -10,25 +10,27 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...errors import StateError
 from ..environment.captured import Environment
-from ..environment.randomness import Generators, State
+from ..environment.randomness import Generators, Own, State
 from ..environment.scope import Scope
 from ..environment.settings import Settings
 from ..environment.states import KeptState, leaves_of, tensors_in, wants_of
 from ..environment.turns import TURN
-from ..measurement.joining import Joined
+from ..measurement.joining import Calls, Joined
 from ..measurement.saved import Caught, Complete, Kind, difference, kind_of, nodes_made
 from ..measurement.sizes import Count, OnceMore, counting
 from ..measurement.traits import Traits
 from ..tensors.streams import Home
 from .inside import Inside
 
+# The live state, in a list of one: a stage takes it out, and nothing holds it while it runs.
+Box: TypeAlias = list[object]
 _HOST = frozenset({torch.device("cpu")})  # whose generators are always watched
 
 
@@ -49,7 +51,7 @@ class Stages:
 
     def __init__(
         self,
-        stages: Sequence[Callable[[Any], Any]],
+        stages: Calls,
         traits: Sequence[Traits],
         *,
         watchful: bool = False,
@@ -62,7 +64,7 @@ class Stages:
         self._settings: Settings | None = None  # of the forward sweep
         self._holds_in: int | None = None  # a backward pass in which they were found to hold
         self._devices: set[torch.device] = set()
-        self._own: dict[int, tuple[str, Any]] = {}  # generators of the stages, with names
+        self._own: dict[int, tuple[str, Own]] = {}  # generators of the stages, with names
         self._watched = 0  # of these
         self._generators = Generators()
         self._random: tuple[State, ...] = ()  # of the generators, between two stages
@@ -81,7 +83,7 @@ class Stages:
         return TURN.taken() if self._shares else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def sweep(self, state: Any) -> Iterator[None]:
+    def sweep(self, state: object) -> Iterator[None]:
         """Run the forward sweep in this context.
 
         Raises
@@ -124,13 +126,13 @@ class Stages:
         for number in sorted(self._around, reverse=True):
             self._around[number].undo()
 
-    def returned(self, i: int, leaves: Sequence[Any]) -> None:
+    def returned(self, i: int, leaves: Sequence[object]) -> None:
         """Look at the size of state i, which the stage before returned."""
         sizes = self.traits[i - 1].sizes if i else None
         if sizes is not None:
             sizes.returned(i - 1, leaves)
 
-    def _watch(self, devices: set[torch.device], own: Iterable[tuple[str, Any]]) -> None:
+    def _watch(self, devices: set[torch.device], own: Iterable[tuple[str, Own]]) -> None:
         """Look at the generators of these devices too, and at these of the stages' own."""
         if torch.cuda.is_initialized():
             devices.add(torch.device("cuda", torch.cuda.current_device()))
@@ -148,7 +150,7 @@ class Stages:
     def _device_types(self) -> list[str]:
         return sorted({"cpu", *(device.type for device in self._devices)} - {"meta"})
 
-    def _call(self, i: int, box: list[Any], between: Callable[[int, Any], None] | None) -> Any:
+    def _call(self, i: int, box: Box, between: Callable[[int, object], None] | None) -> object:
         """Run stage i from the state in a box, which is emptied."""
         stage = self._stages[i]
         return stage(box, between) if isinstance(stage, Joined) else stage(box.pop())
@@ -156,9 +158,9 @@ class Stages:
     def first(
         self,
         i: int,
-        box: list[Any],
-        hooks: AbstractContextManager[Any] | None = None,
-    ) -> Any:
+        box: Box,
+        hooks: AbstractContextManager[object] | None = None,
+    ) -> object:
         """Run stage i in the forward sweep from the state in a box, which is emptied.
 
         Remembers and verifies its environment.
@@ -204,8 +206,8 @@ class Stages:
         return state
 
     def hooked(
-        self, i: int, box: list[Any], caught: Caught | None, unpack: Callable[[int], Tensor]
-    ) -> Any:
+        self, i: int, box: Box, caught: Caught | None, unpack: Callable[[int], Tensor]
+    ) -> object:
         """Run stage i in the forward sweep; its graph keeps numbers in place of tensors.
 
         Parameters
@@ -263,10 +265,13 @@ class Stages:
         """Let the current stream use what was made on that of the forward sweep."""
         self._home.hand(tensor)
 
-    def advance(self, i: int, box: list[KeptState]) -> KeptState:
+    def advance(self, i: int, box: Box) -> KeptState:
         """Run stage i again from the state in a box, which is emptied, without a tape."""
         with torch.set_grad_enabled(self.traits[i].graded), self._around[i].again():
-            given = [box.pop().fresh(self._wants[i], self.traits[i].changes_input)]
+            state = box.pop()
+            assert isinstance(state, KeptState)
+            given = [state.fresh(self._wants[i], self.traits[i].changes_input)]
+            del state
             return KeptState.of(self._call(i, given, None))
 
     def catch(self, i: int, state: KeptState, *, alone: bool) -> tuple[Caught, KeptState | None]:
@@ -300,7 +305,7 @@ class Stages:
             return [kind[:-1] for kind in first] == [kind[:-1] for kind in again]
         return first == again
 
-    def _catch(self, i: int, state: KeptState, enough: int | None) -> tuple[Caught, Any]:
+    def _catch(self, i: int, state: KeptState, enough: int | None) -> tuple[Caught, object]:
         """Run stage i again up to `enough` saved tensors, to the end if None."""
         # Not with the output in it, whose graph leads here.
         caught = Caught()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from ...model.stages import StageCosts
 from ...planners.chain.heterogeneous import ChainPlan, ChainPlanner
 from ..environment.scope import Found, Scope
 from ..measurement.checking import Check, Checked
+from ..measurement.exploring import Call as Call
 from ..measurement.joining import Running
 from ..measurement.measure import Profile
 from ..measurement.sizes import Sizes
@@ -20,8 +21,6 @@ from ..tiers.tiered import Tiered
 from ..tracing.calling import arguments
 from ..tracing.parts import Part
 from ..tracing.traced import Stages
-
-Call = Callable[..., object]
 
 
 def sends(plan: ChainPlan) -> bool:

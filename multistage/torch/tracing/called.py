@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
+from torch.autograd import Function
 
 from ...errors import StateError
 from .vocabulary import (
@@ -13,7 +13,7 @@ from .vocabulary import (
 )
 
 
-def apply_function(cls: Any, *args: Any) -> Any:
+def apply_function(cls: type[Function], *args: object) -> object:
     """Apply an autograd Function."""
     return cls.apply(*args)
 
@@ -28,7 +28,7 @@ def same_value(value: object, expected: object, said: str) -> None:
         )
 
 
-def shapes_of(value: Any) -> list[tuple[int, ...]]:
+def shapes_of(value: object) -> list[tuple[int, ...]]:
     """Return the shapes of the tensors in a value."""
     return [tuple(t.shape) for t in tensors_in(value)]
 
@@ -58,7 +58,7 @@ def unboxed(box: list[Tensor]) -> Tensor:
     return box[0]
 
 
-def cut_off(value: Any) -> Any:
+def cut_off(value: object) -> object:
     """Return a tensor without its graph, which requires a gradient all the same."""
     if not isinstance(value, Tensor) or not value.requires_grad or value.is_leaf:
         return value

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ...errors import ArgumentError
 
 
-def arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(sample: object) -> tuple[tuple[object, ...], dict[str, object]]:
     """Return the positional and keyword arguments that a sample stands for.
 
     A tuple holds positional arguments, a mapping (a dict, or what tokenizers return)
@@ -24,7 +24,7 @@ def arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (sample if isinstance(sample, tuple) else (sample,)), {}
 
 
-def sample_of(args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> Any:
+def sample_of(args: tuple[object, ...], kwargs: dict[str, object], model: nn.Module) -> object:
     """Return what stands for the arguments of a call; see `arguments`."""
     if not kwargs:
         if len(args) != 1:
@@ -33,7 +33,7 @@ def sample_of(args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -
     if not args:
         return kwargs
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    named: dict[str, Any] = {}
+    named: dict[str, object] = {}
     for name, value in bound.arguments.items():
         match bound.signature.parameters[name].kind:
             case inspect.Parameter.VAR_POSITIONAL | inspect.Parameter.POSITIONAL_ONLY:
@@ -63,7 +63,7 @@ class Structure:
         """Return the specification."""
         return pytree.tree_structure(self._numbered)
 
-    def __call__(self, leaves: list[Any]) -> Any:
+    def __call__(self, leaves: list[object]) -> object:
         """Return the pytree of some leaves."""
         return pytree.tree_unflatten(leaves, self.spec())
 
@@ -79,18 +79,18 @@ class Given:
     sample : pytree
     """
 
-    def __init__(self, model: nn.Module, sample: Any) -> None:
+    def __init__(self, model: nn.Module, sample: object) -> None:
         self._signature = inspect.signature(model.forward)
         leaves, spec = self._flat(sample)
         self._structure = Structure(spec)
         self._kinds = [_kind(leaf) for leaf in leaves]
 
-    def _flat(self, state: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    def _flat(self, state: object) -> tuple[list[object], pytree.TreeSpec]:
         positional, named = arguments(state)
         bound = self._signature.bind(*positional, **named)
         return pytree.tree_flatten((list(bound.args), dict(sorted(bound.kwargs.items()))))
 
-    def __call__(self, state: Any) -> list[Any]:
+    def __call__(self, state: object) -> list[object]:
         """Return the leaves.  Raises ArgumentError for another kind of input."""
         leaves, spec = self._flat(state)
         kinds = [_kind(leaf) for leaf in leaves]
@@ -102,13 +102,13 @@ class Given:
             )
         return leaves
 
-    def call(self, leaves: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    def call(self, leaves: list[object]) -> tuple[list[object], dict[str, object]]:
         """Return the positional and keyword arguments of some leaves."""
-        positional, named = self._structure(leaves)
+        positional, named = pytree.tree_unflatten(leaves, self._structure.spec())
         return positional, named
 
 
-def _kind(leaf: Any) -> object:
+def _kind(leaf: object) -> object:
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.shape, leaf.device
     return type(leaf), leaf
@@ -125,7 +125,7 @@ def _said_of(kind: tuple[Any, ...]) -> str:
     return repr(kind[1])
 
 
-def aliases(leaves: list[Any]) -> tuple[int, ...]:
+def aliases(leaves: list[object]) -> tuple[int, ...]:
     """Return for each leaf the place of the first that is the same tensor."""
     first: dict[int, int] = {}
     return tuple(
@@ -134,7 +134,7 @@ def aliases(leaves: list[Any]) -> tuple[int, ...]:
     )
 
 
-def layouts(leaves: list[Any]) -> tuple[object, ...]:
+def layouts(leaves: list[object]) -> tuple[object, ...]:
     """Return what a graph may depend on of tensors besides their kinds."""
     return tuple(
         (leaf.requires_grad, leaf.stride() if leaf.layout == torch.strided else leaf.layout)

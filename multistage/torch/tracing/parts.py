@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import fx, nn
@@ -31,11 +31,11 @@ class Part(nn.Module):
     """
 
     def __init__(
-        self, name: str, model: nn.Module, graph: fx.Graph, extras: dict[str, Any]
+        self, name: str, model: nn.Module, graph: fx.Graph, extras: dict[str, object]
     ) -> None:
         super().__init__()
         self.name = name
-        self.before: Callable[[Any], None] | None = None
+        self.before: Callable[[object], None] | None = None
         self._host = _Host(model, extras)
         self._code = Code(graph)
         self._has_modes = any(node.target == _OPENED for node in graph.nodes)
@@ -49,13 +49,13 @@ class Part(nn.Module):
             if any(name in vars(owner) for name in names):
                 self._owners.append(owner)
 
-    def forward(self, state: Any) -> Any:
+    def forward(self, state: object) -> object:
         """Run the part on a state."""
         if self.before is not None:
             self.before(state)
         return self.run(state)
 
-    def run(self, state: Any) -> Any:
+    def run(self, state: object) -> object:
         """Run the stage without a look at what its graph depends on."""
         if not self._has_modes:
             return self._code(self._host, state)
@@ -86,7 +86,7 @@ class _Host:
     Its own names are none that a model has.
     """
 
-    def __init__(self, model: nn.Module, extras: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, extras: dict[str, object]) -> None:
         self._multistage_model = model
         self._multistage_extras = extras
         self._multistage_opened = _NONE
@@ -180,7 +180,7 @@ class _Selection(MutableMapping[str, Any]):
 
 
 def _modules_used(
-    graph: fx.Graph, extras: dict[str, Any]
+    graph: fx.Graph, extras: dict[str, object]
 ) -> tuple[list[str], dict[str, list[str]]]:
     """Return the paths of modules a graph calls, and of those it takes tensors of, with names."""
     called: dict[str, None] = {}
@@ -193,6 +193,13 @@ def _modules_used(
             if name not in (names := owned.setdefault(owner, [])):
                 names.append(name)
     return list(called), owned
+
+
+class _CodeState(TypedDict):
+    """A `Code`, pickled."""
+
+    _source: str
+    _names: dict[str, object]
 
 
 class Code:
@@ -209,17 +216,17 @@ class Code:
     def _compile(self) -> None:
         space = dict(self._names)
         exec(self._source, space)  # what torch.fx itself does to run a graph
-        self._function: Callable[..., Any] = space["forward"]
+        self._function: Callable[..., object] = space["forward"]
 
-    def __call__(self, host: Any, *given: Any) -> Any:
+    def __call__(self, host: object, *given: object) -> object:
         """Run the code with the host's attributes."""
         return self._function(host, *given)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> _CodeState:
         names = {name: _Imported.of(value) for name, value in self._names.items()}
         return {"_source": self._source, "_names": names}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: _CodeState) -> None:
         self._source = state["_source"]
         self._names = {
             name: value.found() if isinstance(value, _Imported) else value
@@ -236,7 +243,7 @@ class _Imported:
     name: str | None = None
 
     @classmethod
-    def of(cls, value: Any) -> Any:
+    def of(cls, value: object) -> object:
         """Return a stand-in for a value, or the value if it needs none."""
         if isinstance(value, ModuleType):
             return cls(value.__name__)
@@ -249,7 +256,7 @@ class _Imported:
             return cls(home, name)
         return value
 
-    def found(self) -> Any:
+    def found(self) -> object:
         module = import_module(self.module)
         return module if self.name is None else getattr(module, self.name)
 
@@ -290,13 +297,13 @@ class _Building:
 
     def __init__(self, recorded: Recorded) -> None:
         self.graph = fx.Graph()
-        self.extras: dict[str, Any] = {}
+        self.extras: dict[str, object] = {}
         self._recorded = recorded
         self._copies: dict[fx.Node, fx.Node] = {}
         self._state = self.graph.placeholder("state")
         self._modes = Modes(True, ())
 
-    def _fetched(self, name: str, value: Any) -> fx.Node:
+    def _fetched(self, name: str, value: object) -> fx.Node:
         self.extras[name] = value
         return self.graph.get_attr(name)
 
@@ -357,5 +364,5 @@ class _Building:
         self.graph.output(self.graph.call_function(_call, (rebuild, result)))
 
 
-def _call(function: Callable[[Any], Any], value: Any) -> Any:
+def _call(function: Callable[[object], object], value: object) -> object:
     return function(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -41,7 +40,7 @@ class Modes:
     """Modes that calls of torch ran in, other than those around the model."""
 
     graded: bool
-    autocasts: tuple[tuple[int, dict[str, Any]], ...]  # number and arguments of each
+    autocasts: tuple[tuple[int, dict[str, object]], ...]  # number and arguments of each
 
 
 @dataclass(slots=True)
@@ -86,7 +85,7 @@ class Recorded:
     values: dict[fx.Node, Value]
     made: set[object]
     written: dict[object, fx.Node]
-    extras: dict[str, Any]
+    extras: dict[str, object]
     given: Given
     result: Structure
     readings: list[Reading]

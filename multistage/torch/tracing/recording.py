@@ -21,8 +21,6 @@ dropped at once.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from ...errors import ArgumentError
@@ -30,7 +28,7 @@ from .recorded import Recorded, UnrecordableError
 from .recorder import Recorder
 
 
-def record(model: nn.Module, sample: Any) -> Recorded:
+def record(model: nn.Module, sample: object) -> Recorded:
     """Record the model's `forward` on a sample, in its present mode.
 
     Raises ArgumentError if the model itself, not a module of it, does what a

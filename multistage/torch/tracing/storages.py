@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -53,12 +52,12 @@ def registered_in(module: nn.Module) -> tuple[Tensor | None, ...]:
     return *module._parameters.values(), *module._buffers.values()
 
 
-def vars_of(value: Any) -> list[Any]:
+def vars_of(value: object) -> list[object]:
     """Return what an object holds."""
     return list(vars(value).values()) if hasattr(value, "__dict__") else []
 
 
-def items(result: Any) -> list[tuple[int | str, Any]]:
+def items(result: object) -> list[tuple[int | str, object]]:
     """Return what a result holds: key or name, and value."""
     if isinstance(result, dict):
         return list(result.items())
@@ -91,7 +90,7 @@ def behind(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def copies_of(leaves: list[Any]) -> list[Any]:
+def copies_of(leaves: list[object]) -> list[object]:
     """Return copies of the input's tensors: what aliases stays so, what is no leaf is none."""
     made: dict[int, Tensor] = {}
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +53,7 @@ class Stages(list[Part]):
     (3, True)
     """
 
-    def __init__(self, model: nn.Module, sample: Any, recorded: Recorded) -> None:
+    def __init__(self, model: nn.Module, sample: object, recorded: Recorded) -> None:
         found = cuts(recorded)
         super().__init__(parts_of(model, recorded, found))
         self.model = model
@@ -66,11 +65,11 @@ class Stages(list[Part]):
         self[0] = copy(self[0])
         self[0].before = self.check
 
-    def differences(self, state: Any) -> str | None:
+    def differences(self, state: object) -> str | None:
         """Return what differs from when the model was recorded, None if nothing does."""
         return next(self._conditions.differences(state), None)
 
-    def check(self, state: Any) -> None:
+    def check(self, state: object) -> None:
         """Raise ArgumentError if the stages do not hold for an input."""
         if (found := self.differences(state)) is not None:
             raise ArgumentError(
@@ -89,7 +88,7 @@ class Stages(list[Part]):
         """Whether others make the same calls, but for constants."""
         return other is not None and [p.name for p in self] == [p.name for p in other]
 
-    def again(self, sample: Any) -> Stages:
+    def again(self, sample: object) -> Stages:
         """Return the stages for another input, or for the model as it is now."""
         return stages_of_model(self.model, sample)
 
@@ -115,7 +114,7 @@ def _counted(profile: Profile, way: Staying) -> Profile:
 class _Conditions:
     """What the stages of a model depend on besides what the model holds by then."""
 
-    def __init__(self, model: nn.Module, sample: Any, recorded: Recorded) -> None:
+    def __init__(self, model: nn.Module, sample: object, recorded: Recorded) -> None:
         self._given, self._attributes = recorded.given, recorded.attributes
         leaves = self._given(sample)
         self._aliases, self._layouts = aliases(leaves), layouts(leaves)
@@ -130,7 +129,7 @@ class _Conditions:
         self._readings = [(Code(reading.graph), reading.value) for reading in recorded.readings]
         self._extras = SimpleNamespace(**recorded.extras)
 
-    def differences(self, state: Any) -> Iterator[str]:
+    def differences(self, state: object) -> Iterator[str]:
         """Yield what differs now."""
         try:
             leaves = self._given(state)
@@ -158,7 +157,7 @@ class _Conditions:
                 yield f"forward reads a value of its input, which is {now!r} and was {value!r}"
 
 
-def stages_of_model(model: nn.Module, sample: Any) -> Stages:
+def stages_of_model(model: nn.Module, sample: object) -> Stages:
     """Record a model on a sample, and cut it.
 
     Raises

@@ -41,7 +41,7 @@ _SHAPED_BY_VALUES = {
 }
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: object) -> list[Tensor]:
     """Return the tensors of a pytree."""
     found: list[Tensor] = []
     _collect(value, found)
@@ -62,7 +62,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
         found += [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
-def shaped_by_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def shaped_by_values(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether the shape of a call's result follows from values of its arguments."""
     name = getattr(func, "__name__", "")
     if name == "where":
@@ -77,14 +77,14 @@ def shaped_by_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return name in _SHAPED_BY_VALUES
 
 
-def is_method(func: Any) -> bool:
+def is_method(func: object) -> bool:
     """Whether a function is a method of tensors."""
     return getattr(torch.Tensor, getattr(func, "__name__", ""), None) is func
 
 
-def said(func: Any) -> str:
+def said(func: object) -> str:
     """Return what a function is called in messages."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
-        return f"Tensor.{func.__self__.__name__}"
+        return f"Tensor.{getattr(getattr(func, '__self__', None), '__name__', name)}"
     return f"Tensor.{name}" if is_method(func) else name

@@ -12,7 +12,7 @@ import copy
 import enum
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -27,7 +27,7 @@ _DEPTH = 3
 _MISSING = object()
 
 
-def fingerprint(value: Any, depth: int = _DEPTH) -> object:
+def fingerprint(value: object, depth: int = _DEPTH) -> object:
     """Return a value that differs after plain contents changed, at some depth."""
     if isinstance(value, (*_PLAIN, enum.Enum)):
         return type(value), value
@@ -46,7 +46,7 @@ def fingerprint(value: Any, depth: int = _DEPTH) -> object:
     return id(value)
 
 
-def _state_of_generator(value: Any) -> object:
+def _state_of_generator(value: object) -> object:
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, random.Random):
@@ -99,7 +99,7 @@ class Attributes:
         self._known: set[tuple[int, str]] = set()
         self._whole: set[int] = set()  # objects with a fingerprint, wherever they are read
 
-    def saw(self, path: str, module: nn.Module, name: str, value: Any) -> None:
+    def saw(self, path: str, module: nn.Module, name: str, value: object) -> None:
         """Remember an attribute that `forward` reads for the first time."""
         if (id(module), name) in self._known:
             return
@@ -156,7 +156,7 @@ class _Whole:
             self.known = now
         return now != self.known
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Callable[[], _Whole], tuple[()]]:
         return _unknown, ()
 
 
@@ -222,7 +222,7 @@ def _spaces(module: nn.Module) -> list[dict[str, Any]]:
     return [module._parameters, module._buffers, module._modules]
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     return a is b or (isinstance(a, _PLAIN) and type(a) is type(b) and a == b)
 
 
