@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast, overload
 
 from torch import nn
 
 _T = TypeVar("_T")
+_Host = TypeVar("_Host", bound=nn.Module)
 _SPACES = ("_modules", "_parameters", "_buffers")
 # Where `nn.Module` keeps what is registered.
 _SHARED = (
@@ -62,6 +64,23 @@ class _Yielding:
         raise AttributeError(f"{self._name} of a chain cannot be set; make another chain")
 
 
+class YieldingProperty(_Yielding, Generic[_Host, _T]):
+    """A property that gives way to a child, parameter or buffer of its name."""
+
+    def __init__(self, getter: Callable[[_Host], _T]) -> None:
+        super().__init__(property(getter))
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> property: ...
+
+    @overload
+    def __get__(self, instance: _Host, owner: type | None = None) -> _T: ...
+
+    def __get__(self, instance: _Host | None, owner: type | None = None) -> _T | property:
+        found: _T | property = super().__get__(instance, owner)
+        return found
+
+
 def yielding(member: _T) -> _T:
-    """Return a method or property that gives way to a child, parameter or buffer of its name."""
+    """Return a method that gives way to a child, parameter or buffer of its name."""
     return cast(_T, _Yielding(member))

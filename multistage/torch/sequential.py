@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..backends.urls import Tiers, open_store, tier_names
 from ..errors import ArgumentError
 from ..model.stages import StageCosts
 from ..planners.chain.heterogeneous import ChainPlan, ChainPlanner
-from .adopting import adopt, yielding
+from .adopting import YieldingProperty, adopt, yielding
 from .measurement.checking import Check, Checked, checked_choice
 from .measurement.exploring import tensors_of
 from .planning.kinds import facts_of
@@ -227,12 +227,12 @@ class Sequential(LimitedModule):
         """Whether inputs of another kind are profiled when they come."""
         return self._multistage.replan
 
-    plan = yielding(property(_plan_))
-    checked = yielding(property(_checked_))
-    memory = yielding(property(_memory_))
-    planner = yielding(property(_planner_))
-    segments = yielding(property(_segments_))
-    replan = yielding(property(_replan_))
+    plan = YieldingProperty(_plan_)
+    checked = YieldingProperty(_checked_)
+    memory = YieldingProperty(_memory_)
+    planner = YieldingProperty(_planner_)
+    segments = YieldingProperty(_segments_)
+    replan = YieldingProperty(_replan_)
 
     # --------------------------------------------------------------- planning
 
@@ -297,21 +297,23 @@ class Sequential(LimitedModule):
         model.train(mode)
         return self
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         try:
             return super().__getattr__(name)
         except AttributeError:
             model = self._model()
             if model is None or name.startswith("__"):
                 raise
-            return getattr(model, name)
+            found: Tensor | nn.Module = getattr(model, name)  # or what else the model has
+            return found
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         model = self._model()
         if model is not None and name in vars(model) and name not in vars(self):
             setattr(model, name, value)  # such as a temperature that is annealed
         else:
-            super().__setattr__(name, value)
+            plain: Callable[..., None] = super().__setattr__  # which takes any value
+            plain(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Sequential:
         model = self._model()

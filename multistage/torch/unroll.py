@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Concatenate, ParamSpec, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,36 +24,95 @@ from .measurement.saved import nodes_made
 from .measurement.stand_ins import hooks_silent
 from .offload import offload
 from .sequences.allowances import allowance
-from .sequences.cell import Cell
-from .sequences.cells import Cells, identity_of
-from .sequences.collector import Collector
+from .sequences.arguments import (
+    CellPerStep,
+    Options,
+    Reduction,
+    cells_of,
+    is_varied,
+    require_known,
+    steps_of,
+)
+from .sequences.cell import Cell, Step
+from .sequences.cells import Cells
+from .sequences.collector import Collector, Outputs
 from .sequences.exploring_cells import FEW, StateVaries, explore_cell
-from .sequences.inputs import Inputs
+from .sequences.inputs import Given, Inputs
 from .sequences.plain_steps import checked_against_plain, run_plainly
 from .sequences.planning import TRAVELS_BYTES, Settings, planned
 from .sequences.results import Unrolled as Unrolled
 from .sequences.surroundings import Surroundings
 from .sequences.sweeping import Sweep, through
 from .sequences.through_time import ThroughTime
-from .sequences.unroll_plan import UNROLL_PLANNERS, UnrollPlanner
+from .sequences.unroll_plan import UnrollPlanner
 from .sequences.unroll_varied import unroll_varied
 from .tensors.states import TensorLayout, TensorStates
 from .tiers.by_name import open_tiers
 
-_OUTPUTS = ("stack", "sum", "last")
+State = TypeVar("State")
+Y = TypeVar("Y")
+P = ParamSpec("P")
+
+
+# What a module returns no type checker sees: its y is of any type, as the module's own result.
+@overload
+def unroll(
+    cell: Callable[Concatenate[State, P], tuple[State, Y]]
+    | CellPerStep[Callable[Concatenate[State, P], tuple[State, Y]]],
+    state: State,
+    inputs: Given,
+    *,
+    outputs: Reduction = ...,
+    **options: Unpack[Options],
+) -> Unrolled[State, Y]: ...
+
+
+@overload
+def unroll(
+    cell: Callable[Concatenate[State, P], tuple[State, Y]]
+    | CellPerStep[Callable[Concatenate[State, P], tuple[State, Y]]],
+    state: State,
+    inputs: Given,
+    *,
+    outputs: Callable[[int, Y], object] | None,
+    **options: Unpack[Options],
+) -> Unrolled[State, None]: ...
+
+
+@overload
+def unroll(
+    cell: Callable[Concatenate[State, P], State]
+    | CellPerStep[Callable[Concatenate[State, P], State]],
+    state: State,
+    inputs: Given,
+    *,
+    outputs: Outputs = ...,
+    **options: Unpack[Options],
+) -> Unrolled[State, object]: ...
+
+
+@overload
+def unroll(
+    cell: Step | CellPerStep[Step],
+    state: object,
+    inputs: Given,
+    *,
+    outputs: Outputs = ...,
+    **options: Unpack[Options],
+) -> Unrolled[object, object]: ...
 
 
 def unroll(
-    cell: Callable[..., Any] | Sequence[Callable[..., Any]],
-    state: Any,
-    inputs: Any,
+    cell: Step | CellPerStep[Step],
+    state: object,
+    inputs: Given,
     *,
     n_steps: int | None = None,
     memory: int | str | float | None = None,
     tiers: Tiers = (),
     chunk: int | None = None,
     fused: bool = False,
-    outputs: Any = "stack",
+    outputs: Outputs = "stack",
     parameters: Sequence[Tensor] | None = None,
     planner: UnrollPlanner = "auto",
     random: bool | None = None,
@@ -61,7 +120,7 @@ def unroll(
     check: Check = "error",
     unequal: bool | None = None,
     costs: StageCosts | None = None,
-) -> Unrolled:
+) -> Unrolled[object, object]:
     """Run a cell over a sequence, so that its gradient fits the memory, whatever the length.
 
     The numbers are those of plain autograd.  The result takes part in autograd
@@ -197,7 +256,7 @@ def unroll(
     the cell takes from elsewhere and that wants a gradient only at later steps
     must be given in `parameters`.
     """
-    _require_known(planner, outputs, chunk)
+    require_known(planner, outputs, chunk)
     limit = None if memory is None else Budget.parse(memory, "memory", of="stages")
     settings = Settings(
         limit, tier_names(tiers), chunk, planner, progress, checked_choice(check), costs
@@ -206,10 +265,10 @@ def unroll(
         raise ArgumentError(
             f"costs is {type(costs).__name__}; give a StageCosts with one Stage for each time step"
         )
-    several = _several(cell)
-    sequence = Inputs(inputs, _steps(several, inputs, n_steps))
+    several = cells_of(cell)
+    sequence = Inputs(inputs, steps_of(several, inputs, n_steps))
     made = inputs if sequence.made else None
-    varied = _is_varied(several, sequence, costs)
+    varied = is_varied(several, sequence, costs)
     if varied and unequal is False:
         raise ArgumentError(
             "unequal=False is for one cell, x_t of one shape and no costs=, and here are several "
@@ -239,62 +298,15 @@ def unroll(
     return unroll_varied(cells, state, sequence, settings, outputs, parameters, random)
 
 
-def _require_known(planner: object, outputs: object, chunk: object) -> None:
-    if planner not in UNROLL_PLANNERS:
-        raise ArgumentError(f"planner {planner!r} is not known; choose one of {UNROLL_PLANNERS}")
-    if not (outputs is None or callable(outputs) or outputs in _OUTPUTS):
-        raise ArgumentError(f"outputs={outputs!r} is not known; choose one of {_OUTPUTS}, None, f")
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ArgumentError(f"chunk={chunk!r} must be an int, at least 1")
-
-
-def _several(cell: Any) -> list[Callable[..., Any]] | None:
-    """Return the cells of a sequence of cells, None for one cell.  Raises ArgumentError."""
-    if not isinstance(cell, list | tuple | nn.ModuleList):
-        if not callable(cell):
-            raise ArgumentError(
-                f"cell is {type(cell).__name__}; it must be callable, or a list of callables"
-            )
-        return None
-    if not len(cell):
-        raise ArgumentError("cell is an empty sequence; give one cell for each step")
-    for t, one in enumerate(cell):
-        if not callable(one):
-            raise ArgumentError(f"cell {t} is {type(one).__name__}; it must be callable")
-    return list(cell)
-
-
-def _steps(several: Sequence[object] | None, inputs: Any, steps: int | None) -> int | None:
-    """Return how many steps there are, where cells tell it.  Raises ArgumentError."""
-    if several is None:
-        return steps
-    length = steps
-    if steps is None and inputs is not None and not callable(inputs) and hasattr(inputs, "__len__"):
-        length = len(inputs)
-    if length is not None and length != len(several):
-        raise ArgumentError(
-            f"there are {len(several)} cells and {length} steps; give one cell for each step"
-        )
-    return len(several)
-
-
-def _is_varied(
-    several: Sequence[object] | None, sequence: Inputs, costs: StageCosts | None
-) -> bool:
-    if costs is not None or sequence.differs():
-        return True
-    return several is not None and len({identity_of(one) for one in several}) > 1
-
-
 def _alike(
     known: Cell,
-    state: Any,
+    state: object,
     sequence: Inputs,
     settings: Settings,
-    outputs: Any,
+    outputs: Outputs,
     parameters: Sequence[Tensor] | None,
     random: bool | None,
-) -> Unrolled:
+) -> Unrolled[object, object]:
     """Run steps that are all alike."""
     check, chunk = settings.check, settings.chunk
     leaves = pytree.tree_leaves(state)
@@ -318,11 +330,11 @@ def _alike(
 
 def _run(
     chain: ThroughTime,
-    state: Any,
+    state: object,
     store: Store | None,
     settings: Settings,
-    outputs: Any,
-) -> Unrolled:
+    outputs: Outputs,
+) -> Unrolled[object, object]:
     """Plan and run a sequence that wants gradients."""
     known, facts, sequence, device = chain.cell, chain.facts, chain.inputs, chain.device
     leaves, spec = pytree.tree_flatten(state)
@@ -342,7 +354,7 @@ def _run(
     looked_at = min(FEW, sequence.steps) if known.fused else 1
     allowed = allowance(chosen, facts, sequence, looked_at=looked_at)
     if chosen.plan is None:
-        tapes: Any = contextlib.nullcontext()
+        tapes: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if chosen.planner == "offload":
             held = [t for t in [*leaves, sequence.given] if isinstance(t, Tensor)]
             tapes = offload(settings.tiers, min_bytes=TRAVELS_BYTES, stays=held, device=device)

@@ -112,7 +112,7 @@ class Allowance:
                 "ones at most are measured one by one), costs=StageCosts(...), or more memory"
             )
 
-    def hold_all(self, found: Unrolled, begun: int) -> None:
+    def hold_all(self, found: Unrolled[object, object], begun: int) -> None:
         """Count the graph of the whole sequence, which was run plainly; see `hold`.
 
         Parameters

@@ -14,6 +14,7 @@ from ..environment.scope import Scope
 from ..tensors.states import Kind
 
 Buffers: TypeAlias = tuple[tuple[nn.Module, str], ...]
+Step: TypeAlias = Callable[..., object]  # of a state and x_t
 
 
 class Cell:
@@ -34,14 +35,14 @@ class Cell:
         All that it refers to.
     """
 
-    def __init__(self, given: Callable[..., Any], fused: bool, inputs: object = None) -> None:
+    def __init__(self, given: Step, fused: bool, inputs: object = None) -> None:
         if not callable(given):
             raise ArgumentError(f"the cell is {type(given).__name__}; it must be callable")
         self.scope = Scope.of(given, inputs)
         self.given = given
         self.fused = fused
         self.name = f"cell {getattr(given, '__name__', type(given).__name__)}"
-        self.call = given
+        self.call: Step = given
         if isinstance(given, nn.RNNBase):
             if given.batch_first:
                 raise ArgumentError(f"{self.name} has batch_first=True; time must come first")
@@ -54,14 +55,14 @@ class Cell:
                 )
             self.fused = True
 
-            def whole(state: Any, x: Tensor) -> Any:
+            def whole(state: object, x: Tensor) -> object:
                 outputs, state = given(x, state)
                 return state, outputs
 
             self.call = whole
         elif isinstance(given, nn.RNNCellBase):
 
-            def single(state: Any, x: Tensor) -> Any:
+            def single(state: object, x: Tensor) -> object:
                 state = given(x, state)
                 return state, state[0] if isinstance(state, tuple) else state
 
@@ -126,7 +127,7 @@ class Facts:
         """Return which leaves of the state before a chunk take part in the gradient."""
         return self.wants[min(chunk, len(self.wants) - 1)]
 
-    def split(self, result: Any, name: str, t: int) -> tuple[Any, Any]:
+    def split(self, result: object, name: str, t: int) -> tuple[object, object]:
         """Return the state and y of what a cell returned at step t."""
         if not self.returns_y:
             return result, None
@@ -136,20 +137,20 @@ class Facts:
             )
         return result
 
-    def leaves(self, state: Any, name: str, t: int) -> list[Tensor]:
+    def leaves(self, state: object, name: str, t: int) -> list[Tensor]:
         """Return the leaves of a state.  Raises StateError if it has another structure."""
         return leaves_of(state, self.spec, f"{name} returned a state", t)
 
-    def y_leaves(self, y: Any, name: str, t: int) -> list[Tensor]:
+    def y_leaves(self, y: object, name: str, t: int) -> list[Tensor]:
         """Return the leaves of y.  Raises StateError if it has another structure."""
         assert self.y_spec is not None
         return leaves_of(y, self.y_spec, f"{name} returned an output y", t)
 
 
-def leaves_of(tree: Any, spec: pytree.TreeSpec, what: str, t: int) -> list[Tensor]:
+def leaves_of(tree: object, spec: pytree.TreeSpec, what: str, t: int) -> list[Tensor]:
     """Return the leaves of a tree in the order of a structure: dicts may have any order."""
     try:
-        leaves = [tree] if spec.is_leaf() else spec.flatten_up_to(tree)
+        leaves: list[Any] = [tree] if spec.is_leaf() else spec.flatten_up_to(tree)
         fits = all(isinstance(leaf, Tensor) for leaf in leaves)
     except ValueError:
         fits = False

@@ -10,19 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError, StateError
 from ..environment.scope import Scope
 from ..tensors.states import Kind, kind_of, said
-from .cell import Cell, Facts, leaves_of
+from .cell import Cell, Facts, Step, leaves_of
 from .inputs import value_of
 
 # What is told apart of the tensors of a tree: structure, kinds, wishes for gradients.
-XKind: TypeAlias = tuple[pytree.TreeSpec, tuple[tuple[Kind, bool] | str, ...]]
+# Of what has no exact shape, the number of dimensions.
+Form: TypeAlias = tuple[int, torch.dtype, torch.device]
+XKind: TypeAlias = tuple[pytree.TreeSpec, tuple[tuple[Kind | Form, bool] | str, ...]]
 
 
 class Cells(Cell):
@@ -48,7 +51,7 @@ class Cells(Cell):
         If one is not callable, or takes several steps at once.
     """
 
-    def __init__(self, given: Sequence[Callable[..., Any]], inputs: object = None) -> None:
+    def __init__(self, given: Sequence[Step], inputs: object = None) -> None:
         numbers: dict[object, int] = {}
         self.at = [numbers.setdefault(identity_of(one), len(numbers)) for one in given]
         distinct = list({identity_of(one): one for one in given}.values())
@@ -68,7 +71,7 @@ class Cells(Cell):
         self.call = self._together
 
     @staticmethod
-    def _together(state: Any, x: Any) -> Any:
+    def _together(state: object, x: object) -> object:
         raise AssertionError("each step has a cell of its own")
 
     def is_compiled(self) -> bool:
@@ -185,7 +188,7 @@ class VariedFacts(Facts):
         return self.states[self.kinds[self.steps[-1]].after]
 
 
-def kind_of_tree(tree: Any, *, exact: bool = True, values: bool = False) -> XKind:
+def kind_of_tree(tree: object, *, exact: bool = True, values: bool = False) -> XKind:
     """Return what tells apart what a cell is given.
 
     Of leaves that are no tensors it is the type, with `values` the value too.
@@ -207,7 +210,7 @@ def kind_of_tree(tree: Any, *, exact: bool = True, values: bool = False) -> XKin
     )
 
 
-def _formless(tensor: Tensor) -> Any:
+def _formless(tensor: Tensor) -> Form:
     return len(tensor.shape), tensor.dtype, tensor.device
 
 
@@ -217,9 +220,9 @@ _LEAF = pytree.tree_structure(0)
 def run_varied(
     cells: Cells,
     facts: VariedFacts,
-    state: Any,
+    state: object,
     steps: tuple[int, int],
-    x: Callable[..., Any],
+    x: Callable[..., object],
     take: Callable[[tuple[int, list[Tensor]]], None],
 ) -> list[Tensor]:
     """Run time steps, each by its cell; as `run_steps`.
@@ -252,7 +255,7 @@ def run_varied(
     return leaves
 
 
-def _require_x(given: Any, expected: XKind, t: int) -> None:
+def _require_x(given: object, expected: XKind, t: int) -> None:
     found = kind_of_tree(given)
     if found[0] == expected[0] and [_plain(a) for a in found[1]] == [
         _plain(a) for a in expected[1]
@@ -264,15 +267,23 @@ def _require_x(given: Any, expected: XKind, t: int) -> None:
     )
 
 
-def _plain(leaf: tuple[Kind, bool] | str) -> Any:
+def _plain(leaf: tuple[Kind | Form, bool] | str) -> object:
     return leaf if isinstance(leaf, str) else leaf[0]
 
 
 def _said_tree(kind: XKind) -> str:
-    return ", ".join(a if isinstance(a, str) else said(a[0]) for a in kind[1]) or "empty"
+    return ", ".join(map(_said_leaf, kind[1])) or "empty"
 
 
-def _leaves_of(state: Any, after: StateKind, name: str, t: int, *, exact: bool) -> list[Tensor]:
+def _said_leaf(leaf: tuple[Kind | Form, bool] | str) -> str:
+    if isinstance(leaf, str):
+        return leaf
+    size, dtype, device = leaf[0]
+    assert not isinstance(size, int)  # steps are held to exact shapes alone
+    return said((size, dtype, device))
+
+
+def _leaves_of(state: object, after: StateKind, name: str, t: int, *, exact: bool) -> list[Tensor]:
     leaves = leaves_of(state, after.spec, f"{name} returned a state", t)
     for number, (leaf, expected) in enumerate(zip(leaves, after.leaves, strict=True)):
         if kind_of(leaf) != expected and (exact or _formless(leaf) != _form(expected)):
@@ -284,11 +295,11 @@ def _leaves_of(state: Any, after: StateKind, name: str, t: int, *, exact: bool) 
     return leaves
 
 
-def _form(kind: Kind) -> Any:
+def _form(kind: Kind) -> Form:
     return len(kind[0]), kind[1], kind[2]
 
 
-def _outputs_of(y: Any, kind: StepKind, name: str, t: int, *, exact: bool) -> list[Tensor]:
+def _outputs_of(y: object, kind: StepKind, name: str, t: int, *, exact: bool) -> list[Tensor]:
     assert kind.y_spec is not None
     leaves = leaves_of(y, kind.y_spec, f"{name} returned an output y", t)
     if exact:

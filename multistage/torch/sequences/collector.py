@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch.utils import _pytree as pytree
 
 from ...errors import StateError
 from .cell import Facts
+
+# What becomes of y: for the last, of t and y_t.
+Outputs: TypeAlias = Literal["stack", "sum", "last"] | Callable[..., object] | None
 
 
 class Collector:
@@ -38,7 +41,7 @@ class Collector:
         self,
         facts: Facts,
         steps: int,
-        mode: Any,
+        mode: Outputs,
         fused: bool,
         *,
         graph: bool = False,

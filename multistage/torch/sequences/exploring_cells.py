@@ -18,10 +18,10 @@ from ..environment.settings import Autocast, autocast, leave_hooks_alone
 from ..measurement.checking import Check, complain
 from ..measurement.exploring import tensors_of
 from ..tensors.checksums import checksum
-from ..tensors.graphs import Walked, graph_begins, graph_weight, held_elsewhere, leaves_below
+from ..tensors.graphs import Used, Walked, graph_begins, graph_weight, held_elsewhere, leaves_below
 from ..tensors.states import Kind, kind_of, said
 from .cell import Buffers, Cell, Facts
-from .inputs import Inputs
+from .inputs import Inputs, Taken
 from .states_given import known_parameters, state_leaves
 from .surroundings import refuse_changes, refuse_graph
 
@@ -34,7 +34,7 @@ class StateVaries(StateError):
 
 def explore_cell(
     cell: Cell,
-    state: Any,
+    state: object,
     inputs: Inputs,
     generators: Generators,
     parameters: Sequence[Tensor] | None,
@@ -58,7 +58,7 @@ def explore_cell(
     leaves, spec = state_leaves(state)
     known = known_parameters(cell, inputs, parameters)
 
-    def sample(taken: list[Any]) -> Any:
+    def sample(taken: Taken) -> object:
         return inputs.sample(FEW, fused=cell.fused, leaves=taken)
 
     with autocast(Autocast.capture(device_types([*leaves, *known, *inputs.held()]))):
@@ -100,7 +100,7 @@ class Look:
     found: list[Tensor]
     weight: tuple[int, int]
     x_kinds: tuple[Kind, ...]
-    used: set[Any]
+    used: Used
 
     @property
     def results(self) -> list[Tensor]:
@@ -131,7 +131,7 @@ class Explorer:
         cell: Cell,
         leaves: Sequence[Tensor],
         spec: pytree.TreeSpec,
-        x: Callable[[list[Any]], Any],
+        x: Callable[[Taken], object],
         generators: Generators,
         known: list[Tensor],
         check: Check,
@@ -200,10 +200,10 @@ class Explorer:
     def _inferred(self) -> Look:
         copies = [leaf.clone() for leaf in self._leaves]
         with self.untouched():
-            result = self._cell.call(pytree.tree_unflatten(copies, self._spec), self._x([]))
+            result: Any = self._cell.call(pytree.tree_unflatten(copies, self._spec), self._x([]))
         returns_y = self._returns_y(result)
         leaves, spec = self._state_of(result[0] if returns_y else result)
-        ys, y_spec = self._outputs(result) if returns_y else ([], None)
+        ys, y_spec = self._outputs(result[1]) if returns_y else ([], None)
         no, silent = (False,) * len(leaves), (False,) * len(ys)
         draws, nothing = (False,) * len(self._random), (0, 0)
         return Look(
@@ -281,12 +281,12 @@ class Explorer:
         given = [t.detach().requires_grad_(w) for t, w in zip(leaves, wants, strict=True)]
         before = [(m, k, b, b._version, b.detach().clone()) for m, k, b in self._owned()]
         begun = graph_begins()
-        taken: list[Any] = []
+        taken: Taken = []
         x = self._x(taken)
         # Copies, so that a cell that writes to its state is found out, not stopped by autograd.
         copies = [t.clone() for t in given]
         versions = [t._version for t in copies]
-        result = cell.call(pytree.tree_unflatten(copies, spec), x)
+        result: Any = cell.call(pytree.tree_unflatten(copies, spec), x)
         for tensor, version in zip(copies, versions, strict=True):
             if tensor._version != version:
                 raise StateError(
@@ -304,7 +304,7 @@ class Explorer:
             refuse_graph(cell.name, module, key, "in its first step")
         returns_y = self._returns_y(result)
         new_leaves, new_spec = self._state_of(result[0] if returns_y else result)
-        ys, y_spec = self._outputs(result) if returns_y else ([], None)
+        ys, y_spec = self._outputs(result[1]) if returns_y else ([], None)
         exchanged = {id(module._buffers[key]) for module, key in changed}
         if any(id(leaf) in exchanged for leaf in ys):
             raise StateError(
@@ -331,7 +331,7 @@ class Explorer:
             walked.used,
         )
 
-    def _state_of(self, state: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
+    def _state_of(self, state: object) -> tuple[list[Tensor], pytree.TreeSpec]:
         """Return the leaves and structure of a state that was returned.  Raises StateError."""
         leaves, spec = pytree.tree_flatten(state)
         for number, new in enumerate(leaves):
@@ -351,7 +351,7 @@ class Explorer:
                 )
         return leaves, spec
 
-    def _returns_y(self, result: Any) -> bool:
+    def _returns_y(self, result: object) -> bool:
         """Whether a step returned (state, y).
 
         Where states may be of another structure each, a pair that is not like the state it
@@ -371,11 +371,11 @@ class Explorer:
             f"{pytree.tree_structure(result)}; it must return a state like it, or (state, y)"
         )
 
-    def _outputs(self, result: Any) -> tuple[list[Tensor], pytree.TreeSpec | None]:
+    def _outputs(self, y: object) -> tuple[list[Tensor], pytree.TreeSpec | None]:
         """Return the leaves and structure of y; where states may differ it may be None."""
-        if result[1] is None and not self._alike:
+        if y is None and not self._alike:
             return [], None
-        ys, spec = pytree.tree_flatten(result[1])
+        ys, spec = pytree.tree_flatten(y)
         for leaf in ys:
             if not isinstance(leaf, Tensor):
                 raise StateError(

@@ -8,18 +8,31 @@ run: it is part of the cell, and its graph goes on to the parameters it uses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError, StateError
+from ..tensors.states import Kind
 
-Place = int | slice
+Place: TypeAlias = int | slice
+Taken: TypeAlias = list[tuple[Place, Tensor]]  # what stands for inputs that want gradients
 MOST_VALUES = 8  # of x_t, beside tensors, that are told apart
 _LONGEST = 64  # characters of such a value
+
+
+class Indexed(Protocol):
+    """A sequence of x_t: a tensor with time first, a list, or what makes them when asked."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, t: int, /) -> object: ...
+
+
+Given: TypeAlias = Indexed | Callable[[int], object] | None
 
 
 class Inputs:
@@ -45,7 +58,7 @@ class Inputs:
         If the number of steps is not known, below 1 or beyond the sequence.
     """
 
-    def __init__(self, given: Any, steps: int | None) -> None:
+    def __init__(self, given: Given, steps: int | None) -> None:
         self.given = given
         length = _length(given)
         if steps is None and length is None:
@@ -67,22 +80,22 @@ class Inputs:
         self._versions: list[tuple[Tensor, int]] = []
         self._ever: set[int] = set()  # leaves of an element that want a gradient at some step
         self._places: dict[int, list[tuple[int, int]]] = {}  # of step t: (leaf, wanted tensor)
-        self._elements: list[tuple[list[Any], Any]] = []
+        self._elements: list[tuple[list[object], pytree.TreeSpec | None]] = []
         self._values: set[tuple[str, ...]] = set()  # of elements, beside their tensors
         if isinstance(given, Tensor):
             self._versions = [] if given.is_inference() else [(given, given._version)]
             self._tensors = [given] if given.requires_grad else []
-        elif not self.made and given is not None:
+        elif isinstance(given, list | tuple) and not self.made:
             self._read(given[: self.steps])
             for flat, _ in self._elements:
                 if len(self._values) <= MOST_VALUES:
                     self._values.add(_values_of(flat))
 
-    def _read(self, elements: Sequence[Any]) -> None:
+    def _read(self, elements: Sequence[object]) -> None:
         """Note the tensors of a list, and which of them want gradients."""
         wanting: dict[int, list[tuple[int, int, Tensor]]] = {}
         for t, element in enumerate(elements):
-            flat = (
+            flat: tuple[list[object], pytree.TreeSpec | None] = (
                 ([element], None) if isinstance(element, Tensor) else pytree.tree_flatten(element)
             )
             self._elements.append(flat)
@@ -155,7 +168,7 @@ class Inputs:
             return _form([self.given], None)
         return tuple([_form(*element) for element in self._elements])
 
-    def expect(self, kinds: Sequence[tuple[torch.Size, torch.dtype, Any]], count: int) -> None:
+    def expect(self, kinds: Sequence[Kind], count: int) -> None:
         """Refuse x_t that is made anew and takes more than the ones that were looked at.
 
         `kinds` are those of the tensors of `count` steps.
@@ -168,7 +181,7 @@ class Inputs:
         """Whether a tensor that was given was written to since."""
         return any(tensor._version != version for tensor, version in self._versions)
 
-    def at(self, t: int, leaves: list[tuple[Place, Tensor]] | None = None) -> Any:
+    def at(self, t: int, leaves: Taken | None = None) -> object:
         """Return x_t.
 
         Parameters
@@ -190,19 +203,20 @@ class Inputs:
             return x
         return self._element(t, self._places.get(t, ()), leaves)
 
-    def _element(
-        self, t: int, places: Sequence[tuple[int, int]], leaves: list[tuple[Place, Tensor]] | None
-    ) -> Any:
+    def _element(self, t: int, places: Sequence[tuple[int, int]], leaves: Taken | None) -> object:
         """Return element t, with fresh leaves in the places that want gradients."""
         flat, spec = self._elements[t]
         if places and leaves is not None:
             flat = list(flat)
             for k, number in places:
-                flat[k] = flat[k].detach().requires_grad_()
-                leaves.append((number, flat[k]))
+                given = flat[k]
+                assert isinstance(given, Tensor)
+                flat[k] = leaf = given.detach().requires_grad_()
+                leaves.append((number, leaf))
         return flat[0] if spec is None else pytree.tree_unflatten(flat, spec)
 
-    def _anew(self, t: int) -> Any:
+    def _anew(self, t: int) -> object:
+        assert self.given is not None
         value = self.given(t) if callable(self.given) else self.given[t]
         if self._allowed is None:
             return value
@@ -231,7 +245,7 @@ class Inputs:
                 )
         return value
 
-    def many(self, start: int, stop: int, leaves: list[tuple[Place, Tensor]] | None = None) -> Any:
+    def many(self, start: int, stop: int, leaves: Taken | None = None) -> object:
         """Return the inputs of several steps, time first; `leaves` as for `at`."""
         if isinstance(self.given, Tensor):
             x = self.given[start:stop]
@@ -244,7 +258,7 @@ class Inputs:
             return None
         return _stacked([self.at(t, leaves) for t in range(start, stop)])
 
-    def sample(self, stop: int, *, fused: bool, leaves: list[tuple[Place, Tensor]]) -> Any:
+    def sample(self, stop: int, *, fused: bool, leaves: Taken) -> object:
         """Return x_0, or those before `stop`, as leaves wherever any step's want a gradient."""
         stop = min(stop, self.steps)
         if not self._ever:
@@ -306,14 +320,14 @@ class InputGradients:
         return self._found
 
 
-def _form(flat: Sequence[Any], spec: Any) -> object:
+def _form(flat: Sequence[object], spec: object) -> object:
     """Return what tells apart elements but for their values."""
     return spec, tuple(
         [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in flat]
     )
 
 
-def _values_of(flat: Sequence[Any]) -> tuple[str, ...]:
+def _values_of(flat: Sequence[object]) -> tuple[str, ...]:
     """Return the values of the leaves that are no tensors."""
     return tuple([value_of(x) for x in flat if not isinstance(x, Tensor)])
 
@@ -327,7 +341,7 @@ def value_of(leaf: object) -> str:
     return f"{kind} {value}" if len(value) <= _LONGEST else kind
 
 
-def _stacked(elements: Sequence[Any]) -> Any:
+def _stacked(elements: Sequence[Any]) -> object:
     """Return the inputs of several steps as one, time first."""
     if isinstance(elements[0], Tensor):
         return torch.stack(list(elements))
@@ -336,7 +350,7 @@ def _stacked(elements: Sequence[Any]) -> Any:
     return pytree.tree_unflatten([torch.stack(each) for each in zip(*flat, strict=True)], spec)
 
 
-def _length(given: Any) -> int | None:
+def _length(given: Given) -> int | None:
     """Return how many steps a sequence has; None for a function."""
     if isinstance(given, nn.utils.rnn.PackedSequence):
         raise ArgumentError(

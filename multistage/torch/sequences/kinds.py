@@ -24,11 +24,11 @@ from ..environment.captured import Environment
 from ..environment.randomness import Generators, device_types
 from ..environment.settings import Autocast, autocast
 from ..measurement.checking import Check
-from ..tensors.graphs import uses
-from ..tensors.states import kind_of
+from ..tensors.graphs import Used, uses
+from ..tensors.states import Kind, kind_of
 from .cells import Cells, StateKind, StepKind, VariedFacts, XKind, kind_of_tree
 from .exploring_cells import Explorer
-from .inputs import Inputs
+from .inputs import Inputs, Taken
 from .states_given import known_parameters, state_leaves
 
 MOST_KINDS = 64
@@ -70,7 +70,7 @@ class Survey:
     def __init__(
         self,
         cells: Cells,
-        state: Any,
+        state: object,
         inputs: Inputs,
         generators: Generators,
         parameters: Sequence[Tensor] | None,
@@ -90,13 +90,13 @@ class Survey:
         self.kinds: list[StepKind] = []
         self.states: list[StateKind] = []
         self._first = _as_found(leaves, [t.requires_grad for t in leaves])
-        self._numbers: dict[StateKind, int] = {}
+        self._numbers: dict[object, int] = {}
         self._number_of(StateKind(spec, *_kinds_of(leaves)))
         self._steps = array("L")
         self._held: OrderedDict[int, _Held] = OrderedDict()  # by the state's number
         self._cursor = _Held(0, self._first, 0)
         self._xs: dict[int, XKind] = {}
-        self._used: list[set[Any]] = []  # by kind
+        self._used: list[Used] = []  # by kind
 
     def facts(self, draws: bool | None) -> VariedFacts:
         """Walk the sequence; return what its steps do.
@@ -160,7 +160,7 @@ class Survey:
         return found
 
     def _number_of(self, state: StateKind) -> int:
-        key = state if self._exact else _formless(state)
+        key: object = state if self._exact else _formless(state)
         number = self._numbers.setdefault(key, len(self.states))
         if number == len(self.states):
             self.states.append(state)
@@ -175,7 +175,7 @@ class Survey:
         if leaves is None:
             leaves = _as_found(self._walked(t), kind.wants)
 
-        def sample(taken: list[Any]) -> Any:
+        def sample(taken: Taken) -> object:
             return self.inputs.at(t, taken)
 
         explorer = Explorer(
@@ -286,7 +286,7 @@ class Survey:
             kind = self.states[0] if step == 0 else self.states[self._kind(step - 1).after]
             state = pytree.tree_unflatten(leaves, kind.spec)
             for i in range(step, t):
-                result = self._cells.each[self._cells.at[i]].call(state, self.inputs.at(i))
+                result: Any = self._cells.each[self._cells.at[i]].call(state, self.inputs.at(i))
                 state = result[0] if self._kind(i).returns_y else result
             leaves = pytree.tree_leaves(state)
         self._cursor = _Held(t, leaves, 0)
@@ -314,7 +314,7 @@ def _losses(kind: StepKind) -> tuple[bool, ...]:
 
 def _kinds_of(
     leaves: Sequence[Tensor], wants: Sequence[bool] | None = None
-) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+) -> tuple[tuple[Kind, ...], tuple[bool, ...]]:
     flags = [t.requires_grad for t in leaves] if wants is None else wants
     return tuple(kind_of(t) for t in leaves), tuple(flags)
 
@@ -330,6 +330,6 @@ def _as_found(leaves: Sequence[Tensor], wants: Sequence[bool]) -> list[Tensor]:
     ]
 
 
-def _formless(state: StateKind) -> Any:
+def _formless(state: StateKind) -> object:
     forms = tuple((len(size), dtype, device) for size, dtype, device in state.leaves)
     return state.spec, forms, state.wants

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch.utils import _pytree as pytree
 
@@ -13,7 +12,7 @@ from ...support.progress import Bars
 from ..measurement.checking import Check, Checked, check_chain
 from ..tensors.states import TensorStates
 from .cell import Cell, Facts
-from .collector import Collector
+from .collector import Collector, Outputs
 from .inputs import Inputs
 from .results import Unrolled as Unrolled
 from .results import results_of
@@ -26,7 +25,7 @@ _CHECKED = 12  # steps at most that a check runs
 
 
 def checked_against_plain(
-    chain: ThroughTime, state: Any, outputs: Any, chosen: UnrollPlan, check: Check
+    chain: ThroughTime, state: object, outputs: Outputs, chosen: UnrollPlan, check: Check
 ) -> Checked:
     """Run the first steps plainly, and by a schedule that runs them again; compare.
 
@@ -48,11 +47,11 @@ def checked_against_plain(
     short = PLANNERS["revolve"](turns, 1, -(-count // size))
     plan = replace(chosen, n_steps=count, chunk=size, plan=short)
 
-    def plainly(given: Any) -> Any:
+    def plainly(given: object) -> object:
         found = run_plainly(cell, facts, given, few, mode, size if cell.fused else None, graph=True)
         return found.state, found.loss, found.outputs
 
-    def scheduled(given: Any) -> Any:
+    def scheduled(given: object) -> object:
         leaves, spec = pytree.tree_flatten(given)
         collector = Collector(facts, count, mode, cell.fused)
         part = ThroughTime(cell, facts, few, collector, chain.around, size, chain.device)
@@ -79,13 +78,13 @@ def checked_against_plain(
 def run_plainly(
     cell: Cell,
     facts: Facts,
-    state: Any,
+    state: object,
     inputs: Inputs,
-    mode: Any,
+    mode: Outputs,
     chunk: int | None,
     *,
     graph: bool,
-) -> Unrolled:
+) -> Unrolled[object, object]:
     """Run the steps as they are written, with or without a graph."""
     collector = Collector(facts, inputs.steps, mode, cell.fused, graph=graph)
     x = inputs.many if cell.fused else inputs.at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -12,9 +12,12 @@ from torch.utils import _pytree as pytree
 from .cell import Facts
 from .unroll_plan import UnrollPlan
 
+State_co = TypeVar("State_co", covariant=True)
+Outputs_co = TypeVar("Outputs_co", covariant=True)
+
 
 @dataclass(frozen=True, slots=True)
-class Unrolled:
+class Unrolled(Generic[State_co, Outputs_co]):
     """What `unroll` returns.
 
     Attributes
@@ -38,13 +41,13 @@ class Unrolled:
     (torch.Size([6, 2, 4]), torch.Size([2, 4]))
     """
 
-    state: Any
+    state: State_co
     loss: Tensor | None
-    outputs: Any
+    outputs: Outputs_co
     plan: UnrollPlan | None
 
 
-def results_of(facts: Facts, values: Sequence[Tensor | None]) -> tuple[Tensor | None, Any]:
+def results_of(facts: Facts, values: Sequence[Tensor | None]) -> tuple[Tensor | None, object]:
     """Return the loss and the outputs from the reduced leaves of y."""
     if facts.y_spec is None:
         return None, None

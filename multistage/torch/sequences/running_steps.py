@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -14,9 +13,9 @@ from .cell import Cell, Facts
 def run_steps(
     cell: Cell,
     facts: Facts,
-    state: Any,
+    state: object,
     steps: tuple[int, int],
-    x: Callable[..., Any],
+    x: Callable[..., object],
     take: Callable[[tuple[int, list[Tensor]]], None],
 ) -> list[Tensor]:
     """Run time steps; hand t and the leaves of y of each to `take`; return the state's leaves."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -13,7 +12,7 @@ from .cell import Cell
 from .inputs import Inputs
 
 
-def state_leaves(state: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
+def state_leaves(state: object) -> tuple[list[Tensor], pytree.TreeSpec]:
     """Return the leaves and the structure of a state.  Raises ArgumentError."""
     leaves, spec = pytree.tree_flatten(state)
     for leaf in leaves:

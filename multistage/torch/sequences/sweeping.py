@@ -32,7 +32,7 @@ from .unroll_plan import UnrollPlan
 
 def through(
     run: Sweep, chosen: UnrollPlan, spec: pytree.TreeSpec, wanted: Sequence[Tensor]
-) -> Unrolled:
+) -> Unrolled[object, object]:
     """Run a sequence by its schedule."""
     try:
         found = _ThroughAutograd.apply(run, *wanted)

@@ -32,7 +32,7 @@ from ..tiers.by_name import open_tiers
 from .allowances import allowance
 from .cells import Cells, VariedFacts, run_varied
 from .chunks import Steps
-from .collector import Collector
+from .collector import Collector, Outputs
 from .inputs import Inputs
 from .kinds import Survey
 from .planning import Memory, Settings, identity
@@ -51,13 +51,13 @@ _SHARE = 8  # of the limit, what states held while kinds are found may take
 
 def unroll_varied(
     cells: Cells,
-    state: Any,
+    state: object,
     inputs: Inputs,
     settings: Settings,
-    outputs: Any,
+    outputs: Outputs,
     parameters: Sequence[Tensor] | None,
     random: bool | None,
-) -> Unrolled:
+) -> Unrolled[object, object]:
     """Run a sequence of steps that differ; the arguments are those of `unroll`."""
     leaves = pytree.tree_leaves(state)
     inputs.shared_with(leaves)
@@ -105,11 +105,11 @@ def unroll_varied(
 
 def _kept(
     program: _Program,
-    state: Any,
+    state: object,
     chosen: UnrollPlan,
     costs: StageCosts | None,
     device: torch.device,
-) -> Unrolled:
+) -> Unrolled[object, object]:
     """Run the steps plainly; given costs are weighed the first time.
 
     Raises
@@ -152,7 +152,7 @@ class _Program:
     cells: Cells
     facts: VariedFacts
     inputs: Inputs
-    outputs: Any
+    outputs: Outputs
     window: tuple[int, int] | None = None
 
     @property
@@ -176,7 +176,7 @@ class _Program:
         order = {t: place for place, t in enumerate(speaking)}
         return Collector(self.facts, len(speaking), self.outputs, False, graph=graph, order=order)
 
-    def plainly(self, state: Any, *, graph: bool) -> Unrolled:
+    def plainly(self, state: object, *, graph: bool) -> Unrolled[object, object]:
         """Run the steps as they are written, with or without a graph."""
         collector = self.collector(graph=graph)
         leaves = run_varied(
@@ -193,13 +193,13 @@ class _Program:
 
     def scheduled(
         self,
-        state: Any,
+        state: object,
         chosen: UnrollPlan,
         around: Surroundings,
         device: torch.device,
         settings: Settings | None = None,
         store: Store | None = None,
-    ) -> Unrolled:
+    ) -> Unrolled[object, object]:
         """Run the steps by a plan."""
         leaves = pytree.tree_leaves(state)
         assert chosen.chain is not None
@@ -247,7 +247,7 @@ def _held_to(key: object) -> None:
 def _checked(
     program: _Program,
     survey: Survey,
-    state: Any,
+    state: object,
     around: Surroundings,
     device: torch.device,
     chosen: UnrollPlan,
@@ -288,7 +288,7 @@ def _checked(
 
 def _checked_window(
     part: _Program,
-    state: Any,
+    state: object,
     around: Surroundings,
     device: torch.device,
     chosen: UnrollPlan,
@@ -296,11 +296,11 @@ def _checked_window(
 ) -> Checked:
     plan = _run_again(part.steps, chosen)
 
-    def plainly(given: Any) -> Any:
+    def plainly(given: object) -> object:
         found = part.plainly(given, graph=True)
         return found.state, found.loss, found.outputs
 
-    def scheduled(given: Any) -> Any:
+    def scheduled(given: object) -> object:
         found = part.scheduled(given, plan, around, device)
         return found.state, found.loss, found.outputs
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,17 @@ from ...errors import BudgetError, StateError
 from ...model.stages import StageCosts
 from ..tensors.graphs import Walked, leaves_below, uses
 from ..tensors.meter import Meter
-from ..tensors.states import Kind, TensorLayout, TensorSlots, TensorState, kind_of, said
+from ..tensors.states import (
+    Bytes,
+    Kind,
+    Line,
+    Shape,
+    TensorLayout,
+    TensorSlots,
+    TensorState,
+    kind_of,
+    said,
+)
 from .cells import Cells, VariedFacts, run_varied
 from .collector import Collector
 from .inputs import Inputs
@@ -96,9 +105,9 @@ class VariedThroughTime(ThroughTime):
 
     def _run_steps(
         self,
-        state: Any,
+        state: object,
         steps: tuple[int, int],
-        x: Callable[..., Any],
+        x: Callable[..., object],
         take: Callable[[tuple[int, list[Tensor]]], None],
     ) -> list[Tensor]:
         return run_varied(self.cells, self.varied, state, steps, x, take)
@@ -252,12 +261,12 @@ class TensorLayouts:
                 )
         return list(state.tensors)
 
-    def pack(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Any]:
+    def pack(self, tensors: Sequence[Tensor]) -> tuple[list[Bytes], list[Shape]]:
         """Return the bytes of each tensor in host memory, and what `unpack` needs."""
         lines, shapes = self._first.pack(tensors)
         return [x.cpu().numpy() if isinstance(x, Tensor) else x for x in lines], shapes
 
-    def unpack(self, arrays: Sequence[Any], packing: Any) -> list[Tensor]:
+    def unpack(self, arrays: Sequence[Line], packing: Sequence[Shape]) -> list[Tensor]:
         """Return the tensors that `pack` was given."""
         return self._first.unpack(arrays, packing)
 
@@ -269,9 +278,9 @@ class TensorLayouts:
 class VariedTensorSlots(TensorSlots):
     """Fast slots for states of any layout."""
 
-    def used_up(self, live: Any) -> Any:
+    def used_up(self, live: object) -> None:
         """Return what is live in place of a state that no step starts from any more."""
-        return None
+        return
 
 
 class VariedTensors:

@@ -1,0 +1,95 @@
+"""What `unroll` takes: types of its arguments, and checks of those that are not typed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, Protocol, TypeAlias, TypedDict, TypeVar
+
+from torch import Tensor, nn
+
+from ...backends.urls import Tiers
+from ...errors import ArgumentError
+from ...model.stages import StageCosts
+from ..measurement.checking import Check
+from .cell import Step
+from .cells import identity_of
+from .inputs import Given, Inputs
+from .unroll_plan import UNROLL_PLANNERS, UnrollPlanner
+
+Reduction: TypeAlias = Literal["stack", "sum", "last"]
+_REDUCTIONS = ("stack", "sum", "last")
+_Cell_co = TypeVar("_Cell_co", covariant=True)
+
+
+class CellPerStep(Protocol[_Cell_co]):
+    """A list or tuple of cells, or an `nn.ModuleList`."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[_Cell_co]: ...
+
+
+class Options(TypedDict, total=False):
+    """Arguments of `unroll` that do not decide the type of its result."""
+
+    n_steps: int | None
+    memory: int | str | float | None
+    tiers: Tiers
+    chunk: int | None
+    fused: bool
+    parameters: Sequence[Tensor] | None
+    planner: UnrollPlanner
+    random: bool | None
+    progress: bool | None
+    check: Check
+    unequal: bool | None
+    costs: StageCosts | None
+
+
+def require_known(planner: object, outputs: object, chunk: object) -> None:
+    """Raise ArgumentError for a choice that there is not."""
+    if planner not in UNROLL_PLANNERS:
+        raise ArgumentError(f"planner {planner!r} is not known; choose one of {UNROLL_PLANNERS}")
+    if not (outputs is None or callable(outputs) or outputs in _REDUCTIONS):
+        raise ArgumentError(
+            f"outputs={outputs!r} is not known; choose one of {_REDUCTIONS}, None, f"
+        )
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ArgumentError(f"chunk={chunk!r} must be an int, at least 1")
+
+
+def cells_of(cell: object) -> list[Step] | None:
+    """Return the cells of a sequence of cells, None for one cell.  Raises ArgumentError."""
+    if not isinstance(cell, list | tuple | nn.ModuleList):
+        if not callable(cell):
+            raise ArgumentError(
+                f"cell is {type(cell).__name__}; it must be callable, or a list of callables"
+            )
+        return None
+    if not len(cell):
+        raise ArgumentError("cell is an empty sequence; give one cell for each step")
+    for t, one in enumerate(cell):
+        if not callable(one):
+            raise ArgumentError(f"cell {t} is {type(one).__name__}; it must be callable")
+    return list(cell)
+
+
+def steps_of(several: Sequence[object] | None, inputs: Given, steps: int | None) -> int | None:
+    """Return how many steps there are, where cells tell it.  Raises ArgumentError."""
+    if several is None:
+        return steps
+    length = steps
+    if steps is None and inputs is not None and not callable(inputs) and hasattr(inputs, "__len__"):
+        length = len(inputs)
+    if length is not None and length != len(several):
+        raise ArgumentError(
+            f"there are {len(several)} cells and {length} steps; give one cell for each step"
+        )
+    return len(several)
+
+
+def is_varied(several: Sequence[object] | None, sequence: Inputs, costs: StageCosts | None) -> bool:
+    """Whether steps differ, as far as the arguments tell."""
+    if costs is not None or sequence.differs():
+        return True
+    return several is not None and len({identity_of(one) for one in several}) > 1
