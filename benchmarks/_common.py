@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 def require_core() -> None:
-    """End the program where it would measure the Python twins and nobody asked for that.
+    """End the program if it would measure the Python twins without being asked to.
 
     Raises
     ------
@@ -153,5 +153,5 @@ def held_kib(field: str) -> int:
 
 
 def reset_peak() -> None:
-    """Begin `VmHWM` anew, at what is held now."""
+    """Reset `VmHWM` to what is held now."""
     Path("/proc/self/clear_refs").write_text("5")

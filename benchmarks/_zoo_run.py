@@ -39,7 +39,7 @@ class Way:
     ----------
     module : nn.Module
     outputs : callable
-        Runs forward; returns the outputs that want gradients.
+        Runs forward; returns the outputs that require gradients.
     given : list of Tensor
         Inputs.
     is_model : bool

@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             data = json.loads((args.out / "all.json").read_text(encoding="utf-8"))
         except OSError:
             parser.error(f"--report: {args.out / 'all.json'} is not there; run --quick first")
-        # Judged anew: the published numbers may have been mended since.
+        # Judged again: the published numbers may have been mended since.
         data["claims"] = [claim.to_dict() for claim in judge_all(data["benchmarks"])]
         report(data, args.out)
         _print(data, args.out)

@@ -3,7 +3,7 @@
 Table 1: a machine written from the table alone must count what our judge counts,
 on the paper's example sequence and on schedules of random chains.  Figure 2: the
 chain for which no persistent schedule is optimal.  Theorem 1: on random short
-chains and every memory limit, our dynamic programme and the one *as printed*
+chains and every memory limit, our dynamic program and the one *as printed*
 beside the optimum over all persistent schedules.  Rounding: what sizes rounded
 up to M/S each cost, against the printed 1 + 1/S.
 

@@ -33,7 +33,7 @@ from multistage.states.layout import Layout
 
 STATE_BYTES = 8 << 20
 ONE_CORE = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1")
-AHEAD = 3  # reads under way, as the streaming schedule has them
+AHEAD = 3  # reads in flight, as the streaming schedule has them
 
 
 class Work:

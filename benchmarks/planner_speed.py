@@ -7,7 +7,7 @@ manage.  Both get the same slots and the same costs; every schedule, theirs
 too, is translated to our actions and judged by our simulator, legality
 included.
 
-checkpoint_schedules' H-Revolve calls its dynamic programme with forward and
+checkpoint_schedules' H-Revolve calls its dynamic program with forward and
 backward costs swapped.  Half of the points have equal costs, where that
 changes nothing; the other half show what it costs them.  Its split keeps no
 slot free for a transfer to pass through; ours gets as many slots as theirs

@@ -47,11 +47,11 @@ from multistage.states.layout import Layout
 
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20)
 LARGE = 1 << 20  # from here on compared with fio
-AHEAD = 3  # reads under way, as the streaming schedule has them
+AHEAD = 3  # reads in flight, as the streaming schedule has them
 PUT_S = 5e-6
 FIO_BLOCKS = ("1m", "4m")
 STREAMED_BYTES = 4 << 20
-DEPTH = 4  # writes waiting or under way while the store streams
+DEPTH = 4  # writes waiting or in flight while the store streams
 KEPT = 32  # states held at a time meanwhile
 ASK_S = 0.25e-3  # how often the store is offered a state: less than a write takes
 # A shared machine: cores that others may use in a quiet sample, samples wanted and tried.

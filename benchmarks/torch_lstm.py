@@ -91,7 +91,7 @@ class Task:
 def _checkpointed(task: Task, steps: int, reentrant: bool) -> Tensor:
     size = math.ceil(math.sqrt(steps))
     h, c = task.state
-    if reentrant:  # whose inputs must want gradients
+    if reentrant:  # whose inputs must require gradients
         h, c = h.clone().requires_grad_(), c.clone().requires_grad_()
     total: Any = 0.0
     for start in range(0, steps, size):

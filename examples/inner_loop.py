@@ -6,7 +6,7 @@
 An inner loop trains a small network by gradient descent with momentum.  The outer loop
 looks at its validation loss at the end and takes the gradient by every learning rate
 and by the weight decay.  A step of the inner loop contains a gradient itself; `unroll`
-takes it like any other step, and inputs that want gradients get them.  The first
+takes it like any other step, and inputs that require gradients get them.  The first
 gradient is compared with that of plain autograd.
 """
 

@@ -1,6 +1,6 @@
 """The actions of a schedule, and how one is driven.
 
-A *schedule* is a lazy generator of actions.  Whoever runs it (`check`, the
+A *schedule* is a lazy generator of actions.  The code that runs it (`check`, the
 simulator, the executor) performs one action at a time and sends its answer
 back into the generator:
 
@@ -20,7 +20,7 @@ Tokens count the accepted transfers of a run from 0.  Because a schedule
 decides from answers alone, it acts alike under the real clock and under the
 simulator's virtual one.
 
-What makes a schedule legal is told in `rules`.
+`rules` defines which schedules are legal.
 """
 
 from __future__ import annotations

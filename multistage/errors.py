@@ -122,7 +122,7 @@ class ScheduleError(MultistageError):
     ----------
     index : int or None
         0-based position of the offending action, or the number of actions
-        when the schedule ended too early; None where nobody counted.
+        when the schedule ended too early; None if it was not counted.
     """
 
     def __init__(self, message: str, index: int | None = None) -> None:
@@ -159,7 +159,7 @@ class ShotError(MultistageError):
 
 
 class CheckpointWarning(_Redacted, UserWarning):
-    """A checkpoint was refused or lost; the run goes on and recomputes it."""
+    """A checkpoint was refused or lost; the run continues and recomputes it."""
 
 
 class SlowWarning(_Redacted, UserWarning):
@@ -167,4 +167,4 @@ class SlowWarning(_Redacted, UserWarning):
 
 
 class DifferenceWarning(_Redacted, UserWarning):
-    """A check with `check="warn"` found other numbers than plain training's; the run goes on."""
+    """A check with `check="warn"` found other numbers than plain training's; the run continues."""

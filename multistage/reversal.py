@@ -78,7 +78,7 @@ class Reversal(Generic[State, Adjoint]):
         How states are described and kept, if they are no pytrees of arrays.
     durable : str or Path, optional
         A folder that keeps states and the progress of the reverse sweep, in
-        place of a tier: after a kill the same call goes on where it was, with
+        place of a tier: after a kill the same call resumes where it was, with
         `until` too.  See `docs/howto/durable.md`.
     durable_every_s : float
         Seconds between two adjoints written to it, at least.
@@ -89,7 +89,7 @@ class Reversal(Generic[State, Adjoint]):
     Attributes
     ----------
     plan : UniformPlan or None
-        The plan of the sweep under way or, between sweeps, of the last.  Of a sweep
+        The plan of the sweep in progress or, between sweeps, of the last.  Of a sweep
         of unknown length, or one that surveys steps that differ, there is none before
         `reverse` returns.
     costs : Costs or None
@@ -113,7 +113,7 @@ class Reversal(Generic[State, Adjoint]):
     A store belongs to one run from its first `forward` to `close`; a second run
     in it is refused (StoreError).  In a forked child a run with a tier is
     refused too; call `close` there, which leaves the parent's run alone, and
-    begin anew.
+    start again.
 
     Examples
     --------
@@ -162,7 +162,7 @@ class Reversal(Generic[State, Adjoint]):
 
     @property
     def plan(self) -> UniformPlan | None:
-        """The plan of the sweep under way or the last; None if it is not known yet."""
+        """The plan of the sweep in progress or the last; None if it is not known yet."""
         return self._sweeps.plan
 
     @property
@@ -196,7 +196,7 @@ class Reversal(Generic[State, Adjoint]):
         self._sweeps.end(keep=kind is not None)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse: a copy would share stores, slots and the sweep under way.
+        """Refuse: a copy would share stores, slots and the sweep in progress.
 
         Raises
         ------
@@ -209,7 +209,7 @@ class Reversal(Generic[State, Adjoint]):
         )
 
     def close(self) -> None:
-        """Forget a sweep under way, stop threads, remove files.  May be called twice.
+        """Forget a sweep in progress, stop threads, remove files.  May be called twice.
 
         The folder of a durable run is removed if the run is complete.
         """
@@ -236,7 +236,7 @@ class Reversal(Generic[State, Adjoint]):
             State 0.  A functional chain leaves it alone, and it must not be
             written to before `reverse` returns; an in-place chain overwrites it.
         until : callable, optional
-            For an unknown number of steps: `until(state, i)` tells whether
+            For an unknown number of steps: `until(state, i)` says whether
             state i, i = 1, 2, ..., is the last.  A durable run that is resumed
             does not ask it again of the states that it finds.
 

@@ -58,7 +58,7 @@ from multistage.reversal import Reversal
 from multistage.states.layout import Array, Layout
 
 N = 10
-N_COALESCED = 24  # so that some extents are no longer in a buffer when they are wanted
+N_COALESCED = 24  # so that some extents are no longer in a buffer when they are needed
 SLOTS = 3
 CHAIN = "nested"
 LAYOUT = Layout.of(CHAINS[CHAIN][1]())
@@ -362,7 +362,7 @@ def run_case(
 ) -> Outcome:
     """Run an adjoint on a store that fails; return what came of it.
 
-    `name` is that of the chain whose answer is wanted, `chain` runs in its place.
+    `name` is that of the chain whose answer is needed, `chain` runs in its place.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The legality machine against a judge of its own: lists of what is in memory, looked at anew.
+"""The legality machine against a judge of its own: lists of what is in memory, looked at again.
 
 Schedules of all planners are spoilt in every small way (an action left out, done twice,
 exchanged with another); both must agree on each.

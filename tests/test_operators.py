@@ -157,7 +157,7 @@ def test_a_view_is_writeable_again_when_its_owner_is() -> None:
         else:
             frozen.free_all()
         assert all(array.flags.writeable for array in (whole, *views))
-    other = Frozen()  # of another run, which goes on
+    other = Frozen()  # of another run, which continues
     view = whole[2:]
     frozen.hold(view)
     other.hold(whole)

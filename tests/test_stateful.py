@@ -297,7 +297,7 @@ class Calls(RuleBasedStateMachine):
 
     @rule(sweep=st.booleans())
     def dropped(self, sweep: bool) -> None:
-        """A run that nobody refers to leaves nothing."""
+        """A run to which nothing refers leaves nothing."""
         if sweep:
             self.run.forward(self.computation.start(), self.until)
         self.run = self.computation = None  # type: ignore[assignment]

@@ -37,7 +37,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a plan in virtual time, from a file or made anew; a chain's with another tier, too."""
+    """Run a plan, read from a file or newly made, in virtual time; a chain's at other rates too."""
     if args.load is not None:
         leave_out(args, ("n_steps", "memory", "costs"), "--load simulates a plan as it is")
     made = made_by(args)

@@ -355,7 +355,7 @@ def _most(field: Array) -> float:
 
 
 def _begin_peak() -> int | None:
-    """Begin the peak of the process's memory anew; return the bytes held, None if unknown."""
+    """Reset the peak of the process's memory; return the bytes held, None if unknown."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

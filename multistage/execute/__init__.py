@@ -15,7 +15,7 @@
 `ledger`
     Counts and timeline.
 `occupied`
-    Which sweep is under way in which store.
+    Which sweep is in progress in which store.
 
 `multistage.execute.executor` puts them together for chains of NumPy states, and
 `multistage.torch.chains.runner` for the stages of a PyTorch chain.

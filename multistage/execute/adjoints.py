@@ -37,7 +37,7 @@ def open_adjoint(sweep: Sweep, step: int, tape: Kept | None) -> Any:
 
 
 def _through_live(sweep: Sweep, step: int, tape: Kept) -> Any:
-    """Put a tape into the live arrays, whose state is put aside if it may be wanted."""
+    """Put a tape into the live arrays, whose state is put aside if it may be needed."""
     if 0 <= sweep.at < step:
         used = sweep.used + 1 + (sweep.tape_slots if sweep.tapes else 0)  # the tape stands yet
         if used > sweep.peak:
@@ -77,7 +77,7 @@ def _make_tape(sweep: Sweep, step: int) -> Any:
 
 
 def close_adjoint(sweep: Sweep, given: Any, adjoint: Any) -> Any:
-    """Let go of what an adjoint was computed from; return the adjoint apart from it."""
+    """Release what an adjoint was computed from; return the adjoint apart from it."""
     if not sweep.state_is_tape:
         if adjoint is not None:  # the next tape may be in the same arrays
             adjoint = apart_from(adjoint, given)
@@ -96,7 +96,7 @@ def close_adjoint(sweep: Sweep, given: Any, adjoint: Any) -> Any:
 
 
 def skip_adjoint(sweep: Sweep, step: int) -> None:
-    """Let go of what the adjoint of a step would be computed from: nobody asks for it.
+    """Release what the adjoint of a step would be computed from, because it is not needed.
 
     Raises
     ------
@@ -118,7 +118,7 @@ def skip_adjoint(sweep: Sweep, step: int) -> None:
 
 
 def let_live_go(sweep: Sweep, step: int) -> None:
-    """Let go of a live state, if slots can, that no step up to this one starts from."""
+    """Release a live state, if slots can, that no step up to this one starts from."""
     if sweep.used_up is not None and not 0 <= sweep.at <= step:
         sweep.live, sweep.at = sweep.used_up(sweep.live), -1
 

@@ -1,4 +1,4 @@
-"""When a run leaves its plan: a write is late, and the deadline rule says how to go on.
+"""When a run leaves its plan: a write is late, and the deadline rule says how to continue.
 
 An executor asks here before it waits for an eviction, and at the end of its forward sweep.
 A question takes a part of a second, so it is put to the rule
@@ -39,7 +39,7 @@ class Writes(Protocol):
         """Return the seconds of the forward sweep so far that were no waiting."""
 
     def cancel(self, timeout_s: float) -> bool:
-        """Cancel all writes; return whether the one under way has ended within a time."""
+        """Cancel all writes; return whether the one in flight has ended within a time."""
 
     def under_way_bytes(self) -> int:
         """Return the bytes of the oldest write that is not done."""
@@ -60,7 +60,7 @@ class Deadlines:
     wait_s : float, optional
         How long one wait for a write lasts; a hundredth of the makespan if None.
     cancel_s : float, optional
-        How long a write that is cancelled may go on; as long as it takes if None.
+        How long a write that is cancelled may continue; as long as it takes if None.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ class Deadlines:
 
         Notes
         -----
-        Blocks; not for ever, where the rule knows a detour.
+        Blocks; not forever, where the rule knows a detour.
         """
         wait_s = 0.0
         while not writes.written(step, tape, wait_s):

@@ -7,14 +7,14 @@ happens on threads of the store.
 What a fault does (a fault never changes the adjoint):
 
 ==============================  ==============================================
-a store refuses an `Offer`      the schedule goes on without that checkpoint
+a store refuses an `Offer`      the schedule continues without that checkpoint
 a store refuses a `Put`         as a write that fails; warned
 a write fails                   `Await` answers False; warned
 a read fails                    `Await` answers False; warned
 a schedule loads a lost state   it is computed again from the nearest earlier
                                 state at hand; state 0 always is
 an operator raises, Ctrl-C      the schedule is closed, slots are given back,
-                                the exception goes on to the caller
+                                the exception reaches the caller
 ==============================  ==============================================
 
 Memory does not grow with the number of steps: the timeline merges spans, and
@@ -161,7 +161,7 @@ class Executor(Generic[State, Adjoint]):
             If `state` is no pytree of plain arrays, or a later state differs
             from it in structure, shape or dtype.
         StoreError
-            If another sweep is under way in a store.
+            If another sweep is in progress in a store.
         ScheduleError
             If the schedule cannot be followed.
         """
@@ -298,12 +298,12 @@ class Executor(Generic[State, Adjoint]):
         return self._sweep.live  # type: ignore[no-any-return]
 
     def let_go(self) -> None:
-        """Forget the sweep under way, and the copies whose memory the next would reuse."""
+        """Forget the sweep in progress, and the copies whose memory the next would reuse."""
         self.abort()
         self._slots = self._layout = None
 
     def abort(self) -> None:
-        """Forget the sweep under way: close its schedule, give all slots back."""
+        """Forget the sweep in progress: close its schedule, give all slots back."""
         sweep, self._sweep = self._sweep, None
         transfers, self._transfers = self._transfers, None
         if sweep is None:

@@ -60,7 +60,7 @@ class Counts:
 
 
 class Ledger:
-    """Counts and timeline of one sweep, and who is told of its progress.
+    """Counts and timeline of one sweep, and the receiver of its progress.
 
     Parameters
     ----------

@@ -244,7 +244,7 @@ def _reverse(sweep: Sweep, action: Reverse) -> Any:
 
 
 def _pulled(sweep: Sweep, action: Reverse) -> bool:
-    """Return whether it is the adjoint that is asked for; let go of what others need."""
+    """Return whether it is the adjoint that is asked for; release what others need."""
     step = action.step
     if step != sweep.end - 1:
         raise illegal(action, f"the next adjoint step is {sweep.end - 1}")
@@ -295,7 +295,7 @@ def _answered(schedule: Schedule, answer: Answer) -> Iterable[Action]:
 
 
 def _takes_detour(sweep: Sweep, action: Evict | EndForward) -> bool:
-    """Whether another schedule goes on in place of this action: writes are late."""
+    """Whether another schedule continues in place of this action: writes are late."""
     if sweep.detour is None or not sweep.is_forward:
         return False
     schedule = sweep.detour(sweep, action)

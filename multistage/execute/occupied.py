@@ -1,4 +1,4 @@
-"""Which sweep is under way in which store.
+"""Which sweep is in progress in which store.
 
 `Store.open` keeps a second run out of a store.  This keeps a second sweep out of
 one that its user opened himself, whatever class it is of.
@@ -22,7 +22,7 @@ _lock = threading.RLock()
 
 
 def _begin_anew() -> None:
-    """In a forked child, where nobody may be left to release the lock."""
+    """Renew the lock in a forked child, where no thread may be left to release it."""
     global _lock
     _lock = threading.RLock()
 
@@ -36,7 +36,7 @@ def occupy(stores: Sequence[Store], sweep: object) -> None:
     Raises
     ------
     StoreError
-        If another sweep is under way in one of them; none is taken then.
+        If another sweep is in progress in one of them; none is taken then.
     """
     with _lock:
         for store in stores:

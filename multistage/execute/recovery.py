@@ -62,13 +62,13 @@ def sizes_differ(error: BaseException) -> bool:
 
 
 def given_back(error: BaseException, sweep: Sweep | None) -> BaseException:
-    """Put state 0 back where the caller of an in-place chain has it: he may begin anew.
+    """Put state 0 back where the caller of an in-place chain has it: the caller may start again.
 
     Where it does not go back the error returned tells so, and that he may not.
     """
     if sweep is None or not isinstance(sweep.slots, InPlace):
         return error
-    with contextlib.suppress(Exception):  # what it was told first is worth more
+    with contextlib.suppress(Exception):  # the first error matters more
         if sweep.slots.given_back(sweep.live, sweep.origin):
             return error
     return StateError(

@@ -9,7 +9,7 @@ push
 pull
     `reverse_until(step)` performs what comes before the adjoint of a step and returns
     what that adjoint is computed from; the caller computes it.  Steps are asked for in
-    descending order.  One that is left out is not computed, and its tape is let go.
+    descending order.  One that is left out is not computed, and its tape is released.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Sweep:
 
     detour : callable, optional
         `detour(sweep, action)`, asked before an `Evict` of the forward sweep and its
-        `EndForward`: the schedule to go on with in their place, None to perform them.
+        `EndForward`: the schedule to perform in their place, None to perform them.
 
     Attributes
     ----------

@@ -16,7 +16,7 @@ So a lost write shows when it is read, on every rank at once.  Nothing else is
 agreed while steps run: one reduction per state read, and one that nobody
 waits for per block of writes, none per step.
 
-Why nothing waits for ever: all reductions are made on a communicator of our
+Why nothing waits forever: all reductions are made on a communicator of our
 own, at places that every rank passes in the same order, since the schedule is
 the same and has had the same answers.  Take the rank that is furthest behind:
 what it waits for was started by the others earlier in that order, or needs
@@ -41,7 +41,7 @@ _BLOCK = 4
 # What is left of the weight of a block when the next one is over: stores that
 # coalesce small states are full only once in several blocks.
 _MEMORY = 0.75
-# Where nobody waited for room, the next block may be this much denser.
+# If no rank waited for room, the next block may be this much denser.
 _DENSER = 0.9
 
 

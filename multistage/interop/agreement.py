@@ -197,7 +197,7 @@ class Agreement(Generic[State, Adjoint]):
             self.store.settle()
 
     def ended(self, plan: UniformPlan | None, seen: Costs) -> None:
-        """Note the plan of complete sweeps; plan anew if the ranks have seen other costs."""
+        """Note the plan of complete sweeps; plan again if the ranks have seen other costs."""
         self.plan = plan
         if self.store is not None:
             self.store.settle()

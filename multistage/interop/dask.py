@@ -109,7 +109,7 @@ def map_shots(
     arrived : callable, optional
         `arrived(index, result)`, called on the client as results arrive.
     ahead : int, optional
-        Most results under way or waiting for their turn; by default twice the
+        Most results in flight or waiting for their turn; by default twice the
         cluster's threads, which is also what the client holds at worst.
     deaths : int
         How often a shot is begun again after Dask has given it up because
@@ -203,7 +203,7 @@ class _Job:
 
 
 class _Sender:
-    """Shots under way on the cluster."""
+    """Shots in flight on the cluster."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class _Sender:
                 try:
                     result = future.result(timeout=_POLL_S)
                 except (TimeoutError, self._dask.CancelledError):
-                    continue  # its worker died just now: it is under way again
+                    continue  # its worker died just now: it runs again
                 except Exception as error:
                     raise ShotError(job.index, f"its result was lost: {error!r}") from error
                 del self.pending[future]

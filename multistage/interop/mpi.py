@@ -3,7 +3,7 @@
 `MPIReversal` adds to a `Reversal` what several ranks have to agree on: once
 before the first step (arguments, slots, costs, the plan), once per sweep (the
 costs as they were seen), and, through `AgreedStore`, the fate of transfers.
-`interop.agreed` says how that is agreed and why nothing waits for ever.
+`interop.agreed` says how that is agreed and why nothing waits forever.
 
 ======================================  ======================================
 what happens on one rank                what every rank sees
@@ -76,7 +76,7 @@ class MPIReversal(Generic[State, Adjoint]):
         Given on all ranks or on none; the slowest count.
     durable : str or Path, optional
         A folder in which every rank keeps one of its own, `rank-0007` say, in
-        place of a tier: after a kill the same call goes on, on as many ranks,
+        place of a tier: after a kill the same call resumes, on as many ranks,
         from the least that all of them have on disk.  It may be one that all
         ranks share, or one on a disk of each node.
     durable_every_s, durable_label
@@ -238,7 +238,7 @@ class MPIReversal(Generic[State, Adjoint]):
             self._fail(error)
 
     def close(self) -> None:
-        """Forget a sweep under way, stop threads, remove files.
+        """Forget a sweep in progress, stop threads, remove files.
 
         The folders of a durable run are removed if the run is complete.
         Collective; may be called twice.

@@ -82,7 +82,7 @@ def measure(
         Turns a time measured here into that of all processes whose steps
         communicate; how many steps are run is decided by it alone.
     progress : bool or None
-        Show a bar; None: where somebody watches.
+        Show a bar; None: on a terminal or in a notebook.
 
     Raises
     ------

@@ -26,7 +26,7 @@ def seen_costs(costs: Costs, timeline: Timeline, counts: Counts) -> Costs:
         tape_s *= forward_s / costs.forward_step_s
     reverse_s = max(0.0, turn_s - (tape_s or 0.0))
     tiers = costs.tiers
-    if len(tiers) == 1:  # the timeline does not tell tiers apart
+    if len(tiers) == 1:  # the timeline does not distinguish tiers
 
         def per_state(kind: Literal["write", "read"], assumed: float) -> float:
             moved = timeline.bytes[kind]

@@ -25,7 +25,7 @@ State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 
 
-_AHEAD = 4  # reads under way
+_AHEAD = 4  # reads in flight
 
 
 def probe_store(
@@ -162,7 +162,7 @@ class TierRow:
     state_bytes : int
     write_bytes_per_s, read_bytes_per_s : float
     latency_s : float
-        From a put to its bytes being read back, nothing else going on.
+        From a put to its bytes being read back, with nothing else running.
     put_s, get_s : float
         Seconds the computing thread spends per state written and read.
     """

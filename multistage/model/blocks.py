@@ -59,7 +59,7 @@ class Blocks(Generic[State, Adjoint]):
     Notes
     -----
     The adjoint of a block overwrites the state it starts from if the chain
-    works in place; whoever runs it must not expect that state afterwards.
+    works in place; its caller must not use that state afterwards.
 
     Examples
     --------

@@ -178,7 +178,7 @@ class InPlaceChain(Generic[State, Adjoint]):
         `state`, and return what `reverse` needs: copies of some fields only,
         or something else altogether.  Restart data and adjoint data then
         differ (mixed checkpointing).  Arrays of the tape that share memory
-        with the state are copied by those who hold it; buffers of the
+        with the state are copied when it is kept; buffers of the
         operator's own must not be written to again, since several tapes are
         held at once.
     one_tape : bool

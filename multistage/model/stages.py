@@ -18,7 +18,7 @@ here                     there
                          keeps nothing, or keeps its tape
 `backward_overhead_bytes`  o_b: beyond input, tape and both gradients
 `spared_s`               not there: the part of `forward_s` after the last tensor
-                         it saves, not run where its tape alone is wanted
+                         it saves, not run where its tape alone is needed
 `overhead_s`             not there: the part of both times that the executor takes,
                          and plain training does not
 =======================  =====================================================
@@ -113,7 +113,7 @@ class StageCosts(CostModel):
     input_bytes : int
         State 0, held by the caller all the time.
     input_gradient_bytes : int
-        Its gradient, 0 if none is wanted.
+        Its gradient, 0 if none is needed.
 
     Examples
     --------
@@ -154,7 +154,7 @@ class StageCosts(CostModel):
 
     @classmethod
     def of(cls, costs: Costs, n_steps: int) -> Self:
-        """Return `n_steps` steps that are alike as stages; tiers are told elsewhere.
+        """Return `n_steps` steps that are alike as stages; tiers are passed separately.
 
         Memory then counts bytes: a tape includes the state that its step makes.  A step that
         takes longer when it keeps its tape is charged for that at its adjoint.

@@ -38,7 +38,7 @@ class Tier:
     capacity_states : int or None
         States of one size it can hold; None if unbounded.
     queue_depth : int
-        Writes that may be under way or waiting before an `Offer` is refused (q), of steps
+        Writes that may be in flight or waiting before an `Offer` is refused (q), of steps
         that are alike.
     write_bytes_per_s, read_bytes_per_s : float
         Above 0; infinite if the size plays no part.

@@ -81,7 +81,7 @@ _INSTALL = (
 
 
 def _load(wanted: str) -> tuple[ctypes.CDLL | None, str]:
-    """Return the core, or None and why it is not there ("" if nobody wants it)."""
+    """Return the core, or None and the reason why it is missing ("" if it is turned off)."""
     if wanted == "off":
         return None, ""
     # Asked of the import system, not of this file's folder: in an editable
@@ -136,7 +136,7 @@ HELD = None if LIBRARY is None else _load_held(LIBRARY._name)
 def available() -> bool:
     """Whether the C core is there; warns once if it should be and is not.
 
-    For whoever chooses between a kernel and its twin.
+    For code that chooses between a kernel and its twin.
     """
     if LIBRARY is None and _WHY:
         _warn(_WHY)

@@ -1,4 +1,4 @@
-/* The priced two-level dynamic programme behind the priced lower bound.
+/* The priced two-level dynamic program behind the priced lower bound.
  *
  * A segment of l steps with f free slots besides that of its first state.  The
  * first state is HELD in a slot and not written, in BOTH places, or AWAY: in
@@ -11,7 +11,7 @@
  * first state is still in its slot, or leaves it for the tier, or is read and
  * then kept in a slot or not.
  *
- * A read takes a slot from its beginning until its state is wanted.  So each
+ * A read takes a slot from its beginning until its state is needed.  So each
  * segment has a mode: no read is on its way that outlasts it (NONE), one
  * begins in it (BEGUN), or one has taken a slot, not among the f, all along
  * (THROUGH).  Before a state is read, the right part is BEGUN.

@@ -101,7 +101,7 @@ EXPORT double ms_joint_improve(const joint_t *x, uint8_t *fates, double seconds,
 /* How the dynamic program rounds and what it charges. */
 typedef struct {
     double read_price; /* of a second of reading */
-    double staging;    /* of the largest recent tape, that a write under way holds besides */
+    double staging;    /* of the largest recent tape, that a write in flight holds besides */
     double fineness;   /* steps of time a mean tape takes to write; 0: as the limit has it */
     double speed;      /* the tier's times are multiplied by it */
     int64_t reserve;   /* slots kept free beside a segment, for landing */

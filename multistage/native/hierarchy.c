@@ -1,4 +1,4 @@
-/* The dynamic programme behind H-Revolve, Disk-Revolve and mixed storage.
+/* The dynamic program behind H-Revolve, Disk-Revolve and mixed storage.
  *
  * Costs of reversing l steps beyond their turns.  With the first state held in
  * a level, m slots of the level counting that one (row), and without (over):
@@ -13,7 +13,7 @@
  * right one reversed (entry n - l), so that the inner loop is one add and one
  * min over contiguous doubles.
  *
- * No table of choices is kept: whoever walks the schedule finds them again,
+ * No table of choices is kept: the code that walks the schedule finds them again,
  * O(l) each.  All memory is the caller's.
  */
 #include <math.h>
@@ -104,7 +104,7 @@ void ms_hierarchy_row(int64_t n, int64_t first, int64_t last, const double *ahea
             continue;
         int32_t fewest = INT32_MAX;
         if (below[l] <= split) {
-            fewest = 1; /* its own state, which may be let go at once */
+            fewest = 1; /* its own state, which may be released at once */
         } else {
             for (int64_t start = 0; start < l - 1; start += BLOCK) {
                 if (blocks[start / BLOCK] != split)

@@ -14,7 +14,7 @@
  *     price of reading + apart[s+1][w' + its write][m]              and state s+1 besides
  *     step + least[f][s][w-1][m]                                    waiting for a write
  *
- * where w' is what is left of w when the stages have run.  Writes under way hold memory.
+ * where w' is what is left of w when the stages have run.  Writes in flight hold memory.
  * E is the table of chain.c, every `stride`-th memory of it.
  *
  * Rounding decides: time advances by prefix sums; what takes 1.5 steps or more is
@@ -365,7 +365,7 @@ static void go_apart(const solve_t *z, place_t *at, uint8_t *fates)
     }
 }
 
-/* Whether the tape of the stage is kept; then go on behind it. */
+/* Whether the tape of the stage is kept; then continue behind it. */
 static int go_tape(const solve_t *z, place_t *at, uint8_t *fates, float best)
 {
     const int64_t s = at->s, m = at->m, then = after(z, at->w, s, s + 1);

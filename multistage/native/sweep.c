@@ -45,7 +45,7 @@ typedef struct {
     queue_t written;  /* held, and known to be in the tier */
     queue_t writing;  /* writes not awaited; step * 4 + 2 where parked + staged */
     queue_t readable; /* in the tier and in no slot */
-    queue_t pending;  /* reads under way */
+    queue_t pending;  /* reads in flight */
     queue_t leftover; /* used up, but under a write */
     int64_t *leftover_end;
     int64_t waiting; /* writes that end at or before now, counted from the first */
@@ -345,7 +345,7 @@ static void revolve(run_t *r, int64_t length, int64_t slots, int64_t keep_first)
         if (!left)
             return;
     }
-    /* Nothing to wait for any more, or too much to go on one by one. */
+    /* Nothing to wait for any more, or too much to continue one by one. */
     const int64_t most = slots < length - 1 - keep_first ? slots : length - 1 - keep_first;
     const double forward_steps = nu(r, length, slots + keep_first) - steps;
     if (r->used - held + most > r->peak)
@@ -426,7 +426,7 @@ static const int64_t *choices(run_t *r, int64_t free)
     return r->tables + 1 + N_TABLES + at * 2 * (EXACT_LENGTH + 1);
 }
 
-/* `Reservation.advance`: where the spine goes on, or 0 to give up the slot now. */
+/* `Reservation.advance`: where the spine continues, or 0 to give up the slot now. */
 static int64_t spine_advance(run_t *r, int64_t length, int64_t free)
 {
     if (length <= 1 || free < 1)

@@ -203,7 +203,7 @@ class Plan:
         """Return the plan that `to_dict` described, of either kind.
 
         What the data says of times and memory does not count: a plan of steps that are alike is
-        planned anew, the schedule of a chain is judged and simulated anew.
+        planned again, the schedule of a chain is judged and simulated again.
 
         Raises
         ------

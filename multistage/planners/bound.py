@@ -159,7 +159,7 @@ _INSTANT_S = 1e-300  # its inverse is still a number
 
 
 class Prices(NamedTuple):
-    """What the programme of `priced_bound` pays: seconds, and prices of a second.
+    """What the program of `priced_bound` pays: seconds, and prices of a second.
 
     Attributes
     ----------
@@ -187,15 +187,15 @@ def priced_bound(costs: Costs, slots: int, n_steps: int) -> float:
 
     Both channels get a price per second, a first one up to the time state n-1
     first exists and a second one after it, and so do slots at that time; a
-    dynamic programme finds the cheapest schedule at those prices, and prices
+    dynamic program finds the cheapest schedule at those prices, and prices
     are searched for the largest bound.
 
-    The programme counts the slots of the states that are kept until their turn
+    The program counts the slots of the states that are kept until their turn
     or their eviction: they have no room for a transfer.  So a second of work is
     discounted by the price of the write channel only where a slot is free.  A
-    read takes a slot from its beginning until its state is wanted, so work is
+    read takes a slot from its beginning until its state is needed, so work is
     discounted by the price of the read channel only from some moment before a
-    state is wanted up to then, with one slot less; two such reads at once are
+    state is needed up to then, with one slot less; two such reads at once are
     counted as one.  Let F_1 and F_2 be the seconds of work in the two phases,
     of lengths T_1 and T_2, during which no slot is free for a write, and G_2
     those of the second in which no read has a slot.  Then W_1 T_W <= T_1 - F_1
@@ -209,7 +209,7 @@ def priced_bound(costs: Costs, slots: int, n_steps: int) -> float:
     in that phase, or its slot at the turn and its time later.  What these
     corrections take off is subtracted.
 
-    Known gap: the programme ranges over nested schedules, in which a
+    Known gap: the program ranges over nested schedules, in which a
     checkpoint stays, in a slot or in the tier, until its interval is reversed.
     Never above the exact optimum on the instances tried (n <= 12).  O(s n^2)
     per price; n <= 512, one tier; elsewhere it is `lower_bound`.

@@ -89,7 +89,7 @@ def plan(
     buffer_bytes : int
         I/O buffers of the tier, taken from a budget in bytes.
     progress : bool or None
-        Show a bar while planners are ranked; None: where somebody watches.
+        Show a bar while planners are ranked; None: on a terminal or in a notebook.
 
     Returns
     -------
@@ -168,7 +168,7 @@ def _why(plans: list[UniformPlan]) -> str:
 
 
 def read_uniform(data: Mapping[str, object]) -> UniformPlan:
-    """Return the plan that `UniformPlan.to_dict` described, planned anew.
+    """Return the plan that `UniformPlan.to_dict` described, planned again.
 
     The schedule of a `UniformPlan` follows from its planner, costs, slots and number of
     steps; nothing else in the data counts.

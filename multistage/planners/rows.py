@@ -1,4 +1,4 @@
-"""The (min,+) kernel of the synchronous planners: one row of a dynamic programme at a time.
+"""The (min,+) kernel of the synchronous planners: one row of a dynamic program at a time.
 
 With `below`, what the row's level saves nothing on, and `right`, the costs with
 one slot less, a row is
@@ -140,7 +140,7 @@ class Rows:
                 continue
             depth, over_depth = depths
             if below[length] <= split:
-                depth[length] = 1  # its own state, which may be let go at once
+                depth[length] = 1  # its own state, which may be released at once
             else:
                 ties = np.flatnonzero(sums == split)
                 depth[length] = np.maximum(over_depth[length - 1 - ties] + 1, depth[ties + 1]).min()

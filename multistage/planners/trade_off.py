@@ -36,7 +36,7 @@ def trade_off(
     also : int, optional
         One more number, such as that of a plan to compare with.
     progress : bool or None
-        Show a bar; None: where somebody watches.
+        Show a bar; None: on a terminal or in a notebook.
 
     Returns
     -------

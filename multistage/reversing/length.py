@@ -31,7 +31,7 @@ class SweepLength:
         until: Callable[[State, int], bool] | None,
         executor: Executor[State, Adjoint],
     ) -> Callable[[int], bool] | None:
-        """Return a function that tells a schedule whether state i is the last, for `until`."""
+        """Return a function that says whether state i is the last, for `until`."""
         self.steps = n_steps or 0
         if until is None:
             return None

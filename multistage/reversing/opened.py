@@ -43,7 +43,7 @@ class OpenStores:
         if self._dropped is not None:
             self._dropped.detach()
         # It must not refer to the executor: a step is often a method of the
-        # object that has this run, which would then live for ever.
+        # object that has this run, which would then live forever.
         close = partial(_close, self._opened, self._durable)
         self._dropped = weakref.finalize(self, end, close, self._birth)
         self._dropped.atexit = False  # media have finalizers of their own

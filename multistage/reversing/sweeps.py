@@ -66,7 +66,7 @@ class Sweeps(Generic[State, Adjoint]):
         return self._drawn
 
     def end(self, *, keep: bool) -> None:
-        """Forget a sweep under way, stop threads, remove files.
+        """Forget a sweep in progress, stop threads, remove files.
 
         Parameters
         ----------
@@ -81,7 +81,7 @@ class Sweeps(Generic[State, Adjoint]):
             self._opened.close(keep=keep)
 
     def let_go(self) -> None:
-        """Forget a sweep under way and stop its threads; a durable folder stays open."""
+        """Forget a sweep in progress and stop its threads; a durable folder stays open."""
         self._ready = False
         self._abort()
         self._opened.let_go()

@@ -223,7 +223,7 @@ class Unequal(Generic[State, Adjoint]):
         self.tier = paged if any(isinstance(a, Put) for a in self.chain_plan.actions) else None
 
     def forget(self) -> None:
-        """Let go of a plan that does not hold; the next sweep is surveyed."""
+        """Release a plan that does not hold; the next sweep is surveyed."""
         self.chain_plan = self.costs = self.metered.costs = self.tier = None
 
     def schedule(self, is_last: Callable[[int], bool] | None) -> Schedule:

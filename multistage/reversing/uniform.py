@@ -1,7 +1,7 @@
 """The costs, the plan and the executor of a `Reversal` whose steps are alike.
 
 Costs that were measured first are corrected by those that each sweep shows, and the next
-sweep is planned anew when a ratio that plans rest on has drifted.
+sweep is planned again when a ratio that plans rest on has drifted.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Uniform(Generic[State, Adjoint]):
     plan : UniformPlan or None
         Of the next sweep; None if its length is unknown.
     resumed : Resumed or None
-        What an earlier process left of the sweep under way.
+        What an earlier process left of the sweep in progress.
     """
 
     def __init__(self, given: Arguments[State, Adjoint], opened: OpenStores, bars: Bars) -> None:
@@ -127,7 +127,7 @@ class Uniform(Generic[State, Adjoint]):
         self._slots = given.budget.slots_for(layout.nbytes, buffers)
         if self._layout is None or not layout.same_as(self._layout):
             if executor is not None:
-                executor.abort()  # a sweep under way still holds the caller's arrays
+                executor.abort()  # a sweep in progress still holds the caller's arrays
             self._layout, self.plan, self._needs_executor = layout, None, True
             self._opened.close_stores()
             if not self._given:
@@ -276,7 +276,7 @@ class Uniform(Generic[State, Adjoint]):
     def _correct_tapes(self, step: int, nbytes: int) -> None:
         """Correct measured costs by the tape of a step, which is larger than they say."""
         if self._given:
-            return  # the executor goes on with the tapes as they are
+            return  # the executor continues with the tapes as they are
         assert self.costs is not None and self._layout is not None
         share = self.costs.state_bytes / self._layout.nbytes
         self.costs = replace(self.costs, tape_bytes=math.ceil(nbytes * share))

@@ -14,7 +14,7 @@ room: what is resident is
   as autograd's graph does, and cannot be written to a tier;
 * the staging copy of a live state that an `Offer` or a `Put` writes, until its `Await`.
 
-A tape that comes back includes its state anew: a copy of that state which stayed
+A tape that comes back includes its state again: a copy of that state which stayed
 is counted beside it.
 """
 

@@ -19,7 +19,7 @@ Kind = Literal["forward", "reverse", "stall", "write", "read"]
 
 @dataclass(slots=True)
 class Span:
-    """Something that went on in one lane.
+    """An activity in one lane.
 
     Attributes
     ----------
@@ -140,7 +140,7 @@ def _grain_s(extent_s: float, parts: float) -> float:
 def _coarser(spans: list[Span], most: int) -> list[Span]:
     """Merge the spans that begin in one grain of time, leaving about `most` or fewer.
 
-    Merging pairs instead would merge the oldest spans anew each time the lane
+    Merging pairs instead would merge the oldest spans again each time the lane
     fills: the first half of a long run would end up as one span.
     """
     extent_s = spans[-1].stop_s - spans[0].start_s

@@ -15,7 +15,7 @@ Adjoint = TypeVar("Adjoint")
 
 
 class Copies:
-    """Slots that copy arrays, whoever owns them; freed arrays are reused by later checkpoints.
+    """Slots that copy arrays, whatever owns them; freed arrays are reused by later checkpoints.
 
     State 0 is kept once for however many hold it: the caller's copy of it and
     the checkpoint that most schedules begin with are the same.

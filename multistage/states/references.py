@@ -1,8 +1,8 @@
-"""Slots of functional chains: a checkpoint is a reference to arrays that nobody overwrites.
+"""Slots of functional chains: a checkpoint is a reference to arrays that nothing overwrites.
 
 The arrays of a kept state are marked read-only and get their flag back when the last
 slot that holds them is freed.  An array that does not own its memory is copied, strides
-included: whoever owns it could still write to it.
+included: the owner could still write to it.
 
 The containers of a state (lists, dicts, ...) belong to the user's steps, which
 may put other arrays into them.  What is kept has containers of its own, and

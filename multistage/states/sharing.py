@@ -265,7 +265,7 @@ def _name(kind: type) -> str:
 
 
 class Frozen:
-    """Arrays that may not be written to while somebody holds them.
+    """Arrays that are read-only while something holds them.
 
     NumPy makes no view of a read-only array writeable: one that is given back
     while the owner of its memory is held becomes so together with the owner.
@@ -278,7 +278,7 @@ class Frozen:
         weakref.finalize(self, _thaw, self.entries).atexit = False
 
     def hold(self, array: Array) -> None:
-        """Mark an array read-only.  One that was so before stays so for ever."""
+        """Mark an array read-only.  One that was so before stays so forever."""
         entry = self.entries.get(id(array))
         if entry is not None:
             entry[1] += 1
@@ -287,7 +287,7 @@ class Frozen:
             self.entries[id(array)] = [array, 1]
 
     def free(self, array: Any) -> None:
-        """Give an array back; writeable again when nobody holds it any more."""
+        """Give an array back; writeable again when nothing holds it any more."""
         entry = self.entries.get(id(array))
         if entry is not None:
             entry[1] -= 1

@@ -1,7 +1,7 @@
 """What an executor asks of states: their layout, and slots of fast memory that keep them.
 
 The fast tier needs no store: a checkpoint there is a reference to arrays that
-nobody overwrites (`references.py`), or a copy (`copies.py`, `in_place.py`).
+nothing overwrites (`references.py`), or a copy (`copies.py`, `in_place.py`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Slots(Protocol):
         ...
 
     def adopt(self, arrays: list[Array], step: int) -> Kept:
-        """Wrap arrays of state `step` that nobody else writes to, as those read from a store."""
+        """Wrap arrays of state `step` to which nothing else writes, such as those from a store."""
         ...
 
     def load(self, kept: Kept, live: Any) -> Any:

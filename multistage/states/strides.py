@@ -155,7 +155,7 @@ def _order(strides: tuple[int, ...]) -> tuple[list[int], tuple[Any, ...]]:
 def _closed(array: Array) -> tuple[int, ...]:
     """Return the strides of an array with each gap closed to one element."""
     shape, strides, item = array.shape, list(array.strides), array.itemsize
-    # What overlaps, as windows do, goes on to do so if all of it shrinks alike.
+    # What overlaps, as windows do, continues to do so if all of it shrinks alike.
     common = math.gcd(*strides)
     shrunk = tuple(step // common * 2 * item for step in strides)
     low, high = _reach(shape, shrunk)

@@ -1,7 +1,7 @@
 """States whose layout differs from step to step, as on a mesh that is refined on the way.
 
 The layout of each state is learnt when it is first made, in the forward sweep.  A
-state that is made again later must have the same; each sweep begins anew.
+state that is made again later must have the same; each sweep starts again.
 
 functional chains
     Trees, shapes and dtypes may differ.
@@ -257,7 +257,7 @@ class VariedInPlace(InPlace):
         return replaced(live, self._layout.state(leaves))
 
     def used_up(self, live: Any) -> Any:
-        """Return the tree of a state that no step starts from any more, its arrays let go."""
+        """Return the tree of a state that no step starts from any more, its arrays released."""
         leaves = optree.tree_leaves(live, none_is_leaf=True)
         empty = [leaf if id(leaf) in self._places else _EMPTY for leaf in leaves]
         return replaced(live, self._layout.state(empty))

@@ -62,7 +62,7 @@ def default_budget_bytes() -> int:
 
 
 def node_free_bytes(node: int, root: Path = Path("/")) -> int | None:
-    """Return the bytes that one memory node can still give; None if the kernel does not tell."""
+    """Return the bytes that one memory node can still give, None if the kernel reports none."""
     text = _text(root / f"sys/devices/system/node/node{node}/meminfo")
     if not text:
         return None

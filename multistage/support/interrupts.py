@@ -58,7 +58,7 @@ class Shield:
         trace: TracebackType | None,
     ) -> None:
         if self._installed:
-            if signal.getsignal(signal.SIGINT) == self._handle:  # nobody put another in its place
+            if signal.getsignal(signal.SIGINT) == self._handle:  # not replaced by another
                 assert callable(self._previous)
                 signal.signal(signal.SIGINT, self._previous)
             self._installed = False
@@ -66,7 +66,7 @@ class Shield:
         self.let_go()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Raised while the handler is being set or reset it would stay for ever.
+        # Raised while the handler is being set or reset it would stay forever.
         if (self.up and not self.pending) or self._changes(frame):
             self.pending = True
             return

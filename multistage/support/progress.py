@@ -1,7 +1,7 @@
 """Progress bars: the one place that decides whether they are shown, and draws them.
 
 `progress` is True (always), False (never) or None: on a terminal and in a
-notebook, where somebody watches, and not in logs, nor in threads beside the
+notebook, not in logs, nor in threads beside the
 main one.  What None means can be set by the environment:
 `MULTISTAGE_PROGRESS=0` or `1`.  Bars go to standard error, appear after half a
 second and vanish at their end.
@@ -24,7 +24,7 @@ _PIECE_S = 0.2  # a bar that stands still for longer looks stuck
 
 
 def is_shown(progress: bool | None) -> bool:
-    """Return whether bars are wanted, and somebody sees them.
+    """Return whether bars are shown.
 
     Examples
     --------
@@ -76,7 +76,7 @@ def _bar(what: str, total: int | None, unit: str) -> Any:
 
 
 def _size() -> dict[str, Any]:
-    """Return the size of bars: the terminal's as it changes, or one for those that tell none."""
+    """Return the size of bars: the terminal's as it changes, or a fixed one."""
     try:
         if os.get_terminal_size(sys.stderr.fileno()).columns > 0:
             return {"dynamic_ncols": True}
@@ -164,7 +164,7 @@ class Bars:
         return _Watched(chain, max(1, int(_PIECE_S / step_s)), self) if self.shown else chain
 
     def advanced(self, steps: int) -> None:
-        """Count steps of the forward sweep before `update` is told of them."""
+        """Count steps of the forward sweep before `update` receives them."""
         if self._bar is not None and not self._reversing:
             self._bar.update(steps)
 

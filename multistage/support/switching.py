@@ -45,7 +45,7 @@ def restore(user: object) -> None:
 
 
 def _put_back() -> None:
-    # Unless somebody else has changed it meanwhile: then theirs holds.
+    # Unless other code has changed it meanwhile: its value stays then.
     if abs(sys.getswitchinterval() - _ours_s) < 1e-6:
         sys.setswitchinterval(_before_s)
 

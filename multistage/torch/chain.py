@@ -47,7 +47,7 @@ def to_chain(
     sample_input : tensor, tuple or mapping
         What the model is called with: one argument, positional arguments, or
         keyword arguments.  The stages take the same, for inputs of the same
-        shapes, modes and attributes; `Sequential` records anew for others.
+        shapes, modes and attributes; `Sequential` records again for others.
     memory, tiers
         As for `Sequential`: with a limit the result is
         `Sequential(to_chain(model, sample_input), sample_input, memory, tiers=tiers)`.

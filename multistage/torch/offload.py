@@ -2,7 +2,7 @@
 
 The counterpart of recomputation: nothing runs twice, but everything travels.
 Tensors are cut into pages of equal size, so that any `Store` serves, and its
-bounds on memory hold.  Writes are under way while the forward pass goes on;
+bounds on memory hold.  Writes are in flight while the forward pass continues;
 the backward pass asks for tensors in about the reverse order, and those before
 the one asked for are fetched ahead.
 

@@ -108,7 +108,7 @@ class Sequential(LimitedModule):
     such as autocast, as objects and with the same values, whatever has changed
     since.  Nothing shows that it ran again: neither its counters nor lists that
     its forward hooks append to.  A tensor that was written to since is an error
-    (`multistage.torch.environment.captured` tells the rules).  Double backward through
+    (`multistage.torch.environment.captured` has the rules).  Double backward through
     recomputed stages is an error; a second backward (`retain_graph=True`) is
     right, and slower.
 

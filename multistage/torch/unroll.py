@@ -153,7 +153,7 @@ def unroll(
     tiers : str or Store, or a sequence of them
         Slow tiers for states, such as `"file:///scratch"`; or
         `["pinned:8GiB", "file:///scratch"]`, where what overflows the first
-        goes on to the second, the oldest states first.  On a machine without a
+        moves on to the second, the oldest states first.  On a machine without a
         CUDA device `"pinned:"` is host memory.
     chunk : int, optional
         Time steps that make one step of the schedule; chosen from measurements
@@ -167,7 +167,7 @@ def unroll(
         or nothing.  A y of one number, or any leaf that is, is a loss and is
         always added up.
     parameters : sequence of Tensor, optional
-        That gradients are wanted of; default: those of the module, and leaves
+        Tensors whose gradients are required; default: those of the module, and leaves
         found in the graph of a step.  Frozen ones may be among them.
     planner : {"auto", "keep", "recompute", "stream", "offload"}
         The fastest by measurement; plain autograd; states kept and run again
@@ -253,7 +253,7 @@ def unroll(
     lower one.  Where several sequences of one loss, or its other parts, use a
     parameter too, each sequence's whole contribution is added at once; plain
     autograd adds them step by step, which may round otherwise.  A tensor that
-    the cell takes from elsewhere and that wants a gradient only at later steps
+    the cell takes from elsewhere and that requires a gradient only at later steps
     must be given in `parameters`.
     """
     require_known(planner, outputs, chunk)
@@ -335,7 +335,7 @@ def _run(
     settings: Settings,
     outputs: Outputs,
 ) -> Unrolled[object, object]:
-    """Plan and run a sequence that wants gradients."""
+    """Plan and run a sequence that requires gradients."""
     known, facts, sequence, device = chain.cell, chain.facts, chain.inputs, chain.device
     leaves, spec = pytree.tree_flatten(state)
     wanted = [*leaves, *sequence.tensors(), *facts.parameters]

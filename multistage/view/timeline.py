@@ -9,7 +9,7 @@ from ..support.units import format_bytes, format_seconds
 from .chart import WIDTH, Area, Bars, Chart, Line, Mark, Panel, boxes_of, byte_unit, time_unit
 
 _LANES: tuple[Lane, ...] = ("compute", "write", "read")
-# What fills fast memory, from below, where the record tells: curve, name, color.
+# What fills fast memory, from below, if it was recorded: curve, name, color.
 PARTS = {
     "fast/tapes": ("tapes", "tape"),
     "fast/states": ("states", "fast"),
@@ -95,7 +95,7 @@ def _memory(
     timeline: Timeline, curve: str, end_s: float, unit_s: float, limit: float | None
 ) -> Panel:
     samples, most = timeline.memory.get(curve, []), timeline.peak(curve)
-    # A limit far above what is used would press the curve flat: it is told in words.
+    # A limit far above what is used would flatten the curve: it is given as text.
     shown = limit is not None and limit <= 3 * most
     top = max(most, limit) if shown and limit is not None else most
     size, unit = byte_unit(top)

@@ -1,5 +1,5 @@
 /* Drives the native engine without Python, for ThreadSanitizer and helgrind:
- * writes, reads queued behind writes still under way, and waits, in a file that
+ * writes, reads queued behind writes still in flight, and waits, in a file that
  * is gone at the end.  Exits 0 if every byte came back. */
 #define _GNU_SOURCE
 #include "../../multistage/native/core.h"

@@ -282,7 +282,7 @@ def left(tmp_path: Path) -> Iterator[Path]:
     """What a killed process left in `tmp_path`, a checkpoint and all."""
     private = PrivateFolder(tmp_path)
     (private.path / "1").write_bytes(b"checkpoint")
-    ended = private.remove.detach()  # as the end of the process lets go of it
+    ended = private.remove.detach()  # as the end of the process releases it
     assert ended is not None
     for descriptor in ended[2][1]:
         os.close(descriptor)

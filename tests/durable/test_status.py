@@ -25,7 +25,7 @@ class BrokenOff(Exception):
 
 
 def begun(folder: Path, forward: int = -1, back: int = -1, **options: Any) -> Reversal[Any, Any]:
-    """Return a run that is under way, or was broken off at a step."""
+    """Return a run that is in progress, or was interrupted at a step."""
 
     def step(x: Any, i: int) -> Any:
         if i == forward:

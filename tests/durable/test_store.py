@@ -201,7 +201,7 @@ def test_what_is_dropped_stays_until_an_adjoint_makes_it_unneeded(
             store.get(key)
     store.flush()
     assert len(files(folder)) == 4
-    store.release(3)  # an adjoint at step 3: state 2 is wanted next
+    store.release(3)  # an adjoint at step 3: state 2 is needed next
     store.drop(1)
     store.flush()
     assert len(files(folder)) == 3

@@ -370,7 +370,7 @@ class Play:
             shutil.rmtree(place)
 
     def dropped(self) -> None:
-        """A run that is never closed, with a sweep under way perhaps."""
+        """A run that is never closed, with a sweep in progress perhaps."""
         with self.judged():
             run = self.reversal()
             self.sweep(run)

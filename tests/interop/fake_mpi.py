@@ -1,4 +1,4 @@
-"""Ranks as threads: what is used of mpi4py, and an error where MPI would wait for ever.
+"""Ranks as threads: what is used of mpi4py, and an error where MPI would wait forever.
 
 Collectives are matched by their number on a communicator, as MPI does; unlike
 MPI this fails at once when two ranks call different ones, or when a rank
@@ -19,7 +19,7 @@ MPI = SimpleNamespace(MIN=np.minimum, MAX=np.maximum, COMM_TYPE_SHARED=1)
 
 
 class Deadlock(AssertionError):
-    """Real ranks would wait for ever, or talk past each other."""
+    """Real ranks would wait forever, or talk past each other."""
 
 
 class Aborted(BaseException):
@@ -35,7 +35,7 @@ class World:
         self.left: set[int] = set()
         self.aborted = False
         self.sent: dict[tuple[Any, ...], dict[int, tuple[str, Any]]] = {}
-        self.dropped: list[Any] = []  # reductions whose buffers were given back under way
+        self.dropped: list[Any] = []  # reductions whose buffers were given back in flight
         self.collectives = 0  # begun, of all communicators
 
     def post(self, where: tuple[Any, ...], rank: int, kind: str, value: Any) -> None:
@@ -121,7 +121,7 @@ class Comm:
 
 
 class Request:
-    """A reduction under way; its buffers belong to MPI until it is complete."""
+    """A reduction in flight; its buffers belong to MPI until it is complete."""
 
     def __init__(
         self, comm: Comm, where: tuple[Any, ...], receive: Any, op: Callable[..., Any]

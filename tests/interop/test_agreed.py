@@ -69,7 +69,7 @@ class Local:
         else:
             wait = next(self._waits, 0.0)
             self.now += abs(wait)
-            taken = wait >= 0  # a tier that is full makes nobody wait for ever
+            taken = wait >= 0  # a tier that is full makes nobody wait forever
         if taken:
             self.held.add(key)
         return taken
@@ -331,7 +331,7 @@ def test_faults_on_any_rank_leave_gradient_and_actions(
 
 @pytest.mark.parametrize("wrong", [1, 8, 14, 20, 26, 37])
 def test_an_aborted_run_says_nothing(wrong: int) -> None:
-    """A rank that fails while reads are under way leaves at once; else it would wait for ever."""
+    """A rank that fails while reads are in flight leaves at once; else it would wait forever."""
 
     class OperatorFailed(Exception):
         pass

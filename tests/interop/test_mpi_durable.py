@@ -1,4 +1,4 @@
-"""Durable runs of several ranks: where they go on together, and what they refuse together."""
+"""Durable runs of several ranks: where they continue together, and what they refuse together."""
 
 from __future__ import annotations
 

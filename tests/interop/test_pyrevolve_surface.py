@@ -219,7 +219,7 @@ def test_gradients_within_a_memory(memory: str | int) -> None:
 
 
 def test_their_own_example() -> None:
-    """As examples/use_modernised.py: arrays are bound anew, and wider than is said."""
+    """As examples/use_modernised.py: arrays are bound again, and wider than is said."""
 
     class Symbol:
         def __init__(self, size: int) -> None:

@@ -155,7 +155,7 @@ def test_bad_numbers_are_refused() -> None:
 
 
 def test_steps_where_blocks_belong_are_refused() -> None:
-    """A Reversal told the number of steps, not of blocks, would reverse the last one for ever."""
+    """A Reversal told the number of steps, not of blocks, would reverse the last one forever."""
     blocks = Blocks(CHAINS["nested"][0](), 4, 31)
     with (
         Reversal(blocks, n_steps=31, memory="5 slots", costs=Costs(1.0, 2.0)) as run,

@@ -119,7 +119,7 @@ NONE, BEGUN, THROUGH = range(3)  # reads that outlast a segment
 
 
 def priced_twin(n: int, slots: int, p: Prices) -> float:
-    """The programme as its formulas say it, with memory; `free` as the kernel counts it."""
+    """The program as its formulas say it, with memory; `free` as the kernel counts it."""
     from functools import cache
     from math import inf
 

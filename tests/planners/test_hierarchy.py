@@ -71,7 +71,7 @@ def best_of_all(n: int, step_s: float, levels: tuple[Level, ...]) -> float:
     """Search every synchronous schedule: least seconds beyond the turns.
 
     A node says which state is live, how many adjoint steps are left and what
-    each level holds.  Nothing of the dynamic programme's structure is assumed.
+    each level holds.  Nothing of the dynamic program's structure is assumed.
     """
     start = (0, n, tuple(frozenset() for _ in levels))
     best: dict[Any, float] = {start: 0.0}
@@ -394,7 +394,7 @@ def test_golden_replay_of_a_mix() -> None:
     ]
 
 
-# ---------------------------------------------------------------- the dynamic programme
+# ---------------------------------------------------------------- the dynamic program
 
 
 def walked_s(hierarchy: Hierarchy, step_s: float) -> float:
@@ -658,7 +658,7 @@ def test_no_worse_than_their_hierarchies(uf: float, ub: float) -> None:
     """HRevolve, DiskRevolve and PeriodicDiskRevolve, the real costs given to them.
 
     Their H-Revolve calls `get_hopt_table` with (uf, ub), whose signature is
-    (ub, uf): the programme is solved with forward and backward costs swapped.
+    (ub, uf): the program is solved with forward and backward costs swapped.
     With uf = ub nothing changes; with uf != ub it solves another problem and
     its schedule is priced at the true costs, at which ours may only be better.
     """

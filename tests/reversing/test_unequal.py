@@ -457,7 +457,7 @@ def test_states_of_unequal_size_travel(name: str, kind: str, tmp_path: Path) -> 
 def test_a_fault_at_every_page_costs_time_only(
     kind: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Pages are numbered anew where a plan is: one plan, whatever the machine is busy with.
+    # Pages are numbered again where a plan is: one plan, whatever the machine is busy with.
     fast = Tier.of_rates(1e12, 1e12, tapes=False)
     monkeypatch.setattr(unequal, "measured_rates", lambda paged: fast)
     monkeypatch.setattr(unequal, "seen_rates", lambda rates, timeline: rates)

@@ -459,7 +459,7 @@ def test_leaves_that_a_cell_makes_itself() -> None:
 
 
 def test_a_cell_that_runs_only_with_a_graph() -> None:
-    """`register_hook` raises where nothing wants a gradient."""
+    """`register_hook` raises where nothing requires a gradient."""
 
     def run(kept: bool) -> Sequence[Tensor | None]:
         net, x = Cell(), sequence(wants=True)

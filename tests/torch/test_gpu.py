@@ -58,7 +58,7 @@ def deterministic() -> Any:
 
 
 def _alone(*kept: Any) -> int:
-    """Let go of all that earlier work has left; return the bytes of modules and tensors kept.
+    """Release all that earlier work has left; return the bytes of modules and tensors kept.
 
     Where libraries hold no workspaces these are counted, not read from the allocator: what
     is freed late would else be missing from a peak that is measured from there.

@@ -467,7 +467,7 @@ def test_compute_sanitizer_finds_nothing() -> None:
     command += [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "900"]
     done = subprocess.run(
         [*command, "-n", "0", __file__, "-k", only],
-        # Else what is let go still belongs to the process, and is not missed.
+        # Else what is released still belongs to the process, and is not missed.
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         capture_output=True,
         text=True,

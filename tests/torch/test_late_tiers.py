@@ -296,7 +296,7 @@ def test_a_tier_that_has_stopped_for_ever_is_not_waited_for(
         assert same(results(model, model, rows=ROWS), expected[0])
     assert model.plan.given_up > 0
     porter = used._berth._porter
-    assert same(results(model, model, rows=ROWS), expected[1])  # planned anew, and the tier left
+    assert same(results(model, model, rows=ROWS), expected[1])  # planned again, and the tier left
     assert not sends(model.plan) and used._berth.is_closing
     used.clock = lambda: 1e9
     assert same(results(model, model, rows=ROWS), expected[2])  # nor is it measured again

@@ -101,7 +101,7 @@ def test_what_moves_and_what_stays() -> None:
     assert (stats.moved, stats.shared) == (
         1,
         3,
-    )  # y; parameters and inputs that want gradients stay
+    )  # y; parameters and inputs that require gradients stay
     assert stats.moved_bytes == 600 * 600 * 4
     loss.backward()
     assert x.grad is not None and weight.grad is not None

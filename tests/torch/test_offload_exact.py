@@ -282,7 +282,7 @@ def test_double_backward() -> None:
 
 
 def test_programs() -> None:
-    """Random ones; `fuzz_offload.py` goes on for hours."""
+    """Random ones; `fuzz_offload.py` continues for hours."""
     counts, wrong = fuzz_offload.run(math.inf, 0, 150)
     assert not wrong
     assert counts["same"] > 70

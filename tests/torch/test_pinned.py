@@ -117,7 +117,7 @@ def test_what_overflows_goes_below_and_comes_back(
 
 
 def test_the_oldest_go_below() -> None:
-    """They are wanted last."""
+    """They are needed last."""
     size, went = 1 << 12, []
 
     class Told(MemoryStore):
@@ -496,7 +496,7 @@ class Failing(HostStreams):
 @pytest.mark.parametrize("lane", ["out", "in"])
 @pytest.mark.parametrize("below", [None, "memory"])
 def test_a_copy_that_fails_on_its_thread_loses_one_state(lane: str, below: str | None) -> None:
-    """And nothing waits for ever: the thread goes on."""
+    """And nothing waits forever: the thread continues."""
     states = [np.full(4096, key % 251, np.uint8) for key in range(12)]
     for number in range(12):
         store = PinnedStore(

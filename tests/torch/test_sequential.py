@@ -313,7 +313,7 @@ def test_nothing_is_kept_after_a_forward_without_backward() -> None:
         y = ours(x)
         assert meter.live_bytes() > 2 * x.nbytes
         del y
-        assert meter.live_bytes() < x.nbytes  # counts of batches, made anew
+        assert meter.live_bytes() < x.nbytes  # counts of batches, made again
 
 
 # --------------------------------------------------------------- as a module
@@ -442,7 +442,7 @@ def test_a_parameter_changed_between_forward_and_backward() -> None:
 
 
 class Recurrent(nn.Module):
-    """An LSTM, whose kernel is another one where no gradient is wanted."""
+    """An LSTM, whose kernel is another one where no gradient is required."""
 
     def __init__(self) -> None:
         super().__init__()

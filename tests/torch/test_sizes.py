@@ -55,7 +55,7 @@ def test_a_number_in_the_state_that_decides_sizes_is_planned_for(memory: float) 
     assert chain.plan is not None
     small = chain.plan.memory_bytes
     held = [*chain.parameters(), x]
-    _peak(chain, (x, 50), held)  # plans anew, which is not counted
+    _peak(chain, (x, 50), held)  # plans again, which is not counted
     peak = _peak(chain, (x, 50), held)
     assert small is not None and chain.plan.memory_bytes is not None
     assert small < peak <= chain.plan.memory_bytes
@@ -149,7 +149,7 @@ def test_values_of_tensors_that_decide_sizes_are_planned_for(memory: float) -> N
     for stage in stages:
         stage.give(1.0)
     held = [*chain.parameters(), many]
-    _peak(chain, many, held)  # plans anew, which is not counted
+    _peak(chain, many, held)  # plans again, which is not counted
     peak = _peak(chain, many, held)
     assert small is not None and chain.plan.memory_bytes is not None
     assert small < chain.plan.memory_bytes
@@ -176,7 +176,7 @@ def test_sizes_that_a_coin_decides_are_planned_for_as_they_come() -> None:
     first = chain.plan
     held = [*chain.parameters(), x]
     for step in range(4):
-        for _ in range(2):  # the first may plan anew, which is not counted
+        for _ in range(2):  # the first may plan again, which is not counted
             random.seed(step)
             peak = _peak(chain, x, held)
         assert chain.plan is not None and chain.plan.memory_bytes is not None

@@ -252,7 +252,7 @@ def test_random_chains_plans_and_faults(seed: int) -> None:
     assert right, name
 
 
-# In the backward pass states and tapes are read, computed again, saved, made and let go of.
+# In the backward pass states and tapes are read, computed again, saved, made and released.
 EVERY_KIND: list[Action] = [Tape(0), Put(0, tape=True), Save(1), Put(1), Evict(0, tape=True)]
 EVERY_KIND += [Tape(1), Evict(1), Advance(2, 5), Tape(5), EndForward(), Reverse(5)]
 EVERY_KIND += [Get(1), Await(2), Load(1), Advance(1, 2), Save(2), Advance(2, 4), Tape(4)]

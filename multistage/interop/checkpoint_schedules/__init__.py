@@ -5,7 +5,7 @@ planner for `Reversal`.  It is judged action by action before a step runs;
 then its transfers, which it waits for, run beside the steps as far as the
 budget leaves slots for them.
 
-Ours to theirs: `as_schedule(plan)` is a `CheckpointSchedule` for whoever takes
+Ours to theirs: `as_schedule(plan)` is a `CheckpointSchedule` for any driver that takes
 one, such as pyadjoint's `tape.enable_checkpointing`.
 
 Both ways "RAM" are the fast slots and "disk" is the first slow tier.

@@ -57,7 +57,7 @@ Event: TypeAlias = Stored | Restart | Advance | Tape | Reverse | EndForward
 
 @dataclass(slots=True)
 class Checkpoint:
-    """One checkpoint from its write until it is wanted no more."""
+    """One checkpoint from its write until it is needed no more."""
 
     on_disk: bool = False  # its slot was filled by a read at least once
     restarts: int = 0

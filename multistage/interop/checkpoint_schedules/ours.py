@@ -39,7 +39,7 @@ def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> Any:
     CheckpointSchedule
         It passes that package's own test of validity; its entries in RAM are
         at most the plan's slots.
-        Each checkpoint lies in one place, since those who run such schedules
+        Each checkpoint lies in one place, since the drivers of such schedules
         know no second copy: what a plan reads from the tier into a slot, and
         loads from there more than once, is copied from disk each time.
         A plan that only tapes is their `SingleMemoryStorageSchedule`.

@@ -1,4 +1,4 @@
-"""The package itself, imported when it is wanted."""
+"""The package itself, imported when it is needed."""
 
 from __future__ import annotations
 

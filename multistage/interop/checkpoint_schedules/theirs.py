@@ -79,7 +79,7 @@ class _Reader:
             )
         self.schedule = schedule
         self.n = n_steps
-        self.at: Any = None  # their action under way, for messages
+        self.at: Any = None  # their current action, for messages
         self.tapes: set[int] = set()
         self.saved: set[int] = set()
         self.stored: set[int] = set()
@@ -262,7 +262,7 @@ _KINDS = (Advance, Tape, Reverse, Save, Load, Free, Put, Get, Await, Drop, EndFo
 class _Recorded:
     """The actions of a static schedule, 17 bytes each.
 
-    Kept because a schedule of theirs can be run once, and making one anew may
+    Kept because a schedule of theirs can be run once, and making another may
     take seconds (H-Revolve fills tables) or give another than was judged.
     """
 

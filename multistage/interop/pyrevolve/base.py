@@ -101,7 +101,7 @@ class BaseRevolver:
         self._chain = OperatorChain(fwd_operator, rev_operator)
         self._states: OperatorStates | None = None
         self._reversal: Reversal[Any, Any] | None = None
-        self._assumed: Planner | None = None  # plans on costs that nobody measured
+        self._assumed: Planner | None = None  # plans on costs that were not measured
         self._closer: Callable[[], object] | None = None
         self._given: dict[str, Any] = {}
 

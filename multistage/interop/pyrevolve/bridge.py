@@ -49,7 +49,7 @@ class StorageStore(BaseStore):
         self.stats = StoreStats()
 
     def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
-        """Save; False when all keys are taken.  What the storage raises goes on to the caller."""
+        """Save; False when all keys are taken.  What the storage raises reaches the caller."""
         if not self._free:
             self.stats.refused += 1
             return False

@@ -154,7 +154,7 @@ class OperatorStates:
         self.rotating: dict[int, list[Array]] = {}
 
     def forget(self) -> None:
-        """Look at the arrays anew: another sweep begins."""
+        """Look at the arrays again: another sweep begins."""
         self._first = None
         self.period = _period(self.checkpoint)
         self.rotating.clear()

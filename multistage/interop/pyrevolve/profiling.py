@@ -105,7 +105,7 @@ class Meter:
         self.seconds, self.calls = 0.0, 0
 
     def flush(self, profiler: Profiler, section: str, action: str) -> None:
-        """Hand over what was gathered, and begin anew."""
+        """Hand over what was gathered, and start again."""
         if self.calls:
             profiler.increment(section, action, self.seconds * 1e3, self.calls)
             self.seconds, self.calls = 0.0, 0

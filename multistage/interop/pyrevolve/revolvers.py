@@ -317,7 +317,7 @@ class MultiLevelRevolver(BaseRevolver):
             self.reload_scheduler(uf, ub, up)
 
     def reload_scheduler(self, uf: float = 1, ub: float = 1, up: float = 1) -> None:
-        """UniformPlan anew, for the storages as they are in `storage_list` now."""
+        """Plan again, for the storages as they are in `storage_list` now."""
         for name, cost in (("uf", uf), ("ub", ub), ("up", up)):
             if not 0 <= cost < float("inf") or (name == "uf" and cost == 0):
                 raise ArgumentError(f"{name}={cost} must be finite, and not negative (uf above 0)")

@@ -98,7 +98,7 @@ def plan_chain(
     threads : int, optional
         For the dynamic program of a long chain.
     progress : bool or None
-        Show a bar while it is solved; None: where somebody watches.
+        Show a bar while it is solved; None: on a terminal or in a notebook.
 
     Raises
     ------

@@ -27,7 +27,7 @@ _MOST_KEPT = 24  # choices of tapes to keep, of each kind
 
 
 class Choice:
-    """The plans that go on from what is held, and the best of them."""
+    """The plans that continue from what is held, and the best of them."""
 
     def __init__(
         self, actions: Sequence[Action], alone: Array | None, core: Core | Twin, held: Held

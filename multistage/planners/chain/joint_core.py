@@ -33,7 +33,7 @@ class Program:
     read_price : float
         Of a second of reading.
     staging : float
-        Of the largest recent tape, that a write under way holds besides.
+        Of the largest recent tape, that a write in flight holds besides.
     fineness : float
         Steps of time that a mean tape takes to write; 0: as the limit has it.
     speed : float

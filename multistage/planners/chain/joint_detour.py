@@ -1,4 +1,4 @@
-"""Detours: how a run goes on where the tier is slower than its plan expects."""
+"""Detours: how a run continues where the tier is slower than its plan expects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .sizes import Sizes
 
 @dataclass(frozen=True, slots=True)
 class Detour:
-    """How to go on from an eviction that would wait.
+    """How to continue from an eviction that would wait.
 
     Attributes
     ----------
@@ -96,7 +96,7 @@ def replayed(actions: Iterable[Action], costs: StageCosts) -> Rules:
 
 
 def judged(rules: Rules, detour: Detour, memory_bytes: int) -> Rules:
-    """Let a detour go on from what a machine has performed, to its end.
+    """Let a detour continue from what a machine has performed, to its end.
 
     Raises
     ------
@@ -113,7 +113,7 @@ def judged(rules: Rules, detour: Detour, memory_bytes: int) -> Rules:
 
 
 def joined(whole: Sequence[Action], held: Held, costs: StageCosts) -> Detour | None:
-    """Return the detour that goes on from what is held as a whole plan has it there."""
+    """Return the detour that continues from what is held as a whole plan has it there."""
     at, rest = _cut(whole, held.stage)
     wanted = Held.by(whole[:at], costs)
     if not wanted.tapes <= held.tapes | {i for tape, i in held.away if tape}:

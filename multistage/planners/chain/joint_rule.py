@@ -6,7 +6,7 @@ that never used the tier.  The rule: the first eviction of the forward sweep
 that would wait is the deadline, at the latest the end of the sweep.  From there
 on nothing more is written.  What is held then, every tape made and not yet
 evicted, is a superset of what most plans would hold; so the rest is planned
-anew, at the speed measured:
+again, at the speed measured:
 
 * what has been evicted is read back or made again, the oldest first to be read;
 * tapes that are held stay, or are discarded, their stages made again later;
@@ -17,7 +17,7 @@ changing one stage at a time, or two, and waiting is chosen where it is faster. 
 1.5, 3 and 10 times slower than planned the slowest run took 2.1 % more than the optimum
 without the tier; memory holds at any speed.
 
-Writes not begun are cancelled, and the one under way where it can be; else what it reads
+Writes not begun are cancelled, and the one in flight where it can be; else what it reads
 takes room until the end.  Every detour is judged by the legality machine, within the
 plan's limit.  Known gaps: nothing is written after the deadline, though a tier 1.5 times
 slower still helps (plan again between iterations, from what was measured); a tier whose
@@ -95,7 +95,7 @@ class DeadlineRule:
     def at_deadline(
         self, at: int, slower: float = math.inf, *, cancels: bool = True
     ) -> Detour | None:
-        """Return how to go on from `plan.actions[at]`, None to wait.
+        """Return how to continue from `plan.actions[at]`, None to wait.
 
         Parameters
         ----------
@@ -106,7 +106,7 @@ class DeadlineRule:
             Seconds that transfers took over those planned; infinite if none has ended:
             then nothing is read back either.
         cancels : bool
-            Whether a write under way can be cancelled, as between two pages; if not,
+            Whether a write in flight can be cancelled, as between two pages; if not,
             what is being written takes its room to the end.
 
         Raises

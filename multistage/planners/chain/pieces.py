@@ -134,7 +134,7 @@ def plan(
 ) -> Iterator[Action]:
     """Yield the actions, of a chain and its loss, that reverse all steps from live state 0.
 
-    State 0 is held by somebody else; the steps are called first, first + 1, ...
+    State 0 is held by the caller; the steps are called first, first + 1, ...
     """
     yield from _pieces(costs, 0, len(costs.stages), room_bytes, planner, first)
 
@@ -316,7 +316,7 @@ def _with_nothing(start: int, stop: int, last: bool, first: int) -> Iterator[Act
 
 
 def _cuts(costs: StageCosts, start: int, stop: int, room: int) -> list[int]:
-    """Return states to keep at about equal shares of the time, as many as fit or are wanted."""
+    """Return states to keep at about equal shares of the time, as many as fit or are needed."""
     stages = costs.stages[start:stop]
     wanted = -(-(stop - start) // _PIECE) - 1
     # Of steps that take no time each counts the same.
@@ -353,7 +353,7 @@ def survey(
     ----------
     room_bytes : callable
         `room_bytes(i)`: for kept states, once state i has been live; it may raise.
-        State 0 is held by somebody else.
+        State 0 is held by the caller.
     is_last : callable
         `is_last(i)`: whether state i is the last; asked once for i = 1, 2, ..., when
         state i is live.

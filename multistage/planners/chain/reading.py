@@ -18,7 +18,7 @@ _READ = ("planner", "memory_bytes", "tier", "costs", "actions", *_KNOWN)
 
 
 def read_chain(data: Mapping[str, object]) -> ChainPlan:
-    """Return the plan that `ChainPlan.to_dict` described, its schedule judged anew.
+    """Return the plan that `ChainPlan.to_dict` described, its schedule judged again.
 
     Raises
     ------

@@ -5,7 +5,7 @@ forward sweep.  Where the chain is short, other plans may be a tenth faster: a s
 made again is written, or is evicted after the turn and read between two operations.
 
 Here every schedule is searched, nested or not, whose transfers and evictions begin between
-two operations, with at most one transfer under way in each direction; what executors do not
+two operations, with at most one transfer in flight in each direction; what executors do not
 do is left out: a tape made in the reverse sweep, and the state it starts from, stay until
 its adjoint.  A* over what is held
 where; the estimate counts the adjoints and the forward runs of stages without a tape.  The

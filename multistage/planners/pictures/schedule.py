@@ -224,7 +224,7 @@ def chain_chart(plan: ChainPlan, title: str = "") -> Chart:
     samples = run.timeline.memory["fast"]
     limit = plan.memory_bytes
     top = max(peak for _, peak in samples)
-    # As in a timeline: a limit far above the peak is told in words.
+    # As in a timeline: a limit far above the peak is given as text.
     shown = limit is not None and limit <= 3 * top
     most = max(top, limit) if shown and limit is not None else top
     names = [tier.name for tier in plan.tiers]

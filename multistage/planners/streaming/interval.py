@@ -10,7 +10,7 @@ The rule makes a plan slower where a tier gets faster: with quicker writes but
 slow reads more states are read back, and nothing hides the reads (40 % slower
 where T_W falls from 4 to 1 and T_R stays 20).  A longer interval is always
 open to a faster tier, and so is Revolve: `interval` takes the best of them,
-and so never gains by a slower tier.  `shortest_interval` is for those who want
+and so a slower tier is never faster.  `shortest_interval` is for callers who need
 the tier used where that does not pay.
 
 The paper prints T = n R(I, s) T_A + n T_B, which leaves out the forward

@@ -2,7 +2,7 @@
 
 A synchronous schedule waits for each transfer where it asks for it.  Here the
 same actions are put into another order: reads are asked for as early as a
-fast slot is free, writes are waited for as late as their slot is wanted, and
+fast slot is free, writes are waited for as late as their slot is needed, and
 a checkpoint that is soon read again stays where it is.  The steps that run,
 and so the gradient, do not change.
 """
@@ -78,7 +78,7 @@ def overlap(
         Static, legal, and without `Offer`; read a little ahead.
     slots : float
         Fast slots to take; those beyond the schedule's own are what makes
-        room for transfers under way, two or three are enough.
+        room for transfers in flight, two or three are enough.
     tape_slots : float
         Slots each tape beyond the first takes.
     state_is_tape : bool

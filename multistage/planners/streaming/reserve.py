@@ -1,4 +1,4 @@
-"""When to give up a slot for the next read inside an interval that wants every slot.
+"""When to give up a slot for the next read inside an interval that needs every slot.
 
 An interval of l steps is reversed by Revolve with f free slots while the
 read of the interval below (T_R seconds) should hide behind it.  Reading from

@@ -6,7 +6,7 @@ streaming falls back to fast slots alone, the ring is taken, its spacing wide
 enough for the writes to cost the computing thread next to nothing.
 
 A resumed run begins with checkpoints in the tier.  Killed before the last
-state was reached, it goes on from the newest of them as a ring would.  A
+state was reached, it continues from the newest of them as a ring would.  A
 sequence of unknown length does so by the ring alone, which needs no length.
 Killed later, it has but a reverse sweep, which is that of `sweep` over the
 checkpoints there are: reading ahead, Revolve between them.  Being the
@@ -69,7 +69,7 @@ def durable_plan(costs: Costs, slots: int, n_steps: int) -> UniformPlan:
 
 
 def _with_tier(costs: Costs) -> Costs:
-    """Return costs with a tier; one nobody measured writes and reads a state in a step."""
+    """Return costs with a tier; without one, a transfer is assumed to take the time of a step."""
     if costs.tier is not None:
         return costs
     return replace(costs, tiers=(Tier("durable", costs.forward_step_s, costs.forward_step_s),))
@@ -118,7 +118,7 @@ def resumed_schedule(
         Steps of the checkpoints in the tier, ascending; all below `end`, or
         below `n_steps` where that is None.
     end : int or None
-        Step of the adjoint to go on with, `EndForward` then being the first
+        Step of the adjoint to continue with, `EndForward` then being the first
         action; None if the forward sweep is not over.
     is_last : callable, optional
         With `n_steps` None: `is_last(i)`, asked of the states after the newest

@@ -12,10 +12,10 @@ backlog
     idle slots hold them, and the channel, idle no more, catches up while the
     tail runs forward.
 end kept fast
-    the last states are wanted first and are not worth a transfer: the ring
+    the last states are needed first and are not worth a transfer: the ring
     where rho <= s, a Revolve tail where rho > s (see `sweep`).
 reservation
-    where an interval wants every slot, one is given up for the next read when
+    where an interval needs every slot, one is given up for the next read when
     it costs least; or the interval's first state leaves its slot to the upper
     part and is read again for the lower one (see `reserve`).
 thrift

@@ -3,7 +3,7 @@
 Herrmann & Pallez 2020, ACM TOMS 46(2), doi:10.1145/3378672, for any number of
 tiers with their own capacity, write and read costs; Aupy, Herrmann, Hovland &
 Robert 2016, doi:10.1137/15M1019222, is the case of one tier without bound.
-The dynamic programme is in `levels`; here its operations become actions.
+The dynamic program is in `levels`; here its operations become actions.
 
 A state on its way to or from a tier takes a fast slot.  At every transfer of
 these schedules all fast slots are free, so that none need be kept for it.

@@ -1,4 +1,4 @@
-"""The dynamic programme of a synchronous hierarchy: levels whose transfers stop the computing.
+"""The dynamic program of a synchronous hierarchy: levels whose transfers stop the computing.
 
 Herrmann & Pallez 2020, "H-Revolve: a framework for adjoint computation on
 synchronous hierarchical platforms", ACM TOMS 46(2), doi:10.1145/3378672; with

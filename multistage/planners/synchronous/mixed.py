@@ -2,7 +2,7 @@
 
 Maddison 2024, "Step-based checkpointing with high-level algorithmic
 differentiation", J. Comput. Sci. 82, 102405, doi:10.1016/j.jocs.2024.102405.
-A stored state restarts its step as often as wanted; a stored tape serves the
+A stored state restarts its step as often as needed; a stored tape serves the
 one adjoint step and spares running it again.  In steps run beyond the taped
 ones, with s slots and tapes of t slots each,
 
@@ -12,7 +12,7 @@ ones, with s slots and tapes of t slots each,
 
 where `l` steps are left from the live state.  Every step is taped exactly
 once whatever the schedule, so that the choice does not depend on what a tape
-costs.  With t = 1 this is the paper's programme; larger tapes are an
+costs.  With t = 1 this is the paper's program; larger tapes are an
 extension.
 
 Optimal for uniform steps and one memory level, tapes rounded up to whole
@@ -92,7 +92,7 @@ def solve_mixed(
     native_kernel: bool | None = None,
     most_s: float = MOST_S,
 ) -> MixedTable:
-    """Return the programme solved for up to `n_steps` steps and `slots` >= 1 slots.
+    """Return the program solved for up to `n_steps` steps and `slots` >= 1 slots.
 
     Raises
     ------

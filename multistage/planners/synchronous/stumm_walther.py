@@ -5,7 +5,7 @@ checkpointing", SIAM J. Sci. Comput. 31(3) 1946-1967, doi:10.1137/080718036.
 Revolve with all slots of both memories needs the fewest forward steps; its
 checkpoints are a stack, and the positions whose writes and reads cost least
 lie in the slow tier.  (Their "multistage" is this split; ours means tiers
-that work while the computation goes on.)
+that work while the computation proceeds.)
 
 Revolve leaves a choice of advances, which decides how often each position is
 used: the lowest, the middle, the highest and the published one are tried, and

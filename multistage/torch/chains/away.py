@@ -39,7 +39,7 @@ class Away:
         return self._stowage
 
     def clear(self) -> None:
-        """Let go of all of it."""
+        """Release all of it."""
         self._states.clear()
         self._tapes.clear()
         if self._stowage is not None:
@@ -66,7 +66,7 @@ class Away:
         return away.parcel
 
     def evict(self, sweep: Sweep, action: Evict) -> Answer:
-        """Wait until a state or tape has left, and let go of it."""
+        """Wait until a state or tape has left, and release it."""
         step = action.step
         if action.tape:
             tape = sweep.tapes.pop(step).state
@@ -90,7 +90,7 @@ class Away:
         if found is None:
             return True
         step, is_tape, parcel = found
-        if parcel is None:  # it is computed again when it is wanted
+        if parcel is None:  # it is computed again when it is needed
             sweep.lost.add(~step if is_tape else step)
             return False
         if is_tape:

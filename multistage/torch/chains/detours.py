@@ -30,7 +30,7 @@ class TakenWhenLate:
         self._memory, self._away = memory, away
 
     def __call__(self, sweep: Sweep, action: Evict | EndForward) -> Schedule | None:
-        """Return the actions to go on with in place of this one and the rest of the plan."""
+        """Return the actions to continue with in place of this one and the rest of the plan."""
         asked, script, writes = self._deadlines, self._script, self._away.stowage
         if script.has_left:
             return None

@@ -79,7 +79,7 @@ class HeldTape:
         return self._parcel
 
     def leave(self) -> None:
-        """Let go of the states beside it; what was written to since it was saved is spoilt."""
+        """Release the states beside it; what was written to since it was saved is spoilt."""
         for number, version in enumerate(self._versions):
             tensor = self._tensors[number]
             if tensor is not None and tensor._version != version:
@@ -99,7 +99,7 @@ class HeldTape:
             self._spare = None
 
     def begin(self) -> None:
-        """Let go of the output: the adjoint of the stage begins, and those above are done."""
+        """Release the output: the adjoint of the stage begins, and those above are done."""
         self.output = None
         del self._tensors[len(self._versions) :]
 

@@ -35,7 +35,7 @@ class _Small(nn.Module):
 def hooks_s() -> float:
     """Return the seconds of a stage whose tape travels that are neither its own nor profiled.
 
-    To sort the tensors of a tape, to take them apart and to make them anew: of this thread,
+    To sort the tensors of a tape, to take them apart and to rebuild them: of this thread,
     without the time it waits.  Measured once in a process, in about a quarter of a second,
     on stages that compute next to nothing.
     """
@@ -70,7 +70,7 @@ def _kept() -> list[Action]:
 
 
 def _travelling() -> list[Action]:
-    """Return the actions that send every tape away and fetch it when it is wanted."""
+    """Return the actions that send every tape away and fetch it when it is needed."""
     actions: list[Action] = []
     for i in range(_STAGES):
         actions += [Tape(i), Put(i, tape=True)]

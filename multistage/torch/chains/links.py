@@ -55,7 +55,7 @@ class Script:
         return self.actions is not self._planned
 
     def leaving(self) -> set[int]:
-        """Return the states that fast memory lets go of, alone or inside of a tape."""
+        """Return the states that fast memory releases, alone or inside of a tape."""
         return {a.step + a.tape for a in self._planned if isinstance(a, Evict)}
 
     def _from(self, actions: Sequence[Action]) -> Schedule:
@@ -92,7 +92,7 @@ class FastMemory:
     staying : set of int
         Storages of the chain's input and output.
     leaving : set of int
-        States that fast memory lets go of, alone or inside of a tape.
+        States that fast memory releases, alone or inside of a tape.
     """
 
     def __init__(self, origin: KeptState, staying: set[int]) -> None:
@@ -123,7 +123,7 @@ class FastMemory:
 
 
 class StageSlots:
-    """Keeps states and tapes by reference; whoever writes to them is found out."""
+    """Keeps states and tapes by reference; a write to them is detected."""
 
     shared = False
 

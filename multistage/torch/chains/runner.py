@@ -154,7 +154,7 @@ class Run:
         return self._script.play()
 
     def _restart(self) -> Schedule:
-        """Let go of what is away; return the actions of the plan."""
+        """Release what is away; return the actions of the plan."""
         self._away.clear()
         self._memory.origins = Origins()
         return self._play()

@@ -216,7 +216,7 @@ class Stages:
         box : list of one pytree
             The state, which is taken out of it.
         caught : Caught or None
-            Gets the tensors; None to let go of them.
+            Gets the tensors; None to release them.
         unpack : callable
             Returns a tensor by its number, in the backward pass.
         """

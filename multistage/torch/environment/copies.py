@@ -13,7 +13,7 @@ MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
 def address(tensor: Tensor) -> int:
-    """Return where a tensor's elements lie, 0 if that says nothing."""
+    """Return where a tensor's elements lie, 0 if it has none in memory."""
     if type(tensor) not in _ADDRESSED or tensor.layout is not torch.strided:
         return 0
     return tensor.data_ptr()

@@ -35,7 +35,7 @@ _CACHE, _EXTENDED = dis.opmap.get("CACHE", -1), dis.opmap["EXTENDED_ARG"]
 def steps_of(code: CodeType) -> Iterator[tuple[str, str]]:
     """Yield for each step of code its operator and the name it has, "" for both if it has none.
 
-    What `dis.get_instructions` tells too, in a tenth of the time: models of a large library
+    What `dis.get_instructions` returns too, in a tenth of the time: models of a large library
     name thousands of functions.
     """
     raw, names = code.co_code, code.co_names

@@ -368,7 +368,7 @@ def cuda_or_cpu(tensors: Sequence[Tensor]) -> torch.device:
 
 
 def refuse_hidden_draws(modules: Iterable[object], name: str) -> None:
-    """Refuse modules that draw random numbers no generator tells of.
+    """Refuse modules whose random numbers come from a generator that cannot be read.
 
     Raises
     ------

@@ -143,7 +143,7 @@ class Scope:
         )
 
     def look(self) -> Found:
-        """Return what is held now; search anew where more than numbers and tensors changed."""
+        """Return what is held now; search again where more than numbers and tensors changed."""
         found = self._found
         changed: list[Contents] | None = None
         for number, (holder, before) in enumerate(zip(found.holders, found.contents, strict=True)):
@@ -172,7 +172,7 @@ class Scope:
         return self.look().modules
 
     def parameters(self) -> list[Tensor]:
-        """Return parameters of modules, and other tensors that want gradients; each once."""
+        """Return parameters of modules, and other tensors that require gradients; each once."""
         found = self.look()
         of_modules = [p for m in found.modules for p in m._parameters.values() if p is not None]
         of_modules += [p for m in found.scripted for p in m.parameters()]
@@ -235,7 +235,7 @@ def _without_results(found: Found) -> Found:
     """Return what a scope may refer to as long as it lives: no tensors but those registered.
 
     Others, such as an auxiliary loss that a stage leaves in an attribute, have
-    graphs and memory that nobody wants when the next has taken their place.
+    graphs and memory that are not needed once the next has replaced them.
     """
     kept = {id(buffer) for _, _, buffer in buffers_among(found.modules)}
     if all(isinstance(t, nn.Parameter) or id(t) in kept for t in found.tensors):

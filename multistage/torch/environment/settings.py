@@ -35,7 +35,7 @@ class Autocast:
         )
 
     def context(self) -> torch.autocast:
-        """Return a context with these settings; weights cast anew, not taken from a cache."""
+        """Return a context with these settings; weights cast again, not taken from a cache."""
         return torch.autocast(
             self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
         )
@@ -127,7 +127,7 @@ def leave_hooks_alone() -> None:
     rules.add("multistage")
 
 
-_left_alone: set[str] = set()  # packages that torch.compile was told to leave alone
+_left_alone: set[str] = set()  # packages that torch.compile leaves alone on our request
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def _flags() -> Iterator[_Flag]:
     yield _Flag("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
     yield _Flag("torch.get_num_threads()", torch.get_num_threads, torch.set_num_threads)
     yield _Flag("deterministic algorithms", _deterministic, _set_deterministic)
-    mha = torch.backends.mha  # attention's kernel where no gradient is wanted
+    mha = torch.backends.mha  # attention's kernel where no gradient is required
     yield _Flag("torch.backends.mha", mha.get_fastpath_enabled, mha.set_fastpath_enabled)
     yield _Flag("matmul precision", _matmul_precision, _set_matmul_precision)
     cuda = torch.backends.cuda.is_built()
@@ -237,7 +237,7 @@ _FLAGS = tuple(_flags())
 
 def _set_flags(wanted: Sequence[object]) -> None:
     for flag, value in zip(_FLAGS, wanted, strict=True):
-        # Read anew: setting one may have set another.
+        # Read again: setting one may have set another.
         if flag.get() != value:
             flag.set(value)
 

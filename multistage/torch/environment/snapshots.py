@@ -68,7 +68,7 @@ def _full(cell: Any) -> bool:
 class Snapshot:
     """Buffers, attributes and generators of some modules, as they were.
 
-    Tensors are put back by value, those that changed: whoever shares them sees it.
+    Tensors are put back by value, those that changed: code that shares them sees it.
     """
 
     random: RandomState

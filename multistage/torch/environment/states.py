@@ -35,7 +35,7 @@ def wants_of(leaves: Sequence[object]) -> tuple[bool, ...]:
 
 @dataclass(slots=True)
 class KeptState:
-    """A state without its graph, held by reference: whoever writes to it is found out.
+    """A state without its graph, held by reference: a write to it is detected.
 
     A leaf that comes twice comes twice again: some functions compute another
     way when they get one tensor as two arguments.
@@ -116,7 +116,7 @@ class KeptState:
     def fresh(self, wants: tuple[bool, ...], to_be_changed: bool) -> object:
         """Return the state for a stage to run on, of leaves unless the stage writes to them.
 
-        `wants` says which tensors want gradients: those that did at first.
+        `wants` says which tensors require gradients: those that did at first.
 
         Raises
         ------
@@ -177,7 +177,7 @@ class EmptyState:
 
 
 def refuse_shared(tensors: Sequence[Tensor]) -> None:
-    """Refuse to copy views of one another that want gradients: they would be apart."""
+    """Refuse to copy views of one another that require gradients: they would be apart."""
     once = list({id(t): t for t in tensors}.values())
     storages = Counter(t.untyped_storage()._cdata for t in once if t.layout is torch.strided)
     for tensor in once:

@@ -113,7 +113,7 @@ class Both:
         found: Seen = {}
         with hooks_silent(self.modules.values(), on_tensors=False), torch.enable_grad():
             inputs = self.inputs()
-            # Without a look at gradients nothing that is saved for them is wanted.
+            # Without a look at gradients nothing that is saved for them is needed.
             with self._forgetting() if look is None else contextlib.nullcontext():
                 output = call(inputs)
             leaves, spec = pytree.tree_flatten(output)
@@ -122,7 +122,7 @@ class Both:
                 found |= self._gradients(inputs, leaves, look)
             for number, leaf in enumerate(leaves):
                 value = look(leaf) if look and isinstance(leaf, Tensor) else fingerprint(leaf)
-                # Of sequences, leaves of the state may want gradients for other steps' sake.
+                # Of sequences, leaves of the state may require gradients for other steps' sake.
                 judged = self._targets is None and isinstance(leaf, Tensor)
                 wants = leaf.requires_grad if judged else None
                 found[f"output {number}"] = value, wants

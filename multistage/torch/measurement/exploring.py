@@ -196,7 +196,7 @@ def _with_graph(stage: Call, given: object, result: object, around: Environment)
 
 
 def _wanting(state: object) -> object:
-    """Return a state whose tensors want gradients where they can, without copying them."""
+    """Return a state whose tensors require gradients where they can, without copying them."""
 
     def leaf(value: object) -> object:
         if not isinstance(value, Tensor):

@@ -235,10 +235,10 @@ def _sum(sizes: Sequence[Sizes | None]) -> Sizes | None:
 
 
 def _renumbered(action: Action, place: dict[int, int]) -> Action | None:
-    """Return an action by the numbers of stretches; None where one inside of it goes on."""
+    """Return an action by the numbers of stretches; None where one inside of it continues."""
     match action:
         case Advance(start, stop):
-            # Where it stops may lie in a stretch that goes on: the next action runs the rest.
+            # Where it stops may lie in a stretch that continues: the next action runs the rest.
             inner = [place[i] for i in range(start, stop) if i in place]
             return Advance(inner[0], inner[-1] + 1) if inner else None
         case Tape(step) | Reverse(step) | Save(step) | Load(step) | Free(step):

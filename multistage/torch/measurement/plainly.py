@@ -203,4 +203,4 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
 
 
 class _Caught(BaseException):
-    """All that is wanted is caught; no `except Exception` of the model must stop this."""
+    """All that is needed is caught; no `except Exception` of the model must stop this."""

@@ -50,7 +50,7 @@ def nodes_made() -> int:
 
 
 def kind_of(tensor: Tensor, places: dict[int, int], begun: int) -> Kind:
-    """Return what tells a saved tensor apart: form, place and node."""
+    """Return what identifies a saved tensor: form, place and node."""
     nodes = _sequence_nr() - begun
     if tensor.layout is not torch.strided or tensor.is_nested:
         return torch.Size(), tensor.dtype, (), None, nodes

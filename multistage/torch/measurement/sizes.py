@@ -70,7 +70,7 @@ class Sizes:
     Attributes
     ----------
     output_bytes, saved_bytes : int or None
-        Most that may be; None until the first run tells.
+        The limit; None until the first run.
     varies : bool
         Whether sizes depend on the values of tensors, so that every run is counted.
     """

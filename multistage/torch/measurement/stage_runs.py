@@ -270,7 +270,7 @@ class StageRun:
     ) -> Callable[[], object]:
         """Return what differentiates by the input and the stand-ins, and by nothing else.
 
-        Where there are no stand-ins, or checkpoints that refuse to be told what
+        Where there are no stand-ins, or checkpoints that cannot be given what
         to differentiate by, it is by all that the stage used.
         """
         leaves = () if self._by_all else (*wanted, *(self._stand_ins or ()))

@@ -27,7 +27,7 @@ _silencing = threading.Lock()
 
 @contextlib.contextmanager
 def standing_in(scope: Scope) -> Iterator[list[Tensor]]:
-    """Put stand-ins in the place of all that wants gradients; yield them.
+    """Put stand-ins in the place of all that requires gradients; yield them.
 
     They share the parameters' memory.
     """

@@ -231,7 +231,7 @@ def limit_of(sequential: LimitedModule, state: object) -> int | str | float | No
 def held_by_caller(costs: StageCosts) -> StageCosts:
     """Return the costs with the chain's output counted with its input.
 
-    Whoever called the chain holds the output, for the loss, all through the
+    The caller of the chain holds the output, for the loss, all through the
     backward pass.
     """
     last = costs.stages[-1]

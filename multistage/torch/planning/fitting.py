@@ -126,7 +126,7 @@ def _at_least(now: Profile, before: Profile, larger: LargerError) -> Profile:
         sizes[i] = sizes[i].at_least(before.traits[i].sizes or Sizes())
     at = larger.stage
     if sizes[at].no_more_than(before.traits[at].sizes or Sizes()):
-        # By chance it was small when it was measured: how large it gets nobody knows.
+        # By chance it was small when it was measured: its largest size is not known.
         more = max(larger.seen - larger.planned, larger.planned // 4)
         returned = more if larger.does == "returns" else 0
         stages[at] = replace(

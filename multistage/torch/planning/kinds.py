@@ -36,7 +36,7 @@ def kind_of_call(model: LimitedModule, state: object, found: Found) -> object:
 
 
 def facts_of(model: LimitedModule, found: Found) -> Facts:
-    """Return what is known of the model, anew after a change of mode or number."""
+    """Return what is known of the model, renewed after a change of mode or number."""
     chain = model._multistage
     if chain.facts is not None and chain.facts[0] == found.number:
         return chain.facts[1]

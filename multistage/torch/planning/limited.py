@@ -98,7 +98,7 @@ class Limited:
         return [c for c in self.calls if not isinstance(c, (str, nn.Module))]
 
     def __getstate__(self) -> dict[str, object]:
-        # Profiles point at modules and at devices: a copy profiles anew.
+        # Profiles point at modules and at devices: a copy profiles again.
         state = {f.name: getattr(self, f.name) for f in fields(self)}
         empty: dict[str, object] = {
             "known": OrderedDict(),

@@ -90,7 +90,7 @@ def _made(
             profile = replace(found, costs=other.profile.costs)
             return Planned(stages, chain.traced, profile, found, other.plan, other.checked)
     found = measure_stages(stages, names, state, costs=chain.costs)
-    if is_collective(sequential):  # one rank alone cannot plan anew
+    if is_collective(sequential):  # one rank alone cannot plan again
         found = with_sizes(found, [None for _ in found.traits])
     unchecked = fitted(sequential, state, found, together)
     try:

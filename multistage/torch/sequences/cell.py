@@ -102,7 +102,7 @@ class Facts:
     buffers : tuple of (module, name)
         Buffers it changes.
     parameters : tuple of Tensor
-        That the gradient is wanted of.
+        Those whose gradients are required.
     weight : (int, int)
         Nodes of a step's graph, and bytes of what they return: cells that differ
         in neither code nor parameters may differ here.

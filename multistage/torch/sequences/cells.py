@@ -1,7 +1,7 @@
 """Several cells along one sequence, and steps that differ in kind.
 
 A step's *kind* is the cell that runs it, and the structure, shapes, dtypes and devices
-of the state before it and of x_t, with which of these tensors want gradients.  What
+of the state before it and of x_t, with which of these tensors require gradients.  What
 holds of one step holds of all of its kind.
 """
 
@@ -22,7 +22,7 @@ from ..tensors.states import Kind, kind_of, said
 from .cell import Cell, Facts, Step, leaves_of
 from .inputs import value_of
 
-# What is told apart of the tensors of a tree: structure, kinds, wishes for gradients.
+# What distinguishes the tensors of a tree: structure, kinds, whether gradients are required.
 # Of what has no exact shape, the number of dimensions.
 Form: TypeAlias = tuple[int, torch.dtype, torch.device]
 XKind: TypeAlias = tuple[pytree.TreeSpec, tuple[tuple[Kind | Form, bool] | str, ...]]
@@ -80,9 +80,9 @@ class Cells(Cell):
 
 
 def identity_of(cell: object) -> object:
-    """Return what tells one cell of a sequence from another.
+    """Return what distinguishes the cells of a sequence.
 
-    A bound method is a new object each time it is taken: its object and function tell.
+    A bound method is a new object each time: its object and function identify it.
     """
     if isinstance(cell, MethodType):
         return id(cell.__self__), id(cell.__func__)
@@ -189,7 +189,7 @@ class VariedFacts(Facts):
 
 
 def kind_of_tree(tree: object, *, exact: bool = True, values: bool = False) -> XKind:
-    """Return what tells apart what a cell is given.
+    """Return what distinguishes the inputs of a cell.
 
     Of leaves that are no tensors it is the type, with `values` the value too.
 

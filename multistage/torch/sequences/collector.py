@@ -57,7 +57,7 @@ class Collector:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Start again."""
         self._values: list[Tensor | None] = [None] * len(self.kinds)
         self._lists: list[list[Tensor]] = [[] for _ in self.kinds]
 

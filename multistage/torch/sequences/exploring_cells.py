@@ -117,7 +117,7 @@ class Explorer:
     leaves, spec
         Of the state before it.
     x : callable
-        `x(taken)` returns x_t; `taken` gets what stands for inputs that want gradients.
+        `x(taken)` returns x_t; `taken` gets what stands for inputs that require gradients.
     generators : Generators
     known : list of Tensor
         Parameters; those found are added.

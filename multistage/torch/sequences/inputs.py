@@ -1,9 +1,9 @@
 """What a cell gets at each step, and the gradients of it.
 
 A tensor with time first and the elements of a list or tuple are there before
-the sequence: where they want gradients, each chunk gets leaves in their place.
-A function, or an object with `__getitem__`, makes x_t anew whenever a step is
-run: it is part of the cell, and its graph goes on to the parameters it uses.
+the sequence: where they require gradients, each chunk gets leaves in their place.
+A function, or an object with `__getitem__`, makes a new x_t whenever a step is
+run: it is part of the cell, and its graph leads to the parameters it uses.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ...errors import ArgumentError, StateError
 from ..tensors.states import Kind
 
 Place: TypeAlias = int | slice
-Taken: TypeAlias = list[tuple[Place, Tensor]]  # what stands for inputs that want gradients
-MOST_VALUES = 8  # of x_t, beside tensors, that are told apart
+Taken: TypeAlias = list[tuple[Place, Tensor]]  # what stands for inputs that require gradients
+MOST_VALUES = 8  # of x_t, beside tensors, that are distinguished
 _LONGEST = 64  # characters of such a value
 
 
@@ -47,9 +47,9 @@ class Inputs:
     Attributes
     ----------
     made : bool
-        Whether x_t is made anew at each call.
+        Whether each call makes a new x_t.
     repeated : list of Tensor
-        Given tensors that want gradients and stand at several steps, or in state 0 too:
+        Given tensors that require gradients and stand at several steps, or in state 0 too:
         parameters of the cell.
 
     Raises
@@ -73,12 +73,12 @@ class Inputs:
             tuple,
         )
         self.repeated: list[Tensor] = []
-        self._most_bytes: int | None = None  # of x_t that is made anew
+        self._most_bytes: int | None = None  # of x_t that each call makes
         self._values_made = False  # whether any of those holds more than tensors
         self._allowed: set[int] | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[tuple[Tensor, int]] = []
-        self._ever: set[int] = set()  # leaves of an element that want a gradient at some step
+        self._ever: set[int] = set()  # leaves of an element that require a gradient at some step
         self._places: dict[int, list[tuple[int, int]]] = {}  # of step t: (leaf, wanted tensor)
         self._elements: list[tuple[list[object], pytree.TreeSpec | None]] = []
         self._values: set[tuple[str, ...]] = set()  # of elements, beside their tensors
@@ -92,7 +92,7 @@ class Inputs:
                     self._values.add(_values_of(flat))
 
     def _read(self, elements: Sequence[object]) -> None:
-        """Note the tensors of a list, and which of them want gradients."""
+        """Note the tensors of a list, and which of them require gradients."""
         wanting: dict[int, list[tuple[int, int, Tensor]]] = {}
         for t, element in enumerate(elements):
             flat: tuple[list[object], pytree.TreeSpec | None] = (
@@ -115,7 +115,7 @@ class Inputs:
             self._tensors.append(leaf)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors whose gradients are wanted, beside those of parameters."""
+        """Return the tensors whose gradients are required, beside those of parameters."""
         return self._tensors
 
     def held(self) -> list[Tensor]:
@@ -169,7 +169,7 @@ class Inputs:
         return tuple([_form(*element) for element in self._elements])
 
     def expect(self, kinds: Sequence[Kind], count: int) -> None:
-        """Refuse x_t that is made anew and takes more than the ones that were looked at.
+        """Refuse a new x_t that takes more bytes than those that were measured.
 
         `kinds` are those of the tensors of `count` steps.
         """
@@ -188,7 +188,7 @@ class Inputs:
         ----------
         t : int
         leaves : list, optional
-            Gets the places and tensors that stand for those that want gradients.
+            Gets the places and tensors that stand for those that require gradients.
         """
         if self.made:
             return self._anew(t)
@@ -204,7 +204,7 @@ class Inputs:
         return self._element(t, self._places.get(t, ()), leaves)
 
     def _element(self, t: int, places: Sequence[tuple[int, int]], leaves: Taken | None) -> object:
-        """Return element t, with fresh leaves in the places that want gradients."""
+        """Return element t, with fresh leaves in the places that require gradients."""
         flat, spec = self._elements[t]
         if places and leaves is not None:
             flat = list(flat)
@@ -259,7 +259,7 @@ class Inputs:
         return _stacked([self.at(t, leaves) for t in range(start, stop)])
 
     def sample(self, stop: int, *, fused: bool, leaves: Taken) -> object:
-        """Return x_0, or those before `stop`, as leaves wherever any step's want a gradient."""
+        """Return x_0, or those before `stop`, as leaves wherever any step's require a gradient."""
         stop = min(stop, self.steps)
         if not self._ever:
             return self.many(0, stop, leaves) if fused else self.at(0, leaves)
@@ -321,7 +321,7 @@ class InputGradients:
 
 
 def _form(flat: Sequence[object], spec: object) -> object:
-    """Return what tells apart elements but for their values."""
+    """Return what distinguishes elements, their values left out."""
     return spec, tuple(
         [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in flat]
     )
@@ -333,7 +333,7 @@ def _values_of(flat: Sequence[object]) -> tuple[str, ...]:
 
 
 def value_of(leaf: object) -> str:
-    """Return what tells apart a leaf that is no tensor: its type, and its value if it is short."""
+    """Return what distinguishes leaves that are not tensors: type, and value if it is short."""
     kind = type(leaf).__name__
     if not isinstance(leaf, bool | int | float | str | bytes | None):
         return kind

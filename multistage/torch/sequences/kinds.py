@@ -54,7 +54,7 @@ class Survey:
     inputs : Inputs
     generators : Generators
     parameters : sequence of Tensor, optional
-        That gradients are wanted of.
+        Those whose gradients are required.
     check : {"error", "warn", "off"}
     exact : bool
         Whether steps of other shapes are of other kinds.
@@ -132,7 +132,7 @@ class Survey:
         return _as_found(leaves, self.states[kind.before].wants)
 
     def close(self) -> None:
-        """Let go of the states it holds."""
+        """Release the states it holds."""
         self._held.clear()
         self._cursor = _Held(0, self._first, 0)
 

@@ -36,7 +36,7 @@ _V = TypeVar("_V")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `unroll` was told of memory and plans; equal only where plans are, as keys of them."""
+    """The arguments of `unroll` on memory and plans; equal only if the plans are, as their keys."""
 
     memory: Budget | None
     tiers: tuple[TierName, ...]
@@ -202,7 +202,7 @@ def _page_tier(store: Store, device: torch.device, settings: Settings) -> Tier |
 
 
 def identity(cell: Cell) -> object:
-    """Return what tells cells of one kind from others; plans of a kind are shared."""
+    """Return what distinguishes kinds of cells; plans of a kind are shared."""
     given = cell.given
     if isinstance(given, nn.Module):
         shapes = tuple((p.shape, p.dtype, p.device, p.requires_grad) for p in given.parameters())

@@ -29,7 +29,7 @@ class Unrolled(Generic[State_co, Outputs_co]):
     outputs : pytree of Tensor or None
         y of all steps, reduced as asked for.
     plan : UnrollPlan or None
-        How it was run; None where no gradient is wanted.
+        How it was run; None where no gradient is required.
 
     Examples
     --------

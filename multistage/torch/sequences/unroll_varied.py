@@ -161,7 +161,7 @@ class _Program:
         return (0, self.inputs.steps) if self.window is None else self.window
 
     def weighed_as(self, costs: StageCosts, cuts: tuple[int, ...]) -> object:
-        """Return what tells sequences apart whose graphs are weighed once against given costs."""
+        """Return what distinguishes sequences whose graphs are compared once with given costs."""
         kinds = tuple(
             [(kind.cell, kind.before, kind.after, kind.weight) for kind in self.facts.kinds]
         )

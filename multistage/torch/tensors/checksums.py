@@ -75,7 +75,7 @@ class Checksums:
             self._device[k] = self._sum(tensors)
 
     def differs(self, k: int, tensors: Sequence[Tensor]) -> bool:
-        """Whether chunk k gave other results now, as far as can be told without waiting."""
+        """Whether chunk k gave other results now, as far as is known without waiting."""
         if self._device is not None:
             assert self._first_bad is not None
             same = self._device[k] == self._sum(tensors)

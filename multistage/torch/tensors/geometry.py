@@ -110,7 +110,7 @@ class Geometry:
 
     @property
     def elements(self) -> object:
-        """What tells its elements from those of others in the same storage.
+        """What distinguishes its elements from others in the same storage.
 
         Tensors with equal answers read the same bytes and no other ones, whatever
         they make of them.

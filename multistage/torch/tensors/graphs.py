@@ -1,4 +1,4 @@
-"""What autograd's graph of a step tells: the leaves below it, and its weight."""
+"""What autograd's graph of a step shows: the leaves below it, and its bytes."""
 
 from __future__ import annotations
 

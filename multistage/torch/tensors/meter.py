@@ -70,7 +70,7 @@ class Meter(TorchDispatchMode):
             del self._references[reference.key]
 
     def operations(self) -> object:
-        """Return what tells apart computations of other operations or shapes."""
+        """Return what distinguishes computations: operations and shapes."""
         return tuple(self._operations)
 
     def bytes_but(self, tensors: Iterable[Tensor]) -> int:
@@ -100,7 +100,7 @@ class Meter(TorchDispatchMode):
         return self._peak
 
     def reset_peak(self) -> None:
-        """Begin the peak anew, at what is alive now."""
+        """Reset the peak to what is alive now."""
         if self._cuda:
             _end_last_task(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -144,7 +144,7 @@ class Meter(TorchDispatchMode):
 
 
 def _end_last_task(device: torch.device) -> None:
-    """Have autograd's thread of a CUDA device let go of its last task, and so of its gradients.
+    """Have autograd's thread of a CUDA device release its last task, and so of its gradients.
 
     It holds them until it is given another, or a moment longer than `backward` takes.
     """

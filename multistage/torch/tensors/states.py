@@ -1,7 +1,7 @@
 """States made of PyTorch tensors, for the executor and the stores.
 
 A state is kept by reference: steps return new tensors and leave their inputs
-alone.  Whoever writes to one nevertheless is found out by autograd's version
+alone.  A write to one is detected by autograd's version
 counters, each time a state is used.
 """
 
@@ -74,7 +74,7 @@ def said(kind: Kind) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What bytes do not tell of a tensor."""
+    """The properties of a tensor that its bytes do not contain."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -127,7 +127,7 @@ class TensorLayout:
             shapes.append(Shape(tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
             line = _line(tensor)
             if self._through is not None:  # such as states of generators, which lie in host memory
-                # From plain memory: the bytes are taken at once, and nobody waits for the device.
+                # From plain memory: the bytes are taken at once, and nothing waits for the device.
                 line = line.to(self._through, non_blocking=True)
             flat.append(line.numpy() if line.device.type == "cpu" else line)
         return flat, shapes
@@ -218,7 +218,7 @@ class TensorSlots:
         return adjoint
 
     def release(self, kept: Kept) -> None:
-        """Nothing: whoever refers to a tensor keeps it."""
+        """Nothing: references keep a tensor alive."""
 
     def release_all(self) -> None:
         """Nothing, as `release`."""

@@ -71,7 +71,7 @@ class Pager:
     Attributes
     ----------
     stopped : bool
-        Once another thread sets it, rows under way end at their next page, as lost.
+        Once another thread sets it, rows in flight end at their next page, as lost.
 
     Notes
     -----
@@ -96,7 +96,7 @@ class Pager:
         lines : sequence of Tensor
             Of uint8 and one dimension; unchanged until `wait`.
         cancelled : callable, optional
-            Asked before each page whether the row is wanted no more.
+            Asked before each page whether the row is needed no more.
         """
         start = stop = self._next_key
         for parts in self._cut([len(line) for line in lines]):

@@ -104,7 +104,7 @@ class Origin:
 
 
 class Watch:
-    """Tells whether a tensor that is let go of is written to by who still has its memory.
+    """Tells whether a released tensor is written to by code that still has its memory.
 
     Parameters
     ----------
@@ -267,7 +267,7 @@ class Parcel:
         return list({id(trip): trip for trip in self._fillers if trip is not None}.values())
 
     def came_back(self) -> bool:
-        """Make the tensors anew, after `fillers` were awaited; return whether all are there."""
+        """Make the tensors again, after `fillers` were awaited; return whether all are there."""
         memory = dict(zip(self._storages(), self._memory, strict=True))
         self._memory, self._renewed = [], []
         fillers, self._fillers = self._fillers, []

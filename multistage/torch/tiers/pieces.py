@@ -68,7 +68,7 @@ class Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor, version: int | None = None) -> None:
-        # Detached: an output of the operation that saves it would keep its own graph for ever.
+        # Detached: an output of the operation that saves it would keep its own graph forever.
         self.tensor = tensor.detach()
         self.version = tensor._version if version is None else version
 

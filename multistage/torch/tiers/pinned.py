@@ -1,7 +1,7 @@
 """`PinnedStore`: states in pinned host memory, copied by streams of their own.
 
 On a machine without a CUDA device the same code runs on threads and plain
-memory.  With a tier below, the oldest states, which are wanted last, move on
+memory.  With a tier below, the oldest states, which are needed last, move on
 to it when the pinned memory fills, and come back in reverse order.
 
 Why each reuse of memory is safe.  A *slot* is a piece of pinned memory; `out`
@@ -21,7 +21,7 @@ copies into it, `in` copies out of it.
   after the allocation.  Its reader, the compute stream, waits for the copy's
   event in `get`; should that be another stream than allocated it, the allocator
   is told.  So it is of `in` if nobody gets it.
-* An `in` copy of a slot whose `out` copy is under way waits for its event.
+* An `in` copy of a slot whose `out` copy is in flight waits for its event.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class PinnedStore(BaseStore):
 
     @property
     def transfers(self) -> deque[TransferRecord]:
-        """Copies that are done, as their streams have them; those under way come later."""
+        """Copies that are done, as their streams have them; those in flight come later."""
         self._tell()
         return self._told
 

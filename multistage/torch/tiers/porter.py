@@ -62,7 +62,7 @@ class Trip:
     awaited : bool
         Whether its lines are for the computing thread to use.
     cancelled : bool
-        Whether it is wanted no more.
+        Whether it is needed no more.
     queued_s, ended_s : float
         When, by `time.perf_counter`.
     pages : int
@@ -250,7 +250,7 @@ class Porter:
         self._work.cancel(trip)
 
     def resume(self, trip: Trip) -> Trip | None:
-        """Let a cancelled write go on; return None if it has ended, as lost."""
+        """Let a cancelled write continue; return None if it has ended, as lost."""
         trip.cancelled = False
         return None if trip.row.error else trip
 

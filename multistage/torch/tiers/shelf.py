@@ -1,7 +1,7 @@
 """What one `offload` holds, and when it moves.
 
-Tensors are cut into pages of equal size, so that any `Store` serves.  Writes are under way
-while the forward pass goes on; the backward pass asks for tensors in about the reverse
+Tensors are cut into pages of equal size, so that any `Store` serves.  Writes are in flight
+while the forward pass continues; the backward pass asks for tensors in about the reverse
 order, and those before the one asked for are fetched ahead.
 """
 
@@ -24,7 +24,7 @@ from ..tensors.streams import Home
 from .paging import PAGE_BYTES, Pager, page_layout
 from .pieces import WRITTEN, Family, Kept, Moved, Piece, again, is_foreign, is_sole, number_of
 
-_IN_FLIGHT = 4  # tensors whose writes may be under way
+_IN_FLIGHT = 4  # tensors whose writes may be in flight
 _FEW_FAMILIES = 64  # before those that are gone are looked for
 _LOOKS = 8  # at a tensor that was just saved, one at each save, before it counts as held
 _HELD_LOOKS = 2  # at tensors that are held, at each save
@@ -185,7 +185,7 @@ class Shelf:
         self._let_go(piece)
 
     def _let_go(self, piece: Piece) -> None:
-        """Let go of what a piece was saved from."""
+        """Release what a piece was saved from."""
         assert piece.versions is not None
         self._drop(piece.versions[0])
         piece.versions = None
@@ -210,7 +210,7 @@ class Shelf:
             self._written(piece)
 
     def _written(self, piece: Piece) -> None:
-        """Wait until a piece's pages have left it; let go of it."""
+        """Wait until a piece's pages have left it; release it."""
         if piece.versions is None:
             return
         tensor, version = piece.versions
@@ -219,7 +219,7 @@ class Shelf:
         self._let_go(piece)
 
     def settle(self) -> None:
-        """Wait for the writes under way: the forward pass is over."""
+        """Wait for the writes in flight: the forward pass is over."""
         with self._lock:
             self._tidy()
             for reference in (*self._saved, *self._held):

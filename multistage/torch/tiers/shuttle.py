@@ -1,6 +1,6 @@
 """Where the states of a `PinnedStore` are, and their way to the tier below and back.
 
-When few slots are free the oldest states go down; those that are wanted come up, and
+When few slots are free the oldest states go down; those that are needed come up, and
 while slots are free the latest of those below come up ahead of time.  One mover does
 it, and is the only one to call the tier below.
 

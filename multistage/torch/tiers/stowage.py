@@ -24,7 +24,7 @@ from .paging import PAGE_BYTES
 from .parcels import Parcel
 from .porter import Porter, Trip
 
-# How long a run waits for a tier that it is done with, which may have stopped for ever.
+# How long a run waits for a tier that it is done with, which may have stopped forever.
 PATIENCE_S = 5.0
 
 
@@ -161,7 +161,7 @@ class Stowage:
         self._tokens.append((step, tape))
 
     def evict(self, step: int, tape: bool) -> bool:
-        """Wait until a parcel has left, and let go of it; False if it is lost."""
+        """Wait until a parcel has left, and release it; False if it is lost."""
         stowed = self._stowed[step, tape]
         written = self._waited(stowed.trip)
         stowed.parcel.let_go()
@@ -173,7 +173,7 @@ class Stowage:
         """Wait for a parcel to have left, no longer than so many seconds."""
         trip = self._stowed[step, tape].trip
         began = time.perf_counter()
-        # Whoever waits on finds out if the tier was closed, or its thread is gone.
+        # A waiting thread then notices that the tier was closed, or that its thread is gone.
         done = trip.done.wait(timeout_s) or not self._porter.is_alive
         self.stall_s += time.perf_counter() - began
         return done
@@ -208,7 +208,7 @@ class Stowage:
         return [stowed.trip for stowed in sent if stowed.trip.is_write]
 
     def cancel(self, timeout_s: float) -> bool:
-        """Cancel the writes; return whether the one under way has ended within a time."""
+        """Cancel the writes; return whether the one in flight has ended within a time."""
         under_way = [trip for trip in self._sent() if not trip.done.is_set()]
         for trip in reversed(under_way):
             self._porter.cancel(trip)

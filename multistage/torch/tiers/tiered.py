@@ -121,7 +121,7 @@ class Tiered:
         self._slower, self._next_look = slower, self._looks + 1
 
     def forget(self) -> bool:
-        """Measure the tier anew when it is asked for next, if that is due.
+        """Measure the tier again when it is asked for next, if that is due.
 
         Of a tier that the plan does not use: looking takes a fiftieth of the time at most.
         """
@@ -189,7 +189,7 @@ class Tiered:
         self._since = Carried(), Carried()
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A copy opens the tier anew, which only a name can.
+        # A copy opens the tier again, which only a name can.
         for name in self.names:
             if not isinstance(name, str | os.PathLike):
                 raise ArgumentError(

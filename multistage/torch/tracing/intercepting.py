@@ -1,4 +1,4 @@
-"""What the recorder sees besides calls of torch, of which torch tells no mode."""
+"""What the recorder sees besides calls of torch, which torch reports to no mode."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ from .watching import has_hooks
 class Stages(list[Part]):
     """The stages of a model, in order.
 
-    They hold for what the model was recorded with: `differences` tells what is
-    other, and `again` records the model anew.
+    They hold for what the model was recorded with: `differences` lists what is
+    other, and `again` records the model again.
 
     Attributes
     ----------

@@ -57,7 +57,7 @@ def said_late(
     slower: Callable[[], float],
     refuses: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """Say of writes that they are late, how much slower than planned, and that they go on.
+    """Say of writes that they are late, how much slower than planned, and that they continue.
 
     Of one that is not said to be late the run waits for the end, as it does without a rule.
     """

@@ -88,7 +88,7 @@ class HRevolve(Scheduler):
         self._at = 0
 
     def resetSequence(self) -> None:
-        """Begin anew."""
+        """Start again."""
         self._at = 0
 
     def next(self) -> HAction:
