@@ -27,6 +27,7 @@ from .reversing.arguments import Arguments
 from .reversing.sweeps import Sweeps
 from .reversing.unequal import Unequal
 from .reversing.uniform import Uniform
+from .states.layout import Array, Layout
 from .states.slots import States
 
 State = TypeVar("State")
@@ -138,7 +139,7 @@ class Reversal(Generic[State, Adjoint]):
         costs: Costs | StageCosts | None = None,
         checked: bool = False,
         progress: bool | None = None,
-        states: States | None = None,
+        states: States[State, Array, Layout] | None = None,
         durable: str | os.PathLike[str] | None = None,
         durable_every_s: float = 60.0,
         durable_label: str = "",

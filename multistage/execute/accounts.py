@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..actions import Action, Reverse, Tape
 from ..errors import BudgetError, ScheduleError
@@ -29,7 +29,7 @@ def reach(sweep: Sweep, action: Action, used: float) -> None:
         )
 
 
-def weigh_beside(sweep: Sweep, action: Tape | Reverse, tape: Any, others: int) -> None:
+def weigh_beside(sweep: Sweep, action: Tape | Reverse, tape: object, others: int) -> None:
     """Find out whether a tape takes more than assumed; `others` before it do so too then.
 
     Raises

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..actions import Reverse
 from ..states.apart import apart_from
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .sweep import Sweep
 
 
-def open_adjoint(sweep: Sweep, step: int, tape: Kept | None) -> Any:
+def open_adjoint(sweep: Sweep, step: int, tape: Kept | None) -> object:
     """Return what the adjoint of a step is computed from; `tape` is its own, if held until now.
 
     Raises
@@ -36,7 +36,7 @@ def open_adjoint(sweep: Sweep, step: int, tape: Kept | None) -> Any:
     return tape.state if sweep.shared else sweep.slots.load(tape, sweep.live)
 
 
-def _through_live(sweep: Sweep, step: int, tape: Kept) -> Any:
+def _through_live(sweep: Sweep, step: int, tape: Kept) -> object:
     """Put a tape into the live arrays, whose state is put aside if it may be needed."""
     if 0 <= sweep.at < step:
         used = sweep.used + 1 + (sweep.tape_slots if sweep.tapes else 0)  # the tape stands yet
@@ -50,7 +50,7 @@ def _through_live(sweep: Sweep, step: int, tape: Kept) -> Any:
     return given
 
 
-def _without(sweep: Sweep, step: int) -> Any:
+def _without(sweep: Sweep, step: int) -> object:
     """Return what the adjoint of a step is computed from, where its tape is not held."""
     if ~step in sweep.lost:
         sweep.lost.remove(~step)
@@ -62,7 +62,7 @@ def _without(sweep: Sweep, step: int) -> Any:
     return sweep.live if sweep.state_is_tape else _make_tape(sweep, step)
 
 
-def _make_tape(sweep: Sweep, step: int) -> Any:
+def _make_tape(sweep: Sweep, step: int) -> object:
     """Make a tape that is used at once."""
     tapes = sweep.tapes
     if not tapes:
@@ -76,7 +76,7 @@ def _make_tape(sweep: Sweep, step: int) -> Any:
     return made
 
 
-def close_adjoint(sweep: Sweep, given: Any, adjoint: Any) -> Any:
+def close_adjoint(sweep: Sweep, given: object, adjoint: object) -> object:
     """Release what an adjoint was computed from; return the adjoint apart from it."""
     if not sweep.state_is_tape:
         if adjoint is not None:  # the next tape may be in the same arrays

@@ -52,6 +52,8 @@ from .transfers import Transfers
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
+ArrayT = TypeVar("ArrayT")
+LayoutT = TypeVar("LayoutT")
 
 
 class Executor(Generic[State, Adjoint]):
@@ -109,9 +111,11 @@ class Executor(Generic[State, Adjoint]):
         rules: Callable[[], Rules] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         progress: Callable[[int, int], None] | None = None,
-        states: States | None = None,
+        states: States[State, ArrayT, LayoutT] | None = None,
     ) -> None:
-        self._states: States = ArrayStates(chain.in_place) if states is None else states
+        self._states: States[State, Any, Any] = (
+            ArrayStates(chain.in_place) if states is None else states
+        )
         self._chain = chain
         self._stores = tuple(stores)
         require_distinct(self._stores, "the stores of an executor")
@@ -124,8 +128,8 @@ class Executor(Generic[State, Adjoint]):
         self._progress = progress
         self._sweep: Sweep | None = None
         self._transfers: Transfers | None = None
-        self._slots: Slots | None = None
-        self._layout: StateLayout | None = None
+        self._slots: Slots[State, Any] | None = None
+        self._layout: StateLayout[State, Any, Any] | None = None
         self._birth = Birth.here()  # of the sweep
         self.timeline = Timeline()
         self.counts = Counts()
@@ -186,7 +190,8 @@ class Executor(Generic[State, Adjoint]):
         self.timeline, self.counts = ledger.timeline, ledger.counts
         ledger.begin_s = self._clock()
         self._guarded(sweep.forward, forward=True)
-        return sweep.live  # type: ignore[no-any-return]
+        last: State = sweep.live
+        return last
 
     def _begun(
         self, schedule: Schedule | Iterable[Action], state: State
@@ -227,14 +232,14 @@ class Executor(Generic[State, Adjoint]):
         """
         sweep = self._ready("reverse()")
         adjoint = sweep.slots.adopt_adjoint(adjoint, sweep.live)
-        result = self._guarded(partial(sweep.reverse, adjoint), forward=False)
+        result: Adjoint = self._guarded(partial(sweep.reverse, adjoint), forward=False)
         left = sweep.end
         self.abort()
         if self._rules is not None:
             self._rules.finish()
         if left != 0:
             raise ScheduleError(f"the schedule ended with the adjoint at {left}, not 0")
-        return result  # type: ignore[no-any-return]
+        return result
 
     def reverse_until(self, step: int) -> object:
         """Run the schedule until the adjoint of a step may begin, for the caller to compute it.
@@ -295,7 +300,8 @@ class Executor(Generic[State, Adjoint]):
     def live(self) -> State:
         """The live state, for the schedule of a forward sweep to look at."""
         assert self._sweep is not None
-        return self._sweep.live  # type: ignore[no-any-return]
+        live: State = self._sweep.live
+        return live
 
     def let_go(self) -> None:
         """Forget the sweep in progress, and the copies whose memory the next would reuse."""

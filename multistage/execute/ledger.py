@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..backends.base import Store
 from ..schedule.timeline import Timeline
@@ -13,6 +13,10 @@ from ..states.varied import Layouts
 
 if TYPE_CHECKING:
     from .sweep import Sweep
+
+State = TypeVar("State")
+ArrayT = TypeVar("ArrayT")
+PackingT = TypeVar("PackingT")
 
 # A wait shorter than this is the price of the call, not a stall.
 _STALL_S = 20e-6
@@ -74,14 +78,15 @@ class Ledger:
 
     def __init__(
         self,
-        layout: StateLayout,
+        layout: StateLayout[State, ArrayT, PackingT],
         stores: Sequence[Store],
         clock: Callable[[], float],
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self.timeline, self.counts = Timeline(), Counts()
         self.clock, self._progress = clock, progress
-        self._layout, self._stores = layout, stores
+        self._stores = stores
+        self._layout: StateLayout[Any, Any, Any] = layout
         self.begin_s = clock()
 
     def record(self, sweep: Sweep) -> None:

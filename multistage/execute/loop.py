@@ -139,7 +139,7 @@ def _cannot_start(sweep: Sweep, action: Advance | Save | Tape, step: int) -> Sch
     return only_latest(action, sweep.tapes)
 
 
-def _far(sweep: Sweep, action: Advance) -> Any:
+def _far(sweep: Sweep, action: Advance) -> object:
     """Run several steps without a reference to their first state: memory may hold few."""
     hand, advance_by = sweep.hand, sweep.advance_by
     hand.append(sweep.live)
@@ -220,7 +220,7 @@ def _end_forward(sweep: Sweep, action: EndForward) -> None:
         sweep.ledger.end_forward()
 
 
-def _reverse(sweep: Sweep, action: Reverse) -> Any:
+def _reverse(sweep: Sweep, action: Reverse) -> object:
     """Return the adjoint before a step, computed from a tape that is held, or made now."""
     step, reverse_by = action.step, sweep.reverse_by
     if step != sweep.end - 1:

@@ -19,7 +19,7 @@ import optree
 from ..errors import BudgetError
 from ..model.chain import Chain
 from ..model.stages import Stage, StageCosts
-from ..states.layout import Array
+from ..states.layout import Array, Layout
 from ..states.sharing import owner
 from ..states.tapes import own_bytes
 from ..states.varied import VariedStates, bytes_of
@@ -69,7 +69,7 @@ class Seen:
         while len(self.state_bytes) <= step + 1:
             self.state_bytes.append(-1)
 
-    def costs(self, n_steps: int, chain: Chain[Any, Any], start: int = 0) -> StageCosts:
+    def costs(self, n_steps: int, chain: Chain[State, Adjoint], start: int = 0) -> StageCosts:
         """Return the costs of steps start..n_steps-1, which have all been run forward.
 
         Where no adjoint step was timed, the others' ratio to the forward steps is taken.
@@ -99,7 +99,7 @@ class Seen:
         return found if found < math.inf else 0.0
 
 
-def of_chain(costs: StageCosts, chain: Chain[Any, Any]) -> StageCosts:
+def of_chain(costs: StageCosts, chain: Chain[State, Adjoint]) -> StageCosts:
     """Return costs with what follows from how a chain keeps its states.
 
     Where a state is its own tape, an adjoint step from the live state needs no forward
@@ -154,8 +154,8 @@ class Metered(Generic[State, Adjoint]):
         self.one_tape = bool(getattr(chain, "one_tape", False))
         self.seen = Seen()
         self.costs: StageCosts | None = None
-        self._tape: Any = None  # the one made last: what the next shares with it counts once
-        self._weights: dict[int, tuple[Any, int]] = {}  # bytes of a layout, by its identity
+        self._tape: object = None  # the one made last: what the next shares with it counts once
+        self._weights: dict[int, tuple[Layout, int]] = {}  # bytes of a layout, by its identity
 
     def begin(self, state: State) -> None:
         """Weigh state 0.  Raises LargerThanPlanned."""

@@ -10,13 +10,12 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 from ..backends.base import Store
 from ..errors import StoreError
 
 # By the store's identity: a sweep keeps its stores alive, and its entry is gone when it is.
-_sweeps: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_sweeps: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 # Re-entrant: a garbage collection may end another sweep while it is held.
 _lock = threading.RLock()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ..actions import Answer, Await, Drop, Evict, Get, Offer, Put
 from ..states.slots import Kept
@@ -11,7 +11,11 @@ if TYPE_CHECKING:
     from .sweep import Sweep
 
 
-class Operators(Protocol):
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
+
+
+class Operators(Protocol[State, Adjoint]):
     """What the loop asks of a chain; `multistage.Chain` is one."""
 
     @property
@@ -20,15 +24,15 @@ class Operators(Protocol):
     @property
     def state_is_tape(self) -> bool: ...
 
-    def advance(self, state: Any, start: int, stop: int) -> Any:
+    def advance(self, state: State, start: int, stop: int) -> State:
         """Run steps start..stop-1."""
         ...
 
-    def tape(self, state: Any, step: int) -> tuple[Any, Any]:
+    def tape(self, state: State, step: int) -> tuple[State, object]:
         """Run one step; return the state after it and its tape."""
         ...
 
-    def reverse(self, tape: Any, adjoint: Any, step: int) -> Any:
+    def reverse(self, tape: object, adjoint: Adjoint, step: int) -> Adjoint:
         """Return the adjoint of the state before a step; not called where adjoints are pulled."""
         ...
 
@@ -54,6 +58,6 @@ class Elsewhere(Protocol):
         """Return a state that no slot holds: state 0, or one computed again."""
         ...
 
-    def find_tape(self, sweep: Sweep, step: int) -> Any:
+    def find_tape(self, sweep: Sweep, step: int) -> object:
         """Return a tape, in place of one that was lost."""
         ...

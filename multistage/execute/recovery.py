@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 from ..errors import StateError
 from ..model.chain import Chain
@@ -14,6 +14,11 @@ from ..support.step_sets import StepSet
 from .metered import LargerThanPlanned
 from .sweep import Sweep
 
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
+ArrayT = TypeVar("ArrayT")
+PackingT = TypeVar("PackingT")
+
 # Steps run again at most, to find the one whose state was the first of another layout.
 _RUN_AGAIN = 4096
 
@@ -22,7 +27,7 @@ def nearest(
     sweep: Sweep,
     step: int,
     stored: Sequence[StepSet],
-    fetched: Callable[[int, int], list[Any] | None],
+    fetched: Callable[[int, int], list[object] | None],
 ) -> tuple[int, Kept]:
     """Return the nearest state up to `step` that can be had, and its index.
 
@@ -78,7 +83,10 @@ def given_back(error: BaseException, sweep: Sweep | None) -> BaseException:
 
 
 def first_to_differ(
-    error: BaseException, sweep: Sweep | None, chain: Chain[Any, Any], layout: StateLayout | None
+    error: BaseException,
+    sweep: Sweep | None,
+    chain: Chain[State, Adjoint],
+    layout: StateLayout[State, ArrayT, PackingT] | None,
 ) -> BaseException:
     """Return the error that names the step whose state was the first of another layout.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..schedule.rules import Rules
+from ..states.layout import Array
 from .sweep import Sweep
 from .transfers import Transfers
 
@@ -25,7 +25,7 @@ class Resumed:
     """
 
     stored: tuple[int, ...]
-    last: list[Any] | None = None
+    last: list[Array] | None = None
     end: int | None = None
 
     def take_up(self, sweep: Sweep, transfers: Transfers, state: object) -> None:

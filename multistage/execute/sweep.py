@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeVar
 
 from ..actions import EndForward, Evict, Schedule
 from ..errors import MultistageError, ScheduleError
@@ -27,6 +27,10 @@ from .adjoints import close_adjoint, open_adjoint
 from .ledger import Ledger
 from .loop import perform
 from .protocols import Elsewhere, Operators
+
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
+ArrayT = TypeVar("ArrayT")
 
 # Compute spans are recorded at most this often: a record takes 4 microseconds.
 _WINDOW_S = 1e-3
@@ -93,20 +97,22 @@ class Sweep:
     def __init__(
         self,
         schedule: Schedule,
-        chain: Operators,
-        slots: Slots,
+        chain: Operators[State, Adjoint],
+        slots: Slots[State, ArrayT],
         elsewhere: Elsewhere,
         origin: Kept,
-        live: Any,
+        live: State,
         ledger: Ledger | None = None,
         *,
-        look: Callable[[Any, int], object] | None = None,
+        look: Callable[[State, int], object] | None = None,
         limit: float = math.inf,
         tape_slots: float = 1.0,
-        weigh: Callable[[int, Any, Any, float], float] | None = None,
+        weigh: Callable[[int, object, object, float], float] | None = None,
         detour: Callable[[Sweep, Evict | EndForward], Schedule | None] | None = None,
     ) -> None:
-        self.schedule, self.elsewhere, self.origin, self.live = schedule, elsewhere, origin, live
+        self.schedule, self.elsewhere, self.origin = schedule, elsewhere, origin
+        # Of the chain's types, or None where it is used up.
+        self.live: Any = live
         self.at = self.end = 0
         self.begun: int | None = None
         self.is_forward = True
@@ -115,15 +121,22 @@ class Sweep:
         self.lost: set[int] = set()
         self.used = 0.0
         self.tape_slots, self.limit = tape_slots, limit
-        self.look, self.ledger = look, ledger
+        self.look: Callable[[Any, int], object] | None = look
+        self.ledger = ledger
         self.clock = time.perf_counter if ledger is None else ledger.clock
-        self.advance_by, self.tape_by, self.reverse_by = chain.advance, chain.tape, chain.reverse
+        self.advance_by: Callable[[Any, int, int], Any] = chain.advance
+        self.tape_by: Callable[[Any, int], tuple[Any, object]] = chain.tape
+        self.reverse_by: Callable[[object, Any, int], Any] = chain.reverse
         self.copies, self.state_is_tape = chain.in_place, chain.state_is_tape
         self.one_tape = not chain.state_is_tape and bool(getattr(chain, "one_tape", False))
-        self.slots, self.shared = slots, slots.shared
+        self.slots: Slots[Any, Any] = slots
+        self.shared = slots.shared
         # Whether adjoints are computed from a slot's state as it is.
         self.lends = chain.state_is_tape and slots.shared and not chain.in_place
-        self.keep, self.release, self.apart = slots.keep, slots.release, slots.apart
+        self.keep: Callable[[Any, int], Kept] = slots.keep
+        self.release: Callable[[Kept], None] = slots.release
+        self.apart: Callable[[Any, Any], Any] = slots.apart
+        self.hold: Callable[[object, tuple[Any, Any], int], Kept]
         self.hold = not_held if self.one_tape else slots.keep_tape
         self.used_up: Callable[[Any], Any] | None = getattr(slots, "used_up", None)
         self.check: Callable[[Any, int], None] | None = None
@@ -155,12 +168,12 @@ class Sweep:
         if not self._perform(pulls=False):
             raise ScheduleError("the schedule ended without EndForward")
 
-    def take_live(self) -> Any:
+    def take_live(self) -> object:
         """Return the live state, which the sweep holds no more."""
         live, self.live, self.at = self.live, None, -1
         return live
 
-    def reverse(self, adjoint: Any) -> Any:
+    def reverse(self, adjoint: object) -> object:
         """Perform the rest of the schedule, adjoints included; return the last one.
 
         Parameters
@@ -178,7 +191,7 @@ class Sweep:
         finally:
             self.adjoint = None
 
-    def reverse_until(self, step: int, restart: Callable[[], Schedule] | None = None) -> Any:
+    def reverse_until(self, step: int, restart: Callable[[], Schedule] | None = None) -> object:
         """Perform actions until the adjoint of a step may begin.
 
         Parameters
@@ -284,6 +297,6 @@ class Sweep:
         self.forward_s = self.reverse_s = 0.0
 
 
-def not_held(tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+def not_held(tape: object, states: tuple[object, object], step: int) -> Kept:
     """Wrap the only tape of a chain, which is in the operators' own arrays."""
     return Kept(tape, ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from ..actions import Answer, Await, Drop, Evict, Get, Offer, Put
 from ..backends.base import CheckpointLost, Store
@@ -17,6 +17,11 @@ from .accounts import illegal
 from .ledger import Ledger
 from .recovery import nearest
 from .sweep import Sweep
+
+State = TypeVar("State")
+ArrayT = TypeVar("ArrayT")
+PackingT = TypeVar("PackingT")
+TransferT = TypeVar("TransferT")
 
 
 @dataclass(slots=True)
@@ -51,14 +56,15 @@ class Transfers:
     def __init__(
         self,
         stores: Sequence[Store],
-        layout: StateLayout,
+        layout: StateLayout[State, ArrayT, PackingT],
         ledger: Ledger,
-        advance: Callable[[Any, int, int], Any],
+        advance: Callable[[State, int, int], State],
     ) -> None:
         self.shield = Shield()
         self.stored = [StepSet() for _ in stores]
-        self._stores, self._layout, self._ledger = tuple(stores), layout, ledger
-        self._advance = advance
+        self._stores, self._ledger = tuple(stores), ledger
+        self._layout: StateLayout[Any, Any, Any] = layout
+        self._advance: Callable[[Any, int, int], Any] = advance
         self._tokens: dict[int, _Pending] = {}
         self._next_token = 0
         self._packings: dict[tuple[int, int], Any] = {}
@@ -106,7 +112,9 @@ class Transfers:
         if action.tape:
             raise illegal(action, "tapes stay in fast memory here")
 
-    def _shielded(self, perform: Callable[[Sweep, Any], Answer], sweep: Sweep, on: Any) -> Answer:
+    def _shielded(
+        self, perform: Callable[[Sweep, TransferT], Answer], sweep: Sweep, on: TransferT
+    ) -> Answer:
         shield = self.shield
         shield.up = True
         try:
@@ -197,7 +205,7 @@ class Transfers:
 
     # -------------------------------------------------------------- what is lost
 
-    def fetched(self, step: int, tier: int) -> list[Any] | None:
+    def fetched(self, step: int, tier: int) -> list[object] | None:
         """Return the arrays of a checkpoint, or None if it is lost."""
         try:
             arrays = self._stores[tier].get(step)
@@ -220,7 +228,7 @@ class Transfers:
         sweep.held[step] = kept
         return kept
 
-    def find_tape(self, sweep: Sweep, step: int) -> Any:
+    def find_tape(self, sweep: Sweep, step: int) -> NoReturn:
         """Tapes do not travel here, and none is lost."""
         raise AssertionError(f"tape {step} was lost")
 

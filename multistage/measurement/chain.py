@@ -30,7 +30,7 @@ from ..model.tier import Tier
 from ..planners.single.revolve import revolve_schedule
 from ..states.arrays import ArrayStates
 from ..states.in_place import InPlace
-from ..states.layout import Array
+from ..states.layout import Array, Layout
 from ..states.slots import Kept, Slots, States, overwritten
 from ..states.tapes import own_bytes
 from ..support.progress import counting
@@ -55,7 +55,7 @@ def measure(
     *,
     adjoint: Adjoint | None = None,
     seconds: float = 1.0,
-    states: States | None = None,
+    states: States[State, Array, Layout] | None = None,
     agree: Callable[[float], float] | None = None,
     progress: bool | None = None,
 ) -> Costs:
@@ -112,11 +112,11 @@ def _measure(
     stores: Sequence[Store],
     adjoint: Adjoint | None,
     seconds: float,
-    states: States,
+    states: States[State, Array, Layout],
     agree: Callable[[float], float] | None,
     tick: Callable[[str], None],
 ) -> Costs:
-    layout: Any = states.layout(state)
+    layout = states.layout(state)
     share = seconds / (2 + len(stores))
     arrays: list[Array] | None = None
     slots = states.slots(layout)
@@ -168,7 +168,7 @@ def _measure(
 
 @contextlib.contextmanager
 def starting(
-    chain: Chain[State, Adjoint], state: State, slots: Slots
+    chain: Chain[State, Adjoint], state: State, slots: Slots[State, Array]
 ) -> Iterator[Callable[[], State]]:
     """Give a function that returns state 0 again and again; leave `state` as it was."""
     kept = slots.keep(state, 0)
@@ -184,7 +184,7 @@ def starting(
         slots.release_all()
 
 
-def _restore(kept: Kept, state: Any, slots: Slots) -> None:
+def _restore(kept: Kept, state: State, slots: Slots[State, Array]) -> None:
     try:
         slots.load(kept, state)
     except StateError as error:  # steps have put arrays of other shapes into it
@@ -196,7 +196,11 @@ def _restore(kept: Kept, state: Any, slots: Slots) -> None:
 
 
 def sample(
-    chain: Chain[State, Adjoint], state: State, slots: Slots, layout: Any, steps: int
+    chain: Chain[State, Adjoint],
+    state: State,
+    slots: Slots[State, Array],
+    layout: Layout,
+    steps: int,
 ) -> list[Array]:
     """Return the arrays of the state some steps on, for a store that compresses.
 
@@ -204,7 +208,8 @@ def sample(
     """
     kept = slots.keep(chain.advance(state, 0, steps), steps)  # slots know where the arrays are
     try:
-        arrays, _ = layout.pack(kept.arrays)
+        held: Sequence[Any] = kept.arrays
+        arrays, _ = layout.pack(held)
         return [np.array(array) for array in arrays]
     finally:
         slots.release(kept)
@@ -276,7 +281,7 @@ def _measure_tapes(
     start: Callable[[], State],
     n_steps: int,
     seconds: float,
-    slots: Slots,
+    slots: Slots[State, Array],
     agree: Callable[[float], float] | None,
 ) -> tuple[float, int]:
     """Return the seconds of a step that keeps its tape, and the bytes of a tape."""
@@ -291,9 +296,11 @@ def _measure_tapes(
     return tape_s, _tape_bytes(chain, start(), n_steps, slots)
 
 
-def _tape_bytes(chain: Chain[State, Adjoint], state: State, n_steps: int, slots: Slots) -> int:
+def _tape_bytes(
+    chain: Chain[State, Adjoint], state: State, n_steps: int, slots: Slots[State, Array]
+) -> int:
     """Return the bytes that one more tape holds; 0 if no array is found in it."""
-    tape: Any = None
+    tape: object = None
     for i in range(min(2, n_steps)):
         last, given = tape, state
         state, tape = chain.tape(state, i)

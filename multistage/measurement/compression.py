@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from ..backends.base import Store
 from ..backends.compressed import compressions
 from ..model.chain import Chain
 from ..model.costs import Costs
 from ..model.tier import Tier
-from ..states.layout import Array
+from ..states.layout import Array, Layout
 from ..states.slots import States
 from ..support.units import format_seconds
 from .chain import sample, starting
@@ -37,7 +37,7 @@ def choose_compression(
     n_steps: int,
     costs: Costs,
     stores: Sequence[Store],
-    states: States,
+    states: States[State, Array, Layout],
     predict: Callable[[Costs], float],
 ) -> Costs:
     """Settle what the stores with `compress=auto` do; return the costs with their tiers.
@@ -53,7 +53,7 @@ def choose_compression(
     predict : callable
         The makespan, in seconds, that is planned for some costs.
     """
-    layout: Any = states.layout(state)
+    layout = states.layout(state)
     steps, sweep_s = min(n_steps, _SAMPLE_STEPS), n_steps * costs.forward_step_s
     slots = states.slots(layout)
     with starting(chain, state, slots) as start:
@@ -110,7 +110,7 @@ def _lost_per_write(
     start: Callable[[], State],
     steps: int,
     store: Store,
-    layout: Any,
+    layout: Layout,
     arrays: Sequence[Array],
 ) -> float:
     """Return the seconds that steps beside a busy store lose per state written.

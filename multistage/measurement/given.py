@@ -9,20 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 from ..errors import ArgumentError, BudgetError
 from ..model.chain import Chain
 from ..model.costs import NOT_KEPT, Costs
 from ..planners import PLANNERS, Planner, UniformPlan
 
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
 
-def one_tape(chain: Chain[Any, Any]) -> bool:
+
+def one_tape(chain: Chain[State, Adjoint]) -> bool:
     """Whether a chain has tapes, of which only the latest exists."""
     return not chain.state_is_tape and bool(getattr(chain, "one_tape", False))
 
 
-def agreeing(costs: Costs, chain: Chain[Any, Any]) -> Costs:
+def agreeing(costs: Costs, chain: Chain[State, Adjoint]) -> Costs:
     """Return given costs as those of a chain, of which no second tape may be kept perhaps.
 
     Raises
@@ -75,7 +78,9 @@ def planner_of(planner: str | UniformPlan | Planner, n_steps: int | None) -> str
     return lambda costs, slots, n: made
 
 
-def planned(planner: Callable[..., Any], costs: Costs, slots: int, n_steps: int) -> UniformPlan:
+def planned(
+    planner: Callable[[Costs, int, int], object], costs: Costs, slots: int, n_steps: int
+) -> UniformPlan:
     """Return the plan of a user's planner, for these steps and within these slots.
 
     Raises

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,7 +34,7 @@ def probe_store(
     *,
     seconds: float = 0.5,
     most: int = 100_000,
-    arrays: Sequence[Any] | None = None,
+    arrays: Sequence[Array] | None = None,
     sweep_s: float = math.inf,
 ) -> Tier:
     """Measure one store for states of `layout`, by itself; it is opened and closed.
@@ -90,7 +90,7 @@ def _probe_levels(
     layout: Layout,
     seconds: float,
     most: int,
-    arrays: Sequence[Any],
+    arrays: Sequence[Array],
     sweep_s: float,
 ) -> Tier:
     upper, lower = (

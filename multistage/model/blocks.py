@@ -21,12 +21,12 @@ same to the last bit.
 from __future__ import annotations
 
 import operator
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from ..errors import ArgumentError
 from ..states.apart import apart_from
 from ..states.arrays import ArrayStates
-from ..states.layout import Layout
+from ..states.layout import Array, Layout
 from ..states.slots import Kept, Slots, no_adjoint
 from .chain import Chain
 
@@ -81,7 +81,7 @@ class Blocks(Generic[State, Adjoint]):
         self.n_blocks = None if self._n_steps is None else -(-self._n_steps // self._size)
         # A chain with one tape cannot tape a block: its steps are run again, too.
         self._again = bool(getattr(chain, "one_tape", False))
-        self._states: Slots | None = None
+        self._states: Slots[State, Array] | None = None
         self._layout: Layout | None = None
 
     @property
@@ -128,7 +128,7 @@ class Blocks(Generic[State, Adjoint]):
         first, stop = self._first(step), self._first(step + 1)
         if self.state_is_tape:
             return self._run_again(cast(State, tape), adjoint, first, stop)
-        tapes, wanted = cast(list[Any], tape), adjoint is not None
+        tapes, wanted = cast(list[object], tape), adjoint is not None
         for i in reversed(range(first, stop)):
             adjoint = self._chain.reverse(tapes.pop(), adjoint, i)  # popped: free after its use
             if adjoint is None and wanted:
@@ -160,7 +160,7 @@ class Blocks(Generic[State, Adjoint]):
         finally:
             slots.release_all()
 
-    def _slots(self, state: State) -> Slots:
+    def _slots(self, state: State) -> Slots[State, Array]:
         """Return slots for states like this one: kept from block to block with their arrays."""
         layout = Layout.of(state)
         if self._states is None or self._layout is None or not layout.same_as(self._layout):

@@ -20,6 +20,7 @@ from ..model.stages import StageCosts
 from ..planners import Planner, UniformPlan
 from ..planners.uniform import require_steps
 from ..states.arrays import ArrayStates
+from ..states.layout import Array, Layout
 from ..states.slots import States
 from ..support.free_memory import default_budget_bytes
 from ..support.interrupts import Shield
@@ -59,7 +60,7 @@ class Arguments(Generic[State, Adjoint]):
     planner: str | Planner
     costs: Costs | None
     stages: StageCosts | None
-    states: States
+    states: States[State, Array, Layout]
     durable: DurableRun | None
     checked: bool
     may_differ: bool
@@ -77,7 +78,7 @@ class Arguments(Generic[State, Adjoint]):
         planner: str | UniformPlan | Planner = "auto",
         costs: Costs | StageCosts | None = None,
         checked: bool = False,
-        states: States | None = None,
+        states: States[State, Array, Layout] | None = None,
         durable: str | os.PathLike[str] | DurableRun | None = None,
         durable_every_s: float = 60.0,
         durable_label: str = "",

@@ -10,7 +10,7 @@ from functools import partial
 from ..backends.base import Store
 from ..backends.lifetimes import Birth, end, forked
 from ..durable.run import DurableRun
-from ..states.slots import StateLayout
+from ..states.layout import Layout
 from ..support.interrupts import Shield
 
 
@@ -29,7 +29,7 @@ class OpenStores:
         self._birth = Birth.here()  # of what was opened
         self._dropped: weakref.finalize[..., OpenStores] | None = None
 
-    def open(self, stores: Iterable[Store], layout: StateLayout) -> None:
+    def open(self, stores: Iterable[Store], layout: Layout) -> None:
         """Open stores for states of a layout, unless stores are open already.
 
         Raises
@@ -49,7 +49,7 @@ class OpenStores:
         self._dropped.atexit = False  # media have finalizers of their own
         with Shield(up=True):
             for store in stores:
-                store.open(layout)  # type: ignore[arg-type]
+                store.open(layout)
                 self._opened.append(store)  # after an error these are closed again
 
     def begin(self) -> None:

@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from ..actions import Schedule
 from ..backends.base import Store
 from ..backends.compressed import compressions
+from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
 from ..errors import BudgetError
 from ..execute.executor import Counts, Executor
@@ -33,7 +34,7 @@ from ..planners.streaming.resumed import durable_online_schedule, durable_plan, 
 from ..planners.uniform import sealing
 from ..schedule.rules import Rules
 from ..schedule.timeline import Timeline
-from ..states.slots import StateLayout
+from ..states.layout import Layout
 from ..support.interrupts import Shield
 from ..support.progress import Bars
 from .arguments import Arguments
@@ -71,7 +72,7 @@ class Uniform(Generic[State, Adjoint]):
         self.plan: UniformPlan | None = None
         self.resumed: Resumed | None = None
         self._given = given.costs is not None
-        self._layout: StateLayout | None = None
+        self._layout: Layout | None = None
         self._slots = 0
         self._stale = False  # the plan rests on costs that were seen to be others
         self._timed: Metered[State, Adjoint] | None = None  # the first sweep, step by step
@@ -116,13 +117,13 @@ class Uniform(Generic[State, Adjoint]):
 
     # ----------------------------------------------------------------- measuring
 
-    def _look_at(self, state: State, executor: Executor[State, Adjoint] | None) -> Any:
+    def _look_at(self, state: State, executor: Executor[State, Adjoint] | None) -> Layout:
         """Return the layout of a state, for which the budget must have room.
 
         A plan for other states is dropped; a durable folder is opened.
         """
         given = self._arguments
-        layout: Any = given.states.layout(state)
+        layout = given.states.layout(state)
         buffers = sum(store.buffer_bytes(layout) for store in given.stores)
         self._slots = given.budget.slots_for(layout.nbytes, buffers)
         if self._layout is None or not layout.same_as(self._layout):
@@ -136,8 +137,9 @@ class Uniform(Generic[State, Adjoint]):
             self._attach(given.durable, layout, state)
         return layout
 
-    def _attach(self, durable: DurableRun, layout: Any, state: State) -> None:
+    def _attach(self, durable: DurableRun, layout: Layout, state: State) -> None:
         """Open the durable folder, take its costs."""
+        assert isinstance(layout, OrderedLayout)  # of its `OrderedStates`
         if durable.taken:
             self._opened.close_stores()
         self._opened.begin()

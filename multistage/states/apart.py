@@ -13,7 +13,7 @@ from .sharing import Memory, is_record
 Adjoint = TypeVar("Adjoint")
 
 
-def apart_from(adjoint: Adjoint, given: Any) -> Adjoint:
+def apart_from(adjoint: Adjoint, given: object) -> Adjoint:
     """Return what an adjoint step returned, copied where it shares memory with what it was given.
 
     That is a state or a tape which is done with: operators may make the next one
@@ -26,8 +26,8 @@ def apart_from(adjoint: Adjoint, given: Any) -> Adjoint:
     mine, theirs = _owned(adjoint), _owned(given)
     if mine is not None and theirs is not None and not _meet(mine, theirs):
         return adjoint
-    given = optree.tree_leaves(given, none_is_leaf=True)
-    return Memory(given).visibly_apart(adjoint)
+    tree: Any = given
+    return Memory(optree.tree_leaves(tree, none_is_leaf=True)).visibly_apart(adjoint)
 
 
 def _meet(some: Sequence[Any], others: Sequence[Any]) -> bool:

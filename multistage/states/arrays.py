@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .in_place import InPlace
 from .layout import Layout
 from .references import References
-from .slots import Slots
 
 
 class ArrayStates:
@@ -22,8 +19,8 @@ class ArrayStates:
     def __init__(self, in_place: bool) -> None:
         self._in_place = in_place
 
-    def layout(self, state: Any) -> Layout:
+    def layout(self, state: object) -> Layout:
         return Layout.of(state)
 
-    def slots(self, layout: Layout) -> Slots:
+    def slots(self, layout: Layout) -> InPlace | References:
         return InPlace(layout) if self._in_place else References(layout)

@@ -11,6 +11,7 @@ from .layout import Array, Layout
 from .sharing import owner
 from .slots import Kept
 
+State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 
 
@@ -25,11 +26,11 @@ class Copies:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._pool: list[Sequence[Array]] = []
+        self._pool: list[Sequence[Any]] = []
         self._own: dict[int, list[Any]] = {}  # id -> [kept, holders]
         self._first: Kept | None = None
 
-    def keep(self, state: Any, where: int | str) -> Kept:
+    def keep(self, state: object, where: int | str) -> Kept:
         if where == 0 and self._first is not None:
             self._own[id(self._first)][1] += 1
             return self._first
@@ -45,20 +46,21 @@ class Copies:
             self._pool.pop()
         return Kept(step, arrays)
 
-    def load(self, kept: Kept, live: Any) -> Any:
-        self._copy_back(self._layout.arrays(live, kept.state), kept)
+    def load(self, kept: Kept, live: State) -> State:
+        where: Any = kept.state
+        self._copy_back(self._layout.arrays(live, where), kept)
         return live
 
-    def check(self, live: Any, where: int | str) -> None:
+    def check(self, live: object, where: int | str) -> None:
         """Nothing: the arrays are not the live state's."""
 
-    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+    def keep_tape(self, tape: object, states: tuple[object, object], step: int) -> Kept:
         return Kept(tape, ())  # the operators' own
 
-    def adopt_adjoint(self, adjoint: Adjoint, live: Any) -> Adjoint:
+    def adopt_adjoint(self, adjoint: Adjoint, live: object) -> Adjoint:
         return adjoint
 
-    def apart(self, adjoint: Adjoint, live: Any) -> Adjoint:
+    def apart(self, adjoint: Adjoint, live: object) -> Adjoint:
         return adjoint
 
     def release(self, kept: Kept) -> None:
@@ -92,12 +94,13 @@ class Copies:
         return [np.empty_like(array) for array in arrays]
 
     def _copy_back(self, targets: list[Array], kept: Kept) -> None:
-        for target, array in zip(targets, kept.arrays, strict=True):
+        arrays: Sequence[Any] = kept.arrays
+        for target, array in zip(targets, arrays, strict=True):
             np.copyto(target, array)
 
     def _recycle(self, kept: Kept) -> None:
         self._pool.append(kept.arrays)
 
-    def _live(self, state: Any, where: int | str) -> list[Array]:
+    def _live(self, state: object, where: int | str) -> list[Array]:
         """Return the arrays to copy from."""
         return self._layout.arrays(state, where)

@@ -18,6 +18,7 @@ from .sharing import Frozen, Memory, lone_owners, overlap, references
 from .slots import Kept
 from .strides import Geometry, alike, duplicate, geometry, room
 
+State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 
 _NOTHING: Any = object()  # no state
@@ -47,15 +48,16 @@ class InPlace(Copies):
         self._places: dict[int, int] = {}  # id -> where in `_home`
         self._memory = Memory(())
 
-    def load(self, kept: Kept, live: Any) -> Any:
-        if live is self._only and type(kept.arrays[0]) is np.ndarray:
-            put_back(live, kept.arrays[0], "")
+    def load(self, kept: Kept, live: State) -> State:
+        arrays: Sequence[Any] = kept.arrays
+        if live is self._only and type(arrays[0]) is np.ndarray:
+            put_back(self._home[0], arrays[0], "")
             return live
         leaves = self._leaves(live)
-        if self._is_home(leaves) and all(type(array) is np.ndarray for array in kept.arrays):
+        if self._is_home(leaves) and all(type(array) is np.ndarray for array in arrays):
             self._copy_back(leaves, kept)
             return live
-        for k, value in enumerate(kept.arrays):
+        for k, value in enumerate(arrays):
             if type(value) is not np.ndarray:
                 leaves[k] = value
             elif id(leaves[k]) in self._places and alike(leaves[k], value):
@@ -64,24 +66,26 @@ class InPlace(Copies):
                 leaves[k] = duplicate(value)
         return replaced(live, self._layout.state(leaves))
 
-    def check(self, live: Any, where: int | str) -> None:
+    def check(self, live: object, where: int | str) -> None:
         if live is not self._only:
             self._live(live, where)
         else:
             self._layout.arrays(live, where)  # a step can set the shape of an array
 
-    def given_back(self, live: Any, kept: Kept) -> bool:
+    def given_back(self, live: State, kept: Kept) -> bool:
         """Put the state that the sweep began with back into its tree, whatever that is now.
 
         For a sweep that a state of another layout has ended: what its arrays were is
         copied into those of them that are there still, else into new ones.  False if the
         tree cannot take new ones, as an array or a tuple.
         """
-        found = optree.tree_leaves(live, none_is_leaf=True)
+        tree: Any = live
+        found: list[Any] = optree.tree_leaves(tree, none_is_leaf=True)
         own = list(map(id, self._home))
         fits = len(found) == len(self._layout.leaves)
+        arrays: Sequence[Any] = kept.arrays
         leaves: list[Any] = []
-        for k, array in enumerate(kept.arrays):
+        for k, array in enumerate(arrays):
             leaf: Any = found[k] if fits else None
             # Any other array may be the operators' own.
             if id(leaf) == own[k] and (leaf.shape, leaf.dtype) == (array.shape, array.dtype):
@@ -91,14 +95,14 @@ class InPlace(Copies):
                 leaves.append(duplicate(array) if type(array) is np.ndarray else array)
         return replaced(live, self._layout.state(leaves)) is live
 
-    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+    def keep_tape(self, tape: object, states: tuple[object, object], step: int) -> Kept:
         memory = self._memory_of(states[1])
         return keep_tape(self._frozen, tape, states, memory, f"the tape of step {step}")
 
-    def adopt_adjoint(self, adjoint: Adjoint, live: Any) -> Adjoint:
+    def adopt_adjoint(self, adjoint: Adjoint, live: object) -> Adjoint:
         return self._memory_of(live).apart(adjoint, "the adjoint")
 
-    def apart(self, adjoint: Adjoint, live: Any) -> Adjoint:
+    def apart(self, adjoint: Adjoint, live: object) -> Adjoint:
         return self._memory_of(live).visibly_apart(adjoint)
 
     def release(self, kept: Kept) -> None:
@@ -115,7 +119,7 @@ class InPlace(Copies):
         self._places = {}
         self._memory = Memory(())
 
-    def _leaves(self, state: Any, where: int | str = "the live state") -> list[Any]:
+    def _leaves(self, state: object, where: int | str = "the live state") -> list[Any]:
         """Return the leaves of a state; those of the first one looked at may be overwritten."""
         leaves = self._layout.arrays(state, where)
         if not self._home:
@@ -144,13 +148,13 @@ class InPlace(Copies):
         """Whether a state has the arrays that the sweep began with, each in its place."""
         return self._simple and all(map(operator.is_, leaves, self._home))
 
-    def _memory_of(self, live: Any) -> Memory:
+    def _memory_of(self, live: object) -> Memory:
         if live is self._only:
             return self._memory
         leaves = self._leaves(live)
         return self._memory if self._is_home(leaves) else Memory(leaves)
 
-    def _live(self, state: Any, where: int | str) -> list[Array]:
+    def _live(self, state: object, where: int | str) -> list[Array]:
         """Return the arrays to copy from.  Raises StateError if they could not be restored."""
         leaves = self._leaves(state, where)
         if not self._is_home(leaves):
@@ -220,7 +224,8 @@ class InPlace(Copies):
         return tuple(copies)
 
     def _copy_back(self, targets: list[Array], kept: Kept) -> None:
-        for target, array, leaf in zip(targets, kept.arrays, self._layout.leaves, strict=True):
+        arrays: Sequence[Any] = kept.arrays
+        for target, array, leaf in zip(targets, arrays, self._layout.leaves, strict=True):
             put_back(target, array, leaf.path)
 
     def _recycle(self, kept: Kept) -> None:
@@ -251,24 +256,26 @@ def put_back(target: Array, array: Array, path: str) -> None:
         )
 
 
-def replaced(live: Any, made: Any) -> Any:
+def replaced(live: State, made: object) -> State:
     """Return `live` with the leaves of `made`; a container that cannot change is exchanged."""
-    kind = type(live)
+    tree: Any = live
+    leaves: Any = made
+    kind = type(tree)
     if kind in (dict, OrderedDict, defaultdict):
-        for key in live:
-            live[key] = replaced(live[key], made[key])
+        for key in tree:
+            tree[key] = replaced(tree[key], leaves[key])
     elif kind in (list, deque):
-        for k, value in enumerate(made):
-            live[k] = replaced(live[k], value)
-    elif kind is type(made) and (
+        for k, value in enumerate(leaves):
+            tree[k] = replaced(tree[k], value)
+    elif kind is type(leaves) and (
         kind is tuple or hasattr(kind, "_make")
     ):  # what hangs below it may change
-        parts = [replaced(one, other) for one, other in zip(live, made, strict=True)]
-        if all(map(operator.is_, parts, live)):
-            return live
-        return kind._make(parts) if hasattr(kind, "_make") else tuple(parts)
-    elif kind is type(made) and hasattr(live, "__dict__"):  # a registered node
-        vars(live).update(vars(made))
+        parts = [replaced(one, other) for one, other in zip(tree, leaves, strict=True)]
+        if not all(map(operator.is_, parts, tree)):
+            tree = kind._make(parts) if hasattr(kind, "_make") else tuple(parts)
+    elif kind is type(leaves) and hasattr(tree, "__dict__"):  # a registered node
+        vars(tree).update(vars(leaves))
     else:
-        return made
-    return live
+        tree = leaves
+    state: State = tree
+    return state

@@ -152,7 +152,7 @@ class Layout:
         except ValueError:
             return []
 
-    def state(self, arrays: Sequence[Array]) -> Any:
+    def state(self, arrays: Sequence[Array]) -> object:
         """Return the state made of `arrays`, the inverse of `arrays()`: a tree of its own."""
         if self.single is not None:
             return arrays[0]

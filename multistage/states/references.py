@@ -11,6 +11,7 @@ each load makes new ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -22,6 +23,7 @@ from .sharing import Frozen, Memory, lone_owners, owner, thaw
 from .slots import Kept
 from .strides import duplicate
 
+State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 
 _kept = tuple.__new__  # what Kept(...) does, without the call around it
@@ -39,7 +41,7 @@ class References:
         self.shared = layout.fixed
         self._later: optree.PyTreeSpec | None = None  # of a state that a step returned
 
-    def keep(self, state: Any, where: int | str) -> Kept:
+    def keep(self, state: object, where: int | str) -> Kept:
         frozen, copied = self._entries, False
         if type(state) is np.ndarray and state.dtype is self._dtype and state.shape == self._shape:
             # The same as below for the commonest case.
@@ -70,11 +72,12 @@ class References:
                 frozen[id(array)] = [array, 1]
         if self.shared:
             return Kept(self._layout.state(arrays) if copied else state, arrays)
+        tree: Any = state
         if self._later is None and where != 0:
-            self._later = optree.tree_structure(state, none_is_leaf=True)
+            self._later = optree.tree_structure(tree, none_is_leaf=True)
         if self._layout.flat is dict and not copied:
-            return Kept(state.copy(), arrays)  # in a tenth of the time that its structure takes
-        return Kept(optree.tree_structure(state, none_is_leaf=True), arrays)
+            return Kept(tree.copy(), arrays)  # in a tenth of the time that its structure takes
+        return Kept(optree.tree_structure(tree, none_is_leaf=True), arrays)
 
     def adopt(self, arrays: list[Array], step: int) -> Kept:
         if self.shared:
@@ -82,19 +85,20 @@ class References:
         # With the keys of dicts in the order in which steps return them.
         return Kept(self._later if step and self._later else self._layout.spec, arrays)
 
-    def load(self, kept: Kept, live: Any) -> Any:
-        made = kept.state
-        if self.shared:
-            return made
-        return made.copy() if type(made) is dict else made.unflatten(kept.arrays)
+    def load(self, kept: Kept, live: State) -> State:
+        made: Any = kept.state
+        if not self.shared:
+            made = made.copy() if type(made) is dict else made.unflatten(kept.arrays)
+        state: State = made
+        return state
 
-    def check(self, live: Any, where: int | str) -> None:
+    def check(self, live: object, where: int | str) -> None:
         self._layout.arrays(live, where)
 
-    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+    def keep_tape(self, tape: object, states: tuple[object, object], step: int) -> Kept:
         return keep_tape(self._frozen, tape, states, None, "")
 
-    def adopt_adjoint(self, adjoint: Adjoint, live: Any) -> Adjoint:
+    def adopt_adjoint(self, adjoint: Adjoint, live: object) -> Adjoint:
         held = [array for array, *_ in self._entries.values()]
         return Memory([*held, *self._layout.arrays(live)]).apart(adjoint, "the adjoint")
 
@@ -102,7 +106,8 @@ class References:
 
     def release(self, kept: Kept) -> None:
         frozen = self._entries
-        for array in kept.arrays:
+        arrays: Sequence[Any] = kept.arrays
+        for array in arrays:
             entry = frozen.get(id(array))
             if entry is not None:
                 entry[1] -= 1
@@ -121,7 +126,7 @@ class References:
 
 
 def keep_tape(
-    frozen: Frozen, tape: Any, states: tuple[Any, Any], memory: Memory | None, said: str
+    frozen: Frozen, tape: object, states: tuple[object, object], memory: Memory | None, said: str
 ) -> Kept:
     """Return a tape as a tree of its own, its arrays marked read-only.
 
@@ -134,7 +139,9 @@ def keep_tape(
     said : str
         What the tape is, for messages.
     """
-    leaves, spec = optree.tree_flatten(tape, none_is_leaf=True)
+    tree: Any = tape
+    leaves: list[Any]
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
     if memory is not None:
         leaves = [memory.leaf(leaf, said) for leaf in leaves]
     arrays: list[Any] = []
@@ -158,5 +165,5 @@ def keep_tape(
     return _kept(Kept, (spec.unflatten(leaves), arrays))
 
 
-def _is_view(leaf: Any) -> bool:
+def _is_view(leaf: object) -> bool:
     return isinstance(leaf, np.ndarray) and not leaf.flags.owndata

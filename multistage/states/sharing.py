@@ -54,7 +54,7 @@ class Memory:
         NumPy scalars among them are passed over.
     """
 
-    def __init__(self, arrays: Sequence[Any]) -> None:
+    def __init__(self, arrays: Sequence[object]) -> None:
         self._arrays = [array for array in arrays if isinstance(array, np.ndarray)]
         self._owners = {id(owner(array)) for array in self._arrays}
         self._borrowed = [array for array in self._arrays if not array.flags.owndata]
@@ -106,17 +106,17 @@ class Memory:
         leaves, spec = optree.tree_flatten(cast(Any, tree), none_is_leaf=True)
         return cast(T, spec.unflatten([self.leaf(leaf, said, strict=False) for leaf in leaves]))
 
-    def _visible(self, leaf: Any) -> Any:
+    def _visible(self, leaf: object) -> object:
         if is_record(leaf):
             return self.leaf(leaf, "the adjoint", strict=False)
         return self._array(leaf)
 
-    def _array(self, leaf: Any) -> Any:
+    def _array(self, leaf: object) -> object:
         if isinstance(leaf, np.ndarray) and self.meets(leaf):
             return duplicate(leaf)
         return leaf
 
-    def leaf(self, leaf: Any, said: str, *, strict: bool = True) -> Any:
+    def leaf(self, leaf: object, said: str, *, strict: bool = True) -> object:
         """Return a leaf of a tree, copied if it shares this memory.
 
         Parameters
@@ -162,7 +162,7 @@ class Memory:
                 object.__setattr__(made, name, value)
         return made
 
-    def _shared_by(self, leaf: Any, strict: bool) -> str:
+    def _shared_by(self, leaf: object, strict: bool) -> str:
         """Return how an object shares this memory, "" if it does not."""
         try:
             for array in arrays_in(leaf):
@@ -173,7 +173,7 @@ class Memory:
         return ""
 
 
-def is_record(leaf: Any) -> bool:
+def is_record(leaf: object) -> bool:
     """Whether a leaf is an instance of a dataclass."""
     return hasattr(type(leaf), "__dataclass_fields__")
 
@@ -182,7 +182,7 @@ class _Unseen(Exception):
     """An object that nothing can be seen of; its type's name."""
 
 
-def arrays_in(root: Any) -> Iterator[Array]:
+def arrays_in(root: object) -> Iterator[Array]:
     """Yield the arrays that an object refers to, through whatever Python can look into.
 
     Functions are looked into through their closures and defaults, not their
@@ -190,7 +190,7 @@ def arrays_in(root: Any) -> Iterator[Array]:
     memory, and after very many objects.
     """
     seen: dict[int, Any] = {}
-    left = [root]
+    left: list[Any] = [root]
     while left:
         value = left.pop()
         kind = type(value)
@@ -286,7 +286,7 @@ class Frozen:
             array.flags.writeable = False
             self.entries[id(array)] = [array, 1]
 
-    def free(self, array: Any) -> None:
+    def free(self, array: object) -> None:
         """Give an array back; writeable again when nothing holds it any more."""
         entry = self.entries.get(id(array))
         if entry is not None:
@@ -300,26 +300,25 @@ class Frozen:
         _thaw(self.entries)
 
 
-def thaw(entries: dict[int, list[Any]], entry: list[Any]) -> None:
+def thaw(entries: dict[int, list[object]], entry: list[object]) -> None:
     """Make the array of an entry that was taken out writeable, and views of it that wait for it."""
-    array, _, *views = entry
-    whole = owner(array)
-    held = entries.get(id(whole))
+    views: list[Any] = [entry[0], *entry[2:]]
+    held = entries.get(id(owner(views[0])))
     if held is not None:
-        held += [array, *views]
+        held += views
         return
-    for each in (array, *views):
+    for each in views:
         with contextlib.suppress(ValueError):  # another run holds the owner
             each.flags.writeable = True
 
 
-def _thaw(entries: dict[int, list[Any]]) -> None:
+def _thaw(entries: dict[int, list[object]]) -> None:
     while entries:
         _, entry = entries.popitem()
         thaw(entries, entry)
 
 
-def references(values: Sequence[Any], k: int) -> int:
+def references(values: Sequence[object], k: int) -> int:
     """Return how many references there are to a value, but for those of this call."""
     return sys.getrefcount(values[k]) - _CALLS
 
@@ -349,7 +348,7 @@ def lone_owners(views: Sequence[Array]) -> set[int]:
     }
 
 
-def overlap(arrays: Sequence[Any]) -> bool:
+def overlap(arrays: Sequence[Array]) -> bool:
     """Whether any two of these arrays share memory."""
     for k, array in enumerate(arrays):
         for other in arrays[k + 1 :]:

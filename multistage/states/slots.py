@@ -7,19 +7,34 @@ nothing overwrites (`references.py`), or a copy (`copies.py`, `in_place.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 from ..errors import StateError
 from .layout import Array
 
+State = TypeVar("State")
+State_contra = TypeVar("State_contra", contravariant=True)
 Adjoint = TypeVar("Adjoint")
+# What the arrays of a state are: NumPy's, or tensors.
+ArrayT = TypeVar("ArrayT")
+PackingT = TypeVar("PackingT")
+LayoutT = TypeVar("LayoutT")
 
 
 class Kept(NamedTuple):
-    """One kept state or tape; give it back with `release`."""
+    """One kept state or tape; give it back with `release`.
 
-    state: Any
-    arrays: Sequence[Any]
+    Attributes
+    ----------
+    state : object
+        The tape.  Of a state what the slots that keep it load it from: the state itself where
+        slots are `shared`.
+    arrays : sequence of arrays
+        Those of the state, as its layout gives them; what of a tape is to be released.
+    """
+
+    state: object
+    arrays: Sequence[object]
 
 
 def no_adjoint(step: int) -> StateError:
@@ -40,42 +55,45 @@ def overwritten(error: BaseException) -> BaseException:
     )
 
 
-class StateLayout(Protocol):
+class StateLayout(Protocol[State_contra, ArrayT, PackingT]):
     """What an executor asks of a layout; `states.layout.Layout` is that of NumPy states."""
 
     @property
     def nbytes(self) -> int: ...
 
-    def arrays(self, state: Any, where: int | str = ...) -> list[Any]:
+    def arrays(self, state: State_contra, where: int | str = ...) -> list[ArrayT]:
         """Return the arrays of a state.  Raises StateError if it is of another layout."""
         ...
 
-    def pack(self, arrays: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Return what a store takes, and None or what `unpack` needs besides."""
+    def pack(self, arrays: Sequence[ArrayT]) -> tuple[list[Array], PackingT]:
+        """Return what a store takes, and what `unpack` needs besides."""
         ...
 
-    def unpack(self, arrays: Sequence[Any], packing: Any) -> list[Any]:
+    def unpack(self, arrays: Sequence[Array], packing: PackingT) -> list[ArrayT]:
         """Return the arrays that `pack` was given, from the store's copies."""
         ...
 
-    def same_as(self, other: Any) -> bool:
+    def same_as(self, other: Self) -> bool:
         """Whether both describe the same states."""
         ...
 
 
-class States(Protocol):
-    """What states are made of: how an executor describes and keeps them."""
+class States(Protocol[State, ArrayT, LayoutT]):
+    """What states are made of: how an executor describes and keeps them.
 
-    def layout(self, state: Any) -> StateLayout:
+    `LayoutT` is the class of their layouts, a `StateLayout`.
+    """
+
+    def layout(self, state: State) -> LayoutT:
         """Return the layout of a state.  Raises StateError."""
         ...
 
-    def slots(self, layout: Any) -> Slots:
+    def slots(self, layout: LayoutT) -> Slots[State, ArrayT]:
         """Return fast slots for states of that layout."""
         ...
 
 
-class Slots(Protocol):
+class Slots(Protocol[State, ArrayT]):
     """Keeps states of one layout, and tapes beside them."""
 
     @property
@@ -83,31 +101,31 @@ class Slots(Protocol):
         """Whether a kept state is its `state`: it need not be loaded."""
         ...
 
-    def keep(self, state: Any, where: int | str) -> Kept:
+    def keep(self, state: State, where: int | str) -> Kept:
         """Keep a state.  Raises StateError if it is not of the layout."""
         ...
 
-    def adopt(self, arrays: list[Array], step: int) -> Kept:
+    def adopt(self, arrays: list[ArrayT], step: int) -> Kept:
         """Wrap arrays of state `step` to which nothing else writes, such as those from a store."""
         ...
 
-    def load(self, kept: Kept, live: Any) -> Any:
+    def load(self, kept: Kept, live: State) -> State:
         """Return the live state equal to `kept`; copies overwrite `live`."""
         ...
 
-    def check(self, live: Any, where: int | str) -> None:
+    def check(self, live: State, where: int | str) -> None:
         """Raise StateError if the live state is of another layout, or could not be restored."""
         ...
 
-    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+    def keep_tape(self, tape: object, states: tuple[State, State], step: int) -> Kept:
         """Keep the tape of a step; `states` are those before and after it.  Raises StateError."""
         ...
 
-    def adopt_adjoint(self, adjoint: Adjoint, live: Any) -> Adjoint:
+    def adopt_adjoint(self, adjoint: Adjoint, live: State) -> Adjoint:
         """Return a user's adjoint, copied where it shares memory with what a sweep holds."""
         ...
 
-    def apart(self, adjoint: Adjoint, live: Any) -> Adjoint:
+    def apart(self, adjoint: Adjoint, live: State) -> Adjoint:
         """Return what an adjoint step returned, copied where later steps would change it.
 
         `live` is the state it was given, which is done with.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .sharing import _Unseen as Unseen
 from .sharing import arrays_in, owner
 
@@ -12,7 +10,7 @@ from .sharing import arrays_in, owner
 WEIGHED = frozenset(1 << k for k in range(1, 40))
 
 
-def own_bytes(tape: Any, beside: Any) -> int:
+def own_bytes(tape: object, beside: object) -> int:
     """Return the bytes that a tape holds and the one `beside` it does not.
 
     What two tapes share, such as a table both refer to, is held anyway.  A
@@ -30,7 +28,7 @@ def own_bytes(tape: Any, beside: Any) -> int:
     return sum(nbytes for address, nbytes in _held(tape).items() if address not in others)
 
 
-def _held(tape: Any) -> dict[int, int]:
+def _held(tape: object) -> dict[int, int]:
     """Return the bytes of all arrays behind a tape, by where they lie."""
     found: dict[int, int] = {}
     try:

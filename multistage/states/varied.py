@@ -27,9 +27,10 @@ from .in_place import InPlace, put_back, replaced
 from .layout import Array, Layout, Packing, packed
 from .references import References
 from .sharing import Frozen, Memory
-from .slots import Kept, Slots
+from .slots import Kept
 from .strides import alike, c_strides, duplicate, room
 
+State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 
 _EMPTY = np.zeros(0)
@@ -58,7 +59,7 @@ class Layouts:
         Bytes of the states and tapes that slots hold, counted as often as they are held.
     """
 
-    def __init__(self, state: Any, in_place: bool) -> None:
+    def __init__(self, state: object, in_place: bool) -> None:
         self.first = self._last = Layout.of(state)
         self._in_place = in_place
         self._at: dict[int, Layout] = {0: self.first}
@@ -68,14 +69,15 @@ class Layouts:
 
     def count(self, kept: Kept, sign: int = 1) -> Kept:
         """Count what a slot holds from now on or, with -1, gives back."""
-        self.held_bytes += sign * sum(array.nbytes for array in kept.arrays)
+        arrays: Sequence[Any] = kept.arrays
+        self.held_bytes += sign * sum(array.nbytes for array in arrays)
         return kept
 
     def at(self, step: int) -> Layout:
         """Return the layout of a state that has been seen."""
         return self._at[step]
 
-    def see(self, state: Any, step: int) -> Layout:
+    def see(self, state: object, step: int) -> Layout:
         """Return the layout of state `step`; learn it if it is new.
 
         Raises
@@ -107,19 +109,19 @@ class Layouts:
         self.nbytes = max(self.nbytes, layout.nbytes)
         return layout
 
-    def _like(self, state: Any) -> Layout:
+    def _like(self, state: object) -> Layout:
         last = self._last
         if type(state) is np.ndarray and (state.shape, state.dtype) == last.single:
             return last
         made = Layout.of(state)
         return self._kinds.setdefault((made.spec, made.leaves), made)
 
-    def arrays(self, state: Any, where: int | str = "the state") -> list[Any]:
+    def arrays(self, state: object, where: int | str = "the state") -> list[Array]:
         """Return the arrays of a state.  Raises StateError as `see` does."""
         layout = self.see(state, where) if isinstance(where, int) else Layout.of(state)
         return layout.arrays(state, where)
 
-    def pack(self, arrays: Sequence[Any]) -> tuple[list[Array], Packing | None]:
+    def pack(self, arrays: Sequence[Array]) -> tuple[list[Array], Packing | None]:
         """Return what a store of things of any size takes, and what `unpack` needs besides."""
         return packed(arrays, [c_strides(array.shape, array.dtype.itemsize) for array in arrays])
 
@@ -150,12 +152,12 @@ class VariedStates:
         self._in_place = in_place
         self.layouts: Layouts | None = None
 
-    def layout(self, state: Any) -> Layouts:
+    def layout(self, state: object) -> Layouts:
         """Return layouts for a sweep from this state 0.  Raises StateError."""
         self.layouts = Layouts(state, self._in_place)
         return self.layouts
 
-    def slots(self, layout: Layouts) -> Slots:
+    def slots(self, layout: Layouts) -> VariedInPlace | VariedReferences:
         """Return fast slots for states of these layouts."""
         return VariedInPlace(layout) if self._in_place else VariedReferences(layout)
 
@@ -177,35 +179,38 @@ class VariedReferences:
             found = self._by_layout[id(layout)] = References(layout, self._frozen)
         return found
 
-    def keep(self, state: Any, where: int | str) -> Kept:
+    def keep(self, state: object, where: int | str) -> Kept:
         assert isinstance(where, int)
         return self._layouts.count(self._of(self._layouts.see(state, where)).keep(state, where))
 
     def adopt(self, arrays: list[Array], step: int) -> Kept:
         return self._layouts.count(self._of(self._layouts.at(step)).adopt(arrays, step))
 
-    def load(self, kept: Kept, live: Any) -> Any:
-        made = kept.state
+    def load(self, kept: Kept, live: State) -> State:
+        made: Any = kept.state
         if type(made) is dict:
-            return made.copy()
-        return made.unflatten(kept.arrays) if isinstance(made, optree.PyTreeSpec) else made
+            made = made.copy()
+        elif isinstance(made, optree.PyTreeSpec):
+            made = made.unflatten(kept.arrays)
+        state: State = made
+        return state
 
-    def used_up(self, live: Any) -> Any:
+    def used_up(self, live: object) -> None:
         """Return what is live in place of a state that no step starts from any more."""
-        return None
+        return
 
-    def check(self, live: Any, where: int | str) -> None:
+    def check(self, live: object, where: int | str) -> None:
         assert isinstance(where, int)
         self._layouts.see(live, where)
 
-    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+    def keep_tape(self, tape: object, states: tuple[object, object], step: int) -> Kept:
         return self._layouts.count(self._first.keep_tape(tape, states, step))
 
-    def adopt_adjoint(self, adjoint: Adjoint, live: Any) -> Adjoint:
+    def adopt_adjoint(self, adjoint: Adjoint, live: object) -> Adjoint:
         held = [array for array, *_ in self._frozen.entries.values()]
         return Memory([*held, *self._layouts.arrays(live)]).apart(adjoint, "the adjoint")
 
-    def apart(self, adjoint: Adjoint, live: Any) -> Adjoint:
+    def apart(self, adjoint: Adjoint, live: object) -> Adjoint:
         return apart_from(adjoint, live)
 
     def release(self, kept: Kept) -> None:
@@ -226,23 +231,25 @@ class VariedInPlace(InPlace):
         super().__init__(layouts.first)
         self._layouts = layouts
 
-    def keep(self, state: Any, where: int | str) -> Kept:
+    def keep(self, state: object, where: int | str) -> Kept:
         return self._layouts.count(super().keep(state, where))
 
     def adopt(self, arrays: list[Array], step: int) -> Kept:
         return self._layouts.count(Kept(step, arrays))
 
-    def keep_tape(self, tape: Any, states: tuple[Any, Any], step: int) -> Kept:
+    def keep_tape(self, tape: object, states: tuple[object, object], step: int) -> Kept:
         return self._layouts.count(super().keep_tape(tape, states, step))
 
     def release(self, kept: Kept) -> None:
         self._layouts.count(kept, -1)
         super().release(kept)
 
-    def load(self, kept: Kept, live: Any) -> Any:
-        leaves = optree.tree_leaves(live, none_is_leaf=True)
+    def load(self, kept: Kept, live: State) -> State:
+        arrays: Sequence[Any] = kept.arrays
+        tree: Any = live
+        leaves: list[Any] = optree.tree_leaves(tree, none_is_leaf=True)
         fresh: list[int] = []
-        for k, value in enumerate(kept.arrays):
+        for k, value in enumerate(arrays):
             if type(value) is not np.ndarray:
                 leaves[k] = value
             elif id(leaves[k]) in self._places and _of_one_kind(leaves[k], value):
@@ -253,19 +260,20 @@ class VariedInPlace(InPlace):
         if fresh:
             live = replaced(live, self._layout.state(leaves))
             for k in fresh:
-                leaves[k] = duplicate(kept.arrays[k])
+                leaves[k] = duplicate(arrays[k])
         return replaced(live, self._layout.state(leaves))
 
-    def used_up(self, live: Any) -> Any:
+    def used_up(self, live: State) -> State:
         """Return the tree of a state that no step starts from any more, its arrays released."""
-        leaves = optree.tree_leaves(live, none_is_leaf=True)
+        tree: Any = live
+        leaves: list[Any] = optree.tree_leaves(tree, none_is_leaf=True)
         empty = [leaf if id(leaf) in self._places else _EMPTY for leaf in leaves]
         return replaced(live, self._layout.state(empty))
 
-    def check(self, live: Any, where: int | str) -> None:
+    def check(self, live: object, where: int | str) -> None:
         self._live(live, where)
 
-    def _live(self, state: Any, where: int | str) -> list[Any]:
+    def _live(self, state: object, where: int | str) -> list[Array]:
         leaves = super()._live(state, where)
         if not self._is_home(leaves):
             self._let_go(leaves)
@@ -280,7 +288,7 @@ class VariedInPlace(InPlace):
                 self._home[k] = _EMPTY
         self._memory = Memory(())  # asked for only where the state has all of them
 
-    def _leaves(self, state: Any, where: int | str = "the live state") -> list[Any]:
+    def _leaves(self, state: object, where: int | str = "the live state") -> list[Any]:
         leaves = self._layouts.arrays(state, where)
         if not self._home:
             self._begin(leaves, self._layouts.arrays(state, where))

@@ -61,8 +61,8 @@ FAULTS: tuple[Mutant, ...] = (
     ),
     of(
         "states/references.py",
-        "return made.copy() if type",
-        "return made if type",
+        "made = made.copy() if type",
+        "made = made if type",
         "test_ownership.py",
     ),
     of(

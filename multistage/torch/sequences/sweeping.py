@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from .inputs import InputGradients
 from .results import Unrolled, results_of
 from .through_time import ThroughTime
 from .unroll_plan import UnrollPlan
+
+LayoutT = TypeVar("LayoutT")
 
 
 def through(
@@ -70,7 +72,7 @@ class Sweep:
         plan: UnrollPlan,
         store: Store | None,
         record: Layout | None,
-        states: States,
+        states: States[TensorState, Tensor, LayoutT],
         bars: Bars,
     ) -> None:
         self.chain = chain
