@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tabulate import tabulate
 
@@ -251,7 +250,7 @@ class Report:
         notes = [f"{use.name}: {note}" for use in self.tiers for note in use.notes]
         return [f"{self.ended[:1].upper()}{self.ended[1:]}.", *notes] if self.ended else notes
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the report as plain data, for JSON."""
         plan = self.plan
         return {

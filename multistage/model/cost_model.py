@@ -22,12 +22,12 @@ class CostModel:
     FORMAT: ClassVar[str]
     WHAT: ClassVar[str]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the costs as plain data, with their format; read back by `from_dict`."""
         raise NotImplementedError
 
     @classmethod
-    def from_dict(cls, data: Any) -> Self:
+    def from_dict(cls, data: object) -> Self:
         """Return the costs that `to_dict` described.
 
         Raises
@@ -35,8 +35,7 @@ class CostModel:
         ArgumentError
             If `data` describes no such costs, or values are out of range.
         """
-        found = data.get("format", cls.FORMAT) if isinstance(data, dict) else None
-        if found != cls.FORMAT:
+        if not isinstance(data, dict) or data.get("format", cls.FORMAT) != cls.FORMAT:
             raise ArgumentError(f"not the {cls.WHAT}: 'format' must be {cls.FORMAT!r}")
         try:
             return cls._read({name: value for name, value in data.items() if name != "format"})

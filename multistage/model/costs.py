@@ -119,7 +119,7 @@ class Costs(CostModel):
         """Return the same costs with no slow tier."""
         return replace(self, tiers=())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the costs as plain data, with their format; read back by `from_dict`."""
         data = {field.name: getattr(self, field.name) for field in fields(self)}
         return data | {"tiers": [tier.to_dict() for tier in self.tiers], "format": self.FORMAT}

@@ -218,7 +218,7 @@ class StageCosts(CostModel):
         same = (replace(stage, name=first.name) == first for stage in self.stages)
         return self.input_bytes == first.output_bytes and all(same)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the costs as plain data, with their format; read back by `from_dict`."""
         data = asdict(self)
         return {"format": self.FORMAT, **data, "stages": list(data["stages"])}

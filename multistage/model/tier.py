@@ -238,20 +238,21 @@ class Tier:
             read_bytes_per_s=max(1e-3, self.read_bytes_per_s / factor),
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the tier as plain data, for JSON; None is an infinite rate."""
         data = {field.name: getattr(self, field.name) for field in fields(self)}
         return data | {name: None for name in _RATES if math.isinf(data[name])}
 
     @classmethod
-    def from_dict(cls, data: Any) -> Self:
+    def from_dict(cls, data: object) -> Self:
         """Return the tier that `to_dict` described.  Raises ArgumentError."""
+        values: Any = data
         try:
-            data = dict(data)
-            if "latency_s" in data:  # as files before version 0.1 have it
-                data["write_s"] = data["read_s"] = data.pop("latency_s")
-            data |= {name: math.inf for name in _RATES if data.get(name, 0) is None}
-            return cls(**data)
+            values = dict(values)
+            if "latency_s" in values:  # as files before version 0.1 have it
+                values["write_s"] = values["read_s"] = values.pop("latency_s")
+            values |= {name: math.inf for name in _RATES if values.get(name, 0) is None}
+            return cls(**values)
         except (TypeError, ValueError) as error:
             if isinstance(error, ArgumentError):
                 raise

@@ -71,9 +71,10 @@ class Header:
 
         return with_fields
 
-    def callback(self, name: str) -> Any:
+    def callback(self, name: str) -> type[ctypes._CFunctionType]:
         """Return the class of pointers to a function that C calls."""
-        return self._known[name]
+        kind: type[ctypes._CFunctionType] = self._known[name]
+        return kind
 
     def declare(self, library: ctypes.CDLL) -> None:
         """Tell a library the types of its functions.

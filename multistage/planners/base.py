@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self, TypeAlias
 
 from ..actions import Action, Answer, Schedule
 from ..errors import ArgumentError
@@ -176,7 +176,7 @@ class Plan:
         """Return the lines that printing the plan shows below its summary."""
         raise NotImplementedError
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the plan as plain data, for JSON; `from_dict` reads it back."""
         raise NotImplementedError
 

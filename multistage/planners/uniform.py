@@ -196,7 +196,7 @@ class UniformPlan(Plan):
         rows = [{"": ">" if plan.planner == self.planner else "", **plan.row()} for plan in plans]
         return tabulate(rows, headers="keys", disable_numparse=True, stralign="right")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the plan as plain data, for JSON."""
         return {
             "format": self.FORMAT,

@@ -48,7 +48,7 @@ def actions_to_lists(actions: Iterable[Action]) -> list[list[str | int | bool]]:
     return [[type(action).__name__, *astuple(action)] for action in actions]
 
 
-def actions_from_lists(data: Any) -> tuple[Action, ...]:
+def actions_from_lists(data: object) -> tuple[Action, ...]:
     """Return the actions that `actions_to_lists` wrote; whether they are legal is not looked at.
 
     Raises
@@ -61,7 +61,7 @@ def actions_from_lists(data: Any) -> tuple[Action, ...]:
     return tuple(_action(k, entry) for k, entry in enumerate(data))
 
 
-def read_json(path: str | Path) -> Any:
+def read_json(path: str | Path) -> object:
     """Return what a plan's JSON file holds.  Raises ArgumentError if it cannot be read."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))

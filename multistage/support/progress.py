@@ -15,7 +15,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
+
+Chain = TypeVar("Chain")
 
 VARIABLE = "MULTISTAGE_PROGRESS"
 _DELAY_S = 0.5  # what is over sooner needs no bar
@@ -156,12 +158,16 @@ class Bars:
         if self._bar is not None:
             self._bar.update((reverse_steps if self._reversing else forward_steps) - self._bar.n)
 
-    def watch(self, chain: Any, step_s: float) -> Any:
+    def watch(self, chain: Chain, step_s: float) -> Chain:
         """Return the chain, its long runs in pieces, between which the forward bar moves.
 
         A schedule may ask for many steps in one action, hours perhaps.
         """
-        return _Watched(chain, max(1, int(_PIECE_S / step_s)), self) if self.shown else chain
+        watched: Any = chain
+        if self.shown:  # it has all that the chain has
+            watched = _Watched(chain, max(1, int(_PIECE_S / step_s)), self)
+        same: Chain = watched
+        return same
 
     def advanced(self, steps: int) -> None:
         """Count steps of the forward sweep before `update` receives them."""

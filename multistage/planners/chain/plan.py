@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from tabulate import tabulate
 
@@ -263,7 +263,7 @@ class ChainPlan(Plan):
         rooms = {tier.name: tier.capacity_bytes for tier in self.tiers}
         return {"fast": self.memory_bytes, **rooms}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the plan as plain data, for JSON; `from_dict` reads it back.
 
         `fates`, `kept`, `runs` and the numbers that follow from schedule and costs are
