@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentError
 from ..states.layout import Array
+
+# Compressed bytes.
+Packed = bytes | bytearray | memoryview
 
 PACKAGES = {"blosc": "blosc2", "zfp": "zfpy"}
 _BLOSC_BYTES = 1 << 30  # it takes up to 2 GiB at once
@@ -33,7 +35,9 @@ def require(scheme: str) -> None:
         )
 
 
-def blosc(raw: Array, typesize: int, chunk_bytes: int = _BLOSC_BYTES, **options: Any) -> list[Any]:
+def blosc(
+    raw: Array, typesize: int, chunk_bytes: int = _BLOSC_BYTES, **options: object
+) -> list[bytes]:
     """Return blosc2's chunks of some bytes (uint8), without loss.
 
     Parameters
@@ -53,14 +57,14 @@ def blosc(raw: Array, typesize: int, chunk_bytes: int = _BLOSC_BYTES, **options:
     ]
 
 
-def unblosc(chunks: Iterable[Any]) -> bytes:
+def unblosc(chunks: Iterable[Packed]) -> bytes:
     """Return the bytes that `blosc` was given."""
     import blosc2
 
     return b"".join(blosc2.decompress2(bytes(chunk)) for chunk in chunks)
 
 
-def zfp(array: Array, **bound: Any) -> bytes:
+def zfp(array: Array, **bound: object) -> bytes:
     """Return zfp's bytes of an array of one to four axes of numbers, with loss.
 
     Parameters
@@ -74,7 +78,7 @@ def zfp(array: Array, **bound: Any) -> bytes:
     return data
 
 
-def unzfp(data: Any) -> Array:
+def unzfp(data: Packed) -> Array:
     """Return the array in zfp's bytes."""
     import zfpy
 

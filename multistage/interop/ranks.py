@@ -8,15 +8,26 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from .. import errors
 from ..errors import ArgumentError, MultistageError
 from ..model.costs import Costs
+from ..states.layout import Array
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Op
 
 T = TypeVar("T")
+
+
+class Request(Protocol):
+    """What is used of an `mpi4py.MPI.Request`."""
+
+    def Test(self) -> bool: ...
+    def Wait(self) -> object: ...
 
 
 class Communicator(Protocol):
@@ -24,13 +35,13 @@ class Communicator(Protocol):
 
     def Get_rank(self) -> int: ...
     def Get_size(self) -> int: ...
-    def Dup(self) -> Any: ...
+    def Dup(self) -> Communicator: ...
     def Free(self) -> None: ...
-    def Abort(self, errorcode: int = ..., /) -> Any: ...
-    def Split_type(self, split_type: int, /) -> Any: ...
-    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Any, /) -> None: ...
-    def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Any, /) -> Any: ...
-    def allgather(self, sendobj: Any, /) -> list[Any]: ...
+    def Abort(self, errorcode: int = ..., /) -> object: ...
+    def Split_type(self, split_type: int, /) -> Communicator: ...
+    def Allreduce(self, sendbuf: Array, recvbuf: Array, op: Op, /) -> None: ...
+    def Iallreduce(self, sendbuf: Array, recvbuf: Array, op: Op, /) -> Request: ...
+    def allgather(self, sendobj: T, /) -> list[T]: ...
 
 
 class Ranks:
@@ -74,7 +85,7 @@ class Ranks:
         self.shared: BaseException | None = None
         self.apart = False
         # MPI writes into the buffers of a reduction whether or not anything waits for it.
-        self._unfinished: list[tuple[Any, object]] = []
+        self._unfinished: list[tuple[Request, object]] = []
         weakref.finalize(self, _outlive, self._unfinished).atexit = False
 
     @property
@@ -202,10 +213,10 @@ class Ranks:
 
 
 # Reductions that nothing waited for, of ranks that are gone: see `Ranks`.
-_outliving: list[tuple[Any, object]] = []
+_outliving: list[tuple[Request, object]] = []
 
 
-def _outlive(unfinished: list[tuple[Any, object]]) -> None:
+def _outlive(unfinished: list[tuple[Request, object]]) -> None:
     _outliving.extend(each for each in unfinished if not each[0].Test())
 
 

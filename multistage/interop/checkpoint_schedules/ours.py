@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...actions import Advance, EndForward, Reverse, Tape
 from ...errors import ScheduleError, ScheduleUsedError
 from ...planners import UniformPlan
 from .followed import Restart, Stored, Survey, events, survey
 from .package import theirs
+
+if TYPE_CHECKING:
+    from checkpoint_schedules import CheckpointSchedule
 
 _RUN_AGAIN = (
     "pyadjoint runs this schedule again; each tape needs a schedule of its own, "
@@ -20,7 +23,7 @@ _RUN_AGAIN = (
 )
 
 
-def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> Any:
+def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> CheckpointSchedule:
     """Return a plan as a schedule of checkpoint_schedules, for one adjoint calculation.
 
     Parameters

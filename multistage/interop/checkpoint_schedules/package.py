@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 from ...errors import ArgumentError
 
 
-def theirs() -> Any:
+def theirs() -> ModuleType:
     """Return checkpoint_schedules.  Raises ArgumentError if it is not installed."""
     try:
         import checkpoint_schedules
@@ -16,4 +16,5 @@ def theirs() -> Any:
             "checkpoint_schedules is not installed; "
             "pip install 'multistage-checkpointing[checkpoint-schedules]'"
         ) from error
-    return checkpoint_schedules
+    module: ModuleType = checkpoint_schedules
+    return module

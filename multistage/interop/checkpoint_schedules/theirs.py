@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...actions import (
     Action,
@@ -34,8 +34,11 @@ from ...schedule.rules import Rules
 from ...schedule.simulation import simulate
 from .package import theirs
 
+if TYPE_CHECKING:
+    from checkpoint_schedules import CheckpointSchedule
 
-def actions_of(schedule: Any, n_steps: int) -> Generator[Action, Answer, None]:
+
+def actions_of(schedule: CheckpointSchedule, n_steps: int) -> Generator[Action, Answer, None]:
     """Yield the actions of a checkpoint_schedules schedule, for one adjoint sweep.
 
     Parameters
@@ -68,7 +71,7 @@ def actions_of(schedule: Any, n_steps: int) -> Generator[Action, Answer, None]:
 class _Reader:
     """Follows a schedule of theirs, action by action."""
 
-    def __init__(self, schedule: Any, n_steps: int) -> None:
+    def __init__(self, schedule: CheckpointSchedule, n_steps: int) -> None:
         if not hasattr(schedule, "finalize") or not hasattr(schedule, "uses_storage_type"):
             raise ArgumentError(
                 f"{type(schedule).__name__} is no CheckpointSchedule of checkpoint_schedules"
@@ -79,7 +82,7 @@ class _Reader:
             )
         self.schedule = schedule
         self.n = n_steps
-        self.at: Any = None  # their current action, for messages
+        self.at: object = None  # their current action, for messages
         self.tapes: set[int] = set()
         self.saved: set[int] = set()
         self.stored: set[int] = set()
@@ -181,7 +184,7 @@ class _Reader:
             raise ScheduleError(f"{action!r} copies from neither RAM nor disk", None)
 
 
-def as_planner(make: Callable[[], Any]) -> Planner:
+def as_planner(make: Callable[[], CheckpointSchedule]) -> Planner:
     """Return a planner that runs a schedule of checkpoint_schedules.
 
     Parameters
@@ -228,7 +231,9 @@ def as_planner(make: Callable[[], Any]) -> Planner:
     return partial(_plan, make)
 
 
-def _plan(make: Callable[[], Any], costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+def _plan(
+    make: Callable[[], CheckpointSchedule], costs: Costs, slots: int, n_steps: int | None
+) -> UniformPlan:
     n = require_steps(n_steps, "checkpoint_schedules")
     made = make()
     rules, recorded = _judge(made, n, slots, costs)
@@ -282,7 +287,9 @@ class _Recorded:
             yield kind(*values[: len(_KINDS[code].__match_args__)])
 
 
-def _judge(schedule: Any, n: int, slots: int, costs: Costs) -> tuple[Rules, _Recorded]:
+def _judge(
+    schedule: CheckpointSchedule, n: int, slots: int, costs: Costs
+) -> tuple[Rules, _Recorded]:
     """Run a schedule of theirs through the rules, and record it.
 
     Raises

@@ -43,7 +43,6 @@ from ...model.costs import Costs
 from ...planners import Planner, UniformPlan
 from . import compression, crevolve, profiling, pyrevolve, schedulers, storage, tools
 from .base import BaseRevolver as BaseRevolver
-from .base import set_defaults
 from .compression import init_compression
 from .crevolve import Action as Action
 from .crevolve import CRevolve as CRevolve
@@ -54,6 +53,7 @@ from .crevolve import maxrange as maxrange
 from .crevolve import numforw as numforw
 from .operators import Checkpoint as Checkpoint
 from .operators import Operator as Operator
+from .options import set_defaults
 from .profiling import Profiler as Profiler
 from .revolvers import DiskRevolver as DiskRevolver
 from .revolvers import MemoryRevolver as MemoryRevolver

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -18,30 +18,20 @@ from ...planners import Planner, UniformPlan
 from ...planners.uniform import require_steps
 from ...report import Report
 from ...reversal import Reversal
-from .compression import init_compression
-from .operators import Compression, OperatorChain, OperatorStates
+from .compression import Params, init_compression
+from .operators import (
+    CheckpointLike,
+    Compression,
+    OperatorChain,
+    OperatorLike,
+    OperatorStates,
+)
 from .profiling import Profiler
 from .schedulers import Scheduler
 from .storage import BytesStorage, DiskStorage, NumpyStorage, Storage
 
 # States in memory on their way to or from a disk: two each way.
 TRANSIT = 4
-
-
-# What `install` gave for revolvers whose maker leaves the memory open.
-defaults: dict[str, Any] = {}
-
-
-def set_defaults(**options: Any) -> None:
-    """Set `memory`, `tiers`, `planner`, `costs` and `progress` of revolvers that are given none.
-
-    They hold for single-level revolvers in memory made with `n_checkpoints=None`.
-    """
-    unknown = set(options) - {"memory", "tiers", "planner", "costs", "progress"}
-    if unknown:
-        raise ArgumentError(f"{sorted(unknown)} are no options of a revolver")
-    defaults.clear()
-    defaults.update({name: value for name, value in options.items() if value is not None})
 
 
 class BaseRevolver:
@@ -68,9 +58,9 @@ class BaseRevolver:
 
     def __init__(
         self,
-        checkpoint: Any,
-        fwd_operator: Any,
-        rev_operator: Any,
+        checkpoint: CheckpointLike,
+        fwd_operator: OperatorLike,
+        rev_operator: OperatorLike,
         n_checkpoints: int | None,
         n_timesteps: int,
         storage_list: Sequence[Storage] | None = None,
@@ -100,7 +90,7 @@ class BaseRevolver:
                 raise ArgumentError(f"{name}={operator!r} must have apply(t_start, t_end)")
         self._chain = OperatorChain(fwd_operator, rev_operator)
         self._states: OperatorStates | None = None
-        self._reversal: Reversal[Any, Any] | None = None
+        self._reversal: Reversal[CheckpointLike, None] | None = None
         self._assumed: Planner | None = None  # plans on costs that were not measured
         self._closer: Callable[[], object] | None = None
         self._given: dict[str, Any] = {}
@@ -237,7 +227,7 @@ class BaseRevolver:
             states.saved.flush(profiler, "storage", "copy_save")
             states.loaded.flush(profiler, "storage", "copy_load")
 
-    def _ready(self) -> Reversal[Any, Any]:
+    def _ready(self) -> Reversal[CheckpointLike, None]:
         if self._reversal is None:
             raise ArgumentError("the revolver has no storage; add one and call reload_scheduler()")
         if self._closer is not None and not getattr(self._closer, "alive", True):
@@ -342,7 +332,7 @@ class BaseRevolver:
         )
         return len(self.storage_list) - 1
 
-    def addNumpyStorage(self, compression_params: Mapping[str, Any] | None = None) -> int:
+    def addNumpyStorage(self, compression_params: Params | None = None) -> int:
         """Append a `NumpyStorage`, or a `BytesStorage` if it compresses; return its index."""
         if compression_params is not None:
             init_compression(compression_params)  # which checks them
@@ -352,7 +342,7 @@ class BaseRevolver:
         self.addStorage(NumpyStorage(size, self.n_timesteps, dtype, self.profiler))
         return len(self.storage_list) - 1
 
-    def addByteStorage(self, compression_params: Mapping[str, Any]) -> int:
+    def addByteStorage(self, compression_params: Params) -> int:
         """Append a `BytesStorage`; return its index."""
         compression = init_compression(compression_params)
         nbytes, dtype = self.checkpoint.nbytes, self.checkpoint.dtype

@@ -5,12 +5,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
+from typing import Literal, Protocol
 
 import numpy as np
 
 from ...backends.base import BaseStore, CheckpointLost, StoreStats, TransferRecord
 from ...states.layout import Array, Layout
+
+
+class KeyedStorage(Protocol):
+    """What is used of a storage; `Storage` has it."""
+
+    name: str
+
+    @property
+    def nckp(self) -> int: ...
+
+    def save(self, key: int, data_pointers: Sequence[Array]) -> None:
+        """Keep a copy of the arrays under `key`, 0 <= key < nckp."""
+        ...
+
+    def load(self, key: int, locations: Sequence[Array]) -> None:
+        """Copy what is kept under `key` into the arrays."""
+        ...
 
 
 class StorageStore(BaseStore):
@@ -24,7 +41,7 @@ class StorageStore(BaseStore):
 
     queue_depth = 1
 
-    def __init__(self, storage: Any) -> None:
+    def __init__(self, storage: KeyedStorage) -> None:
         self._storage = storage
         self.name = str(storage.name)
         self.stats = StoreStats()
@@ -89,7 +106,7 @@ class StorageStore(BaseStore):
         self._keys.clear()
         self._free.clear()
 
-    def _count(self, kind: Any, key: int, began: float) -> None:
+    def _count(self, kind: Literal["write", "read"], key: int, began: float) -> None:
         assert self._layout is not None
         nbytes, stats = self._layout.nbytes, self.stats
         self.transfers.append(TransferRecord(kind, key, began, perf_counter(), nbytes))

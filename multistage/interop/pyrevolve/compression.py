@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,9 +18,12 @@ from ...backends import codecs
 from ...errors import ArgumentError
 from ...states.layout import Array
 
-Params = Mapping[str, Any]
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
-DEFAULTS: dict[str | None, dict[str, Any]] = {
+Params = Mapping[str, object]
+
+DEFAULTS: dict[str | None, dict[str, object]] = {
     None: {},
     "blosc": {"chunk_size": 1 << 30},
     "zfp": {"tolerance": 1e-7},
@@ -46,19 +49,20 @@ class CompressedObject:
 
     def __init__(
         self,
-        data: Any,
+        data: codecs.Packed,
         shape: tuple[int, ...] | None = None,
-        dtype: Any = None,
-        metadata: dict[str, Any] | None = None,
+        dtype: DTypeLike | None = None,
+        metadata: dict[str, object] | None = None,
     ) -> None:
         if metadata is None:
             metadata = {"shape": shape, "dtype": dtype}
         elif shape is not None or dtype is not None:
             raise ArgumentError("give shape and dtype, or metadata that holds them, not both")
         self.data = data
-        self.metadata = metadata
-        self.shape = metadata["shape"]
-        self.dtype = metadata["dtype"]
+        values: Any = metadata
+        self.metadata: dict[str, Any] = values
+        self.shape: tuple[int, ...] = values["shape"]
+        self.dtype: DTypeLike = values["dtype"]
 
 
 def no_compression_in(params: Params, array: Array) -> CompressedObject:
@@ -74,8 +78,10 @@ def no_compression_out(params: Params, compressed: CompressedObject) -> Array:
 def blosc_compress(params: Params, array: Array) -> CompressedObject:
     """Return an array compressed by Blosc, in chunks."""
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    chunks = codecs.blosc(raw, array.dtype.itemsize, int(params["chunk_size"]))
-    metadata = {"shape": array.shape, "dtype": array.dtype, "chunks": [len(c) for c in chunks]}
+    chunk_bytes: Any = params["chunk_size"]
+    chunks = codecs.blosc(raw, array.dtype.itemsize, int(chunk_bytes))
+    lengths = [len(chunk) for chunk in chunks]
+    metadata = {"shape": array.shape, "dtype": array.dtype, "chunks": lengths}
     return CompressedObject(b"".join(chunks), metadata=metadata)
 
 
@@ -137,7 +143,7 @@ def init_compression(
     >>> decompress(compress(np.arange(3)))
     array([0, 1, 2])
     """
-    rest = dict(params)
+    rest: dict[str, Any] = dict(params)
     scheme = rest.pop("scheme", None)
     if scheme == "custom":
         compressor, decompressor = rest.pop("compressor", None), rest.pop("decompressor", None)

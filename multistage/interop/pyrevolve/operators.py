@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -24,7 +24,41 @@ from ...states.slots import Kept
 from .compression import CompressedObject
 from .profiling import Meter
 
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+State = TypeVar("State")
+
 Compression = tuple[Callable[[Array], CompressedObject], Callable[[CompressedObject], Array]]
+
+
+class OperatorLike(Protocol):
+    """What is used of an operator; it need not derive from `Operator`."""
+
+    def apply(self, *, t_start: int, t_end: int) -> object:
+        """Run over the time steps `t_start`, ..., `t_end - 1`."""
+        ...
+
+
+class CheckpointLike(Protocol):
+    """What is used of a checkpoint object; it need not derive from `Checkpoint`."""
+
+    @property
+    def dtype(self) -> DTypeLike: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def get_data(self, timestep: int) -> Sequence[Array]:
+        """Return the arrays that hold the state of `timestep`."""
+        ...
+
+    def get_data_location(self, timestep: int) -> Sequence[Array]:
+        """Return the arrays that must hold the state of `timestep`."""
+        ...
 
 
 class Operator:
@@ -35,7 +69,7 @@ class Operator:
     after the forward operator ran over that step.
     """
 
-    def apply(self, **kwargs: Any) -> object:
+    def apply(self, *, t_start: int, t_end: int) -> object:
         """Run over the time steps `t_start`, ..., `t_end - 1`."""
         raise NotImplementedError(f"{type(self).__name__} must define apply(t_start, t_end)")
 
@@ -44,7 +78,7 @@ class Checkpoint:
     """Says which arrays make up the state of a time step."""
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DTypeLike:
         """The dtype of the arrays, for their count in bytes; each is copied as it is."""
         raise NotImplementedError(f"{type(self).__name__} must define dtype")
 
@@ -80,12 +114,12 @@ class OperatorChain:
     state_is_tape = False
     one_tape = True
 
-    def __init__(self, forward: Any, backward: Any) -> None:
+    def __init__(self, forward: OperatorLike, backward: OperatorLike) -> None:
         self._forward = forward.apply
         self._backward = backward.apply
         self.advanced, self.taped, self.reversed = Meter(), Meter(), Meter()
 
-    def advance(self, state: Any, start: int, stop: int) -> Any:
+    def advance(self, state: State, start: int, stop: int) -> State:
         began = perf_counter()
         self._forward(t_start=start, t_end=stop)
         meter = self.advanced
@@ -93,7 +127,7 @@ class OperatorChain:
         meter.calls += 1
         return state
 
-    def tape(self, state: Any, step: int) -> tuple[Any, object]:
+    def tape(self, state: State, step: int) -> tuple[State, object]:
         began = perf_counter()
         self._forward(t_start=step, t_end=step + 1)
         meter = self.taped
@@ -140,7 +174,7 @@ class OperatorStates:
 
     def __init__(
         self,
-        checkpoint: Any,
+        checkpoint: CheckpointLike,
         compression: Compression | None = None,
         *,
         restored: bool = True,
@@ -159,7 +193,7 @@ class OperatorStates:
         self.period = _period(self.checkpoint)
         self.rotating.clear()
 
-    def layout(self, state: Any) -> Layout:
+    def layout(self, state: object) -> Layout:
         if self._first is None:
             values = self.checkpoint.get_data(0) if self._restored else ()
             self._first = self._checked(values, "get_data(0)")
@@ -186,7 +220,7 @@ class OperatorStates:
                 raise StateError(f"array {k} of {said} is read-only; a state is copied into it")
         return arrays
 
-    def _checked(self, values: Iterable[Any], said: str) -> list[Array]:
+    def _checked(self, values: Iterable[object], said: str) -> list[Array]:
         # Each array is copied as it is: pyrevolve would round it to the checkpoint's dtype.
         arrays = []
         for k, value in enumerate(values):
@@ -226,7 +260,7 @@ class _Snapshots(Copies):
         super().__init__(layout)
         self._states = states
 
-    def keep(self, state: Any, where: int | str) -> Kept:
+    def keep(self, state: object, where: int | str) -> Kept:
         began = perf_counter()
         kept = super().keep(state, where)
         meter = self._states.saved
@@ -234,15 +268,16 @@ class _Snapshots(Copies):
         meter.calls += 1
         return kept
 
-    def load(self, kept: Kept, live: Any) -> Any:
+    def load(self, kept: Kept, live: State) -> State:
         began = perf_counter()
+        assert isinstance(kept.state, int)
         self._copy_back(self._places(kept.state), kept)
         meter = self._states.loaded
         meter.seconds += perf_counter() - began
         meter.calls += 1
         return live
 
-    def _live(self, state: Any, where: int | str) -> list[Array]:
+    def _live(self, state: object, where: int | str) -> list[Array]:
         assert isinstance(where, int)
         states = self._states
         if states.period and where % states.period in states.rotating:
@@ -282,7 +317,8 @@ class _Compressed(_Snapshots):
         return [self._compress(array) for array in arrays]
 
     def _copy_back(self, targets: list[Array], kept: Kept) -> None:
-        for target, compressed in zip(targets, kept.arrays, strict=True):
+        arrays: Sequence[Any] = kept.arrays
+        for target, compressed in zip(targets, arrays, strict=True):
             np.copyto(target, np.asarray(self._decompress(compressed)).reshape(target.shape))
 
     def _recycle(self, kept: Kept) -> None:

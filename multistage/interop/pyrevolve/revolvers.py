@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from ...backends.urls import Tiers
 from ...errors import ArgumentError
@@ -15,10 +15,11 @@ from ...planners import PLANNERS, Planner, UniformPlan
 from ...planners.synchronous.levels import Level
 from ...planners.uniform import sealing
 from ...support.values import whole
-from .base import TRANSIT, BaseRevolver, defaults
-from .compression import init_compression
+from .base import TRANSIT, BaseRevolver
+from .compression import Params, init_compression
 from .crevolve import adjust
-from .operators import Compression
+from .operators import CheckpointLike, Compression, OperatorLike
+from .options import defaults
 from .planners import h_revolve_on_storages, revolve_on_disk
 from .profiling import Profiler
 from .schedulers import Architecture, CRevolve, HRevolve
@@ -58,14 +59,14 @@ class SingleLevelRevolver(BaseRevolver):
 
     def __init__(
         self,
-        checkpoint: Any,
-        fwd_operator: Any,
-        rev_operator: Any,
+        checkpoint: CheckpointLike,
+        fwd_operator: OperatorLike,
+        rev_operator: OperatorLike,
         n_checkpoints: int | None,
         n_timesteps: int,
         timings: object = None,
         profiler: Profiler | None = None,
-        compression_params: Mapping[str, Any] | None = None,
+        compression_params: Params | None = None,
         diskstorage: bool = False,
         filedir: str | None = "./",
         singlefile: bool = True,
@@ -87,10 +88,10 @@ class SingleLevelRevolver(BaseRevolver):
         )
         n = self.n_timesteps
         if n_checkpoints is None:
-            if defaults and not diskstorage and memory is tiers is planner is None:
-                memory, tiers, planner = map(defaults.get, ("memory", "tiers", "planner"))
-                costs = costs or defaults.get("costs")
-                progress = defaults.get("progress") if progress is None else progress
+            if defaults.given and not diskstorage and memory is tiers is planner is None:
+                memory, tiers, planner = defaults.memory, defaults.tiers, defaults.planner
+                costs = costs or defaults.costs
+                progress = defaults.progress if progress is None else progress
             n_checkpoints = adjust(n)
         else:
             n_checkpoints = _number_given(n_checkpoints, memory)
@@ -166,7 +167,7 @@ def _number_given(n_checkpoints: int, memory: object) -> int:
     return whole(n_checkpoints, "n_checkpoints", 1)
 
 
-def _compression_of(params: Mapping[str, Any] | None, is_slow: bool) -> Compression | None:
+def _compression_of(params: Params | None, is_slow: bool) -> Compression | None:
     """Return the compression of checkpoints in memory; those in a slow tier have none."""
     compression = None if params is None else init_compression(params)
     if params is None or params.get("scheme") is None:
@@ -184,14 +185,14 @@ class MemoryRevolver(SingleLevelRevolver):
 
     def __init__(
         self,
-        checkpoint: Any,
-        fwd_operator: Any,
-        rev_operator: Any,
+        checkpoint: CheckpointLike,
+        fwd_operator: OperatorLike,
+        rev_operator: OperatorLike,
         n_checkpoints: int | None,
         n_timesteps: int,
         timings: object = None,
         profiler: Profiler | None = None,
-        compression_params: Mapping[str, Any] | None = None,
+        compression_params: Params | None = None,
         *,
         memory: Budget | int | str | None = None,
         tiers: Tiers | None = None,
@@ -224,9 +225,9 @@ class DiskRevolver(SingleLevelRevolver):
 
     def __init__(
         self,
-        checkpoint: Any,
-        fwd_operator: Any,
-        rev_operator: Any,
+        checkpoint: CheckpointLike,
+        fwd_operator: OperatorLike,
+        rev_operator: OperatorLike,
         n_checkpoints: int | None,
         n_timesteps: int,
         timings: object = None,
@@ -285,9 +286,9 @@ class MultiLevelRevolver(BaseRevolver):
 
     def __init__(
         self,
-        checkpoint: Any,
-        fwd_operator: Any,
-        rev_operator: Any,
+        checkpoint: CheckpointLike,
+        fwd_operator: OperatorLike,
+        rev_operator: OperatorLike,
         n_timesteps: int,
         storage_list: Sequence[Storage],
         timings: object = None,

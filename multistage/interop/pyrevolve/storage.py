@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from .bridge import StorageStore
 from .compression import CompressedObject
 from .operators import Compression
 from .profiling import Profiler
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 
 class Storage:
@@ -47,7 +50,7 @@ class Storage:
         self,
         size_ckp: int,
         n_ckp: int,
-        dtype: Any,
+        dtype: DTypeLike,
         profiler: Profiler | None = None,
         wd: float = 0,
         rd: float = 0,
@@ -145,7 +148,7 @@ class NumpyStorage(Storage):
         self,
         size_ckp: int,
         n_ckp: int,
-        dtype: Any,
+        dtype: DTypeLike,
         profiler: Profiler | None = None,
         wd: float = 0,
         rd: float = 0,
@@ -184,7 +187,7 @@ class DiskStorage(Storage):
         self,
         size_ckp: int,
         n_ckp: int,
-        dtype: Any,
+        dtype: DTypeLike,
         profiler: Profiler | None = None,
         filedir: str | None = "./",
         singlefile: bool = True,
@@ -266,7 +269,7 @@ class BytesStorage(Storage):
         self,
         size_ckp: int,
         n_ckp: int,
-        dtype: Any,
+        dtype: DTypeLike,
         compression: Compression,
         auto_pickle: bool = False,
         profiler: Profiler | None = None,

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Self
 
 
 class OutputGrabber:
@@ -29,7 +29,7 @@ class OutputGrabber:
 
     escape_char = "\b"
 
-    def __init__(self, stream: Any = None, threaded: bool = False) -> None:
+    def __init__(self, stream: IO[str] | IO[bytes] | None = None, threaded: bool = False) -> None:
         self.origstream = sys.stdout if stream is None else stream
         self.threaded = threaded
         self.origstreamfd: int = self.origstream.fileno()

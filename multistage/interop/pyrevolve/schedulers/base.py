@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from ....errors import ArgumentError
+
+
+class Leveled(Protocol):
+    """What a storage says of its level: costs of a checkpoint, and how many it holds."""
+
+    @property
+    def wd(self) -> float: ...
+
+    @property
+    def rd(self) -> float: ...
+
+    @property
+    def nckp(self) -> int: ...
 
 
 class Architecture:
@@ -34,7 +47,7 @@ class Architecture:
 
     def __init__(
         self,
-        storage_list: Sequence[Any] | None = None,
+        storage_list: Sequence[Leveled] | None = None,
         wd: Sequence[float] = (1,),
         rd: Sequence[float] = (1,),
         sizes: Sequence[int] = (1,),
