@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ..backends.base import CheckpointLost, Store
 from ..backends.urls import TierName, engines_of, open_store
 from ..errors import StoreError
 from ..model.tier import Tier
-from ..states.layout import Array, Layout
+from ..states.layout import Layout
 from ..support.progress import counting
 
 State = TypeVar("State")
@@ -34,7 +34,7 @@ def probe_store(
     *,
     seconds: float = 0.5,
     most: int = 100_000,
-    arrays: Sequence[Array] | None = None,
+    arrays: Sequence[object] | None = None,
     sweep_s: float = math.inf,
 ) -> Tier:
     """Measure one store for states of `layout`, by itself; it is opened and closed.
@@ -46,7 +46,7 @@ def probe_store(
     most : int
         States written at most.
     arrays : sequence, optional
-        What to write; by default noise in host memory.
+        What to write, of the kind that the store takes; by default noise in host memory.
     sweep_s : float
         Seconds of the forward sweep, which matter to a cascade alone: its
         levels are measured one by one, and a state is taken to cost what it
@@ -90,7 +90,7 @@ def _probe_levels(
     layout: Layout,
     seconds: float,
     most: int,
-    arrays: Sequence[Array],
+    arrays: Sequence[object],
     sweep_s: float,
 ) -> Tier:
     upper, lower = (
@@ -110,7 +110,7 @@ def _probe_levels(
 
 
 def _write(
-    store: Store, arrays: Sequence[Array], count: int, seconds: float
+    store: Store, arrays: Sequence[Any], count: int, seconds: float
 ) -> tuple[float, float, int]:
     """Write at full speed; return seconds per state, seconds per call, states written."""
     began = time.perf_counter()
