@@ -35,8 +35,8 @@ class FileStore(StreamedStore):
     which must be safe from other users.  They are gone when the store closes,
     when the interpreter exits, and at the next run in that folder if the
     process was killed.  They hold raw bytes; what they mean is known only to
-    the running process, which verifies a 64-bit checksum (XXH64 or XXH3) on
-    every read.
+    the running process, which verifies a 64-bit checksum (XXH3) on every
+    read.
 
     Parameters
     ----------

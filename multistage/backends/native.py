@@ -6,7 +6,8 @@ sides.  The threads of `native/io.c` never want it.  The computing thread
 queues a job with one call, and looks at it again when it calls the store
 anyway: `poll` brings extents up to date, nobody else does.
 
-Checksums are XXH64: sixty lines of C, and the package xxhash has its twin.
+Checksums are XXH3, as everywhere: the C core takes it from xxhash's own header, Python from
+the package xxhash.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ typedef struct job {
     int64_t n_pieces;
     int64_t nbytes;   /* of the record; whole pages are moved */
     int64_t position; /* in the file, whole extents */
-    int64_t sum;      /* XXH64 of the record: a write's result, what a read must find */
+    uint64_t sum;     /* XXH3 of the record: a write's result, what a read must find */
     int64_t start_ns, stop_ns; /* CLOCK_MONOTONIC */
     int64_t error;             /* errno; EBADMSG if the sum is another */
     _Atomic int64_t state;
@@ -207,6 +207,5 @@ EXPORT int64_t ms_io_state(const job_t *job);
 EXPORT int64_t ms_io_wait(io_t *io, int64_t seen, int64_t timeout_ms);
 EXPORT void ms_io_stop(io_t *io);
 EXPORT int64_t ms_io_in_memory(int64_t fd);
-EXPORT int64_t ms_xxh64(const char *data, int64_t nbytes);
 
 #endif

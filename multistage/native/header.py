@@ -116,7 +116,8 @@ class Header:
 
 def sum_of_sources(folder: Path) -> int:
     """Return the number that CMakeLists.txt makes of the sources in `folder`; 0 if none are."""
-    sources = sorted(folder.glob("*.[ch]"), key=lambda path: path.name)
+    found = [*folder.glob("*.[ch]"), *folder.glob("xxhash/*.h")]
+    sources = sorted(found, key=lambda path: path.relative_to(folder).as_posix())
     if not any(path.suffix == ".c" for path in sources):
         return 0  # of an installed package, built and installed in one go
     sums = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in sources)

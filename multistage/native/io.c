@@ -21,6 +21,10 @@
 #include "core.h"
 
 #if defined(__linux__)
+#define XXH_INLINE_ALL /* into this file: nothing to link, no symbols of another copy */
+#define XXH_NO_STDLIB  /* its states are on our stacks */
+#include "xxhash/xxhash.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -36,85 +40,6 @@
 
 enum { PAGE = 4096, BLOCK = 32 << 10, GROW = 64 << 20, RING = 4, STACK = 512 << 10 };
 static const uint32_t TMPFS = 0x01021994u, RAMFS = 0x858458f6u;
-
-/* XXH64 (Y. Collet), with seed 0.  Every step is a bijection of the lane and of
- * the word it takes in, so a change within any one word always changes the sum. */
-static const uint64_t P1 = 11400714785074694791u, P2 = 14029467366897019727u,
-                      P3 = 1609587929392839161u, P4 = 9650029242287828579u,
-                      P5 = 2870177450012600261u;
-
-typedef struct {
-    uint64_t lane[4], total;
-} sum_t;
-
-static uint64_t rotate(uint64_t x, int by) { return x << by | x >> (64 - by); }
-static uint64_t round64(uint64_t lane, uint64_t word) { return rotate(lane + word * P2, 31) * P1; }
-
-static uint64_t word64(const char *data)
-{
-    uint64_t word;
-    memcpy(&word, data, sizeof word);
-#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    word = __builtin_bswap64(word);
-#endif
-    return word;
-}
-
-static void sum_begin(sum_t *sum)
-{
-    *sum = (sum_t){{P1 + P2, P2, 0, 0 - P1}, 0};
-}
-
-/* Take in whole stripes of 32 bytes; returns what is left over. */
-static int64_t sum_add(sum_t *sum, const char *data, int64_t nbytes)
-{
-    uint64_t a = sum->lane[0], b = sum->lane[1], c = sum->lane[2], d = sum->lane[3];
-    int64_t at = 0;
-    for (; at + 32 <= nbytes; at += 32) {
-        a = round64(a, word64(data + at));
-        b = round64(b, word64(data + at + 8));
-        c = round64(c, word64(data + at + 16));
-        d = round64(d, word64(data + at + 24));
-    }
-    *sum = (sum_t){{a, b, c, d}, sum->total + (uint64_t)nbytes};
-    return nbytes - at;
-}
-
-/* The sum; `rest` are the last bytes of the data, fewer than 32, not taken in yet. */
-static uint64_t sum_end(const sum_t *sum, const char *rest, int64_t n_rest)
-{
-    uint64_t h = P5;
-    if (sum->total >= 32) {
-        h = rotate(sum->lane[0], 1) + rotate(sum->lane[1], 7) + rotate(sum->lane[2], 12) +
-            rotate(sum->lane[3], 18);
-        for (int i = 0; i < 4; i++)
-            h = (h ^ round64(0, sum->lane[i])) * P1 + P4;
-    }
-    h += sum->total;
-    for (; n_rest >= 8; n_rest -= 8, rest += 8)
-        h = rotate(h ^ round64(0, word64(rest)), 27) * P1 + P4;
-    if (n_rest >= 4) {
-        uint64_t half = 0;
-        for (int i = 3; i >= 0; i--)
-            half = half << 8 | (unsigned char)rest[i];
-        h = rotate(h ^ half * P1, 23) * P2 + P3;
-        n_rest -= 4, rest += 4;
-    }
-    for (; n_rest > 0; n_rest--, rest++)
-        h = rotate(h ^ (unsigned char)*rest * P5, 11) * P1;
-    h = (h ^ h >> 33) * P2;
-    h = (h ^ h >> 29) * P3;
-    return h ^ h >> 32;
-}
-
-/* The checksum of this engine, for the test that compares it with its twin. */
-int64_t ms_xxh64(const char *data, int64_t nbytes)
-{
-    sum_t sum;
-    sum_begin(&sum);
-    int64_t rest = sum_add(&sum, data, nbytes);
-    return (int64_t)sum_end(&sum, data + nbytes - rest, rest);
-}
 
 /* Part of a job on its way through a lane; job NULL: stop. */
 typedef struct {
@@ -330,8 +255,8 @@ static void *write_front(void *argument)
     yield_to_compute(io);
     while ((job = next_job(lane))) {
         job->start_ns = now_ns();
-        sum_t sum;
-        sum_begin(&sum);
+        XXH3_state_t sum;
+        XXH3_64bits_reset(&sum);
         int64_t piece = 0;
         for (int64_t offset = 0, last = 0; !last;) {
             int64_t nbytes = min64(job->nbytes - offset, io->o.chunk_bytes);
@@ -344,11 +269,11 @@ static void *write_front(void *argument)
                 int64_t n = min64(nbytes - at, BLOCK);
                 if (!job->data)
                     gather(job, &piece, data + at, offset + at, n);
-                int64_t rest = sum_add(&sum, data + at, n);
+                XXH3_64bits_update(&sum, data + at, (size_t)n);
                 at += n;
-                if (last && at == nbytes)
-                    job->sum = (int64_t)sum_end(&sum, data + at - rest, rest);
             }
+            if (last)
+                job->sum = XXH3_64bits_digest(&sum);
             send(lane, (chunk_t){job, data, offset, nbytes, 0, last});
             offset += nbytes;
         }
@@ -418,8 +343,8 @@ static void *read_front(void *argument)
 static void *read_back(void *argument)
 {
     lane_t *lane = argument;
-    sum_t sum;
-    sum_begin(&sum);
+    XXH3_state_t sum;
+    XXH3_64bits_reset(&sum);
     yield_to_compute(lane->io);
     for (;; sem_post(&lane->room)) {
         take(&lane->chunks);
@@ -427,14 +352,14 @@ static void *read_back(void *argument)
         if (!chunk.job)
             return NULL;
         int64_t error = chunk.error;
-        int64_t rest = error ? 0 : sum_add(&sum, chunk.data, chunk.nbytes);
+        if (!error)
+            XXH3_64bits_update(&sum, chunk.data, (size_t)chunk.nbytes);
         if (!chunk.last)
             continue;
-        if (!error && (int64_t)sum_end(&sum, chunk.data + chunk.nbytes - rest, rest) !=
-                          chunk.job->sum)
+        if (!error && XXH3_64bits_digest(&sum) != chunk.job->sum)
             error = EBADMSG;
         complete(lane, chunk.job, error);
-        sum_begin(&sum);
+        XXH3_64bits_reset(&sum);
     }
 }
 
@@ -562,5 +487,4 @@ int64_t ms_io_state(const job_t *job) { return (void)job, IO_FAILED; }
 int64_t ms_io_wait(io_t *io, int64_t seen, int64_t t) { return (void)io, (void)t, seen; }
 void ms_io_stop(io_t *io) { (void)io; }
 int64_t ms_io_in_memory(int64_t fd) { return (void)fd, 0; }
-int64_t ms_xxh64(const char *data, int64_t n) { return (void)data, (void)n, 0; }
 #endif
