@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias, cast
-from urllib.parse import parse_qsl, unquote, urlsplit
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias, cast
+from urllib.parse import unquote
 
-from ..errors import OPTIONS, ArgumentError, redacted
+from ..errors import ArgumentError
 from ..support.units import parse_bytes
 from ..support.values import several
 from .base import Store
@@ -18,6 +18,7 @@ from .memory import MemoryStore
 from .numa import NumaStore
 from .remote import RemoteStore
 from .streamed import StreamedStore
+from .tier_url import TierUrl, told
 
 _KNOWN = (
     "file:///folder?engine=auto&capacity=10GiB&buffers=8MiB, memory:?capacity=1GiB, "
@@ -25,7 +26,7 @@ _KNOWN = (
     "or two of them, the upper with a capacity, as in 'file:///folder?capacity=10GiB > s3://bucket'"
 )
 # The object stores that are called by their own names; all else through `fsspec:`.
-_REMOTE = ("s3", "s3a", "gs", "gcs", "az", "abfs")
+_REMOTE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "fsspec")
 
 _MEMBERS = sorted({*Store.__annotations__, *(n for n in vars(Store) if not n.startswith("_"))})
 
@@ -119,23 +120,6 @@ def engines_of(tier: TierName) -> list[TierName]:
     return [tier]
 
 
-def told(tier: str) -> str:
-    """Return a tier as messages name it, without the values of options that may be secret.
-
-    Examples
-    --------
-    >>> told("s3://bucket?secret=4711&capacity=1GiB")
-    "'s3://bucket?secret=***&capacity=1GiB'"
-    """
-    place, mark, text = tier.partition("?")
-    options = [each.partition("=") for each in text.split("&")] if mark else []
-    kept = []
-    for name, equals, value in options:
-        secret = name not in OPTIONS or not equals
-        kept.append(f"{name}={'***' if secret else value}" if equals else "***")
-    return repr(redacted(place + mark + "&".join(kept)))
-
-
 def _cascade(tier: str) -> CascadeStore:
     names = [name.strip() for name in tier.split(">")]
     if not all(names):
@@ -149,88 +133,104 @@ def _cascade(tier: str) -> CascadeStore:
 
 
 def _store(tier: str) -> StreamedStore:
-    shown = told(tier)
-    try:
-        parts = urlsplit(tier)
-    except ValueError:  # whose message may hold a password
-        raise ArgumentError(f"tier {shown} is not a valid URL") from None
-    if parts.fragment:
-        raise ArgumentError(f"tier {shown}: write '#' in a path as %23")
-    if not all("=" in option for option in parts.query.split("&") if option):
-        raise ArgumentError(f"tier {shown}: write options as name=value")
-    options: dict[str, str] = {}
-    for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name in options:
-            raise ArgumentError(f"tier {shown} gives {name!r} twice; keep one")
-        options[name] = value
-    capacity = options.pop("capacity", None)
-    capacity_bytes = None if capacity is None else parse_bytes(capacity, "capacity")
-    remote = parts.scheme in _REMOTE or parts.scheme == "fsspec"
-    buffer_bytes = parse_bytes(options.pop("buffers", "64MiB" if remote else "8MiB"), "buffers")
-    queue = options.pop("queue", "2")
-    if not queue.isdecimal():
-        raise ArgumentError(f"tier {shown}: queue={queue!r} must be a whole number")
-    store: StreamedStore
-    if parts.scheme == "file":
-        if parts.netloc or not parts.path:
-            raise ArgumentError(f"tier {shown} must name a folder, as in file:///scratch")
-        engine = options.pop("engine", "auto")
-        store = FileStore(
-            unquote(parts.path),
-            engine,  # type: ignore[arg-type]
-            capacity_bytes=capacity_bytes,
-            buffer_bytes=buffer_bytes,
-            queue_depth=int(queue),
-        )
-    elif parts.scheme == "memory":
-        if parts.netloc:
-            raise ArgumentError(f"tier {shown} must be written as in memory:{parts.netloc}")
-        if parts.path.strip("/"):
-            if capacity is not None:
-                raise ArgumentError(f"tier {shown} gives its capacity twice; keep one")
-            capacity_bytes = parse_bytes(parts.path.strip("/"), "capacity")
-        store = MemoryStore(capacity_bytes, buffer_bytes=buffer_bytes, queue_depth=int(queue))
-    elif parts.scheme == "numa":
-        if not parts.path.isdecimal():
-            raise ArgumentError(f"tier {shown} must name a node, as in numa:1")
-        store = NumaStore(
-            int(parts.path), capacity_bytes, buffer_bytes=buffer_bytes, queue_depth=int(queue)
-        )
-    elif remote:
-        connections = options.pop("connections", None)
-        if connections is not None and not connections.isdecimal():
-            raise ArgumentError(f"tier {shown}: connections={connections!r} must be a whole number")
-        url = f"{parts.scheme}://{unquote(parts.netloc + parts.path)}"
-        if parts.scheme == "fsspec":
-            url = unquote(parts.path)
-        endpoint = options.pop("endpoint", None) if url.startswith("s3") else None
-        store = RemoteStore(
-            url,
-            options=None if endpoint is None else {"endpoint_url": endpoint},
-            capacity_bytes=capacity_bytes,
-            buffer_bytes=buffer_bytes,
-            queue_depth=int(queue),
-            connections=None if connections is None else int(connections),
-        )
-    elif parts.scheme == "pinned":
+    url = TierUrl(tier)
+    options = _Options(
+        url.size("capacity"),
+        _given(url.size("buffers"), (64 if url.scheme in _REMOTE else 8) << 20),
+        _given(url.number("queue"), 2),
+    )
+    if url.scheme == "pinned":
         raise ArgumentError(
-            f"tier {shown} is for PyTorch alone: unroll() and offload() of multistage.torch take "
-            "it; here write 'memory:' or 'file:///folder'"
+            f"tier {url.shown} is for PyTorch alone: unroll() and offload() of multistage.torch "
+            "take it; here write 'memory:' or 'file:///folder'"
         )
-    elif not parts.scheme and tier.startswith(("/", ".", "~")) and "@" not in tier:
-        raise ArgumentError(f"tier {shown} has no scheme; for a folder write 'file:{tier}'")
-    else:
-        raise ArgumentError(f"tier {shown} is not known; write {_KNOWN}")
-    compress, tolerance = options.pop("compress", None), options.pop("tolerance", None)
-    if options:
-        name = next(iter(options))
-        raise ArgumentError(f"tier {shown} has unknown option {name!r}; {_KNOWN}")
+    if not url.scheme and tier.startswith(("/", ".", "~")) and "@" not in tier:
+        raise ArgumentError(f"tier {url.shown} has no scheme; for a folder write 'file:{tier}'")
+    if url.scheme not in _MAKERS:
+        raise ArgumentError(f"tier {url.shown} is not known; write {_KNOWN}")
+    store = _MAKERS[url.scheme](url, options)
+    compress, tolerance = url.option("compress"), url.option("tolerance")
+    if name := url.left():
+        raise ArgumentError(f"tier {url.shown} has unknown option {name!r}; {_KNOWN}")
     if compress is None:
         if tolerance is not None:
-            raise ArgumentError(f"tier {shown}: tolerance goes with compress=zfp")
+            raise ArgumentError(f"tier {url.shown}: tolerance goes with compress=zfp")
         return store
     try:
         bound = None if tolerance is None else float(tolerance)
     except ValueError:
-        raise ArgumentError(f"tier {shown}: tolerance={tolerance!r} must be a number") from None
+        raise ArgumentError(f"tier {url.shown}: tolerance={tolerance!r} must be a number") from None
     return CompressedStore(store, compress, tolerance=bound)  # type: ignore[arg-type]
+
+
+class _Options(NamedTuple):
+    """What every tier takes."""
+
+    capacity_bytes: int | None
+    buffer_bytes: int
+    queue_depth: int
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _file(url: TierUrl, options: _Options) -> FileStore:
+    if url.host or not url.path:
+        raise ArgumentError(f"tier {url.shown} must name a folder, as in file:///scratch")
+    engine = url.option("engine")
+    return FileStore(
+        unquote(url.path),
+        "auto" if engine is None else engine,  # type: ignore[arg-type]
+        capacity_bytes=options.capacity_bytes,
+        buffer_bytes=options.buffer_bytes,
+        queue_depth=options.queue_depth,
+    )
+
+
+def _memory(url: TierUrl, options: _Options) -> MemoryStore:
+    if url.host:
+        raise ArgumentError(f"tier {url.shown} must be written as in memory:{url.host}")
+    capacity_bytes = options.capacity_bytes
+    if size := url.path.strip("/"):
+        if capacity_bytes is not None:
+            raise ArgumentError(f"tier {url.shown} gives its capacity twice; keep one")
+        capacity_bytes = parse_bytes(size, "capacity")
+    return MemoryStore(
+        capacity_bytes, buffer_bytes=options.buffer_bytes, queue_depth=options.queue_depth
+    )
+
+
+def _numa(url: TierUrl, options: _Options) -> NumaStore:
+    if not url.path.isdecimal():
+        raise ArgumentError(f"tier {url.shown} must name a node, as in numa:1")
+    return NumaStore(
+        int(url.path),
+        options.capacity_bytes,
+        buffer_bytes=options.buffer_bytes,
+        queue_depth=options.queue_depth,
+    )
+
+
+def _remote(url: TierUrl, options: _Options) -> RemoteStore:
+    connections = url.number("connections")
+    place = f"{url.scheme}://{unquote(url.host + url.path)}"
+    if url.scheme == "fsspec":
+        place = unquote(url.path)
+    endpoint = url.option("endpoint") if place.startswith("s3") else None
+    return RemoteStore(
+        place,
+        options=None if endpoint is None else {"endpoint_url": endpoint},
+        capacity_bytes=options.capacity_bytes,
+        buffer_bytes=options.buffer_bytes,
+        queue_depth=options.queue_depth,
+        connections=connections,
+    )
+
+
+_MAKERS: dict[str, Callable[[TierUrl, _Options], StreamedStore]] = {
+    "file": _file,
+    "memory": _memory,
+    "numa": _numa,
+    **dict.fromkeys(_REMOTE, _remote),
+}

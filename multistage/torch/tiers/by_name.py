@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ...backends.base import Store
-from ...backends.urls import TierName, open_store, told
+from ...backends.tier_url import told
+from ...backends.urls import TierName, open_store
 from ...errors import ArgumentError
 from ...support.units import parse_bytes
 from .pinned import PinnedStore
