@@ -13,9 +13,10 @@ import pytest
 
 from multistage.backends import FileStore, MemoryStore
 from multistage.backends.base import CheckpointLost
-from multistage.backends.rows import FileRows, MemoryRows, RowStore, buffers_for_rows, rows_of
+from multistage.backends.file_rows import FileRows, PagePool
+from multistage.backends.rows import MemoryRows, RowStore, buffers_for_rows, rows_of
 
-PIECE = 4096
+PAGE = PIECE = 4096
 
 
 def never() -> bool:
@@ -152,3 +153,45 @@ def test_stores_that_are_more_than_memory_or_a_file_take_pages(tmp_path: Path) -
     for store in (Other(), FileStore(tmp_path, "aiofiles")):
         assert buffers_for_rows(store, PIECE) is None
         assert rows_of(store, PIECE) is None
+
+
+def test_a_row_is_refused_only_if_too_few_pages_are_free(tmp_path: Path) -> None:
+    """Whatever their lengths, and in whatever order others were dropped."""
+    most, rng = 24, random.Random(0)
+    rows, there = FileRows(tmp_path, most * PAGE + 100, 2 * PAGE), dict[int, Any]()
+    accepted = refused = 0
+    for _ in range(600):
+        line = np.frombuffer(rng.randbytes(rng.randrange(8 * PAGE)), np.uint8)
+        taken = sum(-(-len(each) // PAGE) for each in there.values())
+        key = rows.put([line], never)
+        assert (key is not None) == (taken - (-len(line) // PAGE) <= most)
+        if key is not None:
+            there[key] = line
+            accepted += 1
+            continue
+        refused += 1
+        for gone in rng.sample(sorted(there), len(there) // 2):
+            rows.drop(gone)
+            del there[gone]
+        for key, line in there.items():
+            rows.read(key, [back := np.zeros_like(line)], never)
+            assert np.array_equal(back, line)
+    assert accepted > 100 and refused > 50
+    for key in there:
+        rows.drop(key)
+    assert rows.put([np.ones(most * PAGE, np.uint8)], never) is not None
+    assert rows._pages.take(1) is None
+    rows.close()
+
+
+def test_free_pages_that_lie_side_by_side_are_one_run() -> None:
+    pool = PagePool(None)
+    runs = [pool.take(2) for _ in range(6)]
+    for number in (1, 3, 2):
+        pool.give(runs[number] or [])
+    assert pool.take(6) == [(2, 6)]  # before the file grows
+    assert pool.take(0) == []
+    for number in (4, 5, 0):
+        pool.give(runs[number] or [])
+    assert pool.take(3) == [(8, 3)]
+    assert pool.take(1) == [(0, 1)]

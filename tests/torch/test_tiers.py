@@ -46,7 +46,8 @@ from multistage.actions import (  # noqa: E402
 )
 from multistage.backends import FileStore, MemoryStore  # noqa: E402
 from multistage.backends.base import CheckpointLost  # noqa: E402
-from multistage.backends.rows import FileRows, MemoryRows  # noqa: E402
+from multistage.backends.file_rows import FileRows  # noqa: E402
+from multistage.backends.rows import MemoryRows  # noqa: E402
 from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, StateError, StoreError  # noqa: E402
 from multistage.model.stages import StageCosts  # noqa: E402
 from multistage.model.tier import Tier  # noqa: E402
