@@ -44,6 +44,39 @@ def page_bytes_for(largest_bytes: int) -> int:
     return max(least, share)
 
 
+def cut(
+    lengths: Sequence[int], page_bytes: int, align: int = 1
+) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield what lies in each page: the number of a line, and its bytes from and to.
+
+    Parameters
+    ----------
+    lengths : sequence of int
+        Of lines that lie one after the other.
+    align : int
+        Each begins at a multiple of this; a page is one too.
+
+    Examples
+    --------
+    >>> list(cut([3, 6], 4)), list(cut([3, 6], 4, align=2))
+    ([[(0, 0, 3), (1, 0, 1)], [(1, 1, 5)], [(1, 5, 6)]], [[(0, 0, 3)], [(1, 0, 4)], [(1, 4, 6)]])
+    """
+    parts: list[tuple[int, int, int]] = []
+    room = page_bytes
+    for number, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            stop = min(length, start + room)
+            parts.append((number, start, stop))
+            room -= -(-(stop - start) // align) * align
+            start = stop
+            if not room:
+                yield parts
+                parts, room = [], page_bytes
+    if parts:
+        yield parts
+
+
 @dataclass(slots=True)
 class _Thing:
     """What is stored under one key."""
@@ -195,28 +228,19 @@ class PagedStore(WrapperStore):
 
     def _cut(self, arrays: Sequence[Array]) -> Iterator[Array]:
         """Yield the pages of some arrays, the rest of the last one zeros; at least one."""
-        size, fill = self.page_bytes, 0
-        page: Array | None = None  # being filled, up to `fill`
-        for array in arrays:
-            raw = array.reshape(-1).view(np.uint8)
-            at = 0
-            while at < len(raw):
-                if page is None and len(raw) - at >= size:
-                    yield raw[at : at + size]
-                    at += size
-                    continue
-                if page is None:
-                    page, fill = self._copy(), 0
-                count = min(size - fill, len(raw) - at)
-                page[fill : fill + count] = raw[at : at + count]
-                at += count
-                fill += -(-count // _ALIGN) * _ALIGN
-                if fill >= size:
-                    yield page
-                    page = None
-        if page is not None:
+        lines = [array.reshape(-1).view(np.uint8) for array in arrays]
+        for parts in cut([len(line) for line in lines], self.page_bytes, _ALIGN):
+            number, start, stop = parts[0]
+            if stop - start == self.page_bytes:
+                yield lines[number][start:stop]
+                continue
+            page, at = self._copy(), 0
+            for number, start, stop in parts:
+                page[at : at + stop - start] = lines[number][start:stop]
+                at += -(-(stop - start) // _ALIGN) * _ALIGN
             yield page
-        elif not any(array.nbytes for array in arrays):
+            del page  # or it would be there beside the next
+        if not any(map(len, lines)):
             yield self._copy()
 
     def _copy(self) -> Array:

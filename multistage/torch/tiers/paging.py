@@ -8,7 +8,7 @@ where a page lies within one line, and gathered where it does not.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...backends.base import CheckpointLost, Store
+from ...backends.paged import cut
 from ...states.layout import Layout
 
 PAGE_BYTES = 1 << 20
@@ -99,7 +100,7 @@ class Pager:
             Asked before each page whether the row is needed no more.
         """
         start = stop = self._next_key
-        for parts in self._cut([len(line) for line in lines]):
+        for parts in cut([len(line) for line in lines], self.page_bytes):
             page = [lines[number][first:last] for number, first, last in parts]
             try:
                 taken = not self.stopped and not cancelled()
@@ -131,23 +132,6 @@ class Pager:
         page[at:].zero_()  # not what lay there before
         return page.numpy() if page.device.type == "cpu" else page
 
-    def _cut(self, lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield the parts of each page: the number of a line, and its bytes from and to."""
-        page: list[tuple[int, int, int]] = []
-        room = self.page_bytes
-        for number, length in enumerate(lengths):
-            start = 0
-            while start < length:
-                stop = min(length, start + room)
-                page.append((number, start, stop))
-                room -= stop - start
-                start = stop
-                if not room:
-                    yield page
-                    page, room = [], self.page_bytes
-        if page:
-            yield page
-
     def wait(self, keys: range) -> bool:
         """Block until pages have left their lines; return whether all were written."""
         written = [self._store.wait_written(key) for key in keys]  # for every one
@@ -175,7 +159,7 @@ class Pager:
         """
         ahead = deque(keys)
         self.prefetch([ahead.popleft() for _ in range(min(_AHEAD, len(ahead)))])
-        for key, parts in zip(keys, self._cut(lengths), strict=True):
+        for key, parts in zip(keys, cut(lengths, self.page_bytes), strict=True):
             if self.stopped:
                 raise CheckpointLost("the tier was closed")
             (found,) = self._store.get(key)
