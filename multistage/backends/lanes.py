@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from ..support.waiting import Latch
+
 Work = TypeVar("Work")
 
 
@@ -28,6 +30,7 @@ class Lane(Generic[Work]):
     def __init__(self, name: str) -> None:
         self._name = name
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._ended = Latch()
         self._thread: threading.Thread | None = None
 
     def start(self, work: Callable[[Work], None]) -> None:
@@ -38,7 +41,7 @@ class Lane(Generic[Work]):
         RuntimeError
             If there are no more threads.
         """
-        arguments = self._queue, work
+        arguments = self._queue, work, self._ended
         thread = threading.Thread(target=_run, args=arguments, name=self._name, daemon=True)
         thread.start()
         self._thread = thread
@@ -59,11 +62,18 @@ class Lane(Generic[Work]):
     def join(self) -> None:
         """Wait until the thread has ended; interrupted, it can be called again."""
         if self._thread is not None:
+            # First, since Python before 3.13 takes a thread for ended whose `join` Ctrl-C ended.
+            self._ended.wait()
             self._thread.join()
             self._thread = None
 
 
-def _run(pieces: queue.SimpleQueue[Work | None], work: Callable[[Work], None]) -> None:
-    while (piece := pieces.get()) is not None:
-        work(piece)
-        del piece
+def _run(
+    pieces: queue.SimpleQueue[Work | None], work: Callable[[Work], None], ended: Latch
+) -> None:
+    try:
+        while (piece := pieces.get()) is not None:
+            work(piece)
+            del piece
+    finally:
+        ended.set()

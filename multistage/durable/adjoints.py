@@ -5,7 +5,6 @@ An adjoint is copied by the computing thread and written by the store's writer.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -67,7 +66,7 @@ class Adjoints:
         self._checked = False  # whether the layout was seen to stay
         self._layout: OrderedLayout | None = None
         self._given = b""
-        self._busy = threading.Event()
+        self._busy = False  # the writer is at one
         self._failure = ""
         self._buffer: Array | None = None
         self._safe = 0  # the furthest adjoint on this rank's disk
@@ -117,7 +116,7 @@ class Adjoints:
     def begin(self, step: int) -> None:
         """Begin a reverse sweep at `step`, whose adjoint is known to be safe."""
         self._safe = step
-        self._busy.clear()
+        self._busy = False
         self.due_s, self._checked = -np.inf, False
         if self.together:
             self.pace = Pace(step - 1, self._every_s, self.clock())
@@ -132,7 +131,7 @@ class Adjoints:
             if self._every_s:
                 return
         self._tell()
-        if self._busy.is_set() or not step:
+        if self._busy or not step:
             return
         self.due_s = self.clock() + self._every_s
         self._copy(adjoint, step)
@@ -145,7 +144,7 @@ class Adjoints:
             layout.arrays(adjoint, f"the adjoint of step {step}")
             self._checked = True
         now = self.clock()
-        mine = pace.says(step, now, busy=self._busy.is_set(), safe=self._safe)
+        mine = pace.says(step, now, busy=self._busy, safe=self._safe)
         write, safe = pace.agreed(step, now, self._peers.most_of(mine))
         self._store.release(safe)
         self._tell()
@@ -156,7 +155,7 @@ class Adjoints:
         layout, buffer = self._layout, self._buffer
         assert layout is not None and buffer is not None
         layout.fill(buffer, layout.pack(layout.arrays(adjoint, f"the adjoint of step {step}"))[0])
-        self._busy.set()
+        self._busy = True
         self._store.submit(partial(self._publish, buffer, step, safe))
 
     def _publish(self, record: Array, step: int, safe: int | None) -> None:
@@ -180,7 +179,7 @@ class Adjoints:
                 folder.unlink(f"adjoint-{self.on_disk.pop(0)}")
         except Exception as error:  # the computing thread tells the caller
             self._failure = f"the adjoint at step {step} cannot be written: {error}"
-        self._busy.clear()
+        self._busy = False
 
     def finish(self, adjoint: object) -> None:
         """Write the adjoint of state 0; return when it is on disk."""

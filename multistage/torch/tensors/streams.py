@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+from ...backends.lanes import Lane as WorkLane
+from ...support.waiting import Latch
 
 
 class CopyFailed(Exception):
@@ -168,20 +169,15 @@ class HostStreams:
     """
 
     def __init__(self) -> None:
-        self._queues: dict[str, queue.SimpleQueue[_Task | None]] = {
-            lane: queue.SimpleQueue() for lane in ("out", "in")
+        self._lanes: dict[str, WorkLane[_Task]] = {
+            name: WorkLane(f"multistage-copy-{name}") for name in ("out", "in")
         }
-        self._threads: list[threading.Thread] = []
-        for lane, q in self._queues.items():
-            thread = threading.Thread(
-                target=_work, args=(q,), name=f"multistage-copy-{lane}", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError:  # there is no other thread: nor is there need of the first
-                self.close()
-                raise
-            self._threads.append(thread)
+        try:
+            for lane in self._lanes.values():
+                lane.start(_Copier().do)
+        except BaseException:  # there is no other thread: nor is there need of the first
+            self.close()
+            raise
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -194,7 +190,7 @@ class HostStreams:
         if lane == "compute":
             event.set(None)
         else:
-            self._queues[lane].put(event)
+            self._lanes[lane].put(event)
         return event
 
     def wait(self, lane: Lane, event: Event) -> None:
@@ -203,7 +199,7 @@ class HostStreams:
             event.synchronize()
         else:
             # For the order alone: what failed before the event is no fault of what comes after.
-            self._queues[lane].put(event.wait)
+            self._lanes[lane].put(event.wait)
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         if lane == "compute":
@@ -211,7 +207,7 @@ class HostStreams:
         else:
             # NumPy, which lets the interpreter go meanwhile, as torch does for large tensors only.
             to, what = target.numpy(), source.numpy()
-            self._queues[lane].put(lambda: to.__setitem__(slice(None), what))
+            self._lanes[lane].put(lambda: to.__setitem__(slice(None), what))
 
     def used_by(self, lane: Lane, tensors: Sequence[Tensor]) -> None:
         """Nothing: what is queued refers to its memory."""
@@ -224,31 +220,31 @@ class HostStreams:
         return (began.at, ended.at) if ended.at else None
 
     def close(self) -> None:
-        for q in self._queues.values():
-            q.put(None)
-        for thread in self._threads:
-            thread.join()
+        for lane in self._lanes.values():
+            lane.end()
+        for lane in self._lanes.values():
+            lane.join()
 
 
 class _HostEvent:
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._happened = Latch()
         self._error: Exception | None = None
         self.at = 0.0
 
     def set(self, error: Exception | None) -> None:
         self._error = error
         self.at = time.perf_counter()  # 0.0 before
-        self._event.set()
+        self._happened.set()
 
     def wait(self) -> None:
-        self._event.wait()
+        self._happened.wait()
 
     def query(self) -> bool:
-        return self._event.is_set()
+        return self._happened.done
 
     def synchronize(self) -> None:
-        self._event.wait()
+        self._happened.wait()
         if self._error is not None:
             raise CopyFailed(f"{type(self._error).__name__}: {self._error}") from self._error
 
@@ -256,18 +252,22 @@ class _HostEvent:
 _Task: TypeAlias = _HostEvent | Callable[[], object]
 
 
-def _work(tasks: queue.SimpleQueue[_Task | None]) -> None:
-    failed: Exception | None = None  # since the last event
-    while (task := tasks.get()) is not None:
+class _Copier:
+    """What the thread of a lane does."""
+
+    def __init__(self) -> None:
+        self._failed: Exception | None = None  # since the last event
+
+    def do(self, task: _Task) -> None:
+        """Make a copy, or say that an event has happened."""
         if isinstance(task, _HostEvent):
-            task.set(failed)
-            failed = None
-            continue
+            task.set(self._failed)
+            self._failed = None
+            return
         try:
             task()
         except Exception as error:  # whatever it is, somebody waits for the event after it
-            failed = failed or error
-        del task
+            self._failed = self._failed or error
 
 
 class Home:

@@ -1,0 +1,121 @@
+"""Waits between threads that Ctrl-C can end anywhere: `Monitor` and `Latch`.
+
+Python raises KeyboardInterrupt between any two instructions of the main thread, those of
+`threading.Condition`, `Event` and `Thread.join` included, which are written in Python:
+interrupted there, a lock may stay taken, and whoever needs it next waits for ever.  Here
+every wait is one call of `queue.SimpleQueue.get`, which is written in C: it returns or
+raises, and no lock is held meanwhile.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Found = TypeVar("Found")
+
+
+class Monitor:
+    """A lock, and waits for what changes under it.
+
+    Attributes
+    ----------
+    lock : RLock
+        Guards what is waited for.
+
+    Examples
+    --------
+    >>> monitor, found = Monitor(), []
+    >>> def give():
+    ...     with monitor.lock:
+    ...         found.append(7)
+    ...         monitor.notify_all()
+    >>> thread = threading.Thread(target=give)
+    >>> thread.start()
+    >>> monitor.wait_for(lambda: found and found.pop())
+    7
+    >>> thread.join()
+    """
+
+    __slots__ = ("_bells", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._bells: list[queue.SimpleQueue[None]] = []  # of those who wait
+
+    def notify_all(self) -> None:
+        """Let all who wait look again; the caller holds the lock."""
+        for bell in self._bells:
+            bell.put(None)
+        # Interrupted before this, the same ones look once more than they need to.
+        self._bells.clear()
+
+    def wait_for(self, ready: Callable[[], Found], timeout_s: float | None = None) -> Found:
+        """Block until `ready()` is true; return what it returned.
+
+        Parameters
+        ----------
+        ready : callable
+            Called under the lock, again after each `notify_all`; it may take what it finds.
+        timeout_s : float, optional
+            After so long return what it returns then.
+
+        Notes
+        -----
+        The caller must not hold the lock.
+        """
+        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with self.lock:
+                if found := ready():
+                    return found
+                self._bells.append(bell)
+            try:
+                bell.get(timeout=None if until_s is None else max(0.0, until_s - time.monotonic()))
+            except queue.Empty:
+                with self.lock:
+                    return ready()
+
+
+class Latch:
+    """Something that happens once, and that any number of threads wait for.
+
+    Attributes
+    ----------
+    done : bool
+        Whether it has happened.
+
+    Examples
+    --------
+    >>> latch = Latch()
+    >>> latch.set()
+    >>> latch.wait()
+    >>> latch.done
+    True
+    """
+
+    __slots__ = ("_bells", "done")
+
+    def __init__(self) -> None:
+        self._bells: list[queue.SimpleQueue[None]] = []
+        self.done = False
+
+    def set(self) -> None:
+        """Say that it has happened.  May be called twice."""
+        # No lock: a thread that waits either sees this, or is in the list by now.
+        self.done = True
+        for bell in self._bells:
+            bell.put(None)
+
+    def wait(self) -> None:
+        """Block until it has happened."""
+        if self.done:
+            return
+        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._bells.append(bell)
+        if not self.done:
+            bell.get()

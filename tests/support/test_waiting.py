@@ -1,0 +1,165 @@
+"""Waits between threads: what they return, and that Ctrl-C leaves no lock taken."""
+
+from __future__ import annotations
+
+import dis
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from multistage.support.waiting import Latch, Monitor
+
+_FILES = ("waiting.py", "threading.py")
+# After these instructions, and nowhere else, Python looks whether a signal has come.
+LOOKS = {"RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
+
+
+class CtrlC:
+    """Raises KeyboardInterrupt in this thread, the n-th time that it can be told of it."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self._before: dict[FrameType, str] = {}
+
+    def __enter__(self) -> None:
+        sys.settrace(self._call)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> Any:
+        if not frame.f_code.co_filename.endswith(_FILES):
+            return None
+        frame.f_trace_opcodes = True
+        return self._instruction
+
+    def _instruction(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "opcode":
+            name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            self.left -= self._before.get(frame) in LOOKS
+            self._before[frame] = name
+            if self.left == 0:
+                self.left = -1
+                raise KeyboardInterrupt
+        return self._instruction
+
+
+def interrupted(work: Callable[[], object], at: int) -> bool:
+    """Whether Ctrl-C before instruction number `at` came before the end of `work`."""
+    try:
+        with CtrlC(at):
+            work()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def in_a_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_what_is_found_is_returned_and_taken_under_the_lock() -> None:
+    monitor, held = Monitor(), list[int]()
+    found: list[int] = []
+    threads = [
+        in_a_thread(lambda: found.append(monitor.wait_for(lambda: held and held.pop())))  # type: ignore[arg-type]
+        for _ in range(3)
+    ]
+    for number in (5, 6, 7):
+        with monitor.lock:
+            held.append(number)
+            monitor.notify_all()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [5, 6, 7]
+
+
+def test_a_wait_that_times_out_returns_what_was_found_last() -> None:
+    monitor, answers = Monitor(), iter([0, 0])
+    assert monitor.wait_for(lambda: next(answers), timeout_s=0.0) == 0
+    assert next(answers, None) is None
+
+
+def test_an_interrupted_wait_leaves_the_lock_free_and_can_be_repeated() -> None:
+    at = 0
+    while True:
+        at += 1
+        monitor, held = Monitor(), list[bool]()
+
+        def give(monitor: Monitor = monitor, held: list[bool] = held) -> None:
+            with monitor.lock:
+                held.append(True)
+                monitor.notify_all()
+
+        def wait(monitor: Monitor = monitor, held: list[bool] = held) -> None:
+            monitor.wait_for(lambda: bool(held))
+
+        thread = in_a_thread(give)
+        hit = interrupted(wait, at)
+        wait()
+        thread.join()
+        free: list[bool] = []
+        in_a_thread(lambda m=monitor, f=free: f.append(m.lock.acquire(blocking=False))).join()  # type: ignore[misc]
+        assert free == [True]
+        if not hit:
+            break
+    assert at > 3
+
+
+def test_an_interrupted_notification_can_be_repeated() -> None:
+    at = 0
+    while True:
+        at += 1
+        monitor, held = Monitor(), list[bool]()
+        waiting = [
+            in_a_thread(lambda m=monitor, h=held: m.wait_for(lambda: bool(h)))  # type: ignore[misc]
+            for _ in range(2)
+        ]
+
+        def give(monitor: Monitor = monitor, held: list[bool] = held) -> None:
+            with monitor.lock:
+                held.append(True)
+                monitor.notify_all()
+
+        hit = interrupted(give, at)
+        give()
+        for thread in waiting:
+            thread.join()
+        if not hit:
+            break
+    assert at > 3
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_latch_lets_every_waiter_go(earlier: bool) -> None:
+    latch = Latch()
+    if earlier:
+        latch.set()
+    threads = [in_a_thread(latch.wait) for _ in range(3)]
+    latch.set()
+    latch.set()
+    for thread in threads:
+        thread.join()
+    latch.wait()
+
+
+def test_an_interrupted_latch_is_set_and_waited_for_again() -> None:
+    at = 0
+    while True:
+        at += 1
+        latch, other = Latch(), Latch()
+        waiting, setting = in_a_thread(latch.wait), in_a_thread(other.set)
+        hit = interrupted(lambda s=latch.set, w=other.wait: (s(), w()), at)  # type: ignore[misc]
+        latch.set()
+        other.wait()
+        waiting.join()
+        setting.join()
+        if not hit:
+            break
+    assert at > 3
