@@ -33,6 +33,7 @@ class Extent:
         "error",
         "filled",
         "first",
+        "homeless",
         "landing",
         "live",
         "nbytes",
@@ -60,6 +61,7 @@ class Extent:
         self.serial = 0  # the order in which writes were done
         self.nbytes = 0
         self.error = ""
+        self.homeless = False  # its write found no room: there is nothing at its slot
 
 
 class Numbered(Protocol):

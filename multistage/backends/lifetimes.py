@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec
 
 from ..errors import StoreError
+
+Arguments = ParamSpec("Arguments")
 
 _forks = 0  # since this module was imported, in the line of processes down to this one
 
@@ -159,3 +162,17 @@ def end(close: Callable[[], object], birth: Birth) -> None:
         except RuntimeError:  # there are no more threads
             pass
     close()
+
+
+def weakly(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Return a method that does not keep its object, and does nothing once that is gone.
+
+    So a store that is dropped goes at once, though its threads know whom to tell.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> None:
+        if (found := reference()) is not None:
+            found(*arguments, **keywords)
+
+    return call

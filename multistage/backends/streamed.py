@@ -29,6 +29,7 @@ from .base import BaseStore, StoreStats, TransferRecord
 from .carrier import Carrier, ThreadCarrier
 from .lifetimes import Hold
 from .medium import Medium
+from .space import Space
 from .staging import BUFFERS
 from .traffic import Traffic
 
@@ -216,11 +217,9 @@ class StreamedStore(BaseStore):
             carrier,
             layout,
             count,
-            extent_bytes,
-            self.capacity_bytes,
+            Space(self.name, extent_bytes, self.capacity_bytes, self.stats, self._freer()),
             self.stats,
             self.transfers,
-            self._freer(),
         )
         try:
             self._traffic.start(self._bounce_bytes(layout))

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import errno
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..states.layout import Array, Layout
 from .arena import LandingPool, landing_pool, pages, whole_huge
 from .base import CheckpointLost, StoreStats, TransferRecord
-from .carrier import Carrier, Finished
-from .extents import Extent, Index, SlotPool, State
-from .medium import is_full, warn_full
+from .carrier import Carrier
+from .extents import Extent, Index, State
+from .landings import Landings
+from .lifetimes import weakly
+from .medium import is_full
+from .space import Space
 from .staging import BUFFERS, Staging
 
 
@@ -33,14 +35,10 @@ class Traffic:
     layout : Layout
     count : int
         States that share an extent; 1 for large ones.
-    extent_bytes : int
-        On the medium, whole pages.
-    capacity_bytes : int or None
+    space : Space
+        For its extents, in whole pages.
     stats, transfers
         Of the store.
-    freed : callable, optional
-        Told of each slot of the medium whose bytes are not needed any more.  It must not
-        refer to the store, which would then not go at once when it is dropped.
     """
 
     def __init__(
@@ -49,43 +47,38 @@ class Traffic:
         carrier: Carrier,
         layout: Layout,
         count: int,
-        extent_bytes: int,
-        capacity_bytes: int | None,
+        space: Space,
         stats: StoreStats,
         transfers: deque[TransferRecord],
-        freed: Callable[[int], None] | None = None,
     ) -> None:
-        self._name = name
-        self._carrier = carrier
+        self._name, self._carrier = name, carrier
         self._layout = layout
         self._count = count
-        self._extent_bytes = extent_bytes
-        self._capacity_bytes = capacity_bytes
         self._stats = stats
         self._transfers = transfers
-        self._freed = freed
         self.index: Index[Extent] = Index(count)
         self._next_number = 0
-        self._slots = SlotPool(None if capacity_bytes is None else capacity_bytes // extent_bytes)
-        self._full_warned = False
+        self._space = space
         self._serial = 0
         self._zombies: list[Extent] = []  # without live states, while a thread is at them
         self._filling: Extent | None = None
         self._latest: Extent | None = None
-        self._read_last: Extent | None = None
         self._waiting: deque[Extent] = deque()  # large writes not known to be done
         self._staging: Staging | None = None
-        small = count > 1
-        self._pool = LandingPool(extent_bytes, BUFFERS) if small else landing_pool(extent_bytes)
+        nbytes = space.extent_bytes
+        pool = LandingPool(nbytes, BUFFERS) if count > 1 else landing_pool(nbytes)
+        self._landings = Landings(carrier, pool, stats, transfers)
 
     def start(self, bounce_bytes: int) -> None:
         """Allocate buffers and start the threads; large states leave through `bounce_bytes`."""
         bounce = None
         if self._count > 1:
-            self._staging = Staging(self._layout, self._count, self._extent_bytes)
+            self._staging = Staging(self._layout, self._count, self._space.extent_bytes)
         else:
             bounce = pages(whole_huge(bounce_bytes))[:bounce_bytes]
-        self._carrier.start(self._layout, bounce, _weak(self._wrote), _weak(self._landed))
+        self._carrier.start(
+            self._layout, bounce, weakly(self._wrote), weakly(self._landings.landed)
+        )
 
     # ------------------------------------------------------------------ writes
 
@@ -109,13 +102,10 @@ class Traffic:
         extent.live += 1
         self._stats.writes += 1
         if place + 1 == self._count:
-            self._flush(extent)
+            self._filling = None
+            extent.nbytes = self._count * self._layout.nbytes
+            self._queue_write(extent)
         return True
-
-    def _flush(self, extent: Extent) -> None:
-        self._filling = None
-        extent.nbytes = extent.filled * self._layout.nbytes
-        self._queue_write(extent)
 
     def _queue_write(self, extent: Extent) -> None:
         extent.state = State.QUEUED
@@ -140,7 +130,7 @@ class Traffic:
             if extent.state is State.FILLING and extent is not self._filling:
                 extent.state = State.QUEUED
             self._wrote(extent, now, now, interrupted)
-            self._landed(extent, now, now, interrupted)
+            self._landings.landed(extent, now, now, interrupted)
 
     def _new_small(self, staging: Staging, key: int, block: bool) -> Extent | None:
         """Return a fresh extent with a staging buffer, or None if there is no room."""
@@ -189,25 +179,7 @@ class Traffic:
         """Return a slot of the medium; None if it is full."""
         if self._zombies:
             self._bury()
-        if self._slots.left <= 0:
-            self._refuse()
-            return None
-        slot = self._slots.take()
-        stats = self._stats
-        stats.stored_bytes += self._extent_bytes
-        stats.peak_stored_bytes = max(stats.peak_stored_bytes, stats.stored_bytes)
-        return slot
-
-    def _refuse(self) -> None:
-        self._stats.refused_full += 1
-        if not self._full_warned:
-            self._full_warned = True
-            warn_full(
-                f"tier {self._name!r}",
-                "no space is left"
-                if self._slots.closed
-                else f"its capacity of {self._capacity_bytes} bytes is used",
-            )
+        return self._space.take()
 
     def wait_written(self, key: int) -> bool:
         """Block until the arrays of `key` are not read any more; False if they are lost."""
@@ -235,22 +207,9 @@ class Traffic:
         if entry is None:
             return
         extent = entry[0]
-        self._queue_read(extent)
+        self._landings.queue(extent)
         if self._count > 1 and extent.previous is not None:
-            self._queue_read(extent.previous)
-
-    def _queue_read(self, extent: Extent) -> None:
-        if extent.buffer is None and extent.read_state is None and extent.live:
-            if extent.state is State.FAILED:  # as its error says
-                extent.read_state = State.FAILED
-                return
-            extent.read_state = State.QUEUED
-            try:
-                extent.landing = self._pool.take()
-            except (OSError, MemoryError) as error:
-                extent.read_state, extent.error = State.FAILED, f"read failed: {error}"
-                return
-            self._carrier.queue_read(extent, extent.landing)
+            self._landings.queue(extent.previous)
 
     def get(self, key: int) -> list[Array]:
         """Block until the read of `key` is done; return its arrays.  Raises CheckpointLost."""
@@ -282,16 +241,7 @@ class Traffic:
             self._lose(key)
             raise CheckpointLost(error)
         assert extent.landing is not None
-        last, self._read_last = self._read_last, extent
-        if (
-            last is not None
-            and last is not extent
-            and last is not extent.previous
-            and last.read_state is State.DONE
-        ):
-            # Done with, though its keys may live on: else reading without
-            # dropping would bring the whole tier back into memory.
-            last.landing = last.read_state = None
+        self._landings.took(extent)
         start = place * self._layout.nbytes
         return extent.landing[start : start + self._layout.nbytes]
 
@@ -321,11 +271,7 @@ class Traffic:
             if State.QUEUED in (extent.state, extent.read_state):
                 left.append(extent)
                 continue
-            if extent.state is not State.FAILED or not self._slots.closed:
-                self._slots.give(extent.slot)
-                if self._freed is not None:
-                    self._freed(extent.slot)
-            self._stats.stored_bytes -= self._extent_bytes
+            self._space.give_back(extent)
             self.index.forget(extent)
             extent.landing = extent.previous = None
             if self._staging is not None:
@@ -334,17 +280,15 @@ class Traffic:
                 self._latest = None
         self._zombies = left
 
-    # -------------------------------------------------- what the carrier tells
-
-    # Interrupted they are called again, hence the look at the state, which is
-    # set before what is only counted.
-
     def _wrote(self, extent: Extent, began: float, ended: float, error: Exception | None) -> None:
+        """Enter what became of a write, which the carrier tells."""
+        # Interrupted it is called again, hence the look at the state, which is set before what
+        # is only counted.
         if extent.state is not State.QUEUED:
             return
         if error is not None:
             if is_full(error):
-                self._slots.close()
+                self._space.refused(extent)
             extent.error = f"write failed: {error}"
         self._serial += 1
         extent.arrays = None
@@ -353,24 +297,3 @@ class Traffic:
         if error is None:
             self._stats.bytes_written += extent.nbytes
         self._transfers.append(TransferRecord("write", extent.first, began, ended, extent.nbytes))
-
-    def _landed(self, extent: Extent, began: float, ended: float, error: Exception | None) -> None:
-        if extent.read_state is not State.QUEUED:
-            return
-        if error is not None:
-            extent.error = f"read failed: {error}"
-        extent.read_state = State.DONE if error is None else State.FAILED
-        if error is None:
-            self._stats.bytes_read += extent.nbytes
-        self._transfers.append(TransferRecord("read", extent.first, began, ended, extent.nbytes))
-
-
-def _weak(told: Finished) -> Finished:
-    """Return a method that does not keep its store: one that is dropped goes at once."""
-    method = weakref.WeakMethod(told)
-
-    def tell(extent: Extent, began: float, ended: float, error: Exception | None) -> None:
-        if (found := method()) is not None:
-            found(extent, began, ended, error)
-
-    return tell

@@ -17,8 +17,11 @@ from multistage.backends.files import available_engines
 from multistage.states.layout import Layout
 
 # Of the store those functions that hand extents to a carrier, or are told of them.
-_STORE = {"poll", "_wait_for", "_wait", "_queue_write", "_queue_read", "_wrote", "_landed"}
-_FILES = ("carrier.py", "lanes.py", "native.py")
+_STORE = {
+    "traffic.py": {"poll", "_wait_for", "_wait", "_queue_write", "_wrote"},
+    "landings.py": {"queue", "landed"},
+}
+_FILES = {"carrier.py", "lanes.py", "native.py"}
 
 
 class CtrlC:
@@ -36,9 +39,9 @@ class CtrlC:
 
     def _call(self, frame: FrameType, event: str, arg: object) -> Any:
         code = frame.f_code
-        if "backends" in code.co_filename and (
-            code.co_filename.endswith(_FILES)
-            or (code.co_filename.endswith("traffic.py") and code.co_name in _STORE)
+        file = Path(code.co_filename)
+        if file.parent.name == "backends" and (
+            file.name in _FILES or code.co_name in _STORE.get(file.name, ())
         ):
             frame.f_trace_opcodes = True
             return self._instruction

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from multistage.backends.files import available_engines
 from multistage.backends.medium import Ram
 from multistage.backends.native import NativeFile
 from multistage.backends.streamed import StreamedStore
-from multistage.errors import ArgumentError
+from multistage.errors import ArgumentError, CheckpointWarning
 from multistage.states.layout import Array, Layout
 
 STATE = np.arange(1000.0)
@@ -266,4 +267,25 @@ def test_records_with_extents_of_their_own_come_back_from_fewer_buffers(
     assert store.stats.bytes_written == 5 << 16  # none waits for others in a shared extent
     for key, page in enumerate(pages):
         assert np.array_equal(store.get(key)[0], page)
+    store.close()
+
+
+def test_a_slot_whose_write_failed_is_used_again_once_the_tier_is_full() -> None:
+    class Failing(Ram):
+        codes: ClassVar = {1: errno.EIO, 2: errno.ENOSPC}  # once for each slot
+
+        def write(self, slot: int, offset: int, data: Array) -> None:
+            if slot in self.codes:
+                raise OSError(self.codes.pop(slot), "no")
+            super().write(slot, offset, data)
+
+    store = StreamedStore("failing", Failing, buffer_bytes=0, queue_depth=3)
+    store.open(LAYOUT)
+    assert all(store.put(key, [STATE + key]) for key in range(3))
+    assert [store.wait_written(key) for key in (2, 1, 0)] == [False, False, True]
+    assert store.put(3, [STATE + 3])
+    with pytest.warns(CheckpointWarning, match="no space is left"):
+        assert not store.put(4, [STATE + 4])
+    for key in (0, 3):
+        assert store.get(key)[0].tolist() == (STATE + key).tolist()
     store.close()

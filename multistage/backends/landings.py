@@ -1,0 +1,76 @@
+"""Extents on their way back from the medium, and the memory that they are read into."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from .arena import LandingPool
+from .base import StoreStats, TransferRecord
+from .carrier import Carrier
+from .extents import Extent, State
+
+
+class Landings:
+    """The reads of an open store.
+
+    Parameters
+    ----------
+    carrier : Carrier
+    pool : LandingPool
+    stats, transfers
+        Of the store.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        pool: LandingPool,
+        stats: StoreStats,
+        transfers: deque[TransferRecord],
+    ) -> None:
+        self._carrier, self._pool = carrier, pool
+        self._stats, self._transfers = stats, transfers
+        self._last: Extent | None = None  # that a state was taken from
+
+    def queue(self, extent: Extent) -> None:
+        """Queue a read of an extent, unless it is in memory, on its way, or of no use."""
+        if extent.buffer is not None or extent.read_state is not None or not extent.live:
+            return
+        if extent.state is State.FAILED:  # as its error says
+            extent.read_state = State.FAILED
+            return
+        extent.read_state = State.QUEUED
+        try:
+            extent.landing = self._pool.take()
+        except (OSError, MemoryError) as error:
+            extent.read_state, extent.error = State.FAILED, f"read failed: {error}"
+            return
+        self._carrier.queue_read(extent, extent.landing)
+
+    def landed(self, extent: Extent, began: float, ended: float, error: Exception | None) -> None:
+        """Enter what became of a read, which the carrier tells."""
+        # Interrupted it is called again: see `Traffic`.
+        if extent.read_state is not State.QUEUED:
+            return
+        if error is not None:
+            extent.error = f"read failed: {error}"
+        extent.read_state = State.DONE if error is None else State.FAILED
+        if error is None:
+            self._stats.bytes_read += extent.nbytes
+        self._transfers.append(TransferRecord("read", extent.first, began, ended, extent.nbytes))
+
+    def took(self, extent: Extent) -> None:
+        """Note that a state is taken from an extent: others that were read may go.
+
+        The one before stays, as its states are wanted next.
+        """
+        last, self._last = self._last, extent
+        if (
+            last is not None
+            and last is not extent
+            and last is not extent.previous
+            and last.read_state is State.DONE
+        ):
+            # Done with, though its keys may live on: else reading without
+            # dropping would bring the whole tier back into memory.
+            last.landing = last.read_state = None
