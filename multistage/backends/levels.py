@@ -19,83 +19,13 @@ thread at a time and read by one at a time.
 from __future__ import annotations
 
 import errno
-import threading
 from collections import OrderedDict
-from dataclasses import dataclass
-from enum import Enum
 
 from ..states.layout import Array
 from .arena import pages
-from .extents import SlotPool
 from .medium import Medium, is_full
 from .mover import Mover
-
-_FAILURES = 3  # in a row, then nothing more is moved that way
-_SPARE_PART = 4  # extents go down from when less than this part is free: writes seldom wait
-
-
-class _Where(Enum):
-    ABOVE = 1
-    BELOW = 2
-    LOST = 3
-
-
-class _Place:
-    """Where one extent is."""
-
-    __slots__ = ("above", "below", "gone", "moving", "nbytes", "readers", "stays", "where")
-
-    def __init__(self, above: int) -> None:
-        self.where = _Where.ABOVE
-        self.above = above  # its slots in the levels
-        self.below = -1
-        self.nbytes = 0
-        self.moving = False
-        self.readers = 0
-        self.gone = False  # freed while it was moved
-        self.stays = False  # not to be brought up: that failed, or it was read from below
-
-
-@dataclass(slots=True)
-class _Move:
-    """An extent on its way from one level to the other."""
-
-    place: _Place
-    sinks: bool
-    start: int  # its slots, in the level it leaves and in the other
-    stop: int
-    was_read: bool = False
-
-
-class _Level:
-    """A medium, its slots, and the right to write to and read from it."""
-
-    def __init__(self, medium: Medium, most: int | None) -> None:
-        self.medium = medium
-        self.slots = SlotPool(most)
-        self.reading, self.writing = threading.Lock(), threading.Lock()
-        self.failures = 0  # of moves to here, in a row
-
-    @property
-    def left(self) -> int:
-        """How many slots can be taken."""
-        return self.slots.left
-
-    @property
-    def spare(self) -> int:
-        """How many slots should be left."""
-        return max(1, (self.slots.most or 0) // _SPARE_PART)
-
-    @property
-    def works(self) -> bool:
-        return self.failures < _FAILURES
-
-    def give_after(self, slot: int, error: Exception) -> None:
-        """Take a slot back that could not be written; none if the level is full."""
-        if is_full(error):
-            self.slots.close()
-        else:
-            self.slots.give(slot)
+from .places import Level, Move, Place, Where
 
 
 class Levels:
@@ -116,17 +46,17 @@ class Levels:
         extent_bytes: int,
     ) -> None:
         self.sunk = self.risen = self.failed = 0
-        self._upper, self._lower = _Level(upper, upper_slots), _Level(lower, lower_slots)
+        self._upper, self._lower = Level(upper, upper_slots), Level(lower, lower_slots)
         self._nested = lower if isinstance(lower, Levels) else None
         self._buffer = pages(extent_bytes)
-        self._places: dict[int, _Place] = {}
-        self._above: OrderedDict[_Place, None] = OrderedDict()  # the oldest first
-        self._below: OrderedDict[_Place, None] = OrderedDict()
-        self._latest: _Place | None = None  # perhaps still being written
+        self._places: dict[int, Place] = {}
+        self._above: OrderedDict[Place, None] = OrderedDict()  # the oldest first
+        self._below: OrderedDict[Place, None] = OrderedDict()
+        self._latest: Place | None = None  # perhaps still being written
         self._short = False  # the writer waits for room above
         self._rising = False  # nothing was written since the last read
-        self.mover: Mover[_Move] = Mover()
-        self._lock, self._changed = self.mover.lock, self.mover.changed
+        self.mover: Mover[Move] = Mover()
+        self._changes, self._lock = self.mover.changes, self.mover.changes.lock
         self.mover.start(self._begin_move, self._carry, self._moved)
 
     def moves(self) -> str:
@@ -149,7 +79,7 @@ class Levels:
             except OSError as error:
                 if not is_full(error):
                     raise
-                with self._changed:
+                with self._lock:
                     del self._places[slot]
                     self._above.pop(place, None)
                     upper.give_after(place.above, error)
@@ -164,50 +94,65 @@ class Levels:
 
     def _begin(self, slot: int) -> None:
         """Find room above; wait for it as long as extents go down."""
-        upper = self._upper
-        with self._changed:
+        with self._lock:
             self._forget(slot)  # a cascade above gives a number again that it wrote in vain
-            self._latest, self._rising, self._short = None, False, upper.left <= 0
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: upper.left > 0 or not self._can_sink())
-            self._short = False
-            if upper.left <= 0:
-                raise OSError(errno.ENOSPC, "the upper level is full, the lower takes no more")
-            place = self._latest = self._places[slot] = _Place(upper.slots.take())
+            self._latest, self._rising, self._short = None, False, self._upper.left <= 0
+            self._changes.notify_all()
+        self._changes.wait_for(lambda: self._settled(slot))
+        if slot not in self._places:
+            raise OSError(errno.ENOSPC, "the upper level is full, the lower takes no more")
+
+    def _settled(self, slot: int) -> bool:
+        """Give an extent a place above; False while room may still be made.  Holds the lock."""
+        upper = self._upper
+        if upper.left <= 0 and self._can_sink():
+            return False
+        self._short = False
+        if upper.left > 0:
+            place = self._latest = self._places[slot] = Place(upper.slots.take())
             self._above[place] = None
-            self._changed.notify_all()  # one slot fewer may be too few for the mover
+            self._changes.notify_all()  # one slot fewer may be too few for the mover
+        return True
 
     def read(self, slot: int, data: Array) -> None:
         """Read an extent from the level it is in."""
-        with self._changed:
-            place = self._places.get(slot)
-            if place is None:
-                raise OSError(errno.EIO, f"extent {slot} was never written")
-            self._changed.wait_for(lambda: not place.moving)
-            if place.where is _Where.LOST:
-                raise OSError(errno.EIO, "it could not be read to be moved to the lower level")
-            place.readers += 1
-            if place.where is _Where.ABOVE:
-                level, at = self._upper, place.above
-            else:
-                level, at = self._lower, place.below
-                # It was wanted before it came up, and is most likely dropped next: to bring
-                # it up now would read it a second time.
-                place.stays = True
+        place = self._changes.wait_for(lambda: self._claimed(slot))
+        assert place is not None
+        above = place.where is Where.ABOVE
+        level, at = (self._upper, place.above) if above else (self._lower, place.below)
         try:
             with level.reading:
                 level.medium.read(at, data)
         finally:
-            with self._changed:
+            with self._lock:
                 place.readers -= 1
                 self._rising = True
-                self._changed.notify_all()
+                self._changes.notify_all()
+
+    def _claimed(self, slot: int) -> Place | None:
+        """Return the place of an extent, which stays there; None while it is moved.
+
+        Holds the lock.
+        """
+        place = self._places.get(slot)
+        if place is None:
+            raise OSError(errno.EIO, f"extent {slot} was never written")
+        if place.moving:
+            return None
+        if place.where is Where.LOST:
+            raise OSError(errno.EIO, "it could not be read to be moved to the lower level")
+        place.readers += 1
+        if place.where is Where.BELOW:
+            # It was wanted before it came up, and is most likely dropped next: to bring
+            # it up now would read it a second time.
+            place.stays = True
+        return place
 
     def free(self, slot: int) -> None:
         """Forget an extent that no thread of the store is at.  Never blocks for long."""
         with self._lock:
             self._forget(slot)
-            self._changed.notify_all()
+            self._changes.notify_all()
 
     def _forget(self, slot: int) -> None:
         """Free an extent, now or when it is no longer moved.  Holds the lock."""
@@ -221,7 +166,7 @@ class Levels:
         else:
             self._release(place)
 
-    def _release(self, place: _Place) -> None:
+    def _release(self, place: Place) -> None:
         """Give back the slots of an extent.  Holds the lock."""
         if place in self._above:
             del self._above[place]
@@ -252,7 +197,7 @@ class Levels:
         movable = len(self._above) - (self._latest in self._above)
         return self.mover.busy or (movable > 0 and lower.works and lower.left > 0)
 
-    def following(self) -> _Place | None:
+    def following(self) -> Place | None:
         """Return the extent to move now.  Holds the lock."""
         upper, lower = self._upper, self._lower
         wanted = self._short or not self._rising
@@ -266,17 +211,17 @@ class Levels:
                     return place
         return None
 
-    def _begin_move(self) -> _Move | None:
+    def _begin_move(self) -> Move | None:
         """Begin the next move, if there is one.  Holds the lock."""
         place = self.following()
         if place is None:
             return None
         place.moving = True
-        if place.where is _Where.ABOVE:
-            return _Move(place, True, place.above, self._lower.slots.take())
-        return _Move(place, False, place.below, self._upper.slots.take())
+        if place.where is Where.ABOVE:
+            return Move(place, True, place.above, self._lower.slots.take())
+        return Move(place, False, place.below, self._upper.slots.take())
 
-    def _carry(self, move: _Move) -> None:
+    def _carry(self, move: Move) -> None:
         """Read an extent from its level, write it to the other."""
         source, target = self._upper, self._lower
         if not move.sinks:
@@ -288,7 +233,7 @@ class Levels:
         with target.writing:
             target.medium.write(move.stop, 0, data)
 
-    def _moved(self, move: _Move, error: Exception | None) -> None:
+    def _moved(self, move: Move, error: Exception | None) -> None:
         """Enter what became of a move.  Holds the lock."""
         place, sinks = move.place, move.sinks
         target = self._lower if sinks else self._upper
@@ -298,11 +243,11 @@ class Levels:
             self._release(place)  # where it came from
             if sinks:
                 self.sunk += 1
-                place.where, place.below = _Where.BELOW, move.stop
+                place.where, place.below = Where.BELOW, move.stop
                 self._below[place] = None
             else:
                 self.risen += 1
-                place.where, place.above = _Where.ABOVE, move.stop
+                place.where, place.above = Where.ABOVE, move.stop
                 self._above[place] = None
                 self._above.move_to_end(place, last=False)  # older than all that never sank
         else:
@@ -314,7 +259,7 @@ class Levels:
                 target.slots.give(move.stop)
                 if sinks:
                     self._release(place)
-                    place.where = _Where.LOST
+                    place.where = Where.LOST
                 else:
                     place.stays = True
         if place.gone:

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from ..support.waiting import Latch, Monitor
+
 Move = TypeVar("Move")
 
 
@@ -20,11 +22,8 @@ class Mover(Generic[Move]):
 
     Attributes
     ----------
-    lock : RLock
-        The computing thread takes the lock itself: entering a Condition, which is Python
-        code, it could be interrupted when it has the lock already.
-    changed : Condition
-        On that lock; to be notified of whatever may allow another move.
+    changes : Monitor
+        Its lock guards what is moved; to be notified of whatever may allow another move.
     busy : bool
         Whether a move is under way.
     closing : bool
@@ -32,9 +31,9 @@ class Mover(Generic[Move]):
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
+        self.changes = Monitor()
         self.busy = self.closing = False
+        self._ended = Latch()
         self._thread: threading.Thread | None = None
 
     def start(
@@ -75,10 +74,11 @@ class Mover(Generic[Move]):
 
     def stop(self) -> None:
         """Let the move under way end, then the thread.  May be called twice."""
-        with self.lock:
+        with self.changes.lock:
             self.closing = True
-            self.changed.notify_all()
+            self.changes.notify_all()
         if self._thread is not None:
+            self._ended.wait()  # see `Lane.join`
             self._thread.join()
             self._thread = None
 
@@ -89,25 +89,31 @@ class Mover(Generic[Move]):
         settle: Callable[[Move, Exception | None], None],
         around: Callable[[], contextlib.AbstractContextManager[object]],
     ) -> None:
-        with around():
-            while (move := self._next(following)) is not None:
-                failure = None
-                try:
-                    carry(move)
-                except Exception as error:  # whatever a store raises: states are lost, not runs
-                    failure = error
-                with self.changed:
-                    self.busy = False
-                    settle(move, failure)
-                    self.changed.notify_all()
-                del move, failure
+        try:
+            with around():
+                while (move := self._next(following)) is not None:
+                    failure = None
+                    try:
+                        carry(move)
+                    except Exception as error:  # whatever it is: states are lost, not runs
+                        failure = error
+                    with self.changes.lock:
+                        self.busy = False
+                        settle(move, failure)
+                        self.changes.notify_all()
+                    del move, failure
+        finally:
+            self._ended.set()
 
     def _next(self, following: Callable[[], Move | None]) -> Move | None:
         """Wait for something to move; None once the mover stops."""
-        with self.changed:
-            while not self.closing:
-                if (move := following()) is not None:
-                    self.busy = True
-                    return move
-                self.changed.wait()
-            return None
+        move: Move | None = None
+
+        def begun() -> bool:
+            nonlocal move
+            if not self.closing and (move := following()) is not None:
+                self.busy = True
+            return self.closing or move is not None
+
+        self.changes.wait_for(begun)
+        return move

@@ -70,20 +70,6 @@ class Batch:
         return self.state in (State.DONE, State.FAILED)
 
 
-class Read:
-    """One record on its way back."""
-
-    __slots__ = ("batch", "done", "error", "place", "record", "step")
-
-    def __init__(self, batch: Batch, place: int, step: int) -> None:
-        self.batch = batch
-        self.place = place
-        self.step = step
-        self.record: Array | None = None
-        self.error = ""
-        self.done = False
-
-
 def ordered(layout: Layout) -> OrderedLayout:
     """Return a layout whose records hold the strides of arrays."""
     return layout if isinstance(layout, OrderedLayout) else OrderedLayout.like(layout)
@@ -150,15 +136,17 @@ def write_batch(batch: Batch, folder: Folder, layout: OrderedLayout) -> None:
     folder.publish(batch.name, [header, *pieces], settled=False)
 
 
-def read_record(read: Read, folder: Folder, layout: OrderedLayout, pool: LandingPool) -> Array:
+def read_record(
+    batch: Batch, place: int, folder: Folder, layout: OrderedLayout, pool: LandingPool
+) -> Array:
     """Return the bytes of one state, verified.  Raises OSError, BadFile, MemoryError."""
-    batch, size = read.batch, layout.record_bytes
+    size = layout.record_bytes
     if batch.state is State.FAILED:
         raise OSError(errno.EIO, batch.error)
     # A page for each small state would be more than the state.
     landing = np.empty(size, np.uint8) if per_batch(layout) > 1 else pool.take()
     record = landing[:size]
-    folder.read(batch.name, batch.file_bytes, batch.offset + read.place * size, record)
-    if checksum_of([record]) != batch.checksums[read.place]:
+    folder.read(batch.name, batch.file_bytes, batch.offset + place * size, record)
+    if checksum_of([record]) != batch.checksums[place]:
         raise OSError(errno.EIO, "the checksum does not match: the bytes were changed")
     return record

@@ -5,13 +5,12 @@ The writer, when it is free, lets the batch that is filling fill for a moment
 make a file each, and while one batch is on its way the next one fills.
 
 A batch belongs to the computing thread while its `state` is FILLING, to the writer until
-it is DONE or FAILED; the change is made under `changed`.  The writer also runs whatever
-else must reach the disk in order (`submit`).
+it is DONE or FAILED; the change is made under the lock of `changes`.  The writer also
+runs whatever else must reach the disk in order (`submit`).
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,8 +20,9 @@ from ..backends.arena import pages
 from ..backends.base import StoreStats, TransferRecord
 from ..backends.extents import State
 from ..backends.lanes import Lane
-from ..backends.medium import is_full
+from ..backends.medium import is_full, warn_full
 from ..states.layout import Array
+from ..support.waiting import Monitor
 from .batches import Batch, per_batch, write_batch
 from .folder import Folder
 from .records import OrderedLayout
@@ -46,7 +46,7 @@ class Writer:
 
     Attributes
     ----------
-    changed : Condition
+    changes : Monitor
         Notified when a batch is written.
     full : bool
         Whether a write has failed for want of space.
@@ -61,7 +61,7 @@ class Writer:
         stats: StoreStats,
         transfers: deque[TransferRecord],
     ) -> None:
-        self.changed = threading.Condition()
+        self.changes = Monitor()
         self.full = False
         self._folder, self._layout = folder, layout
         self._new_batch, self._linger_s = new_batch, linger_s
@@ -73,15 +73,25 @@ class Writer:
         if self._count > 1:
             size = self._count * layout.record_bytes
             self._buffers = [pages(size)[:size] for _ in range(BUFFERS)]
+        self._full_warned = False
         self._jobs: Lane[Callable[[], None]] = Lane("multistage-durable-writer")
+
+    def start(self) -> None:
+        """Start the thread.  Raises RuntimeError."""
         self._jobs.start(_run)
 
     def close(self) -> None:
         """Write what is queued, end the thread.  Interrupted, it can be called again."""
         self._jobs.end()
-        with self.changed:
-            self.changed.notify_all()
+        with self.changes.lock:
+            self.changes.notify_all()
         self._jobs.join()
+
+    def warn_if_full(self) -> None:
+        """Warn once if a write has failed for want of space."""
+        if self.full and not self._full_warned:
+            self._full_warned = True
+            warn_full("the durable folder", "no space is left")
 
     def put(self, key: int, packed: Sequence[Array], *, block: bool, depth: int) -> Batch | None:
         """Put a state last into a batch and return that; None if there is no room.
@@ -96,25 +106,37 @@ class Writer:
         return self._put_small(key, packed, block)
 
     def _put_small(self, key: int, packed: Sequence[Array], block: bool) -> Batch | None:
-        with self.changed:
-            batch = self._filling
-            if batch is None:
-                while not self._buffers:
-                    if not block:
-                        return None
-                    self.changed.wait()
-                batch = self._filling = self._new_batch()
-                batch.buffer = self._buffers.pop()
-                self.submit(partial(self._write, batch))
-            place, size = len(batch.steps), self._layout.record_bytes
-            assert batch.buffer is not None
-            self._layout.fill(batch.buffer[place * size : (place + 1) * size], packed)
-            batch.add(key)
-            if place + 1 == self._count:
-                self._filling = None
-                batch.wanted = True
-                self.changed.notify_all()
+        while True:
+            with self.changes.lock:
+                batch = self._filling or self._begun()
+                if batch is not None:
+                    self._fill(batch, key, packed)
+                    return batch
+            if not block:
+                return None
+            self.changes.wait_for(lambda: bool(self._buffers))
+
+    def _begun(self) -> Batch | None:
+        """Begin a batch; None if all buffers are taken.  Holds the lock."""
+        if not self._buffers:
+            return None
+        batch = self._new_batch()
+        batch.buffer = self._buffers.pop()
+        # In this order: of a batch that Ctrl-C leaves empty the writer gives the buffer back.
+        self.submit(partial(self._write, batch))
+        self._filling = batch
         return batch
+
+    def _fill(self, batch: Batch, key: int, packed: Sequence[Array]) -> None:
+        """Copy a state into a batch.  Holds the lock."""
+        place, size = len(batch.steps), self._layout.record_bytes
+        assert batch.buffer is not None
+        self._layout.fill(batch.buffer[place * size : (place + 1) * size], packed)
+        batch.add(key)
+        if place + 1 == self._count:
+            self._filling = None
+            batch.wanted = True
+            self.changes.notify_all()
 
     def _put_large(
         self, key: int, packed: Sequence[Array], block: bool, depth: int
@@ -136,25 +158,23 @@ class Writer:
 
     def wait(self, batch: Batch) -> None:
         """Block until a batch is written, or was not."""
-        with self.changed:
+        with self.changes.lock:
             if batch.state is State.FILLING:
                 batch.wanted = True
-                self.changed.notify_all()
-            self.changed.wait_for(lambda: batch.settled)
+                self.changes.notify_all()
+        self.changes.wait_for(lambda: batch.settled)
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job` on the thread, after all that was queued before; it must not raise."""
-        with self.changed:
+        with self.changes.lock:
             self._jobs.put(job)
-            self.changed.notify_all()  # the thread may be waiting for a batch to fill
+            self.changes.notify_all()  # the thread may be waiting for a batch to fill
 
     def _write(self, batch: Batch) -> None:
         """Write one batch; whatever happens, its state says so."""
-        with self.changed:
-            if batch.state is State.FILLING:
-                self.changed.wait_for(
-                    lambda: batch.wanted or self._jobs.waiting > 0, self._linger_s
-                )
+        if batch.state is State.FILLING:
+            self.changes.wait_for(lambda: batch.wanted or self._jobs.waiting > 0, self._linger_s)
+        with self.changes.lock:
             batch.state = State.QUEUED
             if self._filling is batch:
                 self._filling = None  # from here on it grows no more
@@ -172,7 +192,7 @@ class Writer:
             self.full = self.full or is_full(error)
         ended = time.perf_counter()
         self._transfers.append(TransferRecord("write", batch.steps[0], began, ended, nbytes))
-        with self.changed:
+        with self.changes.lock:
             self._give_back(batch, state)
 
     def _give_back(self, batch: Batch, state: State) -> None:
@@ -180,7 +200,7 @@ class Writer:
             self._buffers.append(batch.buffer)
         batch.buffer = batch.arrays = None
         batch.state = state
-        self.changed.notify_all()
+        self.changes.notify_all()
 
 
 def _run(job: Callable[[], None]) -> None:

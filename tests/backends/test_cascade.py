@@ -89,10 +89,9 @@ def settle(store: CascadeStore) -> None:
     cascade = store._cascade
     assert cascade is not None
     mover = cascade.mover
-    with mover.changed:
-        assert mover.changed.wait_for(
-            lambda: not mover.busy and cascade.following() is None, timeout=60
-        )
+    assert mover.changes.wait_for(
+        lambda: not mover.busy and cascade.following() is None, timeout_s=60
+    )
 
 
 def test_the_oldest_lie_farthest_away() -> None:

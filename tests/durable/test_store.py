@@ -350,7 +350,7 @@ def test_drops_that_wait_for_an_adjoint_are_not_looked_at_each_time(folder: Fold
     for step in with_steps:
         assert store.put(step, packed(layout, step), block=True)
     store.flush()
-    store._dead = Watched()
+    store._catalogue._dead = Watched()
     for step in reversed(with_steps):
         store.drop(step)
     assert Watched.looks == 0
@@ -362,4 +362,21 @@ def test_drops_that_wait_for_an_adjoint_are_not_looked_at_each_time(folder: Fold
     assert Watched.looks == 51
     store.flush()
     assert files(folder) == []
+    store.close()
+
+
+def test_a_state_put_again_after_a_failed_write_is_read_anew(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "bad block")
+
+    store = opened(folder, LARGE)
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "publish", failing)
+        assert store.put(1, packed(LARGE, 1))
+        store.prefetch(1)
+        assert not store.wait_written(1)
+    assert store.put(1, packed(LARGE, 1))
+    assert value(store, 1) == 1 / 3
     store.close()

@@ -6,7 +6,7 @@ from seeded.mutant import Mutant, of
 
 FAULTS: tuple[Mutant, ...] = (
     of(
-        "durable/store.py",
+        "durable/catalogue.py",
         "if batch.least < needed_below or",
         "if",
         "durable/test_store.py",

@@ -19,7 +19,7 @@ FAULTS: tuple[Mutant, ...] = (
         "backends/test_streamed.py",
     ),
     of(
-        "backends/traffic.py",
+        "backends/space.py",
         "capacity_bytes // extent_bytes)",
         "capacity_bytes // extent_bytes + 1)",
         "backends/test_contract.py",
@@ -114,8 +114,8 @@ FAULTS: tuple[Mutant, ...] = (
     ),
     of(
         "backends/levels.py",
-        "self._changed.wait_for(lambda: not place.moving)",
-        "pass",
+        "        if place.moving:\n            return None\n        if place.where is Where.LOST:",
+        "        if place.where is Where.LOST:",
         "backends/test_cascade.py",
     ),
     of(

@@ -12,7 +12,7 @@ FAULTS: tuple[Mutant, ...] = (
         "torch/test_pinned.py",
     ),
     of(
-        "torch/tiers/pinned.py",
+        "torch/tiers/copies.py",
         "Entry(key, slot, written, sources)",
         "Entry(key, slot, written)",
         "torch/test_pinned.py",

@@ -21,9 +21,10 @@ from torch import Tensor
 from multistage.backends import CascadeStore, FileStore, MemoryStore, Store
 from multistage.backends.base import CheckpointLost
 from multistage.backends.testing import FaultyStore, check_store
-from multistage.errors import ArgumentError, BudgetError
+from multistage.errors import ArgumentError, BudgetError, CheckpointWarning
 from multistage.states.layout import Layout
 from multistage.torch.tensors.streams import HostStreams
+from multistage.torch.tiers import pinned_memory
 from multistage.torch.tiers.by_name import open_tiers
 from multistage.torch.tiers.pinned import PinnedStore
 from multistage.torch.tiers.pinned_memory import growth
@@ -224,8 +225,29 @@ def test_a_state_dropped_while_it_cannot_go_below_leaves_its_slot() -> None:
         store.drop(1)
         shuttle, memory = store._shuttle, store._memory
         assert shuttle is not None and memory is not None
-        with shuttle.changed:
-            assert shuttle.changed.wait_for(lambda: len(memory.free) == 4, 60), "a slot is lost"
+        assert shuttle.changes.wait_for(lambda: len(memory.free) == 4, 60), "a slot is lost"
+    finally:
+        store.close()
+
+
+def test_a_state_that_is_waited_for_comes_up_into_memory_that_is_not_taken_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tier below is full and no slot is free, but another block of memory can be taken."""
+    monkeypatch.setattr(pinned_memory, "_FIRST_SLOTS", 4)  # blocks of 4 and 1
+    size = 1 << 12
+    store = PinnedStore(5 * size, CPU, MemoryStore(2 * size, buffer_bytes=0))
+    store.open(Layout.of((_line(0, size),)))
+    shuttle = store._shuttle
+    assert shuttle is not None
+    try:
+        with pytest.warns(CheckpointWarning, match="capacity"):
+            for key in range(6):
+                assert store.put(key, [_line(key, size)])
+                shuttle.changes.wait_for(lambda: not shuttle._downs)
+        for key in (0, 5, 4, 3, 2, 1):
+            assert np.array_equal(store.get(key)[0].numpy(), _line(key, size))
+            store.drop(key)
     finally:
         store.close()
 

@@ -3,25 +3,6 @@
 On a machine without a CUDA device the same code runs on threads and plain
 memory.  With a tier below, the oldest states, which are needed last, move on
 to it when the pinned memory fills, and come back in reverse order.
-
-Why each reuse of memory is safe.  A *slot* is a piece of pinned memory; `out`
-copies into it, `in` copies out of it.
-
-* The source of an `out` copy: written on the compute stream before `put`, so
-  `out` waits for an event recorded there first.  It is not written again
-  before `wait_written`, which waits for the copy's event: the caller's promise.
-  Nor is its memory handed on: the store refers to it until then.  Of a state
-  that is dropped before, the allocator is told that `out` uses it.
-* A slot that is filled again: the event of whatever used it last, the `in`
-  copy that read it, is kept with it, and `out` waits for that: the stream that
-  computes now need not be the one that waited for that copy.  A slot the tier
-  below reads is free only when that tier has written it.
-* The target of an `in` copy: allocated on the compute stream, whose earlier
-  work may still be using that memory; `in` waits for an event recorded there
-  after the allocation.  Its reader, the compute stream, waits for the copy's
-  event in `get`; should that be another stream than allocated it, the allocator
-  is told.  So it is of `in` if nobody gets it.
-* An `in` copy of a slot whose `out` copy is in flight waits for its event.
 """
 
 from __future__ import annotations
@@ -36,11 +17,12 @@ from torch import Tensor
 from ...backends.base import BaseStore, CheckpointLost, Store, StoreStats, TransferRecord
 from ...backends.lifetimes import Hold
 from ...errors import ArgumentError, StoreError
-from ...states.layout import Layout
+from ...states.layout import Array, Layout
 from ...support.interrupts import Shield
-from ..tensors.streams import CopyFailed, Event, Streams, streams_for, the_device
-from .pinned_memory import PinnedMemory, Slot, require_slots, slots_in
-from .shuttle import SPARE, Entry, Shuttle
+from ..tensors.streams import CopyFailed, Streams, streams_for, the_device
+from .copies import Copies, Entry
+from .pinned_memory import PinnedMemory, require_slots, slots_in
+from .shuttle import SPARE, Shuttle
 
 
 class PinnedStore(BaseStore):
@@ -79,10 +61,6 @@ class PinnedStore(BaseStore):
         self.exact = below is None or below.exact
         self.stats = StoreStats()
         self._told: deque[TransferRecord] = deque(maxlen=100_000)
-        self._copies: dict[str, deque[tuple[int, Event, Event]]] = {
-            "write": deque(),
-            "read": deque(),
-        }
         self._device = the_device(device)
         self._rounded = self._device.type == "cuda"
         self._below = below
@@ -91,6 +69,7 @@ class PinnedStore(BaseStore):
         self._hold = Hold(self.name)
         self._below_open = False
         self._memory: PinnedMemory | None = None
+        self._copies: Copies | None = None
         self._shuttle: Shuttle | None = None
 
     # -------------------------------------------------------------------- life
@@ -98,19 +77,9 @@ class PinnedStore(BaseStore):
     @property
     def transfers(self) -> deque[TransferRecord]:
         """Copies that are done, as their streams have them; those in flight come later."""
-        self._tell()
+        if self._copies is not None:
+            self._copies.tell()
         return self._told
-
-    def _tell(self) -> None:
-        streams = self._streams
-        for kind, copies in self._copies.items():
-            while copies and streams is not None:
-                key, began, ended = copies[0]
-                span = streams.span(began, ended)
-                if span is None:
-                    break
-                copies.popleft()
-                self._told.append(TransferRecord(kind, key, *span, self._layout.nbytes))  # type: ignore[arg-type]
 
     def parts(self) -> Sequence[Store]:
         """Return this store, the tier below, and what that is built on."""
@@ -164,13 +133,12 @@ class PinnedStore(BaseStore):
         below, capacity = self._below, self.capacity_bytes
         least = 1 if below is None else SPARE + 1
         require_slots(self.name, capacity, layout.nbytes, least, rounded=self._rounded)
-        self._layout = layout
+        self._nbytes = layout.nbytes
         self.stats = StoreStats()
         self._told.clear()
-        for copies in self._copies.values():
-            copies.clear()
         streams = streams_for(self._device) if self._given is None else self._given
         self._streams = streams
+        self._copies = Copies(layout, streams, self._told)
         self._memory = PinnedMemory(self.name, layout, streams, capacity, rounded=self._rounded)
         if below is not None:
             below.open(layout)
@@ -195,7 +163,8 @@ class PinnedStore(BaseStore):
         """In a forked child: leave the threads to the parent."""
         if self._below_open and self._below is not None:
             self._below.close()
-        self._streams, self._shuttle, self._memory, self._below_open = None, None, None, False
+        self._streams = self._copies = self._shuttle = self._memory = None
+        self._below_open = False
 
     def _shut(self) -> Exception | None:
         """Give everything back; return what failed: the rest is given back all the same."""
@@ -212,29 +181,30 @@ class PinnedStore(BaseStore):
         if self._streams is not None:
             try:
                 self._streams.close()
-                self._tell()
+                if self._copies is not None:
+                    self._copies.tell()
             except Exception as error:  # of the device
                 failure = failure or error
-        self._streams = self._shuttle = self._memory = None
+        self._streams = self._copies = self._shuttle = self._memory = None
         return failure
 
-    def _opened(self) -> tuple[Streams, Shuttle]:
+    def _opened(self) -> tuple[Copies, Shuttle]:
         self._hold.check()
-        assert self._streams is not None and self._shuttle is not None
-        return self._streams, self._shuttle
+        assert self._copies is not None and self._shuttle is not None
+        return self._copies, self._shuttle
 
     # ------------------------------------------------------------------ writes
 
-    def put(self, key: int, arrays: Sequence[Any], *, block: bool = False) -> bool:
+    def put(self, key: int, arrays: Sequence[Tensor | Array], *, block: bool = False) -> bool:
         """Queue the copy of one state; see `Store.put`."""
-        streams, shuttle = self._opened()
+        copies, shuttle = self._opened()
         slot = shuttle.take(block)
         if slot is None:
             self.stats.refused += 1
             return False
         with Shield(up=True):  # half queued it would be waited for in vain
-            shuttle.enter(self._filled(streams, slot, key, arrays))
-            stats, nbytes = self.stats, self._layout.nbytes
+            shuttle.enter(copies.out(slot, key, arrays))
+            stats, nbytes = self.stats, self._nbytes
             stats.stored_bytes += nbytes
             stats.writes += 1
             stats.bytes_written += nbytes
@@ -242,67 +212,35 @@ class PinnedStore(BaseStore):
             shuttle.make_room()
         return True
 
-    def _filled(self, streams: Streams, slot: Slot, key: int, arrays: Sequence[Any]) -> Entry:
-        """Queue the copy of a state into a slot."""
-        streams.wait("out", streams.record("compute"))
-        if slot.used is not None:
-            streams.wait("out", slot.used)
-        began = streams.record("out")
-        sources = [a if isinstance(a, Tensor) else torch.from_numpy(a) for a in arrays]
-        for line, source in zip(slot.lines, sources, strict=True):
-            if line.numel():
-                streams.copy("out", line, source)
-        written = slot.used = streams.record("out")
-        self._copies["write"].append((key, began, written))
-        return Entry(key, slot, written, sources)
-
     def wait_written(self, key: int) -> bool:
         """Block until the copy of `key` has left its source; False if it is lost."""
-        streams, shuttle = self._opened()
+        copies, shuttle = self._opened()
         entry = shuttle.entries.get(key)
         if entry is None:
             return False
-        assert entry.written is not None
+        assert entry.written is not None and self._streams is not None
         try:
-            streams.synchronize(entry.written)
+            self._streams.synchronize(entry.written)
         except CopyFailed as error:
             shuttle.lose(entry, error)
         entry.sources = []
-        self._tell()
+        copies.tell()
         return not entry.lost
 
     # ------------------------------------------------------------------- reads
 
     def prefetch(self, key: int) -> None:
         """Queue the copy of `key` to the device, when it is in pinned memory."""
-        streams, shuttle = self._opened()
+        copies, shuttle = self._opened()
         entry = shuttle.entries.get(key)
         if entry is not None:
             with Shield(up=True):
                 if shuttle.want(entry):
-                    self._land(streams, entry)
-
-    def _land(self, streams: Streams, entry: Entry) -> None:
-        """Queue the copy to the device of a state that is in pinned memory."""
-        assert entry.slot is not None
-        if entry.landed is not None:
-            return
-        target = streams.empty(self._layout.nbytes)
-        leaves = self._layout.leaves
-        entry.landing = [target[leaf.offset : leaf.offset + leaf.nbytes] for leaf in leaves]
-        streams.wait("in", streams.record("compute"))
-        if entry.slot.used is not None:
-            streams.wait("in", entry.slot.used)
-        began = streams.record("in")
-        for line, piece in zip(entry.slot.lines, entry.landing, strict=True):
-            if line.numel():
-                streams.copy("in", piece, line)
-        entry.landed = entry.slot.used = streams.record("in")
-        self._copies["read"].append((entry.key, began, entry.landed))
+                    copies.land(entry)
 
     def get(self, key: int) -> list[Any]:
         """Return the state's tensors, for the compute stream.  Raises CheckpointLost."""
-        streams, shuttle = self._opened()
+        copies, shuttle = self._opened()
         entry = shuttle.entries.get(key)
         if entry is None:
             raise CheckpointLost(f"tier {self.name!r} has no checkpoint {key}")
@@ -312,20 +250,14 @@ class PinnedStore(BaseStore):
             self._forget(entry)
             raise CheckpointLost(entry.lost)
         try:
-            self._land(streams, entry)
-            assert entry.written is not None and entry.landed is not None
-            # Of the way out, too: a copy that failed left another state's bytes in the slot.
-            streams.wait("compute", entry.written)
-            streams.wait("compute", entry.landed)
+            found = copies.landed(entry)
         except CopyFailed as error:
             shuttle.lose(entry, error)
             self._forget(entry)
             raise CheckpointLost(entry.lost) from error
         self.stats.reads += 1
-        self.stats.bytes_read += self._layout.nbytes
-        self._tell()
-        found, entry.landing, entry.landed = entry.landing, [], None
-        streams.used_by("compute", found)
+        self.stats.bytes_read += self._nbytes
+        copies.tell()
         shuttle.was_read(entry)
         return found
 
@@ -338,13 +270,7 @@ class PinnedStore(BaseStore):
                 self._forget(entry)
 
     def _forget(self, entry: Entry) -> None:
-        streams, shuttle = self._opened()
-        # Of copies that nobody waited for.
-        if entry.landed is not None:
-            streams.used_by("in", entry.landing)
-            entry.landing, entry.landed = [], None
-        if entry.sources:
-            streams.used_by("out", entry.sources)
-            entry.sources = []
-        self.stats.stored_bytes -= self._layout.nbytes
+        copies, shuttle = self._opened()
+        copies.let_go(entry)
+        self.stats.stored_bytes -= self._nbytes
         shuttle.forget(entry)

@@ -15,39 +15,19 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ...backends.base import Store
 from ...backends.mover import Mover
-from ..tensors.streams import CopyFailed, Event, Streams
+from ..tensors.streams import CopyFailed, Streams
+from .copies import Entry
 from .pinned_memory import PinnedMemory, Slot
 
 SPARE = 3  # slots kept free for the next states, where a tier below takes the oldest
-
-
-@dataclass(slots=True)
-class Entry:
-    """Where one state is."""
-
-    key: int
-    slot: Slot | None
-    written: Event | None = None  # of its `out` copy
-    sources: list[Tensor] = field(default_factory=list)  # of that copy, until it is known done
-    below: bool = False  # the tier below has it
-    moving: bool = False  # the mover is at it, or will be
-    lost: str = ""
-    gone: bool = False  # dropped
-    landing: list[Tensor] = field(default_factory=list)
-    landed: Event | None = None
-    wanted: bool = False
-    read: bool = False  # since it was last wanted
 
 
 @dataclass(slots=True)
@@ -76,6 +56,8 @@ class Shuttle:
     ----------
     entries : dict
         By key.
+    changes : Monitor
+        Notified whenever a state has been moved.
     """
 
     def __init__(
@@ -92,7 +74,7 @@ class Shuttle:
         self._below_full = False
         self._awaited: Entry | None = None  # the computing thread waits for it
         self._mover: Mover[_Move] = Mover()
-        self.lock, self.changed = self._mover.lock, self._mover.changed
+        self.changes, self._lock = self._mover.changes, self._mover.changes.lock
 
     def start(self, device: torch.device) -> None:
         """Start the mover, if there is a tier below.  Raises RuntimeError."""
@@ -114,25 +96,28 @@ class Shuttle:
     def take(self, block: bool) -> Slot | None:
         """Return a slot for another state, None if there is none."""
         free = self._memory.free
-        with self.lock:
+        slot: Slot | None = None
+
+        def settled() -> bool:
+            nonlocal slot
             if free or self._memory.grow():
-                return free.popleft()
-            if block:
-                self.changed.wait_for(lambda: free or not self._downs)
-            return free.popleft() if free else None
+                slot = free.popleft()
+            return slot is not None or not (block and self._downs)
+
+        self.changes.wait_for(settled)
+        return slot
 
     def enter(self, entry: Entry) -> None:
         """Take a new state; have the oldest moved down if few slots are left for more."""
-        with self.lock:
+        with self._lock:
             self.entries[entry.key] = entry
             self._order.append(entry)
 
     def make_room(self) -> None:
         """Have the oldest states moved down, so that some slots stay free."""
-        left = self._memory.left
-        if self._below is None or left is None:
+        if self._below is None or self._memory.left is None:
             return
-        with self.lock:
+        with self._lock:
             left = (self._memory.left or 0) + self._downs
             while left < SPARE and self._order and not self._below_full:
                 entry = self._order.popleft()
@@ -142,11 +127,11 @@ class Shuttle:
                 self._tasks.append(_Move("down", entry))
                 self._downs += 1
                 left += 1
-            self.changed.notify_all()
+            self.changes.notify_all()
 
     def want(self, entry: Entry) -> bool:
         """Have a state brought up; whether it is in pinned memory now."""
-        with self.lock:
+        with self._lock:
             entry.read = False
             if entry.slot is not None and not entry.moving:
                 return True
@@ -154,40 +139,38 @@ class Shuttle:
             if entry.below and entry.slot is None and not entry.moving:
                 entry.moving = True
                 self._urgent.append(_Move("up", entry))
-                self.changed.notify_all()
+                self.changes.notify_all()
             return False
 
     def wait(self, entry: Entry) -> None:
         """Block until a state is in pinned memory, or lost."""
-        with self.lock, self._waiting_for(entry):
-            self.changed.wait_for(
-                lambda: entry.lost or (entry.slot is not None and not entry.moving)
-            )
 
-    @contextmanager
-    def _waiting_for(self, entry: Entry) -> Iterator[None]:
-        """Tell the mover what the computing thread waits for.  Holds the lock."""
-        self._awaited = entry
-        self.changed.notify_all()
+        def settled() -> bool:
+            return bool(entry.lost) or (entry.slot is not None and not entry.moving)
+
         try:
-            yield
+            with self._lock:
+                if not settled():
+                    self._awaited = entry
+                    self.changes.notify_all()
+            self.changes.wait_for(settled)
         finally:
             self._awaited = None
 
     def was_read(self, entry: Entry) -> None:
         """Note that a state has been read: it can do without its slot."""
-        with self.lock:
+        with self._lock:
             entry.wanted, entry.read = False, True
-            self.changed.notify_all()
+            self.changes.notify_all()
 
     def lose(self, entry: Entry, error: Exception) -> None:
         """Note that a copy of a state has failed."""
-        with self.lock:
+        with self._lock:
             entry.lost = entry.lost or f"checkpoint {entry.key} could not be copied: {error}"
 
     def forget(self, entry: Entry) -> None:
         """Give back what a state holds, now or when the mover is done with it."""
-        with self.lock:
+        with self._lock:
             entry.gone = True
             self.entries.pop(entry.key, None)
             if not entry.moving:
@@ -205,7 +188,7 @@ class Shuttle:
             # First, for the tier below must not be given its key again before.
             self._tasks.appendleft(_Move("drop", entry))
             entry.below = False
-        self.changed.notify_all()
+        self.changes.notify_all()
 
     def _bring_back(self) -> None:
         """Have the latest of the states below brought up, while slots are free."""
@@ -217,7 +200,7 @@ class Shuttle:
             entry.moving = True
             self._ups += 1
             self._tasks.append(_Move("ahead", entry))
-            self.changed.notify_all()
+            self.changes.notify_all()
 
     # --------------------------------------------------------------- the mover
 
@@ -236,8 +219,11 @@ class Shuttle:
 
     def _can_rise(self, entry: Entry) -> bool:
         """Whether a state can be brought up now, or never.  Holds the lock."""
-        awaited = self._awaited is entry
-        return entry.gone or self._found_slot(unread=awaited) or (awaited and not self._downs)
+        if entry.gone or self._found_slot(unread=False):
+            return True
+        if self._awaited is not entry:
+            return False
+        return self._memory.grow() or self._found_slot(unread=True) or not self._downs
 
     def _found_slot(self, *, unread: bool) -> bool:
         """Whether a slot is free; if none is, take one whose state is below too and was read.

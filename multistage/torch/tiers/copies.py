@@ -1,0 +1,149 @@
+"""The copies of a `PinnedStore` between a device and pinned memory, and their order.
+
+Why each reuse of memory is safe.  A *slot* is a piece of pinned memory; `out`
+copies into it, `in` copies out of it.
+
+* The source of an `out` copy: written on the compute stream before `put`, so
+  `out` waits for an event recorded there first.  It is not written again
+  before `wait_written`, which waits for the copy's event: the caller's promise.
+  Nor is its memory handed on: the store refers to it until then.  Of a state
+  that is dropped before, the allocator is told that `out` uses it.
+* A slot that is filled again: the event of whatever used it last, the `in`
+  copy that read it, is kept with it, and `out` waits for that: the stream that
+  computes now need not be the one that waited for that copy.  A slot the tier
+  below reads is free only when that tier has written it.
+* The target of an `in` copy: allocated on the compute stream, whose earlier
+  work may still be using that memory; `in` waits for an event recorded there
+  after the allocation.  Its reader, the compute stream, waits for the copy's
+  event in `get`; should that be another stream than allocated it, the allocator
+  is told.  So it is of `in` if nobody gets it.
+* An `in` copy of a slot whose `out` copy is in flight waits for its event.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...backends.base import TransferRecord
+from ...states.layout import Array, Layout
+from ..tensors.streams import Event, Streams
+from .pinned_memory import Slot
+
+
+@dataclass(slots=True)
+class Entry:
+    """Where one state is."""
+
+    key: int
+    slot: Slot | None
+    written: Event | None = None  # of its `out` copy
+    sources: list[Tensor] = field(default_factory=list)  # of that copy, until it is known done
+    below: bool = False  # the tier below has it
+    moving: bool = False  # the mover is at it, or will be
+    lost: str = ""
+    gone: bool = False  # dropped
+    landing: list[Tensor] = field(default_factory=list)
+    landed: Event | None = None
+    wanted: bool = False
+    read: bool = False  # since it was last wanted
+
+
+class Copies:
+    """What an open `PinnedStore` copies, on its streams.
+
+    Parameters
+    ----------
+    layout : Layout
+    streams : Streams
+    transfers : deque of TransferRecord
+        Of the store.
+
+    Notes
+    -----
+    For the computing thread.
+    """
+
+    def __init__(self, layout: Layout, streams: Streams, transfers: deque[TransferRecord]) -> None:
+        self._layout, self._streams, self._transfers = layout, streams, transfers
+        self._queued: dict[Literal["write", "read"], deque[tuple[int, Event, Event]]] = {
+            "write": deque(),
+            "read": deque(),
+        }
+
+    def tell(self) -> None:
+        """Add to the store's transfers the copies that are done by now, as their streams say."""
+        for kind, copies in self._queued.items():
+            while copies:
+                key, began, ended = copies[0]
+                span = self._streams.span(began, ended)
+                if span is None:
+                    break
+                copies.popleft()
+                self._transfers.append(TransferRecord(kind, key, *span, self._layout.nbytes))
+
+    def out(self, slot: Slot, key: int, arrays: Sequence[Tensor | Array]) -> Entry:
+        """Queue the copy of a state into a slot."""
+        streams = self._streams
+        streams.wait("out", streams.record("compute"))
+        if slot.used is not None:
+            streams.wait("out", slot.used)
+        began = streams.record("out")
+        sources = [a if isinstance(a, Tensor) else torch.from_numpy(a) for a in arrays]
+        for line, source in zip(slot.lines, sources, strict=True):
+            if line.numel():
+                streams.copy("out", line, source)
+        written = slot.used = streams.record("out")
+        self._queued["write"].append((key, began, written))
+        return Entry(key, slot, written, sources)
+
+    def land(self, entry: Entry) -> None:
+        """Queue the copy to the device of a state that is in pinned memory, unless it is."""
+        if entry.landed is not None:
+            return
+        assert entry.slot is not None
+        streams = self._streams
+        target = streams.empty(self._layout.nbytes)
+        leaves = self._layout.leaves
+        entry.landing = [target[leaf.offset : leaf.offset + leaf.nbytes] for leaf in leaves]
+        streams.wait("in", streams.record("compute"))
+        if entry.slot.used is not None:
+            streams.wait("in", entry.slot.used)
+        began = streams.record("in")
+        for line, piece in zip(entry.slot.lines, entry.landing, strict=True):
+            if line.numel():
+                streams.copy("in", piece, line)
+        entry.landed = entry.slot.used = streams.record("in")
+        self._queued["read"].append((entry.key, began, entry.landed))
+
+    def landed(self, entry: Entry) -> list[Tensor]:
+        """Return the tensors of a state, for the compute stream.
+
+        Raises
+        ------
+        CopyFailed
+            If a copy of it has failed.
+        """
+        self.land(entry)
+        streams = self._streams
+        assert entry.written is not None and entry.landed is not None
+        # Of the way out, too: a copy that failed left another state's bytes in the slot.
+        streams.wait("compute", entry.written)
+        streams.wait("compute", entry.landed)
+        found, entry.landing, entry.landed = entry.landing, [], None
+        streams.used_by("compute", found)
+        return found
+
+    def let_go(self, entry: Entry) -> None:
+        """Let the memory of copies be handed on that nobody waited for."""
+        if entry.landed is not None:
+            self._streams.used_by("in", entry.landing)
+            entry.landing, entry.landed = [], None
+        if entry.sources:
+            self._streams.used_by("out", entry.sources)
+            entry.sources = []
