@@ -274,7 +274,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         (lambda: Reversal(abs, abs, 3, tiers=np.array(3)), "must be a string, a path or a store"),
     ],
 )
-def test_messages_say_what_is_wanted(call: Callable[[], object], message: str) -> None:
+def test_messages_name_the_allowed_values(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         call()
 

@@ -164,7 +164,7 @@ def _gone(pid: int) -> bool:
         os.close(process)
 
 
-def test_what_is_missing_is_skipped_with_the_reason(
+def test_benchmarks_without_their_packages_are_skipped_with_a_reason(
     tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tiny(here="")
@@ -394,7 +394,7 @@ def test_the_docs_tables_are_rewritten_and_the_rest_is_left(tmp_path: Path) -> N
         docs.rewrite(target, some_run())
 
 
-def test_report_judges_and_writes_anew(tmp_path: Path) -> None:
+def test_report_judges_and_writes_again(tmp_path: Path) -> None:
     data = some_run()
     data["claims"] = []
     (tmp_path / "all.json").write_text(json.dumps(data))
@@ -636,7 +636,7 @@ def test_the_figures_of_the_zoo() -> None:
     assert math.isnan(zoo.ratios(ZOO[2:])["equal"])
 
 
-def test_what_works_is_not_run_again(tmp_path: Path) -> None:
+def test_models_that_work_are_not_run_again(tmp_path: Path) -> None:
     path = tmp_path / "zoo.json"
     path.write_text(json.dumps({"samples": ZOO}))
     assert list(zoo.kept(path)) == ["timm a"] and zoo.kept(None) == {}

@@ -73,7 +73,7 @@ def test_each_says_what_it_shows_and_how_it_is_run(name: str) -> None:
     assert f"{name}.py" in next((ROOT / "docs").rglob("examples.md")).read_text()
 
 
-def test_a_gradient_that_differs_is_told(tmp_path: Path) -> None:
+def test_a_gradient_that_differs_ends_an_example_with_an_error(tmp_path: Path) -> None:
     # The example as it is, but for one number of the plain sweep.
     text = (EXAMPLES / "lstm_numpy.py").read_text()
     broken = text.replace("return model.gradients\n", "return model.gradients | {'V': 0}\n")

@@ -89,7 +89,9 @@ def _torch_demo(tmp_path):
         ("torch", "torch", _torch_demo, ArgumentError),
     ],
 )
-def test_what_is_missing_names_its_extra(monkeypatch, tmp_path, extra, module, use, error):
+def test_a_missing_package_is_named_with_its_extra(
+    monkeypatch, tmp_path, extra, module, use, error
+):
     assert extra in EXTRAS
     if module == "s3fs":
         pytest.importorskip("fsspec")

@@ -11,7 +11,7 @@ import pytest
 FUZZ = Path(__file__).with_name("fuzz.py")
 
 
-def test_what_is_read_from_outside_is_read_or_refused(tmp_path: Path) -> None:
+def test_external_data_is_read_or_refused(tmp_path: Path) -> None:
     pytest.importorskip("atheris", exc_type=ImportError)
     done = subprocess.run(
         [sys.executable, FUZZ, "--runs", "20000", "--seconds", "60"],

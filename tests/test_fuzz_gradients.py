@@ -36,7 +36,7 @@ def test_random_cases_are_exact_or_refused(play: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CORPUS)
-def test_what_once_failed(name: str, tmp_path: Path) -> None:
+def test_earlier_failures_pass(name: str, tmp_path: Path) -> None:
     assert run_case(CORPUS[name], tmp_path).findings == [], str(CORPUS[name])
 
 
@@ -90,7 +90,7 @@ def test_a_wrong_gradient_is_found_and_made_simpler(monkeypatch: pytest.MonkeyPa
     assert seen.findings == ["another gradient"]
 
 
-def test_what_is_left_behind_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fuzzing.plays import PLAYED, Play
 
     def leaving(play: Play) -> None:

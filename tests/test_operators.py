@@ -96,7 +96,7 @@ class _Sweep:
         return self.executor.forward(self.made, state)
 
 
-def test_what_a_tape_shares_with_the_state_is_copied() -> None:
+def test_arrays_a_tape_shares_with_the_state_are_copied() -> None:
     def tape(state: Any, i: int) -> Any:
         forward(state, i, i + 1)
         return [state["u"], {"part": state["v"][1:3]}, None, 7, table]
@@ -118,7 +118,7 @@ def test_what_a_tape_shares_with_the_state_is_copied() -> None:
     assert table.flags.writeable
 
 
-def test_what_is_not_callable_is_refused() -> None:
+def test_operators_that_are_not_callable_are_refused() -> None:
     for arguments, message in (
         ((None, whole), "forward=None must be callable"),
         ((forward, 3), "reverse=3 must be callable"),

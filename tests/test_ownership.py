@@ -481,7 +481,7 @@ def test_leaves_that_share_memory_stay_where_they_are() -> None:
         reversed_by(InPlaceChain(exchanged, told), start(), 1)
 
 
-def test_a_leaf_made_anew_at_each_look_is_refused() -> None:
+def test_a_leaf_created_at_each_access_is_refused() -> None:
     class Fleeting:
         def __init__(self, x: float) -> None:
             self.x = x

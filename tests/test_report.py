@@ -52,7 +52,7 @@ def test_a_report_sets_measured_beside_predicted() -> None:
     assert math.isfinite(report.prediction_error)
 
 
-def test_a_report_says_what_was_refused() -> None:
+def test_a_report_counts_refused_states() -> None:
     """Counts of each sweep, by reason, and no byte over the capacity."""
     costs = Costs(1e-4, 2e-4, state_bytes=832, tiers=(Tier("memory", 1e-5, 1e-5),))
     with Reversal(
@@ -79,7 +79,7 @@ def test_a_report_says_what_was_refused() -> None:
             assert json.loads(report.to_json())["tiers"][0]["refused_full"] == use.refused_full
 
 
-def test_a_report_says_what_a_cascade_moved() -> None:
+def test_a_report_counts_moves_of_a_cascade() -> None:
     costs = Costs(1e-4, 2e-4, state_bytes=832, tiers=(Tier("memory", 1e-5, 1e-5),))
     with Reversal(
         lambda x, i: np.sin(x),
@@ -110,7 +110,7 @@ def test_seen_costs_are_means_of_what_happened() -> None:
     assert seen.tiers[0].read_s == 1e-5  # nothing was read: as assumed
 
 
-def test_what_was_not_seen_is_not_shown() -> None:
+def test_costs_that_were_not_observed_are_not_shown() -> None:
     report = a_report()
     report.timeline.bytes.update(write=832, read=0)
     rows = {what: (assumed, seen) for what, assumed, seen in report.cost_rows()}

@@ -130,7 +130,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("use", ENTRIES, ids=NAMES)
-def test_no_message_tells_a_secret(
+def test_no_message_contains_a_secret(
     use: Callable[[str], None],
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
@@ -173,7 +173,7 @@ def test_reports_and_plans_tell_no_options() -> None:
     assert not any(SECRET in text for text in texts)
 
 
-def test_what_is_no_secret_is_told() -> None:
+def test_text_without_secrets_is_unchanged() -> None:
     for text in (
         "tier 'file:///home/me@work/a?engine=native&capacity=1GiB' is full",
         "budget 7 < 9: is that so? raise the budget & go on",
@@ -226,6 +226,6 @@ def test_odd_text_is_redacted_in_proportion_to_its_length(piece: str) -> None:
     assert min(taken(160_000) for _ in range(3)) < 80 * short
 
 
-def test_what_follows_the_last_at_sign_stays() -> None:
+def test_text_after_the_last_at_sign_is_kept() -> None:
     text = f"s3://a:{SECRET}@b@host > me:{SECRET}@x 's3://{SECRET}@y' file:///a@b"
     assert redacted(text) == "s3://***@host > me:***@x 's3://***@b"

@@ -32,7 +32,7 @@ def test_it_is_raised_after_the_block() -> None:
     assert done == ["rest"]
 
 
-def test_while_it_is_down_it_is_raised_at_once() -> None:
+def test_an_interrupt_outside_the_shield_is_raised_at_once() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt), Shield() as shield:
         shield.up = True
@@ -52,7 +52,7 @@ def test_it_is_raised_when_let_go() -> None:
         shield.let_go()  # once
 
 
-def test_a_second_one_is_raised_at_once() -> None:
+def test_a_second_interrupt_is_raised_at_once() -> None:
     """The way out of a block that hangs."""
     done = []
     with pytest.raises(KeyboardInterrupt), Shield(up=True):
@@ -90,7 +90,7 @@ def test_other_handlers_are_called() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_in_another_thread_it_does_nothing() -> None:
+def test_the_shield_is_a_no_op_in_other_threads() -> None:
     found: list[object] = []
 
     def run() -> None:

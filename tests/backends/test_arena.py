@@ -41,7 +41,7 @@ def address(array: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
     return array.ctypes.data
 
 
-def test_a_buffer_nobody_refers_to_is_reused() -> None:
+def test_a_buffer_without_references_is_reused() -> None:
     pool = LandingPool(PAGE, 2)
     first = address(pool.take())
     for _ in range(5):
@@ -89,7 +89,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux only")
 @pytest.mark.parametrize("nbytes", [300 << 10, 1 << 20, 3 << 19, 2 << 20, 12 << 20])
-def test_idle_buffers_take_what_is_said(nbytes: int) -> None:
+def test_idle_buffers_take_the_documented_memory(nbytes: int) -> None:
     pool = landing_pool(nbytes)
     before = resident_bytes()
     held = [pool.take() for _ in range(40 if nbytes < 12 << 20 else 12)]

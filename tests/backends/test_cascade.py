@@ -134,7 +134,7 @@ def test_states_come_up_before_they_are_asked_for() -> None:
     store.close()
 
 
-def test_what_came_up_is_the_first_to_go_down_again() -> None:
+def test_a_promoted_extent_is_the_first_to_be_demoted() -> None:
     lower = Told()
     store = CascadeStore(MemoryStore(8 * EXTENT, buffer_bytes=0), lower.store())
     store.open(LAYOUT)
@@ -226,7 +226,7 @@ def test_faults_lose_checkpoints_and_no_more(level: str, name: str, code: int, s
         store.close()
 
 
-def test_a_lower_level_that_takes_nothing() -> None:
+def test_a_failing_lower_level_leaves_states_in_the_upper() -> None:
     lower = Told(lambda name, number: OSError(errno.EIO, "no network"))
     store = CascadeStore(MemoryStore(4 * EXTENT, buffer_bytes=0), lower.store())
     store.open(LAYOUT)
@@ -241,7 +241,7 @@ def test_a_lower_level_that_takes_nothing() -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM])
-def test_an_upper_level_smaller_than_it_says(code: int) -> None:
+def test_an_upper_level_that_fills_before_its_capacity(code: int) -> None:
     """A disk that is full before its capacity is reached, however it says so: the rest sinks."""
 
     class Full(Ram):
@@ -261,7 +261,7 @@ def test_an_upper_level_smaller_than_it_says(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM])
-def test_a_full_tier_is_told_of_once_however_it_says_so(code: int) -> None:
+def test_a_full_tier_warns_once_for_every_error_code(code: int) -> None:
     class Full(Ram):
         def write(self, slot: int, offset: int, data: Array) -> None:
             if slot >= 2:
@@ -341,7 +341,7 @@ def test_contract_below_a_file_that_is_tiny(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_is_done_in_whatever_order(seed: int) -> None:
+def test_random_operations_in_random_order(seed: int) -> None:
     """Puts, prefetches, gets and drops at random, on media of random speed."""
     chance = np.random.default_rng(seed)
     pause, waits = threading.Event(), np.random.default_rng(seed + 100)

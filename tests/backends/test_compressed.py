@@ -53,7 +53,7 @@ def test_contract(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "dtype", ["f2", "f4", "f8", ">f8", "c8", "c16", "i1", "u8", "?", "S300", "M8[s]", "f4,i2,f8"]
 )
-def test_every_bit_comes_back(dtype: str, size: int) -> None:
+def test_states_are_restored_bit_for_bit(dtype: str, size: int) -> None:
     """Smooth bits, so that they are compressed, and the special ones among them."""
     layout = Layout.of(np.zeros(size, dtype))
     raw = np.repeat(np.arange(layout.leaves[0].nbytes // 64 + 1, dtype="<u8"), 8).view(np.uint8)
@@ -170,7 +170,7 @@ def test_a_codec_that_breaks_its_bound_is_not_believed(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf, 3e38])
-def test_what_zfp_cannot_promise_is_kept_as_it_was(special: float) -> None:
+def test_values_beyond_zfps_tolerance_are_stored_uncompressed(special: float) -> None:
     state = waves(5000, 0, np.float32)
     state[1234] = special
     store = CompressedStore(MemoryStore(buffer_bytes=0), "zfp", tolerance=1e-9)
@@ -229,12 +229,12 @@ def test_zfp_takes_floats_alone() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(text: str, message: str) -> None:
+def test_invalid_options_are_named_in_the_error(text: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         open_store(text)
 
 
-def test_what_cannot_be_compressed() -> None:
+def test_stores_that_cannot_be_compressed_are_refused() -> None:
     cascade = CascadeStore(MemoryStore(1 << 20), MemoryStore())
     wrapped: Any = FaultyStore(MemoryStore())
     for store in (cascade, wrapped, CompressedStore(MemoryStore())):
@@ -242,7 +242,7 @@ def test_what_cannot_be_compressed() -> None:
             CompressedStore(store)
 
 
-def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multistage.backends.codecs.installed", lambda scheme: False)
     for scheme, package in (("blosc", "blosc2"), ("auto", "blosc2"), ("zfp", "zfpy")):
         tolerance = 1e-3 if scheme == "zfp" else None

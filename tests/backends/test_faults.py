@@ -46,7 +46,7 @@ def test_a_fault_at_every_call(name: str, fault: str, quick: Path) -> None:
     assert total.noticed >= 1, "nobody noticed that anything failed"
 
 
-def test_the_page_tells_of_all_of_them() -> None:
+def test_the_page_lists_every_fault() -> None:
     rows = {}
     for line in DOCS.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

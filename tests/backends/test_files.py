@@ -143,7 +143,7 @@ def test_leftovers_of_a_killed_process_go(tmp_path: Path) -> None:
     store.close()
 
 
-def test_neighbours_are_left_alone(tmp_path: Path) -> None:
+def test_folders_of_other_runs_are_left_alone(tmp_path: Path) -> None:
     first = opened(tmp_path, buffer_bytes=0)
     assert first.put(1, [STATE], block=True)
     second = opened(tmp_path)

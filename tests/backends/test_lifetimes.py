@@ -178,7 +178,7 @@ def test_of_threads_that_race_for_a_store_one_gets_it() -> None:
         store.close()
 
 
-def test_a_closed_store_says_so() -> None:
+def test_a_closed_store_raises_an_error() -> None:
     store = MemoryStore()
     for use in uses(store):
         with pytest.raises(StoreError, match="closed"):
@@ -274,7 +274,7 @@ def test_a_forked_child_is_refused_at_its_first_call(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", [*STORES, "durable"])
-def test_a_sweep_under_way_is_its_processes(name: str, tmp_path: Path) -> None:
+def test_a_sweep_in_progress_belongs_to_its_process(name: str, tmp_path: Path) -> None:
     tier = {"durable": tmp_path / "kept"} if name == "durable" else {}
     ours = run(
         None if tier else STORES[name](tmp_path),
@@ -306,7 +306,7 @@ def test_a_sweep_under_way_is_its_processes(name: str, tmp_path: Path) -> None:
     assert STATE.flags.writeable
 
 
-def test_a_sweep_in_fast_memory_alone_goes_on_in_a_child() -> None:
+def test_a_sweep_in_fast_memory_alone_continues_in_a_child() -> None:
     with run(None, planner="auto") as ours:
         ours.forward(STATE)
 
@@ -434,7 +434,7 @@ def test_a_run_that_a_traceback_held_goes_with_it(tmp_path: Path) -> None:
     assert state.flags.writeable
 
 
-def test_what_another_thread_collects_is_closed_in_a_thread_of_its_own() -> None:
+def test_a_store_collected_in_another_thread_is_closed_in_a_new_thread() -> None:
     """The collector may run in a thread that the store's threads wait for."""
     names: list[str] = []
     store = MemoryStore()

@@ -181,7 +181,7 @@ def test_a_read_that_fails(tmp_path: Path, at: int, fault: str) -> None:
     store.close()
 
 
-def test_small_states_share_what_befalls_their_extent(tmp_path: Path) -> None:
+def test_small_states_are_lost_with_their_extent(tmp_path: Path) -> None:
     layout = Layout.of(SMALL)
     store = hooked(
         tmp_path, write=failing(pwrite, 1, -errno.EIO), buffer_bytes=6 * 5 * layout.nbytes
@@ -249,7 +249,7 @@ def test_signals_are_left_to_the_interpreter(tmp_path: Path) -> None:
     assert not any(mask >> signal.SIGSEGV - 1 & 1 for mask in blocked)
 
 
-def test_a_full_disk_is_told_of_once(tmp_path: Path) -> None:
+def test_a_full_disk_warns_once(tmp_path: Path) -> None:
     layout = Layout.of(SMALL)
     store = hooked(tmp_path, write=failing(pwrite, 2, -errno.ENOSPC), buffer_bytes=0)
     store.open(layout)
@@ -320,7 +320,7 @@ def test_the_interpreter_ends_while_states_are_moved(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_forked_child_is_told(tmp_path: Path) -> None:
+def test_a_forked_child_gets_an_error(tmp_path: Path) -> None:
     script = """
         import os, sys, warnings
         import numpy as np
@@ -382,7 +382,9 @@ def test_the_size_of_the_structures() -> None:
     assert native_threads() == 0
 
 
-def test_a_folder_in_memory_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_in_memory_gets_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It takes O_DIRECT like a disk, and memory like none."""
     shared = Path("/dev/shm")
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]

@@ -15,7 +15,7 @@ def node(number: int, cpus: str, gib: int, rate: float | None = None) -> MemoryN
     return MemoryNode(number, cpus, gib * GIB, gib * GIB, (10, 20), rate)
 
 
-def test_what_the_kernel_tells(tmp_path: Path) -> None:
+def test_nodes_are_read_from_the_kernel(tmp_path: Path) -> None:
     for number, cpus, kib, rate in ((0, "0-3", 1000, ""), (10, "", 2000, "409600\n")):
         folder = tmp_path / f"sys/devices/system/node/node{number}"
         (folder / "access0/initiators").mkdir(parents=True)

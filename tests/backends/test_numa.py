@@ -43,7 +43,7 @@ def test_pages_are_bound() -> None:
 
 
 @pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
-def test_a_node_that_is_not_there() -> None:
+def test_a_missing_node_is_named_in_the_error() -> None:
     import numpy as np
 
     store = open_store("numa:999?capacity=1MiB")

@@ -85,7 +85,7 @@ def test_a_thing_is_written_in_the_background_though_it_is_many_pages() -> None:
 
 
 @pytest.mark.parametrize("fault", ["refuse", "lose_write", "lose_read"])
-def test_a_fault_at_any_page_loses_the_whole_thing(fault: str) -> None:
+def test_a_fault_at_any_page_loses_the_whole_record(fault: str) -> None:
     arrays = [np.arange(900.0), np.arange(50)]
     for number in range(20):
         inner = FaultyStore(MemoryStore(), **{fault: {number}})
@@ -121,7 +121,7 @@ def test_a_refused_put_leaves_no_page_behind() -> None:
     store.close()
 
 
-def test_what_is_refused() -> None:
+def test_invalid_sizes_are_refused() -> None:
     for largest, page in ((0, None), (10, 63), (10, 100), (10, 0)):
         with pytest.raises(ArgumentError):
             PagedStore(MemoryStore(), largest, page)

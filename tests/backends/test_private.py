@@ -312,7 +312,7 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", FOREIGN)
-def test_a_folder_that_is_no_leftover_stays(tmp_path: Path, left: Path, change: str) -> None:
+def test_a_folder_that_is_not_a_leftover_stays(tmp_path: Path, left: Path, change: str) -> None:
     FOREIGN[change](left)
     before = contents(tmp_path)
     assert before
@@ -348,7 +348,7 @@ def test_a_durable_run_is_no_leftover(tmp_path: Path, left: Path) -> None:
 
 
 @pytest.mark.parametrize("trap", ["link", "pipe"])
-def test_what_stands_in_place_of_our_files_is_not_followed(tmp_path: Path, trap: str) -> None:
+def test_links_in_place_of_our_files_are_not_followed(tmp_path: Path, trap: str) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"v" * 20_000)
     store = FileStore(tmp_path, "aiofiles", buffer_bytes=0)

@@ -102,7 +102,7 @@ def test_capacity_is_honoured_to_the_byte() -> None:
     store.close()
 
 
-def test_what_an_exit_forgot_is_removed() -> None:
+def test_objects_left_open_are_removed_at_exit() -> None:
     code = """if True:
         import atexit, numpy as np, fsspec
         from multistage.backends import RemoteStore
@@ -197,7 +197,7 @@ def test_a_changed_object_is_noticed() -> None:
     store.close()
 
 
-def test_what_cannot_be_removed_is_told() -> None:
+def test_objects_that_cannot_be_removed_are_warned_about() -> None:
     class Stubborn(Faulty):
         def rm(self, path: str, recursive: bool) -> None:
             raise PermissionError("no right to delete")
@@ -216,7 +216,7 @@ def test_what_cannot_be_removed_is_told() -> None:
         ("hdfs3x://bucket", "name a protocol"),
     ],
 )
-def test_what_cannot_be_opened_is_told_before(url: str, message: str) -> None:
+def test_an_unusable_store_raises_when_it_opens(url: str, message: str) -> None:
     with pytest.raises(StoreError, match=message):
         RemoteStore(url).open(LAYOUT)
 
@@ -235,7 +235,7 @@ def test_what_cannot_be_opened_is_told_before(url: str, message: str) -> None:
         ("file:///x > s3://bucket", "needs a capacity"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, message: str) -> None:
+def test_invalid_urls_are_named_in_the_error(text: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message) as caught:
         open_store(text)
     assert "secret@" not in str(caught.value)
@@ -350,7 +350,7 @@ def test_s3_below_a_disk(s3: Server, credentials: None, tmp_path: Path) -> None:
     assert s3.objects() == 0
 
 
-def test_s3_that_loses_its_objects(s3: Server, credentials: None) -> None:
+def test_states_are_recomputed_after_s3_loses_objects(s3: Server, credentials: None) -> None:
     """Objects deleted under a running job: recomputed, the gradient exact."""
     n = 40
 

@@ -81,7 +81,7 @@ def test_a_row_that_is_cancelled_takes_no_room(make: Callable[..., RowStore]) ->
     assert rows.put([line], never) is not None
 
 
-def test_what_was_dropped_or_stopped_is_lost(make: Callable[..., RowStore]) -> None:
+def test_dropped_and_stopped_rows_are_lost(make: Callable[..., RowStore]) -> None:
     rows, line = make(), np.ones(8, np.uint8)
     key = rows.put([line], never)
     assert key is not None

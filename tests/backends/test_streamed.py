@@ -206,7 +206,7 @@ def test_the_threads_records(gates: Gates) -> None:
 
 
 @pytest.mark.parametrize("store", [MemoryStore, FileStore], ids=["threads", "native"])
-def test_what_is_written_while_it_closes_is_counted(store: Any, tmp_path: Path) -> None:
+def test_writes_completed_by_close_are_counted(store: Any, tmp_path: Path) -> None:
     made = store(buffer_bytes=0) if store is MemoryStore else store(tmp_path, buffer_bytes=0)
     made.open(LAYOUT)
     assert all(made.put(key, [STATE], block=True) for key in range(2))

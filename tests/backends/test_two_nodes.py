@@ -100,7 +100,7 @@ def run_bound(how: list[str], code: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_fast_node_is_told_by_the_firmware() -> None:
+def test_the_fast_node_is_found_by_the_firmware() -> None:
     fast = fast_node(memory_nodes(measure=True))
     assert fast is not None and fast.node == 1 and not fast.measured
 

@@ -58,12 +58,12 @@ def test_a_path_is_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", [7, 1.5, b"file:.", object()])
-def test_what_is_no_tier(what: object) -> None:
+def test_objects_that_are_not_tiers_are_refused(what: object) -> None:
     with pytest.raises(ArgumentError, match="must be a string, a path or a store"):
         open_store(what)  # type: ignore[arg-type]
 
 
-def test_an_incomplete_store_is_refused_with_what_it_lacks() -> None:
+def test_an_incomplete_store_is_refused_by_its_missing_methods() -> None:
     class Incomplete:
         name, queue_depth, stats = "incomplete", 1, StoreStats()
         put = open = close = get = drop = prefetch = wait_written = None
@@ -98,6 +98,6 @@ def test_an_incomplete_store_is_refused_with_what_it_lacks() -> None:
         ("file://[no address]/x", "is not a valid URL"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, message: str) -> None:
+def test_invalid_tiers_are_named_in_the_error(text: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         open_store(text)

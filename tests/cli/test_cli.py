@@ -43,7 +43,7 @@ def test_plan_as_json_and_costs_files(capsys, tmp_path: Path) -> None:
     assert json.loads(capsys.readouterr().out) == facts
 
 
-def test_a_tier_of_steps_is_told_by_its_rates_too(capsys, tmp_path: Path) -> None:
+def test_a_tier_of_steps_can_be_given_by_its_rates(capsys, tmp_path: Path) -> None:
     made = []
     for tier in (["--write=4ms", "--read=8ms"], ["--tiers=write=25kB/s,read=12500B/s"]):
         numbers = [n for n in NUMBERS if not n.startswith("--write")]
@@ -90,7 +90,7 @@ def test_probe(capsys, tmp_path: Path) -> None:
         ("memory:8MiB > file:{}", {"memory>file"}),
     ],
 )
-def test_probe_takes_what_programs_take_as_tier(capsys, tmp_path: Path, tier, names) -> None:
+def test_probe_accepts_every_string_for_tiers(capsys, tmp_path: Path, tier, names) -> None:
     folder = tmp_path / "of:files"
     folder.mkdir()
     assert main(["probe", tier.format(folder), "--sizes=4KiB", "--json"]) == 0
@@ -246,7 +246,7 @@ def test_ctrl_c_ends_quietly(capsys, monkeypatch) -> None:
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_help_teaches_and_version_tells() -> None:
+def test_help_and_version_are_printed() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "multistage", "plan", "--help"],
         capture_output=True,

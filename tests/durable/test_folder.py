@@ -114,7 +114,7 @@ def test_links_are_not_followed(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", ["run", "lock"])
-def test_a_pipe_in_place_of_a_file_hangs_nobody(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     folder = Folder(tmp_path)
     with pytest.raises(BadFile, match="no plain file"):
@@ -222,7 +222,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
     folder.close()
 
 
-def test_files_of_others_are_told_and_left(tmp_path: Path) -> None:
+def test_files_of_others_are_listed_and_kept(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.lock()
     strange = [

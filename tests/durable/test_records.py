@@ -86,7 +86,7 @@ def read(data: bytes) -> Any:
             return (table,)
 
 
-def test_what_is_written_is_read() -> None:
+def test_written_records_are_read_back() -> None:
     assert read(run()) == (FACTS, COSTS)
     steps, checksums = read(states())
     assert list(steps) == [3, 4]
@@ -109,7 +109,7 @@ def test_every_bit_of_a_header_counts(make: Callable[[], bytes]) -> None:
             read(data[:length])
 
 
-def test_another_version_is_told_apart() -> None:
+def test_another_format_version_is_recognised() -> None:
     data = bytearray(run())
     data[8] = VERSION + 1
     with pytest.raises(OtherVersion, match=f"version {VERSION + 1}, this package writes {VERSION}"):
@@ -304,7 +304,7 @@ def test_padding_is_not_digested(dtype: Any, shape: tuple[int, ...]) -> None:
             assert digest(other) != digest(array)
 
 
-def test_which_bytes_of_a_long_double_count() -> None:
+def test_bytes_of_a_long_double_that_hold_its_value() -> None:
     """Those that change when values do, in the format of this machine."""
     dtype = np.dtype(np.longdouble)
     values = np.array([0, 1, -1, 1 / np.longdouble(3), np.pi, np.inf, np.nan], dtype)
@@ -363,7 +363,7 @@ def test_different_states_have_different_digests() -> None:
         {"state_bytes": 1.5},
     ],
 )
-def test_costs_nobody_measured_are_measured_again(changes: dict[str, Any]) -> None:
+def test_costs_that_were_not_measured_are_measured_again(changes: dict[str, Any]) -> None:
     costs = json.dumps({**json.loads(COSTS.to_json()), **changes})
     data = json.loads(run_table(FACTS, COSTS)) | {"costs": costs}
     assert read(encode(Kind.RUN, RUN, json.dumps(data).encode(), 0)) == (FACTS, None)

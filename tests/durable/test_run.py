@@ -203,7 +203,7 @@ def test_harmed_files_of_a_found_end(what: str, tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_resumed_forward_sweep_goes_on_from_the_newest_state(tmp_path: Path) -> None:
+def test_a_resumed_forward_sweep_continues_from_the_newest_state(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     broken_off("nested", 60, folder, forward=40)
     found = inspect(folder)
@@ -511,7 +511,7 @@ def test_an_adjoint_keeps_its_layout(tmp_path: Path) -> None:
     run.close()
 
 
-def test_what_an_adjoint_step_overwrites_is_what_it_was(tmp_path: Path) -> None:
+def test_an_adjoint_is_copied_before_a_step_overwrites_it(tmp_path: Path) -> None:
     """The copy is made before the next step may change the adjoint in place."""
     folder, back = tmp_path / "run", 10
 
@@ -537,7 +537,7 @@ def test_what_an_adjoint_step_overwrites_is_what_it_was(tmp_path: Path) -> None:
     assert gradient["now"].tolist() == [0.5**30] * 4
 
 
-def test_an_adjoint_under_way_is_not_overwritten(tmp_path: Path) -> None:
+def test_an_adjoint_in_flight_is_not_overwritten(tmp_path: Path) -> None:
     """While the disk is at one adjoint, those of later steps are passed over."""
     folder, gate = tmp_path / "run", threading.Event()
 
@@ -596,7 +596,7 @@ def test_adjoints_are_written_at_their_interval(tmp_path: Path) -> None:
 # ------------------------------------------------------------ sweeps and endings
 
 
-def test_the_next_sweep_of_a_process_begins_anew(tmp_path: Path) -> None:
+def test_the_next_sweep_of_a_process_starts_again(tmp_path: Path) -> None:
     """What its steps compute may have changed, as a network's weights do."""
     folder, factor = tmp_path / "run", 1.0
     with Reversal(
@@ -768,7 +768,7 @@ def test_a_disk_that_is_full_from_some_file_on(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish = Folder.publish
 
     def limited(self: Folder, name: str, pieces: Any, **how: bool) -> None:
@@ -786,7 +786,7 @@ def test_what_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     run.close()
 
 
-def test_a_folder_nothing_can_be_written_to(
+def test_a_folder_that_cannot_be_written_raises_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:

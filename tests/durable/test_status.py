@@ -86,7 +86,7 @@ def test_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["adjoint_step"] == found.adjoint_step
 
 
-def test_looking_changes_nothing(tmp_path: Path) -> None:
+def test_inspecting_changes_no_file(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     begun(folder, back=11)
     before = {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()}

@@ -103,7 +103,7 @@ def test_a_file_is_removed_once(folder: Folder) -> None:
     ],
 )
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_store_that_cannot_open_says_so_and_keeps_what_it_took_over(
+def test_a_failed_open_raises_and_keeps_adopted_states(
     folder: Folder,
     monkeypatch: pytest.MonkeyPatch,
     owner: object,
@@ -172,7 +172,7 @@ def test_another_process_finds_what_was_written(folder: Folder, layout: OrderedL
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_order_of_axes_comes_back(folder: Folder, layout: OrderedLayout) -> None:
+def test_the_order_of_axes_is_restored(folder: Folder, layout: OrderedLayout) -> None:
     layout = OrderedLayout.of({"a": np.zeros((5, 4, 3)), "b": np.zeros(())})
     before = [np.arange(60.0).reshape(3, 5, 4).transpose(1, 2, 0), np.array(2.5)]
     store = opened(folder, layout)
@@ -186,7 +186,7 @@ def test_the_order_of_axes_comes_back(folder: Folder, layout: OrderedLayout) -> 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_dropped_stays_until_an_adjoint_makes_it_unneeded(
+def test_a_dropped_state_stays_until_an_adjoint_below_it_is_written(
     folder: Folder, layout: OrderedLayout
 ) -> None:
     store = opened(folder, layout)
@@ -221,7 +221,7 @@ def test_a_dropped_state_that_is_put_again_is_not_written_again(folder: Folder) 
     store.close()
 
 
-def test_a_free_writer_takes_what_there_is_and_a_busy_one_lets_it_fill(folder: Folder) -> None:
+def test_an_idle_writer_writes_at_once_and_a_busy_one_fills_the_batch(folder: Folder) -> None:
     store, gate = opened(folder, SMALL), threading.Event()
     assert store.put(0, packed(SMALL, 0))
     store.flush()
@@ -262,7 +262,7 @@ def test_full_buffers_refuse(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_full_disk_refuses_and_says_so_once(
+def test_a_full_disk_refuses_and_warns_once(
     folder: Folder, layout: OrderedLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(folder, layout)
@@ -320,7 +320,7 @@ def test_a_file_that_was_harmed_is_a_lost_checkpoint(
     heir.close()
 
 
-def test_what_is_not_ours_is_not_adopted(folder: Folder) -> None:
+def test_states_of_another_run_are_not_adopted(folder: Folder) -> None:
     folder.run = b"1" * 16
     store = opened(folder, SMALL)
     assert store.put(1, packed(SMALL, 1))

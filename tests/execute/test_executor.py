@@ -394,7 +394,7 @@ def test_a_step_that_overwrites_its_input() -> None:
     assert start.flags.writeable
 
 
-def test_slots_are_given_back_though_closing_fails() -> None:
+def test_slots_are_released_even_if_closing_fails() -> None:
     def schedule() -> Schedule:
         try:
             yield Advance(0, 3)
@@ -460,7 +460,7 @@ def test_the_step_that_changed_the_layout_is_named(planner: str, tapes: bool) ->
     store.close()
 
 
-def test_a_layout_that_differs_once_only_is_named_as_it_was_seen() -> None:
+def test_a_layout_that_differs_only_once_is_reported_as_first_seen() -> None:
     """Steps that do not repeat themselves: what is found when they run again is another thing."""
     calls: list[int] = []
 
@@ -542,7 +542,7 @@ def test_a_tape_leaves_the_live_state_alone(chain: str) -> None:
         assert (last, executor.reverse(1)) == answer(chain, 2)
 
 
-def test_a_used_tape_is_given_back() -> None:
+def test_a_used_tape_is_released() -> None:
     made: list[Any] = []
     given_back = []
 

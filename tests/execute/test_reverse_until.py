@@ -142,7 +142,7 @@ def test_steps_are_asked_for_in_any_descending_order(planner: str, chain: str) -
             executor.abort()
 
 
-def test_what_is_left_is_pushed() -> None:
+def test_remaining_steps_are_reversed_by_reverse() -> None:
     plan = planned("streaming", "nested")
     operators = CHAINS["nested"][0]()
     with swept("nested", plan) as executor:
@@ -154,7 +154,7 @@ def test_what_is_left_is_pushed() -> None:
             assert executor.reverse(adjoint) == store_all("nested", N)[1]
 
 
-def test_a_step_that_has_gone_by_is_refused_and_nothing_changes() -> None:
+def test_a_step_already_reversed_is_refused_without_effect() -> None:
     plan = planned("streaming", "nested")
     operators = CHAINS["nested"][0]()
     with swept("nested", plan) as executor:
@@ -239,7 +239,7 @@ def test_an_adjoint_in_the_arrays_of_a_tape_stays_as_it_is(make: Any) -> None:
         np.testing.assert_allclose(one, expected, rtol=1e-9)
 
 
-def test_after_an_error_the_sweep_is_gone() -> None:
+def test_an_error_ends_the_sweep() -> None:
     left = [N + 5]
 
     def step(x: Any, i: int) -> Any:
@@ -291,7 +291,7 @@ def test_illegal_schedules_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("at", [EndForward(), Evict(2)], ids=["the turn", "an eviction"])
-def test_a_detour_goes_on_with_other_actions(at: Action) -> None:
+def test_a_detour_continues_with_other_actions(at: Action) -> None:
     """In place of an eviction or `EndForward`, and of all that is planned after it."""
     planned = [Advance(0, 2), Save(2), Put(2), Advance(2, 4), Evict(2), EndForward()]
     turned = [Await(0)] if isinstance(at, Evict) else []

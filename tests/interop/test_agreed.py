@@ -182,7 +182,7 @@ def paced(steps: int, write_s: Any, *, spacing: int = 1) -> tuple[list[int], flo
     return taken, stalled
 
 
-def test_nothing_is_refused_where_the_tier_keeps_up() -> None:
+def test_no_state_is_refused_if_the_tier_keeps_up() -> None:
     taken, stalled = paced(1000, lambda key: 3.9, spacing=4)
     assert taken == list(range(0, 1000, 4))
     assert stalled == 0
@@ -222,7 +222,7 @@ def test_the_slowest_rank_sets_the_pace() -> None:
     assert {b - a for a, b in zip(found[0][9:15], found[0][10:16], strict=True)} <= {5, 6, 7}
 
 
-def test_nothing_more_is_taken_once_a_rank_is_full() -> None:
+def test_no_state_is_accepted_after_a_rank_is_full() -> None:
     def work(comm: Comm) -> list[Any]:
         full = comm.rank == 1
         local = Local([False] * 99 if full else [], [-1.0] * 99 if full else [], [], [])
@@ -243,7 +243,7 @@ def test_nothing_more_is_taken_once_a_rank_is_full() -> None:
     assert found[0] == [True] * 9 + [False] * 21 + [True] * 10 + [False] * 21
 
 
-def test_between_offers_nothing_is_said() -> None:
+def test_ranks_communicate_only_at_offers_and_reads() -> None:
     """One reduction per block of writes and one per read."""
     world = World(2)
 
@@ -330,7 +330,7 @@ def test_faults_on_any_rank_leave_gradient_and_actions(
 
 
 @pytest.mark.parametrize("wrong", [1, 8, 14, 20, 26, 37])
-def test_an_aborted_run_says_nothing(wrong: int) -> None:
+def test_an_aborted_run_sends_no_message(wrong: int) -> None:
     """A rank that fails while reads are in flight leaves at once; else it would wait forever."""
 
     class OperatorFailed(Exception):
@@ -363,7 +363,7 @@ def test_an_aborted_run_says_nothing(wrong: int) -> None:
 # ----------------------------------------------------------------------- errors
 
 
-def test_what_one_rank_raises_all_raise() -> None:
+def test_an_error_on_one_rank_is_raised_on_all() -> None:
     def work(comm: Comm) -> None:
         ranks = Ranks(comm)
 

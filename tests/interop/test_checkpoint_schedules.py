@@ -371,7 +371,7 @@ def test_a_plan_that_only_tapes_is_their_own_class() -> None:
         ),
     ],
 )
-def test_what_their_actions_cannot_say_is_refused(actions: list[Any], message: str) -> None:
+def test_plans_their_actions_cannot_express_are_refused(actions: list[Any], message: str) -> None:
     made = replace(PLANNERS["revolve"](Costs(1.0, 2.0), 9, 3), make=lambda: _sent(actions))
     with pytest.raises(ScheduleError, match=message):
         as_schedule(made)
@@ -396,7 +396,7 @@ def test_a_plan_serves_any_number_of_schedules() -> None:
     assert [str(a) for a in as_schedule(made)] == [str(a) for a in as_schedule(made)]
 
 
-def test_a_schedule_that_is_used_up_says_so() -> None:
+def test_a_used_schedule_raises_an_error() -> None:
     schedule = as_schedule(plan(COSTS["tier"], "5 slots", n_steps=40))
     assert isinstance(list(schedule)[-1], their.EndReverse)
     assert schedule.is_exhausted

@@ -215,7 +215,7 @@ def raising(item: int, budget: Any, tier: str) -> int:
     return item
 
 
-def test_what_a_shot_raises_comes_with_its_index(client: Any, tmp_path: Path) -> None:
+def test_an_error_of_a_shot_has_its_index(client: Any, tmp_path: Path) -> None:
     with pytest.raises(ShotError, match=r"shot 2 failed: it raised .*blew up") as caught:
         map_shots(client, raising, range(5), scratch=tmp_path)
     assert caught.value.shot == 2

@@ -112,7 +112,7 @@ print(report.counts.writes, report.counts.reads, report.counts.lost, report.plan
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dropped_in_as_it_is_and_again(tmp_path: Path) -> None:
+def test_install_serves_devito_and_revolvers_are_reusable(tmp_path: Path) -> None:
     run(
         """
 grad = wave.jacobian_adjoint(residual, None, vp=start, checkpointing=True)[0]

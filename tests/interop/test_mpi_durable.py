@@ -245,7 +245,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_refused_is_refused_on_all_ranks_and_left(change: str, tmp_path: Path) -> None:
+def test_refusals_reach_all_ranks_and_change_no_file(change: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     broken_off(3, folder, back=20)
     act, options, reason = CHANGES[change]
@@ -301,7 +301,7 @@ def test_one_program_at_a_time(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_ranks_and_a_single_process_are_told_apart(tmp_path: Path) -> None:
+def test_folders_of_ranks_and_of_a_single_process_are_distinguished(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     broken_off(2, folder, back=20)
     run: Any = Reversal(lambda x, i: x, lambda x, a, i: a, 9, durable=folder, costs=COSTS)
@@ -332,7 +332,7 @@ def test_status_and_clean_take_all_ranks(
     assert seen(folder) == {"rank-0001/thesis.tex": b"..."}
 
 
-def test_sweeps_of_one_program_begin_anew(tmp_path: Path) -> None:
+def test_later_sweeps_of_one_program_start_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
 
     def work(comm: Comm) -> Any:
@@ -425,7 +425,7 @@ def test_ends_that_differ_are_refused() -> None:
     assert "must answer alike on every rank" in agreed.refusal
 
 
-def test_adjoints_are_written_at_their_interval_whatever_the_clocks_say() -> None:
+def test_adjoints_are_written_at_their_interval_on_all_clocks() -> None:
     """Two ranks whose clocks run at different speeds, in virtual time."""
     speeds, every_s, step_s = (1.0, 3.0), 6.0, 0.01
     paces = [Pace(9_999, every_s, 0.0) for _ in speeds]

@@ -161,7 +161,7 @@ def test_online() -> None:
     assert whole(succeed(run_ranks(3, work))).tobytes() == store_all(N).tobytes()
 
 
-def test_states_that_change_on_one_rank_are_planned_anew_by_all(
+def test_all_ranks_plan_again_if_states_change_on_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def work(comm: Comm) -> Any:
@@ -284,7 +284,7 @@ def test_a_budget_too_small_for_one_ranks_part() -> None:
         assert str(error).startswith("rank 0: budget of 10 bytes")
 
 
-def test_a_state_that_is_no_array() -> None:
+def test_a_state_that_is_not_an_array_is_refused() -> None:
     def work(comm: Comm) -> None:
         with waves(comm)[1] as run:
             run.forward(Wave(comm).start if comm.rank else "text")
@@ -351,7 +351,7 @@ def test_different_calls_are_an_error_on_all(first: str, other: str) -> None:
         assert str(error).startswith(f"rank 0 calls {first}() and rank 1 {other}()")
 
 
-def test_a_reduction_under_way_is_not_dropped() -> None:
+def test_a_reduction_in_flight_is_not_dropped() -> None:
     """MPI would write into memory that was given back."""
 
     def work(comm: Comm) -> Any:
@@ -482,7 +482,7 @@ def test_leaving_the_block_by_exit(code: int) -> None:
     assert world.aborted == (code != 0)
 
 
-def test_what_was_closed_ends_nobody() -> None:
+def test_closing_twice_does_not_abort_other_ranks() -> None:
     def work(comm: Comm) -> None:
         wave, reversal = waves(comm, tiers="memory:")
         with reversal as run:
@@ -517,7 +517,7 @@ def test_slowest_takes_each_figure_from_the_rank_it_is_worst_on() -> None:
         assert one == Costs(3.0, 5.0, 2.0, state_bytes=bytes_, tiers=(tier,), action_s=2e-6)
 
 
-def test_slowest_agrees_on_what_a_tape_takes() -> None:
+def test_slowest_agrees_on_the_size_of_a_tape() -> None:
     costs = [
         Costs(1.0, 1.0, 1.0, state_bytes=10, tape_bytes=20),
         Costs(1.0, 1.0, 1.0, state_bytes=10, tape_bytes=25),

@@ -157,7 +157,7 @@ def test_exact_and_again(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_as_many_forward_steps_as_revolve() -> None:
+def test_the_number_of_forward_steps_is_that_of_revolve() -> None:
     problem = Problem()
     revolver = ours.Revolver(*problem.operators(), 5, NT)
     problem.gradient(revolver)
@@ -428,7 +428,7 @@ def test_lost_checkpoints_cost_time_only(where: str) -> None:
         assert np.array_equal(problem.gradient(revolver), EXACT)
 
 
-def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_loses_no_checkpoint(tmp_path: Path) -> None:
     problem = Problem(width=100_000)
     _, exact = store_all(20, width=100_000)
     tier = FileStore(tmp_path, capacity_bytes=4 << 20)  # two states

@@ -325,7 +325,7 @@ def _levels(architecture: Any) -> list[Any]:
     return levels
 
 
-def test_what_is_written_is_grabbed(tmp_path: Path) -> None:
+def test_output_of_c_and_python_is_captured(tmp_path: Path) -> None:
     with (tmp_path / "stream").open("w") as stream:
         with ours.OutputGrabber(stream) as grabbed:
             os.write(stream.fileno(), b"from a core written in C\n")
@@ -391,7 +391,7 @@ def test_costs_alone_choose_the_plan() -> None:
     assert revolver.plan.costs.reverse_step_s == 7.0
 
 
-def test_the_budget_error_names_what_does_not_fit(tmp_path: Path) -> None:
+def test_the_budget_error_names_the_state_and_the_buffers(tmp_path: Path) -> None:
     def refused(memory: int) -> str:
         problem = Problem()
         with (

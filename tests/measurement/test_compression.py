@@ -104,7 +104,7 @@ def test_given_costs_are_not_measured() -> None:
         assert "memory+auto: not compressed" in str(run.report())
 
 
-def test_a_lossy_run_says_so() -> None:
+def test_the_report_of_a_lossy_run_says_so() -> None:
     n = 40
     costs = Costs(1e-3, 2e-3, state_bytes=8 * SIZE, tiers=(Tier("memory", 2e-3, 2e-3),))
     tier = "memory:?compress=zfp&tolerance=1e-3&buffers=0"

@@ -155,7 +155,7 @@ def test_schedules_of_our_planners_are_not_judged_again(monkeypatch: pytest.Monk
         gradient("revolve", checked=True)
 
 
-def test_what_breaks_a_seal() -> None:
+def test_changed_plans_are_not_sealed() -> None:
     made = plan(COSTS, "2 slots", N)
     assert made.sealed
     for same in (copy.copy(made), copy.deepcopy(made), replace(made, note="mine", why="")):
@@ -197,7 +197,7 @@ def test_a_judged_schedule_survives_lost_checkpoints(fault: str, lost: set[int])
         (lambda *_: made_of(lambda: iter(["Save(0)"])), ScheduleError, "'Save.0.' is no action"),
     ],
 )
-def test_what_a_planner_returns_is_looked_at(given: Any, error: Any, rule: str) -> None:
+def test_results_of_a_planner_are_checked(given: Any, error: Any, rule: str) -> None:
     with pytest.raises(error, match=rule):
         gradient(given)
 
@@ -289,7 +289,7 @@ def test_costs_for_smaller_tapes_are_stopped_at_the_budget(planner: str, kind: s
         assert run.reverse(1.0) == 1 + sum(range(30))
 
 
-def test_tapes_that_grow_are_stopped_at_the_budget_and_planned_anew() -> None:
+def test_growing_tapes_stop_at_the_budget_and_are_planned_again() -> None:
     """Costs are measured at the first steps; what shows later is held to the budget, too."""
     chain = heavy("array", 50, grows=True)
     with Reversal(chain, n_steps=24, planner="store-all", memory="60 slots") as run:

@@ -92,7 +92,7 @@ def test_the_adjoint_is_left_alone_unless_given() -> None:
     assert adjoint.tolist() == [1.0] * 10
 
 
-def test_the_bytes_of_a_tape_are_what_one_more_of_them_holds() -> None:
+def test_the_bytes_of_a_tape_are_those_one_more_tape_adds() -> None:
     table, constant = np.zeros(1000), np.zeros(1000)
     constant.flags.writeable = False
 
@@ -123,7 +123,7 @@ def test_the_bytes_of_a_tape_are_what_one_more_of_them_holds() -> None:
                 assert costs.tape_bytes >= expected
 
 
-def test_a_tape_is_gone_before_the_next_is_timed() -> None:
+def test_a_tape_is_released_before_the_next_is_timed() -> None:
     alive: list[int] = []  # at each call: the tapes made before
     made: list[weakref.ref[Any]] = []
 
@@ -198,7 +198,7 @@ def test_paths(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_measured(tmp_path: Path) -> None:
+def test_chains_and_tiers_that_cannot_be_measured_are_refused(tmp_path: Path) -> None:
     chain: FunctionChain[Any, Any] = FunctionChain(lambda x, i: x, lambda x, a, i: a)
     with pytest.raises(StateError):
         measure(chain, 3.0, 5)
@@ -209,7 +209,7 @@ def test_what_cannot_be_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("taped", [False, True])
-def test_agreed_times_alone_decide_what_is_run(taped: bool) -> None:
+def test_only_agreed_times_decide_which_steps_run(taped: bool) -> None:
     """Of ranks whose steps communicate each sees another time; all must run the same steps."""
     ran = []
     for work in (1, 3000):

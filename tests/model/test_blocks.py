@@ -154,7 +154,7 @@ def test_bad_numbers_are_refused() -> None:
     assert Blocks(chain, np.int64(2), np.int32(7)).n_blocks == 4
 
 
-def test_steps_where_blocks_belong_are_refused() -> None:
+def test_a_number_of_steps_instead_of_blocks_is_refused() -> None:
     """A Reversal told the number of steps, not of blocks, would reverse the last one forever."""
     blocks = Blocks(CHAINS["nested"][0](), 4, 31)
     with (

@@ -17,7 +17,7 @@ def test_budgets() -> None:
     assert Budget.parse(budget) is budget
 
 
-def test_a_budget_below_one_state_says_what_it_needs() -> None:
+def test_a_budget_below_one_state_names_the_bytes_needed() -> None:
     with pytest.raises(BudgetError, match=r"3000 bytes .* < 3400 bytes needed.*raise the budget"):
         Budget(bytes=3000).slots_for(3400)
     with pytest.raises(BudgetError, match="0 slots < 1 slot"):

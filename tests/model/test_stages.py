@@ -41,7 +41,7 @@ def a_stage(**changes: object) -> Stage:
         ({"tape_bytes": 99}, "the tape includes the output"),
     ],
 )
-def test_what_is_wrong_is_named(changes: dict[str, object], message: str) -> None:
+def test_invalid_stages_are_named_in_the_error(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         a_stage(**changes)
 
@@ -103,7 +103,7 @@ def test_steps_that_are_alike_are_the_constant_case(
     assert each.peak_bytes <= alike.peak_bytes + (3 + held) * size
 
 
-def test_what_steps_take_is_what_their_stages_take_on_average() -> None:
+def test_costs_of_equal_steps_are_the_mean_of_their_stages() -> None:
     costs = Costs(2.0, 3.0, state_bytes=10, tiers=(Tier("disk", 4.0, 4.0),))
     assert StageCosts.of(costs, 5).mean(costs.tiers) == costs
     other = StageCosts((Stage("a", 1.0, 2.0, 10, 30), Stage("b", 3.0, 2.0, 10, 30)), 10)

@@ -13,7 +13,7 @@ from multistage.actions import Advance, Await, Drop, EndForward, Free, Get, Load
 from multistage.errors import ArgumentError, ScheduleError
 
 
-def test_a_text_says_all() -> None:
+def test_a_tier_is_parsed_from_text() -> None:
     rates = Tier.parse("write=2GB/s, read=500 MB/s, latency=1.5ms, capacity=1GiB, shared")
     assert rates == Tier.of_rates(2e9, 5e8, 1.5e-3, 1 << 30, shared=True)
     assert Tier.parse("write=1MiB/s") == Tier.of_rates(2.0**20, 2.0**20)
@@ -27,7 +27,7 @@ def test_a_text_says_all() -> None:
      "write=1GB/s,latency=3h", "write=1GB/s,shared=1", "write=1GB/s,capacity=-1",
      "write=1,name=", "write=1,name= "],
 )  # fmt: skip
-def test_what_is_no_tier_is_refused(text: str) -> None:
+def test_invalid_texts_of_a_tier_are_refused(text: str) -> None:
     with pytest.raises(ArgumentError):
         Tier.parse(text)
 
@@ -76,7 +76,7 @@ def test_tiers_in_files_of_before_are_read() -> None:
 
 
 @pytest.mark.parametrize("data", [None, 3, "write=1", {"speed": 3}, {"write_s": None}, [1]])
-def test_what_describes_no_tier_is_refused(data: object) -> None:
+def test_invalid_data_of_a_tier_is_refused(data: object) -> None:
     with pytest.raises(ArgumentError):
         Tier.from_dict(data)
 
@@ -109,7 +109,7 @@ def test_a_read_waits_for_a_write_on_a_shared_channel() -> None:
     assert [run.makespan_s for run in runs] == [20.0, 29.0]
 
 
-def test_a_capacity_in_states_means_nothing_where_sizes_differ() -> None:
+def test_a_capacity_in_states_is_refused_where_sizes_differ() -> None:
     costs, few = StageCosts.uniform(3, Stage("a", 1.0, 2.0, 10, 30), 10), Tier(capacity_states=3)
     with pytest.raises(ArgumentError, match="give capacity_bytes"):
         plan_chain(costs, 0.7, tiers=few)

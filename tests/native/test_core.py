@@ -38,7 +38,7 @@ def test_a_core_that_was_not_built(monkeypatch, wanted):
         assert library is None and why.startswith("it was not built, or not for the package in ")
 
 
-def test_a_file_that_is_no_library(monkeypatch, tmp_path):
+def test_a_file_that_is_not_a_library_is_refused(monkeypatch, tmp_path):
     (tmp_path / "_native.so").write_bytes(b"junk")
     spec(monkeypatch, tmp_path / "_native.so")
     library, why = native._load("")
@@ -76,12 +76,12 @@ def test_every_byte_of_the_sources_and_their_names_order_counts(tmp_path):
     assert 0 != one != sum_of_sources(tmp_path) != 0
 
 
-def test_off_looks_for_nothing(monkeypatch):
+def test_off_does_not_search_for_the_core(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: pytest.fail("looked"))
     assert native._load("off") == (None, "")
 
 
-def test_the_warning_comes_once_and_not_if_nobody_wants_the_core(monkeypatch):
+def test_the_warning_is_issued_once_and_not_when_the_core_is_off(monkeypatch):
     monkeypatch.setattr(native, "LIBRARY", None)
     monkeypatch.setattr(native, "_WHY", "")
     assert not native.available()  # warnings are errors here
@@ -134,7 +134,7 @@ def test_a_sweep_and_a_chain_are_the_same_without_the_core(tmp_path):
     assert on.stdout == off.stdout
 
 
-def test_nothing_is_warned_of_where_the_core_is():
+def test_no_warning_is_issued_where_the_core_exists():
     if native.LIBRARY is None:
         pytest.skip("the C core was not built")
     with warnings.catch_warnings():

@@ -87,7 +87,7 @@ def test_types_of_functions():
         "union { int64_t n; };",
     ],
 )
-def test_what_is_not_understood_is_an_error(text):
+def test_unknown_declarations_are_errors(text):
     with pytest.raises(ValueError, match="not understood"):
         Header(text)
 

@@ -41,7 +41,7 @@ def test_bound_optimum_and_plan_are_in_order(seed):
     assert plan.makespan_s <= 1.13 * optimum
 
 
-def test_what_the_tier_is_worth():
+def test_the_exact_makespan_with_and_without_a_tier():
     # Within 9 bytes, three tapes of 3 and two gradients of 1 do not fit.  Tape 0 is written
     # while stage 1 runs, gone while stage 2 runs, and read while its adjoint and that of 1 do.
     costs = StageCosts.uniform(3, Stage("a", 3.0, 3.0, 1, 3))
@@ -53,6 +53,6 @@ def test_what_the_tier_is_worth():
     assert found == [25, 27, 21, 24, 18, 21, 18, 18]
 
 
-def test_a_search_that_is_cut_off_says_so():
+def test_a_truncated_search_raises_an_error():
     costs, rates = tiny_chain(1, 6)
     assert exact_joint_makespan(costs, within(costs, 1), rates, 60, limit=3) is None

@@ -68,6 +68,6 @@ def test_bad_input(wrong: Costs, slots: int, n: int) -> None:
         exact_makespan(wrong, slots, n)
 
 
-def test_too_small_a_limit_is_said() -> None:
+def test_too_small_a_limit_raises_an_error() -> None:
     with pytest.raises(ArgumentError, match="limit=1 states"):
         exact_makespan(costs(2.0, 3.0, 7.0), 4, 12, limit=1)

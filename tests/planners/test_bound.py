@@ -37,7 +37,7 @@ def test_tapes_of_any_size_stay_above_the_bound(tape_bytes: int, tape_step_s) ->
                 assert priced_bound(costs, slots, n) <= makespan_s + 1e-9
 
 
-def test_what_fits_nowhere_is_computed_again() -> None:
+def test_states_that_fit_nowhere_are_recomputed() -> None:
     # 100 steps, 9 slots and the working tape: 89 states are missing.
     assert lower_bound(Costs(1.0, 2.0), 9, 100) == 300.0 + 89
     # Every fourth of 99 states can be written: 24 more are not missing.

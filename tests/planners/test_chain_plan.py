@@ -40,7 +40,7 @@ def test_fates() -> None:
     assert offloading.fates() == ["tape to tier"] * 3 + ["tape kept"]
 
 
-def test_the_text_tells_time_memory_stalls_bound_and_alternatives(
+def test_the_text_gives_time_memory_stalls_bound_and_alternatives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = a_plan(MIXED, small_chain(2, 5))
@@ -150,7 +150,7 @@ def test_a_plan_edited_by_hand_is_refused(
         ChainPlan.from_dict(edited(change))
 
 
-def test_what_the_file_says_of_time_and_memory_does_not_count() -> None:
+def test_time_and_memory_in_the_file_are_ignored() -> None:
     def flatter(data: dict[str, Any]) -> None:
         data.update(makespan_s=0.0, peak_bytes=0, stall_s=0.0, fates=[], kept=[0], lower_bound_s=0)
 
@@ -161,7 +161,7 @@ def test_what_the_file_says_of_time_and_memory_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\x00", '{"format": 3}'])
-def test_a_file_that_is_no_plan(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_plan_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.json"
     with pytest.raises(ArgumentError, match="cannot be read"):
         ChainPlan.load(path)

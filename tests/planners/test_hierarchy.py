@@ -323,7 +323,7 @@ def test_capacities_are_kept_by_all_tiers_at_once() -> None:
     assert used.peak_slots == 2
 
 
-def test_what_the_hierarchy_says_of_itself() -> None:
+def test_parameters_count_the_writes_of_each_tier() -> None:
     tiers = (tier(1.0, 1.0, 3, "host"), tier(9.0, 9.0, None, "file"))
     made = PLANNERS["h-revolve"](Costs(1.0, 2.0, tiers=tiers), 2, 500)
     assert set(made.parameters) == {"writes to host", "writes to file"}
@@ -439,7 +439,7 @@ def n_or(capacity: int | None, n: int) -> int:
     levels=st.one_of(some_levels(1, 3, free=True), some_levels(1, 3, free=False)),
     n=st.integers(1, 40),
 )
-def test_the_walk_costs_what_the_table_says(levels: tuple[Level, ...], n: int) -> None:
+def test_the_walk_costs_as_much_as_the_table_predicts(levels: tuple[Level, ...], n: int) -> None:
     hierarchy = solve(levels, n, 2.0)
     assert walked_s(hierarchy, 2.0) == hierarchy.seconds
 
@@ -484,7 +484,7 @@ def test_every_instruction_set_gives_the_same_rows(
 
 
 @needs_native
-def test_passing_candidates_over_changes_nothing() -> None:
+def test_skipping_candidates_does_not_change_the_rows() -> None:
     """Uneven costs and lengths of many blocks: each row against plain minima."""
     levels = (Level(4), Level(6, 7.7, 3.3))
     table = solve(levels, 2000, 1.3).tables[1]
@@ -564,7 +564,7 @@ def test_every_trajectory_is_optimal_and_counted(
             assert [array.tolist() for array in accesses(n, slots, trajectory)] == counted
 
 
-def test_trajectories_differ_in_what_they_use() -> None:
+def test_trajectories_differ_in_their_reads() -> None:
     reads = {t: accesses(200, 6, t)[1].tolist() for t in TRAJECTORIES}
     assert len({tuple(counts) for counts in reads.values()}) >= 3
 
@@ -763,7 +763,7 @@ def test_the_solver_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= len(calls) < 50
 
 
-def test_what_would_take_too_long_is_refused() -> None:
+def test_problems_that_take_too_long_are_refused() -> None:
     disk = tier(5.0, 5.0)
     for n in (5_000_000, 10**12):
         with pytest.raises(ArgumentError, match=rf"n_steps={n} .*without bound.*'periodic-disk'"):

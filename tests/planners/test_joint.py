@@ -135,7 +135,7 @@ def test_where_every_tape_fits_the_tier_is_not_used():
 
 
 @pytest.mark.parametrize("tiers", [(), 3, "fast", ["write=1GB/s", 3][1:]])
-def test_what_is_no_tier(tiers):
+def test_invalid_tiers_are_refused(tiers):
     with pytest.raises(ArgumentError, match="write=2GB/s"):
         plan_chain(layers(4), 0.5, tiers=tiers)
 

@@ -86,7 +86,7 @@ def test_a_faster_tier_lowers_the_bound_and_states_alone_raise_it():
     assert half <= joint_lower_bound(costs, memory, Tier.of_rates(4e5, 4e5, latency_s=2.0))
 
 
-def test_what_no_schedule_fits_has_no_finite_bound():
+def test_a_limit_that_no_schedule_fits_has_no_finite_bound():
     costs = StageCosts((Stage("a", 1.0, 1.0, 10, 30), Stage("b", 1.0, 1.0, 10, 30)), 5, 0)
     assert math.isinf(joint_lower_bound(costs, 40, Tier.of_rates(1.0, 1.0)))
     assert math.isinf(joint_lower_bound(costs, 4, Tier.of_rates(1.0, 1.0)))

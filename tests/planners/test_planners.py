@@ -236,7 +236,7 @@ def test_golden_replay_of_the_ring() -> None:
     ]
 
 
-def test_idle_slots_hold_what_the_tier_has_not_taken() -> None:
+def test_idle_slots_hold_states_the_tier_has_not_accepted() -> None:
     """The tier writes until the tail's last checkpoint takes its slot; 646 s without a backlog."""
     costs = Costs(1.0, 1.0, tiers=(Tier(write_s=20.0, read_s=20.0),))
     made = streaming(costs, 10, 200)

@@ -58,14 +58,14 @@ def test_a_plan_comes_back_from_json(tmp_path: Path, planner: str) -> None:
         ("costs", None, "not the costs of steps"),
     ],
 )
-def test_what_is_no_plan_is_refused(name: str, value: Any, message: str) -> None:
+def test_files_that_are_not_plans_are_refused(name: str, value: Any, message: str) -> None:
     data = json.loads(json.dumps(plan(COSTS, "5 slots", 30, "revolve").to_dict()))
     data[name] = value
     with pytest.raises(ArgumentError, match=message):
         Plan.from_dict(data)
 
 
-def test_a_plan_edited_by_hand_is_planned_anew() -> None:
+def test_a_plan_edited_by_hand_is_planned_again() -> None:
     data = plan(COSTS, "5 slots", 30).to_dict()
     assert Plan.from_dict({**data, "makespan_s": 0.0, "slots": 4}) == plan(COSTS, "4 slots", 30)
     with pytest.raises(BudgetError):
@@ -141,7 +141,7 @@ def test_plans_of_both_kinds_come_back_and_are_as_they_were_predicted(made: Plan
     ],
     ids=["uniform", "chain"],
 )
-def test_what_is_asked_of_a_plan_is_asked_of_both_kinds(made: Plan, tmp_path: Path) -> None:
+def test_both_kinds_of_plans_have_the_same_interface(made: Plan, tmp_path: Path) -> None:
     assert str(made).startswith(made.summary())
     assert made.table() in str(made)
     assert made.title == f"{made.planner}: {made.n_steps} {made.UNIT}"

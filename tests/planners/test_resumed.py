@@ -75,7 +75,7 @@ def disks(draw: st.DrawFn) -> tuple[list[int], int, int, int | None]:
 
 @given(disks(), st.sampled_from([0.3, 1.0, 2.5, 7.0, 40.0]), st.randoms(use_true_random=False))
 @settings(max_examples=400, deadline=None)
-def test_legal_with_whatever_is_there_and_whatever_is_lost(disk, rho, random) -> None:
+def test_schedules_are_legal_for_any_stored_and_lost_states(disk, rho, random) -> None:
     stored, n, slots, end = disk
     doubt = random.random()
     rules, _ = run(
@@ -91,7 +91,7 @@ def test_legal_with_whatever_is_there_and_whatever_is_lost(disk, rho, random) ->
     assert rules.peak <= slots
 
 
-def test_the_forward_sweep_goes_on_from_the_newest_state() -> None:
+def test_the_forward_sweep_continues_from_the_newest_state() -> None:
     _, actions = run([0, 10, 20], 30, 4, None)
     assert actions[:4] == [Get(20), Await(0), Load(20), *actions[3:4]]
     advanced = [a for a in actions[: actions.index(EndForward())] if isinstance(a, Advance)]

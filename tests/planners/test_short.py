@@ -58,7 +58,7 @@ def test_short_chains_have_the_optimum():
     assert compared > 40
 
 
-def test_only_what_is_faster_is_found():
+def test_only_faster_schedules_are_found():
     costs, rates, memory = setting(485)
     room = memory - costs.input_bytes
     assert search_short(Sizes.of(costs), room, rates, 20.0) is None

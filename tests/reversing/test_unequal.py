@@ -294,7 +294,7 @@ def test_sizes_that_change_between_sweeps_are_measured_again(in_place: bool) -> 
 
 
 @pytest.mark.parametrize("grown", range(1, 9))
-def test_an_in_place_state_0_is_given_back_wherever_a_state_has_grown(grown: int) -> None:
+def test_an_in_place_state_0_is_restored_wherever_a_state_has_grown(grown: int) -> None:
     n, grows = 9, False
 
     def forward(state: Any, start: int, stop: int) -> None:
@@ -347,7 +347,7 @@ def test_in_place_arrays_whose_shape_a_step_sets_are_refused(kind: str, budget: 
         run.reverse(0.0)
 
 
-def test_an_array_of_the_operators_own_is_not_what_state_0_is_put_back_into() -> None:
+def test_state_0_is_not_restored_into_an_array_of_the_operators() -> None:
     own = np.arange(5.0)
 
     def forward(state: Any, start: int, stop: int) -> None:
@@ -362,7 +362,7 @@ def test_an_array_of_the_operators_own_is_not_what_state_0_is_put_back_into() ->
 
 
 @pytest.mark.parametrize("budget", ["1 slots", "2 slots", "50 slots"])
-def test_a_state_that_is_none_is_told_by_its_number_among_varying_ones(budget: str) -> None:
+def test_a_missing_state_is_named_by_its_number(budget: str) -> None:
     def step(u: Any, i: int) -> Any:
         return None if i == 5 else np.ones(3 + i % 2)
 

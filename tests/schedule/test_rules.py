@@ -77,7 +77,7 @@ def test_nothing_overwrites_the_only_tape(action: Action) -> None:
         check([Tape(0), action], 2, 9, tape_slots=0.0, one_tape=True)
 
 
-def test_what_moves_no_live_state_may_come_between_the_only_tape_and_its_reverse() -> None:
+def test_actions_that_keep_the_live_state_may_precede_the_reverse_of_the_only_tape() -> None:
     schedule = [Save(0), Put(0), Tape(0), EndForward(), Save(1), Await(0), Drop(0), Free(0)]
     check([*schedule, Free(1), Reverse(0)], 1, 2, tape_slots=9.0, one_tape=True)
 

@@ -97,7 +97,7 @@ def test_more_used_than_allowed_leaves_nothing(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("text", ["nonsense\n", "", "-5\n"])
-def test_what_cannot_be_read_is_no_limit(machine: Machine, text: str) -> None:
+def test_an_unreadable_limit_is_ignored(machine: Machine, text: str) -> None:
     _v2(machine, "/")
     machine.group("sys/fs/cgroup", text, 5)
     assert machine.free() == 64 * GIB
@@ -152,7 +152,7 @@ def _nodes(machine: Machine, **free_mib: int) -> None:
         )
 
 
-def test_what_the_kernel_holds_back_on_a_node(machine: Machine) -> None:
+def test_memory_reserved_by_the_kernel_is_not_free(machine: Machine) -> None:
     _nodes(machine, node1=6400)
     assert limits.node_free_bytes(1, machine.root) == 4600 << 20
     held_back = [

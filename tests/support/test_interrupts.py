@@ -252,7 +252,7 @@ sys.exit(main(sys.argv[2:]))
 
 
 @pytest.mark.parametrize("when", ["measuring", "sweeping"])
-def test_the_command_line_tells_how_far_it_came(when: str, tmp_path: Path) -> None:
+def test_the_command_line_reports_its_progress_when_interrupted(when: str, tmp_path: Path) -> None:
     run = ["demo", "lstm", "--n-steps=400", "--width=8", "--batch=2", "--sweeps=3"]
     run += ["--planner=revolve", "--tiers=memory:", f"--output={tmp_path}"]
     done = subprocess.run(

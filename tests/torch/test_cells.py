@@ -172,7 +172,7 @@ def test_trees_in_a_list() -> None:
     assert_alike(run)
 
 
-def test_a_later_input_that_wants_a_gradient() -> None:
+def test_a_later_input_that_requires_a_gradient() -> None:
     def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         h = torch.tanh(h + x)
         return h, h * 2
@@ -331,7 +331,7 @@ def test_one_tensor_twice_in_state_and_output(mode: str) -> None:
     assert_alike(run)
 
 
-def test_what_takes_part_in_the_gradient_only_later_is_refused() -> None:
+def test_a_leaf_that_joins_the_gradient_later_is_refused() -> None:
     weight = torch.randn(WIDTH, requires_grad=True)
 
     def late_state(state: Any, x: Tensor) -> Any:
@@ -375,7 +375,7 @@ def test_one_of_several_views_given_as_a_parameter() -> None:
 
 
 @pytest.mark.parametrize("unequal", [None, True])
-def test_backward_hooks_of_modules_do_not_see_what_is_measured(unequal: bool | None) -> None:
+def test_backward_hooks_of_modules_do_not_see_measurements(unequal: bool | None) -> None:
     net, x, seen = Cell(), sequence(wants=True), []
     net.register_full_backward_hook(lambda *_: seen.append(1))
     unrolled(net, zeros(), x, False, unequal=unequal).outputs.sum().backward()
@@ -694,7 +694,7 @@ def test_hidden_state_is_refused(kind: type[Net], message: str, wrapped: bool) -
         by_planner(kind, "recompute", wrapped)
 
 
-def test_late_draws_are_right_where_that_is_said() -> None:
+def test_late_draws_are_exact_with_random_true() -> None:
     torch.manual_seed(0)
     net, xs = LateDraws(), sequence()
     losses = []
@@ -727,7 +727,7 @@ class Unseen:
         return h, h.sum()
 
 
-def test_what_cannot_be_seen_shows_in_the_numbers() -> None:
+def test_hidden_state_is_found_by_its_results() -> None:
     h = zeros().requires_grad_()
     x = torch.randn(90, BATCH, WIDTH)
     out = unrolled(Unseen(), h, x, False)

@@ -168,7 +168,7 @@ class Branching(nn.Module):
         return x.sin() if x.sum() > 0 else x.cos()
 
 
-def test_what_cannot_be_cut_is_told_why() -> None:
+def test_models_that_cannot_be_cut_are_refused_with_the_reason() -> None:
     with pytest.raises(ArgumentError, match="it has a single operation"):
         mst.to_chain(nn.Linear(3, 3), torch.ones(3))
     with pytest.raises(ArgumentError, match="nothing in it wants a gradient"):

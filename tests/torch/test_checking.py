@@ -122,7 +122,7 @@ def _a_detached_input(model: nn.Sequential, x: Tensor) -> Tensor:
         (_a_detached_input, r"does: the gradient of input 0 differs"),
     ],
 )
-def test_what_differs_is_named(chain: Call, message: str) -> None:
+def test_a_difference_is_named(chain: Call, message: str) -> None:
     model, x = a_model(), torch.randn(8, WIDTH, requires_grad=True)
     model.helper = {"count": []}  # type: ignore[assignment]
     with pytest.raises(StateError, match=message):
@@ -133,7 +133,7 @@ def test_what_differs_is_named(chain: Call, message: str) -> None:
 
 
 @pytest.mark.parametrize("room_bytes", [float("inf"), 3000])
-def test_everything_is_left_as_it_was(room_bytes: float) -> None:
+def test_the_check_restores_everything(room_bytes: float) -> None:
     model = a_model()
     model.add_module("drop", nn.Dropout(0.5))
     model.helper = {"count": [], "of": {1}}  # type: ignore[assignment]
@@ -178,7 +178,7 @@ def test_everything_is_left_as_it_was(room_bytes: float) -> None:
     assert sorted(set(fired)) == ["full", "hook", "input", "post"]
 
 
-def test_hidden_state_is_told_from_rounding() -> None:
+def test_hidden_state_is_distinguished_from_rounding() -> None:
     model, x = a_model(), torch.randn(8, WIDTH)
     hidden = torch.Generator().manual_seed(0)
 

@@ -326,7 +326,7 @@ def test_modes_of_wrapped_modules_are_part_of_the_kind() -> None:
     assert blocks[0][0].weight.grad is not None  # type: ignore[index, union-attr]
 
 
-def test_a_stage_that_was_exchanged_is_profiled_anew() -> None:
+def test_a_replaced_stage_is_profiled_again() -> None:
     x = torch.randn(16, WIDTH)
     plain, chain = net(), recomputed(net(), x)
     for model in (plain, chain):
@@ -359,7 +359,7 @@ class Helper:
         return torch.tanh(_GLOBAL(self.module(x)) * self.count)
 
 
-def test_what_a_scope_finds() -> None:
+def test_a_scope_finds_modules_tensors_and_variables() -> None:
     helper, weight = Helper(), torch.ones(2, requires_grad=True)
     held = [nn.Linear(2, 2)]
     scope = Scope.of(lambda x: helper.run(x) * weight, functools.partial(_call, held[0]))
@@ -399,7 +399,7 @@ def test_a_function_depends_on_the_children_that_it_names() -> None:
     assert {p.shape[-1] for p in scope.parameters()} == {5}
 
 
-def test_a_scope_sees_what_is_exchanged_later() -> None:
+def test_a_scope_sees_objects_replaced_later() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     scope = Scope.of(lambda x: module(x))
     assert len(scope.parameters()) == 2
@@ -824,7 +824,7 @@ class Turning(nn.Module):
         return torch.tanh(self.weight @ x if self.turned.value else x @ self.weight)
 
 
-def test_saved_tensors_of_equal_shapes_are_told_apart() -> None:
+def test_saved_tensors_of_equal_shapes_are_distinguished() -> None:
     turned = ctypes.c_bool(False)
     x = torch.randn(WIDTH, WIDTH, requires_grad=True)
     chain = recomputed([Turning(turned) for _ in range(4)], x)

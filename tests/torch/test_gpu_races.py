@@ -165,7 +165,7 @@ def test_a_missing_wait_shows(ignored: tuple[str, str], slow: tuple[str, ...]) -
     assert any(_wrong(24, slow, seed, chance=1.0, ignored=ignored) for seed in range(20))
 
 
-def test_memory_that_is_let_go_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_released_too_early_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "PinnedStore", Forgetful)
     assert any(_wrong(24, ("out",), seed, chance=1.0) for seed in range(20))
 

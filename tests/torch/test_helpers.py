@@ -69,7 +69,7 @@ def test_a_tensor_on_other_memory_is_read_as_before() -> None:
         assert (again.is_conj(), again.is_neg()) == (tensor.is_conj(), tensor.is_neg())
 
 
-def test_a_meter_counts_what_is_alive() -> None:
+def test_a_meter_counts_live_tensors() -> None:
     with Meter(CPU) as meter:
         kept = torch.ones(100)
         for _ in range(3):
@@ -110,7 +110,7 @@ def test_the_gradient_of_a_last_output_goes_to_the_last_step() -> None:
     assert found is not None and found.tolist() == [[0, 0], [1, 1]]
 
 
-def test_a_sum_is_apart_from_what_it_began_with() -> None:
+def test_a_sum_does_not_share_memory_with_its_first_term() -> None:
     total = Collector(_facts(summed=True), 2, "stack", False)
     first = torch.tensor(1.0)
     total.add(0, [first])

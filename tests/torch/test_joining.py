@@ -102,7 +102,7 @@ def test_stages_whose_tapes_are_their_own_stay_alone(trait: str) -> None:
     assert [type(x) for x in stretched(stages, traits, actions)[0]] == [nn.Identity, Joined]
 
 
-def test_a_state_goes_once_the_next_is_made() -> None:
+def test_a_state_is_released_once_the_next_is_made() -> None:
     gone = []
 
     def second(x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def test_each_of_several_stages_is_counted_by_its_own_bytes() -> None:
             joined([torch.ones(3, requires_grad=True)], partial(joined.look, _CPU, count))
 
 
-def test_what_no_gradient_asks_for_goes_with_its_stage() -> None:
+def test_tensors_no_gradient_needs_are_released_with_their_stage() -> None:
     caught = Caught()
     for size in (1, 2, 3):
         caught.tape.append(torch.ones(size))

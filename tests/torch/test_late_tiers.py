@@ -180,7 +180,7 @@ def test_a_tier_that_stops_writing_is_left_alone() -> None:
     berth.close()
 
 
-def test_what_is_cancelled_in_vain_is_written_all_the_same() -> None:
+def test_a_write_that_cannot_be_cancelled_is_completed() -> None:
     expected = results(plain := deep(), plain, rows=ROWS)
     plan, model, tier = planned(0.45), deep(), Gate()
     berth, asked = Berth(tier, CPU, PAGE), []
@@ -282,7 +282,7 @@ def test_a_chain_is_planned_again_after_a_detour() -> None:
 
 
 @pytest.mark.usefixtures("hooks_cost_the_same")
-def test_a_tier_that_has_stopped_for_ever_is_not_waited_for(
+def test_a_tier_that_never_answers_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain, tier = deep(), Gate()
@@ -311,7 +311,7 @@ def test_a_tier_that_has_stopped_for_ever_is_not_waited_for(
 
 
 @pytest.mark.usefixtures("hooks_cost_the_same")
-def test_a_tier_that_is_not_used_is_looked_at_again() -> None:
+def test_an_unused_tier_is_tried_again() -> None:
     model = sequential(MemoryStore(buffer_bytes=0), rho=1e6)
     used, now = model._multistage.tiered, [0.0]
     used.clock = lambda: now[0]
@@ -334,7 +334,7 @@ def test_a_tier_that_is_not_used_is_looked_at_again() -> None:
 
 
 @pytest.mark.usefixtures("hooks_cost_the_same")
-def test_a_tier_that_is_not_used_may_fail() -> None:
+def test_an_unused_tier_may_fail() -> None:
     plain, tier = deep(), MemoryStore(buffer_bytes=0)
     model = sequential(tier, rho=1e6)
     used, expected = model._multistage.tiered, results(plain, plain, rows=ROWS)

@@ -33,7 +33,7 @@ def _codes(space: object) -> list[CodeType]:
 
 
 @pytest.mark.parametrize("space", [argparse, typing, nn.functional, nn.modules.module])
-def test_the_names_of_code_are_those_that_dis_tells(space: object) -> None:
+def test_the_names_of_code_are_those_of_dis(space: object) -> None:
     codes = _codes(space)
     assert len(codes) > 50
     for code in codes:

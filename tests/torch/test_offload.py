@@ -87,7 +87,7 @@ def test_gradients_are_the_same_bits(tiers: Any, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_moves_and_what_stays() -> None:
+def test_large_tensors_move_and_the_others_stay() -> None:
     weight = torch.randn(600, 600, requires_grad=True)
     x = torch.randn(600, 600, requires_grad=True)
 
@@ -107,7 +107,7 @@ def test_what_moves_and_what_stays() -> None:
     assert x.grad is not None and weight.grad is not None
 
 
-def test_what_is_held_anyway_stays() -> None:
+def test_tensors_held_elsewhere_stay() -> None:
     x = torch.randn(600, 600)
     weight = torch.randn(600, 600, requires_grad=True)
     with mst.offload("memory:", min_bytes=1000, stays=[x]) as stats:
@@ -115,7 +115,7 @@ def test_what_is_held_anyway_stays() -> None:
     assert stats.moved == 0
 
 
-def test_memory_is_given_back() -> None:
+def test_memory_is_released() -> None:
     x = torch.randn(1 << 18, requires_grad=True)  # 1 MiB
     peaks = {}
     for offloaded in (False, True):
@@ -239,7 +239,7 @@ def test_a_graph_that_dies_in_a_thread_of_the_store() -> None:
     assert x.grad is not None and torch.equal(x.grad, torch.cos(torch.sin(x)) * torch.cos(x))
 
 
-def test_what_came_back_and_was_written_to_comes_again() -> None:
+def test_a_restored_tensor_that_was_overwritten_is_read_again() -> None:
     class Overwrites(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -316,7 +316,7 @@ def test_memory_that_others_may_write_to_stays() -> None:
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 3.0))
 
 
-def test_what_stayed_counts_its_versions() -> None:
+def test_versions_of_tensors_that_stay_are_checked() -> None:
     """A backward that writes to what it got is found out by the next, whatever the view."""
 
     class Overwrites(torch.autograd.Function):

@@ -169,7 +169,7 @@ def in_mkldnn(x: Tensor) -> Tensor:
         in_mkldnn,
     ],
 )
-def test_what_is_more_than_its_bytes_stays(f: Any) -> None:
+def test_tensors_with_more_than_their_bytes_stay(f: Any) -> None:
     both_ways(f, torch.randn(8, 16))
 
 

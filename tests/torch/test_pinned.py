@@ -88,7 +88,7 @@ def _line(key: int, size: int) -> Any:
 @pytest.mark.parametrize("size", [1 << 12, 300_000])
 @pytest.mark.parametrize("slots", [4, 9])
 @pytest.mark.parametrize("where", ["memory", "file"])
-def test_what_overflows_goes_below_and_comes_back(
+def test_overflowing_states_move_to_the_tier_below_and_back(
     where: str, slots: int, size: int, tmp_path: Path
 ) -> None:
     below: Store = MemoryStore() if where == "memory" else FileStore(tmp_path)
@@ -186,7 +186,7 @@ def test_capacity_is_kept() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(size=st.integers(1, 1 << 24).map(lambda n: 64 * n), capacity=st.integers(0, 1 << 36))
-def test_memory_that_comes_in_powers_of_two(size: int, capacity: int) -> None:
+def test_memory_allocated_in_powers_of_two_is_counted(size: int, capacity: int) -> None:
     def taken(count: int) -> int:
         return 1 << (count * size - 1).bit_length()
 
@@ -282,7 +282,7 @@ def test_no_more_memory_is_a_full_tier() -> None:
         store.close()
 
 
-def test_memory_is_let_go_once_it_is_copied() -> None:
+def test_memory_is_released_once_it_is_copied() -> None:
     store = PinnedStore(None, CPU)
     store.open(Layout.of((_line(0, 1 << 12),)))
     try:

@@ -83,7 +83,7 @@ def test_an_operator_raises_at_every_call(name: str, fault: str, quick: Path) ->
 
 
 @pytest.mark.parametrize("scarce", ["thread", "memory"])
-def test_what_cannot_open_leaves_nothing(
+def test_a_failed_open_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scarce: str
 ) -> None:
     layout = Layout.of(np.zeros(100))
@@ -131,7 +131,7 @@ def test_stores_above_memory_too() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("first", range(8))
-def test_what_is_wanted_out_of_turn_is_not_waited_for_in_vain(first: int) -> None:
+def test_a_read_out_of_order_does_not_deadlock(first: int) -> None:
     """As when a checkpoint was lost: all slots are kept for others that were asked for before."""
     layout = Layout.of(np.zeros(100, np.uint8))
     store = PinnedStore(4 * layout.nbytes, CPU, MemoryStore())

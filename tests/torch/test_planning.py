@@ -57,7 +57,7 @@ def inner(n: int) -> Callable[..., Tensor]:
     return cell
 
 
-def test_a_plan_holds_while_it_fits_what_is_free(
+def test_a_plan_is_kept_while_it_fits_the_free_memory(
     monkeypatch: pytest.MonkeyPatch, nothing_known: list[int]
 ) -> None:
     free = [1 << 30]

@@ -304,7 +304,7 @@ def test_gradients_by_torch_func_need_their_tape() -> None:
         mst.Sequential(layers, x, memory=0.6)
 
 
-def test_seconds_in_which_others_had_the_core_do_not_count() -> None:
+def test_time_of_other_programs_is_not_counted() -> None:
     threads = torch.get_num_threads()
     began, ended = (10.0, 1.0, 7), (13.0, 1.5, 7)
     try:

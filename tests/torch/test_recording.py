@@ -112,7 +112,7 @@ class Hooked(Peculiar):
         return y
 
 
-def test_what_cannot_be_recorded_is_refused() -> None:
+def test_models_that_cannot_be_recorded_are_refused() -> None:
     for model, reason in ((Coin(), "draws from Python"), (Hooked(), "register_hook")):
         with pytest.raises(ArgumentError, match=reason):
             mst.to_chain(model, {"x": torch.randn(4, 8)})

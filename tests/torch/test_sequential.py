@@ -232,7 +232,7 @@ def test_a_second_backward_and_autograd_grad() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_a_function_that_asks_twice_for_what_it_saved() -> None:
+def test_a_function_that_reads_its_saved_tensors_twice() -> None:
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -385,7 +385,7 @@ def test_profiling_leaves_everything_as_it_was() -> None:
 # ------------------------------------------------------------------ bad input
 
 
-def test_what_cannot_be_done_is_said() -> None:
+def test_unsupported_uses_raise_errors() -> None:
     x = torch.randn(128, WIDTH, requires_grad=True)
     ours = mst.Sequential(a_chain(*("linear", "tanh") * 6), x, memory=0.6)
     y = ours(x).sum()

@@ -231,7 +231,7 @@ class Unrolled(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "memory"), [(Hiding, 0.8), (Unrolled, 0.9)])
-def test_what_no_hook_sees_is_planned_for(kind: type[nn.Module], memory: float) -> None:
+def test_tensors_no_hook_sees_are_planned_for(kind: type[nn.Module], memory: float) -> None:
     x = torch.randn(64, 32)
     chain = _prepared(nn.Sequential(*[kind() for _ in range(4)]), x, memory)
     assert chain.plan is not None and chain.plan.memory_bytes is not None

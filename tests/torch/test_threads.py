@@ -88,7 +88,7 @@ def test_one_model_with_batch_norm() -> None:
     assert [int(layer[1].num_batches_tracked) for layer in layers] == [20] * 6  # type: ignore[call-overload]
 
 
-def test_a_turn_that_never_comes() -> None:
+def test_a_turn_that_is_never_free_raises_an_error() -> None:
     turn, held, done = Turn(patience_s=0.05), threading.Event(), threading.Event()
 
     def hold() -> None:

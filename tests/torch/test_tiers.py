@@ -180,7 +180,7 @@ def test_a_second_backward_that_was_interrupted_starts_over() -> None:
 
 
 @pytest.mark.parametrize("by", ["tapes", "a state in fast memory", "a state and a tape"])
-def test_a_write_of_a_backward_to_what_another_stage_saved_is_found(by: str) -> None:
+def test_a_backward_that_writes_to_tensors_of_another_stage_is_found(by: str) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(24, 24), nn.Sigmoid()), Spoils())
     with pytest.raises(RuntimeError, match=INPLACE):
         results(model, model)
@@ -207,7 +207,7 @@ def test_offloading_every_tape(tmp_path: Any) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_evicted_takes_no_memory() -> None:
+def test_evicted_data_takes_no_memory() -> None:
     width, rows = 64, 1024
     model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(16)))
     x = torch.randn(rows, width, requires_grad=True)
@@ -236,7 +236,7 @@ def test_what_is_evicted_takes_no_memory() -> None:
 
 @pytest.mark.parametrize("what", ["full", "break", "write", "read"])
 @pytest.mark.parametrize("every", [1, 2, 5])
-def test_what_is_lost_is_computed_again(what: str, every: int) -> None:
+def test_lost_data_is_recomputed(what: str, every: int) -> None:
     expected = results(plain := chain(), plain)
     for actions in (offload_all(11), random_plan(random.Random(7), 11)):
         berth = Berth(Flaky(what, lambda key: key % every == 0), CPU, PAGE)
@@ -297,7 +297,7 @@ def test_an_interrupt_at_any_moment_of_a_backward_costs_time_only() -> None:
     assert struck >= {f"in {name}" for name in ("advance", "tape", "keep", "read", "wait", "drop")}
 
 
-def test_a_row_whose_way_breaks_off_leaves_nothing_in_the_tier() -> None:
+def test_an_aborted_row_leaves_nothing_in_the_tier() -> None:
     tier = Flaky("break", lambda key: key == 2)
     porter = Porter(tier, CPU, PAGE)
     assert not porter.wait(porter.send([torch.zeros(4 * PAGE, dtype=torch.uint8)]))
@@ -306,7 +306,7 @@ def test_a_row_whose_way_breaks_off_leaves_nothing_in_the_tier() -> None:
     porter.close()
 
 
-def test_memory_whose_filling_failed_is_not_taken_for_what_another_tape_brings() -> None:
+def test_memory_of_a_failed_read_is_not_reused_as_data() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(nn.Linear(24, 24), nn.Sigmoid()), nn.Linear(24, 24))
     expected = results(model, model)
@@ -449,7 +449,7 @@ class Writes(nn.Module):
         return x * 2
 
 
-def test_a_write_to_what_was_saved_is_found() -> None:
+def test_a_write_to_saved_tensors_is_found() -> None:
     model = nn.Sequential(nn.Linear(24, 24), nn.Sigmoid(), Writes(), nn.Linear(24, 24))
     berth = Berth(store(), CPU, PAGE)
     actions = [Tape(0), Tape(1), Put(1, tape=True), Tape(2), Evict(1, tape=True), Tape(3)]
@@ -674,7 +674,7 @@ def test_plans_without_gradients_leave_the_tier_alone() -> None:
 
 
 @pytest.mark.usefixtures("fast_tiers")
-def test_copies_open_the_tier_anew_or_are_refused() -> None:
+def test_copies_open_the_tier_again_or_are_refused() -> None:
     model = sequential("memory:?buffers=0MiB")
     expected = results(plain := deep(), plain, rows=ROWS)
     copy = pickle.loads(pickle.dumps(model))
@@ -809,7 +809,7 @@ def test_tiers_go_with_the_optimal_planner() -> None:
         mst.Sequential(deep(), tiers="memory:", planner="revolve")
 
 
-def test_what_hooks_cost_is_measured_on_a_plan_that_gives_plain_gradients() -> None:
+def test_the_cost_of_hooks_is_measured_with_plain_gradients() -> None:
     stages = [hooking._Small() for _ in range(hooking._STAGES)]
     x = torch.ones(2, 4, requires_grad=True)
     names = [str(k) for k in range(len(stages))]

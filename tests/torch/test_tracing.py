@@ -242,7 +242,7 @@ def test_random_numbers_of_python_and_numpy(extra: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [torch_coin, python_coin, numpy_noise])
-def test_the_root_does_what_no_graph_can_hold(make: Any) -> None:
+def test_a_model_whose_forward_no_graph_can_hold_is_refused(make: Any) -> None:
     model = Net()
     model.inner = make
     before = state_of(model), generators()
@@ -314,7 +314,7 @@ def test_attributes_of_helper_objects() -> None:
     assert_alike(plain, ours, lambda model: model(the_input()), between=change)
 
 
-def test_stages_by_themselves_refuse_what_they_were_not_traced_for() -> None:
+def test_stages_refuse_conditions_they_were_not_traced_for() -> None:
     model = Net()
     stages = mst.to_chain(model, the_input())
     assert torch.equal(nn.Sequential(*stages)(the_input()), model(the_input()))

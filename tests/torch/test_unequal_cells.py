@@ -254,7 +254,7 @@ def test_numbers_are_those_of_plain_training(name: str, how: tuple[str, dict[str
 
 
 @pytest.mark.parametrize("name", ["grid", "curriculum"])
-def test_numbers_where_little_memory_is_left(name: str) -> None:
+def test_results_are_exact_where_little_memory_is_left(name: str) -> None:
     """At the smallest limit that works, which the error names."""
     with pytest.raises(BudgetError) as error:
         compare(name, memory=1, chunk=1)
@@ -492,7 +492,7 @@ def _counting(calls: list[int]) -> Iterator[None]:
         yield
 
 
-def test_a_long_sequence_is_looked_at_once_a_kind() -> None:
+def test_a_long_sequence_is_measured_once_per_kind() -> None:
     """10 000 steps of four kinds: the steps are not run before the sequence is."""
     calls = [0]
     sizes = [4, 8, 12, 8, 4]
@@ -607,7 +607,7 @@ def test_bad_arguments() -> None:
         (lambda h, x: (h, [h.sum(), 3.0]), "returns float in y"),
     ],
 )
-def test_one_cell_that_does_not_take_what_it_returns(cell: Any, message: str) -> None:
+def test_a_cell_that_cannot_take_its_own_state_is_refused(cell: Any, message: str) -> None:
     with pytest.raises(StateError, match=message):
         mst.unroll(cell, torch.zeros(2, 6, requires_grad=True), torch.randn(5, 2, 6))
 
@@ -712,12 +712,12 @@ _NUMBERS = (float(number) for number in range(10**9))
         ("varies", "other numbers"),
     ],
 )
-def test_what_a_later_kind_does_is_found(how: str, message: str) -> None:
+def test_hidden_state_of_a_later_kind_is_found(how: str, message: str) -> None:
     with pytest.raises(StateError, match=message):
         mst.unroll(Late(how), torch.ones(8, 8), None, n_steps=6, chunk=1, planner="recompute")
 
 
-def test_what_a_later_kind_draws_is_drawn_again() -> None:
+def test_random_numbers_of_a_later_kind_are_drawn_again() -> None:
     found = []
     for planner in ("keep", "recompute"):
         torch.manual_seed(0)

@@ -208,7 +208,7 @@ def test_a_tier_with_room_for_states_only(tmp_path: Path) -> None:
         mst.unroll(cell, h, x, memory="60 KiB", tiers=tiers, planner="offload")
 
 
-def test_tapes_travel_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_tapes_travel_with_planner_offload(tmp_path: Path) -> None:
     torch.manual_seed(0)
     cell, h = Plain(), torch.randn(8000, WIDTH, requires_grad=True)  # 375 KiB a tensor
     x = torch.randn(30, 8000, WIDTH)
@@ -674,7 +674,7 @@ def test_bad_arguments() -> None:
         mst.unroll(cell, h, x, memory=100)
 
 
-def test_what_changes_between_forward_and_backward_is_refused() -> None:
+def test_changes_between_forward_and_backward_are_refused() -> None:
     cell, x = Plain(), torch.randn(40, BATCH, WIDTH)
     h = torch.zeros(BATCH, WIDTH)
     out = mst.unroll(cell, h, x, memory="40 KiB")
@@ -754,7 +754,7 @@ def test_double_backward_is_refused() -> None:
         torch.autograd.grad(out.loss, list(cell.parameters()), create_graph=True)
 
 
-def test_a_slow_machine_still_tells_steps_from_what_comes_once(monkeypatch: Any) -> None:
+def test_a_slow_machine_separates_the_costs_of_steps_from_single_costs(monkeypatch: Any) -> None:
     """The parameters' gradients were counted at every step where few sizes were measured."""
     monkeypatch.setattr("multistage.torch.sequences.cell_costs._PROBE_S", 0.0)
     cell = nn.LSTMCell(64, 64)  # 129 KiB of parameters, some KiB of graph a step

@@ -114,7 +114,7 @@ def test_a_stall_in_a_put_is_seen_too() -> None:
     assert [(line[0], line[2]) for line in course.stalls[:2]] == [(1.0, 9.0), (10.0, 18.0)]
 
 
-def test_a_limit_far_above_is_told_in_words() -> None:
+def test_a_limit_far_above_the_peak_is_given_as_text() -> None:
     _, run = stalling()
     chart = timeline_chart(run.timeline, limits={"SSD": 1 << 40})
     assert [mark.label for mark in chart.panels[2].marks] == ["SSD"]
@@ -205,7 +205,7 @@ def test_a_chain_and_its_memory() -> None:
 # ------------------------------------------------------------------- trade-offs
 
 
-def test_what_fast_memory_holds_by_kind() -> None:
+def test_fast_memory_is_drawn_by_its_contents() -> None:
     """Tapes, states and what travels, one above the other, within the whole and its limit."""
     made = plan_chain(CHAIN, 0.4, tiers="write=4GB/s,read=4GB/s,name=disk")
     assert any("to tier" in fate for fate in made.fates())
@@ -264,7 +264,7 @@ def test_the_trade_off_is_the_planners() -> None:
     assert point.y == made.recompute_factor
 
 
-def test_plans_far_too_slow_are_left_out_and_that_is_said() -> None:
+def test_plans_far_too_slow_are_left_out_with_a_note() -> None:
     costs = COSTS.without_tiers()
     made = plan(costs, "20 slots", 120, "revolve")
     curves = trade_off(costs, 120, ["revolve"], slots=[1, 20])

@@ -108,7 +108,7 @@ def test_a_report_as_a_page(tmp_path: Path) -> None:
         report.save(tmp_path / "r.png")
 
 
-def test_a_partial_report_says_so_first(tmp_path: Path) -> None:
+def test_a_partial_report_begins_with_its_status(tmp_path: Path) -> None:
     report = a_report(stop=40)
     report.save(tmp_path / "r.html")
     words = "".join(checked((tmp_path / "r.html").read_text()).words)
