@@ -1,13 +1,15 @@
 """One thread for tensors: small ones gain nothing from more, and lose much beside other work.
 
-And workspaces of cuBLAS that allow equal bits, told before CUDA starts, and a check
-that takes its time.
+And workspaces of cuBLAS that allow equal bits, told before CUDA starts, a check
+that takes its time, and costs whose bytes are measured and whose seconds are not.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,114 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Draw the same numbers whichever tests ran before in this process."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def patient_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare gradients however slow the machine is: the check gives up after a second."""
     monkeypatch.setattr("multistage.torch.measurement.both_ways._SECONDS", 60.0)
+
+
+class Ticks:
+    """Stands in for the module `time`: each reading is some time after the last."""
+
+    def __init__(self, tick_s: float) -> None:
+        self._tick_s, self._now_s = tick_s, 0.0
+
+    def perf_counter(self) -> float:
+        self._now_s += self._tick_s
+        return self._now_s
+
+
+@pytest.fixture(autouse=True)
+def steady_seconds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure all bytes, and plan by fixed seconds: on a busy machine plans would be others.
+
+    Tests marked `real_clock` measure seconds too.
+    """
+    if request.node.get_closest_marker("real_clock") is not None:
+        return
+    _steady_stages(monkeypatch)
+    _steady_steps(monkeypatch)
+    _steady_tiers(monkeypatch)
+
+
+def _steady_stages(patch: pytest.MonkeyPatch) -> None:
+    """Let every stage of a chain take the same seconds."""
+    from multistage.torch.measurement import measure, stage_runs
+
+    overhead_s = stage_runs.StageRun.overhead_s
+
+    def time(run: stage_runs.StageRun, found: stage_runs.Times, seconds: float) -> None:
+        while found.rounds < 2:
+            run._round()
+            found.add(1e-4, 0.0, 2e-4)
+
+    def overhead(run: stage_runs.StageRun) -> float:
+        overhead_s(run)
+        return 1e-5
+
+    patch.setattr(stage_runs.StageRun, "time", time)
+    patch.setattr(stage_runs.StageRun, "overhead_s", overhead)
+    patch.setattr(measure, "engine_s", lambda: 0.0)
+
+
+def _steady_steps(patch: pytest.MonkeyPatch) -> None:
+    """Let every step of a sequence take the same seconds."""
+    from multistage.torch.sequences import (
+        cell_costs,
+        choosing_chunks,
+        planning,
+        varied_planning,
+    )
+
+    sample, measured_kind = cell_costs._sample, varied_planning.measured_kind
+
+    def sampled(chain: Any, state: Any, chunk: int, tapes: bool) -> cell_costs.Sample:
+        found = sample(chain, state, chunk, tapes)
+        return replace(found, forward_s=1e-4 * chunk + 2e-5, turn_s=3e-4 * chunk + 5e-5)
+
+    def kind(*given: Any) -> Any:
+        found = measured_kind(*given)
+        stage = replace(found.stage, forward_s=1e-4, backward_s=2e-4)
+        return replace(found, stage=stage, overhead_s=2e-5)
+
+    patch.setattr(cell_costs, "_sample", sampled)
+    patch.setattr(cell_costs, "time", Ticks(0.15))  # chunks of up to 64 steps are measured
+    patch.setattr(choosing_chunks, "action_seconds", lambda: 1e-6)
+    patch.setattr(varied_planning, "measured_kind", kind)
+    for module in (planning, varied_planning):
+        patch.setattr(module, "_plans", planning.Memory())
+    patch.setattr(varied_planning, "_measured", planning.Memory(1024))
+
+
+def _steady_tiers(patch: pytest.MonkeyPatch) -> None:
+    """Let every tier of a sequence write and read a state in the seconds of two steps."""
+    from multistage.measurement.store import probe_store
+    from multistage.reversing import streamed
+    from multistage.torch.sequences import cell_costs, planning, varied_search
+
+    tier_of, measured_rates = planning.tier_of, varied_search.measured_rates
+
+    def probed(*given: Any, **options: Any) -> Any:
+        return probe_store(*given, **{**options, "seconds": 0.01})
+
+    def tier(*given: Any) -> Any:
+        found = tier_of(*given)
+        return replace(
+            found, write_s=2e-4, read_s=2e-4, write_overhead_s=1e-5, read_overhead_s=1e-5
+        )
+
+    def rates(paged: Any) -> Any:
+        rate = paged.page_bytes / 2e-4
+        return replace(measured_rates(paged), write_bytes_per_s=rate, read_bytes_per_s=rate)
+
+    for module in (cell_costs, streamed):
+        patch.setattr(module, "probe_store", probed)
+    patch.setattr(planning, "tier_of", tier)
+    patch.setattr(varied_search, "measured_rates", rates)
+    patch.setattr(planning, "_tiers", planning.Memory())
+    patch.setattr(varied_search, "_rates", planning.Memory())

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import BudgetError
-from multistage.torch.sequences import cell_costs, choosing_chunks, planning
 from multistage.torch.tensors.meter import Meter
 
 pytestmark = [
@@ -175,20 +174,6 @@ def test_sequences(options: dict[str, Any], tmp_path: Any) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.fixture
-def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all planning be by the same seconds: plans of other clocks take other memory."""
-
-    def seconds_of(call: Any, device: Any) -> float:
-        call()
-        return 1e-3
-
-    monkeypatch.setattr(cell_costs, "seconds_of", seconds_of)
-    monkeypatch.setattr(choosing_chunks, "action_seconds", lambda: 1e-6)
-    monkeypatch.setattr(planning, "_plans", planning.Memory())
-
-
-@pytest.mark.usefixtures("steady_clock")
 @pytest.mark.parametrize("tiers", [[], ["pinned:64MiB"], ["pinned:1MiB", "file:{}"]])
 @pytest.mark.parametrize("mebibytes", [2, 4])
 def test_states_on_their_way_are_within_the_limit(
@@ -218,7 +203,6 @@ def test_states_on_their_way_are_within_the_limit(
     assert peaks[1][1] >= 0.7 * plan.peak_bytes, (peaks, plan.plan.planner)
 
 
-@pytest.mark.usefixtures("steady_clock")
 def test_memory_of_a_sequence_is_flat() -> None:
     cell, h = Cell().to(DEVICE), torch.zeros(256, 64, device=DEVICE)
     limit = (8 if REAL else 3) << 20

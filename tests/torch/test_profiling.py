@@ -18,6 +18,7 @@ from multistage.torch.measurement.clocks import seconds_between
 from multistage.torch.tensors.meter import Meter
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.real_clock
 
 
 class Position(nn.Module):
