@@ -316,7 +316,7 @@ class Calls(RuleBasedStateMachine):
         assert status == 0, f"{what} in a child ended with status {status:#x}"
 
     def in_child(self, what: str) -> int:
-        signal.alarm(20)
+        signal.alarm(120)
         try:
             with self.run as run:
                 if what == "forward":

@@ -232,7 +232,7 @@ def in_child(work: Callable[[], None]) -> None:
     ours, theirs = os.pipe()
     pid = os.fork()
     if not pid:
-        signal.setitimer(signal.ITIMER_REAL, 20.0)
+        signal.setitimer(signal.ITIMER_REAL, 120.0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         said = b"done"
         try:

@@ -43,7 +43,8 @@ def start_child(code: str, *arguments: object) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        # One heap: which threads have heaps of their own is chance, and so is what these keep.
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
     )
 
 

@@ -39,7 +39,7 @@ def run_child(code: str, *arguments: object, **environment: str) -> Any:
     """Run Python code in a process of its own, which ends by itself; return what it told."""
     preamble = """
         import faulthandler
-        faulthandler.dump_traceback_later(100, exit=True)
+        faulthandler.dump_traceback_later(270, exit=True)
         import json, os, sys, tempfile
         from pathlib import Path
         import faults

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import subprocess
 import sys
 import threading
-import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
@@ -273,31 +271,32 @@ class Server:
         return self.ask("/bucket?list-type=2").count("<Key>")
 
 
+# It takes a port that is free, and tells which once it listens.
+MOTO = """
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+server = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), True)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
 @pytest.fixture(scope="module")
 def s3(loop: None) -> Iterator[Server]:
     pytest.importorskip("s3fs")
     pytest.importorskip("moto.server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        [sys.executable, "-c", MOTO], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     try:
-        server, pause = Server(port), threading.Event()
-        for _ in range(600):
-            with contextlib.suppress(urllib.error.URLError, OSError):
-                server.ask()
-                break
-            assert process.poll() is None, "moto's server ended"
-            pause.wait(0.1)
+        assert process.stdout is not None
+        server = Server(int(process.stdout.readline()))
         server.ask("/bucket", "PUT")
         yield server
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 @pytest.fixture
@@ -402,8 +401,8 @@ def test_s3_without_credentials(
 
 def test_s3_without_a_server(credentials: None) -> None:
     pytest.importorskip("s3fs")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with pytest.raises(StoreError, match="whether the server can be reached"):
-        open_store(f"s3://bucket/run?endpoint=http://127.0.0.1:{port}").open(LAYOUT)
+    with socket.socket() as held:  # a port where nobody listens, nor can begin to
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        with pytest.raises(StoreError, match="whether the server can be reached"):
+            open_store(f"s3://bucket/run?endpoint=http://127.0.0.1:{port}").open(LAYOUT)

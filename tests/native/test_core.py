@@ -103,8 +103,9 @@ from multistage.backends.files import available_engines
 assert native.LIBRARY is None or sys.argv[1] == "with"
 assert ("native" in available_engines()) == (native.LIBRARY is not None)
 step = lambda x, i: np.sin(x) + 0.01 * i
+costs = ms.Costs(1e-3, 2e-3, state_bytes=160_000, tiers=(ms.Tier("file", 1e-3, 1e-3),))
 with ms.Reversal(step, lambda x, a, i: np.cos(x) * a, 300, memory="8 slots",
-                 tiers=f"file:{sys.argv[2]}", planner="streaming") as run:
+                 tiers=f"file:{sys.argv[2]}", planner="streaming", costs=costs) as run:
     last = run.forward(np.linspace(0, 1, 20_000))
     gradient = run.reverse(last)
     assert run.report().counts.writes > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import random
@@ -173,6 +174,7 @@ def test_memory_released_too_early_is_detected(monkeypatch: pytest.MonkeyPatch) 
 def test_the_timeline_has_the_copies_themselves() -> None:
     """Not when the host asked for them or noticed: each is behind a sleep, and short itself."""
     streams = BusyStreams(("out", "in"), 1.0, 0, None)
+    near = 1e-3 + streams._unsure_s
     store = PinnedStore(None, DEVICE, None, streams)
     store.open(Layout.of((np.broadcast_to(np.uint8(0), (BYTES,)),)))
     try:
@@ -196,7 +198,7 @@ def test_the_timeline_has_the_copies_themselves() -> None:
         for kind in ("write", "read"):
             lane = [r for r in records if r.kind == kind]
             for r in lane:
-                assert before - 1e-3 <= r.start_s <= r.stop_s <= after + 1e-3
+                assert before - near <= r.start_s <= r.stop_s <= after + near
                 assert r.start_s >= written[r.key].stop_s - 1e-3 or kind == "write"
             assert all(a.stop_s <= b.start_s + 1e-3 for a, b in itertools.pairwise(lane))
     finally:
@@ -260,6 +262,9 @@ def test_offload_gives_memory_of_the_device_back() -> None:
     x = torch.randn(1 << 20, device=DEVICE, requires_grad=True)
     peaks = []
     for offloaded in (False, True):
+        # Autograd's thread of the device holds its last task until it is given another.
+        torch.ones((), device=DEVICE, requires_grad=True).clone().backward()
+        gc.collect()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
