@@ -734,6 +734,19 @@ def test_harmed_files_cost_steps_never_bits(what: str, harm: str, tmp_path: Path
         assert not folder.exists()
 
 
+def test_a_last_state_of_other_numbers_is_computed_again(tmp_path: Path) -> None:
+    folder, last = tmp_path / "run", np.ones(3)
+    left(folder)
+    for i in range(20):
+        last = last * 1.01 + i
+    written = (folder / "last").read_bytes()
+    assert written.count(last.tobytes()) == 1
+    (folder / "last").write_bytes(written.replace(last.tobytes(), (last + 1).tobytes()))
+    with simple(folder) as run:
+        assert run.forward(np.ones(3)).tolist() == last.tolist()
+        assert np.array_equal(run.reverse(np.ones(3)), plain(20)[0])
+
+
 @pytest.mark.parametrize("harm", [harm for harm in HARMS if harm not in ("gone",)])
 def test_a_harmed_header_is_refused(harm: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -221,6 +221,42 @@ def test_a_dropped_state_that_is_put_again_is_not_written_again(folder: Folder) 
     store.close()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_dropped_state_whose_write_failed_is_written_when_it_is_put_again(
+    folder: Folder, layout: OrderedLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    store = opened(folder, layout)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "publish", fails)
+        assert store.put(5, packed(layout, 5), block=True)
+        store.flush()
+    store.drop(5)
+    assert store.put(5, packed(layout, 5), block=True)
+    assert store.wait_written(5)
+    assert value(store, 5) == 5 / 3
+    store.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_states_that_other_ranks_lack_are_not_there(folder: Folder, layout: OrderedLayout) -> None:
+    store = opened(folder, layout)
+    for key in range(4):
+        assert store.put(key, packed(layout, key), block=True)
+    store.close()
+    heir = DurableStore(lambda: folder)
+    assert heir.adopt(layout, folder, 4) == [0, 1, 2, 3]
+    heir.keep({0, 2})
+    heir.open(layout)
+    assert [value(heir, key) for key in (2, 0)] == [2 / 3, 0]
+    for key in (1, 3):
+        with pytest.raises(CheckpointLost):
+            heir.get(key)
+    heir.close()
+
+
 def test_an_idle_writer_writes_at_once_and_a_busy_one_fills_the_batch(folder: Folder) -> None:
     store, gate = opened(folder, SMALL), threading.Event()
     assert store.put(0, packed(SMALL, 0))

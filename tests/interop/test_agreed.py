@@ -225,12 +225,13 @@ def test_the_slowest_rank_sets_the_pace() -> None:
 def test_no_state_is_accepted_after_a_rank_is_full() -> None:
     def work(comm: Comm) -> list[Any]:
         full = comm.rank == 1
-        local = Local([False] * 99 if full else [], [-1.0] * 99 if full else [], [], [])
+        local = Local([False] * 9999 if full else [], [-1.0] * 9999 if full else [], [], [])
         store = AgreedStore(local, Ranks(comm), clock=local.clock)  # type: ignore[arg-type]
         store.open(LAYOUT)
-        answers: list[Any] = [store.put(key, STATE) for key in range(30)]
-        answers.append(store.put(30, STATE, block=True))
-        for key in (0, 30):
+        # So many that one asked for at long intervals would be taken again.
+        answers: list[Any] = [store.put(key, STATE) for key in range(3000)]
+        answers.append(store.put(3000, STATE, block=True))
+        for key in (0, 3000):
             assert store.wait_written(key)
             store.prefetch(key)
             with pytest.raises(CheckpointLost, match=r"rank 1|no room"):
@@ -240,7 +241,25 @@ def test_no_state_is_accepted_after_a_rank_is_full() -> None:
 
     found = succeed(run_ranks(3, work))
     assert found[0] == found[1] == found[2]
-    assert found[0] == [True] * 9 + [False] * 21 + [True] * 10 + [False] * 21
+    assert found[0] == [True] * 9 + [False] * 2991 + [True] * 10 + [False] * 21
+
+
+def test_what_was_lost_and_is_put_again_is_there() -> None:
+    def work(comm: Comm) -> None:
+        local = Local([], [], [comm.rank != 1], [])
+        store = AgreedStore(local, Ranks(comm), clock=local.clock)  # type: ignore[arg-type]
+        store.open(LAYOUT)
+        assert store.put(7, STATE) and store.wait_written(7)
+        with pytest.raises(CheckpointLost):
+            store.get(7)
+        store.drop(7)
+        for _ in range(2):
+            assert store.put(7, STATE) and store.wait_written(7)
+            assert store.get(7) is STATE
+            store.drop(7)
+        store.settle()
+
+    succeed(run_ranks(3, work))
 
 
 def test_ranks_communicate_only_at_offers_and_reads() -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from multistage.cli import main
 from multistage.durable.agreement import Found, Pace, agree
 from multistage.durable.status import inspect
 from multistage.errors import ArgumentError, CheckpointWarning, StoreError
+from multistage.interop import agreement
 from multistage.interop.mpi import MPIReversal
+from multistage.measurement import chain, store
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 
@@ -119,10 +122,26 @@ def test_broken_off_and_exact(size: int, until: bool, tmp_path: Path) -> None:
     assert max(steps) < N
 
 
-def test_measured_costs_are_kept(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+def test_measured_costs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run measures nothing: it has the plan of the run that was broken off."""
+    folder, measured = tmp_path / "run", list[str]()
+
+    def measure(*given: Any, **options: Any) -> Costs:
+        measured.append("steps")
+        costs = chain.measure(*given, **options)
+        return replace(costs, forward_step_s=1.0, reverse_step_s=2.0, action_s=1e-6)
+
+    def probe(*given: Any, **options: Any) -> Tier:
+        measured.append("tier")
+        return replace(store.probe_store(*given, **options), write_s=1.0, read_s=1.0)
+
+    monkeypatch.setattr(agreement, "measure", measure)
+    monkeypatch.setattr(agreement, "probe_store", probe)
     broken_off(2, folder, back=20, costs=None)
+    assert sorted(measured) == ["steps", "steps", "tier", "tier"]
+    measured.clear()
     assert max(exact(2, folder, costs=None)) < N
+    assert measured == []
 
 
 BEHIND: dict[str, Callable[[Path], object]] = {
@@ -160,6 +179,18 @@ def test_a_rank_that_is_behind_takes_the_others_back(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
         exact(3, folder)
+
+
+def test_adjoints_beyond_the_one_agreed_are_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    broken_off(2, folder, back=20, flush=True)
+    BEHIND["newest adjoint"](rank(folder, 1))
+    reached = [inspect(rank(folder, k)).adjoint_step for k in range(2)]
+    assert reached[0] is not None and reached[1] is not None and reached[0] < reached[1]
+    broken_off(2, folder, back=reached[1] - 1)  # before another one is written
+    found = {k: {path.name for path in rank(folder, k).glob("adjoint-*")} for k in range(2)}
+    assert found[0] <= found[1] and f"adjoint-{reached[1]}" in found[0]
+    exact(2, folder)
 
 
 def test_a_run_that_had_begun_on_some_ranks_only_begins_again(tmp_path: Path) -> None:

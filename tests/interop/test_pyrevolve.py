@@ -157,6 +157,16 @@ def test_exact_and_again(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_checkpoints_on_disk_take_memory_for_those_on_their_way(tmp_path: Path) -> None:
+    for n_checkpoints in (1, 20):
+        problem = Problem()
+        with ours.DiskRevolver(
+            *problem.operators(), n_checkpoints, NT, filedir=str(tmp_path)
+        ) as revolver:
+            assert np.array_equal(problem.gradient(revolver), EXACT)
+            assert revolver.plan.slots == 4 >= revolver.report().counts.peak_slots
+
+
 def test_the_number_of_forward_steps_is_that_of_revolve() -> None:
     problem = Problem()
     revolver = ours.Revolver(*problem.operators(), 5, NT)
@@ -570,8 +580,10 @@ def test_arrays_that_change_are_named() -> None:
 def test_install_serves_later_imports(tmp_path: Path) -> None:
     program = f"""
 import sys
+from multistage import Costs, Tier
 from multistage.interop.pyrevolve import install, uninstall
-install(memory="3 slots", tiers="file://{tmp_path}", planner="streaming")
+costs = Costs(1.0, 1.0, tape_step_s=1.0, tiers=(Tier("file", 2.0, 2.0),))
+install(memory="3 slots", tiers="file://{tmp_path}", planner="streaming", costs=costs)
 from pyrevolve import Checkpoint, Operator, Revolver
 from pyrevolve.storage import DiskStorage
 from pyrevolve.compression import init_compression
@@ -582,7 +594,7 @@ import test_pyrevolve as t
 problem = t.Problem()
 revolver = Revolver(*problem.operators(), None, t.NT)
 assert t.np.array_equal(problem.gradient(revolver), t.EXACT)
-assert revolver.plan.planner == "streaming"
+assert revolver.plan.planner == "streaming" and revolver.plan.writes > 0
 given = Revolver(*problem.operators(), 4, t.NT)
 assert given.plan.planner == "revolve"
 uninstall()

@@ -35,4 +35,22 @@ FAULTS: tuple[Mutant, ...] = (
         "                    self._r += 1",
         "interop/test_checkpoint_schedules.py",
     ),
+    of(
+        "interop/agreed.py",
+        "                self._missing.add(key)\n                self._full = True",
+        "                self._missing.add(key)",
+        "interop/test_agreed.py",
+    ),
+    of(
+        "interop/agreed.py",
+        "        self._missing.discard(key)",
+        "        pass",
+        "interop/test_agreed.py",
+    ),
+    of(
+        "interop/pyrevolve/revolvers.py",
+        "        self._slots = TRANSIT if self._on_disk else n_checkpoints",
+        "        self._slots = n_checkpoints",
+        "interop/test_pyrevolve.py",
+    ),
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,8 +15,12 @@ from torch import nn
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, StateError
+from multistage.model.stages import Stage
+from multistage.torch.environment.holders import OfDict
 from multistage.torch.environment.scope import Scope
 from multistage.torch.environment.snapshots import Snapshot
+from multistage.torch.environment.states import refuse_shared
+from multistage.torch.sequences.chunks import Steps
 from multistage.torch.sequences.collector import Collector
 from multistage.torch.sequences.inputs import InputGradients, Inputs
 from multistage.torch.tensors.checksums import Checksums, checksum
@@ -139,19 +145,46 @@ def test_an_input_of_several_steps_is_a_parameter() -> None:
     assert [g.tolist() for g in gradients.values() if g is not None] == [[1, 1]]
 
 
+def test_sums_of_gradients_are_there_while_other_steps_of_a_chunk_are_reversed() -> None:
+    step = Stage("step", 1.0, 2.0, 10, 20, gradient_bytes=0, backward_overhead_bytes=5)
+    nothing = [0, 0]
+    steps = Steps([step, step], [20, 20], nothing, nothing, 10, 0, [(0,), (1,)], [100, 3000])
+    assert [s.backward_overhead_bytes for s in steps.chained([0, 1, 2]).stages] == [5, 5]
+    assert [s.backward_overhead_bytes for s in steps.chained([0, 2]).stages] == [3005]
+
+
 # --------------------------------------------------------------- environment
 
 
 def test_a_snapshot_puts_generators_and_buffers_back() -> None:
     norm = nn.BatchNorm1d(3)
     snapshot = Snapshot.capture([norm], [], Scope([norm]))
-    drawn = random.random(), torch.rand(2)
+    drawn = random.random(), np.random.random(), torch.rand(2)
     before = {key: value.clone() for key, value in norm.state_dict().items()}
     norm(torch.randn(4, 3))
     assert norm.num_batches_tracked == 1
     snapshot.restore()
-    assert random.random() == drawn[0] and torch.equal(torch.rand(2), drawn[1])
+    assert (random.random(), np.random.random()) == drawn[:2]
+    assert torch.equal(torch.rand(2), drawn[2])
     assert all(torch.equal(value, before[key]) for key, value in norm.state_dict().items())
+
+
+def test_entries_that_are_put_back_have_the_order_they_had() -> None:
+    owner = {"weight": 1, "bias": 2}
+    holder = OfDict(owner, "parameters")
+    before = holder.read()
+    owner["weight"] = owner.pop("weight") + 1  # behind the other
+    holder.write(before)
+    assert list(owner.items()) == [("weight", 1), ("bias", 2)]
+
+
+def test_views_of_one_another_cannot_be_copied_where_one_wants_a_gradient() -> None:
+    base = torch.ones(4)
+    refuse_shared([base[:2], base[2:]])
+    wanting = base.requires_grad_() * 1
+    refuse_shared([wanting, wanting])  # one tensor twice is copied once
+    with pytest.raises(StateError, match="shares memory with another input"):
+        refuse_shared([wanting[:2], wanting[2:]])
 
 
 # --------------------------------------------------------------------- tiers
@@ -222,3 +255,30 @@ def test_a_tensor_written_to_on_its_way_is_spoilt() -> None:
         assert found is not None and found.shape == (4, 8)
         assert (parcel.versions[0] < 0) == writes
         assert porter.close()
+
+
+def _trip(error: str = "") -> Any:
+    """Return a way back that is over."""
+    done = threading.Event()
+    done.set()
+    return SimpleNamespace(done=done, awaited=not error, row=SimpleNamespace(error=error))
+
+
+def test_bytes_that_came_to_other_memory_since_are_not_taken() -> None:
+    """One parcel waits for what a second brings, which fails; a third brings it elsewhere."""
+    origins, held = Origins(), torch.arange(8.0)
+    waiting, second, third = (Parcel([held], origins, ()) for _ in range(3))
+    for parcel in (waiting, second, third):
+        parcel.let_go()
+    del held
+    failing: Any = SimpleNamespace(done=threading.Event(), awaited=False, row=None)
+    assert second.make_room()[0] is not None
+    second.on_its_way(failing)
+    assert waiting.make_room() == [None]
+    waiting.on_its_way(_trip())
+    assert waiting.fillers() == [failing]
+    failing.row = SimpleNamespace(error="a page is gone")
+    failing.done.set()
+    assert third.make_room()[0] is not None
+    third.on_its_way(_trip())
+    assert third.came_back() and not waiting.came_back()

@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,20 @@ from torch import Tensor, nn  # noqa: E402
 
 import multistage.torch as mst  # noqa: E402
 from multistage import native  # noqa: E402
-from multistage.actions import EndForward, Evict  # noqa: E402
+from multistage.actions import (  # noqa: E402
+    Action,
+    Await,
+    Drop,
+    EndForward,
+    Evict,
+    Free,
+    Get,
+    Load,
+    Put,
+    Reverse,
+    Save,
+    Tape,
+)
 from multistage.backends import MemoryStore  # noqa: E402
 from multistage.errors import CheckpointWarning  # noqa: E402
 from multistage.execute import detour  # noqa: E402
@@ -55,7 +69,7 @@ def no_threads_left() -> Iterator[None]:
     gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith("multistage"):
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive(), thread
 
 
@@ -126,6 +140,44 @@ def test_detours_from_random_plans_give_the_bits_of_plain_training(seed: int, ti
                 berth.opened.wait(berth.opened.send([]))  # after all that was dropped
                 assert tier.stats.stored_bytes == 0
     assert taken
+    berth.close()
+
+
+class Leaves:
+    """Has a run leave its plan at the first eviction, for some actions."""
+
+    def __init__(self, discard: set[int], actions: list[Action]) -> None:
+        self._detour = SimpleNamespace(save=(), discard=discard, actions=actions)
+
+    def begin(self) -> None:
+        """Nothing: it does not ask."""
+
+    def at_eviction(self, at: int, step: int, tape: bool, writes: Any) -> Any:
+        return self._detour
+
+    def at_turn(self, writes: Any) -> None:
+        """Nothing: it has left."""
+
+
+def test_a_tape_on_a_detour_has_its_state_though_it_would_have_left_by_the_plan() -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(24, 24) for _ in range(3)))
+
+    expected, model = results(plain := make(), plain), make()
+    x = torch.randn(8, 24, requires_grad=True)
+    with untouched(Scope(list(model)), x):
+        _, traits = explore(list(model), ["0", "1", "2"], x)
+    actions = [Tape(0), Put(0, tape=True), Evict(0, tape=True), Tape(1), Tape(2), Tape(3)]
+    actions += [EndForward(), Reverse(3), Reverse(2), Reverse(1), Get(0, tape=True), Await(1)]
+    actions += [Reverse(0), Drop(0, tape=True)]
+    detour = [Save(1), Tape(1), Drop(0, tape=True), Free(1), Tape(2), Tape(3), EndForward()]
+    detour += [Reverse(3), Reverse(2), Reverse(1), Load(0), Tape(0), Reverse(0)]
+    asked: Any = Leaves({0}, detour)
+    berth = Berth(MemoryStore(buffer_bytes=0), CPU, PAGE)
+    with nothing_recovered():
+        run = Run(list(model), traits, actions, berth, deadlines=asked)
+        assert same(results(model, run.forward), expected)
     berth.close()
 
 

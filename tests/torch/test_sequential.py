@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError, BudgetError, MultistageError, StateError
-from multistage.model.stages import StageCosts
+from multistage.model.stages import Stage, StageCosts
 from multistage.torch.tensors.meter import Meter
 
 WIDTH = 24
@@ -439,6 +440,26 @@ def test_a_parameter_changed_between_forward_and_backward() -> None:
         (StateError, RuntimeError), match=r"changed in place|modified by an inplace"
     ):
         loss.backward()
+
+
+class Grows(nn.Module):
+    """Computes more, and saves more, while a variable of the process says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = os.environ.get("MULTISTAGE_TEST_GROWS")
+        y = (x + 0 if more else x).exp()
+        return y.sin() if more else y
+
+
+def test_a_stage_that_saves_more_when_it_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(64, requires_grad=True)
+    costs = StageCosts(tuple(Stage(str(i), 1.0, 1.0, 40, 100, 40) for i in range(4)), 1, 1)
+    ours = mst.Sequential([Grows() for _ in range(4)], x, memory=261, costs=costs, check="off")
+    assert ours.plan is not None and not ours.plan.keeps_all
+    y = ours(x)
+    monkeypatch.setenv("MULTISTAGE_TEST_GROWS", "1")
+    with pytest.raises(StateError, match="saved other tensors when it was run again"):
+        y.sum().backward()
 
 
 class Recurrent(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import random
 from collections import UserDict
@@ -635,3 +636,25 @@ def test_a_bias_that_all_layers_share() -> None:
     plain, ours = chained(Shared(), the_input())
     assert len(ours) > 8
     assert_alike(plain, ours, lambda model: model(the_input()))
+
+
+class Inverts(nn.Module):
+    """Turns modes on, and in them fails for some inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            scale = torch.linalg.inv(x).sum()
+        return x * scale
+
+
+def test_modes_that_an_error_leaves_open_are_closed() -> None:
+    stages = mst.to_chain(Inverts(), torch.randn(8, 8))
+    with pytest.raises(torch.linalg.LinAlgError):
+        functools.reduce(lambda state, stage: stage(state), stages, torch.zeros(8, 8))
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")

@@ -69,11 +69,19 @@ class Snapshot:
     """Buffers, attributes and generators of some modules, as they were.
 
     Tensors are put back by value, those that changed: code that shares them sees it.
+
+    Attributes
+    ----------
+    random : RandomState
+        Of the CPU and the devices.
+    buffers : list
+        Modules, names, buffers, and what puts back their values.
+    attributes : list of callable
+        What puts back the rest: the generators of Python and NumPy and those of the scope,
+        what it holds, and attributes of modules and classes.
     """
 
     random: RandomState
-    python: tuple[object, ...]
-    numpy: object
     buffers: list[tuple[nn.Module, str, Tensor | None, Callable[[], None]]]
     attributes: list[Callable[[], object]]
 
@@ -96,8 +104,6 @@ class Snapshot:
                 _remember(value, undo, seen, 1)
         return cls(
             RandomState.capture(devices),
-            random.getstate(),
-            None if "numpy" not in sys.modules else sys.modules["numpy"].random.get_state(),
             [(m, key, b, _undo_of_writes(b)) for m in modules for key, b in m._buffers.items()],
             undo,
         )
@@ -105,9 +111,6 @@ class Snapshot:
     def restore(self) -> None:
         """Make it so again."""
         self.random.restore()
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
         for undo in self.attributes:
             undo()
         for module, key, buffer, undo_writes in self.buffers:
