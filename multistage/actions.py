@@ -21,6 +21,15 @@ decides from answers alone, it acts alike under the real clock and under the
 simulator's virtual one.
 
 `rules` defines which schedules are legal.
+
+Examples
+--------
+Two steps with one slot: step 0 runs again before its adjoint.
+
+>>> from multistage.schedule.rules import check
+>>> schedule = [Save(0), Advance(0, 1), Tape(1), EndForward(), Reverse(1)]
+>>> check([*schedule, Load(0), Tape(0), Reverse(0), Free(0)], n_steps=2, slots=1).forward_steps
+3
 """
 
 from __future__ import annotations
@@ -195,7 +204,12 @@ def drive(
 ) -> Iterator[tuple[Action, Callable[[Answer], None]]]:
     """Yield each action with the function that takes its answer.
 
-    Plain iterables of actions are static schedules: their answers go nowhere.
+    Plain iterables of actions are static schedules: their answers are ignored.
+
+    Examples
+    --------
+    >>> [action for action, answer in drive([Advance(0, 2), EndForward()])]
+    [Advance(start=0, stop=2), EndForward()]
     """
     if not isinstance(schedule, Generator):
         for action in schedule:

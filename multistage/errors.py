@@ -1,8 +1,8 @@
 """Every error and warning multistage raises, in one tree.
 
-A message states the rule that was broken, the values seen and the remedy.  Values
-include the names of tiers, which are URLs: whatever may be a secret in one is left
-out of every message, in the one place that all of them pass.
+A message states the rule that was broken, the values and the remedy.  Values include
+the names of tiers, which are URLs: all errors replace possible secrets in their messages
+by `***`, in one place.
 """
 
 from __future__ import annotations
@@ -74,11 +74,31 @@ class _Redacted(Exception):
 
 
 class MultistageError(_Redacted):
-    """Base of every error raised by multistage."""
+    """Base of every error raised by multistage.
+
+    Examples
+    --------
+    >>> import multistage as ms
+    >>> try:
+    ...     ms.open_store("file:/no/such/folder").check()
+    ... except ms.errors.MultistageError as error:
+    ...     print(type(error).__name__)
+    StoreError
+    """
 
 
 class ArgumentError(MultistageError, ValueError):
-    """An argument breaks a rule; raised before any step runs."""
+    """An argument breaks a rule; raised before any step runs.
+
+    Examples
+    --------
+    >>> import multistage as ms
+    >>> try:
+    ...     ms.Costs(-1.0, 2.0)
+    ... except ms.errors.ArgumentError as error:
+    ...     print("forward_step_s" in str(error))
+    True
+    """
 
 
 class BudgetError(ArgumentError):
@@ -87,7 +107,17 @@ class BudgetError(ArgumentError):
     Attributes
     ----------
     least_bytes : int or None
-        The smallest budget that works, where it is known.
+        The smallest budget that works, if it is known.
+
+    Examples
+    --------
+    >>> import multistage as ms
+    >>> costs = ms.StageCosts.uniform(4, ms.Stage("a", 1.0, 2.0, 10, 30), input_bytes=10)
+    >>> try:
+    ...     ms.plan_chain(costs, 20)
+    ... except ms.errors.BudgetError as error:
+    ...     print(error.least_bytes == ms.smallest_memory(costs))
+    True
     """
 
     least_bytes: int | None = None
@@ -101,14 +131,24 @@ class BudgetError(ArgumentError):
 
 
 class StateError(MultistageError, ValueError):
-    """A state is no pytree of plain arrays, or changed its layout between steps.
+    """A state is not a pytree of plain arrays, or changed its layout between steps.
 
     Attributes
     ----------
     state : int or None
-        Index of the state that is of another layout than the first, where that is known.
+        Index of the state whose layout differs from the first, if it is known.
     varies : bool
-        Whether it is a plain state but for its tree, a shape or a dtype, which differ.
+        Whether the state is valid in itself and only its tree, a shape or a dtype differs.
+
+    Examples
+    --------
+    >>> import multistage as ms
+    >>> run = ms.Reversal(lambda x, i: x, lambda x, a, i: a, n_steps=3, memory="2 slots")
+    >>> try:
+    ...     run.forward(1.0)
+    ... except ms.errors.StateError as error:
+    ...     print("numpy.asarray" in str(error))
+    True
     """
 
     state: int | None = None
@@ -123,6 +163,16 @@ class ScheduleError(MultistageError):
     index : int or None
         0-based position of the offending action, or the number of actions
         when the schedule ended too early; None if it was not counted.
+
+    Examples
+    --------
+    >>> from multistage.actions import EndForward, Load, Tape
+    >>> from multistage.schedule.rules import check
+    >>> try:
+    ...     check([Tape(0), EndForward(), Load(3)], n_steps=1, slots=2)
+    ... except ScheduleError as error:
+    ...     print(error.index)
+    2
     """
 
     def __init__(self, message: str, index: int | None = None) -> None:
@@ -138,7 +188,17 @@ class ScheduleUsedError(ScheduleError, StopIteration):
 
 
 class StoreError(MultistageError):
-    """A slow tier cannot be used at all (a folder that cannot be written, say)."""
+    """A slow tier cannot be used at all, for example because its folder cannot be written.
+
+    Examples
+    --------
+    >>> import multistage as ms
+    >>> try:
+    ...     ms.open_store("file:/no/such/folder").check()
+    ... except ms.errors.StoreError as error:
+    ...     print("create it" in str(error))
+    True
+    """
 
 
 class ShotError(MultistageError):
@@ -148,6 +208,11 @@ class ShotError(MultistageError):
     ----------
     shot : int
         Its position among the shots, from 0.
+
+    Examples
+    --------
+    >>> print(ShotError(3, "it raised ValueError('no source')"))
+    shot 3 failed: it raised ValueError('no source')
     """
 
     def __init__(self, shot: int, reason: str) -> None:
@@ -159,12 +224,19 @@ class ShotError(MultistageError):
 
 
 class CheckpointWarning(_Redacted, UserWarning):
-    """A checkpoint was refused or lost; the run continues and recomputes it."""
+    """A checkpoint was refused or lost; the run continues and recomputes it.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> with warnings.catch_warnings():
+    ...     warnings.filterwarnings("error", category=CheckpointWarning)  # ends such a run
+    """
 
 
 class SlowWarning(_Redacted, UserWarning):
-    """Something slower works in place of the C core or direct transfers; results are the same."""
+    """A slower replacement of the C core or of direct transfers is used; results are the same."""
 
 
 class DifferenceWarning(_Redacted, UserWarning):
-    """A check with `check="warn"` found other numbers than plain training's; the run continues."""
+    """A check with `check="warn"` found a difference from plain training; the run continues."""

@@ -40,8 +40,8 @@ class Reversal(Generic[State, Adjoint]):
     Parameters
     ----------
     chain : Chain, or callable `step(state, i) -> state`
-        The computation.  A plain function is step i, leaving its argument
-        alone; states are arrays or nested tuples, lists, dicts of arrays.
+        The computation.  A plain function runs step i and does not change
+        its argument; states are arrays or nested tuples, lists, dicts of arrays.
     adjoint_step : callable, optional
         With a plain function: `adjoint_step(state, adjoint, i) -> adjoint`,
         or `adjoint_step(tape, adjoint, i)` if `tape_step` is given.
@@ -51,54 +51,55 @@ class Reversal(Generic[State, Adjoint]):
         `tape_step(state, i) -> (state, tape)`.
     memory : Budget, int or str, optional
         Fast memory for checkpoints: bytes, `"512 MiB"` or `"32 slots"`.
-        Default: a quarter of the memory that is free.
+        Default: a quarter of the free memory.
     tiers : str, Path, Store or a sequence of them, optional
         Slow tiers, fastest first: `"file:///scratch"`, `"memory:"`,
         `"s3://bucket/run"` or a store; a cascade of two,
         `"file:///scratch?capacity=10GiB > s3://bucket/run"`, is one tier.
-        Without one, the best schedule for the fast memory alone.  All planners but
+        Without a tier, the schedule uses fast memory alone.  All planners but
         the hierarchical ones use the first tier only.
     planner : str, UniformPlan or callable
-        A key of `PLANNERS`, or `"auto"` for the fastest prediction; a plan made
-        before; or a planner of your own, `(costs, slots, n_steps) -> UniformPlan`.
+        A key of `PLANNERS`, or `"auto"` for the fastest prediction; an existing
+        plan; or a planner of your own, `(costs, slots, n_steps) -> UniformPlan`.
     costs : Costs or StageCosts, optional
         Assumed costs; measured with a few steps at the first `forward` if not
-        given (`step` is then called some extra times, `adjoint_step` never; where
-        `until` is to find the end, perhaps with an i beyond it).
-        StageCosts are those of steps that differ, one Stage each; without them
-        states whose sizes differ are found in the first sweep, which measures them
-        for the next.  See `docs/howto/unequal.md`.
+        given (`step` is then called some extra times, `adjoint_step` never; with
+        `until`, perhaps for an i beyond the end).
+        StageCosts are for steps that differ, one Stage per step; without them,
+        the first sweep finds states whose sizes differ and measures them
+        for the next sweep.  See `docs/howto/unequal.md`.
     checked : bool
-        Judge every action of the schedule before it is performed, also if it
-        comes from a planner of this package; others' are always judged.  Of steps
-        that differ those of a plan, byte by byte, not of a sweep that measures.
+        Check every action of the schedule before it is performed, also if it
+        comes from a planner of this package; other schedules are always checked.
+        Plans for steps that differ are checked byte by byte; sweeps that measure
+        such steps are not checked.
     progress : bool or None
         Show progress bars; None: on a terminal or in a notebook, unless the
-        environment's `MULTISTAGE_PROGRESS` says otherwise.
+        environment variable `MULTISTAGE_PROGRESS` is set.
     states : States, optional
-        How states are described and kept, if they are no pytrees of arrays.
+        How states are described and kept, if they are not pytrees of arrays.
     durable : str or Path, optional
         A folder that keeps states and the progress of the reverse sweep, in
-        place of a tier: after a kill the same call resumes where it was, with
-        `until` too.  See `docs/howto/durable.md`.
+        place of a tier: after a kill, the same call resumes the run, also with
+        `until`.  See `docs/howto/durable.md`.
     durable_every_s : float
-        Seconds between two adjoints written to it, at least.
+        Minimum seconds between two writes of the adjoint to the folder.
     durable_label : str
-        Tells runs apart that begin with the same state: a run is resumed only
+        Distinguishes runs that begin with the same state: a run is resumed only
         under its own label.
 
     Attributes
     ----------
     plan : UniformPlan or None
-        The plan of the sweep in progress or, between sweeps, of the last.  Of a sweep
-        of unknown length, or one that surveys steps that differ, there is none before
-        `reverse` returns.
+        The plan of the sweep in progress or, between sweeps, of the last sweep.
+        None before `reverse` returns, if the length was unknown or the sweep
+        surveyed steps that differ.
     costs : Costs or None
-        What the next sweep is planned with, if its steps are uniform.
+        The costs for planning the next sweep, if its steps are uniform.
     stage_costs : StageCosts or None
-        The same of steps that differ.
+        The same for steps that differ.
     chain_plan : ChainPlan or None
-        Where steps differ, what `plan` describes by its means over the steps.
+        The plan for steps that differ; `plan` then gives its means over the steps.
 
     Raises
     ------
@@ -107,14 +108,14 @@ class Reversal(Generic[State, Adjoint]):
 
     Notes
     -----
-    Used from one thread.  As a context manager it stops its threads and
-    removes its files at the end of the block; otherwise call `close`.  One that
-    is dropped without it does so when the interpreter collects it.
+    Use a Reversal from one thread.  As a context manager it stops its threads and
+    removes its files at the end of the block; otherwise call `close`.  A Reversal
+    that is dropped without `close` does the same when the interpreter collects it.
 
     A store belongs to one run from its first `forward` to `close`; a second run
-    in it is refused (StoreError).  In a forked child a run with a tier is
-    refused too; call `close` there, which leaves the parent's run alone, and
-    start again.
+    in it raises StoreError.  A run with a tier also raises StoreError in a forked
+    child; call `close` there, which does not affect the parent's run, and start
+    another run.
 
     Examples
     --------
@@ -234,24 +235,24 @@ class Reversal(Generic[State, Adjoint]):
         Parameters
         ----------
         state : pytree of arrays
-            State 0.  A functional chain leaves it alone, and it must not be
-            written to before `reverse` returns; an in-place chain overwrites it.
+            State 0.  A functional chain does not change it, and you must not write to
+            it before `reverse` returns; an in-place chain overwrites it.
         until : callable, optional
             For an unknown number of steps: `until(state, i)` says whether
-            state i, i = 1, 2, ..., is the last.  A durable run that is resumed
-            does not ask it again of the states that it finds.
+            state i, i = 1, 2, ..., is the last.  A resumed durable run does not
+            call it again for the states in its folder.
 
         Raises
         ------
         StateError
-            If a leaf is no plain array, or a state changes its structure,
+            If a leaf is not a plain array, or a state changes its structure,
             shape or dtype.
         BudgetError
-            If the budget holds not even one state.
+            If the budget is smaller than one state.
         StoreError
             If the tier cannot be used or holds another run, in a forked child,
-            or if the durable folder is refused: in use, not yours alone, of
-            another run or format version.
+            or if the durable folder is refused: it is in use, others can write to
+            it, or it belongs to another run or format version.
         """
         return self._sweeps.forward(state, until)
 
@@ -261,21 +262,21 @@ class Reversal(Generic[State, Adjoint]):
         Raises
         ------
         ArgumentError
-            If no forward sweep stands ready: each serves one reverse sweep.
-            Durable: if the adjoint is no pytree of arrays, or another than
-            the run began with; `reverse` may be called again then.
+            If there is no forward sweep to reverse: each serves one reverse sweep.
+            In a durable run: if the adjoint is not a pytree of arrays, or differs
+            from the one with which the run began; call `reverse` again with that.
         StateError
-            Durable: if an adjoint step changes the adjoint's layout.
+            In a durable run: if an adjoint step changes the adjoint's layout.
         StoreError
-            In a forked child; durable: if the adjoint on the disk became
+            In a forked child.  In a durable run: if the adjoint on the disk became
             unreadable since `forward`.
         """
         return self._sweeps.reverse(adjoint)
 
     def report(self) -> Report:
-        """Return what the last sweeps did beside what was predicted.
+        """Return predicted and measured values of the last sweeps.
 
-        After Ctrl-C or an error in one of them the report says how far they
+        After Ctrl-C or an error in one of them, the report states how far they
         came (`ended`).
 
         Raises

@@ -2,6 +2,15 @@
 
 Every planner is a pure function `(costs, slots, n_steps) -> UniformPlan`; `PLANNERS`
 holds them by name, `plan` ranks them by predicted makespan.
+
+Examples
+--------
+>>> from multistage import PLANNERS, Costs
+>>> made = PLANNERS["revolve"](Costs(1.0, 2.0), 10, 100)
+>>> made.forward_steps, made.makespan_s
+(223, 423.0)
+>>> "streaming" in PLANNERS
+True
 """
 
 from __future__ import annotations

@@ -34,55 +34,55 @@ from .tracing.traced import Stages
 
 
 class Sequential(LimitedModule):
-    """A chain of stages that trains within a memory limit, exactly as plain training does.
+    """A chain of stages that trains within a memory limit, bit-identical to plain training.
 
-    Measures the stages on the first input of a kind, chooses which tapes and
-    states to keep and what to run again, and then behaves as the plain chain:
-    same outputs, same gradients, same buffers, same random numbers, bit for
-    bit on deterministic operators.
+    It measures the stages on the first input of a kind and chooses which tapes and
+    states to keep and which stages to run again.  It then behaves as the plain chain:
+    outputs, gradients, buffers and random numbers are bit-identical if operators are
+    deterministic.
 
     Parameters
     ----------
     model : nn.Sequential, or sequence of modules and functions
-        The stages; each takes what the one before returned, a pytree of
+        The stages; each takes the result of the one before, a pytree of
         tensors and other values.  Modules are registered as in `nn.Sequential`
         (or, for the result of `to_chain`, under the model's own names), so the
         state dict is that of the plain model.
     sample_input : pytree, optional
-        What the chain will be called with: profiled and planned at once,
-        rather than at the first call.
+        A sample of the chain's input; with it, the chain is profiled and planned at
+        once rather than at the first call.
     memory : int, str, float or None
         Limit for activations and their gradients on the device, from the
         chain's input to its output, both included: bytes, a string such as
-        `"4 GiB"`, a fraction (a float up to 1) of what plain training takes,
-        or None for what is free.  Parameters and their gradients are not part
+        `"4 GiB"`, a fraction (a float up to 1) of the memory of plain training,
+        or None for the free memory.  Parameters and their gradients are not part
         of it.
     planner : {"optimal", "revolve", "periodic", "store-all"}
         See `multistage.plan_chain`.
     segments : int, optional
         For `periodic`.
     costs : StageCosts, optional
-        Plan for these, as saved by `profile`, in place of measured ones.
+        Plan with these costs, as saved by `profile`, instead of measured ones.
     replan : bool
-        Whether inputs of another kind (shapes, dtypes, modes) are profiled
-        when they come; else they are an error.
+        Whether inputs of another kind (shapes, dtypes, modes) are profiled when
+        they first occur; otherwise they raise an error.
     check : {"error", "warn", "off"}
-        Whether the model and the chain are run once each, when inputs of a kind
-        are first planned for, and compared bit for bit; if they differ, raise
-        StateError, or issue a DifferenceWarning.  See `checked`.
+        Whether to run the model and the chain once each, when inputs of a kind are
+        first planned for, and to compare them bit for bit; a difference raises
+        StateError, or issues a DifferenceWarning.  See `checked`.
     tiers : str, Path or Store, or a sequence of them, optional
         A slow tier for tapes and states that do not fit, as for `unroll`: such as
-        `"file:///scratch"`, `"pinned:8GiB"`, or a cascade of these.  They travel there
-        in the background while stages compute, and come back ahead of their use; what
-        does not pay is computed again.  Its buffers are part of the limit, where that
-        is of host memory.  With planner "optimal".
+        `"file:///scratch"`, `"pinned:8GiB"`, or a cascade of these.  Data is written there
+        in the background while stages compute, and read back before it is needed;
+        where this does not pay, stages run again.  The tier's buffers are part of a
+        limit on host memory.  Only with planner "optimal".
 
     Attributes
     ----------
     plan : ChainPlan or None
         The plan used last; None before the first.
     checked : Checked or None
-        What the check for that plan found, and the seconds it took.
+        The result of the check for that plan, and the seconds it took.
 
     Raises
     ------
@@ -103,21 +103,22 @@ class Sequential(LimitedModule):
 
     Notes
     -----
-    A stage that is run again finds what it found at first: parameters, buffers,
-    attributes, modes, variables of closures, random generators and settings
-    such as autocast, as objects and with the same values, whatever has changed
-    since.  Nothing shows that it ran again: neither its counters nor lists that
-    its forward hooks append to.  A tensor that was written to since is an error
+    A stage that runs again finds the environment of its first run: parameters, buffers,
+    attributes, modes, variables of closures, random generators and settings such as
+    autocast, as the same objects with the same values, whatever has changed since.  A
+    repeated run leaves no trace in counters, or in lists to which forward hooks append.
+    A tensor that was written to since then raises an error
     (`multistage.torch.environment.captured` has the rules).  Double backward through
-    recomputed stages is an error; a second backward (`retain_graph=True`) is
-    right, and slower.
+    recomputed stages raises an error; a second backward (`retain_graph=True`) is
+    supported, but slower.
 
-    A tier is opened when a plan first uses it, and stays open, with one thread and its
-    files, until `close`, until the chain is gone, or until something is raised; only
-    `close` waits for one that has stopped answering, the others no longer than 5 seconds.
-    What is lost there is computed again, with a CheckpointWarning.  A slow or a full tier
-    costs time alone: where a write is late, tapes are given up and made again, as many as
-    `plan.given_up` says, and the next iteration is planned for the tier as it is.
+    A tier is opened when a plan first uses it.  It stays open, with one thread and its
+    files, until `close`, until the chain is collected, or until an exception is raised.
+    Only `close` waits for a tier that has stopped answering; the other cases wait at most
+    5 seconds.  Data that a tier loses is recomputed, with a CheckpointWarning.  A slow or
+    full tier costs time only: if a write is late, tapes are dropped and recomputed
+    (`plan.given_up` counts them), and the next iteration is planned for the observed
+    speed of the tier.
     """
 
     def __init__(

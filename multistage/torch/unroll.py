@@ -121,19 +121,20 @@ def unroll(
     unequal: bool | None = None,
     costs: StageCosts | None = None,
 ) -> Unrolled[object, object]:
-    """Run a cell over a sequence, so that its gradient fits the memory, whatever the length.
+    """Run a cell over a sequence of any length, with its gradient within a memory limit.
 
-    The numbers are those of plain autograd.  The result takes part in autograd
-    like any other: gradients reach the initial state, inputs that want them,
-    and the parameters, each added up once per backward.
+    Results are bit-identical to those of plain autograd.  The result is part of the
+    autograd graph: gradients reach the initial state, inputs that require them,
+    and the parameters, each added once per backward pass.
 
     Parameters
     ----------
     cell : callable, or sequence of callables
-        `cell(state, x_t)` returns the next state, or `(state, y_t)`; an
-        `nn.LSTM`, `nn.GRU`, `nn.LSTMCell` or the like is called its own way.
-        It must do the same when it is run again, and not write to its state.
-        A list, tuple or `nn.ModuleList`: one cell for each step, each of which takes
+        `cell(state, x_t)` returns the next state, or `(state, y_t)`; `nn.LSTM`,
+        `nn.GRU`, `nn.LSTMCell` and similar modules are called with their own order
+        of arguments.  A cell must return the same when it runs again, and must not
+        write to its state.
+        A list, tuple or `nn.ModuleList` holds one cell for each step; each takes
         the state that the cell before it returns.
     state : pytree of Tensor
         State 0; later states have its structure, shapes, dtypes and devices, unless
@@ -147,50 +148,50 @@ def unroll(
         Time steps; needed for a function, unless there is a cell for each.
     memory : int, str, float or None
         Limit for states and graphs on the device: bytes, `"2 GiB"`, a fraction
-        (a float up to 1) of what plain autograd takes, or None for what is
-        free.  Inputs, outputs that are stacked, parameters and their gradients
-        are not part of it.
+        (a float up to 1) of the memory of plain autograd, or None for the free
+        memory.  Inputs, stacked outputs, parameters and their gradients are not
+        part of it.
     tiers : str or Store, or a sequence of them
         Slow tiers for states, such as `"file:///scratch"`; or
-        `["pinned:8GiB", "file:///scratch"]`, where what overflows the first
-        moves on to the second, the oldest states first.  On a machine without a
+        `["pinned:8GiB", "file:///scratch"]`, where states that overflow the first
+        move on to the second, the oldest first.  On a machine without a
         CUDA device `"pinned:"` is host memory.
     chunk : int, optional
         Time steps that make one step of the schedule; chosen from measurements
         if not given.
     fused : bool
-        Whether the cell takes several steps at once: `x` with time first, and
-        `y` too.  `nn.LSTM` and the like always do.
+        Whether the cell takes several steps at once: `x` and `y` with time first.
+        `nn.LSTM` and similar modules always do.
     outputs : {"stack", "sum", "last"}, callable or None
-        What becomes of y: stacked with time first, added up, that of the last
-        step, handed to `outputs(t, y_t)` once and in order (without gradient),
-        or nothing.  A y of one number, or any leaf that is, is a loss and is
-        always added up.
+        How outputs y are combined: stacked with time first, added, only that of the
+        last step, passed to `outputs(t, y_t)` once and in order (without gradient),
+        or dropped (None).  A y, or a leaf of y, that is a single number is a loss;
+        losses are always added.
     parameters : sequence of Tensor, optional
         Tensors whose gradients are required; default: those of the module, and leaves
-        found in the graph of a step.  Frozen ones may be among them.
+        found in the graph of a step.  It may contain frozen tensors.
     planner : {"auto", "keep", "recompute", "stream", "offload"}
-        The fastest by measurement; plain autograd; states kept and run again
-        from; states streamed to the tiers; tapes streamed there, and nothing
-        run again.
+        `"auto"`: the fastest by measurement; `"keep"`: plain autograd; `"recompute"`:
+        keep some states and run steps again; `"stream"`: write states to the
+        tiers; `"offload"`: write tapes to the tiers and recompute nothing.
     random : bool, optional
-        Whether the cell draws random numbers; found out in its first step if
+        Whether the cell draws random numbers; determined in its first step if
         not given.
     progress : bool or None
         Show progress bars; None: on a terminal or in a notebook.
     check : {"error", "warn", "off"}
-        Whether a few steps of the first sequence of a kind are run plainly and by
-        a schedule that runs them again, and compared bit for bit; and what each
-        chunk returns when it is run again is compared with what it returned at
-        first, by checksums.  If they differ, raise StateError, or issue a
-        DifferenceWarning.  The cell, and `inputs` if it is a function, are called
-        some more times for it.
+        Whether to run a few steps of the first sequence of a kind both plainly and by
+        a schedule that recomputes them, and to compare the results bit for bit; and
+        whether to compare the results of each recomputed chunk with those of its
+        first run, by checksums.  A difference raises StateError, or issues a
+        DifferenceWarning.  The check calls the cell, and `inputs` if it is a
+        function, some more times.
     unequal : bool, optional
-        Whether steps may differ in cost and states in size; see Notes.  Found out, if
-        not given, from the cells, from a list of inputs, and from the first step.
+        Whether steps may differ in cost and states in size; see Notes.  If not given,
+        determined from the cells, from a list of inputs, and from the first step.
     costs : StageCosts, optional
-        What each time step costs, one Stage for each, in place of measuring each kind
-        of step; `tape_bytes` is the graph of the step.
+        Costs of the time steps, one Stage for each, instead of measured costs;
+        `tape_bytes` is the graph of the step.
 
     Returns
     -------
@@ -199,12 +200,12 @@ def unroll(
     Raises
     ------
     ArgumentError, BudgetError, StoreError
-        Before the sequence is run: rule, values, remedy.
-        BudgetError in the backward pass too: values that were not measured, such as
-        the length of a loop, have made graphs larger than there is memory for.
+        Before the sequence runs: rule, values, remedy.
+        BudgetError also in the backward pass, if values that were not measured, such
+        as the length of a loop, have made graphs larger than the memory allows.
     StateError
         If the cell returns another kind of state than it gets, or writes to it; if
-        unequal steps are not what their kind is, or a cell does not run on the state
+        unequal steps differ from their kind, or a cell does not run on the state
         that the cell before it returns.
 
     Examples
