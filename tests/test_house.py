@@ -154,7 +154,7 @@ BARS = {
     "functions_over_60": 4,
     "import_cycles": 0,
     "same_level_imports": 0,
-    "public_any": 29,
+    "public_any": 10,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
     "median_lines": 172,

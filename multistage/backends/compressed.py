@@ -266,7 +266,7 @@ class _Zfp:
         payload = codecs.zfp(values, tolerance=self._tolerance)
         if len(payload) >= values.nbytes:
             return None
-        error = float(np.abs(codecs.unzfp(payload).astype(np.float64) - values).max())
+        error = float(np.abs(np.subtract(codecs.unzfp(payload).astype(np.float64), values)).max())
         if not error <= self._tolerance:
             return None
         self._largest = max(self._largest, error)

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from ..states.layout import Array, Layout
 from .arena import round_up
 from .medium import Medium
 from .streamed import StreamedStore
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 # A request takes tens of milliseconds whatever it moves, and one connection
 # brings some 50 to 100 MB/s: so extents are larger than on a disk, and the
@@ -147,7 +150,7 @@ class RemoteObjects:
     connections : int
     """
 
-    def __init__(self, filesystem: Any, root: str, connections: int = 1) -> None:
+    def __init__(self, filesystem: AbstractFileSystem, root: str, connections: int = 1) -> None:
         self._filesystem = filesystem
         self._root = root
         self._connections = connections
@@ -230,7 +233,7 @@ def _as_oserror(work: Callable[[int, int], None], start: int, stop: int) -> None
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
 
-def _filesystem(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
+def _filesystem(url: str, options: Mapping[str, object]) -> tuple[AbstractFileSystem, str]:
     """Return an fsspec filesystem of our own and the path in it.  Raises StoreError."""
     try:
         from fsspec.config import conf
@@ -260,7 +263,7 @@ def _filesystem(url: str, options: Mapping[str, object]) -> tuple[Any, str]:
     return filesystem, root
 
 
-def _try_out(filesystem: Any, root: str, protocol: str) -> None:
+def _try_out(filesystem: AbstractFileSystem, root: str, protocol: str) -> None:
     """Write, read and remove an object: what is wrong shows before any step runs."""
     if protocol not in _BUCKETS:
         filesystem.makedirs(root, exist_ok=True)
@@ -298,7 +301,7 @@ def _remedy(error: Exception) -> str:
     return f"{said}; check the address and whether the server can be reached"
 
 
-def _remove(filesystem: Any, root: str, owner: int) -> str:
+def _remove(filesystem: AbstractFileSystem, root: str, owner: int) -> str:
     """Remove all below `root`; return what went wrong, if anything."""
     if os.getpid() != owner:
         return ""  # a forked child inherits the duty, but the objects are its parent's

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..errors import CheckpointWarning, StoreError
 from ..states.layout import Array, Layout
+from ..support.arrays import Bytes
 from .base import CheckpointLost, Store, WrapperStore
 
 Faults = Collection[int] | Callable[[int], bool]
@@ -72,7 +73,7 @@ def _arrays(layout: Layout, key: int) -> list[Array]:
 
 
 @cache
-def _noise(nbytes: int) -> Array:
+def _noise(nbytes: int) -> Bytes:
     return np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
 
 

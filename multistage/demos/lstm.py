@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from ..errors import ArgumentError
 from ..model.chain import FunctionChain
-from ..states.layout import Array
+from ..support.arrays import Bytes, Reals
 from .text import encode, standard_library
 
-State = tuple[Array, Array]
-Adjoint = dict[str, Array]
+State = tuple[Reals, Reals]
+Adjoint = dict[str, Reals]
 
 # Rows of the matrix products that add up parameter gradients.
 _BLOCK_ROWS = 64
@@ -45,7 +45,7 @@ class LSTM:
 
     def __init__(
         self,
-        streams: Array,
+        streams: Bytes,
         vocabulary: int,
         width: int,
         dtype: npt.DTypeLike = np.float64,
@@ -58,7 +58,7 @@ class LSTM:
         self.batch = streams.shape[1]
         scale = 1 / np.sqrt(width)
 
-        def weights(*shape: int) -> Array:
+        def weights(*shape: int) -> Reals:
             return rng.uniform(-scale, scale, shape).astype(self.dtype)
 
         self.parameters = {
@@ -95,7 +95,7 @@ class LSTM:
         for gradient in self.gradients.values():
             gradient[...] = 0
 
-    def _gates(self, h: Array, i: int) -> tuple[Array, Array]:
+    def _gates(self, h: Reals, i: int) -> tuple[Reals, Reals]:
         """Return the sigmoid gates (batch, 3 width): input, forget, output; and the candidate."""
         split = 3 * self.width
         z = h @ self.parameters["recurrent"]
@@ -119,7 +119,7 @@ class LSTM:
         new_h *= gates[:, 2 * w :]
         return new_h, new_c
 
-    def tape_step(self, state: State, i: int) -> tuple[State, tuple[Array, ...]]:
+    def tape_step(self, state: State, i: int) -> tuple[State, tuple[Reals, ...]]:
         """Return the state after reading character i, and what its adjoint step needs."""
         h, c = state
         w = self.width
@@ -134,7 +134,7 @@ class LSTM:
         """Return the adjoint before step i from the state there; see `adjoint_of_tape`."""
         return self.adjoint_of_tape(self.tape_step(state, i)[1], adjoint, i)
 
-    def adjoint_of_tape(self, tape: tuple[Array, ...], adjoint: State, i: int) -> State:
+    def adjoint_of_tape(self, tape: tuple[Reals, ...], adjoint: State, i: int) -> State:
         """Return the adjoint before step i; add its loss and parameter gradients."""
         h, c, gates, candidate, tanh_c, new_h = tape
         dh, dc = adjoint
@@ -202,7 +202,7 @@ class LSTM:
             rows[...] = 0
         return self._with_sums(self.start())
 
-    def _noted_rows(self) -> dict[str, Array]:
+    def _noted_rows(self) -> dict[str, Reals]:
         return {
             "noted_before": self._hidden_before,
             "noted_after": self._hidden_after,
@@ -245,6 +245,6 @@ def build(n_steps: int, width: int, batch: int, dtype: npt.DTypeLike, seed: int 
     return LSTM(streams, vocabulary, width, dtype, seed)
 
 
-def gradients_of(model: LSTM) -> dict[str, Array]:
+def gradients_of(model: LSTM) -> dict[str, Reals]:
     """Return copies of the parameter gradients."""
     return {name: gradient.copy() for name, gradient in model.gradients.items()}

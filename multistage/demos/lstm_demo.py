@@ -25,7 +25,8 @@ from ..model.costs import Costs
 from ..planners import PLANNERS
 from ..report import Report
 from ..reversal import Reversal
-from ..states.layout import Array, Layout
+from ..states.layout import Layout
+from ..support.arrays import Reals
 from ..support.command_line import add_progress, shown
 from ..support.units import format_bytes, format_seconds
 from .lstm import LSTM, State, build, gradients_of
@@ -41,7 +42,7 @@ class Sweep:
     planner: str
     seconds: float
     report: Report
-    gradients: dict[str, Array]
+    gradients: dict[str, Reals]
 
 
 def sweep_once(model: LSTM, n_steps: int, planner: str, memory: str, costs: Costs | None) -> Sweep:
@@ -197,7 +198,7 @@ def _reversal(args: argparse.Namespace, model: LSTM, tier: str, say: Say) -> Rev
 def _train(args: argparse.Namespace, model: LSTM, tier: str, say: Say) -> dict[str, Any]:
     characters = args.n_steps * args.batch
     losses: list[float] = []
-    first: dict[str, Array] = {}
+    first: dict[str, Reals] = {}
     with _reversal(args, model, tier, say) as reversal, told_if_stopped(reversal):
         costs = reversal.costs
         say("\n== Plan and train")
@@ -242,7 +243,7 @@ def _compare(
     args: argparse.Namespace,
     model: LSTM,
     costs: Costs | None,
-    last: tuple[str, Report, dict[str, Array]],
+    last: tuple[str, Report, dict[str, Reals]],
     say: Say,
 ) -> tuple[list[Sweep], bool]:
     """Repeat the last sweep with other planners; return those sweeps, and whether all agree."""

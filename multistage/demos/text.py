@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ArgumentError
-from ..states.layout import Array
+from ..support.arrays import Bytes
 
 
 def standard_library(characters: int) -> bytes:
@@ -36,7 +36,7 @@ def standard_library(characters: int) -> bytes:
     return b"".join(parts)[:characters]
 
 
-def encode(text: bytes, batch: int) -> tuple[Array, int]:
+def encode(text: bytes, batch: int) -> tuple[Bytes, int]:
     """Return the text as `batch` parallel streams of character numbers, and how many there are.
 
     Returns

@@ -25,9 +25,9 @@ import numpy.typing as npt
 
 from ..errors import ArgumentError
 from ..model.chain import InPlaceChain
-from ..states.layout import Array
+from ..support.arrays import Reals
 
-Adjoint = tuple[Array, Array]
+Adjoint = tuple[Reals, Reals]
 
 _HALO = 2  # cells the stencil reaches
 # dt c / h at which the scheme becomes unstable: 2 over the root of the largest
@@ -91,7 +91,7 @@ class Acoustic2D:
 
     def __init__(
         self,
-        velocity: Array,
+        velocity: Reals,
         n_steps: int,
         *,
         spacing_m: float = 10.0,
@@ -132,7 +132,7 @@ class Acoustic2D:
                     f"source {source} and receiver_row={row} must lie inside the grid, at least "
                     f"{_HALO} cells from its edges"
                 )
-        self.shape = velocity.shape
+        self.shape = velocity.shape[0], velocity.shape[1]
         self.n_steps = n_steps
         self.spacing_m, self.step_s, self.frequency_hz = spacing_m, step_s, frequency_hz
         self.source, self.receiver_row, self.sponge = source, row, sponge
@@ -159,24 +159,24 @@ class Acoustic2D:
         self._work = np.empty((3, self._rows, width), self.dtype)
 
     @property
-    def velocity(self) -> Array:
+    def velocity(self) -> Reals:
         """Metres per second, shape (rows, columns); assigning keeps step_s, sponge and source."""
         return self._velocity
 
     @velocity.setter
-    def velocity(self, velocity: Array) -> None:
+    def velocity(self, velocity: Reals) -> None:
         if self.step_s * velocity.max() > _STABLE * self.spacing_m:
             raise ArgumentError(f"step_s={self.step_s:g} is unstable at {velocity.max():g} m/s")
-        self._velocity: Array = velocity
+        self._velocity: Reals = velocity
         courant = velocity[self._inner] * (self.step_s / self.spacing_m)
         self._push = (courant**2 * self._damped / 12).astype(self.dtype)
 
-    def _ricker(self) -> Array:
+    def _ricker(self) -> Reals:
         t = np.arange(self.n_steps) * self.step_s - 1.2 / self.frequency_hz
         bend = (np.pi * self.frequency_hz * t) ** 2
         return np.asarray((1 - 2 * bend) * np.exp(-bend), self.dtype)
 
-    def _sigma(self) -> Array:
+    def _sigma(self) -> Reals:
         rows, columns = (
             np.minimum(np.arange(length), np.arange(length)[::-1]) - _HALO for length in self.shape
         )
@@ -184,7 +184,7 @@ class Acoustic2D:
         width = max(1, self.sponge)
         return np.asarray(_SPONGE / width * (np.maximum(depth, 0) / width) ** 3)
 
-    def start(self) -> Array:
+    def start(self) -> Reals:
         """Return state 0: two levels at rest."""
         return np.zeros((2, *self.shape), self.dtype)
 
@@ -197,7 +197,7 @@ class Acoustic2D:
 
     # ------------------------------------------------------------------- steps
 
-    def _strips(self) -> Iterator[tuple[slice, slice, Array, Array, Array]]:
+    def _strips(self) -> Iterator[tuple[slice, slice, Reals, Reals, Reals]]:
         """Yield rows of the grid, the same rows of the inner arrays, and three work buffers."""
         rows = self._keep.shape[0]
         for first in range(0, rows, self._rows):
@@ -205,18 +205,18 @@ class Acoustic2D:
             work = self._work[:, : stop - first]
             yield slice(first + _HALO, stop + _HALO), slice(first, stop), work[0], work[1], work[2]
 
-    def forward(self, state: Array, start: int, stop: int) -> None:
+    def forward(self, state: Reals, start: int, stop: int) -> None:
         """Run steps start..stop-1 in place; write rows start..stop-1 of `recorded`."""
         for i in range(start, stop):
             self._step(state, i, None)
 
-    def tape(self, state: Array, i: int) -> Array:
+    def tape(self, state: Reals, i: int) -> Reals:
         """Run step i in place; return what its adjoint needs, one field instead of two levels."""
         kept = np.empty(self._keep.shape, self.dtype)
         self._step(state, i, kept)
         return kept
 
-    def _step(self, state: Array, i: int, kept: Array | None) -> None:
+    def _step(self, state: Reals, i: int, kept: Reals | None) -> None:
         now, new = state[i % 2], state[1 - i % 2]  # new holds level i - 1 still
         for rows, inner, lap, more, _ in self._strips():
             self._acceleration(now, rows, i, lap, more)
@@ -230,22 +230,22 @@ class Acoustic2D:
             level += lap
         self.recorded[i] = new[self.receiver_row, self.columns]
 
-    def _acceleration(self, now: Array, rows: slice, i: int, out: Array, more: Array) -> None:
+    def _acceleration(self, now: Reals, rows: slice, i: int, out: Reals, more: Reals) -> None:
         """Write 12 h² lap(u[i]) + 12 f[i] of some rows to `out`."""
         _laplacian(now, rows, out, more)
         row, column = self.source
         if rows.start <= row < rows.stop:
             out[row - rows.start, column - _HALO] += 12 * self.wavelet[i]
 
-    def reverse(self, state: Array, adjoint: Adjoint, i: int) -> Adjoint:
+    def reverse(self, state: Reals, adjoint: Adjoint, i: int) -> Adjoint:
         """Overwrite and return the adjoint of step i, from the state before it."""
         return self._adjoint(adjoint, i, state[i % 2], None)
 
-    def reverse_tape(self, tape: Array, adjoint: Adjoint, i: int) -> Adjoint:
+    def reverse_tape(self, tape: Reals, adjoint: Adjoint, i: int) -> Adjoint:
         """Overwrite and return the adjoint of step i, from its tape."""
         return self._adjoint(adjoint, i, None, tape)
 
-    def _adjoint(self, adjoint: Adjoint, i: int, now: Array | None, kept: Array | None) -> Adjoint:
+    def _adjoint(self, adjoint: Adjoint, i: int, now: Reals | None, kept: Reals | None) -> Adjoint:
         """Run the transpose of step i.
 
         With p, q the adjoints of levels i + 1 and i after the step, those of
@@ -276,7 +276,7 @@ class Acoustic2D:
 
     # ------------------------------------------------------------------ a shot
 
-    def chain(self, taped: bool = False) -> InPlaceChain[Array, Adjoint]:
+    def chain(self, taped: bool = False) -> InPlaceChain[Reals, Adjoint]:
         """Return the computation of a shot.
 
         Parameters
@@ -294,11 +294,11 @@ class Acoustic2D:
         residual = (self.recorded - self.observed).astype(np.float64)
         return 0.5 * float((residual * residual).sum())
 
-    def gradient(self, adjoint: Adjoint) -> Array:
+    def gradient(self, adjoint: Adjoint) -> Reals:
         """Return the derivative of the misfit by the velocity, from the adjoint of state 0."""
         return np.asarray(adjoint[1] * (2 / self.velocity))
 
-    def misfit_at(self, velocity: Array) -> float:
+    def misfit_at(self, velocity: Reals) -> float:
         """Return the misfit of another velocity model, by a forward sweep alone."""
         kept, recorded = self.velocity, self.recorded
         self.velocity, self.recorded = velocity, np.empty_like(recorded)
@@ -309,7 +309,7 @@ class Acoustic2D:
             self.velocity, self.recorded = kept, recorded
 
 
-def _laplacian(u: Array, rows: slice, out: Array, more: Array) -> None:
+def _laplacian(u: Reals, rows: slice, out: Reals, more: Reals) -> None:
     """Write 12 h² times the fourth-order Laplacian of some rows to `out`; `more` is overwritten.
 
     Weights (-1, 16, -30, 16, -1) each way (Fornberg 1988), symmetric: its transpose is itself.
@@ -328,7 +328,7 @@ def _laplacian(u: Array, rows: slice, out: Array, more: Array) -> None:
 
 
 def taylor_test(
-    model: Acoustic2D, gradient: Array, direction: Array, misfit: float, steps: int = 5
+    model: Acoustic2D, gradient: Reals, direction: Reals, misfit: float, steps: int = 5
 ) -> list[tuple[float, float, float]]:
     """Return rows (eps, |J(c + eps d) - J(c)|, |J(c + eps d) - J(c) - eps <gradient, d>|).
 
@@ -344,7 +344,7 @@ def taylor_test(
     return rows
 
 
-def layered(shape: tuple[int, int]) -> tuple[Array, Array]:
+def layered(shape: tuple[int, int]) -> tuple[Reals, Reals]:
     """Return a layered velocity model with a lens in it, and what is known of it: the smooth trend.
 
     Metres per second, rows are depths.

@@ -27,7 +27,8 @@ from ..model.costs import Costs
 from ..planners import PLANNERS, UniformPlan
 from ..report import Report
 from ..reversal import Reversal
-from ..states.layout import Array, Layout
+from ..states.layout import Layout
+from ..support.arrays import Reals
 from ..support.command_line import add_progress, shown
 from ..support.free_memory import free_bytes
 from ..support.units import format_bytes, format_seconds
@@ -237,7 +238,7 @@ def _taylor_table(rows: list[tuple[float, float, float]]) -> str:
 def _others(
     args: argparse.Namespace,
     model: Acoustic2D,
-    gradient: Array,
+    gradient: Reals,
     report: Report,
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], bool]:
@@ -291,7 +292,7 @@ def _row(way: str, report: Report, same: bool) -> tuple[str, ...]:
 
 
 def _drawn(
-    folder: Path, model: Acoustic2D, gradient: Array, true: Array, report: Report
+    folder: Path, model: Acoustic2D, gradient: Reals, true: Reals, report: Report
 ) -> list[str]:
     """Write page, trace and pictures; return their names."""
     picture = folder / "gradient.svg"
@@ -299,7 +300,7 @@ def _drawn(
     return [str(picture), *written(report, folder)]
 
 
-def gradient_chart(model: Acoustic2D, gradient: Array, true: Array) -> Chart:
+def gradient_chart(model: Acoustic2D, gradient: Reals, true: Reals) -> Chart:
     """Return the true velocity, the model's, the residual and the gradient, one below the other."""
     km, edge = model.spacing_m / 1e3, model.columns.start
     inside = (slice(edge, -edge), slice(edge, -edge))  # without the sponge
@@ -311,7 +312,7 @@ def gradient_chart(model: Acoustic2D, gradient: Array, true: Array) -> Chart:
     below = gradient[inside]
     below = below[min(gradient.shape[0] // 8, len(below) // 2) :]
 
-    def panel(title: str, field: Array, palette: Palette, values: tuple[float, float]) -> Panel:
+    def panel(title: str, field: Reals, palette: Palette, values: tuple[float, float]) -> Panel:
         image = image_of(field, palette, values, (0.0, width, 0.0, depth), title)
         point = Point("source", "chosen", *source)
         return Panel((image, point), "depth (km)", depth, 0.0, title=title, share=depth / width)
@@ -349,7 +350,7 @@ def gradient_chart(model: Acoustic2D, gradient: Array, true: Array) -> Chart:
     )
 
 
-def _most(field: Array) -> float:
+def _most(field: Reals) -> float:
     """Return a value that 1 % of a field exceeds."""
     return float(np.quantile(np.abs(field), 0.99)) or 1.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import xxhash
@@ -161,7 +161,7 @@ def _value_bytes(array: Array) -> Iterator[Array]:
         yield np.ascontiguousarray(rows[at : at + _ROWS, used])
 
 
-def used_bytes(dtype: np.dtype[Any]) -> Array:
+def used_bytes(dtype: np.dtype[np.generic]) -> Array:
     """Return which bytes of an item hold its value; the others are padding, of any content.
 
     Examples

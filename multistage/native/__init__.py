@@ -182,7 +182,7 @@ def nodes_wanted() -> list[int]:
 def revolve_codes(start: int, stop: int, slots: int, keep_first: bool) -> Iterator[list[int]]:
     """Yield Revolve's actions from the C core, in batches of flat (code, a, b) triples.
 
-    Codes: 0 advance a to b, 1 reverse a, 2 save a, 3 load a, 4 free a.
+    Bytes: 0 advance a to b, 1 reverse a, 2 save a, 3 load a, 4 free a.
     The batches grow to 512 actions: the first action costs microseconds
     whatever the length, and memory does not depend on it.
     """

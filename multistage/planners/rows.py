@@ -23,7 +23,7 @@ import numpy as np
 
 from .. import native
 from ..errors import ArgumentError
-from ..states.layout import Array
+from ..support.arrays import Integers, Reals
 
 # Sums per second on one core: of a row without bound, of one that passes most
 # of them over, and of the plain twin.
@@ -44,15 +44,15 @@ class Rows:
 
     Attributes
     ----------
-    ahead : Array
+    ahead : array
         Seconds of j steps and one read.
-    below : Array
+    below : array
         O of the level below.
     write_s : float
     """
 
-    ahead: Array
-    below: Array
+    ahead: Reals
+    below: Reals
     write_s: float
 
     @property
@@ -60,17 +60,17 @@ class Rows:
         """The longest length."""
         return len(self.below) - 1
 
-    def blank(self) -> Array:
+    def blank(self) -> Reals:
         """Return a row or an `over` before it is filled: one step costs nothing."""
         return np.zeros(self.n + 1)
 
     def fill(
         self,
         first: int,
-        right: Array,
-        row: Array,
-        over: Array,
-        depths: tuple[Array, Array] | None = None,
+        right: Reals,
+        row: Reals,
+        over: Reals,
+        depths: tuple[Integers, Integers] | None = None,
         *,
         native_kernel: bool | None = None,
     ) -> None:
@@ -78,12 +78,12 @@ class Rows:
 
         Parameters
         ----------
-        right, over : Array
+        right, over : array
             O with one slot less, and O of this row, both reversed: of length l
             at n - l.  The same array for the row without bound.
-        row : Array
+        row : array
             P by length.
-        depths : pair of int32 Array, optional
+        depths : pair of int32 arrays, optional
             For the row without bound: gets the slots that P and O take.
 
         Notes
@@ -122,11 +122,11 @@ class Rows:
     def _fill_plainly(
         self,
         first: int,
-        right: Array,
-        left: Array,
-        row: Array,
-        over: Array,
-        depths: tuple[Array, Array] | None,
+        right: Reals,
+        left: Reals,
+        row: Reals,
+        over: Reals,
+        depths: tuple[Integers, Integers] | None,
     ) -> None:
         """Do what the C kernel does, sum by sum: its twin."""
         n, below = self.n, self.below

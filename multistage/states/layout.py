@@ -12,7 +12,7 @@ import optree
 from ..errors import StateError
 from .strides import Geometry, c_strides, flattened, geometry, restored
 
-Array = np.ndarray[Any, np.dtype[Any]]
+Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 # For each leaf how it lies in memory, None for plain C order, or that it is a scalar.
 Packing = Sequence[Geometry | Literal["scalar"] | None]
 SCALAR: Final = "scalar"
@@ -25,7 +25,7 @@ class Leaf:
 
     path: str
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     offset: int
     nbytes: int
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[Any]]
+Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 _WIDEST = 2  # times the bytes of an array: what it may span with its gaps
 # Closed gaps add an element to each axis: 2 for the innermost, less for each one around it.
 _SPAN_MOST = 4
@@ -56,7 +56,7 @@ def geometry(array: Array) -> Geometry:
     return Geometry(strides, shift)
 
 
-def is_sound(where: Geometry, shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
+def is_sound(where: Geometry, shape: Sequence[int], dtype: np.dtype[np.generic]) -> bool:
     """Whether a geometry is one that `geometry` returns for arrays of a shape and dtype."""
     low, high = _reach(shape, where.strides)
     nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
@@ -132,7 +132,7 @@ def restored(flat: Array, where: Geometry) -> Array:
     return made
 
 
-def _blank(shape: tuple[int, ...], dtype: np.dtype[Any], where: Geometry) -> Array:
+def _blank(shape: tuple[int, ...], dtype: np.dtype[np.generic], where: Geometry) -> Array:
     """Return an array of that geometry with any content."""
     low, high = _reach(shape, where.strides)
     raw = np.empty(where.shift + high - low + dtype.itemsize, np.uint8)
@@ -181,7 +181,7 @@ def _closed(array: Array) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _unit(step: int, dtype: np.dtype[Any]) -> int:
+def _unit(step: int, dtype: np.dtype[np.generic]) -> int:
     """Return the least gap that leaves a stride as much aligned as it is."""
     if step % dtype.itemsize == 0:
         return dtype.itemsize

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..states.layout import Array
+from ..support.arrays import Reals
 from .chart import Image
 
 Palette = Literal["heat", "gray", "difference"]
@@ -22,7 +22,7 @@ _COLORS: dict[Palette, tuple[tuple[int, int, int], ...]] = {
 
 
 def image_of(
-    field: Array,
+    field: Reals,
     palette: Palette,
     values: tuple[float, float],
     place: tuple[float, float, float, float],
@@ -52,7 +52,7 @@ def image_of(
     return Image(label, to_png(pixels.round().astype(np.uint8)), *place)
 
 
-def to_png(pixels: Array) -> bytes:
+def to_png(pixels: Reals) -> bytes:
     """Return rows of pixels (red, green, blue; uint8) as a PNG file (RFC 2083)."""
     height, width, _ = pixels.shape
     # Each row begins with its filter: 0, none.

@@ -222,7 +222,7 @@ class OperatorStates:
 
     def _checked(self, values: Iterable[object], said: str) -> list[Array]:
         # Each array is copied as it is: pyrevolve would round it to the checkpoint's dtype.
-        arrays = []
+        arrays: list[Array] = []
         for k, value in enumerate(values):
             if not isinstance(value, np.ndarray):
                 raise StateError(

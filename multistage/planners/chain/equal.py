@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...states.layout import Array
+from ...support.arrays import Reals
 from .sizes import Sizes, need_to_pass, need_to_tape
 
 # Of shorter chains the general kernel is as fast.
 LEAST_STAGES = 100
 
 
-def inside_equal(sizes: Sizes, leaf: Array, moves: tuple[Array, Array] | None) -> bool:
+def inside_equal(sizes: Sizes, leaf: Reals, moves: tuple[Reals, Reals] | None) -> bool:
     """Whether all stages but the last are equal, but for the gradient of the chain's input."""
     stages = (sizes.tape, sizes.advance, sizes.taping, sizes.reverse, sizes.forward_s, leaf)
     alike = [values[:-1] for values in stages] + [sizes.state[1:-1], sizes.gradient[1:-1]]
@@ -42,16 +42,16 @@ class EqualRows:
         Of the first l + 1 stages; the last row is of the whole chain.
     """
 
-    inner: Array
-    last: Array
-    first: Array
+    inner: Reals
+    last: Reals
+    first: Reals
 
-    def planes(self, size: int) -> Array:
+    def planes(self, size: int) -> Reals:
         """Return the values as `native/chain.c` has them: planes of `size` memories."""
         n, memories = self.first.shape
         out = np.empty((memories // size, n * (n + 1) // 2, size), np.float32)
 
-        def planes(rows: Array) -> Array:
+        def planes(rows: Reals) -> Reals:
             return rows.reshape(len(rows), -1, size).transpose(1, 0, 2)
 
         inner, last = planes(self.inner), planes(self.last)
@@ -64,7 +64,7 @@ class EqualRows:
             at += length + 1
         return out
 
-    def pairs(self) -> dict[tuple[int, int], Array]:
+    def pairs(self) -> dict[tuple[int, int], Reals]:
         """Return the rows by first and last stage."""
         n = len(self.first)
         found = {(0, t): self.first[t] for t in range(n)}
@@ -81,7 +81,7 @@ class _Family:
         self.solver, self.count = solver, 0
         self.values, self.right, self.taped = np.empty((3, count, solver.memories), np.float32)
 
-    def add(self, values: Array) -> None:
+    def add(self, values: Reals) -> None:
         solver, at = self.solver, self.count
         self.values[at] = values
         self.right[at] = solver.beside(values, int(solver.sizes.state[1]), solver.move_state)
@@ -95,23 +95,23 @@ class _Solver:
         sizes: Sizes,
         memories: int,
         tapes: bool,
-        prefix: Array,
-        leaf: Array,
-        moves: tuple[Array, Array] | None,
+        prefix: Reals,
+        leaf: Reals,
+        moves: tuple[Reals, Reals] | None,
     ) -> None:
         self.sizes, self.memories, self.tapes, self.leaf = sizes, memories, tapes, leaf
         self.run = (prefix[1:] - prefix[0])[:, None]  # of 1, 2, ... stages
         self.move_state = None if moves is None else moves[0][1]
         self.move_tape = None if moves is None else moves[1][1]
 
-    def beside(self, values: Array, size: int, move: np.float32 | None) -> Array:
+    def beside(self, values: Reals, size: int, move: np.float32 | None) -> Reals:
         """Return the excess where `size` slots are held besides, or moved away at a price."""
         out = np.full(self.memories, np.inf, np.float32)
         if size < self.memories:
             out[size:] = values[: self.memories - size]
         return out if move is None else np.minimum(out, values + move)
 
-    def row(self, s: int, t: int, left: _Family, right: _Family) -> Array:
+    def row(self, s: int, t: int, left: _Family, right: _Family) -> Reals:
         """Return the excess of stages s..t, all shorter ones being known."""
         sizes, length = self.sizes, t - s
         out = np.full(self.memories, np.inf, np.float32)
@@ -135,9 +135,9 @@ def equal_rows(
     sizes: Sizes,
     memories: int,
     tapes: bool,
-    prefix: Array,
-    leaf: Array,
-    moves: tuple[Array, Array] | None,
+    prefix: Reals,
+    leaf: Reals,
+    moves: tuple[Reals, Reals] | None,
 ) -> EqualRows:
     """Return the solved program for memories 0..memories - 1; parameters as in `Table`."""
     n = len(sizes)

@@ -40,7 +40,7 @@ import numpy as np
 from ... import native
 from ...actions import Action
 from ...model.tier import Tier
-from ...states.layout import Array
+from ...support.arrays import Bytes
 from .joint_actions import actions_of_laid
 from .joint_core import (
     APART,
@@ -92,16 +92,16 @@ _SHARES = (1.05, 1.02, 0.99, 0.96, 0.92, 0.86, 0.8, 0.74, 0.68)
 class Pool:
     """The best plans found, the fastest first; no two as fast."""
 
-    judge: Callable[[Array], float]
-    found: list[tuple[float, Array]] = field(default_factory=list)
+    judge: Callable[[Bytes], float]
+    found: list[tuple[float, Bytes]] = field(default_factory=list)
 
-    def offer(self, fates: Array) -> None:
+    def offer(self, fates: Bytes) -> None:
         """Judge a plan with few and with more things of the tier beside its segments."""
         for reserve in range(3):
             tried = (fates & ~np.uint8(3 << RESERVE_AT)) | np.uint8(reserve << RESERVE_AT)
             self.keep(self.judge(tried), tried)
 
-    def keep(self, seconds: float, fates: Array) -> None:
+    def keep(self, seconds: float, fates: Bytes) -> None:
         """Keep a plan if it is among the best."""
         if math.isinf(seconds) or any(seconds == known for known, _ in self.found):
             return
@@ -219,7 +219,7 @@ def search(
     return pool
 
 
-def extremes(true: Sizes) -> Iterator[Array]:
+def extremes(true: Sizes) -> Iterator[Bytes]:
     """Yield the plans that send every tape or every state to the tier."""
     n = len(true)
     yield np.full(n, KEEPS_TAPE | STARTS | TAPE_AWAY, np.uint8)

@@ -29,16 +29,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from ...model.stages import StageCosts
 from ...model.tier import Tier
-from ...states.layout import Array
+from ...support.arrays import Integers, Reals
 from .joint_dual import Dual as Dual
 from .joint_dual import Prices
 from .sizes import Sizes
+
+Values = TypeVar("Values", Integers, Reals)
 
 SLOTS = 300
 # Prices are looked for on a chain of at most so many stages, with few slots first.
@@ -231,8 +233,9 @@ def _merged(true: Sizes, most: int) -> Sizes:
     ends = np.append(starts[1:], stages)
     states = np.append(0, ends)
 
-    def merged(values: Array, reduce: np.ufunc) -> Array:
-        return reduce.reduceat(values, starts)
+    def merged(values: Values, reduce: np.ufunc) -> Values:
+        found: Values = reduce.reduceat(values, starts)
+        return found
 
     return Sizes(
         true.state[states],

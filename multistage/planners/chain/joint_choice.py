@@ -16,7 +16,7 @@ from ...actions import (
     Save,
     Tape,
 )
-from ...states.layout import Array
+from ...support.arrays import Bytes
 from .joint_core import APART, KEEPS_TAPE, RESERVE_AT, STARTS, STATE_AWAY, TAPE_AWAY, Core
 from .joint_detour import Held
 from .joint_twin import Twin
@@ -30,14 +30,14 @@ class Choice:
     """The plans that continue from what is held, and the best of them."""
 
     def __init__(
-        self, actions: Sequence[Action], alone: Array | None, core: Core | Twin, held: Held
+        self, actions: Sequence[Action], alone: Bytes | None, core: Core | Twin, held: Held
     ) -> None:
         self.core, self.held, self.n = core, held, core.n
         self.made = fates_of(actions, self.n)
         self.alone = alone
         self.away = set(held.away)
 
-    def best(self) -> Iterator[Array]:
+    def best(self) -> Iterator[Bytes]:
         """Yield the best plans found for some numbers of things read back."""
         counts = sorted({len(self.away) * k // _SHARES for k in range(_SHARES + 1)})
         for count in counts:
@@ -51,7 +51,7 @@ class Choice:
                     yield fates
                     yield self._improved(seconds, fates)
 
-    def _improved(self, best: float, fates: Array) -> Array:
+    def _improved(self, best: float, fates: Bytes) -> Bytes:
         """Return what changes of one stage, or of two that are near, make of a plan."""
         for apart in (0, 1, 2, 0):
             for stage in range(self.n - apart):
@@ -64,7 +64,7 @@ class Choice:
                         best, fates = seconds, tried
         return fates
 
-    def _changes(self, fates: Array, i: int, apart: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    def _changes(self, fates: Bytes, i: int, apart: int) -> Iterator[tuple[tuple[int, int], ...]]:
         mine = [(i, fate) for fate in self._others(i, int(fates[i]))]
         if not apart:
             return zip(mine)
@@ -72,7 +72,7 @@ class Choice:
         theirs = [(other, fate) for fate in self._others(other, int(fates[other]))]
         return itertools.product(mine, theirs)
 
-    def _candidates(self, read: set[tuple[bool, int]]) -> Iterator[Array]:
+    def _candidates(self, read: set[tuple[bool, int]]) -> Iterator[Bytes]:
         stop, alone = self.held.stage, self.alone
         tapes = sorted(self.held.tapes)
         stride = 1 + len(tapes) // _MOST_KEPT
@@ -88,7 +88,7 @@ class Choice:
             for reserve in range(3):
                 yield fates | np.uint8(reserve << RESERVE_AT)
 
-    def _start(self, read: set[tuple[bool, int]], keep: set[int], own_starts: bool) -> Array:
+    def _start(self, read: set[tuple[bool, int]], keep: set[int], own_starts: bool) -> Bytes:
         """Return the fates of the stages that have run."""
         fates = np.zeros(self.held.stage, np.uint8)
         for i in range(self.held.stage):
@@ -128,7 +128,7 @@ class Choice:
         yield from (option for option in options if option != fate)
 
 
-def fates_of(actions: Sequence[Action], n: int) -> Array:
+def fates_of(actions: Sequence[Action], n: int) -> Bytes:
     """Return the fates that the forward sweep of a schedule gives its stages."""
     fates = np.zeros(n, np.uint8)
     saved: set[int] = set()

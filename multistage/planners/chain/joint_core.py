@@ -12,7 +12,7 @@ import numpy as np
 
 from ... import native
 from ...model.tier import Tier
-from ...states.layout import Array
+from ...support.arrays import Bytes, Integers
 from .sizes import Sizes, in_core
 from .table import Table
 
@@ -137,18 +137,18 @@ class Core:
         )
         self._joint.owner = true, table, slots
 
-    def judge(self, fates: Array) -> float:
+    def judge(self, fates: Bytes) -> float:
         """Return the makespan of a plan, infinite if it does not fit."""
         return self._judge(fates)[0]
 
-    def _judge(self, fates: Array) -> tuple[float, Array, float]:
+    def _judge(self, fates: Bytes) -> tuple[float, Integers, float]:
         told, waited = np.zeros(6, np.int64), np.zeros(1)
         seconds = native.library().ms_joint_judge(
             ctypes.byref(self._joint), fates.ctypes.data, told.ctypes.data, waited.ctypes.data
         )
         return float(seconds), told, float(waited[0])
 
-    def improve(self, fates: Array, seconds: float, moves: int, seed: int) -> tuple[Array, float]:
+    def improve(self, fates: Bytes, seconds: float, moves: int, seed: int) -> tuple[Bytes, float]:
         """Return the best plan that so many random moves find, and its makespan."""
         better = fates.copy()
         found = native.library().ms_joint_improve(
@@ -156,7 +156,7 @@ class Core:
         )
         return better, float(found)
 
-    def program(self, program: Program, shares: tuple[float, ...]) -> list[Array]:
+    def program(self, program: Program, shares: tuple[float, ...]) -> list[Bytes]:
         """Return the plans that the dynamic program finds best for shares of the limit."""
         call = native.JointProgram(
             program.read_price,
@@ -186,7 +186,7 @@ class Core:
         )
         return [plan for plan, made in zip(plans, found, strict=True) if made]
 
-    def lay_out(self, fates: Array) -> Laid:
+    def lay_out(self, fates: Bytes) -> Laid:
         """Return a plan that fits as operations and things."""
         seconds, told, waited_s = self._judge(fates)
         moved, ops, items, nodes, turn, peak = (int(value) for value in told)
@@ -214,7 +214,7 @@ class Core:
         )
 
 
-def may_travel(true: Sizes, rates: Tier) -> Array:
+def may_travel(true: Sizes, rates: Tier) -> Bytes:
     """Return for each stage whether its input and its tape may go to the tier, as bits."""
     most = UNBOUNDED if rates.capacity_bytes is None else rates.capacity_bytes
     n = len(true)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ... import native
 from ...model.tier import Tier
-from ...states.layout import Array
+from ...support.arrays import Flags, Integers, Reals
 from .sizes import Sizes
 from .table import PLANE, Table
 
@@ -39,9 +39,9 @@ class _Waits:
     read_s : array
     """
 
-    taped_s: Array
-    passed_s: Array
-    read_s: Array
+    taped_s: Reals
+    passed_s: Reals
+    read_s: Reals
 
     @classmethod
     def of(cls, true: Sizes, room: int, rates: Tier) -> _Waits:
@@ -54,7 +54,7 @@ class _Waits:
         write_s = rates.write_s + tape / rates.write_bytes_per_s
         read_s = rates.read_s + tape / rates.read_bytes_per_s
 
-        def where(short: Array, seconds: Array) -> Array:
+        def where(short: Flags, seconds: Reals) -> Reals:
             return np.append(np.where(short, seconds, 0.0), 0.0)
 
         return cls(
@@ -108,7 +108,7 @@ class Dual:
         # A byte at the turn costs `turn` of the seconds of its transfer.
         held = turn * max(writing, reading)
 
-        def moves(nbytes: Array) -> tuple[Array, Array, Array, Array, Array]:
+        def moves(nbytes: Integers) -> tuple[Reals, Reals, Reals, Reals, Reals]:
             write_s = rates.write_s + nbytes * writing
             read_s = read * (rates.read_s + nbytes * reading)
             fast = held * nbytes
@@ -144,7 +144,7 @@ class Dual:
         resident = self.room - int(last)
         return value + least - held * resident - self.rounding(work, least)
 
-    def _planes(self, work: float, again_state: Array, again_tape: Array) -> Array:
+    def _planes(self, work: float, again_state: Reals, again_tape: Reals) -> Reals:
         """Return the table of what is recomputed, moves at their prices."""
         if not again_state.any() and not again_tape.any():
             # Everything may be moved for nothing: no table is needed.
@@ -160,7 +160,7 @@ class Dual:
         return table.planes()
 
     @cached_property
-    def _free(self) -> Array:
+    def _free(self) -> Reals:
         leaf = (-self.true.spared_s / self.total).astype(np.float32)
         rows = np.concatenate([leaf[s:] for s in range(len(leaf))])
         return np.broadcast_to(rows[:, None], (-(-(self.slots + 1) // PLANE), len(rows), PLANE))
@@ -171,7 +171,7 @@ class Dual:
         return 6 * len(self.true) * _FLOAT32 * (least + 2 * work * float(self.true.spared_s.sum()))
 
     def least(
-        self, work: float, planes: Array, prices: tuple[Array, ...], slots: int | None = None
+        self, work: float, planes: Reals, prices: tuple[Reals, ...], slots: int | None = None
     ) -> float:
         """Return the least priced seconds within so many slots, all of them unless given."""
         slots = self.slots if slots is None else slots
@@ -193,7 +193,7 @@ class Dual:
 def _in_slots(true: Sizes, room: int, slots: int) -> Sizes:
     """Return the sizes in slots, rounded down exactly: what fits in bytes fits in slots."""
 
-    def down(values: Array) -> Array:
+    def down(values: Integers) -> Integers:
         return np.array([min(int(x) * slots // room, slots + 1) for x in values], np.int64)
 
     state, tape, taping = down(true.state), down(true.tape), down(true.taping)
@@ -212,7 +212,7 @@ def _in_slots(true: Sizes, room: int, slots: int) -> Sizes:
     )
 
 
-def _passing(sizes: Sizes) -> Array:
+def _passing(sizes: Sizes) -> Reals:
     """Return the slots that running s..k-1 forward takes, state s not counted, by s and k."""
     n = len(sizes)
     through = sizes.state[:n] + sizes.state[1:] + sizes.advance
@@ -224,15 +224,15 @@ def _passing(sizes: Sizes) -> Array:
     return np.concatenate(rows)
 
 
-def _twin(dual: Dual, work: float, planes: Array, prices: tuple[Array, ...], slots: int) -> float:
+def _twin(dual: Dual, work: float, planes: Reals, prices: tuple[Reals, ...], slots: int) -> float:
     """Return what `ms_joint_dual` returns."""
     fast_state, fast_tape, move_state, move_tape, late_state, again_state, *waits = prices
     wait_taped, wait_passed = waits
     sizes, n = dual.sizes, len(dual.sizes)
     memories = np.arange(slots + 1)
-    right: list[Array] = [np.empty(0)] * n
+    right: list[Reals] = [np.empty(0)] * n
 
-    def shifted(values: Array, by: int) -> Array:
+    def shifted(values: Reals, by: int) -> Reals:
         out = np.full(slots + 1, math.inf)
         if by <= slots:
             out[by:] = values[: slots + 1 - by]

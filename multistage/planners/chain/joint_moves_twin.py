@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...states.layout import Array
+from ...support.arrays import Bytes
 from .joint_core import APART, KEEPS_TAPE, RESERVE_AT, STARTS, STATE_AWAY, TAPE_AWAY
 
 _WORD = (1 << 64) - 1
@@ -24,11 +24,11 @@ class Draw:
         return (state >> 20) % most
 
 
-def _set(fates: Array, i: int, mask: int, flags: int) -> None:
+def _set(fates: Bytes, i: int, mask: int, flags: int) -> None:
     fates[i] = (int(fates[i]) & ~mask & 255) | flags
 
 
-def move(fates: Array, n: int, draw: Draw) -> bool:
+def move(fates: Bytes, n: int, draw: Draw) -> bool:
     """Change a plan a little; False if the move has no place here."""
     i, kind = draw.below(n), draw.below(11)
     j = min(n - 1, i + draw.below(n if n - 1 < 8 else 9))

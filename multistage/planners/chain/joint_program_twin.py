@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from ...model.tier import Tier
-from ...states.layout import Array
+from ...support.arrays import Bytes, Integers, Reals
 from .joint_core import (
     APART,
     KEEPS_TAPE,
@@ -35,7 +35,7 @@ def solve(
     may: list[int],
     program: Program,
     shares: tuple[float, ...],
-) -> list[Array]:
+) -> list[Bytes]:
     """Return the plans that the program finds best for shares of the limit."""
     solved = _Solve(true, table, unit_bytes, limit, rates, may, program)
     for s in range(solved.n - 1, -1, -1):
@@ -95,10 +95,10 @@ class _Solve:
         self.least = np.full((3, *shape), _INFINITE, _FLOAT)
         self.apart = np.full(shape, _INFINITE, _FLOAT)
         self.ends: list[int] = []
-        self.excess: list[Array] = []
+        self.excess: list[Reals] = []
 
     @staticmethod
-    def _whole(values: Array, slot: float) -> list[int]:
+    def _whole(values: Integers, slot: float) -> list[int]:
         return [int(x) for x in np.minimum(np.rint(values / slot), 1e6)]
 
     def _round_times(self) -> None:
@@ -174,7 +174,7 @@ class _Solve:
         """Solve least[f][s][w]."""
         n, p, out = self.n, self.p, self.least[f, s, w]
 
-        def take(start: int, other: Array, shift: int, add: np.float32) -> None:
+        def take(start: int, other: Reals, shift: int, add: np.float32) -> None:
             start = max(start, shift)
             if start <= self.slots:
                 values = other[start - shift : self.slots + 1 - shift] + add
@@ -212,7 +212,7 @@ class _Solve:
 
     # ---------------------------------------------------------------- reading off
 
-    def read_off(self, memory: int) -> Array | None:
+    def read_off(self, memory: int) -> Bytes | None:
         """Return the fates of the best plan."""
         n, fates = self.n, np.zeros(self.n, np.uint8)
         s, m, w, f = 0, memory, 0, 0
@@ -234,7 +234,7 @@ class _Solve:
         return fates
 
     def _go_tape(
-        self, fates: Array, s: int, m: int, w: int, f: int, best: np.float32
+        self, fates: Bytes, s: int, m: int, w: int, f: int, best: np.float32
     ) -> tuple[int, int, int, int] | None:
         then, start = self._after(w, s, s + 1), self._to_tape(f, s) + self._backlog(w, s)
         queued, price = then + self.steps[1][s], self._price(int(self.true.tape[s]))
@@ -253,7 +253,7 @@ class _Solve:
         fates[s + 1] |= APART
         return self._go_apart(fates, s + 1, m, queued)
 
-    def _go_apart(self, fates: Array, s: int, m: int, w: int) -> tuple[int, int, int, int]:
+    def _go_apart(self, fates: Bytes, s: int, m: int, w: int) -> tuple[int, int, int, int]:
         queued, kept = w + self.steps[0][s], self.state[s]
         fates[s] |= STARTS
         away = _INFINITE
@@ -265,7 +265,7 @@ class _Solve:
         return s, m, queued, 2
 
     def _go_segment(
-        self, fates: Array, s: int, m: int, w: int, f: int, best: np.float32
+        self, fates: Bytes, s: int, m: int, w: int, f: int, best: np.float32
     ) -> tuple[int, int, int, int] | None:
         lands = self._landing(f, s) + self.p.reserve
         held = self._input(f, s) + self._backlog(w, s)
@@ -279,7 +279,7 @@ class _Solve:
         return None
 
 
-def _total(values: Array) -> float:
+def _total(values: Reals) -> float:
     """Return the sum in the order of the C core; NumPy's differs in the last bits."""
     total = 0.0
     for value in values:

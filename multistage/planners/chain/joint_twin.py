@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...model.tier import Tier
-from ...states.layout import Array
+from ...support.arrays import Bytes
 from .joint_core import (
     ADVANCE,
     APART,
@@ -54,23 +54,23 @@ class Twin:
         self._traces: dict[tuple[int, int, int], list[Operation] | None] = {}
         self._rooms: dict[tuple[int, int, int], int] = {}
 
-    def judge(self, fates: Array) -> float:
+    def judge(self, fates: Bytes) -> float:
         """Return the makespan of a plan, infinite if it does not fit."""
         laid = self._laid(fates)
         return math.inf if laid is None else laid.seconds
 
-    def lay_out(self, fates: Array) -> Laid:
+    def lay_out(self, fates: Bytes) -> Laid:
         """Return a plan that fits as operations and things."""
         laid = self._laid(fates)
         assert laid is not None
         return laid
 
-    def program(self, program: Program, shares: tuple[float, ...]) -> list[Array]:
+    def program(self, program: Program, shares: tuple[float, ...]) -> list[Bytes]:
         """Return the plans that the dynamic program finds best for shares of the limit."""
         place = self.true, self.table, self.unit, self.limit, self.rates, self.may
         return solve(*place, program, shares)
 
-    def improve(self, fates: Array, seconds: float, moves: int, seed: int) -> tuple[Array, float]:
+    def improve(self, fates: Bytes, seconds: float, moves: int, seed: int) -> tuple[Bytes, float]:
         """Return the best plan that so many random moves find, and its makespan."""
         draw = Draw((seed * 0x9E3779B97F4A7C15 + 1) & _WORD)
         now, best = seconds, seconds
@@ -134,7 +134,7 @@ class Twin:
             i = stop + 1
         return nodes
 
-    def _laid(self, array: Array) -> Laid | None:
+    def _laid(self, array: Bytes) -> Laid | None:
         fates = [int(fate) for fate in array]
         plan = _Layout(self, fates)
         if not plan.lay_reverse(fates):

@@ -8,7 +8,7 @@ import numpy as np
 
 from ... import native
 from ...model.stages import StageCosts
-from ...states.layout import Array
+from ...support.arrays import Integers, Reals
 
 MAX_SLOTS = 1 << 30
 
@@ -20,22 +20,22 @@ class Sizes:
     `state` and `gradient` have one entry more than there are stages.
     """
 
-    state: Array
-    gradient: Array
-    tape: Array
-    advance: Array  # overheads
-    taping: Array
-    reverse: Array
-    forward_s: Array
-    reverse_s: Array
-    spared_s: Array  # of the forward, where a tape is made for its adjoint alone
+    state: Integers
+    gradient: Integers
+    tape: Integers
+    advance: Integers  # overheads
+    taping: Integers
+    reverse: Integers
+    forward_s: Reals
+    reverse_s: Reals
+    spared_s: Reals  # of the forward, where a tape is made for its adjoint alone
 
     @classmethod
     def of(cls, costs: StageCosts) -> Sizes:
         """Return the sizes in bytes, the loss appended."""
         stages = costs.stages
 
-        def sizes(*values: int) -> Array:
+        def sizes(*values: int) -> Integers:
             return np.array(values, np.int64)
 
         return cls(
@@ -58,7 +58,7 @@ class Sizes:
     def in_slots(self, unit_bytes: float) -> Sizes:
         """Return the sizes in slots of `unit_bytes`, rounded to the nearest."""
 
-        def slots(values: Array) -> Array:
+        def slots(values: Integers) -> Integers:
             return np.minimum(np.rint(values / unit_bytes), MAX_SLOTS).astype(np.int64)
 
         return Sizes(
@@ -93,10 +93,10 @@ def need_to_pass(sizes: Sizes, s: int, t: int) -> int:
 
 def chain_in_core(
     sizes: Sizes,
-    prefix: Array,
+    prefix: Reals,
     tapes: bool,
-    leaf: Array,
-    moves: tuple[Array, Array] | None = None,
+    leaf: Reals,
+    moves: tuple[Reals, Reals] | None = None,
 ) -> native.ChainStruct:
     """Return a chain as the C core takes it; the arrays must be contiguous."""
     chain = native.ChainStruct(

@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from ... import native
-from ...states.layout import Array
+from ...support.arrays import Integers, Reals
 from . import table_twin
 from .equal import EqualRows, equal_rows, inside_equal
 from .sizes import MAX_SLOTS, Sizes, chain_in_core, in_core, need_to_pass, need_to_tape
@@ -81,7 +81,7 @@ class Table:
         native_kernel: bool | None = None,
         tick: Callable[[], object] | None = None,
         work: float = 1.0,
-        moves: tuple[Array, Array] | None = None,
+        moves: tuple[Reals, Reals] | None = None,
         by_length: bool = True,
     ) -> None:
         self.sizes, self.slots, self.tapes = sizes, slots, tapes
@@ -167,7 +167,7 @@ class Table:
             if tick is not None:
                 tick()
 
-    def solved(self) -> tuple[native.ChainStruct, Array, Array]:
+    def solved(self) -> tuple[native.ChainStruct, Integers, Reals]:
         """Return the chain in slots, the needs to pass and the values, as the C core has them."""
         assert self._native
         return self._chain, self._none, self._table
@@ -181,7 +181,7 @@ class Table:
 
     # ------------------------------------------------------------- answers
 
-    def values(self, s: int, t: int) -> Array:
+    def values(self, s: int, t: int) -> Reals:
         """Return the excess of stages s..t for memories 0..slots, float32, as shares."""
         if not self._native:
             return self._values[s, t]
@@ -189,7 +189,7 @@ class Table:
         at = s * n - s * (s - 1) // 2 + t - s
         return self._table[:, at, :].reshape(-1)[: self.slots + 1]
 
-    def planes(self) -> Array:
+    def planes(self) -> Reals:
         """Return the values as the C kernel has them: planes of 16 memories, pairs by s and t."""
         if self._native:
             return self._table
@@ -231,7 +231,7 @@ class Table:
             return None
         return [(int(s), int(t), int(k)) for s, t, k in out[: 3 * made].reshape(-1, 3)]
 
-    def curve(self, true: Sizes, first: int = 0, last: int | None = None) -> tuple[Array, Array]:
+    def curve(self, true: Sizes, first: int = 0, last: int | None = None) -> tuple[Reals, Reals]:
         """Return seconds and true peak bytes of the schedules of memories first..last.
 
         `true` are the sizes in bytes; `last` is the most slots unless given.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...states.layout import Array
+from ...support.arrays import Reals
 from .sizes import Sizes, need_to_pass, need_to_tape
 
 
@@ -12,15 +12,15 @@ def solved(
     sizes: Sizes,
     slots: int,
     tapes: bool,
-    prefix: Array,
-    leaf: Array,
-    moves: tuple[Array, Array] | None,
-) -> dict[tuple[int, int], Array]:
+    prefix: Reals,
+    leaf: Reals,
+    moves: tuple[Reals, Reals] | None,
+) -> dict[tuple[int, int], Reals]:
     """Return the excess of each pair of stages for memories 0..slots, as `Table` has it."""
     n, memories = len(sizes), np.arange(slots + 1)
-    excess: dict[tuple[int, int], Array] = {}
+    excess: dict[tuple[int, int], Reals] = {}
 
-    def shifted(s: int, t: int, by: int) -> Array:
+    def shifted(s: int, t: int, by: int) -> Reals:
         out = np.full(slots + 1, np.inf, np.float32)
         if by <= slots:
             out[by:] = excess[s, t][: slots + 1 - by]

@@ -25,7 +25,7 @@ import numpy as np
 
 from ... import native
 from ...actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Schedule, Tape
-from ...states.layout import Array
+from ...support.arrays import Integers, Reals
 
 Trajectory = Literal["low", "middle", "high", "published"]
 TRAJECTORIES: tuple[Trajectory, ...] = ("low", "middle", "high", "published")
@@ -83,7 +83,7 @@ def nu(length: int, slots: int) -> int:
     return r * length - beta(slots + 1, r - 1)
 
 
-def nu_up_to(n_steps: int, slots: int) -> Array:
+def nu_up_to(n_steps: int, slots: int) -> Reals:
     """Return nu(length, slots) for the lengths 0..n_steps as doubles.
 
     Examples
@@ -91,9 +91,9 @@ def nu_up_to(n_steps: int, slots: int) -> Array:
     >>> nu_up_to(5, 2).tolist()
     [0.0, 0.0, 1.0, 2.0, 4.0, 6.0]
     """
-    lengths: Array = np.arange(n_steps + 1, dtype=float)
+    lengths: Reals = np.arange(n_steps + 1, dtype=float)
     if slots == 1:
-        counts: Array = lengths * np.maximum(lengths - 1, 0) / 2
+        counts: Reals = lengths * np.maximum(lengths - 1, 0) / 2
         return counts
     # Piecewise linear: with r repetitions from beta(s, r-1) on up to beta(s, r).
     counts = np.zeros_like(lengths)
@@ -120,12 +120,12 @@ class NuTable:
         self.ends = np.array([min(end, n_steps) for end in ends], dtype=float)
         self.shifts = np.array(shifts)
 
-    def __call__(self, lengths: Array) -> Array:
+    def __call__(self, lengths: Reals | Integers) -> Reals:
         """Return the forward steps of Revolve for chains of these lengths."""
         if self.slots == 1:
             return lengths * (lengths - 1.0) / 2
         r = np.searchsorted(self.ends, lengths)
-        counts: Array = r * lengths.astype(float) - self.shifts[r]
+        counts: Reals = r * lengths.astype(float) - self.shifts[r]
         return counts
 
 
@@ -155,7 +155,7 @@ def first_advance(length: int, slots: int, trajectory: Trajectory = "middle") ->
     return max(low, advance)
 
 
-def accesses(n_steps: int, slots: int, trajectory: Trajectory) -> tuple[Array, Array]:
+def accesses(n_steps: int, slots: int, trajectory: Trajectory) -> tuple[Integers, Integers]:
     """Return how often each slot, from the bottom of the stack, is written and read.
 
     `slots` lies in 1..max(1, n_steps - 1); O(1) work per action of the schedule.

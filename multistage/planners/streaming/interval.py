@@ -46,7 +46,7 @@ from ...actions import (
 )
 from ...model.costs import Costs
 from ...schedule.simulation import simulate
-from ...states.layout import Array
+from ...support.arrays import Reals
 from ..bound import lower_bound
 from ..predict import SIMULATED_STEPS
 from ..single.binomial import NuTable, nu, reverse_actions
@@ -204,7 +204,7 @@ def _least_length(costs: Costs, n_steps: int) -> int:
     return least
 
 
-def _lengths(least: int, n_steps: int) -> Array:
+def _lengths(least: int, n_steps: int) -> Reals:
     """Return the intervals tried: from `least` on, those that a slower tier would try, too."""
     longer = [_EVERY_LENGTH]
     while longer[-1] < n_steps:
@@ -223,7 +223,7 @@ def _revolve(costs: Costs, slots: int, n: int) -> UniformPlan:
     return replace(revolve(costs, slots, n), planner="interval", note=note)
 
 
-def _seconds(costs: Costs, slots: int, n: int, lengths: Array) -> Array:
+def _seconds(costs: Costs, slots: int, n: int, lengths: Reals) -> Reals:
     """Return the makespan with each of some lengths, all at least rho."""
     tier = costs.tier
     assert tier is not None
@@ -235,8 +235,8 @@ def _seconds(costs: Costs, slots: int, n: int, lengths: Array) -> Array:
     steps_of = NuTable(slots, n)
     steps_beside = NuTable(slots - 1, n) if ahead else steps_of
 
-    def reversing_s(length: Array, beside: bool) -> Array:
-        seconds: Array = length * turn_s + (steps_beside if beside else steps_of)(length) * step_s
+    def reversing_s(length: Reals, beside: bool) -> Reals:
+        seconds: Reals = length * turn_s + (steps_beside if beside else steps_of)(length) * step_s
         if action_s:
             seconds = seconds + ACTIONS_PER_STEP * length * action_s
         return np.where(length > 0, seconds, 0.0)
@@ -267,7 +267,7 @@ def _seconds(costs: Costs, slots: int, n: int, lengths: Array) -> Array:
         stalls_s = (rest + 1) * exposed_s
     # Get, Await, Drop, Load and Free.
     moves_s = (rest + 1) * (tier.read_overhead_s + 5 * action_s) + (above == 0) * action_s
-    seconds: Array = forward_s + turn_first_s + last_write_s + reversed_s + stalls_s + moves_s
+    seconds: Reals = forward_s + turn_first_s + last_write_s + reversed_s + stalls_s + moves_s
     return seconds
 
 

@@ -27,7 +27,7 @@ from ... import native
 from ...actions import Advance, EndForward, Free, Load, Save, Schedule
 from ...model.costs import Costs
 from ...schedule.simulation import simulate
-from ...states.layout import Array
+from ...support.arrays import Integers
 from ..bound import lower_bound
 from ..predict import SIMULATED_STEPS, Prediction, simulated
 from ..single.binomial import beta, nu, repetitions, reverse_actions
@@ -185,7 +185,7 @@ def online(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     )
 
 
-def checkpoints_after(slots: int, placed: int) -> Array:
+def checkpoints_after(slots: int, placed: int) -> Integers:
     """Return where `slots` >= 1 checkpoints stand once states 0..placed were offered to them.
 
     What `_Levels` arrives at step by step, in O(slots): with m slots beside
@@ -215,7 +215,7 @@ def checkpoints_after(slots: int, placed: int) -> Array:
     return np.array(held)
 
 
-def _all_at(slots: int, level: int) -> Array:
+def _all_at(slots: int, level: int) -> Integers:
     """Return where all of `slots` checkpoints stand when they reach `level` together."""
     # The first of m gets there after P(m, level-1) + 1 = beta(m, level) states.
     steps, found = beta(slots, level), []

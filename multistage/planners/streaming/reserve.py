@@ -33,7 +33,7 @@ import numpy as np
 
 from ... import native
 from ...model.costs import Costs
-from ...states.layout import Array
+from ...support.arrays import Integers, Reals
 from ..single.binomial import first_advance, nu
 
 EXACT_LENGTH = 512
@@ -44,9 +44,9 @@ AGAIN_ACTIONS = 6
 class _Table(NamedTuple):
     """For one number of free slots and each length: V, its advance, and that of W."""
 
-    value: Array
-    choice: Array
-    again: Array
+    value: Reals
+    choice: Integers
+    again: Integers
 
 
 @dataclass(slots=True)
@@ -61,9 +61,9 @@ class Reservation:
 
     costs: Costs
     _tables: dict[int, _Table] = field(default_factory=dict, repr=False)
-    _kernels: Array | None = field(default=None, repr=False)
+    _kernels: Integers | None = field(default=None, repr=False)
 
-    def kernel_tables(self) -> Array:
+    def kernel_tables(self) -> Integers:
         """Return what the C core keeps of these tables from one call to the next."""
         if self._kernels is None:
             self._kernels = np.zeros(int(native.library().ms_sweep_tables_len()), np.int64)
@@ -122,7 +122,7 @@ class Reservation:
         self._tables[free] = table
         return table
 
-    def _read_again(self, value: Array) -> Array:
+    def _read_again(self, value: Reals) -> Integers:
         """Return the advance of W for each length, 0 where the first state keeps its slot."""
         tier, step_s = self.costs.tier, self.costs.forward_step_s
         least, again = value.copy(), np.zeros(len(value), dtype=int)

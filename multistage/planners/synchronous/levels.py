@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...errors import ArgumentError
-from ...states.layout import Array
+from ...support.arrays import Integers, Reals
 from ..rows import MOST_S, PRUNED_PER_S, WHOLE_PER_S, Rows, affordable
 from ..single.binomial import nu_up_to
 
@@ -77,27 +77,27 @@ class Table:
     ----------
     slots : int
         Slots that make a difference; 0 where the level is of no use.
-    rows : list of Array
+    rows : list of array
         P for 1, 2, ..., `slots` slots; the one without bound where `depths` is set.
-    depths : pair of Array or None
+    depths : pair of array or None
         Slots taken by P and O without bound; they fit the level's capacity.
     """
 
     basis: Rows
     slots: int
-    rows: list[Array] = field(default_factory=list)
-    depths: tuple[Array, Array] | None = None
+    rows: list[Reals] = field(default_factory=list)
+    depths: tuple[Integers, Integers] | None = None
 
-    def row(self, slots: int) -> Array:
+    def row(self, slots: int) -> Reals:
         """Return P with that many slots, at least 1."""
         return self.rows[0] if self.depths else self.rows[slots - 1]
 
-    def over(self, slots: int, stop: int) -> Array:
+    def over(self, slots: int, stop: int) -> Reals:
         """Return O with that many slots for the lengths below `stop`."""
-        below: Array = self.basis.below[:stop]
+        below: Reals = self.basis.below[:stop]
         if slots < 1 and self.depths is None:
             return below
-        over: Array = np.minimum(below, self.basis.write_s + self.row(slots)[:stop])
+        over: Reals = np.minimum(below, self.basis.write_s + self.row(slots)[:stop])
         over[:2] = 0.0
         return over
 
@@ -257,7 +257,7 @@ def solve(
     whole = n_steps**2 / 2 * (PRUNED_PER_S / WHOLE_PER_S) * max(1, len(levels) - 1)
     affordable(n_steps, None, whole, 5 * 8 * n_steps, native_kernel, _INSTEAD, most_s)
     tables: list[Table | None] = []
-    below = np.full(n_steps + 1, math.inf)
+    below: Reals = np.full(n_steps + 1, math.inf)
     below[:2] = 0.0
     for k, level in enumerate(levels):
         if k == 0 and fast.write_s == fast.read_s == 0:
@@ -281,7 +281,7 @@ def solving_s(levels: tuple[Level, ...], n_steps: int) -> float:
 
 def _solve_level(
     basis: Rows, level: Level, native_kernel: bool | None, most_s: float
-) -> tuple[Table, Array]:
+) -> tuple[Table, Reals]:
     """Return the level's table and its O with all slots."""
     n, capacity = basis.n, level.capacity
     if capacity == 0 or n == 1:
@@ -308,6 +308,6 @@ def _solve_level(
     return table, _reversed(right)
 
 
-def _reversed(values: Array) -> Array:
+def _reversed(values: Reals) -> Reals:
     """Return values by length from values by n - length, or the other way round."""
     return np.ascontiguousarray(values[::-1])

@@ -32,7 +32,7 @@ import numpy as np
 from ... import native
 from ...actions import Advance, EndForward, Free, Load, Reverse, Save, Schedule, Tape
 from ...model.costs import Costs
-from ...states.layout import Array
+from ...support.arrays import Reals
 from ..rows import MOST_S, PLAIN_PER_S, PLANNING_S, PRUNED_PER_S, Rows, affordable
 from ..single.binomial import nu
 from ..uniform import UniformPlan, require_steps
@@ -49,13 +49,13 @@ class MixedTable:
 
     Attributes
     ----------
-    rows : list of Array
+    rows : list of array
         By slots, then by length.
     tape : int
         Slots of one tape.
     """
 
-    rows: list[Array]
+    rows: list[Reals]
     tape: int
     _choices: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
@@ -112,7 +112,7 @@ def solve_mixed(
     affordable(n_steps, slots, sums, size, native_kernel, "planner 'revolve'", most_s)
     none = np.full(n_steps + 1, math.inf)
     none[:2] = 0.0
-    rows = [none]
+    rows: list[Reals] = [none]
     ahead = np.arange(n_steps + 1, dtype=float)
     right = np.ascontiguousarray(none[::-1])
     for s in range(1, slots + 1):

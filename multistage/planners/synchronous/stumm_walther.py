@@ -45,7 +45,7 @@ from ...actions import (
 )
 from ...errors import ArgumentError
 from ...model.costs import Costs
-from ...states.layout import Array
+from ...support.arrays import Flags, Integers, Reals
 from ..single.binomial import TRAJECTORIES, Trajectory, accesses, first_advance, nu
 from ..uniform import UniformPlan, require_steps
 from .synchronous import Counts, synchronous_plan, transfer_s, without_tier
@@ -157,7 +157,7 @@ def _splits(slots: int, capacity: int, n_steps: int) -> Iterator[int]:
     yield from sorted(totals)
 
 
-def _allocated(priced: Array, fast: int, top_fast: bool) -> Array | None:
+def _allocated(priced: Reals, fast: int, top_fast: bool) -> Flags | None:
     """Return which positions lie in the tier, the cheapest ones, or None if there is no such."""
     slow = len(priced) - fast
     if slow < 0:
@@ -199,7 +199,7 @@ def stumm_walther(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
         )
     write_s, read_s = transfer_s(tier)
     capacity = n if tier.capacity_states is None else tier.capacity_states
-    best: tuple[float, Trajectory, Array, Array, Array] | None = None
+    best: tuple[float, Trajectory, Flags, Integers, Integers] | None = None
     for total in _splits(slots, capacity, n):
         for trajectory in TRAJECTORIES:
             writes, reads = accesses(n, total, trajectory)
@@ -213,7 +213,7 @@ def stumm_walther(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
                     best = seconds, trajectory, in_tier, writes, reads
     assert best is not None
     _, trajectory, in_tier, writes, reads = best
-    fast_below = np.cumsum(~in_tier) - ~in_tier
+    fast_below: Integers = np.cumsum(~in_tier) - ~in_tier
     slow = int(in_tier.sum())
     counts = Counts(
         forward_steps=1 + nu(n, len(in_tier)),
