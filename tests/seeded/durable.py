@@ -55,15 +55,15 @@ FAULTS: tuple[Mutant, ...] = (
         "durable/test_run.py",
     ),
     of(
-        "durable/store.py",
+        "durable/catalogue.py",
         "        if batch.state is State.FAILED or not self._lasting:",
         "        if not self._lasting:",
         "durable/test_store.py",
     ),
     of(
-        "durable/store.py",
-        "wanted = step < self._below and (self._kept is None or step in self._kept)",
-        "wanted = step < self._below",
+        "durable/catalogue.py",
+        "return step < self.below and (self.kept is None or step in self.kept)",
+        "return step < self.below",
         "durable/test_store.py",
     ),
 )
