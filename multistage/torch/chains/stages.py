@@ -224,11 +224,15 @@ class Stages:
         begun = nodes_made()
         # Until it is through.
         inside: Inside | None = Inside(self.traits[i].name, self.traits[i].differentiates)
+        places: dict[int, int] | None = None
 
         def pack(tensor: Tensor) -> int:
+            nonlocal places
+            if places is None:
+                places = self._around[i].places()
             if i in self._counts:
                 self._counts[i].add(tensor)
-            kinds.append(kind_of(tensor, self._around[i].places(), begun))
+            kinds.append(kind_of(tensor, places, begun))
             if filling is not None:
                 # A parameter may be given other memory, which autograd would see.
                 itself = tensor.is_leaf and tensor.requires_grad
@@ -309,6 +313,7 @@ class Stages:
         """Run stage i again up to `enough` saved tensors, to the end if None."""
         # Not with the output in it, whose graph leads here.
         caught = Caught()
+        tape, versions, kinds = caught.tape, caught.versions, caught.kinds
         output = None
         changes_input = self.traits[i].changes_input
         begun = 0
@@ -316,17 +321,18 @@ class Stages:
         inside = Inside(self.traits[i].name, self.traits[i].differentiates)
 
         def catch(tensor: Tensor) -> int:
-            if len(caught.tape) == enough:  # the stage has suppressed what should have ended it
+            if len(tape) == enough:  # the stage has suppressed what should have ended it
                 raise Complete
-            caught.tape.append(tensor.detach())
-            caught.versions.append(tensor._version)
-            caught.kinds.append(kind_of(tensor, around.places(), begun))
+            tape.append(tensor.detach())
+            versions.append(tensor._version)
+            kinds.append(kind_of(tensor, places, begun))
             inside.keep(tensor)
-            if len(caught.tape) == enough:
+            if len(tape) == enough:
                 raise Complete
-            return len(caught.tape) - 1
+            return len(tape) - 1
 
         around = self._around[i]
+        places = around.places()
         with (
             contextlib.suppress(Complete),
             contextlib.closing(inside),

@@ -20,7 +20,7 @@ class Again:
 
     def __init__(self, around: Environment, buffers: bool, random: bool) -> None:
         self._around, self._buffers = around, buffers
-        self._drawn: tuple[State, ...] | None = None
+        self._drawn: tuple[State | None, ...] | None = None
         self._present: list[Contents] = []
         self._keys: dict[int, Keys] = {}  # of holders that hold something else now
         self._exchanged: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
@@ -47,7 +47,7 @@ class Again:
                     owner[key] = value
             if around.drawn_from is not None and self._drawn is None:
                 assert around.drawn is not None
-                self._drawn = around.drawn_from.capture()
+                self._drawn = around.drawn_from.capture_those(around.drawn)
                 around.drawn_from.restore(around.drawn)
         except BaseException:
             self.__exit__()
@@ -56,9 +56,7 @@ class Again:
     def __exit__(self, *error: object) -> None:
         around = self._around
         if self._drawn and around.drawn_from is not None:
-            assert around.drawn is not None
-            kept = zip(self._drawn, around.drawn, strict=True)
-            around.drawn_from.restore([a if b is not None else None for a, b in kept])
+            around.drawn_from.restore(self._drawn)
         for owner, key, value in reversed(self._exchanged):
             owner[key] = value
         for tensor, _, flag in self._flags:

@@ -59,6 +59,11 @@ class Generators:
         """Return the present states."""
         return tuple([source.get() for source in self._sources])
 
+    def capture_those(self, states: Sequence[State | None]) -> tuple[State | None, ...]:
+        """Return the present states of the generators that have one here, None for others."""
+        pairs = zip(self._sources, states, strict=True)
+        return tuple([None if state is None else source.get() for source, state in pairs])
+
     def restore(self, states: Sequence[State | None]) -> None:
         """Give the generators these states; None leaves one alone."""
         for source, state in zip(self._sources, states, strict=True):

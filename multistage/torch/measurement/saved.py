@@ -52,12 +52,13 @@ def nodes_made() -> int:
 def kind_of(tensor: Tensor, places: dict[int, int], begun: int) -> Kind:
     """Return what identifies a saved tensor: form, place and node."""
     nodes = _sequence_nr() - begun
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.layout is not _STRIDED or tensor.is_nested:
         return torch.Size(), tensor.dtype, (), None, nodes
     place = places.get(tensor.data_ptr()) if type(tensor) in _PLAIN_TENSORS else None
     return tensor.shape, tensor.dtype, tensor.stride(), place, nodes
 
 
+_STRIDED = torch.strided
 _PLAIN_TENSORS = {Tensor, nn.Parameter}
 
 

@@ -172,6 +172,8 @@ class _Selection(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
     def values(self) -> list[Any]:  # type: ignore[override]  # read at every run: not a view
+        if not self._chosen:
+            return []
         space = self._all()
         return [space[name] for name in self._chosen if name in space]
 
