@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -195,7 +195,7 @@ class TensorSlots:
             state = TensorState(tensors)
         return Kept(state, tensors)
 
-    def adopt(self, arrays: list[Any], step: int) -> Kept:
+    def adopt(self, arrays: list[Tensor], step: int) -> Kept:
         return Kept(TensorState(arrays), arrays)
 
     def load(self, kept: Kept, live: object) -> TensorState:
