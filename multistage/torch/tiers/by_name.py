@@ -57,7 +57,7 @@ def open_tiers(tiers: Sequence[TierName], device: torch.device) -> Store | None:
         )
     below = open_store(found[0]) if found else None
     if pinned:
-        return PinnedStore(capacity, device, below)
+        return PinnedStore(capacity, device, below).as_store()
     if device.type == "cuda":
-        return PinnedStore(_BETWEEN_BYTES, device, below)
+        return PinnedStore(_BETWEEN_BYTES, device, below).as_store()
     return below

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -81,9 +81,16 @@ class PinnedStore(BaseStore):
             self._copies.tell()
         return self._told
 
+    def as_store(self) -> Store:
+        """Return this store for an executor whose layout is one of tensors.
+
+        `Store.get` returns arrays of NumPy: that these are tensors only such a layout knows.
+        """
+        return cast(Store, self)
+
     def parts(self) -> Sequence[Store]:
         """Return this store, the tier below, and what that is built on."""
-        return [self, *(() if self._below is None else self._below.parts())]
+        return [self.as_store(), *(() if self._below is None else self._below.parts())]
 
     def check(self) -> None:
         """Raise StoreError if the tier below cannot be used."""
@@ -238,7 +245,7 @@ class PinnedStore(BaseStore):
                 if shuttle.want(entry):
                     copies.land(entry)
 
-    def get(self, key: int) -> list[Any]:
+    def get(self, key: int) -> list[Tensor]:
         """Return the state's tensors, for the compute stream.  Raises CheckpointLost."""
         copies, shuttle = self._opened()
         entry = shuttle.entries.get(key)
