@@ -2,8 +2,8 @@
 
 One computing thread calls a store; the store moves bytes on threads of its
 own.  Its life: `open`, any number of puts, prefetches, gets and drops,
-`close`; then it can be opened again.  Whoever opens it has it alone until
-`close`.  A key (the step of the checkpoint) is put, then read any number of
+`close`; then it can be opened again.  Between `open` and `close` it belongs to
+one run.  A key (the step of the checkpoint) is put, then read any number of
 times, then dropped; a dropped key may be put again.
 
 Failures never pass silently and never raise out of a background thread:
@@ -250,9 +250,49 @@ class Store(Protocol):
 
 
 class BaseStore:
-    """Answers for a store that is exact, unbounded, always usable, and one place.
+    """Base of a store that is exact, unbounded, always usable, and one place.
 
-    The rest of `Store` is left to the class that derives from it.
+    It implements the descriptive part of `Store`; a class that derives from it
+    implements the transfers.
+
+    Examples
+    --------
+    A store in a dict, without threads:
+
+    >>> import numpy as np
+    >>> from multistage import Reversal
+    >>> class DictStore(BaseStore):
+    ...     name, queue_depth = "dict", 1
+    ...     def __init__(self):
+    ...         self.stats, self.transfers, self.kept = StoreStats(), deque(maxlen=100), None
+    ...     def buffer_bytes(self, layout):
+    ...         return 0
+    ...     def capacity_states(self, layout):
+    ...         return None
+    ...     def open(self, layout):
+    ...         self.kept = {}
+    ...     def put(self, key, arrays, *, block=False):
+    ...         self.kept[key] = [array.copy() for array in arrays]
+    ...         self.stats.writes += 1
+    ...         return True
+    ...     def wait_written(self, key):
+    ...         return True
+    ...     def prefetch(self, key):
+    ...         pass
+    ...     def get(self, key):
+    ...         return self.kept[key]
+    ...     def drop(self, key):
+    ...         self.kept.pop(key, None)
+    ...     def close(self):
+    ...         self.kept = None
+    >>> steps = lambda x, i: np.sin(x), lambda x, a, i: np.cos(x) * a
+    >>> gradients = []
+    >>> for tiers in (None, DictStore()):
+    ...     with Reversal(*steps, n_steps=50, memory="4 slots", tiers=tiers) as run:
+    ...         last = run.forward(np.ones(3))
+    ...         gradients.append(run.reverse(np.ones(3)))
+    >>> np.array_equal(*gradients)
+    True
     """
 
     capacity_bytes: int | None = None
@@ -285,11 +325,34 @@ class BaseStore:
 
 
 class WrapperStore:
-    """What a store around another one answers for it; the rest of `Store` is left to it.
+    """Base of a store around another one, for which it answers.
+
+    It implements the descriptive part of `Store` by that of the inner store; a class
+    that derives from it implements the transfers.
 
     Parameters
     ----------
     inner : Store
+
+    Examples
+    --------
+    A store that counts the puts of another one; it forwards all other transfers.
+
+    >>> class Counting(WrapperStore):
+    ...     puts = 0
+    ...     def put(self, key, arrays, *, block=False):
+    ...         self.puts += 1
+    ...         return self._inner.put(key, arrays, block=block)
+    ...     def __getattr__(self, name):
+    ...         return getattr(self._inner, name)
+    >>> import numpy as np
+    >>> from multistage.backends import MemoryStore
+    >>> from multistage.states.layout import Layout
+    >>> store = Counting(MemoryStore())
+    >>> store.open(Layout.of(np.ones(4)))
+    >>> store.put(0, [np.ones(4)]), store.puts, store.name
+    (True, 1, 'memory')
+    >>> store.close()
     """
 
     def __init__(self, inner: Store) -> None:

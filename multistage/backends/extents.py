@@ -14,8 +14,8 @@ from ..states.layout import Array
 from ..support.step_sets import StepMap
 
 
-class State(Enum):
-    """How far an extent's write, or its read, has come."""
+class TransferState(Enum):
+    """Where a transfer, of an extent or of a batch of a durable store, stands."""
 
     FILLING = 1
     QUEUED = 2
@@ -50,8 +50,8 @@ class Extent:
         self.slot = slot
         self.first = first  # key it began with
         self.previous = previous
-        self.state = State.FILLING
-        self.read_state: State | None = None
+        self.state = TransferState.FILLING
+        self.read_state: TransferState | None = None
         self.buffer: int | None = None  # number of the staging buffer that still holds it
         self.landing: Array | None = None
         self.arrays: Sequence[Array] | None = None

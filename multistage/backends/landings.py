@@ -7,7 +7,7 @@ from collections import deque
 from .arena import LandingPool
 from .base import StoreStats, TransferRecord
 from .carrier import Carrier
-from .extents import Extent, State
+from .extents import Extent, TransferState
 
 
 class Landings:
@@ -36,25 +36,25 @@ class Landings:
         """Queue a read of an extent, unless it is in memory, on its way, or of no use."""
         if extent.buffer is not None or extent.read_state is not None or not extent.live:
             return
-        if extent.state is State.FAILED:  # as its error says
-            extent.read_state = State.FAILED
+        if extent.state is TransferState.FAILED:  # as its error says
+            extent.read_state = TransferState.FAILED
             return
-        extent.read_state = State.QUEUED
+        extent.read_state = TransferState.QUEUED
         try:
             extent.landing = self._pool.take()
         except (OSError, MemoryError) as error:
-            extent.read_state, extent.error = State.FAILED, f"read failed: {error}"
+            extent.read_state, extent.error = TransferState.FAILED, f"read failed: {error}"
             return
         self._carrier.queue_read(extent, extent.landing)
 
     def landed(self, extent: Extent, began: float, ended: float, error: Exception | None) -> None:
         """Enter what became of a read, which the carrier tells."""
         # Interrupted it is called again: see `Traffic`.
-        if extent.read_state is not State.QUEUED:
+        if extent.read_state is not TransferState.QUEUED:
             return
         if error is not None:
             extent.error = f"read failed: {error}"
-        extent.read_state = State.DONE if error is None else State.FAILED
+        extent.read_state = TransferState.DONE if error is None else TransferState.FAILED
         if error is None:
             self._stats.bytes_read += extent.nbytes
         self._transfers.append(TransferRecord("read", extent.first, began, ended, extent.nbytes))
@@ -69,7 +69,7 @@ class Landings:
             last is not None
             and last is not extent
             and last is not extent.previous
-            and last.read_state is State.DONE
+            and last.read_state is TransferState.DONE
         ):
             # Done with, though its keys may live on: else reading without
             # dropping would bring the whole tier back into memory.

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..states.layout import Array, Layout
 from .arena import pages, whole_huge
-from .extents import Extent, State
+from .extents import Extent, TransferState
 
 BUFFERS = 3  # being filled or written; as many again are read into
 
@@ -41,7 +41,9 @@ class Staging:
         for number, holder in enumerate(self._holders):
             if holder is None:
                 return number
-            if holder.state in (State.DONE, State.FAILED) and (best is None or holder.serial < age):
+            if holder.state in (TransferState.DONE, TransferState.FAILED) and (
+                best is None or holder.serial < age
+            ):
                 best, age = number, holder.serial
         return best
 

@@ -15,7 +15,7 @@ from ..states.layout import Array, Layout
 from .arena import LandingPool, landing_pool, pages, whole_huge
 from .base import CheckpointLost, StoreStats, TransferRecord
 from .carrier import Carrier
-from .extents import Extent, Index, State
+from .extents import Extent, Index, TransferState
 from .landings import Landings
 from .lifetimes import weakly
 from .medium import is_full
@@ -108,7 +108,7 @@ class Traffic:
         return True
 
     def _queue_write(self, extent: Extent) -> None:
-        extent.state = State.QUEUED
+        extent.state = TransferState.QUEUED
         number, staging = extent.buffer, self._staging
         data = None if staging is None or number is None else staging.buffers[number]
         self._carrier.queue_write(extent, data)
@@ -127,8 +127,8 @@ class Traffic:
         interrupted = OSError(errno.EINTR, "it was interrupted before it was queued")
         now = time.perf_counter()
         for extent in list(self.index.extents.values()):
-            if extent.state is State.FILLING and extent is not self._filling:
-                extent.state = State.QUEUED
+            if extent.state is TransferState.FILLING and extent is not self._filling:
+                extent.state = TransferState.QUEUED
             self._wrote(extent, now, now, interrupted)
             self._landings.landed(extent, now, now, interrupted)
 
@@ -150,7 +150,7 @@ class Traffic:
     def _put_large(self, key: int, arrays: Sequence[Array], block: bool, depth: int) -> bool:
         self.poll()
         waiting = self._waiting
-        while waiting and waiting[0].state is not State.QUEUED:
+        while waiting and waiting[0].state is not TransferState.QUEUED:
             waiting.popleft()
         if len(waiting) >= depth:
             if not block:
@@ -190,14 +190,14 @@ class Traffic:
         extent = entry[0]
         if self._count == 1:
             self._wait(extent)
-        if extent.state is State.FAILED:
+        if extent.state is TransferState.FAILED:
             self._lose(key)
             return False
         return True
 
     def _wait(self, extent: Extent) -> None:
-        if extent.state is State.QUEUED:
-            self._wait_for(lambda: extent.state is not State.QUEUED)
+        if extent.state is TransferState.QUEUED:
+            self._wait_for(lambda: extent.state is not TransferState.QUEUED)
 
     # ------------------------------------------------------------------- reads
 
@@ -234,9 +234,9 @@ class Traffic:
         """Return one state of an extent, once that has been read."""
         if extent.read_state is None:
             self.prefetch(key)
-        if extent.read_state is State.QUEUED:
-            self._wait_for(lambda: extent.read_state is not State.QUEUED)
-        if extent.read_state is State.FAILED:
+        if extent.read_state is TransferState.QUEUED:
+            self._wait_for(lambda: extent.read_state is not TransferState.QUEUED)
+        if extent.read_state is TransferState.FAILED:
             error = extent.error
             self._lose(key)
             raise CheckpointLost(error)
@@ -268,7 +268,7 @@ class Traffic:
         self.poll()
         left = []
         for extent in self._zombies:
-            if State.QUEUED in (extent.state, extent.read_state):
+            if TransferState.QUEUED in (extent.state, extent.read_state):
                 left.append(extent)
                 continue
             self._space.give_back(extent)
@@ -284,7 +284,7 @@ class Traffic:
         """Enter what became of a write, which the carrier tells."""
         # Interrupted it is called again, hence the look at the state, which is set before what
         # is only counted.
-        if extent.state is not State.QUEUED:
+        if extent.state is not TransferState.QUEUED:
             return
         if error is not None:
             if is_full(error):
@@ -293,7 +293,7 @@ class Traffic:
         self._serial += 1
         extent.arrays = None
         extent.serial = self._serial
-        extent.state = State.DONE if error is None else State.FAILED
+        extent.state = TransferState.DONE if error is None else TransferState.FAILED
         if error is None:
             self._stats.bytes_written += extent.nbytes
         self._transfers.append(TransferRecord("write", extent.first, began, ended, extent.nbytes))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..backends.arena import LandingPool
-from ..backends.extents import State
+from ..backends.extents import TransferState
 from ..states.layout import Array, Layout
 from .folder import Folder
 from .headers import BadFile, Kind, encode, parse_states, states_table
@@ -48,7 +48,7 @@ class Batch:
     def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
-        self.state = State.FILLING
+        self.state = TransferState.FILLING
         self.steps = array("q")
         self.checksums = array("Q")
         self.live = 0
@@ -67,7 +67,7 @@ class Batch:
     @property
     def settled(self) -> bool:
         """Whether its write is over."""
-        return self.state in (State.DONE, State.FAILED)
+        return self.state in (TransferState.DONE, TransferState.FAILED)
 
 
 def ordered(layout: Layout) -> OrderedLayout:
@@ -109,7 +109,7 @@ def _batch_in(folder: Folder, name: str, number: int, layout: OrderedLayout, bel
     if min(steps) >= below:
         raise BadFile("it is not needed any more")
     batch = Batch(number, name)
-    batch.state = State.DONE
+    batch.state = TransferState.DONE
     batch.steps, batch.checksums = steps, checksums
     batch.least = min(steps)
     batch.offset = len(header.prelude) + len(table)
@@ -141,7 +141,7 @@ def read_record(
 ) -> Array:
     """Return the bytes of one state, verified.  Raises OSError, BadFile, MemoryError."""
     size = layout.record_bytes
-    if batch.state is State.FAILED:
+    if batch.state is TransferState.FAILED:
         raise OSError(errno.EIO, batch.error)
     # A page for each small state would be more than the state.
     landing = np.empty(size, np.uint8) if per_batch(layout) > 1 else pool.take()

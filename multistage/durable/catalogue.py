@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
-from ..backends.extents import Index, State
+from ..backends.extents import Index, TransferState
 from ..support.step_sets import StepSet
 from .batches import NEVER, PLACES, Batch
 
@@ -107,7 +107,7 @@ class Catalogue:
         assert entry is not None
         batch = entry[0]
         self._dropped.discard(step)
-        if batch.state is State.FAILED or not self._lasting:
+        if batch.state is TransferState.FAILED or not self._lasting:
             self._index.pop(step)
             return False
         self._dead.pop(batch.number, None)

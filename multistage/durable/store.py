@@ -21,7 +21,7 @@ from functools import partial
 
 from ..backends.arena import landing_bytes
 from ..backends.base import BaseStore, CheckpointLost, StoreStats, TransferRecord
-from ..backends.extents import State
+from ..backends.extents import TransferState
 from ..backends.lifetimes import Hold
 from ..errors import StoreError
 from ..states.layout import Array, Layout
@@ -213,7 +213,7 @@ class DurableStore(BaseStore):
         batch = entry[0]
         if self._count == 1:
             self._writing().wait(batch)
-        if batch.state is State.FAILED:
+        if batch.state is TransferState.FAILED:
             self._writing().warn_if_full()
             self._lose(key)
             return False

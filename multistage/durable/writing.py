@@ -18,7 +18,7 @@ from functools import partial
 
 from ..backends.arena import pages
 from ..backends.base import StoreStats, TransferRecord
-from ..backends.extents import State
+from ..backends.extents import TransferState
 from ..backends.lanes import Lane
 from ..backends.medium import is_full, warn_full
 from ..states.layout import Array
@@ -142,14 +142,14 @@ class Writer:
         self, key: int, packed: Sequence[Array], block: bool, depth: int
     ) -> Batch | None:
         waiting = self._waiting
-        while waiting and waiting[0].state is not State.QUEUED:
+        while waiting and waiting[0].state is not TransferState.QUEUED:
             waiting.popleft()
         if len(waiting) >= depth:
             if not block:
                 return None
             self.wait(waiting[0])
         batch = self._new_batch()
-        batch.state = State.QUEUED
+        batch.state = TransferState.QUEUED
         batch.arrays = tuple(packed)
         batch.add(key)
         waiting.append(batch)
@@ -159,7 +159,7 @@ class Writer:
     def wait(self, batch: Batch) -> None:
         """Block until a batch is written, or was not."""
         with self.changes.lock:
-            if batch.state is State.FILLING:
+            if batch.state is TransferState.FILLING:
                 batch.wanted = True
                 self.changes.notify_all()
         self.changes.wait_for(lambda: batch.settled)
@@ -172,22 +172,22 @@ class Writer:
 
     def _write(self, batch: Batch) -> None:
         """Write one batch; whatever happens, its state says so."""
-        if batch.state is State.FILLING:
+        if batch.state is TransferState.FILLING:
             self.changes.wait_for(lambda: batch.wanted or self._jobs.waiting > 0, self._linger_s)
         with self.changes.lock:
-            batch.state = State.QUEUED
+            batch.state = TransferState.QUEUED
             if self._filling is batch:
                 self._filling = None  # from here on it grows no more
             if not batch.steps:  # the put that began it raised
-                self._give_back(batch, State.FAILED)
+                self._give_back(batch, TransferState.FAILED)
                 return
         began = time.perf_counter()
-        state, nbytes = State.DONE, len(batch.steps) * self._layout.record_bytes
+        state, nbytes = TransferState.DONE, len(batch.steps) * self._layout.record_bytes
         try:
             write_batch(batch, self._folder, self._layout)
             self._stats.bytes_written += nbytes
         except Exception as error:  # whatever it is, the computing thread must be told
-            state = State.FAILED
+            state = TransferState.FAILED
             batch.error = f"write failed: {error}"
             self.full = self.full or is_full(error)
         ended = time.perf_counter()
@@ -195,7 +195,7 @@ class Writer:
         with self.changes.lock:
             self._give_back(batch, state)
 
-    def _give_back(self, batch: Batch, state: State) -> None:
+    def _give_back(self, batch: Batch, state: TransferState) -> None:
         if batch.buffer is not None:
             self._buffers.append(batch.buffer)
         batch.buffer = batch.arrays = None

@@ -56,7 +56,7 @@ FAULTS: tuple[Mutant, ...] = (
     ),
     of(
         "durable/catalogue.py",
-        "        if batch.state is State.FAILED or not self._lasting:",
+        "        if batch.state is TransferState.FAILED or not self._lasting:",
         "        if not self._lasting:",
         "durable/test_store.py",
     ),

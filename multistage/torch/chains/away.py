@@ -13,7 +13,7 @@ from ..tiers.parcels import Parcel
 from ..tiers.stowage import Stowage
 from .held import AwayState, HeldTape
 from .links import FastMemory
-from .stages import Stages
+from .stages import StageRunner
 
 
 class Away:
@@ -21,13 +21,13 @@ class Away:
 
     Parameters
     ----------
-    stages : Stages
+    stages : StageRunner
     memory : FastMemory
     stowage : Stowage or None
         None for a plan that sends nothing away.
     """
 
-    def __init__(self, stages: Stages, memory: FastMemory, stowage: Stowage | None) -> None:
+    def __init__(self, stages: StageRunner, memory: FastMemory, stowage: Stowage | None) -> None:
         self._stages, self._memory, self._stowage = stages, memory, stowage
         self._states: dict[int, AwayState] = {}
         self._tapes: dict[int, HeldTape] = {}

@@ -19,7 +19,7 @@ from ..environment.states import KeptState
 from ..measurement.saved import Caught
 from ..tiers.parcels import Origins
 from .held import HeldTape
-from .stages import Box, Stages, storages_of_all
+from .stages import Box, StageRunner, storages_of_all
 
 Adjoint = TypeVar("Adjoint")
 
@@ -168,7 +168,7 @@ class Links:
 
     Parameters
     ----------
-    stages : Stages
+    stages : StageRunner
     script : Script
     memory : FastMemory
     streams : bool
@@ -185,7 +185,7 @@ class Links:
     state_is_tape = False
 
     def __init__(
-        self, stages: Stages, script: Script, memory: FastMemory, *, streams: bool
+        self, stages: StageRunner, script: Script, memory: FastMemory, *, streams: bool
     ) -> None:
         self._stages, self._script, self._memory = stages, script, memory
         self._streams = streams

@@ -45,7 +45,7 @@ from .away import Away
 from .detours import TakenWhenLate
 from .held import HeldTape
 from .links import FastMemory, Links, Script, StageSlots
-from .stages import Stages, storages_of_all
+from .stages import StageRunner, storages_of_all
 
 
 class Run:
@@ -59,7 +59,7 @@ class Run:
     berth : Berth, optional
         The tier of a plan that sends something there.
     watchful : bool
-        Whether every stage is watched for draws of random numbers; see `Stages`.
+        Whether every stage is watched for draws of random numbers; see `StageRunner`.
     deadlines : Deadlines, optional
         What to ask when writes are late; of the plan that the actions are of.
     """
@@ -74,7 +74,7 @@ class Run:
         watchful: bool = True,
         deadlines: Deadlines | None = None,
     ) -> None:
-        self._stages, self._script = Stages(stages, traits, watchful=watchful), Script(actions)
+        self._stages, self._script = StageRunner(stages, traits, watchful=watchful), Script(actions)
         self._deadlines = deadlines
         self._berth = berth
         self._streams = any(isinstance(action, Put) for action in actions)

@@ -38,8 +38,8 @@ class UnforeseenError(OnceMore):
     """A stage draws random numbers that is not known to."""
 
 
-class Stages:
-    """Stages that one run goes through.
+class StageRunner:
+    """The stages of one run, each run for the first time and again.
 
     Parameters
     ----------
