@@ -9,29 +9,35 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...errors import ArgumentError, StateError
-from ..measurement.checking import Check, complain
+from ...errors import StateError
+from ..measurement.checking import Check
 from ..tensors.checksums import Checksums
 from ..tensors.graphs import Walked, graph_begins, held_elsewhere, leaves_below
-from ..tensors.states import TensorState, kind_of, said
+from ..tensors.states import TensorState
 from .allowances import Allowance
 from .boundaries import Boundaries
 from .cell import Cell, Facts
+from .cell_rules import (
+    refuse_other_numbers,
+    refuse_other_tensors,
+    refuse_unknown,
+    refuse_written,
+    require_known_wants,
+    require_like,
+)
+from .chunk_graph import ChunkGraph, Gradients, Ys, gradients_of
 from .collector import Collector
 from .inputs import InputGradients, Inputs, Place
+from .results import single_results
 from .running_steps import run_steps, without_hooks
 from .sums import Sums
 from .surroundings import Surroundings
-
-Gradients = tuple[Tensor | None, ...]
-Ys = list[tuple[int, list[Tensor]]]  # of steps: t, leaves
 
 
 class ThroughTime:
@@ -143,22 +149,11 @@ class ThroughTime:
         self._require_like(k, given, leaves)
         outputs = () if self.cell.fused else ys
         if not self.boundaries.note(k, given, leaves, outputs, self._steps(k)):
-            raise StateError(
-                f"{self.cell.name} returned other tensors twice after step {self._steps(k)[1] - 1} "
-                "when it was run again than at first; it must do the same every time"
-            )
+            refuse_other_tensors(self.cell.name, self._stop_of(k))
 
     def _require_like(self, k: int, given: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         """Raise StateError if a chunk returned a state of other shapes or dtypes than it got."""
-        for number, (before, after) in enumerate(zip(given, leaves, strict=True)):
-            if before.shape != after.shape or before.dtype != after.dtype:
-                first, last = self._steps(k)
-                raise StateError(
-                    f"{self.cell.name} changed leaf {number} of its state from "
-                    f"{said(kind_of(before))} to {said(kind_of(after))} at steps {first} to "
-                    f"{last - 1}, and not in its first step; where shapes follow from x_t give "
-                    "inputs as a list, or else say unequal=True"
-                )
+        require_like(self.cell.name, given, leaves, self._steps(k))
 
     def advance(self, state: TensorState, start: int, stop: int) -> TensorState:
         """Return the state after these chunks, without a graph."""
@@ -183,7 +178,7 @@ class ThroughTime:
                 leaves = self._run_steps(user, (first, last), x, take)
                 self._note(k, given, leaves, ys)
                 if versions != [y._version for _, of_step in ys for y in of_step]:
-                    self._refuse_written(first, last)
+                    refuse_written(self.cell.name, (first, last))
                 if new and self.checksums is not None:
                     self.checksums.note(k, [*leaves, *(ys[-1][1] if ys else ())])
                 state.checked()
@@ -205,12 +200,6 @@ class ThroughTime:
     ) -> list[Tensor]:
         return run_steps(self.cell, self.facts, state, steps, x, take)
 
-    def _refuse_written(self, first: int, last: int) -> NoReturn:
-        raise StateError(
-            f"{self.cell.name} writes to an output of steps {first} to {last - 1} after it was "
-            "returned; it must return tensors that it leaves alone: a copy"
-        )
-
     def _given(self, state: TensorState, k: int, *, graph: bool) -> list[Tensor]:
         """Return the state before a chunk for the cell to run on, in the surroundings of then."""
         tensors = state.checked()
@@ -229,39 +218,11 @@ class ThroughTime:
         return given
 
     def results(self, last: Sequence[Tensor]) -> tuple[list[Tensor], list[bool], list[int | None]]:
-        """Return the results of the sequence, whether each takes part in the gradient, and places.
-
-        The places are those of the state's leaves and y's among the results.  One
-        tensor in several places is one result, so that its gradient is added up
-        as plain autograd does it.
-        """
-        count = len(last)
+        """Return the results of the sequence, flags and places; see `single_results`."""
         pattern = self.boundaries[self.n_steps - 1].pattern
-        results: list[Tensor] = []
-        flags: list[bool] = []
-        places: list[int | None] = []
-        for i, leaf in enumerate(last):
-            if pattern[i] < i:
-                places.append(places[pattern[i]])
-                continue
-            places.append(len(results))
-            results.append(leaf.view_as(leaf))
-            flags.append(self._last_wants()[i])
-        # The sum of one is that one.
-        one = ("last", "sum") if self.collector.steps == 1 else ("last",)
-        kept = [kind in one and not self.cell.fused for kind in self.collector.kinds]
-        for j, value in enumerate(self.collector.values()):
-            known = kept[j] and count + j < len(pattern)  # else no y came in the last chunk
-            same = pattern[count + j] if known else count + j
-            if value is None:
-                places.append(None)
-            elif same < count or (same < count + j and kept[same - count]):
-                places.append(places[same])
-            else:
-                places.append(len(results))
-                results.append(value)
-                flags.append(self.facts.differentiable[j])
-        return results, flags, places
+        return single_results(
+            last, pattern, self._last_wants(), self.collector, self.facts, fused=self.cell.fused
+        )
 
     def tape(self, state: TensorState, step: int) -> tuple[TensorState, object]:
         """Raise: a state is its own tape."""
@@ -278,7 +239,7 @@ class ThroughTime:
 
     def _back(
         self,
-        held: list[Again],
+        held: list[ChunkGraph],
         adjoint: Gradients,
         k: int,
         chosen: Sequence[int] | None = None,
@@ -288,7 +249,7 @@ class ThroughTime:
 
         Parameters
         ----------
-        held : list of one Again
+        held : list of one ChunkGraph
             Emptied: nobody else may hold the graph.
         adjoint : tuple of Tensor or None
         k : int
@@ -325,7 +286,7 @@ class ThroughTime:
             roots += entry.roots(sums)
         targets = [*wanted, *(x for _, x in xs), *of_sums]
         with without_hooks(facts.parameters):
-            found = self._gradients(roots, targets)
+            found = gradients_of(self.cell.name, roots, targets)
         for (place, _), gradient in zip(xs, found[len(wanted) :], strict=False):
             if gradient is not None and self.of_inputs is not None:
                 self.of_inputs.put(place, gradient)
@@ -338,34 +299,10 @@ class ThroughTime:
         )
         if unknown:
             del again, given, xs, roots, wanted, targets  # the cell's own leaves go with the graph
-            self._refuse(held_elsewhere(unknown, collect=True), k)
+            refuse_unknown(self.cell.name, held_elsewhere(unknown, collect=True), self._steps(k))
         return result
 
-    def _gradients(
-        self, roots: Sequence[tuple[Tensor, Tensor | None]], targets: Sequence[Tensor]
-    ) -> tuple[Tensor | None, ...]:
-        name = self.cell.name
-        try:
-            found = torch.autograd.grad(
-                [t for t, _ in roots], targets, [g for _, g in roots], allow_unused=True
-            )
-        except RuntimeError as error:
-            if "use_reentrant=True" not in str(error):
-                raise
-            raise StateError(
-                f"{name} uses reentrant checkpoint, whose gradients autograd computes only "
-                "together with .grad; give torch.utils.checkpoint use_reentrant=False"
-            ) from error
-        for target, gradient in zip(targets, found, strict=True):
-            if gradient is not None and gradient.layout is not torch.strided:
-                raise StateError(
-                    f"{name} has a sparse gradient (of a parameter of shape "
-                    f"{tuple(target.shape)}), and chunks' gradients are added up densely; use "
-                    "nn.Embedding(sparse=False)"
-                )
-        return found
-
-    def _again(self, before: TensorState, k: int) -> Again:
+    def _again(self, before: TensorState, k: int) -> ChunkGraph:
         """Run a chunk again, with a graph; check that it did the same."""
         first, last = self._steps(k)
         ys: Ys = []
@@ -376,7 +313,7 @@ class ThroughTime:
         self.around.refuse_graphs(first, last)
         self._check_wants(k, leaves, ys)
         self._note(k, given, leaves, ys)
-        return Again(given, leaves, xs, ys, begun)
+        return ChunkGraph(given, leaves, xs, ys, begun)
 
     def _with_graph(
         self, before: TensorState, k: int, take: Callable[[tuple[int, list[Tensor]]], None]
@@ -401,31 +338,15 @@ class ThroughTime:
             self._refuse_other(k)
 
     def _refuse_other(self, k: int) -> None:
-        first, last = self._steps(k)
         check, self.checksums = self.check, None  # one warning is enough
-        complain(
-            check,
-            f"{self.cell.name} returned other numbers at steps {first} to {last - 1} when they "
-            "were run again than at first: it must depend on its state, inputs, parameters and "
-            "buffers alone; return what it remembers in the state, and choose deterministic "
-            "operators (torch.use_deterministic_algorithms)",
-        )
-
-    def _refuse(self, leaves: Sequence[Tensor], k: int) -> None:
-        first, last = self._steps(k)
-        for leaf in leaves:
-            raise ArgumentError(
-                f"{self.cell.name} uses a tensor of shape {tuple(leaf.shape)} that wants a "
-                f"gradient at steps {first} to {last - 1}, but did not at the first; give it in "
-                "parameters=[...]"
-            )
+        refuse_other_numbers(check, self.cell.name, self._steps(k))
 
     def _is_own(self, k: int, i: int) -> bool:
         """Whether leaf i of the state before a chunk is neither an earlier leaf nor a parameter."""
         before = self.boundaries[k - 1]
         return before.pattern[i] == i and before.known[i] < 0
 
-    def _of_outputs(self, k: int, again: Again) -> list[tuple[Tensor, Tensor | None]]:
+    def _of_outputs(self, k: int, again: ChunkGraph) -> list[tuple[Tensor, Tensor | None]]:
         """Return the outputs that enter a chunk's graph, with their gradients."""
         last = k == self.n_steps - 1
         found = self.boundaries.outputs_of(k, again.given, again.ys, self._stop_of, last)
@@ -434,29 +355,5 @@ class ThroughTime:
 
     def _check_wants(self, k: int, leaves: Sequence[Tensor], ys: Ys) -> None:
         """Raise StateError if a result takes part in the gradient that was not known to."""
-        facts, name = self.facts, self.cell.name
-        for i, (leaf, wants) in enumerate(zip(leaves, self._wants(k + 1), strict=True)):
-            if leaf.requires_grad and not wants:
-                raise StateError(
-                    f"leaf {i} of the state of {name} takes part in the gradient after step "
-                    f"{self._steps(k)[1] - 1}, and did not after the first; let that leaf of "
-                    "state 0 require a gradient"
-                )
-        for t, of_step in ys:
-            for j, leaf in enumerate(of_step):
-                if leaf.requires_grad and not facts.differentiable[j]:
-                    raise StateError(
-                        f"leaf {j} of y of {name} takes part in the gradient at step {t}, and did "
-                        "not at the first; let it have a graph there too, as by adding 0 * h.sum()"
-                    )
-
-
-@dataclass(slots=True)
-class Again:
-    """A chunk that was run with a graph."""
-
-    given: list[Tensor]  # the state before it
-    leaves: list[Tensor]  # and after
-    xs: list[tuple[Place, Tensor]]
-    ys: Ys
-    begun: int
+        wants, stop = self._wants(k + 1), self._stop_of(k)
+        require_known_wants(self.cell.name, self.facts, wants, leaves, ys, stop)

@@ -29,12 +29,14 @@ from ..tensors.states import (
     kind_of,
     said,
 )
+from .cell_rules import refuse_written
 from .cells import Cells, VariedFacts, run_varied
+from .chunk_graph import ChunkGraph, Gradients, Ys
 from .collector import Collector
 from .inputs import Inputs
 from .sums import Sums
 from .surroundings import Surroundings
-from .through_time import Again, Gradients, ThroughTime, Ys
+from .through_time import ThroughTime
 
 
 class Graph:
@@ -42,7 +44,7 @@ class Graph:
 
     __slots__ = ("chosen", "entry", "held")
 
-    def __init__(self, again: Again, chosen: Sequence[int], entry: Sums) -> None:
+    def __init__(self, again: ChunkGraph, chosen: Sequence[int], entry: Sums) -> None:
         # The entry is made now: by the thread of the graph, wherever backward is called from.
         self.held, self.chosen, self.entry = [again], chosen, entry
 
@@ -173,7 +175,7 @@ class VariedThroughTime(ThroughTime):
         user = pytree.tree_unflatten(given, self._spec(0))
         return self._run_steps(user, self._steps(0), self.inputs.at, lambda found: None)
 
-    def _graph(self, again: Again, k: int) -> Graph:
+    def _graph(self, again: ChunkGraph, k: int) -> Graph:
         parameters, walked = self.facts.parameters, Walked()
         own = {id(t) for t in [*again.given, *(x for _, x in again.xs)]}
         roots = [t for t in again.leaves if t.requires_grad]
@@ -185,7 +187,7 @@ class VariedThroughTime(ThroughTime):
         chosen = [i for i, p in enumerate(parameters) if uses(walked.used, p)]
         return Graph(again, chosen, Sums([parameters[i] for i in chosen]))
 
-    def _first_graph(self, before: TensorState, k: int) -> Again:
+    def _first_graph(self, before: TensorState, k: int) -> ChunkGraph:
         """Run a chunk for the first time, with a graph."""
         first, last = self._steps(k)
         ys: Ys = []
@@ -199,14 +201,14 @@ class VariedThroughTime(ThroughTime):
         given, leaves, xs, begun = self._with_graph(before, k, take)
         self._note(k, given, leaves, ys)
         if versions != [y._version for _, of_step in ys for y in of_step]:
-            self._refuse_written(first, last)
+            refuse_written(self.cell.name, (first, last))
         self.require_checksums()
         if self.checksums is not None:
             self.checksums.note(k, [*leaves, *(ys[-1][1] if ys else ())])
         before.checked()
         self.around.refuse_graphs(first, last)
         self._check_wants(k, leaves, ys)
-        return Again(given, leaves, xs, ys, begun)
+        return ChunkGraph(given, leaves, xs, ys, begun)
 
     def verify(self) -> None:
         """Raise StateError if a chunk gave other results when it was run again."""

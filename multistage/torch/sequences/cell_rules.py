@@ -1,0 +1,109 @@
+"""What a cell must do alike at every step and in every run, and the errors where it does not.
+
+Steps are the first of a chunk and the one behind its last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from torch import Tensor
+
+from ...errors import ArgumentError, StateError
+from ..measurement.checking import Check, complain
+from ..tensors.states import kind_of, said
+from .cell import Facts
+
+
+def require_like(
+    name: str, given: Sequence[Tensor], leaves: Sequence[Tensor], steps: tuple[int, int]
+) -> None:
+    """Raise StateError if steps returned a state of other shapes or dtypes than they got."""
+    for number, (before, after) in enumerate(zip(given, leaves, strict=True)):
+        if before.shape != after.shape or before.dtype != after.dtype:
+            first, last = steps
+            raise StateError(
+                f"{name} changed leaf {number} of its state from "
+                f"{said(kind_of(before))} to {said(kind_of(after))} at steps {first} to "
+                f"{last - 1}, and not in its first step; where shapes follow from x_t give "
+                "inputs as a list, or else say unequal=True"
+            )
+
+
+def require_known_wants(
+    name: str,
+    facts: Facts,
+    wants: Sequence[bool],
+    leaves: Sequence[Tensor],
+    ys: Sequence[tuple[int, Sequence[Tensor]]],
+    stop: int,
+) -> None:
+    """Raise StateError if a result takes part in the gradient that was not known to.
+
+    Parameters
+    ----------
+    name, facts
+        Of the cell.
+    wants : sequence of bool
+        Which leaves of the state before step `stop` take part.
+    leaves : sequence of Tensor
+        Of that state.
+    ys : sequence of (t, leaves of y)
+        Of the steps before it.
+    stop : int
+    """
+    for i, (leaf, known) in enumerate(zip(leaves, wants, strict=True)):
+        if leaf.requires_grad and not known:
+            raise StateError(
+                f"leaf {i} of the state of {name} takes part in the gradient after step "
+                f"{stop - 1}, and did not after the first; let that leaf of "
+                "state 0 require a gradient"
+            )
+    for t, of_step in ys:
+        for j, leaf in enumerate(of_step):
+            if leaf.requires_grad and not facts.differentiable[j]:
+                raise StateError(
+                    f"leaf {j} of y of {name} takes part in the gradient at step {t}, and did "
+                    "not at the first; let it have a graph there too, as by adding 0 * h.sum()"
+                )
+
+
+def refuse_other_tensors(name: str, stop: int) -> NoReturn:
+    """Raise StateError: other tensors than at first are one and the same before step `stop`."""
+    raise StateError(
+        f"{name} returned other tensors twice after step {stop - 1} "
+        "when it was run again than at first; it must do the same every time"
+    )
+
+
+def refuse_written(name: str, steps: tuple[int, int]) -> NoReturn:
+    """Raise StateError: an output was written to after it was returned."""
+    first, last = steps
+    raise StateError(
+        f"{name} writes to an output of steps {first} to {last - 1} after it was "
+        "returned; it must return tensors that it leaves alone: a copy"
+    )
+
+
+def refuse_other_numbers(check: Check, name: str, steps: tuple[int, int]) -> None:
+    """Raise StateError, or warn, as `check` has it: steps gave other numbers in a second run."""
+    first, last = steps
+    complain(
+        check,
+        f"{name} returned other numbers at steps {first} to {last - 1} when they "
+        "were run again than at first: it must depend on its state, inputs, parameters and "
+        "buffers alone; return what it remembers in the state, and choose deterministic "
+        "operators (torch.use_deterministic_algorithms)",
+    )
+
+
+def refuse_unknown(name: str, leaves: Sequence[Tensor], steps: tuple[int, int]) -> None:
+    """Raise ArgumentError if there are leaves of a graph that are no parameters known of."""
+    first, last = steps
+    for leaf in leaves:
+        raise ArgumentError(
+            f"{name} uses a tensor of shape {tuple(leaf.shape)} that wants a "
+            f"gradient at steps {first} to {last - 1}, but did not at the first; give it in "
+            "parameters=[...]"
+        )
