@@ -41,7 +41,7 @@ EXPORT void ms_hierarchy_row(int64_t n, int64_t first, int64_t last, const doubl
                              double *row, double *over, int32_t *depth, int32_t *over_depth,
                              double *blocks, int64_t isa);
 
-/* --------------------------------------------------------------- chain.c */
+/* ---------------------------------------------- chain.c, chain_schedules.c */
 
 /* A chain in slots.  Stages 0..n-1; state and grad have n+1 entries. */
 typedef struct {
@@ -70,7 +70,7 @@ EXPORT void ms_chain_curve(const chain_t *chain, const chain_t *bytes, const dou
 EXPORT void ms_chain_smallest(const chain_t *c, int64_t first, int64_t last, int64_t *peak,
                               int32_t *choices);
 
-/* --------------------------------------------------------------- joint.c */
+/* ------------------------- joint.c, joint_traces.c, joint_search.c */
 
 /* A chain with a slow tier: its table, a limit and the tier. */
 typedef struct {
@@ -96,7 +96,7 @@ EXPORT void ms_joint_layout(const joint_t *x, int64_t *ops, int64_t *items, int6
 EXPORT double ms_joint_improve(const joint_t *x, uint8_t *fates, double seconds, int64_t moves,
                                int64_t seed);
 
-/* ------------------------------------------------------- joint_program.c */
+/* --------------------------- joint_program.c, joint_rounding.c */
 
 /* How the dynamic program rounds and what it charges. */
 typedef struct {
@@ -136,7 +136,7 @@ typedef struct {
 EXPORT int64_t ms_joint_dual_len(int64_t n, int64_t slots);
 EXPORT double ms_joint_dual(const dual_t *x, double *area);
 
-/* --------------------------------------------------------------- sweep.c */
+/* ----------------------------------------------- sweep.c, sweep_reserve.c */
 
 /* A streaming schedule and its costs. */
 typedef struct {

@@ -1,4 +1,4 @@
-"""The random moves of `native/joint.c`, number for number."""
+"""The random moves of `native/joint_search.c`, number for number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _WORD = (1 << 64) - 1
 
 
 class Draw:
-    """Random whole numbers, as `drawn` of joint.c makes them."""
+    """Random whole numbers, as `drawn` of joint_search.c makes them."""
 
     def __init__(self, state: int) -> None:
         self.state = state

@@ -21,7 +21,7 @@ from .joint_core import (
 from .sizes import Sizes
 from .table import Table
 
-_MOST_ENDS = 120  # as in joint_program.c
+_MOST_ENDS = 120  # as in joint_program.h
 _FLOAT = np.float32
 _INFINITE = _FLOAT(np.inf)
 

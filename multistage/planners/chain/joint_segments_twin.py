@@ -1,4 +1,4 @@
-"""The operations that reverse a segment, with the bytes they need; the twin of `native/joint.c`."""
+"""The operations that reverse a segment and the bytes they need, as in `native/joint_traces.c`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .joint_core import ADVANCE, REVERSE, TAPE, TAPE_LAST
 from .sizes import Sizes
 from .table import INFEASIBLE, Table
 
-_TRACE_OPS = 1 << 18  # as in joint.c
+_TRACE_OPS = 1 << 18  # as in joint_work.h
 
 Operation = tuple[int, int, int]  # need, kind, stage
 
