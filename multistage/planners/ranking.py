@@ -26,7 +26,8 @@ from ..model.costs import Costs
 from ..support.progress import counting
 from ..support.units import format_seconds
 from ..support.values import shown, whole
-from .single.periodic import periodic, recursive
+from .single.periodic import periodic
+from .single.recursive import recursive
 from .single.revolve import pyrevolve, revolve
 from .single.store_all import store_all
 from .streaming.interval import interval

@@ -9,24 +9,25 @@ from multistage.model.tier import Tier
 from multistage.planners.predict import simulated
 from multistage.planners.streaming.reserve import Reservation
 from multistage.planners.streaming.streaming import Form, streaming
-from multistage.planners.streaming.sweep import Sweep, SweepRun
+from multistage.planners.streaming.sweep import Sweep
+from multistage.planners.streaming.sweep_memory import SweepMemory
 from multistage.planners.streaming.timed import timed
 from multistage.schedule.simulation import simulate
 
 
 def test_parked_states_are_held_in_ascending_order() -> None:
     """The next anchor is held while a tail is reversed, those below it when the tail is over."""
-    run = SweepRun(Sweep(4, 2.0, 10, backlog=3), 20, None)
+    memory = SweepMemory(Sweep(4, 2.0, 10, backlog=3))
     for token, step in enumerate((3, 5, 7)):
-        run.writing.append((token, step, True))
-        run.readable.append(step)
-        run.parked.add(step)
-    run.used = run.staged = 3
+        memory.writing.append((token, step, True))
+        memory.readable.append(step)
+        memory.parked.add(step)
+    memory.used = memory.staged = 3
     for step in (7, 3, 5):
-        run._hold(step)
-    assert run.held == [3, 5, 7]
-    assert not run.readable and not run.parked and run.staged == 0
-    assert [staged for _, _, staged in run.writing] == [False, False, False]
+        memory.hold(step)
+    assert memory.held == [3, 5, 7]
+    assert not memory.readable and not memory.parked and memory.staged == 0
+    assert [staged for _, _, staged in memory.writing] == [False, False, False]
 
 
 def slow_tier(read_s: float, read_overhead_s: float = 0.0) -> Costs:

@@ -43,12 +43,18 @@ FAULTS: tuple[Mutant, ...] = (
     ),
     of(
         "planners/single/periodic.py",
+        "yield from taped_segment(start, start + length)",
+        "yield from taped_segment(start, start + length - 1)",
+        "planners/test_planners.py",
+    ),
+    of(
+        "planners/single/recursive.py",
         "part = -(-(stop - start) // (branch + 1))",
         "part = (stop - start) // (branch + 1) or 1",
         "planners/test_planners.py",
     ),
     of(
-        "planners/single/periodic.py",
+        "planners/single/recursive.py",
         "free - k, branch, weight)",
         "free - k + 1, branch, weight)",
         "planners/test_planners.py",
@@ -72,13 +78,13 @@ FAULTS: tuple[Mutant, ...] = (
         "planners/test_planners.py",
     ),
     of(
-        "planners/streaming/sweep.py",
+        "planners/streaming/sweep_memory.py",
         "while len(self.writing) > self.sweep.queue_depth:",
         "while len(self.writing) > self.sweep.queue_depth + 1:",
         "planners/test_planners.py",
     ),
     of(
-        "planners/streaming/sweep.py",
+        "planners/streaming/sweep_memory.py",
         "        if (yield Await(token)) is False:\n            self.stored.discard(step)",
         "        if (yield Await(token)) is None:\n            self.stored.discard(step)",
         "execute/test_executor.py",
@@ -129,7 +135,7 @@ FAULTS: tuple[Mutant, ...] = (
     ),
     of(
         "planners/streaming/resumed.py",
-        "self.stored.discard(step)\n                continue",
+        "memory.stored.discard(step)\n            continue",
         "continue",
         "planners/test_resumed.py",
     ),

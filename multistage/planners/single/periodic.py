@@ -1,30 +1,26 @@
-"""Periodic checkpoints (sqrt(n)) and recursive segments, as used in deep learning.
+"""Periodic checkpoints (sqrt(n)), as used in deep learning.
 
 Chen, Xu, Zhang & Guestrin 2016, "Training deep nets with sublinear memory
-cost", arXiv:1604.06174.  `periodic` cuts the steps into equal segments, keeps
-the state before each and, in reverse, tapes one segment at a time: about 2n
-forward steps with sqrt(n) slots or more.  `recursive` cuts each segment again
-until its tapes fit: k log n slots and at most n log_{k+1} n more steps.
-Neither is optimal; Revolve needs no more steps with the same slots and free
-saves, unless tapes kept during the forward sweep save the second taping.
+cost", arXiv:1604.06174.  The steps are cut into equal segments; the state before
+each is kept and, in reverse, one segment at a time is taped: about 2n
+forward steps with sqrt(n) slots or more.  Not optimal; Revolve needs no more
+steps with the same slots and free saves, unless tapes kept during the forward
+sweep save the second taping.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache, partial
-from itertools import pairwise
+from functools import partial
 
 from ...actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Schedule, Tape
 from ...errors import BudgetError
 from ...model.costs import Costs
 from ..bound import lower_bound
 from ..uniform import UniformPlan, require_steps
-from .binomial import forward_and_reverse
 
-_ONE_TAPE = (
+ONE_TAPE = (
     "{} keeps the tapes of a segment, and of these operators only one exists; use planner='auto'"
 )
 
@@ -86,7 +82,7 @@ def periodic(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     longest = min(n, int(slots / weight) + 2)
     length = next((k for k in range(longest, 0, -1) if peak(k) <= slots), None)
     if length is None and costs.one_tape:
-        raise BudgetError(_ONE_TAPE.format("periodic"))
+        raise BudgetError(ONE_TAPE.format("periodic"))
     if length is None:
         raise BudgetError(
             f"periodic needs about {least:.0f} fast slots for {n} steps, the budget has {slots}"
@@ -109,156 +105,3 @@ def periodic(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
         parameters={"segments": segments, "length": length},
         note=f"{segments} segments of {length} steps, each taped once more in reverse.",
     )
-
-
-def _cut(start: int, stop: int, branch: int) -> list[int]:
-    """Return where the segments of start..stop-1 begin, and `stop`."""
-    part = -(-(stop - start) // (branch + 1))
-    return [*range(start, stop, part), stop]
-
-
-def _fits(length: int, free: int, weight: float) -> bool:
-    return (length - 1) * weight <= free
-
-
-def recursive_actions(
-    start: int, stop: int, free: int, branch: int, weight: float
-) -> Iterator[Action]:
-    """Yield the reversal of start..stop-1, state `start` live, by recursive segments.
-
-    `free` slots are left; a tape beyond the first takes `weight` of them.
-    """
-    if _fits(stop - start, free, weight):
-        yield from taped_segment(start, stop)
-        return
-    *starts, _ = cuts = _cut(start, stop, branch)
-    for a, b in pairwise(starts):
-        yield Save(a)
-        yield Advance(a, b)
-    for k in reversed(range(len(starts))):
-        if k < len(starts) - 1:
-            yield Load(starts[k])
-            yield Free(starts[k])
-        yield from recursive_actions(cuts[k], cuts[k + 1], free - k, branch, weight)
-
-
-@dataclass(frozen=True, slots=True)
-class _Count:
-    """What a recursive reversal takes: steps advanced, steps taped, slots at the peak, actions."""
-
-    advanced: int
-    taped: int
-    peak: float
-    actions: int
-
-
-def recursive(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
-    """Return the plan of recursive segments with the branching that costs least.
-
-    Raises
-    ------
-    BudgetError
-        If no branching fits.
-
-    Examples
-    --------
-    >>> plan = recursive(Costs(1.0, 2.0), slots=6, n_steps=100)
-    >>> plan.parameters["branch"], plan.peak_slots <= 6
-    (1, True)
-    """
-    n = require_steps(n_steps, "recursive")
-    weight = costs.tape_slots
-
-    @cache
-    def count(length: int, free: int, branch: int, last: bool) -> _Count | None:
-        """Count one segment; `last` ends at step n-1, whose tape is held too."""
-        if _fits(length, free, weight):
-            spared = 2 if costs.state_is_tape and not last else 1
-            return _Count(0, length - 1, max(0, length - spared) * weight, 2 * length - 1)
-        part = -(-length // (branch + 1))  # as `_cut` does
-        saves = -(-length // part) - 1
-        if not 1 <= saves <= free:
-            return None
-        # The last part first: it has the fewest slots, and most often decides that none fit.
-        end = count(length - saves * part, free - saves, branch, last)
-        others = None if end is None else alike(part, free, branch, 0, saves - 1)
-        if end is None or others is None:
-            return None
-        return _Count(
-            saves * part + end.advanced + others.advanced,
-            end.taped + others.taped,
-            max(saves, saves + end.peak, others.peak),
-            4 * saves + end.actions + others.actions,
-        )
-
-    def alike(part: int, free: int, branch: int, first: int, final: int) -> _Count | None:
-        """Count equal parts, of which part k of first..final has `free` - k slots.
-
-        More slots never make a part run more steps, so parts between two that
-        count alike count like them; only where the two differ is there more to see.
-        """
-        least = count(part, free - final, branch, False)
-        most = least if first == final else count(part, free - first, branch, False)
-        if least is None or most is None:
-            return None
-        if least == most:
-            parts = final - first + 1
-            return _Count(
-                parts * least.advanced,
-                parts * least.taped,
-                final + least.peak,
-                parts * least.actions,
-            )
-        middle = (first + final) // 2
-        one = alike(part, free, branch, first, middle)
-        other = alike(part, free, branch, middle + 1, final)
-        if one is None or other is None:
-            return None
-        return _Count(
-            one.advanced + other.advanced,
-            one.taped + other.taped,
-            max(one.peak, other.peak),
-            one.actions + other.actions,
-        )
-
-    # A step that is taped on the way down is not taped again at its turn.
-    retaped_s = costs.turn_s - costs.reverse_step_s
-
-    def seconds(counts: _Count) -> float:
-        return (
-            counts.advanced * costs.forward_step_s
-            + (counts.taped + 1) * (costs.taping_s - retaped_s)
-            + n * costs.turn_s
-            + (counts.actions + 2) * costs.action_s  # the last step's Tape, and EndForward
-        )
-
-    found = [
-        (seconds(counts), branch, counts)
-        for branch in sorted({*range(1, min(slots, 64) + 1), slots})
-        if branch > 0 and (counts := count(n, slots, branch, True)) is not None
-    ]
-    if not found and costs.one_tape:
-        raise BudgetError(_ONE_TAPE.format("recursive"))
-    if not found:
-        raise BudgetError(
-            f"recursive needs about {math.ceil(math.log2(n + 1))} fast slots for {n} steps, "
-            f"the budget has {slots}"
-        )
-    makespan_s, branch, counts = min(found, key=lambda entry: entry[:2])
-    return UniformPlan(
-        planner="recursive",
-        n_steps=n,
-        slots=slots,
-        costs=costs,
-        make=partial(_recursive_schedule, n, slots, branch, weight),
-        makespan_s=makespan_s,
-        lower_bound_s=lower_bound(costs, slots, n),
-        forward_steps=counts.advanced + counts.taped + 1,
-        peak_slots=counts.peak,
-        parameters={"branch": branch},
-        note=f"Segments are cut in {branch + 1} again and again until their tapes fit.",
-    )
-
-
-def _recursive_schedule(n_steps: int, slots: int, branch: int, weight: float) -> Schedule:
-    return forward_and_reverse(recursive_actions(0, n_steps, slots, branch, weight))

@@ -25,10 +25,13 @@ from ...model.costs import Costs
 from ...model.tier import Tier
 from ..bound import lower_bound
 from ..uniform import UniformPlan
+from .forward_sweep import ring_forward
 from .online import IsLast
 from .reserve import Reservation
+from .reverse_sweep import reverse_sweep
 from .streaming import Form, ring_prediction, streaming, streaming_spacing
-from .sweep import Sweep, SweepRun
+from .sweep import Sweep
+from .sweep_memory import SweepMemory
 
 # The share of the forward sweep that unneeded writes may take from it, inverted.
 _SHARE = 20
@@ -137,58 +140,53 @@ def resumed_schedule(
     >>> [type(action).__name__ for action in actions[:5]], actions[1].step
     (['EndForward', 'Get', 'Await', 'Load', 'Get'], 4)
     """
-    run = _Resumed(_sweep(_with_tier(costs), slots, n_steps), n_steps, stored, is_last)
-    return run.forward() if end is None else run.reverse(end)
+    memory = SweepMemory(_sweep(_with_tier(costs), slots, n_steps))
+    for step in stored:
+        memory.stored.add(step)
+        memory.readable.append(step)
+    return _forward(memory, n_steps, is_last) if end is None else _reverse(memory, end)
 
 
-class _Resumed(SweepRun):
-    """A sweep that finds checkpoints in the tier."""
-
-    def __init__(
-        self, sweep: Sweep, n_steps: int | None, stored: Sequence[int], is_last: IsLast | None
-    ) -> None:
-        super().__init__(sweep, n_steps, is_last)
-        for step in stored:
-            self.stored.add(step)
-            self.readable.append(step)
-
-    def forward(self) -> Schedule:
-        if self.n == 1:
-            yield Tape(0)
-            yield EndForward()
-            yield Reverse(0)
-            for step in self.stored:
-                yield Drop(step)
-            return
-        while self.readable:
-            step = self.readable[-1]
-            yield from self._prefetch()
-            landed = yield Await(self.pending.popleft()[1])
-            if landed is False:
-                self.used -= 1
-                self.stored.discard(step)
-                continue
-            yield Load(step)
-            yield Free(step)
-            self.used -= 1
-            self.start = step
-            if self.n is not None and step == self.n - 1:  # used up by the first adjoint step
-                self.stored.discard(step)
-                yield Drop(step)
-                break
-            self.readable.append(step)
-            # The ring keeps and offers states that are not in the tier yet.
-            yield Advance(step, step + 1)
-            self.start = step + 1
-            self.first = self.start + self.sweep.spacing - 1
-            if self.is_last is not None and self.is_last(self.start):
-                yield from self.reverse(self.start)
-                return
-            break
-        yield from self.schedule()
-
-    def reverse(self, end: int) -> Schedule:
+def _forward(memory: SweepMemory, n: int | None, is_last: IsLast | None) -> Schedule:
+    """Go on from the newest checkpoint that can be read, as a ring."""
+    if n == 1:
+        yield Tape(0)
         yield EndForward()
-        self.ended = True
-        self.end = end
-        yield from self._reverse_all()
+        yield Reverse(0)
+        for step in memory.stored:
+            yield Drop(step)
+        return
+    start, first = 0, 0.0
+    while memory.readable:
+        step = memory.readable[-1]
+        yield from memory.prefetch()
+        landed = yield Await(memory.pending.popleft()[1])
+        if landed is False:
+            memory.used -= 1
+            memory.stored.discard(step)
+            continue
+        yield Load(step)
+        yield Free(step)
+        memory.used -= 1
+        start = step
+        if n is not None and step == n - 1:  # used up by the first adjoint step
+            memory.stored.discard(step)
+            yield Drop(step)
+            break
+        memory.readable.append(step)
+        # The ring keeps and offers states that are not in the tier yet.
+        yield Advance(step, step + 1)
+        start = step + 1
+        first = start + memory.sweep.spacing - 1
+        if is_last is not None and is_last(start):
+            yield from _reverse(memory, start)
+            return
+        break
+    end = yield from ring_forward(memory, n, is_last, start, first)
+    yield from reverse_sweep(memory, end)
+
+
+def _reverse(memory: SweepMemory, end: int) -> Schedule:
+    yield EndForward()
+    memory.ended = True
+    yield from reverse_sweep(memory, end)
