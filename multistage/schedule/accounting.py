@@ -41,7 +41,7 @@ from ..actions import (
 from ..model.stages import StageCosts
 
 if TYPE_CHECKING:
-    from .machine import Rules, Transfer
+    from .machine_state import MachineState, Transfer
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +108,7 @@ class ByteAccounting:
         """Return the size of a state, or of a tape, which is `~step`."""
         return self.tape[~item] if item < 0 else self.state[item]
 
-    def has(self, step: int, rules: Rules) -> bool:
+    def has(self, step: int, rules: MachineState) -> bool:
         """Whether the state that a step starts from is at hand for its tape."""
         return (
             step == 0
@@ -119,7 +119,7 @@ class ByteAccounting:
             or (rules.recovers and step in rules.unread)  # the executor's tape has it
         )
 
-    def parts(self, rules: Rules) -> dict[str, int]:
+    def parts(self, rules: MachineState) -> dict[str, int]:
         """Return the bytes of tapes and of states, and of both on their way to or from a tier.
 
         A state inside a tape is part of it.
@@ -139,7 +139,7 @@ class ByteAccounting:
         states = self.resident_bytes - self.gradient[reached] - kept - moving
         return {"tapes": kept, "states": max(0, states), "in flight": moving}
 
-    def needed(self, action: Action, rules: Rules) -> int:
+    def needed(self, action: Action, rules: MachineState) -> int:
         """Return the most bytes at any moment of an action that is legal otherwise."""
         resident = self.resident_bytes
         match action:
@@ -172,7 +172,9 @@ class ByteAccounting:
             before = left + self.state[i + 1]
         return peak
 
-    def settle(self, action: Action, answer: Answer, rules: Rules, ended: Transfer | None) -> None:
+    def settle(
+        self, action: Action, answer: Answer, rules: MachineState, ended: Transfer | None
+    ) -> None:
         """Count what an action has changed; `ended` is the transfer that it waited for."""
         match action:
             case Advance(_, stop):
@@ -214,7 +216,7 @@ class ByteAccounting:
                     self._release(gone)
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
 
-    def keep(self, step: int, rules: Rules) -> None:
+    def keep(self, step: int, rules: MachineState) -> None:
         """Keep a state that is at hand, wherever it is."""
         if step == 0:
             found: _Buffer | None = self.first
@@ -230,7 +232,7 @@ class ByteAccounting:
         self._leave(step)
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
 
-    def _reverse(self, step: int, rules: Rules) -> None:
+    def _reverse(self, step: int, rules: MachineState) -> None:
         if rules.live == step + 1:
             rules.live = None  # what it led to is used up
         if rules.live is None:
@@ -239,7 +241,7 @@ class ByteAccounting:
             self._leave(step)
         self.resident_bytes += self.gradient[step] - self.gradient[step + 1]
 
-    def _load(self, step: int, rules: Rules) -> None:
+    def _load(self, step: int, rules: MachineState) -> None:
         if step == 0:
             found = self.first
         elif rules.tapes.get(step - 1, -1) is None:
@@ -250,7 +252,7 @@ class ByteAccounting:
             found = self.saved[step]
         self._go_on(self._share(found))
 
-    def _arrive(self, ended: Transfer, rules: Rules) -> None:
+    def _arrive(self, ended: Transfer, rules: MachineState) -> None:
         item = ended.item
         if ended.staged:
             self.resident_bytes -= self.state[item]

@@ -6,9 +6,9 @@ from seeded.mutant import Mutant, of
 
 FAULTS: tuple[Mutant, ...] = (
     of(
-        "schedule/machine.py",
-        "elif step != self.adjoint - 1:",
-        "elif step > self.adjoint - 1:",
+        "schedule/step_rules.py",
+        "elif step != machine.adjoint - 1:",
+        "elif step > machine.adjoint - 1:",
         "test_actions.py",
     ),
     of(
@@ -24,14 +24,14 @@ FAULTS: tuple[Mutant, ...] = (
         "schedule/test_simulation_of_stages.py",
     ),
     of(
-        "schedule/machine.py",
-        "if self.pins and ~step in self.pins:",
+        "schedule/step_rules.py",
+        "if machine.pins and ~step in machine.pins:",
         "if False:",
         "schedule/test_accounting.py",
     ),
     of(
-        "schedule/machine.py",
-        "if self.pins[item] > 1:",
+        "schedule/transfer_rules.py",
+        "if machine.pins[item] > 1:",
         "if False:",
         "schedule/test_accounting.py",
     ),
@@ -84,8 +84,8 @@ FAULTS: tuple[Mutant, ...] = (
         "test_ownership.py",
     ),
     of(
-        "schedule/machine.py",
-        "if self.tapes and not self.state_is_tape:",
+        "schedule/step_rules.py",
+        "if machine.tapes and not machine.state_is_tape:",
         "if False:",
         "schedule/test_rules.py",
     ),
