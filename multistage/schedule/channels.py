@@ -167,7 +167,15 @@ class Channels:
 
 
 def factors(jitter: Jitter | None, seed: int) -> Callable[[Literal["w", "r"]], float]:
-    """Return the function that draws the factor of the next write, or of the next read."""
+    """Return the function that draws the factor of the next write, or of the next read.
+
+    Raises
+    ------
+    ArgumentError
+        If `jitter` is neither a Jitter nor None.
+    """
+    if not isinstance(jitter, Jitter | None):
+        raise ArgumentError(f"jitter={shown(jitter)} must be a Jitter, or None for none")
     if jitter is None:
         return lambda _direction: 1.0
     # One stream per direction: reads of one schedule must not shift the

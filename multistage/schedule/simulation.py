@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ..actions import (
     Action,
@@ -24,7 +25,6 @@ from ..actions import (
     Answer,
     Await,
     Drop,
-    EndForward,
     Evict,
     Free,
     Get,
@@ -37,7 +37,7 @@ from ..actions import (
     Tape,
     drive,
 )
-from ..errors import ArgumentError, ScheduleError
+from ..errors import ArgumentError
 from ..model.costs import Costs
 from ..model.stages import StageCosts
 from ..model.tier import Tier
@@ -46,6 +46,9 @@ from .channels import Channels, factors
 from .channels import Jitter as Jitter
 from .rules import Rules, byte_rules, run_arguments
 from .timeline import Timeline
+from .virtual_time import StageTime, UniformTime
+
+_Driven: TypeAlias = Iterable[tuple[Action, Callable[[Answer], None]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,50 +81,6 @@ class Simulation:
     peak_slots: float
     timeline: Timeline = field(repr=False, compare=False)
     peak_bytes: int = 0
-
-
-class _Stages:
-    """What stages that differ take, and the rules they run by."""
-
-    __slots__ = ("costs", "forward_s", "loss", "reverse_s", "rules", "spared_s", "timeline")
-
-    def __init__(self, costs: StageCosts, rules: Rules, timeline: Timeline | None) -> None:
-        self.costs, self.rules, self.timeline = costs, rules, timeline
-        self.loss = len(costs.stages)
-        self.forward_s = [*(stage.forward_s for stage in costs.stages), 0.0]
-        self.reverse_s = [*(stage.backward_s for stage in costs.stages), 0.0]
-        self.spared_s = [*(stage.spared_s for stage in costs.stages), 0.0]
-
-    def pieces(
-        self, driven: Iterable[tuple[Action, Callable[[Answer], None]]]
-    ) -> Iterator[tuple[Action, Callable[[Answer], None]]]:
-        """Yield the actions, a run of stages stage by stage."""
-        for action, send in driven:
-            if type(action) is Advance and action.stop - action.start > 1:
-                index = self.rules.index
-                for i in range(action.start, action.stop):
-                    self.rules.index = index  # they are one action
-                    yield Advance(i, i + 1), send
-            else:
-                yield action, send
-
-    def judge(self, action: Action, now: float) -> Answer:
-        """Let the rules perform an action; return its answer."""
-        rules = self.rules
-        answer = rules.usual_answer(action)
-        rules.apply(action, answer)
-        if self.timeline is not None and rules.memory is not None:
-            self.timeline.sample("fast", now, rules.memory.needed_bytes)
-        return answer
-
-    def turn_s(self, step: int) -> float:
-        """Return the seconds of a stage that is taped and reversed at once."""
-        return self.forward_s[step] - self.spared_s[step] + self.reverse_s[step]
-
-    def taped_s(self, step: int, now: float) -> float:
-        """Return when a stage is taped that begins now."""
-        now += self.forward_s[step]
-        return now - self.spared_s[step] if self.rules.adjoint == step + 1 else now
 
 
 def simulate(
@@ -194,163 +153,113 @@ def simulate(
     (8.0, 2.0, 85)
     """
     n_steps, slots = run_arguments(schedule, n_steps, slots)
-    if not isinstance(jitter, Jitter | None):
-        raise ArgumentError(f"jitter={shown(jitter)} must be a Jitter, or None for none")
     factor = factors(jitter, whole(seed, "seed"))
     timeline = Timeline()
-    stages: _Stages | None = None
+    recorded = timeline if checked else None
+    driven: _Driven = drive(schedule)
+    clock: UniformTime | StageTime
     if isinstance(costs, StageCosts):
         rates = _rates(tiers, slots)
-        rooms = {k: tier.capacity_bytes for k, tier in enumerate(rates)}
-        capacities = {k: room for k, room in rooms.items() if room is not None}
-        rules = byte_rules(costs, n_steps, memory_bytes, capacities)
-        stages = _Stages(costs, rules, timeline if checked else None)
+        rules = _stage_rules(costs, n_steps, rates, memory_bytes)
         channels = [Channels(tier, factor, by_bytes=True) for tier in rates]
-        action_s = forward_s = taping_s = reverse_s = turn_s = 0.0
-        state_bytes = 0
-        named = [(k, tier.name, 1.0) for k, tier in enumerate(rates)]
+        clock = StageTime(costs, rules, channels, recorded)
+        driven = _stage_by_stage(driven, rules)
+        curves = _Curves(timeline, rules, 0, rates)
     else:
         rules = _uniform_rules(costs, n_steps, slots, tiers, memory_bytes)
         channels = [Channels(tier, factor, costs.tape_slots) for tier in costs.tiers]
-        action_s, state_bytes = costs.action_s, costs.state_bytes
-        forward_s, taping_s = costs.forward_step_s, costs.taping_s
-        reverse_s, turn_s = costs.reverse_step_s, costs.turn_s
-        named = [(k, tier.name, float(state_bytes)) for k, tier in enumerate(costs.tiers)]
-    memory = rules.memory
-    done: dict[int, tuple[float, float]] = {}  # token -> (time, overhead to pay at its Await)
-    tapes: set[int] = set()
-    now = stall_s = 0.0
-    forward_steps = writes = reads = tokens = 0
-    driven = drive(schedule) if stages is None else stages.pieces(drive(schedule))
-
+        clock = UniformTime(costs, rules, channels, recorded)
+        curves = _Curves(timeline, rules, costs.state_bytes, costs.tiers)
+    counts_bytes = rules.memory is not None
     for action, send in driven:
-        kind = type(action)
-        answer: Answer = None
-        now += action_s
-        begin = now
-        if stages is not None:
-            answer = stages.judge(action, now)
-        if kind is Advance:
-            assert isinstance(action, Advance)
-            count = action.stop - action.start
-            if stages is None:
-                now += count * forward_s
-                forward_steps += count
-            else:
-                now += stages.forward_s[action.start]
-                forward_steps += action.start < stages.loss
-            if checked:
-                timeline.add("compute", "forward", begin, now, first=action.start, count=count)
-        elif kind is Reverse:
-            assert isinstance(action, Reverse)
-            step = action.step
-            if step in tapes:
-                tapes.remove(step)
-                now += reverse_s if stages is None else stages.reverse_s[step]
-            else:
-                now += turn_s if stages is None else stages.turn_s(step)
-            if checked:
-                timeline.add("compute", "reverse", begin, now, first=step)
-        elif isinstance(action, Await):
-            at, overhead_s = done.pop(action.token)
-            if at > now:
-                stall_s += at - now
-                now = at
-                if checked:
-                    timeline.add("compute", "stall", begin, now, count=1)
-            now += overhead_s
-            answer = True
-        elif isinstance(action, Offer | Put):
-            if action.tier >= len(channels):
-                raise ArgumentError(
-                    f"{action} names tier {action.tier}, but there are {len(channels)}"
-                )
-            channel = channels[action.tier]
-            if action.tape and not channel.tier.tapes:
-                # Stages are judged before they are timed: the count is one ahead.
-                index = rules.index - 1 if stages else rules.index if checked else None
-                raise ScheduleError(
-                    f"{action} but tier {action.tier} takes states alone; leave states-only out "
-                    "(tapes=True), or plan for this tier",
-                    index,
-                )
-            room = channel.has_room(now) if stages is None else answer is not None
-            if not room and isinstance(action, Put):
-                now = max(now, channel.waiting[0]) if channel.waiting else now
-                stall_s += now - begin
-                if checked and now > begin:
-                    timeline.add("compute", "stall", begin, now)
-                room = channel.has_room(now)
-                if not room:
-                    raise ArgumentError(f"{action} but tier {action.tier} is full")
-            if room:
-                now += channel.write_overhead_s
-                item, nbytes, write_s = action.step, state_bytes, channel.write_s
-                if action.tape or memory is not None:
-                    item, nbytes, write_s, _ = channel.other(action, memory)
-                span = channel.write(item, now, write_s)
-                done[tokens] = (span[1], 0.0)
-                answer = tokens
-                tokens += 1
-                writes += 1
-                if checked:
-                    timeline.add("write", "write", *span, first=action.step, nbytes=nbytes)
-        elif isinstance(action, Get):
-            channel = channels[action.tier]
-            item, nbytes, read_s = action.step, state_bytes, channel.read_s
-            if action.tape or memory is not None:
-                item, nbytes, _, read_s = channel.other(action, memory)
-            span = channel.read(item, now, read_s)
-            done[tokens] = (span[1], channel.read_overhead_s)
-            answer = tokens
-            tokens += 1
-            reads += 1
-            if action.tape:
-                tapes.add(action.step)
-            if checked:
-                timeline.add("read", "read", *span, first=action.step, nbytes=nbytes)
-        elif isinstance(action, Tape):
-            now = now + taping_s if stages is None else stages.taped_s(action.step, now)
-            forward_steps += stages is None or action.step < stages.loss
-            tapes.add(action.step)
-            if checked:
-                timeline.add("compute", "forward", begin, now, first=action.step)
-        elif isinstance(action, Evict):
-            at = channels[action.tier].stored[~action.step if action.tape else action.step]
-            if at > now:
-                stall_s += at - now
-                now = at
-                if checked:
-                    timeline.add("compute", "stall", begin, now, count=1)
-            if action.tape:
-                tapes.discard(action.step)
-            answer = True
-        elif isinstance(action, Drop):
-            del channels[action.tier].stored[~action.step if action.tape else action.step]
-        elif isinstance(action, EndForward):
-            timeline.end_forward_s = now
+        answer = clock.perform(action)
         if checked:
-            if stages is None:
+            if not counts_bytes:  # else they have judged it before it was timed
                 rules.apply(action, answer)
-            if kind in _MOVES_MEMORY or stages is not None:
-                held = rules.used * state_bytes if memory is None else memory.resident_bytes
-                timeline.sample("fast", now, held)
-                if memory is not None:
-                    for part, nbytes in memory.parts(rules).items():
-                        timeline.sample(f"fast/{part}", now, nbytes)
-                for k, name, unit in named:
-                    timeline.sample(name, now, rules.tier_used.get(k, 0) * unit)
+            if counts_bytes or type(action) in _MOVES_MEMORY:
+                curves.sample(clock.now)
         if trace is not None:
             trace(action)
         if timed is not None:
-            timed(action, answer, now)
+            timed(action, answer, clock.now)
         send(answer)
-    if checked or stages is not None:
+    if checked or counts_bytes:
         rules.finish()
-    timeline.end_s = max(timeline.end_s, now)
-    peak_bytes = round(rules.peak * state_bytes) if memory is None else memory.peak_bytes
-    peak = rules.peak if stages is None else 0.0
-    return Simulation(now, forward_steps, stall_s, writes, reads, peak, timeline, peak_bytes)
+    timeline.end_forward_s = clock.end_forward_s
+    timeline.end_s = max(timeline.end_s, clock.now)
+    return Simulation(
+        clock.now,
+        clock.forward_steps,
+        clock.stall_s,
+        clock.writes,
+        clock.reads,
+        rules.peak if rules.memory is None else 0.0,
+        timeline,
+        curves.peak_bytes(),
+    )
+
+
+class _Curves:
+    """What fast memory and each tier hold over time.
+
+    Parameters
+    ----------
+    timeline : Timeline
+    rules : Rules
+    state_bytes : int
+        Of every state, where they are alike and slots are counted.
+    tiers : sequence of Tier
+    """
+
+    __slots__ = ("_memory", "_rules", "_state_bytes", "_tiers", "_timeline")
+
+    def __init__(
+        self, timeline: Timeline, rules: Rules, state_bytes: int, tiers: Sequence[Tier]
+    ) -> None:
+        self._timeline, self._rules, self._state_bytes = timeline, rules, state_bytes
+        self._memory = rules.memory
+        unit = float(state_bytes) if rules.memory is None else 1.0
+        self._tiers = [(k, tier.name, unit) for k, tier in enumerate(tiers)]
+
+    def sample(self, now: float) -> None:
+        """Record what is held from now on."""
+        timeline, rules, memory = self._timeline, self._rules, self._memory
+        if memory is None:
+            timeline.sample("fast", now, rules.used * self._state_bytes)
+        else:
+            timeline.sample("fast", now, memory.resident_bytes)
+            for part, nbytes in memory.parts(rules).items():
+                timeline.sample(f"fast/{part}", now, nbytes)
+        for k, name, unit in self._tiers:
+            timeline.sample(name, now, rules.tier_used.get(k, 0) * unit)
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes in fast memory."""
+        if self._memory is None:
+            return round(self._rules.peak * self._state_bytes)
+        return self._memory.peak_bytes
+
+
+def _stage_by_stage(
+    driven: _Driven, rules: Rules
+) -> Iterator[tuple[Action, Callable[[Answer], None]]]:
+    """Yield the actions, a run of stages stage by stage."""
+    for action, send in driven:
+        if type(action) is Advance and action.stop - action.start > 1:
+            index = rules.index
+            for i in range(action.start, action.stop):
+                rules.index = index  # they are one action
+                yield Advance(i, i + 1), send
+        else:
+            yield action, send
+
+
+def _stage_rules(
+    costs: StageCosts, n_steps: int | None, tiers: Sequence[Tier], memory_bytes: int | None
+) -> Rules:
+    rooms = {k: tier.capacity_bytes for k, tier in enumerate(tiers)}
+    capacities = {k: room for k, room in rooms.items() if room is not None}
+    return byte_rules(costs, n_steps, memory_bytes, capacities)
 
 
 def _uniform_rules(
