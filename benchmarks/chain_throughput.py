@@ -36,23 +36,17 @@ import json
 import math
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint_sequential
 
-import multistage.torch as mst
-from benchmarks._common import child, finish, interleaved, options
+from benchmarks import _chain_points
+from benchmarks._chain_models import TORCHVISION
+from benchmarks._common import child, finish, options
 from multistage.model.stages import StageCosts
 from multistage.planners.chain.heterogeneous import memory_curve, smallest_memory
-from multistage.torch.measurement.exploring import tensors_of
 from multistage.torch.planning.choosing import held_by_caller
-from multistage.torch.tensors.meter import Meter
 
 KEEP = {
     "MALLOC_MMAP_MAX_": "0",
@@ -64,233 +58,6 @@ BATCH_OF_OTHERS = 64
 LIMITS = 2  # beside the peaks of checkpoint_sequential
 REPEATS = 3
 ROUNDS = 5  # of checkpoint_sequential and the optimal schedule at its peak, in turn
-_TORCHVISION = ("resnet50", "resnet101", "densenet121", "inception_v3")
-
-
-class Residual(nn.Module):
-    """A basic residual block."""
-
-    def __init__(self, given: int, made: int, stride: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(given, made, 3, stride, 1, bias=False)
-        self.first_norm = nn.BatchNorm2d(made)
-        self.second = nn.Conv2d(made, made, 3, 1, 1, bias=False)
-        self.second_norm = nn.BatchNorm2d(made)
-        self.short = nn.Conv2d(given, made, 1, stride, bias=False) if given != made else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the block's or layer's output."""
-        y = torch.relu(self.first_norm(self.first(x)))
-        short = x if self.short is None else self.short(x)
-        return torch.relu(self.second_norm(self.second(y)) + short)
-
-
-class Mix(nn.Module):
-    """One layer of an MLP mixer: over patches, then over channels."""
-
-    def __init__(self, patches: int, width: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.patches = nn.Sequential(
-            nn.Linear(patches, 2 * patches), nn.GELU(), nn.Linear(2 * patches, patches)
-        )
-        self.channels = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the block's or layer's output."""
-        x = x + self.patches(self.norms[0](x).mT).mT
-        mixed: Tensor = x + self.channels(self.norms[1](x))
-        return mixed
-
-
-class Pool(nn.Module):
-    """Mean over all but the batch and the channels."""
-
-    def __init__(self, dims: tuple[int, ...]) -> None:
-        super().__init__()
-        self.dims = dims
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the block's or layer's output."""
-        return x.mean(self.dims)
-
-
-def build(net: str, batch: int) -> tuple[Any, Tensor]:
-    """Return the stages of a network and a batch."""
-    if net == "residual":
-        stages: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1)]
-        for group, width in enumerate((16, 32, 64, 128)):
-            for k in range(7):
-                given = width // 2 if group and not k else width
-                stages.append(Residual(given, width, 2 if group and not k else 1))
-        stages += [Pool((2, 3)), nn.Linear(128, 10)]
-        return nn.Sequential(*stages), torch.randn(batch, 3, 64, 64)
-    if net == "mixer":
-        stages = [nn.Sequential(nn.Conv2d(3, 192, 8, 8), nn.Flatten(2)), _Transpose()]
-        stages += [Mix(144, 192) for _ in range(24)]
-        stages += [Pool((1,)), nn.Linear(192, 10)]
-        return nn.Sequential(*stages), torch.randn(batch, 3, 96, 96)
-    import torchvision
-
-    size = 299 if net.startswith("inception") else 224
-    extra = {"aux_logits": False, "init_weights": True} if net.startswith("inception") else {}
-    model = getattr(torchvision.models, net)(weights=None, **extra)
-    x = torch.randn(batch, 3, size, size)
-    return mst.to_chain(model, x[:2]), x
-
-
-class _Transpose(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mT.contiguous()
-
-
-# ------------------------------------------------------------------- one point
-
-
-def _prepared(task: dict[str, Any]) -> tuple[Any, Tensor, torch.device]:
-    torch.manual_seed(task["seed"])
-    torch.use_deterministic_algorithms(True)
-    device = torch.device(task["device"])
-    stages, x = build(task["net"], task["batch"])
-    owner = stages.model if hasattr(stages, "model") else stages
-    owner.to(device)
-    return stages, x.to(device), device
-
-
-def _costs(task: dict[str, Any]) -> dict[str, Any]:
-    stages, x, _ = _prepared(task)
-    costs = mst.profile(stages, x, seconds=task["seconds"])
-    costs.save(task["costs"])
-    return {}
-
-
-def _point(task: dict[str, Any]) -> dict[str, Any]:
-    """Run one point: check the gradient, count the peak, time it beside plain steps."""
-    steps = _Steps(task)
-    if task["how"] == "sequential":
-        run = steps.sequential(task["segments"])
-    elif task["how"] == "store-all":
-        run = steps.plain
-    else:
-        run, predicted = steps.chain(task["how"], task["limit"])
-    result = {"peak_bytes": steps.peak_bytes(run), "threads": torch.get_num_threads()}
-    if "limit" in task:
-        result |= predicted
-    return result | steps.timed({"": run}, task["repeats"])
-
-
-def _pair(task: dict[str, Any]) -> dict[str, Any]:
-    """Run `checkpoint_sequential` and, in turn with it, the optimal schedule at its peak."""
-    steps = _Steps(task)
-    theirs = steps.sequential(task["segments"])
-    limit = steps.peak_bytes(theirs)
-    ours, predicted = steps.chain("optimal", limit)
-    result = {
-        "limit": limit,
-        "peak_bytes": steps.peak_bytes(ours),
-        "threads": torch.get_num_threads(),
-        "sequential_predicted": _sequential_over_plain(
-            StageCosts.load(task["costs"]), task["segments"]
-        ),
-        **predicted,
-    }
-    return result | steps.timed({"sequential_": theirs, "": ours}, task["rounds"])
-
-
-def _sequential_over_plain(costs: StageCosts, segments: int) -> float:
-    """Return the seconds of `checkpoint_sequential` over plain training's, stages alone."""
-    each = len(costs.stages) // segments
-    plain_s = sum(stage.forward_s + stage.backward_s for stage in costs.stages)
-    # The last segment, with what is left over, keeps its tapes; the others end early.
-    again_s = sum(stage.forward_s for stage in costs.stages[: each * (segments - 1)])
-    again_s -= sum(costs.stages[each * k - 1].spared_s for k in range(1, segments))
-    return 1 + again_s / plain_s
-
-
-class _Steps:
-    """Steps of one network: forward, and backward of a loss."""
-
-    def __init__(self, task: dict[str, Any]) -> None:
-        self._task = task
-        self._stages, self._x, self._device = _prepared(task)
-        stages = self._stages
-        self.plain = stages if isinstance(stages, nn.Module) else nn.Sequential(*stages)
-        self._parameters = list(self.plain.parameters())
-        self._gradients = self._of(self.plain)
-
-    def sequential(self, segments: int) -> Callable[[Tensor], Tensor]:
-        """Return the network by torch's `checkpoint_sequential`."""
-        calls = list(self._stages)
-
-        def run(x: Tensor) -> Tensor:
-            out: Tensor = checkpoint_sequential(calls, segments, x, use_reentrant=False)
-            return out
-
-        return run
-
-    def chain(self, planner: Any, limit: int) -> tuple[mst.Sequential, dict[str, Any]]:
-        """Return the network by a plan, and what the plan predicts."""
-        costs = StageCosts.load(self._task["costs"])
-        chain = mst.Sequential(
-            self._stages, self._x, memory=limit, planner=planner, costs=costs, check="off"
-        )
-        assert chain.plan is not None
-        return chain, {
-            "predicted_s": chain.plan.makespan_s,
-            "predicted_over_plain": chain.plan.makespan_s / chain.plan.plain_s,
-            "predicted_bytes": chain.plan.peak_bytes,
-        }
-
-    def peak_bytes(self, run: Callable[[Tensor], Tensor]) -> int:
-        """Check the gradient, and return the peak of one more step."""
-        for ours, theirs in zip(self._of(run), self._gradients, strict=True):
-            assert torch.equal(ours, theirs), f"{self._task}: another gradient than plain training"
-        with Meter(self._device) as meter:
-            meter.ignore([self._x, *self._parameters])
-            meter.ignore(p.grad for p in self._parameters if p.grad is not None)
-            meter.ignore(self.plain.buffers())
-            self._step(run)
-            inputs = sum(t.untyped_storage().nbytes() for t in tensors_of(self._x))
-            return meter.peak_bytes + inputs
-
-    def timed(self, runs: dict[str, Callable[[Tensor], Tensor]], repeats: int) -> dict[str, Any]:
-        """Return the seconds of some runs, in turn with plain steps; keys get their names."""
-        every = {"plain_": self.plain, **runs}
-        calls = {name: partial(self._step, run) for name, run in every.items()}
-        seconds = interleaved(calls, repeats)
-        plain = seconds["plain_"]
-        result: dict[str, Any] = {"plain_s": statistics.median(plain)}
-        for name in runs:
-            result[f"{name}seconds"] = statistics.median(seconds[name])
-            over = [b / a for a, b in zip(plain, seconds[name], strict=True)]
-            result[f"{name}over_plain"] = statistics.median(over)
-        if len(runs) == 2:
-            theirs, ours = (seconds[name] for name in runs)
-            result["gains"] = [a / b - 1 for a, b in zip(theirs, ours, strict=True)]
-        return result
-
-    def _step(self, forward: Callable[[Tensor], Tensor]) -> float:
-        _synchronize(self._device)
-        began = time.perf_counter()
-        forward(self._x).square().mean().backward()
-        _synchronize(self._device)
-        return time.perf_counter() - began
-
-    def _of(self, forward: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._step(forward)
-        return [p.grad.clone() for p in self._parameters if p.grad is not None]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-# -------------------------------------------------------------------- all points
 
 
 def _net(net: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -419,8 +186,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         task = json.loads(args.child)
-        children = {"costs": _costs, "pair": _pair}
-        print(json.dumps(children.get(task["how"], _point)(task)))
+        children = {"costs": _chain_points.costs, "pair": _chain_points.pair}
+        print(json.dumps(children.get(task["how"], _chain_points.point)(task)))
         return
     nets, left_out = ["residual", "mixer"], []
     if args.nets:
@@ -430,7 +197,7 @@ def main() -> None:
     elif args.device == "cpu":
         left_out = ["torchvision's networks: they take too long without a CUDA device"]
     else:
-        nets += _TORCHVISION
+        nets += TORCHVISION
     points: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for net in nets:

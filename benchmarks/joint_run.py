@@ -46,8 +46,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 import multistage.torch as mst
+from benchmarks._chain_models import Mix, Pool, Residual
 from benchmarks._common import child, finish, interleaved, options
-from benchmarks.chain_throughput import KEEP, Mix, Pool, Residual
+from benchmarks.chain_throughput import KEEP
 from multistage.actions import Put
 from multistage.errors import BudgetError
 from multistage.model.stages import StageCosts
