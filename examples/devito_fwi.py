@@ -17,6 +17,7 @@ import argparse
 import importlib.util
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,36 +55,37 @@ class Timed:
         self.seconds += time.perf_counter() - began
 
 
-def main() -> None:
-    args = arguments()
-    if importlib.util.find_spec("devito") is None:
-        raise SystemExit(
-            "this example needs Devito; pip install 'multistage-checkpointing[devito]'"
-        )
-    os.environ.setdefault("DEVITO_LOGGING", "WARNING")
-    tier = f"file://{Path(args.scratch).resolve()}"
-    install(memory=args.memory, tiers=tier)  # before anything of Devito is imported
+@dataclass
+class Problem:
+    """A model to be inverted, and the misfit of its data.
 
-    from devito import CheckpointOperator, DevitoCheckpoint, Function, TimeFunction, smooth
+    `start` is the velocity at which the gradient is wanted, `residual` predicted less
+    observed data, `whole` the wavefield of all steps.
+    """
+
+    wave: Any
+    start: Any
+    residual: Any
+    whole: Any
+
+
+def make_problem(args: argparse.Namespace) -> Problem:
+    from devito import Function, smooth
     from examples.seismic import Receiver  # of Devito
     from examples.seismic.acoustic import acoustic_setup
 
-    order, dtype = args.space_order, np.dtype(args.dtype).type
+    dtype = np.dtype(args.dtype).type
     wave = acoustic_setup(
         shape=tuple(args.shape),
         spacing=(10.0, 10.0),
         nbl=40,
         tn=args.tn,
-        space_order=order,
+        space_order=args.space_order,
         dtype=dtype,
     )
     model, geometry = wave.model, wave.geometry
-    start = Function(name="start", grid=model.grid, space_order=order)
+    start = Function(name="start", grid=model.grid, space_order=args.space_order)
     smooth(start, model.vp)
-
-    def field(name: str, **options: Any) -> Any:
-        return TimeFunction(name=name, grid=model.grid, time_order=2, space_order=order, **options)
-
     observed = wave.forward()[0]
     predicted, whole = wave.forward(vp=start, save=True)[:2]
     residual = Receiver(
@@ -94,34 +96,26 @@ def main() -> None:
         coordinates=geometry.rec_positions,
         dtype=dtype,
     )
-    history = whole.size_allocated * np.dtype(dtype).itemsize
-    budget = parse_bytes(args.memory)
-    steps = geometry.nt - 2
-    rows, columns = model.grid.shape
-    print(
-        f"{rows} x {columns} points, {steps} steps; the wavefield takes {format_bytes(history)}, "
-        f"the budget is {format_bytes(budget)}: {history / budget:.1f} times less"
-    )
+    return Problem(wave, start, residual, whole)
 
-    began = time.perf_counter()
-    full = wave.jacobian_adjoint(residual, whole, vp=start)[0]
-    print(f"adjoint with the whole wavefield: {format_seconds(time.perf_counter() - began)}")
-    full = np.array(full.data)
-    del whole
 
-    began = time.perf_counter()
-    ours = wave.jacobian_adjoint(residual, None, vp=start, checkpointing=True)[0]
-    print(f"jacobian_adjoint(checkpointing=True): {format_seconds(time.perf_counter() - began)}")
+def written_out(problem: Problem, args: argparse.Namespace, tier: str, full: Any) -> None:
+    """Compute the gradient by a `Revolver`: what one writes for operators of one's own."""
+    from devito import CheckpointOperator, DevitoCheckpoint, Function, TimeFunction
 
-    # The same, written out: what one writes for operators of one's own.
+    wave, start = problem.wave, problem.start
+    model, geometry = wave.model, wave.geometry
+
+    def field(name: str) -> Any:
+        return TimeFunction(name=name, grid=model.grid, time_order=2, space_order=args.space_order)
+
     u, v = field("u"), field("v")
     grad = Function(name="grad", grid=model.grid)
     options = {"u": u, "dt": wave.dt, **model.physical_params(vp=start)}
     wrap_fw = Timed(CheckpointOperator(wave.op_fwd(save=False), src=geometry.src, **options))
-    wrap_rev = Timed(
-        CheckpointOperator(wave.op_grad(save=False), v=v, rec=residual, grad=grad, **options)
-    )
-    cp = DevitoCheckpoint([u])
+    gradient = wave.op_grad(save=False)
+    wrap_rev = Timed(CheckpointOperator(gradient, v=v, rec=problem.residual, grad=grad, **options))
+    cp, steps = DevitoCheckpoint([u]), geometry.nt - 2
     with Revolver(cp, wrap_fw, wrap_rev, None, steps, memory=args.memory, tiers=tier) as revolver:
         for sweep in ("first sweep, measuring costs", "second sweep"):
             for each in (u, v, grad):
@@ -138,6 +132,38 @@ def main() -> None:
         print(revolver.plan)
         print(revolver.report())
 
+
+def main() -> None:
+    args = arguments()
+    if importlib.util.find_spec("devito") is None:
+        raise SystemExit(
+            "this example needs Devito; pip install 'multistage-checkpointing[devito]'"
+        )
+    os.environ.setdefault("DEVITO_LOGGING", "WARNING")
+    tier = f"file://{Path(args.scratch).resolve()}"
+    install(memory=args.memory, tiers=tier)  # before anything of Devito is imported
+
+    problem = make_problem(args)
+    wave, start, residual = problem.wave, problem.start, problem.residual
+    history = problem.whole.size_allocated * np.dtype(args.dtype).itemsize
+    budget = parse_bytes(args.memory)
+    rows, columns = wave.model.grid.shape
+    print(
+        f"{rows} x {columns} points, {wave.geometry.nt - 2} steps; the wavefield takes "
+        f"{format_bytes(history)}, the budget is {format_bytes(budget)}: "
+        f"{history / budget:.1f} times less"
+    )
+
+    began = time.perf_counter()
+    full = wave.jacobian_adjoint(residual, problem.whole, vp=start)[0]
+    print(f"adjoint with the whole wavefield: {format_seconds(time.perf_counter() - began)}")
+    full = np.array(full.data)
+    problem.whole = None  # its memory is needed no more
+
+    began = time.perf_counter()
+    ours = wave.jacobian_adjoint(residual, None, vp=start, checkpointing=True)[0]
+    print(f"jacobian_adjoint(checkpointing=True): {format_seconds(time.perf_counter() - began)}")
+    written_out(problem, args, tier, full)
     if not np.array_equal(ours.data, full):
         raise SystemExit("the gradients differ")
     print("The gradients are equal to the last bit.")
