@@ -149,15 +149,15 @@ def test_classes_of_stores_are_known_by_their_methods_or_bases() -> None:
 
 # What is not yet as it should be; a bar is only ever lowered.
 BARS = {
-    "files_over_400": 5,
-    "longest_function": 172,
-    "functions_over_60": 4,
+    "files_over_400": 1,
+    "longest_function": 86,
+    "functions_over_60": 1,
     "import_cycles": 0,
     "same_level_imports": 0,
     "public_any": 10,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "median_lines": 172,
+    "median_lines": 168,
 }
 
 
