@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,10 @@ from multistage.actions import Evict, Reverse, Tape
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, StateError
+from multistage.model.tier import Tier
+from multistage.torch.sequences import varied_planning, varied_search
 from multistage.torch.sequences.chunks import Steps
-from multistage.torch.sequences.planning import Settings
+from multistage.torch.sequences.planning import Memory, Settings
 from multistage.torch.sequences.varied_planning import choose_varied
 from multistage.torch.tensors.meter import Meter
 
@@ -830,3 +833,58 @@ def test_a_state_that_changes_shape_late_is_refused() -> None:
     for chunk in (1, 4):
         with pytest.raises(StateError, match=r"changed leaf 0 of its state .* at steps 40 to"):
             mst.unroll(cell, h, x, planner="recompute", chunk=chunk, memory="1 MiB")
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(h) + x)
+
+
+def test_a_sequence_inside_a_cell_is_planned_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at each step of the outer one, and the tier is not measured for each."""
+    made: Counter[str] = Counter()
+
+    def counted(module: Any, name: str, function: Callable[..., Any]) -> None:
+        def call(*args: Any) -> Any:
+            made[name] += 1
+            return function(*args)
+
+        monkeypatch.setattr(module, name, call)
+
+    fast = Tier.of_rates(1e12, 1e12, tapes=False)
+    counted(varied_planning, "choose_varied", choose_varied)
+    counted(varied_planning, "measured_kind", varied_planning.measured_kind)
+    counted(varied_search, "measured_rates", lambda paged: fast)
+    monkeypatch.setattr(varied_search, "_rates", Memory())
+    monkeypatch.setattr(varied_planning, "_measured", Memory())
+    monkeypatch.setattr(varied_planning, "_plans", Memory())
+    inner, outer, xs = Inner(), Inner(), torch.randn(16, 5, 6)
+    options: Any = {"tiers": f"file:{tmp_path}?{SMALL}", "unequal": True, "progress": False}
+
+    def cell(h: Tensor, x: Tensor) -> Tensor:
+        return outer(mst.unroll(inner, h, xs, memory=6144, **options).state, x)
+
+    def plainly(h: Tensor, x: Tensor) -> Tensor:
+        for one in xs:
+            h = inner(h, one)
+        return outer(h, x)
+
+    first = torch.randn(5, 6, requires_grad=True)
+    inputs = torch.randn(16, 5, 6, requires_grad=True)
+    for _ in range(2):
+        out = mst.unroll(cell, first, inputs, memory=0.8, **options)
+        found = torch.autograd.grad(out.state.sum(), [first, inputs, *outer.parameters()])
+    h = first
+    for x in inputs:
+        h = plainly(h, x)
+    expected = torch.autograd.grad(h.sum(), [first, inputs, *outer.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert out.plan is not None and out.plan.planner != "keep"
+    assert made["choose_varied"] == made["measured_kind"] == 2
+    assert made["measured_rates"] <= 2 * 3  # for each size of pages
