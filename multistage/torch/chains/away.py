@@ -31,6 +31,7 @@ class Away:
         self._stages, self._memory, self._stowage = stages, memory, stowage
         self._states: dict[int, AwayState] = {}
         self._tapes: dict[int, HeldTape] = {}
+        self._staged: dict[int, KeptState] = {}  # held for their writes alone, by token
 
     @property
     def stowage(self) -> Stowage:
@@ -42,6 +43,7 @@ class Away:
         """Release all of it."""
         self._states.clear()
         self._tapes.clear()
+        self._staged.clear()
         if self._stowage is not None:
             self._stowage.clear()
 
@@ -49,21 +51,21 @@ class Away:
 
     def write(self, sweep: Sweep, action: Offer | Put) -> Answer:
         """Queue the way of a state or tape to the tier."""
-        step, tape = action.step, action.tape
-        self.stowage.put(step, tape, self._parcel(step, tape))
-        return None
-
-    def _parcel(self, step: int, tape: bool) -> Parcel:
-        memory = self._memory
-        if tape:
+        step, memory = action.step, self._memory
+        if action.tape:
             held = memory.tape(step)
             assert held is not None
-            return held.parcel
-        state = memory.at_hand(step)
-        assert state is not None
+            self.stowage.put(step, True, held.parcel)
+            return None
+        kept = memory.at_hand(step)
+        state = sweep.keep(sweep.live, step).state if kept is None else kept
+        assert isinstance(state, KeptState)
         parcel = Parcel(state.tensors(), memory.origins, memory.staying)
-        away = self._states[step] = AwayState(state.emptied(), parcel)
-        return away.parcel
+        self._states[step] = AwayState(state.emptied(), parcel)
+        token = self.stowage.put(step, False, parcel)
+        if kept is None:
+            self._staged[token] = state
+        return None
 
     def evict(self, sweep: Sweep, action: Evict) -> Answer:
         """Wait until a state or tape has left, and release it."""
@@ -85,11 +87,14 @@ class Away:
         return None
 
     def wait(self, sweep: Sweep, action: Await) -> Answer:
-        """Wait for what is on its way back."""
-        found = self.stowage.arrived(action.token)
-        if found is None:
-            return True
-        step, is_tape, parcel = found
+        """Wait for what is on its way to the tier or back."""
+        written = self.stowage.left(action.token)
+        if written is not None:
+            state = self._staged.pop(action.token, None)
+            if state is not None:
+                state.verify()
+            return written
+        step, is_tape, parcel = self.stowage.arrived(action.token)
         if parcel is None:  # it is computed again when it is needed
             sweep.lost.add(~step if is_tape else step)
             return False

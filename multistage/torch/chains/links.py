@@ -13,7 +13,20 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ...actions import Action, Await, Drop, EndForward, Evict, Free, Get, Reverse, Schedule
+from ...actions import (
+    Action,
+    Await,
+    Drop,
+    EndForward,
+    Evict,
+    Free,
+    Get,
+    Load,
+    Reverse,
+    Schedule,
+    Tape,
+)
+from ...errors import ScheduleError
 from ...states.slots import Kept
 from ..environment.states import KeptState
 from ..measurement.saved import Caught
@@ -55,8 +68,36 @@ class Script:
         return self.actions is not self._planned
 
     def leaving(self) -> set[int]:
-        """Return the states that fast memory releases, alone or inside of a tape."""
-        return {a.step + a.tape for a in self._planned if isinstance(a, Evict)}
+        """Return the states that fast memory releases, alone or inside of a tape.
+
+        Raises
+        ------
+        ScheduleError
+            If a copy of such a state is freed that a tape starts from: that tape leaves its
+            input to what evicts it.
+        """
+        found = {a.step + a.tape for a in self._planned if isinstance(a, Evict)}
+        tapes: set[int] = set()  # held
+        inputs: set[int] = set()  # of tapes that are held; they are too
+        for at, action in enumerate(self._planned):
+            match action:
+                case Tape(step):
+                    tapes.add(step)
+                    inputs.add(step)
+                case Evict(step, _, tape):
+                    inputs.discard(step + tape)
+                    if tape:
+                        tapes.discard(step)
+                        inputs.discard(step)
+                case Free(step) if step in found & inputs and step - 1 not in tapes:
+                    raise ScheduleError(
+                        f"Free({step}) takes the input of tape {step}, which is held, and another "
+                        f"copy of state {step} is evicted; Evict({step}) both or neither",
+                        at,
+                    )
+                case EndForward():
+                    break
+        return found
 
     def _from(self, actions: Sequence[Action]) -> Schedule:
         self.actions, self.next, self.is_forward = actions, 0, True
@@ -68,6 +109,12 @@ class Script:
             self.next += 1
             if isinstance(action, EndForward):
                 self.is_forward = False
+            elif self.is_forward and isinstance(action, Load):
+                raise ScheduleError(
+                    f"Load({action.step}) in the forward sweep of autograd, whose graph leads from "
+                    "each stage to the next; load states after EndForward only",
+                    self.next - 1,
+                )
             yield action
 
     def reverses_next(self, i: int) -> bool:

@@ -143,8 +143,8 @@ class Stowage:
         busier = self.computed_s() / thread_s if alone and thread_s > 0 else 1.0
         self._berth.busier = max(1.0, busier)
 
-    def put(self, step: int, tape: bool, parcel: Parcel) -> None:
-        """Queue the way of a parcel to the tier.
+    def put(self, step: int, tape: bool, parcel: Parcel) -> int:
+        """Queue the way of a parcel to the tier; return its token.
 
         Raises
         ------
@@ -156,9 +156,11 @@ class Stowage:
                 f"stage {self._name(step, tape)} saves a tensor that cannot travel to a tier "
                 f"({parcel.stuck[0]}); train this chain without tiers=, or within a larger limit"
             )
-        self._writes.add(len(self._tokens))
+        token = len(self._tokens)
+        self._writes.add(token)
         self._stowed[step, tape] = _Stowed(parcel, self._porter.send(parcel.lines()))
         self._tokens.append((step, tape))
+        return token
 
     def evict(self, step: int, tape: bool) -> bool:
         """Wait until a parcel has left, and release it; False if it is lost."""
@@ -236,13 +238,24 @@ class Stowage:
             stowed.trip = self._porter.fetch(stowed.trip.row, stowed.parcel.make_room())
             stowed.parcel.on_its_way(stowed.trip)
 
-    def arrived(self, token: int) -> tuple[int, bool, Parcel | None] | None:
-        """Wait for a transfer; return what came back, None in the parcel's place if it is lost.
+    def left(self, token: int) -> bool | None:
+        """Wait until a transfer has left; False if it is lost, None if it is on its way back.
 
-        None for one to the tier, which `evict` waits for.
+        A tape stays in fast memory; a state is held elsewhere, if at all.
         """
-        if token in self._writes:
+        if token not in self._writes:
             return None
+        step, tape = self._tokens[token]
+        if not tape:
+            return self.evict(step, tape)
+        stowed = self._stowed[step, tape]
+        written = self._waited(stowed.trip)
+        if not written:
+            self._lose(step, tape, stowed)
+        return written
+
+    def arrived(self, token: int) -> tuple[int, bool, Parcel | None]:
+        """Wait for a transfer; return what came back, None in the parcel's place if it is lost."""
         step, tape = self._tokens[token]
         stowed = self._stowed[step, tape]
         if not stowed.lost:
