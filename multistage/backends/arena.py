@@ -68,7 +68,7 @@ def pages_of_node(nbytes: int, node: int) -> Array:
 
 
 def landing_bytes(nbytes: int) -> int:
-    """Return the bytes of `landing_pool(nbytes)` when nobody refers to a buffer of it."""
+    """Return the bytes of `landing_pool(nbytes)` when nothing refers to a buffer of it."""
     return nbytes if nbytes >= _HUGE else whole_huge(_FEW * _paged(nbytes))
 
 
@@ -85,15 +85,15 @@ def _paged(nbytes: int) -> int:
 
 
 class LandingPool:
-    """Buffers that checkpoints are read into, reused when nobody refers to them.
+    """Buffers that checkpoints are read into, reused when nothing refers to them.
 
-    A state handed out is a set of views of its buffer, and nothing tells when
+    A returned state is a set of views of its buffer, and nothing reports when
     its user is done: a step may pass an array on to the next state, an adjoint
     may keep one for an hour.  Overwriting the buffer then would change a state
     behind its user's back: a wrong gradient without an error.  So a buffer is
     an array that every view refers to, over memory that comes back to the pool
     when the interpreter frees the array.  The pool keeps the memory of at most
-    `size` buffers that nobody refers to; what comes back beyond them is freed.
+    `size` buffers to which nothing refers; what comes back beyond them is freed.
 
     Buffers smaller than a huge page share one area: a disk reads a megabyte
     into huge pages in a third of the time it takes into small ones.  Each is
@@ -107,14 +107,14 @@ class LandingPool:
     def __init__(self, nbytes: int, size: int) -> None:
         self._nbytes = nbytes
         self._size = size
-        # Memory that nobody refers to: an area, and where in it.
+        # Memory to which nothing refers: an area, and where in it.
         self._idle: deque[tuple[mmap.mmap, int]] = deque(maxlen=size)
         self._lent: dict[int, weakref.ref[Array]] = {}
         self._next = 0
         self._shared = False
 
     def take(self) -> Array:
-        """Return a buffer that nobody else refers to."""
+        """Return a buffer to which nothing else refers."""
         try:
             area, at = self._idle.pop()
         except IndexError:
@@ -147,7 +147,7 @@ def _came_back(
     at: int,
     _buffer: weakref.ref[Array],
 ) -> None:
-    """Keep the memory of a buffer that nobody refers to any more, in place of the oldest."""
+    """Keep the memory of a buffer to which nothing refers any more, in place of the oldest."""
     there = pool()
     if there is not None:
         there._lent.pop(number, None)

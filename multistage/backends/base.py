@@ -65,7 +65,7 @@ class TransferRecord(NamedTuple):
 
 @dataclass(slots=True)
 class StoreStats:
-    """Counts since `open`; of the refused puts, `refused_full` were for want of room.
+    """Counts since `open`; `refused_full` of the refused puts met a full tier.
 
     Examples
     --------
@@ -103,7 +103,7 @@ class Store(Protocol):
     name : str
         Shown in tables, for example `"file"`.
     queue_depth : int
-        Writes that may be waiting or under way before `put` refuses.
+        Writes that may be waiting or in flight before `put` refuses.
     stats : StoreStats
 
     Notes
@@ -221,13 +221,13 @@ class Store(Protocol):
         ...
 
     def prefetch(self, key: int) -> None:
-        """Queue a read of `key`, behind its write if that is still under way.  Never blocks."""
+        """Queue a read of `key`, behind its write if that is still in flight.  Never blocks."""
         ...
 
     def get(self, key: int) -> list[Array]:
         """Block until the prefetched read is done; return the arrays, read-only.
 
-        Prefetches first if nobody did.  The memory belongs to whoever refers
+        Prefetches first if necessary.  The memory belongs to the code that refers
         to the arrays: the store reuses it only when no reference is left.
 
         Raises

@@ -1,7 +1,7 @@
 """How extents get to a medium and back, in the background: `Carrier`, and one by Python's threads.
 
 A carrier has two lanes, one each way, and finishes what is queued on a lane in
-order.  Threads of its own move the bytes; what became of a transfer is told on
+order.  Threads of its own move the bytes; the result of a transfer is reported on
 the computing thread, when that polls or waits.  So an extent is changed by the
 computing thread alone, and nothing of the store needs a lock.
 """
@@ -60,23 +60,23 @@ class Carrier(Protocol):
         ...
 
     def queue_read(self, extent: Extent, landing: Array) -> None:
-        """Queue a read, behind the extent's write if that is under way."""
+        """Queue a read, behind the extent's write if that is in flight."""
         ...
 
     def poll(self) -> None:
-        """Tell of what was finished.  Never blocks."""
+        """Report finished transfers.  Never blocks."""
         ...
 
     def wait_for(self, ready: Callable[[], bool]) -> bool:
         """Block until `ready()`, which is asked again after every transfer.
 
-        Returns False if it is not ready and nothing is under way that could
+        Returns False if it is not ready and nothing is in flight that could
         make it so: a transfer was interrupted before it was queued.
         """
         ...
 
     def close(self) -> None:
-        """Finish what is under way, tell of it, give everything back.
+        """Finish the transfers in flight, report them, release everything.
 
         Interrupted, it can be called again and does the rest.
         """
@@ -91,7 +91,7 @@ class _Flight:
     def __init__(self, extent: Extent, data: Array | None, behind: _Flight | None = None) -> None:
         self.extent = extent
         self.data = data
-        self.behind = behind  # the write of what is read, if it was under way
+        self.behind = behind  # the write of what is read, if it was in flight
         self.checksum = extent.checksum
         self.began = self.ended = 0.0
         self.error: Exception | None = None
@@ -142,7 +142,7 @@ class _Threads:
         flight.began = time.perf_counter()
         try:
             work(flight)
-        except Exception as error:  # whatever it is, the computing thread must be told
+        except Exception as error:  # the computing thread must learn of every error
             failure = error
         flight.ended = time.perf_counter()
         flight.error = failure
@@ -229,8 +229,8 @@ class ThreadCarrier:
     an extent that may change meanwhile.
 
     Ctrl-C may come between any two instructions of the computing thread.  It
-    takes no lock, which it could be made to keep; it tells of a flight before
-    it forgets it, and tells again what it was interrupted in; and a flight is
+    takes no lock, which an interrupt could make it keep; it reports a flight before
+    it forgets it, and reports again what it was interrupted in; and a flight is
     noted only when it is queued, so that whatever is noted ends.
     """
 
@@ -259,14 +259,14 @@ class ThreadCarrier:
         self._writing.append(flight)
 
     def queue_read(self, extent: Extent, landing: Array) -> None:
-        """Queue a read into `landing`, behind the extent's write if that is under way."""
+        """Queue a read into `landing`, behind the extent's write if that is in flight."""
         behind = next((flight for flight in self._writing if flight.extent is extent), None)
         flight = _Flight(extent, landing, behind)
         self._threads.reads.put(flight)
         self._reading.append(flight)
 
     def poll(self) -> None:
-        """Tell of every transfer that was finished.  Never blocks."""
+        """Report every finished transfer.  Never blocks."""
         for flights, tell in ((self._writing, self._wrote), (self._reading, self._landed)):
             while flights and flights[0].done:
                 flight = flights[0]
@@ -276,7 +276,7 @@ class ThreadCarrier:
                 flights.popleft()
         bell = self._threads.bell
         while bell.qsize() > len(self._writing) + len(self._reading):
-            bell.get_nowait()  # nobody waits for these: they must not pile up
+            bell.get_nowait()  # nothing waits for these: they must not pile up
 
     def wait_for(self, ready: Callable[[], bool]) -> bool:
         """Block until `ready()`; see `Carrier`."""
@@ -289,7 +289,7 @@ class ThreadCarrier:
             self._threads.bell.get()
 
     def close(self) -> None:
-        """Finish what is under way, stop the threads, close the medium."""
+        """Finish what is in flight, stop the threads, close the medium."""
         self._threads.stop()
         self._dropped.detach()
         if self._writing or self._reading:  # or it may never have started

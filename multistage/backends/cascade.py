@@ -4,7 +4,7 @@ Whole extents move, not states: a lower level that takes long per request gets
 few large ones, and the checksum made when an extent was first written is the
 one its last read is verified with, whatever way it went meanwhile.
 
-The oldest extents go down, since they are wanted last; when the reverse sweep
+The oldest extents go down, since they are needed last; when the reverse sweep
 frees room above, the youngest of those below come up again, so that the lower
 level works all the time and is waited for little.
 
@@ -44,7 +44,7 @@ class CascadeStore(StreamedStore):
     ----------
     upper : StreamedStore
         Takes every state first: memory, a NUMA node, files.  Its capacity must
-        be given.  Closed, and used by nobody else.
+        be given.  Closed, and not used elsewhere.
     lower : StreamedStore
         Takes the oldest states when the upper fills: files, a remote store,
         or another cascade.

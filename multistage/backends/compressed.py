@@ -43,7 +43,7 @@ class CompressedStore(StreamedStore):
     Parameters
     ----------
     store : StreamedStore
-        Closed, and used by nobody else: files, a remote store, memory.
+        Closed, and not used elsewhere: files, a remote store, memory.
     scheme : {"blosc", "zfp", "auto"}
         `auto`: blosc or nothing, whichever makes a `Reversal` faster as it
         measures and plans; nothing where costs are given and not measured.
@@ -95,7 +95,7 @@ class CompressedStore(StreamedStore):
             buffer_bytes=store._buffer_bytes,
             queue_depth=store.queue_depth,
             extent_bytes=store._most_extent_bytes,
-            # zfp wants arrays, not pieces of them.
+            # zfp needs arrays, not pieces of them.
             chunk_bytes=1 << 62 if scheme == "zfp" else store._chunk_bytes,
         )
         self.store = store

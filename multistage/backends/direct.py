@@ -132,16 +132,16 @@ class DirectFile:
 def _takes_pages(fd: int) -> bool:
     """Whether a file opened with O_DIRECT takes a page at a multiple of a page.
 
-    The kernel wants lengths, positions and addresses to be multiples of the
+    The kernel requires lengths, positions and addresses to be multiples of the
     device's blocks.  These are larger than a page on some devices and network
-    filesystems, and only newer kernels tell (statx), not for all filesystems.
+    filesystems, and only newer kernels report them (statx), not for all filesystems.
     So one page is written; the file is empty again after it.
     """
     try:
         os.pwritev(fd, [memoryview(pages(PAGE))], PAGE)  # type: ignore[arg-type]
         os.ftruncate(fd, 0)
     except OSError as error:
-        return error.errno != errno.EINVAL  # of all else the first checkpoint tells
+        return error.errno != errno.EINVAL  # the first checkpoint shows any other error
     return True
 
 

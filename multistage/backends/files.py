@@ -41,7 +41,7 @@ class FileStore(StreamedStore):
     Parameters
     ----------
     folder : path
-        An existing folder on the disk to use: your own, and nobody else's to
+        An existing folder on the disk to use: your own, which no other user may
         write to, or one with the sticky bit such as /tmp.
     engine : {"auto", "native", "direct", "aiofiles"}
         `native`: one anonymous file past the page cache (O_DIRECT where the
@@ -53,7 +53,7 @@ class FileStore(StreamedStore):
     buffer_bytes : int
         Page-aligned buffers for transfers, in bytes.
     queue_depth : int
-        Writes that may be waiting or under way.
+        Writes that may be waiting or in flight.
 
     Raises
     ------

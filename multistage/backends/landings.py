@@ -48,7 +48,7 @@ class Landings:
         self._carrier.queue_read(extent, extent.landing)
 
     def landed(self, extent: Extent, began: float, ended: float, error: Exception | None) -> None:
-        """Enter what became of a read, which the carrier tells."""
+        """Record the result of a read, which the carrier reports."""
         # Interrupted it is called again: see `Traffic`.
         if extent.read_state is not TransferState.QUEUED:
             return
@@ -62,7 +62,7 @@ class Landings:
     def took(self, extent: Extent) -> None:
         """Note that a state is taken from an extent: others that were read may go.
 
-        The one before stays, as its states are wanted next.
+        The one before stays, as its states are needed next.
         """
         last, self._last = self._last, extent
         if (

@@ -23,7 +23,7 @@ class Lane(Generic[Work]):
     Notes
     -----
     `put` takes no lock, and may be called from any thread.  No reference to a piece is
-    kept once it is done, since memory that it refers to may be wanted again; nor, by a
+    kept once it is done, since memory that it refers to may be needed again; nor, by a
     lane that has ended, one to its work.
     """
 

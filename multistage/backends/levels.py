@@ -143,7 +143,7 @@ class Levels:
             raise OSError(errno.EIO, "it could not be read to be moved to the lower level")
         place.readers += 1
         if place.where is Where.BELOW:
-            # It was wanted before it came up, and is most likely dropped next: to bring
+            # It was needed before it came up, and is most likely dropped next: to bring
             # it up now would read it a second time.
             place.stays = True
         return place

@@ -6,7 +6,7 @@ each other's checkpoints, with valid checksums.  So `open` takes the store and
 
 It belongs to one process, too.  A forked child has the memory of a store but
 none of its threads: to wait for one of them would never end, and their locks
-may be held for ever.  So a child is refused at its first call.
+may be held forever.  So a child is refused at its first call.
 
 What is dropped without `close` is closed by a finalizer (`end`).
 """

@@ -19,7 +19,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a write failed for want of room: the tier takes no more, what it holds is good.
+    """Whether a write failed because the tier is full: it accepts no more, its contents are valid.
 
     Examples
     --------
@@ -42,7 +42,7 @@ class Medium(Protocol):
     """Numbered extents of equal size.
 
     `write` and `read` are called by one background thread each, `close` when
-    both have stopped.  Failures are OSErrors; `is_full` tells those for want of room.
+    both have stopped.  Failures are OSErrors; `is_full` recognises those of a full medium.
     """
 
     def write(self, slot: int, offset: int, data: Array) -> None:

@@ -19,7 +19,7 @@ class MemoryStore(StreamedStore):
     buffer_bytes : int
         Page-aligned buffers for transfers, in bytes.
     queue_depth : int
-        Writes that may be waiting or under way.
+        Writes that may be waiting or in flight.
 
     Examples
     --------

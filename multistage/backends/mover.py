@@ -25,7 +25,7 @@ class Mover(Generic[Move]):
     changes : Monitor
         Its lock guards what is moved; to be notified of whatever may allow another move.
     busy : bool
-        Whether a move is under way.
+        Whether a move is in flight.
     closing : bool
         Whether `stop` was called: no move begins any more.
     """
@@ -73,7 +73,7 @@ class Mover(Generic[Move]):
         self._thread = thread
 
     def stop(self) -> None:
-        """Let the move under way end, then the thread.  May be called twice."""
+        """Let the move in flight end, then the thread.  May be called twice."""
         with self.changes.lock:
             self.closing = True
             self.changes.notify_all()

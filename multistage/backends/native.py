@@ -1,10 +1,10 @@
 """The file store's fast engine: extents moved by threads of the C core.
 
-Two threads of Python that write and read want the interpreter lock several
+Two Python threads that write and read need the interpreter lock several
 times per transfer; beside a chain of short Python steps each time costs both
-sides.  The threads of `native/io.c` never want it.  The computing thread
+sides.  The threads of `native/io.c` never need it.  The computing thread
 queues a job with one call, and looks at it again when it calls the store
-anyway: `poll` brings extents up to date, nobody else does.
+anyway: only `poll` updates extents.
 
 Checksums are XXH3, as everywhere: the C core takes it from xxhash's own header, Python from
 the package xxhash.
@@ -42,7 +42,7 @@ _FAILED = 2
 
 
 class _Flight(NamedTuple):
-    """A job under way, and what its addresses point into."""
+    """A job in flight, and what its addresses point into."""
 
     extent: Extent
     job: native.Job
@@ -170,7 +170,7 @@ class NativeFile:
         return native.Job(pieces=table, n_pieces=len(table)), list(table)
 
     def queue_read(self, extent: Extent, landing: Array) -> None:
-        """Queue a read into `landing`, behind the extent's write if that is under way."""
+        """Queue a read into `landing`, behind the extent's write if that is in flight."""
         job = native.Job(
             data=landing.ctypes.data,
             nbytes=extent.nbytes,
@@ -186,10 +186,10 @@ class NativeFile:
         self._held.ms_io_submit(self._engine, job, _READ)
 
     def poll(self) -> None:
-        """Tell of every transfer that was finished.  Never blocks."""
+        """Report every finished transfer.  Never blocks."""
         writes, reads = self._flights
-        # A lane finishes its jobs in order.  Each is told of, then forgotten: of
-        # one that is interrupted between the two it is told again.
+        # A lane finishes its jobs in order.  Each is reported, then forgotten:
+        # if it is interrupted between the two, it is reported again.
         while writes and writes[0].job.state:
             self._tell(writes[0], self._wrote)
             flight = writes.popleft()
@@ -220,7 +220,7 @@ class NativeFile:
             wait(engine, seen, _PATIENCE_MS)
 
     def close(self) -> None:
-        """Finish what is under way, stop the threads, close the file."""
+        """Finish what is in flight, stop the threads, close the file."""
         self._stop()
         if os.getpid() == self._owner:
             self.poll()

@@ -17,7 +17,7 @@ from ..support.free_memory import node_free_bytes
 from .arena import pages_of_node
 
 _SYS = Path("/sys/devices/system/node")
-# Copied per thread to measure a node that the firmware tells nothing of: beyond the caches.
+# Copied per thread to measure a node whose rate the firmware does not give: beyond the caches.
 _COPIED_BYTES = 64 << 20
 # Nodes whose bandwidths are nearer than this are taken for the same kind of memory.
 _SAME_KIND = 1.3
@@ -51,14 +51,14 @@ class MemoryNode:
 
 
 def memory_nodes(root: Path = Path("/"), *, measure: bool = False) -> list[MemoryNode]:
-    """Return the memory nodes of this machine; none if the kernel does not tell.
+    """Return the memory nodes of this machine; none if the kernel does not report them.
 
     Parameters
     ----------
     root : Path
         Where `sys` is.
     measure : bool
-        Copy memory on nodes whose bandwidth the firmware does not tell.
+        Copy memory on nodes whose bandwidth the firmware does not give.
 
     Examples
     --------

@@ -265,7 +265,7 @@ class PagedStore(WrapperStore):
         return True
 
     def prefetch(self, key: int) -> None:
-        """Queue a read of `key`, behind its write if that is still under way."""
+        """Queue a read of `key`, behind its write if that is still in flight."""
         thing = self._things.get(key)
         for number in () if thing is None else thing.pages:
             self.store.prefetch(number)

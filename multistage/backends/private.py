@@ -37,12 +37,12 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 class PrivateFolder:
     """A folder of our own, locked for as long as we live.
 
-    A lock, not a process number, tells the living from the dead: numbers are
+    A lock, not a process number, shows whether the owner is alive: numbers are
     used again, and mean nothing to another container on the same disk.  The
     race: a folder exists for an instant before its lock is taken, and a
     neighbour that cleans up just then could take it for a leftover.  So a
     folder is a leftover only if its lock file holds our marker, which is
-    written under the lock, and whoever takes a lock checks that the folder it
+    written under the lock, and the process that takes a lock checks that the folder it
     belongs to is still there.
 
     The marker names the folder: one of another name, such as a copy, is not
@@ -59,7 +59,7 @@ class PrivateFolder:
     path : Path
         For people to read.
     fd : int
-        The folder itself, for whoever opens files in it.
+        The folder itself, for code that opens files in it.
     remove : callable
         Removes it; may be called twice, and is called when the interpreter ends.
 
@@ -221,7 +221,7 @@ def _marker(name: str) -> bytes:
 def _empty(folder: int) -> None:
     """Remove our files, the lock last: with it goes the mark of a leftover."""
     with contextlib.suppress(OSError):
-        os.fchmod(folder, 0o700)  # whoever took our permissions: the folder is ours
+        os.fchmod(folder, 0o700)  # the permissions may have been removed: the folder is ours
         names = [name for name in os.listdir(folder) if _OURS.fullmatch(name)]
         for name in (*names, _LOCK):
             with contextlib.suppress(OSError):
@@ -245,7 +245,7 @@ def _clear_leftovers(place: int) -> None:
             opened.callback(os.close, folder)
             if os.fstat(folder).st_uid != os.geteuid():
                 continue
-            # Not blocking: somebody may have put a pipe there.
+            # Not blocking: another user may have put a pipe there.
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             lock = os.open(_LOCK, flags, dir_fd=folder)
             opened.callback(os.close, lock)

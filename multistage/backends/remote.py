@@ -60,7 +60,7 @@ class RemoteStore(StreamedStore):
     buffer_bytes : int
         Buffers for transfers, in bytes; the parts on their way come on top.
     queue_depth : int
-        Writes that may be waiting or under way.
+        Writes that may be waiting or in flight.
     connections : int or None
         Parts on their way at once; None for 8 where the filesystem is
         asynchronous, as that of S3 is, else 1.
@@ -209,7 +209,7 @@ class RemoteObjects:
         return [(at, min(at + part, nbytes)) for at in range(0, nbytes, part)]
 
     def _each(self, work: Callable[[int, int], None], parts: list[tuple[int, int]]) -> None:
-        """Do the work for every part; none is under way any more on return.
+        """Do the work for every part; none is in flight any more on return.
 
         The buffer is used again then: a part that is still read from it would
         be stored with another checkpoint's bytes.
@@ -281,7 +281,7 @@ def _has_credentials(address: str) -> bool:
 
 
 def _without_secrets(error: Exception) -> Exception | None:
-    """Return an error as the cause of another, or None if its own message would tell a secret."""
+    """Return an error as the cause of another, or None if its message would contain a secret."""
     return error if redacted(str(error)) == str(error) else None
 
 

@@ -33,7 +33,7 @@ class RowStore(Protocol):
         ----------
         lines : sequence of array
         cancelled : callable
-            Asked before each piece whether the row is wanted no more; None is returned then.
+            Asked before each piece whether the row is needed no more; None is returned then.
 
         Raises
         ------

@@ -13,7 +13,7 @@ large states
 
 A `Carrier` moves the extents in the background: threads of the C core for
 files, two Python threads for any other medium.  What an open store holds and has
-under way is its `Traffic`.
+in flight is its `Traffic`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StreamedStore(BaseStore):
     buffer_bytes : int
         Page-aligned buffers for transfers.
     queue_depth : int
-        Writes of large states that may be waiting or under way.
+        Writes of large states that may be waiting or in flight.
     bounces : int
         Buffers that large states are gathered in on their way out.
     extent_bytes, chunk_bytes : int
@@ -161,7 +161,7 @@ class StreamedStore(BaseStore):
         """Give back what `medium` took besides the medium itself."""
 
     def _freer(self) -> Callable[[int], None] | None:
-        """Return what is to be told of extents whose bytes are not needed, if anything is."""
+        """Return the note on extents whose bytes were not needed, if there is one."""
         return None
 
     def _new_carrier(self, layout: Layout, extent_bytes: int) -> Carrier:
@@ -234,7 +234,7 @@ class StreamedStore(BaseStore):
 
         Interrupted, it can be called again and does the rest.  In a forked
         child it leaves threads and files to the parent, and the store can be
-        opened anew.
+        opened again.
         """
         if not self._hold.taken:
             return
@@ -243,7 +243,7 @@ class StreamedStore(BaseStore):
             if self._carrier is not None:
                 if not self._hold.foreign:
                     try:
-                        with contextlib.suppress(OSError):  # what was in it is wanted no more
+                        with contextlib.suppress(OSError):  # what was in it is needed no more
                             self._carrier.close()
                     except Exception as error:  # its finalizer tries once more
                         failure = error
@@ -268,7 +268,7 @@ class StreamedStore(BaseStore):
         return self._opened().wait_written(key)
 
     def prefetch(self, key: int) -> None:
-        """Queue a read of `key`, behind its write if that is still under way."""
+        """Queue a read of `key`, behind its write if that is still in flight."""
         self._opened().prefetch(key)
 
     def get(self, key: int) -> list[Array]:

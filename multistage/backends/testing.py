@@ -236,7 +236,7 @@ def _check_memory(store: Store, layout: Layout) -> None:
         for array in arrays:
             assert not array.flags.writeable, f"get({key}) returned an array that can be written"
         if turn % max(1, reads // 12) == 0:
-            # One leaf, as a slice: the rest of the state is let go.
+            # One leaf, as a slice: the rest of the state is released.
             leaf = turn % len(arrays)
             kept.append((key, arrays[leaf][...], _arrays(layout, key)[leaf]))
         del arrays
@@ -290,7 +290,7 @@ def _check_life(store: Store) -> None:
 
 
 class FaultyStore(WrapperStore):
-    """A store that fails when it is told to, and works like `inner` else.
+    """A store that fails on request, and otherwise works like `inner`.
 
     Parameters
     ----------
@@ -344,7 +344,7 @@ class FaultyStore(WrapperStore):
         return self._inner.capacity_states(layout)
 
     def open(self, layout: Layout) -> None:
-        """Open the inner store; calls are counted anew."""
+        """Open the inner store; calls are counted again."""
         self._inner.open(layout)
         self._restart()
 

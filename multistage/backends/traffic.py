@@ -1,7 +1,7 @@
-"""What an open `StreamedStore` holds and has under way, on a carrier.
+"""What an open `StreamedStore` holds and has in flight, on a carrier.
 
 Everything here is touched by the computing thread alone; what a carrier has finished
-it tells when polled.  So a `put` takes no lock.
+it reports when polled.  So a `put` takes no lock.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Traffic:
         self._carrier.poll()
 
     def _wait_for(self, ready: Callable[[], bool]) -> None:
-        """Block until `ready()`, or until nothing is under way that could make it so.
+        """Block until `ready()`, or until nothing is in flight that could make it so.
 
         Then Ctrl-C came before a transfer was queued: it has failed.
         """
@@ -258,7 +258,7 @@ class Traffic:
         if extent.live:
             return
         if extent is self._filling:
-            extent.filled = 0  # every state in it is gone: fill it anew
+            extent.filled = 0  # every state in it is gone: fill it again
         else:
             self._zombies.append(extent)
             self._bury()
@@ -281,7 +281,7 @@ class Traffic:
         self._zombies = left
 
     def _wrote(self, extent: Extent, began: float, ended: float, error: Exception | None) -> None:
-        """Enter what became of a write, which the carrier tells."""
+        """Record the result of a write, which the carrier reports."""
         # Interrupted it is called again, hence the look at the state, which is set before what
         # is only counted.
         if extent.state is not TransferState.QUEUED:

@@ -18,7 +18,7 @@ Adjoint = TypeVar("Adjoint")
 
 @contextlib.contextmanager
 def told_if_stopped(reversal: Reversal[State, Adjoint]) -> Iterator[None]:
-    """Tell on standard error how far the sweeps came if Ctrl-C ends them."""
+    """Report on standard error how far the sweeps came if Ctrl-C ends them."""
     try:
         yield
     except KeyboardInterrupt:

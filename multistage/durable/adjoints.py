@@ -177,7 +177,7 @@ class Adjoints:
             self.on_disk.append(step)
             while safe is not None and len(self.on_disk) > 2 and self.on_disk[1] > safe:
                 folder.unlink(f"adjoint-{self.on_disk.pop(0)}")
-        except Exception as error:  # the computing thread tells the caller
+        except Exception as error:  # the computing thread reports it to the caller
             self._failure = f"the adjoint at step {step} cannot be written: {error}"
         self._busy = False
 

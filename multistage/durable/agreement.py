@@ -1,4 +1,4 @@
-"""Where several ranks of one durable run go on: at the least that all of them have.
+"""Where several ranks of one durable run continue: at the least that all of them have.
 
 Each rank's folder holds what that rank had reached when it was killed, so the
 ranks differ: one has a state, the last state or an adjoint that another has
@@ -9,7 +9,7 @@ forward sweep             from the newest state that every rank has, unless
                           every rank has the last state
 reverse sweep             from the furthest adjoint that every rank has, with
                           the states that every rank has
-anew                      if a rank had not begun, since no rank takes a step
+again from state 0         if a rank had not begun, since no rank takes a step
                           before all have
 ========================  =====================================================
 
@@ -52,18 +52,18 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """Where all ranks go on.
+    """Where all ranks continue.
 
     Attributes
     ----------
     begun : bool
-        False if all begin anew.
+        False if all start again.
     length : int or None
         Number of steps, if every rank has the last state.
     adjoint : int or None
-        Step of the adjoint to go on with, if every rank has one.
+        Step of the adjoint to continue with, if every rank has one.
     refusal : str
-        Why the ranks cannot go on together; "" if they can.
+        Why the ranks cannot continue together; "" if they can.
     """
 
     begun: bool = False
@@ -73,7 +73,7 @@ class Agreed:
 
 
 def agree(found: Sequence[Found]) -> Agreed:
-    """Return where the ranks go on, the same on every rank.
+    """Return where the ranks continue, the same on every rank.
 
     Examples
     --------
@@ -136,7 +136,7 @@ class Pace:
         left_s = self._written_s + self._every_s - now
         rate = (self._at_step - step) / max(now - self._at_s, 1e-9)
         self._at_step, self._at_s = step, now
-        # The first steps tell little about the rate: not too far at once.
+        # The first steps say little about the rate: not too far at once.
         spacing = min(max(1.0, left_s * rate), 2 * self._spacing)
         return [float(busy), float(safe), float(left_s <= 0), spacing]
 

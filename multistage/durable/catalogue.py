@@ -49,7 +49,7 @@ class Catalogue:
     ----------
     lasting : bool
         Whether the file of dropped states stays until an adjoint makes it unneeded: a run
-        that is resumed wants every checkpoint below the adjoint that it begins with.
+        that is resumed needs every checkpoint below the adjoint that it begins with.
 
     Attributes
     ----------
@@ -134,7 +134,7 @@ class Catalogue:
             self._dead[batch.number] = batch
 
     def bury(self) -> list[Batch]:
-        """Forget the batches of dropped states that nobody needs and no thread is at.
+        """Forget the batches of dropped states that are not needed and that no thread uses.
 
         Returns them: their files can go.
         """

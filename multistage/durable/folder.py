@@ -1,6 +1,6 @@
 """A folder that outlives its process: ours alone, locked, addressed by descriptor.
 
-Whoever can write to the folder decides what a resumed run computes, so a
+Anyone who can write to the folder controls what a resumed run computes, so a
 folder of another user, or one that others may write to, is refused.  Files
 are opened relative to the folder's descriptor, never through a symbolic link,
 and must be plain files of this user.
@@ -8,7 +8,7 @@ and must be plain files of this user.
 A name proves nothing: a file is this run's if it begins with our magic and
 with the run's number, which the lock holds before any other file is there.
 No other file is ever removed, replaced or written to; one that changes
-between the look and the removal is told by its inode.
+between the check and the removal is recognised by its inode.
 
 A file appears under its name only when all its bytes are on the disk (`NewFile`).
 """
@@ -49,8 +49,8 @@ _NO_PLAIN = "it is no plain file of yours"
 _PATIENCE_S = 0.5
 
 
-# A forked child shares our lock, and might outlive us: it must let go of it, or
-# nobody could resume what we leave.
+# A forked child shares our lock, and might outlive us: it must release it, or
+# the run that we leave could not be resumed.
 _LOCKED: weakref.WeakSet[Folder] = weakref.WeakSet()
 
 
@@ -153,7 +153,7 @@ class Folder:
                     continue
                 raise self.refused(f"it is in use by {self.holder()}") from error
             # Its last user may have removed the file between our opening and
-            # locking it: then the lock is nobody's, and we ask again.
+            # locking it: then no process holds the lock, and we try again.
             if os.fstat(fd).st_nlink:
                 self._lock = fd
                 _LOCKED.add(self)
@@ -197,7 +197,7 @@ class Folder:
         synchronize(self._lock)
 
     def holder(self) -> str:
-        """Return who has the lock, as far as its file tells."""
+        """Return the holder of the lock, as far as its file names it."""
         with contextlib.suppress(OSError, BadFile):
             return holder_of(*self.header(LOCK))
         return "another process"
@@ -380,7 +380,7 @@ class Folder:
     def remove(self) -> None:
         """Remove our files, and the folder if it is empty then; held locked until it is gone."""
         if self.fd < 0:
-            return  # let go of, after a fork
+            return  # released, after a fork
         self.clear()
         with contextlib.suppress(OSError):
             self.unlink(LOCK)

@@ -19,7 +19,7 @@ offset    bytes   what
 ...       ...     payload: one record after the other
 ========  ======  ==========================================================
 
-Magic and number have this place in every version: they tell whose a file is.
+Magic and number have this place in every version: they identify the owner of a file.
 
 A file is what its name says only if it is as long as its header says, its
 table passes its checksum and it belongs to the run in question.  A header is
@@ -166,7 +166,7 @@ def parse_states(header: Header, table: bytes, record_bytes: int) -> tuple[array
 
 
 def adjoint_table(step: int, checksum: int, given: bytes) -> bytes:
-    """Return the table of an adjoint at `step`; `given` tells with which one the sweep began."""
+    """Return the table of an adjoint at `step`; `given` is a digest of the first one."""
     return _ENTRY.pack(step, checksum) + given
 
 
@@ -190,7 +190,7 @@ def parse_adjoint(header: Header, table: bytes) -> tuple[int, int, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What tells one run from another.
+    """What distinguishes runs.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What the folder of a durable run holds: the journal, read and begun anew.
+"""What the folder of a durable run holds: the journal, read and begun again.
 
 The folder is the journal.  Each of its files is complete or absent, so what
 it holds is what was reached:

@@ -82,7 +82,7 @@ class Reader:
             self._under_way[step] = read
 
     def forget(self, step: int) -> None:
-        """Let go of a read: nobody will ask for it."""
+        """Release a read that is not needed any more."""
         self._under_way.pop(step, None)
 
     def take(self, step: int) -> Read:
@@ -92,7 +92,7 @@ class Reader:
         return read
 
     def _read(self, read: Read) -> None:
-        """Read one state; whatever happens, `read` tells."""
+        """Read one state; `read` reports the result or the error."""
         self._writer.wait(read.batch)  # read what is still being written
         nbytes, began = self._layout.record_bytes, time.perf_counter()
         try:
@@ -100,7 +100,7 @@ class Reader:
                 read.batch, read.place, self._folder, self._layout, self._pool
             )
             self._stats.bytes_read += nbytes
-        except Exception as error:  # whatever it is, the computing thread must be told
+        except Exception as error:  # the computing thread must learn of every error
             read.error = f"read failed: {error}"
         ended = time.perf_counter()
         self._transfers.append(TransferRecord("read", read.step, began, ended, nbytes))

@@ -118,7 +118,7 @@ class OrderedLayout(Layout):
         return str(self.spec), leaves
 
     def digest(self, packed: Sequence[Array]) -> bytes:
-        """Return what tells this value, its layout and its strides from any other.
+        """Return what identifies this value, its layout and its strides.
 
         Values count bit by bit, so that signs of zeros and payloads of NaNs
         do; bytes that no value uses do not.
@@ -196,7 +196,7 @@ def checksum_of(pieces: Sequence[Array]) -> int:
 
 
 class OrderedStates(ArrayStates):
-    """Pytrees of NumPy arrays whose packed form tells their strides."""
+    """Pytrees of NumPy arrays whose packed form includes their strides."""
 
     def layout(self, state: object) -> OrderedLayout:
         """Return the layout whose packed form has the strides."""

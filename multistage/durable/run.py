@@ -1,8 +1,8 @@
-"""A durable run: what is on the disk, what to go on with, when to write an adjoint.
+"""A durable run: what is on the disk, what to continue with, when to write an adjoint.
 
 `journal` reads what is on the disk; `Adjoints` writes what the reverse sweep has reached.
 
-Several ranks have a folder each; where they go on together, and at which steps
+Several ranks have a folder each; where they continue together, and at which steps
 they write adjoints, is agreed (`agreement`).  Everything that may raise where
 ranks agree raises on all of them.
 """
@@ -102,7 +102,7 @@ class DurableRun:
         self._folder: Folder | None = None
         self._facts: RunFacts | None = None
         self._begun = False  # `run` is on the disk
-        self._taken = False  # and a sweep of this process goes on with it
+        self._taken = False  # and a sweep of this process continues with it
         self._stored: list[int] = []
         self._found_adjoints: list[Snapshot] = []
         self._last: list[Array] | None = None
@@ -168,7 +168,7 @@ class DurableRun:
             raise
 
     def _opening(self) -> Found:
-        """Open the folder, and tell what it holds.  Raises StoreError."""
+        """Open the folder and return its contents.  Raises StoreError."""
         try:
             if self._parent is not None:
                 open_parent(self._parent)
@@ -223,7 +223,7 @@ class DurableRun:
 
     @property
     def taken(self) -> bool:
-        """Whether a sweep of this process has gone on with the run: the next begins anew.
+        """Whether a sweep of this process has resumed the run: the next one starts again.
 
         Then the store must be closed before `attach`.
         """
@@ -233,7 +233,7 @@ class DurableRun:
         """Forget what the folder holds: the next sweep begins with state 0.
 
         The process itself began that sweep.  It may have changed what its steps
-        compute since, which no file tells.
+        compute since, which no file records.
         """
         self.store.forget()
         self._begun = self._taken = self.complete = False
@@ -290,7 +290,7 @@ class DurableRun:
         )
 
     def begin(self, costs: Costs) -> Resumed | None:
-        """Return where to go on; or write that the run begins, and return None.
+        """Return where to continue; or write that the run begins, and return None.
 
         Raises
         ------
@@ -337,7 +337,7 @@ class DurableRun:
             warn_unwritten(f"the last state cannot be written: {error}")
 
     def start(self, adjoint: Adjoint) -> Adjoint:
-        """Return the adjoint to go on with: `adjoint`, or the newest on the disk that came from it.
+        """Return `adjoint`, or the newest adjoint on the disk that was computed from it.
 
         Raises
         ------
@@ -384,9 +384,9 @@ class DurableRun:
         self._peers.gather(lambda: None)
 
     def close(self, *, remove: bool) -> None:
-        """Give the folder back; remove it and its files if wanted.  May be called twice.
+        """Give the folder back; remove it and its files if needed.  May be called twice.
 
-        The store is closed by whoever opened it, before.
+        The code that opened the store closes it first.
         """
         folder, self._folder = self._folder, None
         self._last = None

@@ -28,11 +28,11 @@ class Status:
     ----------
     path : str
     resumable : bool
-        Whether the call that began the run goes on with it.
+        Whether the call that began the run continues with it.
     reason : str
         Why, or why not, and what happens then.
     in_use : str
-        Who has it now; empty if nobody.
+        The process that uses it now; empty if there is none.
     begun : bool
         Whether there is a run whose header can be used.
     n_steps : int or None
@@ -298,7 +298,7 @@ def clean(path: str | os.PathLike[str], *, force: bool = False, dry_run: bool = 
     Parameters
     ----------
     force : bool
-        Remove even a run that can be resumed, or whose gradient nobody fetched.
+        Remove even a run that can be resumed, or whose gradient was not collected.
     dry_run : bool
         Say what would be removed; change nothing.
 

@@ -5,7 +5,7 @@ filling, which becomes one file.  Large states have a file each and are taken by
 reference.
 
 A checkpoint that is dropped stays on the disk until an adjoint is there that
-makes it unneeded (`release`): whoever resumes from the last adjoint on the
+makes it unneeded (`release`): a run that resumes from the last adjoint on the
 disk finds every checkpoint below it.
 
 The computing thread owns the `Catalogue` and the counts; the batches that are filling or on
@@ -48,7 +48,7 @@ class DurableStore(BaseStore):
     prefix : str
         Its files are named `{prefix}-{number}`.
     linger_s : float
-        A batch that is not full waits so long for more, unless it is wanted.
+        A batch that is not full waits so long for more, unless it is needed.
     lasting : bool
         Whether files stay when the store closes.  Then a dropped state that is
         put again is taken to be what it was: states of one run are.
@@ -138,7 +138,7 @@ class DurableStore(BaseStore):
         All of them, if it is None.
 
         Files that are not what they should be are removed.  Records are read
-        only when they are wanted, and verified then.
+        only when they are needed, and verified then.
         """
         below = NEVER if below is None else below
         self._found = Found(batches_in(folder, self._prefix, layout, below), below)
@@ -237,7 +237,7 @@ class DurableStore(BaseStore):
     # ------------------------------------------------------------------- drops
 
     def drop(self, key: int) -> None:
-        """Do without `key`; its file goes when no resumed run would want it."""
+        """Drop `key`; its file is removed when no resumed run would need it."""
         self._hold.check()
         if self._catalogue.find(key) is None:
             return
@@ -266,7 +266,7 @@ class DurableStore(BaseStore):
     # ------------------------------------------------------------------- reads
 
     def prefetch(self, key: int) -> None:
-        """Queue a read of `key`, behind its write if that is still under way."""
+        """Queue a read of `key`, behind its write if that is still in flight."""
         self._hold.check()
         entry = self._catalogue.find(key)
         if entry is not None:

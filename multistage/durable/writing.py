@@ -40,7 +40,7 @@ class Writer:
     new_batch : callable
         Returns a batch for the next states.
     linger_s : float
-        A batch that is not full waits so long for more, unless it is wanted.
+        A batch that is not full waits so long for more, unless it is needed.
     stats, transfers
         Of the store.
 
@@ -49,7 +49,7 @@ class Writer:
     changes : Monitor
         Notified when a batch is written.
     full : bool
-        Whether a write has failed for want of space.
+        Whether a write has failed because the disk is full.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Writer:
         self._jobs.join()
 
     def warn_if_full(self) -> None:
-        """Warn once if a write has failed for want of space."""
+        """Warn once if a write has failed because the disk is full."""
         if self.full and not self._full_warned:
             self._full_warned = True
             warn_full("the durable folder", "no space is left")
@@ -186,7 +186,7 @@ class Writer:
         try:
             write_batch(batch, self._folder, self._layout)
             self._stats.bytes_written += nbytes
-        except Exception as error:  # whatever it is, the computing thread must be told
+        except Exception as error:  # the computing thread must learn of every error
             state = TransferState.FAILED
             batch.error = f"write failed: {error}"
             self.full = self.full or is_full(error)

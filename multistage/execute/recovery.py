@@ -69,7 +69,7 @@ def sizes_differ(error: BaseException) -> bool:
 def given_back(error: BaseException, sweep: Sweep | None) -> BaseException:
     """Put state 0 back where the caller of an in-place chain has it: the caller may start again.
 
-    Where it does not go back the error returned tells so, and that he may not.
+    If it cannot be restored, the returned error says so, and that the caller may not.
     """
     if sweep is None or not isinstance(sweep.slots, InPlace):
         return error

@@ -13,7 +13,7 @@ get                  agreed in one small reduction: lost on one rank is lost
                      on all
 
 So a lost write shows when it is read, on every rank at once.  Nothing else is
-agreed while steps run: one reduction per state read, and one that nobody
+agreed while steps run: one reduction per state read, and one that no rank
 waits for per block of writes, none per step.
 
 Why nothing waits forever: all reductions are made on a communicator of our

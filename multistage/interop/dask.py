@@ -22,7 +22,7 @@ Ctrl-C, any error               shots not begun are cancelled
 ==============================  ==============================================
 
 A worker that is killed leaves no file of checkpoints: it never had a name.  Its
-empty private folder is removed by whoever uses that scratch folder next, at the
+empty private folder is removed by the next run in that scratch folder, at the
 latest at the end of `map_shots` by the workers that are left.
 """
 

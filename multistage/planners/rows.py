@@ -9,7 +9,7 @@ one slot less, a row is
 for l = 2, 3, ... in turn: l^2 / 2 sums.  P and O ascend, so that most blocks of
 candidates are passed over by their ends alone once a good candidate is known;
 the row without bound (`right` is its own O) looks at all of them, because it
-also wants, among equals, the choice that takes the fewest slots.
+also needs, among equals, the choice that takes the fewest slots.
 
 The C kernel adds and compares what its plain twin here does.
 """

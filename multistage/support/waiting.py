@@ -2,7 +2,7 @@
 
 Python raises KeyboardInterrupt between any two instructions of the main thread, those of
 `threading.Condition`, `Event` and `Thread.join` included, which are written in Python:
-interrupted there, a lock may stay taken, and whoever needs it next waits for ever.  Here
+interrupted there, a lock may stay taken, and the next thread that needs it waits forever.  Here
 every wait is one call of `queue.SimpleQueue.get`, which is written in C: it returns or
 raises, and no lock is held meanwhile.
 """

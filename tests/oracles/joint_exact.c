@@ -1,7 +1,7 @@
 /* The exact optimum of a tiny chain with an asynchronous slow tier, by A*.
  *
  * States of the search: what is held where, the operation and the transfers
- * under way with what is left of them.  Anything may be kept, dropped, written
+ * in flight with what is left of them.  Anything may be kept, dropped, written
  * or read at any moment: schedules need be neither nested nor persistent.  The
  * one rule beside memory is that of a tape's input: as long as the tape is of
  * use, its input exists in one of the tiers, and its stage is not run again.  A
@@ -30,7 +30,7 @@ typedef struct {
     int64_t shared, tapes;
 } problem_t;
 
-/* Things under way are numbered as in write_s, 0 for none; sets are bits i - 1. */
+/* Things in flight are numbered as in write_s, 0 for none; sets are bits i - 1. */
 typedef struct {
     int adjoint, kind, stage, rest, states, tapes, far_states, far_tapes;
     int write, write_rest, read, read_rest;
@@ -294,7 +294,7 @@ static void drops(search_t *x, const held_t *h, int64_t seconds)
     }
 }
 
-/* Let time pass until the first of what is under way ends. */
+/* Let time pass until the first of what is in flight ends. */
 static void wait(search_t *x, held_t h, int64_t seconds)
 {
     int span = INT_MAX;

@@ -257,7 +257,7 @@ static void let_time_pass(search_t *q, const state_t *x, int64_t seconds)
     }
     if (y.op != IDLE && !(y.op_rest -= step)) {
         if (y.op == TURN) {
-            /* Nobody wants the states above any more; a write under way keeps its slot. */
+            /* Nobody wants the states above any more; a write in flight keeps its slot. */
             int wanted = (1 << --y.left) - 1;
             y.slow &= wanted;
             y.fast &= wanted | (y.put_rest ? 1 << y.put : 0);

@@ -250,7 +250,7 @@ def _after(state: _State, seconds: int) -> _State:
     op, rest = state.op, state.op_rest - seconds if state.op != "idle" else 0
     if rest == 0 and op != "idle":
         if op == "turn":
-            # Nobody wants the states above any more; a write under way keeps its slot.
+            # Nobody wants the states above any more; a write in flight keeps its slot.
             left -= 1
             slow = frozenset(i for i in slow if i < left)
             fast = frozenset(i for i in fast if i < left or (put and i == put[0]))

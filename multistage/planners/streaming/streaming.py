@@ -201,7 +201,7 @@ def _schedule(
 
 @dataclass(frozen=True, slots=True)
 class _Judge:
-    """Tells what forms take on a part of the steps.
+    """Times forms on a part of the steps.
 
     The two ends, where slots are plenty, would flatter a short run; what a
     long one costs is in the difference of two.
@@ -269,7 +269,7 @@ def _forms(costs: Costs, slots: int, n_steps: int, least: float) -> Iterator[For
         if spacing == 1.0:  # every state is stored: no ring is needed, and fewer actions
             yield Form(spacing, 1)
         if rho <= slots:
-            deep = slots - math.ceil(spacing)  # leaves the slots an interval wants
+            deep = slots - math.ceil(spacing)  # leaves the slots an interval needs
             for depth in {4, max(1, deep)} if steady > rho else {4}:
                 yield Form(spacing, None, depth=depth)
                 if rho > slots - 2:

@@ -80,7 +80,7 @@ def run(sequential: LimitedModule, planned: Planned, state: object, found: Found
 
 
 def _note_detour(chain: Limited, plan: ChainPlan, late: Deadlines) -> None:
-    """Tell that a run left its plan; the next one is planned for the tier as it is."""
+    """Log that a run left its plan; the next one is planned for the tier as it is."""
     chain.plan = replace(plan, given_up=late.given_up)
     _log.info("tier %.3g times slower than planned: %d tapes given up", late.slower, late.given_up)
     if chain.tiered is not None:

@@ -75,7 +75,7 @@ def cells_of(cell: object) -> list[Step] | None:
 
 
 def steps_of(several: Sequence[object] | None, inputs: Given, steps: int | None) -> int | None:
-    """Return how many steps there are, where cells tell it.  Raises ArgumentError."""
+    """Return the number of steps, if the cells determine it.  Raises ArgumentError."""
     if several is None:
         return steps
     length = steps
@@ -89,7 +89,7 @@ def steps_of(several: Sequence[object] | None, inputs: Given, steps: int | None)
 
 
 def is_varied(several: Sequence[object] | None, sequence: Inputs, costs: StageCosts | None) -> bool:
-    """Whether steps differ, as far as the arguments tell."""
+    """Whether steps differ, as far as the arguments show."""
     if costs is not None or sequence.differs():
         return True
     return several is not None and len({identity_of(one) for one in several}) > 1

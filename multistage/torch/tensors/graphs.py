@@ -128,7 +128,7 @@ def uses(used: Used, parameter: Tensor) -> bool:
 
 
 def held_elsewhere(leaves: list[Tensor], *, collect: bool = False) -> list[Tensor]:
-    """Return those of some leaves that outlive their graph, which nobody else may hold any more.
+    """Return those of some leaves that outlive their graph, which nothing else may hold any more.
 
     A cell may make leaves of its own, as `h.detach().requires_grad_()` for
     `torch.autograd.grad`: they are gone with the graph.  The list is emptied.

@@ -1,7 +1,7 @@
 """Exact accounting of the memory that a computation allocates.
 
 On the CPU every operation passes through a dispatch mode, which notes the
-storages it makes; a weak reference tells when each is freed.  What a kernel
+storages it makes; a weak reference shows when each is freed.  What a kernel
 allocates and frees inside itself is not seen.  On CUDA the caching allocator's
 own statistics are read.
 """

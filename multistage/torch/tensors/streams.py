@@ -267,7 +267,7 @@ class _Copier:
             return
         try:
             task()
-        except Exception as error:  # whatever it is, somebody waits for the event after it
+        except Exception as error:  # the event after it is waited for, whatever the error is
             self._failed = self._failed or error
 
 

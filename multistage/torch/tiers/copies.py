@@ -16,7 +16,7 @@ copies into it, `in` copies out of it.
   work may still be using that memory; `in` waits for an event recorded there
   after the allocation.  Its reader, the compute stream, waits for the copy's
   event in `get`; should that be another stream than allocated it, the allocator
-  is told.  So it is of `in` if nobody gets it.
+  is told; likewise of `in`, if the state is not fetched.
 * An `in` copy of a slot whose `out` copy is in flight waits for its event.
 """
 
@@ -140,7 +140,7 @@ class Copies:
         return found
 
     def let_go(self, entry: Entry) -> None:
-        """Let the memory of copies be handed on that nobody waited for."""
+        """Release the memory of copies that were not waited for."""
         if entry.landed is not None:
             self._streams.used_by("in", entry.landing)
             entry.landing, entry.landed = [], None

@@ -76,7 +76,7 @@ class Shelf:
         weakref.finalize(self, end, store.close, Birth.here())
         self._lock = threading.RLock()
         self._next_number = 0
-        # Of pieces nobody wants any more.
+        # Of pieces that are not needed any more.
         self.gone: deque[tuple[range, tuple[Tensor, int] | None]] = deque()
         self._pieces: weakref.WeakValueDictionary[int, Piece] = weakref.WeakValueDictionary()
         self._families: dict[tuple[int, int], Family] = {}  # by storage and version

@@ -67,10 +67,10 @@ class Shuttle:
         self._name, self._memory, self._streams, self._below = name, memory, streams, below
         self._order: deque[Entry] = deque()  # in pinned memory, the oldest first
         self._down_there: list[Entry] = []  # in the tier below, the oldest first
-        self._urgent: deque[_Move] = deque()  # somebody waits
+        self._urgent: deque[_Move] = deque()  # the computing thread waits for these
         self._tasks: deque[_Move] = deque()
         self._downs = 0  # states on their way down
-        self._ups = 0  # on their way up though nobody waits yet
+        self._ups = 0  # promotions in flight that are not waited for yet
         self._below_full = False
         self._awaited: Entry | None = None  # the computing thread waits for it
         self._mover: Mover[_Move] = Mover()
