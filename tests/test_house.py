@@ -150,11 +150,11 @@ def test_classes_of_stores_are_known_by_their_methods_or_bases() -> None:
 # What is not yet as it should be; a bar is only ever lowered.
 BARS = {
     "files_over_400": 1,
-    "longest_function": 86,
-    "functions_over_60": 1,
+    "longest_function": 60,
+    "functions_over_60": 0,
     "import_cycles": 0,
     "same_level_imports": 0,
-    "public_any": 10,
+    "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
     "median_lines": 168,

@@ -71,10 +71,10 @@ class Rules(MachineState):
         Counts bytes in the place of slots, see `in_bytes`.
     """
 
-    performed: Mapping[type, _Perform] = field(init=False, repr=False)  # by action
+    _performed: Mapping[type, _Perform] = field(init=False, repr=False)  # by action
 
     def __post_init__(self) -> None:
-        self.performed = _PERFORMED if self.memory is None else _PERFORMED_IN_BYTES
+        self._performed = _PERFORMED if self.memory is None else _PERFORMED_IN_BYTES
 
     @classmethod
     def in_bytes(
@@ -143,7 +143,7 @@ class Rules(MachineState):
         ScheduleError
             When the action is illegal here; the machine is unchanged.
         """
-        perform = self.performed.get(type(action))
+        perform = self._performed.get(type(action))
         if perform is None:
             self.fail(f"{action!r} is no action")
         else:

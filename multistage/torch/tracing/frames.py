@@ -94,7 +94,7 @@ class Frames:
         if self._autocasts:
             self._autocasts.pop()
 
-    def autocast_entered(self, context: Any) -> None:
+    def autocast_entered(self, context: torch.autocast) -> None:
         """Take note of an autocast and its settings."""
         self._autocasts_made += 1
         arguments = {

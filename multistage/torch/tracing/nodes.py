@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -51,7 +52,7 @@ class Nodes:
         known = [s for t in self._alive if (s := storage_of(t)) is not None]
         self._storages: dict[int, StorageWeakRef] = {s.cdata: s for s in known}
 
-    def give(self, number: int, leaf: Any) -> None:
+    def give(self, number: int, leaf: object) -> None:
         """Make the node of a leaf of what the model is called with."""
         node = self.graph.placeholder(f"given_{number}")
         if isinstance(leaf, Tensor):
@@ -67,20 +68,24 @@ class Nodes:
 
     # ------------------------------------------------------------ of arguments
 
-    def argument(self, value: Any) -> Any:
+    def argument(self, value: object) -> Argument:
         """Return what a value is in the graph."""
         if isinstance(value, Tensor):
             return self._of_tensor(value)
-        kind = type(value)
-        if kind is list:
-            return [self.argument(x) for x in value]
-        if kind is tuple or kind is torch.Size:
-            return tuple(self.argument(x) for x in value)
-        if kind is dict:
-            return {key: self.argument(x) for key, x in value.items()}
-        if kind is slice:
-            return slice(*(self.argument(x) for x in (value.start, value.stop, value.step)))
-        return value if kind in LITERALS else self._extra(value)
+        # Exactly these types: subclasses hold more than their elements.
+        match value:
+            case list() if type(value) is list:
+                return [self.argument(x) for x in value]
+            case tuple() if type(value) in (tuple, torch.Size):
+                return tuple(self.argument(x) for x in value)
+            case dict() if type(value) is dict:
+                return {key: self.argument(x) for key, x in value.items()}
+            case slice():
+                return slice(*(self.argument(x) for x in (value.start, value.stop, value.step)))
+            case _ if type(value) in LITERALS:
+                return cast(Argument, value)
+            case _:
+                return self._extra(value)
 
     def _of_tensor(self, tensor: Tensor) -> fx.Node:
         path = self._own.get(id(tensor))
@@ -98,7 +103,7 @@ class Nodes:
         self.values[node] = Value(MODEL, tensor.requires_grad)
         return node
 
-    def _extra(self, value: Any) -> fx.Node:
+    def _extra(self, value: object) -> fx.Node:
         """Return a node for a value that code cannot spell."""
         if isinstance(value, (nn.Module, torch.Generator)) or tensors_in(vars_of(value)):
             raise self._frames.refused(
@@ -115,7 +120,7 @@ class Nodes:
     # -------------------------------------------------------------- of results
 
     def note(
-        self, node: fx.Node, result: Any, source: int = FIXED, modes: Modes | None = None
+        self, node: fx.Node, result: object, source: int = FIXED, modes: Modes | None = None
     ) -> None:
         """Remember the node of a value; make nodes for its parts."""
         tensors = tensors_in(result)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
+from torch.fx.node import Argument, Target
 
 from .called import same_value, shapes_of
 from .frames import Frames
@@ -35,12 +34,12 @@ class Readings:
     def read(
         self,
         kind: str,
-        target: Any,
-        nodes: tuple[Any, ...],
-        named: dict[str, Any],
+        target: Target,
+        nodes: tuple[Argument, ...],
+        named: dict[str, Argument],
         source: int,
         result: object,
-        func: Any,
+        func: object,
     ) -> None:
         """Take note of a value that Python gets."""
         if source == FIXED:
@@ -68,7 +67,7 @@ class Readings:
         read = graph.create_node(kind, target, nodes, named)
         self.found.append(self._reading(read, result, func))
 
-    def read_shapes(self, node: fx.Node, result: Any, source: int, func: Any) -> None:
+    def read_shapes(self, node: fx.Node, result: object, source: int, func: object) -> None:
         """Take note of shapes that follow from values."""
         if source != INPUT:
             raise self._frames.refused(f"calls {said(func)}, whose shape follows from values,")
@@ -76,7 +75,7 @@ class Readings:
         read = self._nodes.graph.call_function(shapes_of, (node,))
         self.found.append(self._reading(read, shapes, func))
 
-    def _reading(self, node: fx.Node, value: object, func: Any) -> Reading:
+    def _reading(self, node: fx.Node, value: object, func: object) -> Reading:
         """Return a reading by a graph of its own, taken out of the model's."""
         wanted = behind(node)
         values, mutations = self._nodes.values, self._nodes.mutations

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.node import Target
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -50,7 +51,7 @@ class Recorder(TorchFunctionMode):
 
     # ------------------------------------------------------------------ a run
 
-    def run(self, sample: Any) -> Recorded:
+    def run(self, sample: object) -> Recorded:
         """Run the model's forward on copies of a sample."""
         given = Given(self._model, sample)
         leaves = given(sample)
@@ -81,7 +82,7 @@ class Recorder(TorchFunctionMode):
             dict(self._closed),
         )
 
-    def _forward(self, positional: list[Any], named: dict[str, Any]) -> Any:
+    def _forward(self, positional: list[object], named: dict[str, object]) -> object:
         self._frames.enter("")
         try:
             with intercepted(self), self:
@@ -94,7 +95,7 @@ class Recorder(TorchFunctionMode):
             raise UnrecordableError(path, f"raises {_first_line(error)}") from error
         return result
 
-    def _end(self, result: Any, snapshot: Snapshot) -> None:
+    def _end(self, result: object, snapshot: Snapshot) -> None:
         """Make the output; refuse what forward has left behind."""
         leaves = pytree.tree_leaves(result)
         for leaf in leaves:
@@ -119,7 +120,13 @@ class Recorder(TorchFunctionMode):
 
     # ------------------------------------------------------- calls of modules
 
-    def call(self, plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self,
+        plain: Callable[..., object],
+        module: nn.Module,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         """Stand in for `nn.Module.__call__`."""
         path = self._paths.get(module)
         if path is None or not self.recording():
@@ -143,13 +150,19 @@ class Recorder(TorchFunctionMode):
 
     # ---------------------------------------------------------- calls of torch
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if not self.recording():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "__get__":
-            attribute = func.__self__.__name__
+            attribute = _name_of_property(func)
             if attribute in PROPERTIES:
                 return func(*args, **kwargs)
             return self._call("call_function", getattr, func, args, {}, (args[0], attribute))
@@ -164,12 +177,12 @@ class Recorder(TorchFunctionMode):
     def _call(
         self,
         kind: str,
-        target: Any,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        given: tuple[Any, ...] | None = None,
-    ) -> Any:
+        target: Target,
+        func: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        given: tuple[object, ...] | None = None,
+    ) -> object:
         """Call a function of torch, and record it as a node."""
         nodes, frames = self._nodes, self._frames
         frames.check_torch_generator()
@@ -181,7 +194,7 @@ class Recorder(TorchFunctionMode):
         source = FIXED
         for tensor in tensors:
             source |= nodes.source(tensor)
-        in_place = kind == "call_method" and target.endswith("_") and not target.endswith("__")
+        in_place = isinstance(target, str) and target.endswith("_") and not target.endswith("__")
         if in_place and isinstance(args[0], nn.Parameter):
             raise nodes.writes_to(args[0])
         result = func(*args, **kwargs)
@@ -204,7 +217,7 @@ class Recorder(TorchFunctionMode):
             self._readings.read_shapes(node, result, source, func)
         return result
 
-    def function(self, call: Callable[..., Any], cls: type, *args: Any) -> Any:
+    def function(self, call: Callable[..., object], cls: type, *args: object) -> object:
         """Record `cls.apply(*args)` of an autograd Function."""
         if not self.recording():
             return call(*args)
@@ -212,7 +225,7 @@ class Recorder(TorchFunctionMode):
             if isinstance(value, nn.Module) or (callable(value) and not isinstance(value, Tensor)):
                 raise self._frames.refused(f"gives {cls.__name__}.apply a function")
 
-        def applied(_cls: type, *given: Any) -> Any:
+        def applied(_cls: type, *given: object) -> object:
             return call(*given)
 
         with self._frames.pause():
@@ -224,7 +237,7 @@ class Recorder(TorchFunctionMode):
         """Return whether this thread records, and is not paused."""
         return self._frames.recording()
 
-    def read(self, module: nn.Module, name: str, value: Any) -> None:
+    def read(self, module: nn.Module, name: str, value: object) -> None:
         """Take note of an attribute that is read."""
         if name.startswith("__") or name in INTERNAL or not self.recording():
             return
@@ -242,9 +255,14 @@ class Recorder(TorchFunctionMode):
         """Take note that the innermost autocast has ended."""
         self._frames.autocast_left()
 
-    def autocast_entered(self, context: Any) -> None:
+    def autocast_entered(self, context: torch.autocast) -> None:
         """Take note of an autocast and its settings."""
         self._frames.autocast_entered(context)
+
+
+def _name_of_property(getter: Any) -> str:
+    name: str = getter.__self__.__name__
+    return name
 
 
 def _first_line(error: Exception) -> str:

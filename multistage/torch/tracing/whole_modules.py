@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,12 +68,12 @@ class WholeModules:
 
     def call(
         self,
-        plain: Callable[..., Any],
+        plain: Callable[..., object],
         module: nn.Module,
         path: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
         """Call a module by `plain(module, ...)`, and record the call as a node."""
         nodes = self._nodes
         self._refuse_substitutes(module, path)
@@ -103,11 +102,11 @@ class WholeModules:
 
     def _apart(
         self,
-        plain: Callable[..., Any],
+        plain: Callable[..., object],
         module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
         """Call a module with a graph of its own, in which it may differentiate what it computes."""
         kept = [(p, p._version, p.detach().clone()) for p in module.parameters()]
         boxes: list[list[Tensor]] = []
