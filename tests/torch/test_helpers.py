@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
@@ -32,6 +32,7 @@ from multistage.torch.tensors.states import TensorState
 from multistage.torch.tiers.paging import Pager, page_layout
 from multistage.torch.tiers.parcels import Origins, Parcel
 from multistage.torch.tiers.porter import Porter
+from multistage.torch.tracing.cutting import Cut, _written_beyond
 
 CPU = torch.device("cpu")
 PAGE = 64
@@ -185,6 +186,23 @@ def test_views_of_one_another_cannot_be_copied_where_one_wants_a_gradient() -> N
     refuse_shared([wanting, wanting])  # one tensor twice is copied once
     with pytest.raises(StateError, match="shares memory with another input"):
         refuse_shared([wanting[:2], wanting[2:]])
+
+
+# ------------------------------------------------------------------- tracing
+
+
+def test_a_cut_is_not_where_a_value_passes_that_is_written_to_later() -> None:
+    """The stages before and after it would be joined again."""
+    graph = fx.Graph()
+    made = graph.call_function(torch.sin, (graph.placeholder("x"),))
+    other = graph.call_function(torch.cos, (made,))
+    writer = graph.call_function(torch.add, (made, other))
+    value = SimpleNamespace(storage=SimpleNamespace(cdata=7), nbytes=8)
+    recorded: Any = SimpleNamespace(values={made: value}, made={7}, written={7: writer})
+    order, cut = {other: 0, writer: 1}, Cut(other, (made,))
+    assert _written_beyond(recorded, cut, 0, order)
+    assert _written_beyond(recorded, cut, 0, {other: 0})  # behind the last place
+    assert not _written_beyond(recorded, cut, 1, order)
 
 
 # --------------------------------------------------------------------- tiers
