@@ -534,7 +534,7 @@ run = {"plain": plain, "ours": ours}[sys.argv[1]]
 run(50).backward()
 held = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) << 10
 resource.setrlimit(resource.RLIMIT_DATA, (held + (96 << 20),) * 2)
-run(6000).backward()
+run(3000).backward()
 print("done")
 """
 
