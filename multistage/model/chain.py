@@ -83,7 +83,11 @@ class Chain(Protocol[State, Adjoint]):
         ...
 
     def reverse(self, tape: object, adjoint: Adjoint, step: int) -> Adjoint:
-        """Return the adjoint of the state before `step` from the one after it and its tape."""
+        """Return the adjoint of the state before `step` from the one after it and its tape.
+
+        For a type checker a tape is an object: assert its type, or annotate the parameter
+        as Any.
+        """
         ...
 
 
