@@ -54,7 +54,7 @@ Y = TypeVar("Y")
 P = ParamSpec("P")
 
 
-# What a module returns no type checker sees: its y is of any type, as the module's own result.
+# A type checker does not know what a module returns: y then has any type.
 @overload
 def unroll(
     cell: Callable[Concatenate[State, P], tuple[State, Y]]
@@ -196,6 +196,7 @@ def unroll(
     Returns
     -------
     Unrolled
+        With the types of the state and of y that the cell declares.
 
     Raises
     ------

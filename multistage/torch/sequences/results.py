@@ -28,7 +28,7 @@ class Unrolled(Generic[State_co, Outputs_co]):
     loss : Tensor or None
         Sum of the losses of all steps, if the cell returns any.
     outputs : pytree of Tensor or None
-        y of all steps, reduced as asked for.
+        y of all steps, reduced as asked for; None if y is one number, a loss.
     plan : UnrollPlan or None
         How it was run; None where no gradient is required.
 
