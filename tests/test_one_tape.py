@@ -115,7 +115,7 @@ SECOND: dict[str, list[Action]] = {
 @pytest.mark.parametrize("what", SECOND)
 def test_the_executor_refuses_to_overwrite_the_tape(what: str) -> None:
     executor: Executor[Any, float] = Executor(OneTape(), (), tape_slots=0.0)
-    with pytest.raises(ScheduleError, match=r"only its latest tape .*is wanted still"):
+    with pytest.raises(ScheduleError, match=r"only its latest tape .*is still needed"):
         executor.forward(SECOND[what], np.linspace(0.1, 1, 3))
         executor.reverse(1.0)
 

@@ -80,8 +80,8 @@ class CascadeStore(StreamedStore):
                 )
             if not level.exact:
                 raise ArgumentError(
-                    f"the {what} level {level.name!r} of a cascade loses information, and which "
-                    "states went there nobody could tell; compress it by blosc"
+                    f"the {what} level {level.name!r} of a cascade loses information, and the "
+                    "states stored there would not be known; compress it by blosc"
                 )
         if upper.capacity_bytes is None:
             raise ArgumentError(

@@ -126,7 +126,7 @@ def forked(what: str) -> StoreError:
     """Return the error of a forked child that uses what its parent opened."""
     return StoreError(
         f"{what} cannot be used in a forked child, which has none of its threads; close it there "
-        "and begin anew, or use the 'spawn' start method"
+        "and start again, or use the 'spawn' start method"
     )
 
 

@@ -97,7 +97,7 @@ def advice(nodes: Sequence[MemoryNode]) -> list[str]:
     """
     usable = [node for node in nodes if node.total_bytes]
     if not usable:
-        return ["The kernel tells of no memory nodes."]
+        return ["The kernel reports no memory nodes."]
     if len(usable) == 1:
         return ["One memory node: use a disk as the tier, as in tiers='file:///scratch'."]
     fast = fast_node(usable)

@@ -69,7 +69,7 @@ class NumaStore(StreamedStore):
         if self._node not in there:
             raise StoreError(
                 f"tier {self.name!r}: this machine has no memory node {self._node}; it has "
-                f"{', '.join(map(str, there)) or 'none that the kernel tells of'}"
+                f"{', '.join(map(str, there)) or 'none that the kernel reports'}"
             )
         try:
             pages_of_node(1, self._node)

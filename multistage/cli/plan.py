@@ -43,7 +43,9 @@ def add(commands: Commands) -> None:
     showing = add_showing(planning, "where checkpoints stand, or the trade-off with --curve,")
     showing.add_argument("--curve", action="store_true", help="show the time-memory trade-off")
     showing.add_argument("--save", type=Path, help="write the plan to this file: .json")
-    showing.add_argument("--load", type=Path, help="show a plan that --save wrote, judged anew")
+    showing.add_argument(
+        "--load", type=Path, help="show a plan that --save wrote; its schedule is checked again"
+    )
     planning.set_defaults(run=run)
 
 

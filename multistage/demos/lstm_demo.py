@@ -91,7 +91,7 @@ def add(demos: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--durable",
         type=Path,
-        help="folder that keeps the sweep: after a kill the same command goes on where it was",
+        help="folder that keeps the sweep: after a kill the same command resumes it",
     )
     parser.add_argument("--rate", type=float, default=0.004, help="learning rate of Adam (0.004)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (0)")

@@ -202,7 +202,7 @@ class Adjoints:
 def warn_unwritten(what: str) -> None:
     """Warn of a file that a resumed run will lack."""
     warnings.warn(
-        f"{what}; the run goes on, resumed it would compute more again",
+        f"{what}; the run continues; if resumed, it would recompute more steps",
         CheckpointWarning,
         stacklevel=4,
     )

@@ -217,11 +217,11 @@ def _progress(folder: Folder, base: Status, header: Header, facts: RunFacts) -> 
     elif adjoint == 0:
         reason, resumable = "the same call returns the gradient at once", True
     elif adjoint is not None:
-        reason, resumable = f"the same call goes on with adjoint step {adjoint - 1}", True
+        reason, resumable = f"the same call resumes at adjoint step {adjoint - 1}", True
     elif ended:
-        reason, resumable = "the same call goes on with the reverse sweep", True
+        reason, resumable = "the same call resumes with the reverse sweep", True
     else:
-        reason, resumable = f"the same call goes on from state {forward}", True
+        reason, resumable = f"the same call resumes from state {forward}", True
     return _with(
         base,
         reason=reason,

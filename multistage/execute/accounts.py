@@ -57,5 +57,5 @@ def only_latest(action: Action, tapes: Iterable[int]) -> ScheduleError:
     (step,) = tapes
     return illegal(
         action,
-        f"the chain has only its latest tape (one_tape), and that of step {step} is wanted still",
+        f"the chain has only its latest tape (one_tape), and that of step {step} is still needed",
     )

@@ -241,7 +241,7 @@ class Sweep:
         if step != self.begun and not 0 <= step < self._left:
             raise MultistageError(
                 f"reverse_until({step}), but only the adjoints of steps 0 to {self._left - 1} are "
-                "left; ask for steps in descending order, or begin anew with forward()"
+                "left; ask for steps in descending order, or start again with forward()"
             )
 
     def _start_over(self, restart: Callable[[], Schedule]) -> None:

@@ -89,7 +89,7 @@ class Transfers:
     def wait(self, sweep: Sweep, action: Await) -> Answer:
         """Wait for a transfer; whether it succeeded."""
         if action.token not in self._tokens:
-            raise illegal(action, "no such transfer is under way")
+            raise illegal(action, "no such transfer is in flight")
         return self._settled(sweep, self._tokens.pop(action.token))
 
     def evict(self, sweep: Sweep, action: Evict) -> Answer:
@@ -98,7 +98,7 @@ class Transfers:
         step = action.step
         token = next((t for t, each in self._tokens.items() if _is_write_of(each, action)), None)
         if token is None or sweep.held.get(step) is None:
-            raise illegal(action, "no slot holds it, or no write of it is under way")
+            raise illegal(action, "no slot holds it, or no write of it is in flight")
         written = self._settled(sweep, self._tokens.pop(token))
         kept = sweep.held.pop(step)
         assert kept is not None

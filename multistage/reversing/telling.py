@@ -98,7 +98,7 @@ class Reports:
         if self._made is not None:
             self._report, self._made = self._made(), None
         if self._stopped:
-            raise ArgumentError(f"report() has no step to tell of: the run was {self._stopped}")
+            raise ArgumentError(f"report() has no step to report: the run was {self._stopped}")
         if self._report is None:
             raise ArgumentError("report() needs a complete sweep: forward(), then reverse()")
         return self._report

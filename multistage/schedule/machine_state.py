@@ -91,7 +91,7 @@ class MachineState:
             step = next(iter(self.tapes))
             self.fail(
                 f"{action} but the chain has only its latest tape, and that of step {step} "
-                f"is wanted still; Reverse({step}) first"
+                f"is still needed; Reverse({step}) first"
             )
 
     def readable(self, step: int, what: str) -> None:

@@ -101,7 +101,7 @@ def read(machine: MachineState, action: Get, _: Answer) -> None:
 def may_await(machine: MachineState, token: int) -> None:
     """Raise unless there is such a transfer."""
     if token not in machine.tokens:
-        machine.fail(f"Await({token}) but no such transfer is under way")
+        machine.fail(f"Await({token}) but no such transfer is in flight")
 
 
 def await_transfer(machine: MachineState, action: Await, answer: Answer) -> None:
@@ -147,7 +147,7 @@ def token_of(machine: MachineState, action: Evict) -> int:
     transfer = None if token is None else machine.tokens.get(token)
     if transfer is None:
         what = item_said(item)
-        machine.fail(f"{told(action)} but no write of {what} to tier {tier} is under way")
+        machine.fail(f"{told(action)} but no write of {what} to tier {tier} is in flight")
     if transfer.staged:
         machine.fail(f"{told(action)} but its write is not from a fast slot")
     if machine.pins[item] > 1:

@@ -60,7 +60,7 @@ def test_advice() -> None:
     sockets = advice([node(0, "0-31", 96), node(1, "32-63", 96)])
     assert "--cpunodebind=0 --membind=0 " in sockets[1] and "numa:1?" in sockets[1]
     assert "One memory node" in advice([node(0, "0-3", 8)])[0]
-    assert "tells of no memory nodes" in advice([])[0]
+    assert "reports no memory nodes" in advice([])[0]
 
 
 def test_this_machine() -> None:

@@ -63,7 +63,7 @@ def test_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found.n_steps == N
     assert (found.forward_step, found.states, found.adjoint_step) == (20, 21, None)
     assert found.resumable
-    assert found.reason == "the same call goes on from state 20"
+    assert found.reason == "the same call resumes from state 20"
     assert main(["status", str(folder)]) == 0
     shown = capsys.readouterr().out
     for text in ("epoch 3", "array (100,) float64", "state 20 of 40 (50.0 %)", "nobody"):
@@ -75,13 +75,13 @@ def test_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(StoreError, match="in use by process"):
         clean(folder, force=True)
     run.close()
-    assert inspect(folder).reason == "the same call goes on with the reverse sweep"
+    assert inspect(folder).reason == "the same call resumes with the reverse sweep"
     begun(folder, back=11, durable_label="epoch 3")
     found = inspect(folder)
     assert found.adjoint_step is not None
     assert 11 < found.adjoint_step < N
     assert found.adjoints in (1, 2)
-    assert found.reason == f"the same call goes on with adjoint step {found.adjoint_step - 1}"
+    assert found.reason == f"the same call resumes at adjoint step {found.adjoint_step - 1}"
     assert main(["status", "--json", str(folder)]) == 0
     assert json.loads(capsys.readouterr().out)["adjoint_step"] == found.adjoint_step
 

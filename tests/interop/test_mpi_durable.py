@@ -351,7 +351,7 @@ def test_status_and_clean_take_all_ranks(
     folder = tmp_path / "run"
     broken_off(3, folder, back=20)
     assert main(["status", str(folder)]) == 0
-    assert capsys.readouterr().out.count("the same call goes on with adjoint step") == 3
+    assert capsys.readouterr().out.count("the same call resumes at adjoint step") == 3
     assert main(["status", "--json", str(folder)]) == 0
     assert [each["n_steps"] for each in json.loads(capsys.readouterr().out)] == 3 * [N]
     before = seen(folder)

@@ -436,7 +436,7 @@ def test_tapes_in_slots() -> None:
     [
         ([Put(0, tape=True)], "tape 0 is not held"),
         ([Tape(0), Put(0, tape=True), Put(0, tape=True)], "already has that tape"),
-        ([Evict(0)], "no write of checkpoint 0 to tier 0 is under way"),
+        ([Evict(0)], "no write of checkpoint 0 to tier 0 is in flight"),
         ([Save(0), Put(0), Await(0), Evict(0)], "no write of checkpoint 0"),
         ([Put(0), Save(0), Evict(0)], "not from a fast slot"),
         ([Save(0), Put(0), Put(0, 1), Evict(0)], "another write from the same copy"),

@@ -152,7 +152,7 @@ def test_before_the_first_step(tmp_path: Path) -> None:
     """While costs are measured: the operators are called then too."""
     caught, told = child(tmp_path, "memory", where="forward", step=0, measured=True)
     assert caught
-    assert "no step to tell of: the run was interrupted before its first step" in told
+    assert "no step to report: the run was interrupted before its first step" in told
 
 
 @pytest.mark.parametrize("engine", ["memory", "native", "direct", "aiofiles"])

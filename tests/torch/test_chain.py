@@ -171,7 +171,7 @@ class Branching(nn.Module):
 def test_models_that_cannot_be_cut_are_refused_with_the_reason() -> None:
     with pytest.raises(ArgumentError, match="it has a single operation"):
         mst.to_chain(nn.Linear(3, 3), torch.ones(3))
-    with pytest.raises(ArgumentError, match="nothing in it wants a gradient"):
+    with pytest.raises(ArgumentError, match="nothing in it requires a gradient"):
         mst.to_chain(Uncut(), torch.ones(3))
 
 

@@ -149,7 +149,7 @@ def _entries(
                 count += 1
             case Await(token):
                 if token not in transfers:
-                    raise ScheduleError(f"{action} but no such transfer is under way", None)
+                    raise ScheduleError(f"{action} but no such transfer is in flight", None)
                 key, is_write, staged = transfers.pop(token)
                 used -= is_write and staged
                 send(True)

@@ -183,8 +183,8 @@ def refuse_shared(tensors: Sequence[Tensor]) -> None:
     for tensor in once:
         if tensor.requires_grad and storages[tensor.untyped_storage()._cdata] > 1:
             raise StateError(
-                "the first stage writes to an input that wants a gradient and shares memory with "
-                f"another input (shape {tuple(tensor.shape)}); give the chain a clone of one"
+                "the first stage writes to an input that requires a gradient and shares memory "
+                f"with another input (shape {tuple(tensor.shape)}); give the chain a clone of one"
             )
 
 
@@ -193,7 +193,7 @@ def _writable(leaf: Tensor) -> Tensor:
     copy = leaf.clone()
     if copy.stride() != leaf.stride():
         raise StateError(
-            "the first stage writes to an input that wants a gradient and is a view with gaps "
+            "the first stage writes to an input that requires a gradient and is a view with gaps "
             f"(shape {tuple(leaf.shape)}, strides {leaf.stride()}); give the chain x.contiguous()"
         )
     return copy

@@ -153,7 +153,7 @@ def _compared(both: Both, reference: Call, chain: Call, name: str, check: Check)
             f"{name} returns other numbers each time it is run, though buffers, attributes and "
             f"the generators of torch, Python and NumPy were put back ({listed(varying)} differ); "
             "what is run again would differ too: keep such state in a buffer or draw from those "
-            "generators, or go on with check='warn'"
+            "generators, or continue with check='warn'"
         )
     else:
         found = differences(plain, ours)
@@ -162,7 +162,7 @@ def _compared(both: Both, reference: Call, chain: Call, name: str, check: Check)
             f"the chain does not do what {name} does: {listed(found)} "
             f"{'differs' if len(found) == 1 else 'differ'}{where}; what depends on more than its "
             "input, buffers and random generators must be kept outside of the model (or in its "
-            "buffers), or go on with check='warn'"
+            "buffers), or continue with check='warn'"
         )
     complain(check, message)
     return f"differs: {message}"

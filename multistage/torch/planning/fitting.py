@@ -98,7 +98,7 @@ def for_larger(
     if chain.costs is not None or not chain.replan or planned.profile.traits[0].changes_input:
         raise BudgetError(
             f"{cause}; numbers in the state, attributes and values of tensors decide its size: "
-            "give prepare(), or profile, the input that needs most, or let the chain plan anew "
+            "give prepare(), or profile, the input that needs most, or let the chain plan again "
             "(replan=True, no costs=, and a first stage that does not write to its input)"
         )
     with TURN.taken(), torch.enable_grad():
@@ -109,7 +109,7 @@ def for_larger(
         except BudgetError as error:
             raise BudgetError(f"{cause}: {error}") from error
     anew = replace(anew, checked=planned.checked)
-    _log.info("%s: planned anew", cause)
+    _log.info("%s: planned again", cause)
     for variants in chain.known.values():
         variants[:] = [anew if v is planned else v for v in variants]
     use(chain, anew)

@@ -49,7 +49,7 @@ class Cell:
             if given.bidirectional:
                 raise ArgumentError(
                     f"{self.name} has bidirectional=True: the direction back begins at the end of "
-                    "the sequence, and would begin anew in each chunk; unroll one module for each "
+                    "the sequence, and would start again in each chunk; unroll one module for each "
                     "direction, the second on inputs.flip(0), flip its outputs back, and join them "
                     "with torch.cat([forth, back.flip(0)], -1)"
                 )

@@ -239,9 +239,9 @@ class Inputs:
                 and id(leaf) not in self._allowed
             ):
                 raise ArgumentError(
-                    f"x_{t} of inputs ({type(self.given).__name__}) wants a gradient of its own, "
-                    f"of shape {tuple(leaf.shape)}; give such inputs as a tensor with time first "
-                    "or a list (list(inputs)), or name the tensors in parameters=[...]"
+                    f"x_{t} of inputs ({type(self.given).__name__}) requires a gradient of its "
+                    f"own, of shape {tuple(leaf.shape)}; give such inputs as a tensor with time "
+                    "first or a list (list(inputs)), or name the tensors in parameters=[...]"
                 )
         return value
 

@@ -46,7 +46,7 @@ class TensorState:
             if tensor._version != version:
                 raise StateError(
                     "a state was modified by an inplace operation after the step that made it: "
-                    "by the cell (which must return new tensors), or by whoever holds the "
+                    "by the cell (which must return new tensors), or by code that holds the "
                     "initial state or an output"
                 )
         return self.tensors

@@ -81,7 +81,7 @@ class Tiered:
         elif self._berth.device != device:
             raise ArgumentError(
                 f"the tier {self._berth.store.name!r} was opened for tensors on "
-                f"{self._berth.device}, and the chain is on {device} now; make the chain anew"
+                f"{self._berth.device}, and the chain is on {device} now; make the chain again"
             )
         return self._berth
 

@@ -201,6 +201,6 @@ def why_uncut(recorded: Recorded) -> str:
     closed = "".join(f"; {path} is called whole: it {why}" for path, why in recorded.closed.items())
     if not crossing:
         some = any(value.wants for value in recorded.values.values())
-        why = "it has a single operation" if some else "nothing in it wants a gradient"
+        why = "it has a single operation" if some else "nothing in it requires a gradient"
         return why + closed
     return "no place between its calls can be cut" + closed
