@@ -190,7 +190,7 @@ class Rules(MachineState):
     def divert(self, save: Iterable[int], discard: Iterable[int]) -> None:
         """Leave a plan for a detour of `planners.chain.joint_rule`; in a machine that counts bytes.
 
-        Writes under way are cancelled, their copies in the tier to be dropped; states at
+        Writes in flight are cancelled, their copies in the tier to be dropped; states at
         hand are kept, as by `Save`; tapes are given up, with the state inside if it is not
         kept.
 

@@ -62,11 +62,11 @@ class Sweep:
         Ring only: states before this one are offered but never kept, being
         evicted before the end anyway.  0 where n is unknown.
     depth : int
-        Most reads under way or landed ahead of their use.
+        Most reads in flight or landed ahead of their use.
     queue_depth : int
         The tier's q; an accepted offer proves all but the last q writes done.
     drain_steps : int
-        Adjoint steps after which writes left under way are surely done.
+        Adjoint steps after which writes left in flight are surely done.
     reservation : Reservation or None
         When to give up a slot for the next read; None gives it up at once.
     extra : frozenset of int

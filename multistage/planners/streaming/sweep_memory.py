@@ -1,4 +1,4 @@
-"""What a streaming schedule has in fast slots and in the tier, and its transfers under way."""
+"""What a streaming schedule has in fast slots and in the tier, and its transfers in flight."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SweepMemory:
     ended : bool
         Whether the forward sweep has ended.
     depth : int
-        Most reads under way or landed ahead of their use, now.
+        Most reads in flight or landed ahead of their use, now.
     """
 
     def __init__(self, sweep: Sweep) -> None:
@@ -166,7 +166,7 @@ class SweepMemory:
                 yield from self.send_queued()
 
     def clear_leftover(self) -> Schedule:
-        """Give back the slot of a used-up state whose write may still be under way."""
+        """Give back the slot of a used-up state whose write may still be in flight."""
         step, _ = self.leftover.popleft()
         while step in self.pinned:
             yield from self.settle()

@@ -25,7 +25,7 @@ class ChunkGraph:
     given, leaves : list of Tensor
         The states before and after it.
     xs : list of (place, Tensor)
-        The leaves that stand for inputs that want gradients.
+        The leaves that stand for inputs that require gradients.
     ys : list of (t, leaves of y)
     begun : int
         Sequence number of autograd's first node in it.
