@@ -100,6 +100,16 @@ def test_streaming_is_never_slower_than_revolve(costs: Costs, slots: int, n: int
     assert ours <= PLANNERS["revolve"](costs, slots, n).makespan_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("slots", "n", "write_s", "read_s"), [(1, 5, 0.5, 10.0), (2, 20, 30, 3)])
+def test_streaming_falls_back_to_revolve_where_it_saves_no_time(
+    slots: int, n: int, write_s: float, read_s: float
+) -> None:
+    costs = Costs(1.0, 2.0, tiers=(Tier("slow", write_s, read_s),))
+    made = PLANNERS["streaming"](costs, slots, n)
+    assert made.note == "Streaming cannot pay here: plain Revolve from the fast slots."
+    assert list(made.schedule()) == list(PLANNERS["revolve"](costs, slots, n).schedule())
+
+
 @pytest.mark.parametrize("name", ["streaming", "interval"])
 @pytest.mark.parametrize("rho", [0.4, 1.5, 4.0, 30.0])
 def test_long_predictions_extend_short_simulations(name: str, rho: float) -> None:
