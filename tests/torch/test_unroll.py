@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -547,10 +548,11 @@ def test_under_a_hard_limit_that_plain_autograd_does_not_fit() -> None:
         done = subprocess.run(
             [sys.executable, "-c", UNDER_A_LIMIT, how], capture_output=True, text=True, check=False
         )
-        ends[how] = done.returncode == 0 and "done" in done.stdout, done.stderr[-400:]
+        ends[how] = done.returncode == 0 and "done" in done.stdout, done.stderr
     assert ends["ours"][0], ends["ours"][1]
     assert not ends["plain"][0]
-    assert "allocate memory" in ends["plain"][1] or "bad_alloc" in ends["plain"][1]
+    # Whose request is the first that fails, torch's or the interpreter's, is chance.
+    assert re.search("allocate memory|bad_alloc|MemoryError", ends["plain"][1]), ends["plain"][1]
 
 
 def test_nothing_is_left_after_a_forward_without_backward(tmp_path: Path) -> None:
