@@ -9,6 +9,7 @@ raises, and no lock is held meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -84,38 +85,37 @@ class Monitor:
 class Latch:
     """Something that happens once, and that any number of threads wait for.
 
-    Attributes
-    ----------
-    done : bool
-        Whether it has happened.
-
     Examples
     --------
     >>> latch = Latch()
     >>> latch.set()
     >>> latch.wait()
-    >>> latch.done
     True
     """
 
-    __slots__ = ("_bells", "done")
+    __slots__ = ("_bells", "_done")
 
     def __init__(self) -> None:
         self._bells: list[queue.SimpleQueue[None]] = []
-        self.done = False
+        self._done = False
 
     def set(self) -> None:
         """Say that it has happened.  May be called twice."""
         # No lock: a thread that waits either sees this, or is in the list by now.
-        self.done = True
+        self._done = True
         for bell in self._bells:
             bell.put(None)
 
-    def wait(self) -> None:
-        """Block until it has happened."""
-        if self.done:
-            return
-        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._bells.append(bell)
-        if not self.done:
-            bell.get()
+    def is_set(self) -> bool:
+        """Whether it has happened."""
+        return self._done
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until it has happened, at most so long; return whether it has."""
+        if not self._done:
+            bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+            self._bells.append(bell)
+            if not self._done:
+                with contextlib.suppress(queue.Empty):
+                    bell.get(timeout=timeout_s)
+        return self._done

@@ -163,3 +163,10 @@ def test_an_interrupted_latch_is_set_and_waited_for_again() -> None:
         if not hit:
             break
     assert at > 3
+
+
+def test_a_wait_for_a_latch_times_out() -> None:
+    latch = Latch()
+    assert not latch.wait(0.0) and not latch.is_set()
+    latch.set()
+    assert latch.wait(0.0) and latch.is_set()

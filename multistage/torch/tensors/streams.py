@@ -242,7 +242,7 @@ class _HostEvent:
         self._happened.wait()
 
     def query(self) -> bool:
-        return self._happened.done
+        return self._happened.is_set()
 
     def synchronize(self) -> None:
         self._happened.wait()

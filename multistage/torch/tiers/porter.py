@@ -22,6 +22,7 @@ from torch import Tensor
 from ...backends.base import Store
 from ...backends.lifetimes import Birth, end, forked
 from ...errors import StoreError
+from ...support.waiting import Latch
 from .paging import PAGE_BYTES
 from .rows import Rows, open_rows
 
@@ -81,7 +82,7 @@ class Trip:
     queued_s: float = 0.0
     ended_s: float = 0.0
     pages: int = 0
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Latch = field(default_factory=Latch)
 
     def wanted_no_more(self) -> bool:
         """Count a page of a write; return whether it is to be left out."""
