@@ -1,6 +1,7 @@
 """Plans of a chain with a slow tier: legal, within every limit, as fast as predicted."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from chain_judge import Judge
@@ -10,7 +11,9 @@ from multistage.actions import Evict, Get, Put
 from multistage.errors import ArgumentError, BudgetError
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
+from multistage.planners.chain import joint
 from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
+from multistage.schedule.simulation import simulate
 
 core = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 
@@ -75,6 +78,41 @@ def test_plans_are_reproducible():
     costs = random_chain(rng, 30, 1)
     plans = [plan_chain(costs, 0.3, tiers="write=2B/s") for _ in range(2)]
     assert plans[0].actions == plans[1].actions
+
+
+@core
+@pytest.mark.parametrize("seed", range(4))
+def test_more_memory_or_a_faster_tier_is_hardly_ever_slower(seed):
+    """A plan itself never is; one made anew may be, by what the random moves missed."""
+    rng = random.Random(seed)
+    costs, rates = random_chain(rng, rng.randint(5, 16), seed % 3), random_tier(rng)
+    least = smallest_memory(costs)
+    plan = plan_chain(costs, rng.randint(least, 2 * least), tiers=rates)
+    for faster in (
+        rates.slower(0.96),
+        replace(rates, write_bytes_per_s=1.04 * rates.write_bytes_per_s),
+        replace(rates, read_bytes_per_s=1.04 * rates.read_bytes_per_s),
+    ):
+        same = simulate(plan.actions, None, costs, tiers=(faster,), memory_bytes=plan.memory_bytes)
+        assert same.makespan_s <= plan.makespan_s * (1 + 1e-12)
+        anew = plan_chain(costs, plan.memory_bytes, tiers=faster)
+        assert anew.makespan_s <= 1.02 * plan.makespan_s
+    for more in (1, 3, plan.memory_bytes // 12 + 1):
+        anew = plan_chain(costs, plan.memory_bytes + more, tiers=rates)
+        assert anew.makespan_s <= 1.02 * plan.makespan_s
+        assert anew.no_tier_s <= plan.no_tier_s  # by construction: nested limits
+
+
+@core
+def test_searches_that_begin_far_apart_find_faster_plans_and_lose_none(monkeypatch):
+    gains = []
+    for seed in (16, 25):
+        costs, found = random_chain(random.Random(seed), 30, 1), []
+        for short in (0, 40):
+            monkeypatch.setattr(joint, "_SHORT", short)
+            found.append(plan_chain(costs, 0.25, tiers="write=2B/s", progress=False).makespan_s)
+        gains.append(found[0] - found[1])
+    assert min(gains) >= 0 and max(gains) > 0
 
 
 @core

@@ -33,7 +33,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -66,6 +66,11 @@ _PROGRAMS_LONG = 3
 # Plans that are improved, and by how many random moves each: so many a stage, and at most.
 _IMPROVED, _IMPROVED_LONG = 4, 2
 _MOVES_A_STAGE, _MOVES, _MOVES_LONG = 100, 5000, 2000
+# Of chains of no more stages the best plan of each program is improved too, and that of the
+# first programs for a tier that is faster or slower: searches that begin far apart find what
+# more moves on the best plans do not.
+_SHORT, _MOVES_OF_EACH = 40, 50
+_SPEEDS, _AT_SPEEDS = (1.15, 0.85), 4
 _STEPS = 48
 _POOL = 6
 _SEED = 3
@@ -210,13 +215,32 @@ def search(
     pool = Pool(core.judge)
     for fates in extremes(true):
         pool.offer(fates)
-    for program in programs(true, limit, unit_bytes, strides, grid):
-        for made in core.program(program, _SHARES):
-            pool.offer(made)
-    for rank, (seconds, fates) in enumerate(pool.found[:improved]):
+    solved = list(programs(true, limit, unit_bytes, strides, grid))
+    starts: list[tuple[float, Bytes]] = []
+    for program in solved:
+        starts += _solved(core, program, pool)
+    best = pool.found[:improved]
+    for rank, (seconds, fates) in enumerate(best):
         better, found = core.improve(fates, seconds, moves, _SEED + rank)
         pool.keep(found, better)
+    if len(true) > _SHORT:
+        return pool
+    for speed, program in itertools.product(_SPEEDS, solved[:_AT_SPEEDS]):
+        starts += _solved(core, replace(program, speed=speed), pool)
+    for rank, (seconds, fates) in enumerate(starts, len(best)):
+        better, found = core.improve(fates, seconds, _MOVES_OF_EACH * len(true), _SEED + rank)
+        pool.keep(found, better)
     return pool
+
+
+def _solved(core: Core | Twin, program: Program, pool: Pool) -> list[tuple[float, Bytes]]:
+    """Offer what a program finds; return its best plan, if one fits."""
+    own = Pool(core.judge)
+    for made in core.program(program, _SHARES):
+        own.offer(made)
+    for seconds, fates in own.found:
+        pool.keep(seconds, fates)
+    return own.found[:1]
 
 
 def extremes(true: Sizes) -> Iterator[Bytes]:
