@@ -191,7 +191,7 @@ def planned(memory: float, rho: float = 1.0) -> ChainPlan:
     return plan_chain(costs, memory, tiers=Tier.of_rates(rate, rate))
 
 
-@pytest.mark.parametrize("memory", [0.3, 0.45])
+@pytest.mark.parametrize("memory", [0.28, 0.45])
 @pytest.mark.parametrize("refuses", [False, True])
 def test_a_detour_stays_within_the_limit(memory: float, refuses: bool) -> None:
     plan, model = planned(memory), deep()
