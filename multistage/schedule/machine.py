@@ -176,9 +176,16 @@ class Rules(MachineState):
                 self.fail(f"the schedule ended and left {what}: {items}")
 
     def usual_answer(self, action: Action) -> Answer:
-        """Return what a tier answers that takes what it is offered and loses nothing."""
+        """Return what a tier answers that takes what it is offered and loses nothing.
+
+        Raises
+        ------
+        ScheduleError
+            For an `Offer` that is illegal here.
+        """
         match action:
             case Offer():
+                self.expect(action)
                 return self.next_token if self.tier_has_room(action) else None
             case Put() | Get():
                 return self.next_token

@@ -261,9 +261,8 @@ def _checked(
     def answer(action: Action) -> Answer:
         match action:
             case Offer():
-                if not rules.tier_has_room(action):
-                    return None
-                return rules.next_token if accept is None or accept(action) else None
+                token = rules.usual_answer(action)
+                return None if token is None or (accept and not accept(action)) else token
             case Put() | Get():
                 return rules.next_token
             case Await(token):

@@ -171,13 +171,18 @@ def simulate(
         clock = UniformTime(costs, rules, channels, recorded)
         curves = _Curves(timeline, rules, costs.state_bytes, costs.tiers)
     counts_bytes = rules.memory is not None
+    judged = checked and not counts_bytes  # where bytes are counted, the clock judges
     for action, send in driven:
-        answer = clock.perform(action)
-        if checked:
-            if not counts_bytes:  # else they have judged it before it was timed
-                rules.apply(action, answer)
-            if counts_bytes or type(action) in _MOVES_MEMORY:
-                curves.sample(clock.now)
+        if not judged:
+            answer = clock.perform(action)
+        elif type(action) in _TIMED_FIRST:
+            answer = clock.perform(action)
+            rules.apply(action, answer)
+        else:  # an illegal one has no time
+            rules.apply(action, rules.usual_answer(action))
+            answer = clock.perform(action)
+        if checked and (counts_bytes or type(action) in _MOVES_MEMORY):
+            curves.sample(clock.now)
         if trace is not None:
             trace(action)
         if timed is not None:
@@ -295,4 +300,5 @@ def _rates(tiers: Sequence[Tier], slots: float) -> tuple[Tier, ...]:
     return tuple(Tier.parse(tier).in_bytes() for tier in tiers)
 
 
+_TIMED_FIRST = frozenset({Offer, Put})  # the clock answers whether the tier takes them
 _MOVES_MEMORY = frozenset({Save, Free, Offer, Put, Get, Await, Evict, Drop, Tape, Load, Reverse})

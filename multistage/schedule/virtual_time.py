@@ -103,7 +103,7 @@ class VirtualTime:
 
     def _channel_of(self, action: Offer | Put) -> Channels:
         """Return the channels of the tier that is to be written to.  Raises if it cannot be."""
-        if action.tier >= len(self._channels):
+        if not 0 <= action.tier < len(self._channels):
             raise ArgumentError(
                 f"{action} names tier {action.tier}, but there are {len(self._channels)}"
             )

@@ -20,6 +20,7 @@ from multistage.actions import (
     Tape,
 )
 from multistage.errors import ScheduleError
+from multistage.model.stages import Stage, StageCosts
 from multistage.schedule.rules import Rules, check
 
 # The last step's tape stands beside the tapes of the steps before it.
@@ -173,3 +174,12 @@ def test_recovering_takes_no_more_slots_than_there_are() -> None:
     rules.apply(Free(0), None)
     rules.apply(Load(1), None)
     assert rules.used == 1
+
+
+@pytest.mark.parametrize("action", [Offer(5), Offer(5, tape=True)], ids=str)
+def test_an_offer_beyond_the_last_stage_is_judged_before_its_bytes_are_counted(
+    action: Action,
+) -> None:
+    costs = StageCosts.uniform(2, Stage("a", 1.0, 2.0, output_bytes=10, tape_bytes=30), 5)
+    with pytest.raises(ScheduleError, match=r"action 0: Offer.* but (state|tape) 5 is n"):
+        check([action], costs=costs, tier_bytes={0: 100})

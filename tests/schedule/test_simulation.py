@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from multistage.actions import (
+    Action,
     Advance,
     Await,
     Drop,
     EndForward,
+    Evict,
     Free,
     Get,
     Load,
@@ -104,6 +106,17 @@ def test_put_waits_for_room_and_a_full_tier_is_an_error() -> None:
         simulate(puts, 2, full, slots=2)
     with pytest.raises(ArgumentError, match="names tier 0"):
         simulate(puts, 2, Costs(1.0, 2.0), slots=2)
+
+
+@pytest.mark.parametrize("action", [Drop(0), Get(0), Get(0, 3), Evict(0), Await(0)], ids=str)
+def test_an_illegal_action_is_judged_before_it_is_timed(action: Action) -> None:
+    with pytest.raises(ScheduleError, match=r"action 1: .* (no|has no) "):
+        simulate([Advance(0, 1), action], 1, COSTS)
+
+
+def test_a_negative_tier_is_no_tier() -> None:
+    with pytest.raises(ArgumentError, match="names tier -1, but there are 1"):
+        simulate([Put(0, -1)], 1, COSTS)
 
 
 def test_jitter_is_seeded_and_has_mean_one() -> None:
