@@ -381,8 +381,8 @@ class Folder:
         """Remove our files, and the folder if it is empty then; held locked until it is gone."""
         if self.fd < 0:
             return  # released, after a fork
-        self.clear()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # what cannot be removed stays, for the next run
+            self.clear()
             self.unlink(LOCK)
             if os.path.samestat(self.path.stat(follow_symlinks=False), os.fstat(self.fd)):
                 self.path.rmdir()

@@ -810,6 +810,37 @@ def test_a_folder_that_cannot_be_written_raises_an_error(
         simple(tmp_path / "run").forward(np.ones(3))
 
 
+def failing(*_: object) -> list[str]:
+    """What a disk that is gone answers in place of the names in a folder."""
+    raise OSError(5, "Input/output error")
+
+
+def test_a_folder_that_cannot_be_listed_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with simple(tmp_path / "run") as run:
+        run.forward(np.ones(3))
+        gradient = run.reverse(np.ones(3))
+        monkeypatch.setattr(Folder, "names", failing)
+    monkeypatch.undo()
+    with simple(tmp_path / "run") as run:  # not in use, and nothing was lost
+        run.forward(np.ones(3))
+        assert np.array_equal(run.reverse(np.ones(3)), gradient)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_listed_is_refused_and_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = simple(tmp_path / "run")
+    monkeypatch.setattr(Folder, "names", failing)
+    with pytest.raises(StoreError, match="cannot be read: "):
+        run.forward(np.ones(3))
+    monkeypatch.undo()
+    with simple(tmp_path / "run") as another:
+        another.forward(np.ones(3))
+
+
 def test_nothing_refers_to_a_state_after_a_broken_run(tmp_path: Path) -> None:
     start = np.ones(3)
     run = simple(tmp_path / "run")
