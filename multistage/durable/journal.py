@@ -25,8 +25,10 @@ import xxhash
 from ..backends.arena import pages
 from ..errors import StoreError
 from ..states.layout import Array
+from ..version import __version__
 from .folder import LAST, Folder
-from .headers import BadFile, Kind, encode, parse_adjoint, parse_states, states_table
+from .headers import BadFile, Kind, RunFacts, encode, parse_adjoint, parse_states, states_table
+from .peers import Peers
 from .records import OrderedLayout, checksum_of
 
 _CHUNK = 4 << 20
@@ -75,10 +77,35 @@ def foreign(folder: Folder, name: str) -> StoreError:
     )
 
 
+def facts_of(
+    layout: OrderedLayout, state: object, n_steps: int | None, label: str, peers: Peers
+) -> RunFacts:
+    """Return what distinguishes a run that begins with a state."""
+    packed, _ = layout.pack(layout.arrays(state))
+    structure, leaves = layout.describe()
+    return RunFacts(
+        n_steps=n_steps,
+        structure=structure,
+        leaves=leaves,
+        record_bytes=layout.record_bytes,
+        start=layout.digest(packed).hex(),
+        label=label,
+        package=__version__,
+        rank=peers.rank,
+        ranks=peers.size,
+    )
+
+
 def anew(folder: Folder) -> None:
-    """Remove what a run left; let the next be another, lest it take up what could not go."""
-    folder.clear()
-    folder.number(os.urandom(16))
+    """Remove what a run left; let the next be another, lest it take up what could not go.
+
+    Raises StoreError.
+    """
+    try:
+        folder.clear()
+        folder.number(os.urandom(16))
+    except OSError as error:
+        raise folder.refused(f"what a run left in it cannot be removed: {error}") from error
 
 
 def snapshots(folder: Folder, run: bytes, n_steps: int | None) -> list[Snapshot]:

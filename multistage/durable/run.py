@@ -22,7 +22,6 @@ from ..execute.resumed import Resumed
 from ..model.chain import Chain
 from ..model.costs import Costs
 from ..states.layout import Array
-from ..version import __version__
 from .adjoints import Adjoints, Recorded, warn_unwritten
 from .agreement import Found, agree
 from .folder import LEFTOVERS, LOCK, RUN, Folder
@@ -32,6 +31,7 @@ from .journal import (
     Snapshot,
     anew,
     another_run,
+    facts_of,
     foreign,
     intact,
     open_parent,
@@ -103,6 +103,7 @@ class DurableRun:
         self._facts: RunFacts | None = None
         self._begun = False  # `run` is on the disk
         self._taken = False  # and a sweep of this process continues with it
+        self._outdated: bytes | None = None  # number of a run to be removed
         self._stored: list[int] = []
         self._found_adjoints: list[Snapshot] = []
         self._last: list[Array] | None = None
@@ -130,25 +131,12 @@ class DurableRun:
             If the folder cannot be used, is in use, or holds another run.
         """
         self._layout, self._n_steps = layout, n_steps
-        packed, _ = layout.pack(layout.arrays(state))
-        structure, leaves = layout.describe()
         before = self._facts
-        self._facts = RunFacts(
-            n_steps=n_steps,
-            structure=structure,
-            leaves=leaves,
-            record_bytes=layout.record_bytes,
-            start=layout.digest(packed).hex(),
-            label=self._label,
-            package=__version__,
-            rank=self._peers.rank,
-            ranks=self._peers.size,
-        )
+        self._facts = facts = facts_of(layout, state, n_steps, self._label, self._peers)
         if self._folder is not None:
             if self._taken:
                 self._restart()
                 return
-            facts = self._facts
 
             def compared() -> None:
                 if self._begun and before is not None and (what := before.difference(facts)):
@@ -175,6 +163,8 @@ class DurableRun:
             self._folder = folder = Folder(self.path, create=True)
             ours_alone(folder)  # before a lock is left among the files of others
             folder.lock()
+            if folder.run == self._outdated:
+                anew(folder)
             return self._look(folder)
         except OSError as error:
             raise StoreError(
@@ -235,11 +225,12 @@ class DurableRun:
         The process itself began that sweep.  It may have changed what its steps
         compute since, which no file records.
         """
+        self._outdated = self._opened().run  # if that fails, the next call does it
+        self._peers.gather(lambda: anew(self._opened()))
         self.store.forget()
         self._begun = self._taken = self.complete = False
         self._stored, self._last, self._newest, self._adjoints.on_disk = [], None, None, []
         self.length = self._n_steps
-        anew(self._opened())
 
     def _leave(self) -> None:
         """Remove the folder of the ranks, if this was the last in it."""

@@ -134,6 +134,8 @@ class Uniform(Generic[State, Adjoint]):
             if not self._given:
                 self.costs = None
         if given.durable is not None:
+            if executor is not None and given.durable.taken:
+                executor.abort()  # before its store is closed, which the sweep would call
             self._attach(given.durable, layout, state)
         return layout
 

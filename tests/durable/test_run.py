@@ -841,6 +841,38 @@ def test_a_folder_that_cannot_be_listed_is_refused_and_released(
         another.forward(np.ones(3))
 
 
+def test_a_sweep_that_cannot_be_removed_is_not_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by the next sweep of the process, nor by one that resumes that."""
+    folder, factor, breaks_at = tmp_path / "run", 1.0, -1
+
+    def step(x: Any, i: int) -> Any:
+        if i == breaks_at:
+            raise BrokenOff
+        return x + factor
+
+    def begin() -> Any:
+        return Reversal(
+            step, lambda x, a, i: a + x, 10, durable=folder, durable_every_s=0, costs=FAST
+        )
+
+    run = begin()
+    run.forward(np.zeros(1))
+    factor = 2.0
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "names", failing)
+        with pytest.raises(StoreError, match="what a run left in it cannot be removed"):
+            run.forward(np.zeros(1))
+    breaks_at = 4
+    with pytest.raises(BrokenOff):
+        run.forward(np.zeros(1))
+    breaks_at = -1
+    with begin() as run:
+        assert run.forward(np.zeros(1)).tolist() == [20]
+        assert run.reverse(np.zeros(1)).tolist() == [90]
+
+
 def test_nothing_refers_to_a_state_after_a_broken_run(tmp_path: Path) -> None:
     start = np.ones(3)
     run = simple(tmp_path / "run")
