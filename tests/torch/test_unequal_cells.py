@@ -268,6 +268,15 @@ def test_results_are_exact_where_little_memory_is_left(name: str) -> None:
     assert plan.peak_bytes <= plan.memory_bytes == error.value.least_bytes
 
 
+def test_the_smallest_limit_of_planner_stream_has_room_for_its_buffers() -> None:
+    least = {}
+    for planner in ("recompute", "stream"):
+        with pytest.raises(BudgetError) as error:
+            compare("widths", memory=1, planner=planner, tiers=[f"memory:?{SMALL}"], chunk=1)
+        least[planner] = error.value.least_bytes
+    assert least["stream"] >= least["recompute"] + (24 << 10)
+
+
 @pytest.mark.parametrize(
     ("name", "tier"), [("widths", "file:"), ("normed", "memory:"), ("growing", "file:")]
 )

@@ -676,6 +676,13 @@ def test_bad_arguments() -> None:
         mst.unroll(cell, h, x, memory=100)
 
 
+@pytest.mark.parametrize("memory", [100, "1 GiB"])
+def test_planner_stream_refuses_one_chunk_at_any_limit(memory: int | str) -> None:
+    x = torch.randn(1, BATCH, WIDTH)
+    with pytest.raises(BudgetError, match="no state to write: n_steps=1 is one chunk"):
+        mst.unroll(Plain(), x[0], x, memory=memory, tiers="memory:", planner="stream")
+
+
 def test_changes_between_forward_and_backward_are_refused() -> None:
     cell, x = Plain(), torch.randn(40, BATCH, WIDTH)
     h = torch.zeros(BATCH, WIDTH)

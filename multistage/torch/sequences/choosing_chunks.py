@@ -62,6 +62,8 @@ def choose(
         for name, tiers in (("recompute", ()), ("stream", () if tier is None else (tier,))):
             if planner not in ("auto", name) or (name == "stream" and tier is None):
                 continue
+            if name == "stream" and sample.chunk >= steps:
+                continue  # one chunk, which leaves no state to write
             # The live state and its adjoint, beside one chunk's graph.
             fixed = sample.peak_bytes + 2 * state_bytes + (buffer_bytes if tiers else 0)
             slots = (memory - fixed) // state_bytes
@@ -75,7 +77,7 @@ def choose(
             peak = fixed + int(chosen.peak_slots * state_bytes)
             found.append((chosen.makespan_s, peak, name, sample.chunk, chosen))
     if not found:
-        raise _nothing_fits(least, steps, memory, planner)
+        raise _nothing_fits(least, steps, memory, planner, tier)
     return _best(found, steps, memory, keep)
 
 
@@ -108,15 +110,15 @@ def _best(found: list[_Fitting], steps: int, memory: int, keep: int) -> UnrollPl
 
 
 def _nothing_fits(
-    least: Sequence[int], steps: int, memory: int, planner: UnrollPlanner
+    least: Sequence[int], steps: int, memory: int, planner: UnrollPlanner, tier: Tier | None
 ) -> ArgumentError | BudgetError:
     """Return the error that says why there is no plan."""
-    if not least:
+    if not least and (planner == "offload" or tier is None):
         return ArgumentError(
             f"planner {planner!r} needs a tier, as in tiers=['file:///scratch'], and for "
             "'offload' a cell that allows hooks on saved tensors (torch.func does not)"
         )
-    if memory >= min(least):
+    if not least or memory >= min(least):
         return BudgetError(
             f"planner {planner!r} has no state to write: n_steps={steps} is one chunk, or the "
             "tier holds no state; give a smaller chunk or a larger tier, or use 'auto'"

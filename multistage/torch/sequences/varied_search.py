@@ -120,6 +120,8 @@ class Search:
     ) -> list[Found]:
         """Return plans that write states to a tier."""
         found: list[Found] = []
+        if by_name:
+            self._least.clear()  # the limits of plans without a tier, which are not asked for
         for cuts in self._streamed_cuts(recomputed):
             costs = self._steps.chained(cuts)
             paged = pages_for(store, costs)
