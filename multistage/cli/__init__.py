@@ -10,15 +10,23 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ..errors import MultistageError, redacted
 from ..version import __version__
 from . import clean, demo, plan, probe, simulate, status
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that tells what is wrong with its arguments in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {redacted(message)}; see {self.prog} --help\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="multistage",
         description="Reverse long computations beyond memory: measure tiers, plan, simulate, see.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

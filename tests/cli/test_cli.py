@@ -410,3 +410,25 @@ def test_costs_of_uniform_steps_are_no_chain(tmp_path, capsys) -> None:
     Costs(1.0, 1.0).save(tmp_path / "c.json")
     assert main(["plan", f"--chain={tmp_path / 'c.json'}"]) == 2
     assert "'format' must be 'multistage-stages-1'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["bogus"],
+        ["demo"],
+        ["plan", "--planner=nope"],
+        ["simulate", "--seed=x"],
+        ["status"],
+        ["clean", "a", "b"],
+    ],
+    ids=" ".join,
+)
+def test_options_that_do_not_parse_end_with_one_line(argv: list[str], capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    told = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert told.count("\n") == 1
+    assert told.endswith(" --help\n")
