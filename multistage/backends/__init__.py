@@ -5,7 +5,6 @@ from .base import CheckpointLost as CheckpointLost
 from .base import Store as Store
 from .base import StoreStats as StoreStats
 from .base import TransferRecord as TransferRecord
-from .base import WrapperStore as WrapperStore
 from .cascade import CascadeStore as CascadeStore
 from .compressed import CompressedStore as CompressedStore
 from .files import FileStore as FileStore
@@ -13,3 +12,4 @@ from .memory import MemoryStore as MemoryStore
 from .numa import NumaStore as NumaStore
 from .remote import RemoteStore as RemoteStore
 from .urls import open_store as open_store
+from .wrapper import WrapperStore as WrapperStore

@@ -22,7 +22,8 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..states.layout import Array, Layout
-from .base import CheckpointLost, Store, TransferRecord, WrapperStore
+from .base import CheckpointLost, Store, TransferRecord
+from .wrapper import WrapperStore
 
 _ALIGN = 64
 _COPIED = 8  # pages that are copies may be waiting to be written

@@ -20,7 +20,8 @@ import numpy as np
 from ..errors import CheckpointWarning, StoreError
 from ..states.layout import Array, Layout
 from ..support.arrays import Bytes
-from .base import CheckpointLost, Store, WrapperStore
+from .base import CheckpointLost, Store
+from .wrapper import WrapperStore
 
 Faults = Collection[int] | Callable[[int], bool]
 

@@ -30,7 +30,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from ..backends.base import CheckpointLost, Store, WrapperStore
+from ..backends.base import CheckpointLost, Store
+from ..backends.wrapper import WrapperStore
 from ..errors import MultistageError
 from ..states.layout import Array, Layout
 from .ranks import Ranks

@@ -157,7 +157,7 @@ EXPORT int64_t ms_sweep(const sweep_t *p, int64_t room, void *work, int64_t *tab
 EXPORT int64_t ms_bind(void *address, int64_t nbytes, int64_t node);
 EXPORT int64_t ms_nodes_wanted(int64_t *nodes, int64_t room);
 
-/* ------------------------------------------------------------------ io.c */
+/* ------------------------------------------------------- io.c, io_bytes.c */
 
 enum { IO_QUEUED, IO_DONE, IO_FAILED };
 enum { IO_WRITE, IO_READ };

@@ -18,7 +18,7 @@
  * child has the memory but no threads: it must not call anything here.
  */
 #define _GNU_SOURCE
-#include "core.h"
+#include "io_bytes.h"
 
 #if defined(__linux__)
 #define XXH_INLINE_ALL /* into this file: nothing to link, no symbols of another copy */
@@ -26,7 +26,6 @@
 #include "xxhash/xxhash.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <pthread.h>
 #include <semaphore.h>
 #include <signal.h>
@@ -34,12 +33,10 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
-#include <sys/vfs.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { PAGE = 4096, BLOCK = 32 << 10, GROW = 64 << 20, RING = 4, STACK = 512 << 10 };
-static const uint32_t TMPFS = 0x01021994u, RAMFS = 0x858458f6u;
+enum { BLOCK = 32 << 10, RING = 4, STACK = 512 << 10 };
 
 /* Part of a job on its way through a lane; job NULL: stop. */
 typedef struct {
@@ -71,74 +68,10 @@ struct io {
     pthread_cond_t changed;
 };
 
-static int64_t now_ns(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static int64_t pages_of(int64_t nbytes) { return (nbytes + PAGE - 1) / PAGE * PAGE; }
-
 static void take(sem_t *semaphore)
 {
     while (sem_wait(semaphore))
         ;
-}
-
-static int64_t system_pwrite(int64_t fd, void *data, int64_t nbytes, int64_t position)
-{
-    ssize_t done = pwrite((int)fd, data, (size_t)nbytes, position);
-    return done < 0 ? -errno : done;
-}
-
-static int64_t system_pread(int64_t fd, void *data, int64_t nbytes, int64_t position)
-{
-    ssize_t done = pread((int)fd, data, (size_t)nbytes, position);
-    return done < 0 ? -errno : done;
-}
-
-/* Move whole pages, however the system divides them; returns 0 or an errno. */
-static int64_t transfer(transfer_t *move, int64_t fd, char *data, int64_t nbytes, int64_t position,
-                        int64_t at_end)
-{
-    while (nbytes > 0) {
-        int64_t done = move(fd, data, nbytes, position);
-        if (done == -EINTR)
-            continue;
-        if (done < 0)
-            return -done;
-        if (done > nbytes)
-            return EIO;
-        if (done < nbytes)
-            done -= done % PAGE; /* what goes past the page cache must begin at a page */
-        if (done == 0)
-            return at_end;
-        data += done, position += done, nbytes -= done;
-    }
-    return 0;
-}
-
-/* Allocate the file up to `end`, and some more at a time, so that a full disk shows early. */
-static int64_t grow(io_t *io, int64_t end)
-{
-    int64_t ahead = io->allocated + GROW;
-    if (io->o.most_bytes >= 0)
-        ahead = min64(ahead, io->o.most_bytes);
-    for (int64_t size = ahead > end ? ahead : end;; size = end) {
-        int failed;
-        do
-            failed = fallocate((int)io->o.fd, 0, io->allocated, size - io->allocated) ? errno : 0;
-        while (failed == EINTR);
-        if (failed == EOPNOTSUPP || failed == ENOSYS)
-            failed = 0, size = end; /* then it grows by being written */
-        if (!failed)
-            io->allocated = size;
-        if (!failed || size == end)
-            return failed;
-    }
 }
 
 /* --- completion ------------------------------------------------------------------- */
@@ -223,30 +156,6 @@ static void send(lane_t *lane, chunk_t chunk)
     sem_post(&lane->chunks);
 }
 
-/* Copy bytes offset .. offset+nbytes of the record; `piece` is where the last call ended. */
-static void gather(const job_t *job, int64_t *piece, char *to, int64_t offset, int64_t nbytes)
-{
-    int64_t at = offset, stop = offset + nbytes;
-    for (; *piece < job->n_pieces; ++*piece) {
-        const piece_t *p = &job->pieces[*piece];
-        int64_t end = p->offset + p->nbytes;
-        if (p->offset >= stop)
-            break;
-        if (p->offset > at) {
-            memset(to + (at - offset), 0, (size_t)(p->offset - at));
-            at = p->offset;
-        }
-        if (end > at) {
-            int64_t n = min64(end, stop) - at;
-            memcpy(to + (at - offset), p->data + (at - p->offset), (size_t)n);
-            at += n;
-        }
-        if (end > stop)
-            return;
-    }
-    memset(to + (at - offset), 0, (size_t)(stop - at));
-}
-
 static void *write_front(void *argument)
 {
     lane_t *lane = argument;
@@ -268,7 +177,7 @@ static void *write_front(void *argument)
             for (int64_t at = 0; at < nbytes;) {
                 int64_t n = min64(nbytes - at, BLOCK);
                 if (!job->data)
-                    gather(job, &piece, data + at, offset + at, n);
+                    io_gather(job, &piece, data + at, offset + at, n);
                 XXH3_64bits_update(&sum, data + at, (size_t)n);
                 at += n;
             }
@@ -296,9 +205,9 @@ static void *write_back(void *argument)
             return NULL;
         int64_t position = chunk.job->position, end = position + io->o.extent_bytes;
         if (!error && end > io->allocated)
-            error = grow(io, end);
+            error = io_grow(io->o.fd, &io->allocated, io->o.most_bytes, end);
         if (!error)
-            error = transfer(io->o.pwrite, io->o.fd, chunk.data, pages_of(chunk.nbytes),
+            error = io_transfer(io->o.pwrite, io->o.fd, chunk.data, pages_of(chunk.nbytes),
                              position + chunk.offset, EIO);
         if (chunk.last) {
             complete(lane, chunk.job, error);
@@ -328,7 +237,7 @@ static void *read_front(void *argument)
             char *data = job->data + offset;
             take(&lane->room);
             if (!error)
-                error = transfer(io->o.pread, io->o.fd, data, pages_of(nbytes),
+                error = io_transfer(io->o.pread, io->o.fd, data, pages_of(nbytes),
                                  job->position + offset, ENODATA);
             last = error || offset + nbytes == job->nbytes;
             send(lane, (chunk_t){job, data, offset, nbytes, error, last});
@@ -420,9 +329,9 @@ int64_t ms_io_start(io_t *io, const io_options_t *options)
     memset(io, 0, sizeof *io);
     io->o = *options;
     if (!io->o.pwrite)
-        io->o.pwrite = system_pwrite;
+        io->o.pwrite = io_pwrite;
     if (!io->o.pread)
-        io->o.pread = system_pread;
+        io->o.pread = io_pread;
     pthread_condattr_t clock;
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
@@ -468,15 +377,6 @@ void ms_io_stop(io_t *io)
     pthread_mutex_destroy(&io->mutex);
 }
 
-/* Whether a file lies in memory, as on tmpfs, whatever its flags. */
-int64_t ms_io_in_memory(int64_t fd)
-{
-    struct statfs found;
-    if (fstatfs((int)fd, &found))
-        return 0;
-    return (uint32_t)found.f_type == TMPFS || (uint32_t)found.f_type == RAMFS;
-}
-
 #else /* the portable engines take over */
 
 #include <errno.h>
@@ -486,5 +386,4 @@ void ms_io_submit(io_t *io, job_t *job, int64_t kind) { (void)io, (void)job, (vo
 int64_t ms_io_state(const job_t *job) { return (void)job, IO_FAILED; }
 int64_t ms_io_wait(io_t *io, int64_t seen, int64_t t) { return (void)io, (void)t, seen; }
 void ms_io_stop(io_t *io) { (void)io; }
-int64_t ms_io_in_memory(int64_t fd) { return (void)fd, 0; }
 #endif

@@ -83,7 +83,7 @@ FAULTS: tuple[Mutant, ...] = (
         "backends/test_native.py",
     ),
     of(
-        "native/io.c",
+        "native/io_bytes.c",
         "done -= done % PAGE;",
         ";",
         "backends/test_native.py",

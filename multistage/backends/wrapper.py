@@ -1,0 +1,88 @@
+"""Base of stores around another store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from .base import Store
+
+
+class WrapperStore:
+    """Base of a store around another one, for which it answers.
+
+    It implements the descriptive part of `Store` by that of the inner store; a class
+    that derives from it implements the transfers.
+
+    Parameters
+    ----------
+    inner : Store
+
+    Examples
+    --------
+    A store that counts the puts of another one; it forwards all other transfers.
+
+    >>> class Counting(WrapperStore):
+    ...     puts = 0
+    ...     def put(self, key, arrays, *, block=False):
+    ...         self.puts += 1
+    ...         return self._inner.put(key, arrays, block=block)
+    ...     def __getattr__(self, name):
+    ...         return getattr(self._inner, name)
+    >>> import numpy as np
+    >>> from multistage.backends import MemoryStore
+    >>> from multistage.states.layout import Layout
+    >>> store = Counting(MemoryStore())
+    >>> store.open(Layout.of(np.ones(4)))
+    >>> store.put(0, [np.ones(4)]), store.puts, store.name
+    (True, 1, 'memory')
+    >>> store.close()
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.name = inner.name
+        self.queue_depth = inner.queue_depth
+        self.stats = inner.stats
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """The most bytes the inner store takes, None if unbounded or unknown."""
+        return self._inner.capacity_bytes
+
+    @property
+    def exact(self) -> bool:
+        """Whether the inner store returns every bit that was put."""
+        return self._inner.exact
+
+    @property
+    def engine(self) -> str:
+        """The engine of the inner store."""
+        return self._inner.engine
+
+    @property
+    def levels(self) -> Sequence[Store]:
+        """None: a level by itself lacks what the wrapper does."""
+        return ()
+
+    @property
+    def counts_reads(self) -> bool:
+        """Whether the inner store counts states that are read ahead."""
+        return self._inner.counts_reads
+
+    def parts(self) -> Sequence[Store]:
+        """Return this store, the inner one, and what that is built on."""
+        return [cast(Store, self), *self._inner.parts()]
+
+    def check(self) -> None:
+        """Raise StoreError if the inner store cannot be used."""
+        self._inner.check()
+
+    def notes(self) -> list[str]:
+        """Return what a report should say of the inner store."""
+        return self._inner.notes()
+
+    def read_in_order(self, depth: int) -> None:
+        """Prepare the inner store for records that are read in the order they were written."""
+        self._inner.read_in_order(depth)
+        self.queue_depth = self._inner.queue_depth
