@@ -221,7 +221,12 @@ class NativeFile:
 
     def close(self) -> None:
         """Finish what is in flight, stop the threads, close the file."""
-        self._stop()
+        if (finalizer := self._stop.peek()) is not None:
+            # Not by calling the finalizer, which counts as done before it is: Ctrl-C would leave
+            # the threads at work in memory that nothing holds any more.
+            _, stop, given, named = finalizer
+            stop(*given, **named)
+            self._stop.detach()
         if os.getpid() == self._owner:
             self.poll()
 

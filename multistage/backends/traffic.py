@@ -266,11 +266,13 @@ class Traffic:
     def _bury(self) -> None:
         """Give back the slots of extents without live states that no thread is at."""
         self.poll()
-        left = []
-        for extent in self._zombies:
+        at, zombies = 0, self._zombies
+        while at < len(zombies):
+            extent = zombies[at]
             if TransferState.QUEUED in (extent.state, extent.read_state):
-                left.append(extent)
+                at += 1
                 continue
+            del zombies[at]  # first: Ctrl-C may cost a slot, but none is given back twice
             self._space.give_back(extent)
             self.index.forget(extent)
             extent.landing = extent.previous = None
@@ -278,7 +280,6 @@ class Traffic:
                 self._staging.let_go(extent)
             if self._latest is extent:
                 self._latest = None
-        self._zombies = left
 
     def _wrote(self, extent: Extent, began: float, ended: float, error: Exception | None) -> None:
         """Record the result of a write, which the carrier reports."""

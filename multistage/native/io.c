@@ -61,7 +61,7 @@ typedef struct {
 
 struct io {
     io_options_t o;
-    int64_t allocated;
+    int64_t allocated, stopped;
     lane_t lane[2];
     _Atomic int64_t completed, waiters;
     pthread_mutex_t mutex;
@@ -368,9 +368,12 @@ void ms_io_submit(io_t *io, job_t *job, int64_t kind)
     sem_post(&lane->jobs);
 }
 
-/* Finish every job and stop the threads. */
+/* Finish every job and stop the threads; nothing the second time. */
 void ms_io_stop(io_t *io)
 {
+    if (io->stopped)
+        return;
+    io->stopped = 1;
     stop_lane(&io->lane[IO_WRITE]); /* first: a read may wait for a write */
     stop_lane(&io->lane[IO_READ]);
     pthread_cond_destroy(&io->changed);

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multistage.backends import CascadeStore, CheckpointLost, FileStore, MemoryStore
+from multistage.backends import CascadeStore, CheckpointLost, FileStore, MemoryStore, native
+from multistage.backends.extents import Extent, Index
 from multistage.backends.files import available_engines
 from multistage.states.layout import Layout
 
@@ -119,3 +120,60 @@ def test_no_wait_is_left_that_never_ends(name: str, tmp_path: Path) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         at += stride
     assert at > 150
+
+
+def tasks() -> set[Path]:
+    """Return the threads of this process, those of the C core too."""
+    return set(Path("/proc/self/task").iterdir())
+
+
+def test_a_close_that_is_interrupted_stops_the_threads_when_called_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The finalizer counted as done before the threads were stopped: their memory went."""
+    if "native" not in available_engines():
+        pytest.skip("the C core was not built")
+    before = tasks()
+    store, state = FileStore(tmp_path, "native"), np.zeros(1 << 18)
+    store.open(Layout.of(state))
+    assert store.put(0, [state]) and store.put(1, [state])
+    asked = native.native.library
+    times = iter([True])
+
+    def interrupted() -> Any:
+        if next(times, False):
+            raise KeyboardInterrupt
+        return asked()
+
+    monkeypatch.setattr(native.native, "library", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.close()
+    assert len(tasks() - before) == 4
+    store.close()
+    signal.setitimer(signal.ITIMER_REAL, 120.0)
+    while tasks() - before:  # a thread that was joined is listed for a moment longer
+        pass
+    store.close()
+
+
+def test_no_slot_is_given_back_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = np.zeros(1024)
+    store = FileStore(tmp_path, "direct", buffer_bytes=0)
+    store.open(Layout.of(state))
+    assert store.put(0, [state]) and store.wait_written(0)
+    forget = Index.forget
+    times = iter([True])
+
+    def interrupted(index: Index, extent: Extent) -> None:
+        if next(times, False):
+            raise KeyboardInterrupt
+        forget(index, extent)
+
+    monkeypatch.setattr(Index, "forget", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.drop(0)
+    for key in range(1, 5):
+        assert store.put(key, [state + key], block=True) and store.wait_written(key)
+    assert [store.get(key)[0][0] for key in range(1, 5)] == [1, 2, 3, 4]
+    assert store.stats.stored_bytes == 4 * 8192
+    store.close()
