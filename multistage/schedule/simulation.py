@@ -137,6 +137,7 @@ def simulate(
 
     Examples
     --------
+    >>> from multistage.actions import Await, Drop, EndForward, Evict, Get, Put, Reverse, Tape
     >>> costs = Costs(1.0, 2.0)
     >>> simulate([Tape(0), EndForward(), Reverse(0)], 1, costs, slots=0).makespan_s
     3.0
