@@ -832,3 +832,22 @@ def test_saved_tensors_of_equal_shapes_are_distinguished() -> None:
     turned.value = True
     with pytest.raises(StateError, match=r"other tensors .* a parameter or buffer in one run"):
         loss.backward()
+
+
+def test_a_normal_number_that_is_set_back_is_seen_to_be_drawn() -> None:
+    """Words that had been seen without the number were taken to come without it for good."""
+    np.random.seed(3)
+    np.random.randn()
+    full = np.random.get_state()  # with the second of a pair
+    np.random.randn()
+    empty = np.random.get_state()  # the same words without it
+    np.random.seed(4)
+    generators = Generators()
+    generators.capture()
+    np.random.set_state(empty)
+    generators.capture()
+    np.random.set_state(full)
+    generators = Generators()
+    before = generators.capture()
+    np.random.randn()
+    assert generators.drawn(before, generators.capture()) == ["NumPy's generator (numpy.random)"]

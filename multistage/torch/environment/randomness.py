@@ -49,6 +49,7 @@ class Generators:
         self._sources += [_Device(device) for device in devices]
         self._sources += [_own(name, generator) for name, generator in own]
         self._room: list[int] = []
+        _numpy.look_again()
 
     @property
     def names(self) -> list[str]:
@@ -253,6 +254,11 @@ class _NumPy(_Source[Any]):
         self._address = 0
         self._pending = True  # whether a normal number may be left over from a pair
         self._seen = b""
+
+    def look_again(self) -> None:
+        """Ask for a number left over at the next reading: the same words may be set with it."""
+        if not self._pending:
+            self._seen = b""
 
     def get(self) -> Any:
         module: Any = np.random
