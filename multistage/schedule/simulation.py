@@ -174,14 +174,7 @@ def simulate(
     counts_bytes = rules.memory is not None
     judged = checked and not counts_bytes  # where bytes are counted, the clock judges
     for action, send in driven:
-        if not judged:
-            answer = clock.perform(action)
-        elif type(action) in _TIMED_FIRST:
-            answer = clock.perform(action)
-            rules.apply(action, answer)
-        else:  # an illegal one has no time
-            rules.apply(action, rules.usual_answer(action))
-            answer = clock.perform(action)
+        answer = _judged(action, rules, clock) if judged else clock.perform(action)
         if checked and (counts_bytes or type(action) in _MOVES_MEMORY):
             curves.sample(clock.now)
         if trace is not None:
@@ -203,6 +196,16 @@ def simulate(
         timeline,
         curves.peak_bytes(),
     )
+
+
+def _judged(action: Action, rules: Rules, clock: UniformTime | StageTime) -> Answer:
+    """Perform an action if it is legal; return its answer."""
+    if type(action) in _TIMED_FIRST:
+        answer = clock.perform(action)
+        rules.apply(action, answer)
+        return answer
+    rules.apply(action, rules.usual_answer(action))  # first: an illegal one has no time
+    return clock.perform(action)
 
 
 class _Curves:

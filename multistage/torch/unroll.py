@@ -17,7 +17,8 @@ from ..model.budget import Budget
 from ..model.stages import StageCosts
 from ..support.progress import Bars
 from .environment.captured import generators_of
-from .environment.randomness import cuda_or_cpu, refuse_hidden_draws
+from .environment.hidden_draws import refuse_hidden_draws
+from .environment.randomness import cuda_or_cpu
 from .measurement.checking import Check, checked_choice
 from .measurement.exploring import tensors_of
 from .measurement.saved import nodes_made

@@ -433,8 +433,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_a_driver_in_c_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> None:
-    compiler, sources = shutil.which("cc"), ROOT / "multistage" / "native" / "io.c"
-    if compiler is None or not sources.exists():
+    compiler, folder = shutil.which("cc"), ROOT / "multistage" / "native"
+    sources = [folder / "io.c", folder / "io_bytes.c"]
+    if compiler is None or not all(source.exists() for source in sources):
         pytest.skip("needs a C compiler and the sources")
     program = tmp_path / "stress"
     options = ["-g", "-O1", "-pthread", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
@@ -442,7 +443,7 @@ def test_a_driver_in_c_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> None
     empty = [compiler, *options, "-o", str(program), str(tmp_path / "empty.c")]
     if subprocess.run(empty, capture_output=True).returncode:
         pytest.skip(f"the compiler has no {sanitizer} sanitizer")
-    files = [str(sources), str(Path(__file__).with_name("io_stress.c"))]
+    files = [*map(str, sources), str(Path(__file__).with_name("io_stress.c"))]
     subprocess.run([compiler, *options, "-o", str(program), *files], check=True)
     # Without a random layout of memory, which not every version of them can bear.
     plain = ["setarch", "-R"] if shutil.which("setarch") else []

@@ -10,7 +10,7 @@ from ...execute.detour import Deadlines
 from ...planners.chain.heterogeneous import ChainPlan
 from ..chains.runner import Run
 from ..chains.stages import UnforeseenError
-from ..environment.randomness import refuse_hidden_draws
+from ..environment.hidden_draws import refuse_hidden_draws
 from ..environment.scope import Found
 from ..environment.states import leaves_of
 from ..measurement.joining import ApartError

@@ -22,7 +22,8 @@ from ...reversing.described import described
 from ...schedule.simulation import simulate
 from ...support.progress import Bars
 from ..environment.captured import generators_of
-from ..environment.randomness import cuda_or_cpu, refuse_hidden_draws
+from ..environment.hidden_draws import refuse_hidden_draws
+from ..environment.randomness import cuda_or_cpu
 from ..measurement.checking import Check, Checked, check_chain
 from ..measurement.exploring import tensors_of
 from ..measurement.saved import nodes_made
