@@ -141,6 +141,6 @@ class FileStore(StreamedStore):
         return self._private
 
     def _give_back(self) -> None:
-        private, self._private = self._private, None
-        if private is not None:
-            private.remove()
+        if self._private is not None:
+            self._private.remove()
+            self._private = None

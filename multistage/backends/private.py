@@ -60,8 +60,6 @@ class PrivateFolder:
         For people to read.
     fd : int
         The folder itself, for code that opens files in it.
-    remove : callable
-        Removes it; may be called twice, and is called when the interpreter ends.
 
     Raises
     ------
@@ -95,7 +93,18 @@ class PrivateFolder:
             os.close(place)
             raise
         self.path = parent / name
-        self.remove = weakref.finalize(self, _remove, name, (lock, self.fd, place), os.getpid())
+        self._removal = weakref.finalize(self, _remove, name, [place, self.fd, lock], os.getpid())
+
+    def remove(self) -> None:
+        """Remove it.  May be called twice; interrupted, it can be called again and does the rest.
+
+        It is removed as well when it is dropped, and when the interpreter ends.
+        """
+        if (finalizer := self._removal.peek()) is not None:
+            # Not by calling the finalizer, which counts as done before it is.
+            _, remove, given, named = finalizer
+            remove(*given, **named)
+            self._removal.detach()
 
 
 def _refused(parent: Path, reason: str) -> StoreError:
@@ -197,20 +206,26 @@ def _is_there(name: str, place: int, folder: int) -> bool:
     return os.path.samestat(found, os.fstat(folder))
 
 
-def _remove(name: str, descriptors: tuple[int, int, int], owner: int) -> None:
+def _remove(name: str, descriptors: list[int], owner: int) -> None:
+    """Remove a folder; `descriptors` are those of its place, itself and its lock, while open.
+
+    Interrupted, it can be called again.  Each descriptor leaves the list before it is closed:
+    its number may be another file's after that.
+    """
     if os.getpid() != owner:
         # A forked child inherits the duty to clean up at exit, but the folder
         # is still its parent's.
         return
-    lock, folder, place = descriptors
-    with contextlib.ExitStack() as every:  # the last first, and all though Ctrl-C ends one
-        every.callback(os.close, place)
-        every.callback(_discard, name, place)
-        every.callback(os.close, folder)
-        every.callback(_empty, folder)
+    if len(descriptors) == 3:
         # First of all: to list a folder takes a descriptor, and there may be no
         # other.  A neighbour may help to clear up from here on.
-        every.callback(os.close, lock)
+        os.close(descriptors.pop())
+    if len(descriptors) == 2:
+        _empty(descriptors[-1])
+        os.close(descriptors.pop())
+    if descriptors:
+        _discard(name, descriptors[-1])
+        os.close(descriptors.pop())
 
 
 def _marker(name: str) -> bytes:

@@ -239,17 +239,16 @@ class StreamedStore(BaseStore):
         if not self._hold.taken:
             return
         failure: Exception | None = None
-        try:
-            if self._carrier is not None:
-                if not self._hold.foreign:
-                    try:
-                        with contextlib.suppress(OSError):  # what was in it is needed no more
-                            self._carrier.close()
-                    except Exception as error:  # its finalizer tries once more
-                        failure = error
-                self._carrier = self._traffic = None
-        finally:
-            self._give_back()
+        if self._carrier is not None:
+            if not self._hold.foreign:
+                try:
+                    with contextlib.suppress(OSError):  # what was in it is needed no more
+                        self._carrier.close()
+                except Exception as error:  # its finalizer tries once more
+                    failure = error
+            self._carrier = self._traffic = None
+        # Not if it was interrupted above: its threads may still write there.
+        self._give_back()
         self._hold.give_back()
         if failure is not None:
             raise failure

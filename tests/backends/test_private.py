@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import shutil
@@ -17,6 +18,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -282,7 +284,7 @@ def left(tmp_path: Path) -> Iterator[Path]:
     """What a killed process left in `tmp_path`, a checkpoint and all."""
     private = PrivateFolder(tmp_path)
     (private.path / "1").write_bytes(b"checkpoint")
-    ended = private.remove.detach()  # as the end of the process releases it
+    ended = private._removal.detach()  # as the end of the process releases it
     assert ended is not None
     for descriptor in ended[2][1]:
         os.close(descriptor)
@@ -411,7 +413,7 @@ def test_nothing_is_pickled() -> None:
 class Failing:
     """A function of the system that fails at one call."""
 
-    def __init__(self, real: Callable[..., Any], at: int, error: Exception) -> None:
+    def __init__(self, real: Callable[..., Any], at: int, error: BaseException) -> None:
         self.real, self.at, self.error, self.calls = real, at, error, 0
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -494,10 +496,65 @@ def test_an_interrupted_close_can_be_repeated(
     store = FileStore(tmp_path, "direct")  # whose threads are Python's
     store.open(LAYOUT)
     join = threading.Thread.join
-    interrupted = Failing(join, 1, KeyboardInterrupt())  # type: ignore[arg-type]
+    interrupted = Failing(join, 1, KeyboardInterrupt())
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "join", lambda self: interrupted(self))
         with pytest.raises(KeyboardInterrupt):
             store.close()
         store.close()
     assert store._carrier is None
+
+
+class Interrupted:
+    """A trace function that raises KeyboardInterrupt before the `at`-th line, in any frame."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Interrupted:
+        if event == "line":
+            self.at -= 1
+            if not self.at:
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("what", ["folder", "store"])
+def test_a_folder_is_removed_by_a_second_call_if_ctrl_c_came_before_any_line(
+    tmp_path: Path, what: str
+) -> None:
+    store = FileStore(tmp_path, "direct")
+    traced = sys.gettrace()
+    for at in itertools.count(1):
+        private = store._make_private()
+        (private.path / "1").write_bytes(b"checkpoint")
+        remove = private.remove if what == "folder" else store._give_back
+        interrupted = Interrupted(at)
+        sys.settrace(interrupted)
+        try:
+            remove()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(traced)
+        remove()
+        assert list(tmp_path.iterdir()) == []
+        assert private._removal.peek() is None
+        if interrupted.at > 0:
+            break
+    assert at > 10
+
+
+def test_a_folder_stays_while_threads_may_write_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(tmp_path, "aiofiles")
+    store.open(LAYOUT)
+    assert store.put(1, [STATE])
+    with monkeypatch.context() as patched:
+        patched.setattr(store._carrier, "close", Failing(store.close, 1, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            store.close()
+    assert len(list(tmp_path.iterdir())) == 1
+    store.close()
+    assert list(tmp_path.iterdir()) == []
