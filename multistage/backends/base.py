@@ -108,8 +108,8 @@ class Store(Protocol):
 
     Notes
     -----
-    Methods are called from one thread only.  An accepted write cannot be cancelled;
-    `drop` gives its room back once it is over.
+    Methods are called from one thread only.  A write that was accepted goes on when its
+    key is dropped, unless it is cancelled; its room is given back once it is over.
 
     `BaseStore` has the answers of a store that is exact, unbounded and one place,
     `WrapperStore` those of a store around another; a class that derives from one of
@@ -220,6 +220,26 @@ class Store(Protocol):
         """Block until the write of `key` is done with its arrays; False if it failed."""
         ...
 
+    def ended(self, key: int, timeout_s: float) -> bool:
+        """Wait for the write of `key`, no longer than so many seconds; return whether it ended.
+
+        0 s: without waiting.  Whether it failed `wait_written` tells.  A store that cannot
+        tell answers True at once; so does any for an unknown key.
+        """
+        ...
+
+    def cancel(self, key: int) -> None:
+        """Ask that a write be given up that has not begun.  Never blocks.
+
+        Once it has ended, `wait_written` answers False, as for one that failed, or True if
+        it was made after all: a store may do so.
+        """
+        ...
+
+    def waits(self) -> bool:
+        """Whether a `put` with `block` would wait for other writes now, as far as is known."""
+        ...
+
     def prefetch(self, key: int) -> None:
         """Queue a read of `key`, behind its write if that is still in flight.  Never blocks."""
         ...
@@ -322,6 +342,17 @@ class BaseStore:
 
     def read_in_order(self, depth: int) -> None:
         """Do nothing: records are read alike in any order."""
+
+    def ended(self, key: int, timeout_s: float) -> bool:
+        """Answer True: `wait_written` waits."""
+        return True
+
+    def cancel(self, key: int) -> None:
+        """Do nothing: the write is made."""
+
+    def waits(self) -> bool:
+        """Answer False: `put` waits if it must."""
+        return False
 
 
 def require_distinct(stores: Sequence[Store], what: str) -> None:

@@ -8,6 +8,7 @@ computing thread alone, and nothing of the store needs a lock.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import queue
 import threading
@@ -67,11 +68,16 @@ class Carrier(Protocol):
         """Report finished transfers.  Never blocks."""
         ...
 
-    def wait_for(self, ready: Callable[[], bool]) -> bool:
+    def cancel(self, extent: Extent) -> None:
+        """Have the write of an extent fail (ECANCELED), unless it has begun."""
+        ...
+
+    def wait_for(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool | None:
         """Block until `ready()`, which is asked again after every transfer.
 
-        Returns False if it is not ready and nothing is in flight that could
-        make it so: a transfer was interrupted before it was queued.
+        Returns None if that takes longer than a timeout.  Returns False if it is not ready
+        and nothing is in flight that could make it so: a transfer was interrupted before
+        it was queued.
         """
         ...
 
@@ -160,6 +166,8 @@ class _Threads:
 
     def _write(self, flight: _Flight) -> None:
         extent, data = flight.extent, flight.data
+        if extent.cancelled:
+            raise OSError(errno.ECANCELED, "it was cancelled")
         if data is None:
             flight.checksum = self._write_gathered(extent)
             return
@@ -226,7 +234,7 @@ class ThreadCarrier:
     Notes
     -----
     The threads work on flights, whose `done` they set, and look at nothing of
-    an extent that may change meanwhile.
+    an extent that may change meanwhile but whether its write was cancelled.
 
     Ctrl-C may come between any two instructions of the computing thread.  It
     takes no lock, which an interrupt could make it keep; it reports a flight before
@@ -278,15 +286,24 @@ class ThreadCarrier:
         while bell.qsize() > len(self._writing) + len(self._reading):
             bell.get_nowait()  # nothing waits for these: they must not pile up
 
-    def wait_for(self, ready: Callable[[], bool]) -> bool:
+    def cancel(self, extent: Extent) -> None:
+        """Have the write of an extent fail, unless it has begun."""
+        extent.cancelled = True
+
+    def wait_for(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool | None:
         """Block until `ready()`; see `Carrier`."""
+        ends_s = None if timeout_s is None else time.perf_counter() + timeout_s
         while True:
             self.poll()
             if ready():
                 return True
             if not self._writing and not self._reading:
                 return False
-            self._threads.bell.get()
+            left_s = None if ends_s is None else ends_s - time.perf_counter()
+            if left_s is not None and left_s <= 0:
+                return None
+            with contextlib.suppress(queue.Empty):
+                self._threads.bell.get(timeout=left_s)
 
     def close(self) -> None:
         """Finish what is in flight, stop the threads, close the medium."""

@@ -29,6 +29,8 @@ class Extent:
     __slots__ = (
         "arrays",
         "buffer",
+        "cancelled",
+        "carried",
         "checksum",
         "error",
         "filled",
@@ -61,6 +63,8 @@ class Extent:
         self.serial = 0  # the order in which writes were done
         self.nbytes = 0
         self.error = ""
+        self.carried: object = None  # what its carrier knows its write by
+        self.cancelled = False  # its write need not be made; the carrier's threads look at it
         self.homeless = False  # its write found no room: there is nothing at its slot
 
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
+import math
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -161,6 +163,7 @@ class NativeFile:
         job.nbytes = extent.nbytes
         job.position = extent.slot * self._extent_bytes
         job.state, job.error = _FAILED, errno.EINTR  # until it is submitted, if it ever is
+        job.cancelled, extent.carried = 0, job
         self._flights[_WRITE].append(_Flight(extent, job, extent.arrays, gathered))
         self._held.ms_io_submit(self._engine, job, _WRITE)
 
@@ -194,6 +197,7 @@ class NativeFile:
             self._tell(writes[0], self._wrote)
             flight = writes.popleft()
             # A read that was queued behind this write may still look at its job.
+            flight.extent.carried = None
             if flight.gathered is not None and not reads:
                 self._spare.append(flight.gathered)
         while reads and reads[0].job.state:
@@ -207,9 +211,16 @@ class NativeFile:
             extent.checksum = job.sum
         tell(extent, 1e-9 * job.start_ns, 1e-9 * job.stop_ns, error)
 
-    def wait_for(self, ready: Callable[[], bool]) -> bool:
+    def cancel(self, extent: Extent) -> None:
+        """Have the write of an extent fail, unless it has begun."""
+        extent.cancelled = True
+        if isinstance(extent.carried, native.Job):  # or Ctrl-C came before it was queued
+            self._held.ms_io_cancel(extent.carried)
+
+    def wait_for(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool | None:
         """Block until `ready()`; see `Carrier`."""
         wait, engine = self._library.ms_io_wait, self._engine
+        ends_s = math.inf if timeout_s is None else time.perf_counter() + timeout_s
         while True:
             seen = wait(engine, 0, 0)
             self.poll()
@@ -217,7 +228,10 @@ class NativeFile:
                 return True
             if not any(self._flights):
                 return False
-            wait(engine, seen, _PATIENCE_MS)
+            left_ms = 1e3 * (ends_s - time.perf_counter())
+            if left_ms <= 0:
+                return None
+            wait(engine, seen, math.ceil(min(_PATIENCE_MS, left_ms)))
 
     def close(self) -> None:
         """Finish what is in flight, stop the threads, close the file."""
@@ -242,6 +256,8 @@ def _error(code: int) -> OSError:
         return OSError(errno.EIO, "the checksum does not match: the bytes were changed")
     if code == errno.ENODATA:
         return OSError(errno.EIO, "the file ends before the checkpoint does")
+    if code == errno.ECANCELED:
+        return OSError(code, "it was cancelled")
     if code == errno.EINTR:
         return OSError(code, "it was interrupted before it was queued")
     return OSError(code, os.strerror(code))

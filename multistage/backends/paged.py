@@ -12,6 +12,7 @@ page that is missing is never made up for.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -103,6 +104,9 @@ class PagedStore(WrapperStore):
         The largest thing to be put; larger ones are refused.
     page_bytes : int, optional
         A multiple of 64; by default a sixteenth of the largest thing.
+    things : int, optional
+        How many of them may be waiting to be written; as many as states without pages if
+        not given.
 
     Notes
     -----
@@ -124,7 +128,14 @@ class PagedStore(WrapperStore):
     >>> store.close()
     """
 
-    def __init__(self, store: Store, largest_bytes: int, page_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        largest_bytes: int,
+        page_bytes: int | None = None,
+        *,
+        things: int | None = None,
+    ) -> None:
         if largest_bytes < 1:
             raise ArgumentError(f"largest_bytes={largest_bytes} must be at least 1")
         page = page_bytes_for(largest_bytes) if page_bytes is None else page_bytes
@@ -134,6 +145,7 @@ class PagedStore(WrapperStore):
         self.store = store
         self.largest_bytes = largest_bytes
         self.page_bytes = page
+        self._most_waiting = self.queue_depth if things is None else max(things, self.queue_depth)
         self.page_layout = Layout.of(np.zeros(page, np.uint8))
         self._transfers: deque[TransferRecord] = deque(maxlen=100_000)
         self._things: dict[int, _Thing] = {}
@@ -179,10 +191,10 @@ class PagedStore(WrapperStore):
 
     def open(self, layout: Layout | None = None) -> None:
         """Open the store below for pages.  Raises StoreError."""
-        depth = self.queue_depth * self.pages_of(self.largest_bytes)
+        depth = self._most_waiting * self.pages_of(self.largest_bytes)
         self.store.open(self.page_layout)
         self._opened, self.stats = True, self.store.stats  # writes and reads are those of pages
-        self.store.queue_depth = depth  # as many things may be waiting as without pages
+        self.store.queue_depth = depth
         self._things, self._firsts, self._keys, self._next = {}, [], [], 0
         self._copied.clear()
         self._transfers.clear()
@@ -244,6 +256,17 @@ class PagedStore(WrapperStore):
         if not any(map(len, lines)):
             yield self._copy()
 
+    def waits_for(self, arrays: Sequence[Array]) -> bool:
+        """Whether a `put` of these arrays with `block` would wait for other writes now."""
+        copied = self._copied
+        while copied and self.store.ended(copied[0][0], 0.0):
+            number, thing = copied.popleft()
+            thing.sent.pop(number, None)
+        lengths = [array.nbytes for array in arrays]
+        parts = cut(lengths, self.page_bytes, _ALIGN)
+        copies = sum(each[0][2] - each[0][1] < self.page_bytes for each in parts)
+        return self.store.waits() or len(copied) + min(copies, _COPIED) > _COPIED
+
     def _copy(self) -> Array:
         """Return a page of zeros, once no more copies than may be are waiting."""
         while len(self._copied) >= _COPIED:
@@ -264,6 +287,21 @@ class PagedStore(WrapperStore):
             self.drop(key)
             return False
         return True
+
+    def ended(self, key: int, timeout_s: float) -> bool:
+        """Wait for all pages of `key`, no longer than so many seconds; see `Store.ended`."""
+        thing = self._things.get(key)
+        ends_s = time.perf_counter() + timeout_s
+        return thing is None or all(
+            self.store.ended(number, max(0.0, ends_s - time.perf_counter()))
+            for number in thing.pages
+        )
+
+    def cancel(self, key: int) -> None:
+        """Give up the pages of `key` whose writes have not begun; see `Store.cancel`."""
+        thing = self._things.get(key)
+        for number in () if thing is None else reversed(thing.pages):
+            self.store.cancel(number)
 
     def prefetch(self, key: int) -> None:
         """Queue a read of `key`, behind its write if that is still in flight."""

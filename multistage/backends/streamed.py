@@ -266,6 +266,18 @@ class StreamedStore(BaseStore):
         """Block until the arrays of `key` are not read any more; False if they are lost."""
         return self._opened().wait_written(key)
 
+    def cancel(self, key: int) -> None:
+        """Give up the write of a large state that has not begun; see `Store.cancel`."""
+        self._opened().cancel(key)
+
+    def ended(self, key: int, timeout_s: float) -> bool:
+        """Wait for a write, no longer than so many seconds; see `Store.ended`."""
+        return self._opened().ended(key, timeout_s)
+
+    def waits(self) -> bool:
+        """Whether a `put` with `block` would wait now."""
+        return self._opened().waits(self.queue_depth)
+
     def prefetch(self, key: int) -> None:
         """Queue a read of `key`, behind its write if that is still in flight."""
         self._opened().prefetch(key)

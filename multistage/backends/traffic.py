@@ -149,13 +149,10 @@ class Traffic:
 
     def _put_large(self, key: int, arrays: Sequence[Array], block: bool, depth: int) -> bool:
         self.poll()
-        waiting = self._waiting
-        while waiting and waiting[0].state is not TransferState.QUEUED:
-            waiting.popleft()
-        if len(waiting) >= depth:
+        if self._count_waiting() >= depth:
             if not block:
                 return False
-            self._wait(waiting[0])
+            self._wait(self._waiting[0])
         slot = self._take_slot()
         if slot is None:
             return False
@@ -166,7 +163,7 @@ class Traffic:
         self._queue_write(extent)
         self.index.enter(key, extent, 0)
         self._stats.writes += 1
-        waiting.append(extent)
+        self._waiting.append(extent)
         return True
 
     def _new_extent(self, slot: int, first: int, previous: Extent | None) -> Extent:
@@ -190,10 +187,44 @@ class Traffic:
         extent = entry[0]
         if self._count == 1:
             self._wait(extent)
-        if extent.state is TransferState.FAILED:
+        if extent.state is not TransferState.FAILED:
+            return True
+        if extent.cancelled:
+            self.drop(key)
+        else:
             self._lose(key)
-            return False
-        return True
+        return False
+
+    def cancel(self, key: int) -> None:
+        """Give up a write that has not begun; those of small states share one, and are made."""
+        self.poll()
+        entry = self.index.find(key)
+        if entry is not None and self._count == 1 and entry[0].state is TransferState.QUEUED:
+            self._carrier.cancel(entry[0])
+
+    def ended(self, key: int, timeout_s: float) -> bool:
+        """Wait for a write, no longer than some seconds; return whether it has ended."""
+        self.poll()
+        entry = self.index.find(key)
+        if entry is None or self._count > 1 or entry[0].state is not TransferState.QUEUED:
+            return True
+        extent = entry[0]
+        waited = self._carrier.wait_for(lambda: extent.state is not TransferState.QUEUED, timeout_s)
+        return waited is not None
+
+    def waits(self, depth: int) -> bool:
+        """Whether a `put` with `block` would wait now."""
+        self.poll()
+        if self._staging is not None:
+            return self._filling is None and self._staging.free() is None
+        return self._count_waiting() >= depth
+
+    def _count_waiting(self) -> int:
+        """Return how many writes of large states have not ended."""
+        waiting = self._waiting
+        while waiting and waiting[0].state is not TransferState.QUEUED:
+            waiting.popleft()
+        return len(waiting)
 
     def _wait(self, extent: Extent) -> None:
         if extent.state is TransferState.QUEUED:
@@ -297,4 +328,7 @@ class Traffic:
         extent.state = TransferState.DONE if error is None else TransferState.FAILED
         if error is None:
             self._stats.bytes_written += extent.nbytes
-        self._transfers.append(TransferRecord("write", extent.first, began, ended, extent.nbytes))
+        if not (error is not None and extent.cancelled):  # it took no time
+            self._transfers.append(
+                TransferRecord("write", extent.first, began, ended, extent.nbytes)
+            )

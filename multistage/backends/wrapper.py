@@ -82,6 +82,18 @@ class WrapperStore:
         """Return what a report should say of the inner store."""
         return self._inner.notes()
 
+    def ended(self, key: int, timeout_s: float) -> bool:
+        """Wait for the inner store's write, no longer than so many seconds."""
+        return self._inner.ended(key, timeout_s)
+
+    def cancel(self, key: int) -> None:
+        """Ask the inner store to give up a write."""
+        self._inner.cancel(key)
+
+    def waits(self) -> bool:
+        """Whether a `put` with `block` would wait in the inner store now."""
+        return self._inner.waits()
+
     def read_in_order(self, depth: int) -> None:
         """Prepare the inner store for records that are read in the order they were written."""
         self._inner.read_in_order(depth)

@@ -102,6 +102,12 @@ int64_t ms_io_state(const job_t *job)
     return atomic_load_explicit(&((job_t *)job)->state, memory_order_acquire);
 }
 
+/* Have a write fail (ECANCELED), unless it has begun.  Takes no lock. */
+void ms_io_cancel(job_t *job)
+{
+    atomic_store_explicit(&job->cancelled, 1, memory_order_relaxed);
+}
+
 /* Wait until the count of completions is not `seen`, at most so long; returns the count.
  * A negative timeout is none. */
 int64_t ms_io_wait(io_t *io, int64_t seen, int64_t timeout_ms)
@@ -164,6 +170,11 @@ static void *write_front(void *argument)
     yield_to_compute(io);
     while ((job = next_job(lane))) {
         job->start_ns = now_ns();
+        if (atomic_load_explicit(&job->cancelled, memory_order_relaxed)) {
+            take(&lane->room);
+            send(lane, (chunk_t){job, NULL, 0, 0, ECANCELED, 1});
+            continue;
+        }
         XXH3_state_t sum;
         XXH3_64bits_reset(&sum);
         int64_t piece = 0;
@@ -204,6 +215,8 @@ static void *write_back(void *argument)
         if (!chunk.job)
             return NULL;
         int64_t position = chunk.job->position, end = position + io->o.extent_bytes;
+        if (!error)
+            error = chunk.error;
         if (!error && end > io->allocated)
             error = io_grow(io->o.fd, &io->allocated, io->o.most_bytes, end);
         if (!error)
@@ -386,6 +399,7 @@ void ms_io_stop(io_t *io)
 int64_t ms_io_len(void) { return 1; }
 int64_t ms_io_start(io_t *io, const io_options_t *o) { return (void)io, (void)o, ENOSYS; }
 void ms_io_submit(io_t *io, job_t *job, int64_t kind) { (void)io, (void)job, (void)kind; }
+void ms_io_cancel(job_t *job) { (void)job; }
 int64_t ms_io_state(const job_t *job) { return (void)job, IO_FAILED; }
 int64_t ms_io_wait(io_t *io, int64_t seen, int64_t t) { return (void)io, (void)t, seen; }
 void ms_io_stop(io_t *io) { (void)io; }

@@ -374,7 +374,7 @@ def test_a_forgotten_store_stops_its_threads(tmp_path: Path) -> None:
 
 def test_the_size_of_the_structures() -> None:
     """What ctypes believes is what the compiler made."""
-    assert ctypes.sizeof(native.Job) == 12 * 8
+    assert ctypes.sizeof(native.Job) == 13 * 8
     assert ctypes.sizeof(native.IoOptions) == 9 * 8
     library, options = native.library(), native.IoOptions(fd=-1, chunk_bytes=100, n_bounces=1)
     engine = (ctypes.c_char * library.ms_io_len())()
