@@ -1,6 +1,6 @@
 """When a run leaves its plan: a write is late, and the deadline rule says how to continue.
 
-An executor asks here before it waits for an eviction, and at the end of its forward sweep.
+An executor asks here before it waits for a write, and at the end of its forward sweep.
 A question takes a part of a second, so it is put to the rule
 (`planners.chain.joint_rule`) only where waiting is predicted to cost more than that; while
 it is not, the executor waits, a little at a time.  Nothing here decides by a clock but how
@@ -10,12 +10,14 @@ long a wait lasts: how slow the tier is comes from the executor.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from ..actions import Advance, EndForward, Tape
 from ..model.tier import Tier
 from ..planners.chain.heterogeneous import ChainPlan
-from ..planners.chain.joint_rule import DeadlineRule, Detour, rates_when
+from ..planners.chain.joint_rule import Accepts, DeadlineRule, Detour, rates_when
 from ..planners.chain.memory import use_of
 
 # What a question takes, for a chain of n stages: a table of RR-9302, and some hundred plans.
@@ -44,8 +46,11 @@ class Writes(Protocol):
     def under_way_bytes(self) -> int:
         """Return the bytes of the oldest write that is not done."""
 
-    def resume(self) -> None:
-        """Queue the writes again that `cancel` has cancelled."""
+    def resume(self) -> bool:
+        """Queue the writes again that `cancel` has cancelled.
+
+        False where that cannot be: all have ended then.
+        """
 
 
 class Deadlines:
@@ -61,6 +66,8 @@ class Deadlines:
         How long one wait for a write lasts; a hundredth of the makespan if None.
     cancel_s : float, optional
         How long a write that is cancelled may continue; as long as it takes if None.
+    accepts : callable, optional
+        As for `DeadlineRule.at_deadline`.
 
     Attributes
     ----------
@@ -77,6 +84,7 @@ class Deadlines:
         ask_s: float | None = None,
         wait_s: float | None = None,
         cancel_s: float | None = None,
+        accepts: Accepts | None = None,
     ) -> None:
         n = len(plan.costs.stages)
         self.plan = plan
@@ -84,7 +92,7 @@ class Deadlines:
         self.slower = 1.0
         self._ask_s = _PER_STAGE_S * n + _PER_PAIR_S * n * n if ask_s is None else ask_s
         self._wait_s = _WAIT * plan.makespan_s if wait_s is None else wait_s
-        self._cancel_s = cancel_s
+        self._cancel_s, self._accepts = cancel_s, accepts
         self._rule: DeadlineRule | None = None
         self._asked = 0.0  # how slow the tier was when the rule was asked last
 
@@ -104,12 +112,19 @@ class Deadlines:
         self._asked = 0.0
 
     def at_eviction(self, at: int, step: int, tape: bool, writes: Writes) -> Detour | None:
-        """Wait until a write is done, None, or is so late that a detour is faster.
+        """Wait until a write is done, as `at_wait` does; `at` is its `Evict`."""
+        return self.at_wait(at, partial(writes.written, step, tape), writes)
+
+    def at_wait(self, at: int, done: Callable[[float], bool], writes: Writes) -> Detour | None:
+        """Wait for writes until the run can go on, None, or is so late that a detour is faster.
 
         Parameters
         ----------
         at : int
-            Of the `Evict` among the plan's actions.
+            Of the `Evict` or `Put` among the plan's actions.
+        done : callable
+            `done(timeout_s)` waits, no longer than so many seconds, and returns whether the
+            action can be performed now.
         writes : Writes
             Those of the run.  Where a detour is returned they are cancelled.
 
@@ -118,7 +133,7 @@ class Deadlines:
         Blocks; not forever, where the rule knows a detour.
         """
         wait_s = 0.0
-        while not writes.written(step, tape, wait_s):
+        while not done(wait_s):
             detour = self._asked_at(at, writes)
             if detour is not None:
                 return detour
@@ -159,16 +174,16 @@ class Deadlines:
         self._asked = slower
         if self._rule is None:
             self._rule = DeadlineRule(plan)
-        detour = self._rule.at_deadline(at, slower)
+        detour = self._rule.at_deadline(at, slower, accepts=self._accepts)
         if detour is None or detour.makespan_s > _GAIN * waiting_s:
             return None
         # The pages that the tier is writing: no more than one thing, at the speed seen.
         ends_s = 2 * slower * tier.writing_s(writes.under_way_bytes())
         if not writes.cancel(ends_s if self._cancel_s is None else self._cancel_s):
             # A tier that does not even stop may never answer: nothing is read back.
-            detour = self._rule.at_deadline(at, math.inf, cancels=False)
-            if detour is None:
-                writes.resume()
+            other = self._rule.at_deadline(at, math.inf, cancels=False, accepts=self._accepts)
+            if other is None and writes.resume():
                 return None
+            detour = other or detour
         self.detour, self.slower, self._rule = detour, slower, None
         return detour

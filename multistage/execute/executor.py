@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ..actions import Action, Schedule
+from ..actions import Action, EndForward, Evict, Put, Schedule
 from ..backends.base import Store, require_distinct
 from ..backends.lifetimes import Birth
 from ..errors import MultistageError, ScheduleError
@@ -42,6 +42,7 @@ from ..states.slots import Slots, StateLayout, States, overwritten
 from ..states.tapes import own_bytes
 from ..support import switching
 from ..support.interrupts import Shield
+from .late import TakenWhenLate
 from .ledger import Counts as Counts
 from .ledger import Ledger
 from .occupied import leave, occupy
@@ -146,6 +147,7 @@ class Executor(Generic[State, Adjoint]):
         resumed: Resumed | None = None,
         *,
         judged: bool = True,
+        late: TakenWhenLate | None = None,
     ) -> State:
         """Run the schedule up to its `EndForward`; return the last state.
 
@@ -158,6 +160,8 @@ class Executor(Generic[State, Adjoint]):
             What is there already.
         judged : bool
             Whether the legality machine, if there is one, judges this schedule.
+        late : TakenWhenLate, optional
+            What is asked where writes are late; for the schedule of its plan.
 
         Raises
         ------
@@ -189,9 +193,24 @@ class Executor(Generic[State, Adjoint]):
             sweep.schedule = each_judged(sweep.schedule, self._rules)
         self.timeline, self.counts = ledger.timeline, ledger.counts
         ledger.begin_s = self._clock()
+        if late is not None:
+            late.begin(transfers, ledger)
+            sweep.detour = partial(self._detour, late)
         self._guarded(sweep.forward, forward=True)
         last: State = sweep.live
         return last
+
+    def _detour(
+        self, late: TakenWhenLate, sweep: Sweep, action: Put | Evict | EndForward
+    ) -> Schedule | None:
+        """Return the schedule to follow from here on, judged as the one before; None to stay."""
+        taken = late(sweep, action)
+        if taken is None:
+            return None
+        schedule, rules = taken
+        self.counts.detour = late.told()
+        self._rules = None if self._rules is None else rules
+        return schedule if self._rules is None else each_judged(schedule, rules)
 
     def _begun(
         self, schedule: Schedule | Iterable[Action], state: State

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -47,6 +48,8 @@ class Counts:
         Steps run again because a checkpoint was lost.
     elapsed_s : float
         Seconds inside `forward` and `reverse`.
+    detour : str
+        Why and where the sweep left its plan; empty if it did not.
     """
 
     forward_steps: int = 0
@@ -61,6 +64,7 @@ class Counts:
     lost: int = 0
     recovered_steps: int = 0
     elapsed_s: float = 0.0
+    detour: str = ""
 
 
 class Ledger:
@@ -74,6 +78,13 @@ class Ledger:
         Seconds, of the timeline and of what the stores stamp with.
     progress : callable, optional
         `progress(forward_steps, reverse_steps)`, called with every window.
+
+    Attributes
+    ----------
+    begin_s : float
+        When the sweep began, by the clock.
+    wrote_s : float
+        When the last write ended of those in the timeline.
     """
 
     def __init__(
@@ -88,6 +99,7 @@ class Ledger:
         self._stores = stores
         self._layout: StateLayout[Any, Any, Any] = layout
         self.begin_s = clock()
+        self.wrote_s = -math.inf
 
     def record(self, sweep: Sweep) -> None:
         """Enter a window of computing into the timeline, and what the stores did meanwhile."""
@@ -111,19 +123,21 @@ class Ledger:
             timeline.sample("fast", now, layout.held_bytes)
         else:
             timeline.sample("fast", now, sweep.used * layout.nbytes)
-        self._drain()
+        self.drain()
         for store in self._stores:
             timeline.sample(store.name, now, store.stats.stored_bytes)
         if self._progress is not None:
             self._progress(counts.forward_steps, counts.reverse_steps)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Move the stores' finished transfers into the timeline."""
         begin = self.begin_s
         for store in self._stores:
             records = store.transfers
             while records:
                 kind, key, start_s, stop_s, nbytes = records.popleft()
+                if kind == "write":
+                    self.wrote_s = max(self.wrote_s, stop_s)
                 self.timeline.add(
                     kind, kind, start_s - begin, stop_s - begin, first=key, nbytes=nbytes
                 )

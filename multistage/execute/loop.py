@@ -36,6 +36,9 @@ from .adjoints import close_adjoint, open_adjoint, skip_adjoint
 if TYPE_CHECKING:
     from .sweep import Sweep
 
+# Where a sweep may leave its plan, since it would wait for writes.
+_LATE = frozenset([Put, Evict, EndForward])
+
 
 def perform(sweep: Sweep, pulls: bool) -> bool:
     """Perform actions up to `EndForward` or, if it `pulls`, the adjoint that is asked for.
@@ -259,8 +262,12 @@ def _rare(sweep: Sweep, action: Any) -> Iterable[Action] | None:
     """Perform an action that is not frequent; return those that follow, None to stop there."""
     kind, elsewhere = type(action), sweep.elsewhere
     answer: Answer = None
+    if sweep.detour is not None and kind in _LATE and _takes_detour(sweep, action):
+        return sweep.schedule
     if kind is Offer or kind is Put:
         answer = elsewhere.write(sweep, action)
+    elif kind is Evict:
+        answer = elsewhere.evict(sweep, action)
     elif kind is Await:
         answer = elsewhere.wait(sweep, action)
     elif kind is Get:
@@ -269,15 +276,11 @@ def _rare(sweep: Sweep, action: Any) -> Iterable[Action] | None:
         answer = elsewhere.drop(sweep, action)
     elif kind is Reverse:  # an adjoint that is pulled
         return None if _pulled(sweep, action) else sweep.schedule
-    elif kind is not Evict and kind is not EndForward:
-        raise ScheduleError(f"{action!r} is not an action")
-    elif _takes_detour(sweep, action):
-        return sweep.schedule
     elif kind is EndForward:
         _end_forward(sweep, action)
         return None
     else:
-        answer = elsewhere.evict(sweep, action)
+        raise ScheduleError(f"{action!r} is not an action")
     sweep.last = now = sweep.clock()  # the time of a transfer is not that of a step
     if now > sweep.due:
         sweep.flush()
@@ -294,11 +297,10 @@ def _answered(schedule: Schedule, answer: Answer) -> Iterable[Action]:
         return ()
 
 
-def _takes_detour(sweep: Sweep, action: Evict | EndForward) -> bool:
+def _takes_detour(sweep: Sweep, action: Put | Evict | EndForward) -> bool:
     """Whether another schedule continues in place of this action: writes are late."""
-    if sweep.detour is None or not sweep.is_forward:
-        return False
-    schedule = sweep.detour(sweep, action)
+    assert sweep.detour is not None
+    schedule = sweep.detour(sweep, action) if sweep.is_forward else None
     if schedule is None:
         return False
     sweep.schedule = schedule

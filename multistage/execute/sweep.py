@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from ..actions import EndForward, Evict, Schedule
+from ..actions import EndForward, Evict, Put, Schedule
 from ..errors import MultistageError, ScheduleError
 from ..states.slots import Kept, Slots
 from ..states.tapes import WEIGHED
@@ -62,7 +62,7 @@ class Sweep:
         more than `tape_slots`.  Called for some tapes; None if tapes are not weighed.
 
     detour : callable, optional
-        `detour(sweep, action)`, asked before an `Evict` of the forward sweep and its
+        `detour(sweep, action)`, asked before a `Put` or `Evict` of the forward sweep and its
         `EndForward`: the schedule to perform in their place, None to perform them.
 
     Attributes
@@ -108,7 +108,7 @@ class Sweep:
         limit: float = math.inf,
         tape_slots: float = 1.0,
         weigh: Callable[[int, object, object, float], float] | None = None,
-        detour: Callable[[Sweep, Evict | EndForward], Schedule | None] | None = None,
+        detour: Callable[[Sweep, Put | Evict | EndForward], Schedule | None] | None = None,
     ) -> None:
         self.schedule, self.elsewhere, self.origin = schedule, elsewhere, origin
         # Of the chain's types, or None where it is used up.

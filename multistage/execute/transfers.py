@@ -106,6 +106,16 @@ class Transfers:
         sweep.used -= 1
         return written
 
+    def writing(self) -> list[int]:
+        """Return the states that were put, in order, and not awaited or evicted since."""
+        pending = self._tokens.values()
+        return [each.step for each in pending if each.is_write and not each.failed]
+
+    def packed(self, kept: Kept) -> list[Any]:
+        """Return the arrays of a kept state as a store takes them."""
+        flat: list[Any] = self._layout.pack(kept.arrays)[0]
+        return flat
+
     def _require(self, action: Offer | Put | Get | Drop | Evict) -> None:
         if action.tier >= len(self._stores):
             raise illegal(action, f"there are {len(self._stores)} tiers")

@@ -157,7 +157,8 @@ class Sweeps(Generic[State, Adjoint]):
             self.bars.start(self.given.n_steps)
             where = "in the forward sweep"
             judged = steps.judges(online=online)
-            last = executor.forward(schedule, state, steps.resumed, judged=judged)
+            late = steps.late if isinstance(steps, Unequal) and not online else None
+            last = executor.forward(schedule, state, steps.resumed, judged=judged, late=late)
             if self._durable is not None:
                 self._durable.ended(last, self.length.steps)
         except BaseException as error:

@@ -17,6 +17,7 @@ reversed at all: state 0, and the largest step with its states, tape and gradien
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Generic, TypeVar
 
@@ -25,6 +26,7 @@ from ..backends.base import Store
 from ..backends.paged import PagedStore
 from ..errors import ArgumentError, BudgetError
 from ..execute.executor import Counts, Executor
+from ..execute.late import TakenWhenLate
 from ..execute.metered import LargerThanPlanned, Metered, Seen, of_chain
 from ..execute.resumed import Resumed
 from ..measurement.given import one_tape
@@ -103,6 +105,8 @@ class Unequal(Generic[State, Adjoint]):
         Whether the plan is to be made again, by other costs.
     tier : PagedStore or None
         What that sweep needs open, on the slow tier.
+    late : TakenWhenLate or None
+        What is asked where writes to it are late.
 
     Raises
     ------
@@ -119,6 +123,7 @@ class Unequal(Generic[State, Adjoint]):
         self.chain_plan: ChainPlan | None = None
         self.stale = False
         self.tier: PagedStore | None = None
+        self.late: TakenWhenLate | None = None
         self._opened, self._bars, self._checked = opened, bars, given.checked
         self._store: Store | None = given.first_store
         self._rates: Tier | None = None
@@ -220,11 +225,16 @@ class Unequal(Generic[State, Adjoint]):
                 self._rates = measured_rates(paged)
             rates = bounded(self._rates, paged, costs)
         self.chain_plan, self.stale = chain_plan(costs, room, self._planner, rates), False
-        self.tier = paged if any(isinstance(a, Put) for a in self.chain_plan.actions) else None
+        written = sum(isinstance(action, Put) for action in self.chain_plan.actions)
+        self.tier = self.late = None
+        if written and self._store is not None:
+            # All may be waiting: a plan counts on no write but that of what it evicts.
+            self.tier = PagedStore(self._store, largest_state(costs), things=written)
+            self.late = TakenWhenLate(self.chain_plan, self.tier, self.rules)
 
     def forget(self) -> None:
         """Release a plan that does not hold; the next sweep is surveyed."""
-        self.chain_plan = self.costs = self.metered.costs = self.tier = None
+        self.chain_plan = self.costs = self.metered.costs = self.tier = self.late = None
 
     def schedule(self, is_last: Callable[[int], bool] | None) -> Schedule:
         """Return the schedule of the next sweep, for the executor.
@@ -295,14 +305,15 @@ class Unequal(Generic[State, Adjoint]):
 
         Once that is asked, `counts` have the peak that sizes as seen come to.
         """
-        plan, actions = self.chain_plan, tuple(self._surveyed)
+        plan, actions, late = self.chain_plan, tuple(self._surveyed), self.late
+        diverted = 0 if late is None else late.peak_bytes
         seen = self._learn(n_steps, timeline)
 
         def made() -> UniformPlan:
             drawn = plan or surveyed(seen, actions)
             found = described(drawn)
             tiers = () if drawn.tier is None else (drawn.tier,)
-            peak_bytes = use_of(drawn.actions, seen, tiers).peak_bytes
+            peak_bytes = diverted or use_of(drawn.actions, seen, tiers).peak_bytes
             counts.peak_slots = peak_bytes / found.costs.state_bytes
             return found
 
@@ -313,6 +324,9 @@ class Unequal(Generic[State, Adjoint]):
         seen = self.metered.seen.costs(n_steps, self._chain)
         if self.tier is not None and self._rates is not None:
             rates = seen_rates(self._rates, timeline)
+            if self.late is not None and self.late.detour is not None:
+                writes = max(1.0, self._rates.write_bytes_per_s / self.late.slower)
+                rates = replace(rates, write_bytes_per_s=min(rates.write_bytes_per_s, writes))
             if rates is not self._rates:
                 self._rates, self.stale = rates, True
         if not self._given and self._n_steps is not None and self._differs(seen):

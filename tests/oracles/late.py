@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from chain_judge import Judge
 
 from multistage.actions import EndForward, Evict
 from multistage.planners.chain.heterogeneous import ChainPlan
-from multistage.planners.chain.joint_rule import DeadlineRule, Detour
+from multistage.planners.chain.joint_rule import Accepts, DeadlineRule, Detour
 
 
 def run_late(
-    plan: ChainPlan, slower: float, *, rule: DeadlineRule | None, cancels: bool = True
+    plan: ChainPlan,
+    slower: float,
+    *,
+    rule: DeadlineRule | None,
+    cancels: bool = True,
+    accepting: Callable[[int, int], Accepts] | None = None,
+    pages: float = math.inf,
 ) -> tuple[Judge, Detour | None]:
     """Return the judge after the run, and the detour taken.
 
     The rule is asked where an eviction would wait and at the turn; it knows how slow the
     tier is once a write has ended.
+
+    Parameters
+    ----------
+    accepting : callable, optional
+        `accepting(at, live)`: which detours can be taken there.
+    pages : float
+        What is being written is cancelled after this part of it.
     """
     judge, ended = Judge(plan.costs, plan.tier, (slower, slower)), 0
     for at, action in enumerate(plan.actions):
@@ -28,8 +42,12 @@ def run_late(
                 late = True
             if late:
                 known = slower if ended else math.inf
-                detour = rule.at_deadline(at, known, cancels=cancels)
+                accepts = accepting and accepting(at, judge.live)
+                detour = rule.at_deadline(at, known, cancels=cancels, accepts=accepts)
                 if detour is not None:
+                    ends = [s for (_, channel), s in judge.done.items() if not channel]
+                    left = min((s - judge.now for s in ends if s > judge.now), default=0.0)
+                    judge.now += left / pages
                     return go_on(judge, detour), detour
             ended += evicts
         judge.apply(action)

@@ -2,19 +2,24 @@
 
 import math
 import random
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from chain_judge import Judge
 from oracles.late import go_on, run_late
 
 from multistage import native
-from multistage.actions import EndForward, Evict
+from multistage.actions import EndForward, Evict, Free, Load, Reverse, Save, Tape
 from multistage.errors import ArgumentError, BudgetError, ScheduleError
+from multistage.execute.late import TakenWhenLate
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
-from multistage.planners.chain.heterogeneous import plan_chain
-from multistage.planners.chain.joint_detour import judged, replayed
+from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
+from multistage.planners.chain.joint_detour import Detour, judged, replayed
 from multistage.planners.chain.joint_rule import DeadlineRule
+from multistage.planners.chain.performing import diverted
+from multistage.schedule.rules import Rules
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 
@@ -139,7 +144,7 @@ def test_detours_of_random_plans_are_legal_and_within_the_limit(seed):
 def test_the_rule_is_asked_at_an_eviction_of_a_plan_with_a_tier():
     plan = planned(1, 0.2, 2.0)
     rule = DeadlineRule(plan)
-    with pytest.raises(ArgumentError, match="must be the index of an Evict or EndForward"):
+    with pytest.raises(ArgumentError, match="must be the index of an Evict, Put or EndForward"):
         rule.at_deadline(0)
     at = next(k for k, action in enumerate(plan.actions) if isinstance(action, Evict))
     with pytest.raises(ArgumentError, match=r"slower=0\.5 must be at least 1"):
@@ -152,3 +157,66 @@ def test_the_rule_is_asked_at_an_eviction_of_a_plan_with_a_tier():
         if isinstance(action, Evict) and EndForward() in plan.actions[:k]
     ]
     assert all(rule.at_deadline(k) is None for k in later)
+
+
+# ------------------------------------------------------------ executors of a Reversal
+
+
+def refined(seed, n, spared):
+    """Return a plan of steps as of a mesh that is refined and coarsened; states travel."""
+    draw = random.Random(seed)
+    waves = draw.choice([1, 2])
+    stages = []
+    for i in range(n):
+        size = math.exp(1.1 * math.sin(2 * math.pi * i / n * waves))
+        forward_s, nbytes = size * draw.uniform(0.5, 2), int(1000 * size)
+        tape = nbytes if spared else 3 * nbytes
+        stages.append(
+            Stage(str(i), forward_s, 2 * size, nbytes, tape, 0, spared_s=forward_s * spared)
+        )
+    costs = StageCosts(tuple(stages), 1000)
+    total = sum(stage.output_bytes for stage in stages)
+    rate = total / (0.3 * plan_chain(costs).plain_s)
+    memory = smallest_memory(costs) + total // 8
+    return plan_chain(costs, memory, tiers=Tier.of_rates(rate, rate, tapes=False))
+
+
+def accepting(plan):
+    """Return what says which detours the executor of a `Reversal` can take."""
+    n = len(plan.costs.stages)
+    rules = partial(Rules.in_bytes, plan.costs, n, plan.memory_bytes, recovers=True)
+    late = TakenWhenLate(plan, None, rules)
+    late._transfers = SimpleNamespace(stored=[range(n + 1)])  # nothing was lost
+
+    def accepts(at, live):
+        late._at, late._live = at, live
+        return late._accepts
+
+    return accepts
+
+
+@pytest.mark.parametrize("spared", [0, 1])
+def test_steps_on_a_late_tier_are_no_slower_than_on_none(spared):
+    for seed in range(3):
+        plan = refined(seed, 24, spared)
+        assert plan.makespan_s < 0.95 * plan.no_tier_s
+        rule, accepts = DeadlineRule(plan), accepting(plan)
+        for slower in (2.0, 10.0):
+            judge, detour = run_late(plan, slower, rule=rule, accepting=accepts, pages=16)
+            assert judge.peak <= plan.memory_bytes
+            assert judge.now <= 1.03 * plan.no_tier_s
+            waiting = run_late(plan, slower, rule=None)[0].now
+            assert (detour is None) == (judge.now == waiting)
+            if slower == 10:
+                assert detour is not None and waiting > 2 * plan.no_tier_s
+
+
+def test_an_executor_refuses_what_only_a_tape_holds():
+    before = (Tape(0), Tape(1))
+    loads = Detour((), (), (Tape(2), EndForward(), Reverse(2), Reverse(1), Load(1)), 1.0, 2.0)
+    assert diverted(before, loads, 3, set(), live=2) is None
+    held = diverted(before, loads, 3, {1, 2}, live=2)
+    assert held == [Free(2), Tape(2), EndForward(), Reverse(2), Reverse(1), Load(1)]
+    keeps = Detour((1, 2), (1,), (Free(1), Free(2)), 1.0, 2.0)
+    assert diverted(before, keeps, 3, set(), live=2) is None
+    assert diverted(before, keeps, 3, {1}, live=2) == [Save(2), Free(1), Free(2)]

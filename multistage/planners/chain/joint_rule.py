@@ -28,12 +28,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeAlias
 
 from ... import native
 from ...actions import (
     EndForward,
     Evict,
+    Put,
 )
 from ...errors import ArgumentError, BudgetError, ScheduleError
 from ...model.tier import Tier
@@ -48,6 +51,8 @@ from .joint_twin import Twin
 from .memory import use_of
 from .sizes import Sizes
 from .table import Table
+
+Accepts: TypeAlias = Callable[[Detour, int], bool]
 
 _SLOTS, _MORE = 400, 1.13
 _LONG, _FEWER = 100, 150  # stages, and the slots of longer chains: tables grow as squares
@@ -93,21 +98,29 @@ class DeadlineRule:
             self.alone = fates_of(alone.actions, len(true))
 
     def at_deadline(
-        self, at: int, slower: float = math.inf, *, cancels: bool = True
+        self,
+        at: int,
+        slower: float = math.inf,
+        *,
+        cancels: bool = True,
+        accepts: Accepts | None = None,
     ) -> Detour | None:
         """Return how to continue from `plan.actions[at]`, None to wait.
 
         Parameters
         ----------
         at : int
-            An `Evict` of the forward sweep whose write is not done, or its `EndForward`
-            where writes are late.
+            An `Evict` of the forward sweep whose write is not done, a `Put` that would wait
+            for others, or its `EndForward` where writes are late.
         slower : float
             Seconds that transfers took over those planned; infinite if none has ended:
             then nothing is read back either.
         cancels : bool
             Whether a write in flight can be cancelled, as between two pages; if not,
             what is being written takes its room to the end.
+        accepts : callable, optional
+            `accepts(detour, memory_bytes)`: whether a detour can be taken within a limit,
+            asked of legal ones, the fastest first.
 
         Raises
         ------
@@ -115,8 +128,10 @@ class DeadlineRule:
             If `at` is neither, or `slower` is below 1.
         """
         plan, actions = self.plan, self.plan.actions
-        if not 0 <= at < len(actions) or not isinstance(actions[at], Evict | EndForward):
-            raise ArgumentError(f"at={at} must be the index of an Evict or EndForward of the plan")
+        if not 0 <= at < len(actions) or not isinstance(actions[at], Evict | Put | EndForward):
+            raise ArgumentError(
+                f"at={at} must be the index of an Evict, Put or EndForward of the plan"
+            )
         if slower != math.inf and number(slower, "slower", "times as long") < 1:
             raise ArgumentError(f"slower={slower} must be at least 1")
         if EndForward() in actions[:at]:
@@ -144,5 +159,6 @@ class DeadlineRule:
         for detour in sorted(found, key=lambda each: each.makespan_s):
             with contextlib.suppress(ScheduleError):
                 judged(replayed(actions[:at], plan.costs), detour, spare)
-                return detour
+                if accepts is None or accepts(detour, spare):
+                    return detour
         return None

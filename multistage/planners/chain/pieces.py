@@ -10,10 +10,6 @@ survey
     For costs or a number of steps that show themselves only as the steps run: the
     forward sweep keeps every k-th state, twice as far apart each time the memory is
     full; by its end sizes and times are known, and each interval is reversed by `plan`.
-performed
-    From the actions of a chain, which counts its loss as a stage and lets a tape hold
-    the states beside it, to those an executor performs.
-
 A *room* is memory beyond the least in which the steps at hand can be reversed at all.
 """
 
@@ -21,22 +17,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from ...actions import (
     Action,
     Advance,
-    Await,
-    Drop,
     EndForward,
-    Evict,
     Free,
-    Get,
     Load,
-    Offer,
-    Put,
     Reverse,
     Save,
     Schedule,
@@ -47,6 +37,7 @@ from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
 from .heterogeneous import SLOTS, ChainPlan, plan_chain, smallest_memory
 from .memory import use_of
+from .performing import is_loss, performed, shifted
 
 PersistentPlanner: TypeAlias = Literal["optimal", "revolve"]
 # Steps that are planned at once: their dynamic program takes a second, if those of more
@@ -54,73 +45,6 @@ PersistentPlanner: TypeAlias = Literal["optimal", "revolve"]
 MOST_AT_ONCE, _FINE, _FEWER = 200, 80, 200
 _PIECE = 100
 _SMALLER = 0.25  # how far from its place a smaller state is looked for, in spacings
-
-
-def performed(actions: Iterable[Action], n_steps: int) -> Iterator[Action]:
-    """Yield the actions of a chain of `n_steps` steps and a loss as an executor performs them.
-
-    The loss, step `n_steps`, is left out.  A tape that is used at once is not made
-    before: `Reverse` does both.  A state that the chain takes from within a tape is saved
-    beside it, since an executor knows nothing of what is in a tape.
-    """
-    left = [action for action in actions if not _is_loss(action, n_steps)]
-    within = _within(left)
-    extra: set[int] = set()  # states saved for us beside the tape that they are in
-    k = 0
-    while k < len(left):
-        action, after = left[k], left[k + 1] if k + 1 < len(left) else None
-        k += 1
-        match action:
-            case Tape(step) if after == Reverse(step) and step + 1 not in within:
-                continue
-            case Save(step) | Free(step) if step in extra:
-                continue
-            case Reverse(step) if step + 1 in extra:
-                extra.remove(step + 1)
-                yield Free(step + 1)
-        yield action
-        if isinstance(action, Tape) and (k - 1) in within.get(action.step + 1, ()):
-            extra.add(action.step + 1)
-            yield Save(action.step + 1)
-
-
-def _is_loss(action: Action, n_steps: int) -> bool:
-    return isinstance(action, Tape | Reverse) and action.step == n_steps
-
-
-def _within(actions: Sequence[Action]) -> dict[int, set[int]]:
-    """Return by state the places of the tapes from within which it is loaded."""
-    made: dict[int, int] = {}
-    saved: set[int] = set()
-    found: dict[int, set[int]] = {}
-    for k, action in enumerate(actions):
-        match action:
-            case Tape(step):
-                made[step] = k
-            case Reverse(step):
-                made.pop(step, None)
-            case Save(step):
-                saved.add(step)
-            case Get(step, _, tape) if not tape:
-                saved.add(step)
-            case Free(step) | Evict(step, _, False):
-                saved.discard(step)
-            case Load(step) if step and step not in saved and step - 1 in made:
-                found.setdefault(step, set()).add(made[step - 1])
-    return found
-
-
-def shifted(action: Action, by: int) -> Action:
-    """Return an action on steps and states `by` further on."""
-    match action:
-        case Advance(start, stop):
-            return Advance(start + by, stop + by)
-        case Await() | EndForward():
-            return action
-        case Offer() | Put() | Get() | Evict() | Drop():
-            return type(action)(action.step + by, action.tier, action.tape)
-        case _:
-            return type(action)(action.step + by)
 
 
 def part(costs: StageCosts, start: int, stop: int) -> StageCosts:
@@ -298,7 +222,7 @@ def _at_once(
     memory = smallest_memory(piece, planner) + room
     planned = plan_chain(piece, memory, planner, resolution=_slots(piece), progress=False)
     for action in planned.actions:
-        if last or not (isinstance(action, EndForward) or _is_loss(action, stop - start)):
+        if last or not (isinstance(action, EndForward) or is_loss(action, stop - start)):
             yield shifted(action, first + start)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...actions import EndForward, Evict, Schedule
+from ...actions import EndForward, Evict, Put, Schedule
 from ...execute.detour import Deadlines
 from ...execute.sweep import Sweep
 from ...states.slots import Kept
@@ -29,10 +29,10 @@ class TakenWhenLate:
         self._deadlines, self._script = deadlines, script
         self._memory, self._away = memory, away
 
-    def __call__(self, sweep: Sweep, action: Evict | EndForward) -> Schedule | None:
+    def __call__(self, sweep: Sweep, action: Put | Evict | EndForward) -> Schedule | None:
         """Return the actions to continue with in place of this one and the rest of the plan."""
         asked, script, writes = self._deadlines, self._script, self._away.stowage
-        if script.has_left:
+        if script.has_left or isinstance(action, Put):  # here writes are queued at once
             return None
         if isinstance(action, EndForward):
             detour = asked.at_turn(writes)

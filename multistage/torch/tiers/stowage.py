@@ -223,12 +223,13 @@ class Stowage:
         """Return the bytes of the oldest write that is not done."""
         return next((trip.row.nbytes for trip in self._sent() if not trip.done.is_set()), 0)
 
-    def resume(self) -> None:
-        """Queue what `cancel` has cancelled again."""
+    def resume(self) -> bool:
+        """Queue what `cancel` has cancelled again; True."""
         for stowed in self._stowed.values():
             trip = stowed.trip
             if trip.is_write and trip.cancelled and self._porter.resume(trip) is None:
                 stowed.trip = self._porter.send(stowed.parcel.lines())
+        return True
 
     def get(self, step: int, tape: bool) -> None:
         """Make room for a parcel and queue its way back."""

@@ -1,0 +1,247 @@
+"""How a sweep of unequal steps leaves its plan, where writes to the tier are late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ..actions import Action, EndForward, Evict, Put, Schedule
+from ..backends.paged import PagedStore
+from ..errors import ScheduleError
+from ..model.tier import Tier
+from ..planners.chain.heterogeneous import ChainPlan
+from ..planners.chain.joint_rule import Detour
+from ..planners.chain.performing import begun, diverted
+from ..schedule.rules import Rules
+from ..states.layout import Array
+from .detour import Deadlines
+from .ledger import Ledger
+from .sweep import Sweep
+from .transfers import Transfers
+
+_NAP_S, _LONG_S = 1e-3, 1.0
+
+
+class PagedWrites:
+    """The writes of one sweep to a store of things of any size, for `Deadlines`.
+
+    Parameters
+    ----------
+    store : PagedStore
+    transfers : Transfers
+    ledger : Ledger
+    """
+
+    def __init__(self, store: PagedStore, transfers: Transfers, ledger: Ledger) -> None:
+        self._store, self._transfers, self._ledger = store, transfers, ledger
+        self._put_s: dict[int, float] = {}
+
+    def put(self, step: int) -> None:
+        """Note when a state is put."""
+        self._put_s[step] = self._ledger.clock()
+
+    def written(self, step: int, tape: bool, timeout_s: float) -> bool:
+        """Wait for the write of a state, no longer than so many seconds."""
+        before = self._ledger.clock()
+        done = self._store.ended(step, timeout_s)
+        self._ledger.stalled(before)
+        return done
+
+    def has_room(self, arrays: Sequence[Array], timeout_s: float) -> bool:
+        """Wait until a state can be put at once, no longer than so many seconds."""
+        if not self._store.waits_for(arrays):
+            return True
+        oldest = self._oldest()
+        if oldest is not None:
+            self.written(oldest, False, timeout_s)
+        elif timeout_s:
+            time.sleep(_NAP_S)  # for a write of several small states, which no key tells of
+        return not self._store.waits_for(arrays)
+
+    def _oldest(self) -> int | None:
+        """Return the first state whose write has not ended."""
+        steps = self._transfers.writing()
+        return next((step for step in steps if not self._store.ended(step, 0.0)), None)
+
+    def slower(self, tier: Tier) -> float:
+        """Return the seconds that pages took over those planned, at least 1.
+
+        The one in flight counts from when it was put, or the one before it ended, but not
+        as faster than planned.
+        """
+        ledger = self._ledger
+        ledger.drain()
+        timeline = ledger.timeline
+        took_s, moved = timeline.totals_s["write"], timeline.bytes["write"]
+        planned_s = tier.writing_s(moved) if moved else 0.0
+        oldest = self._oldest()
+        if oldest is not None or self._store.waits():
+            expected_s = tier.writing_s(self._store.page_bytes)
+            put_s = ledger.begin_s if oldest is None else self._put_s[oldest]
+            since_s = max(put_s, ledger.wrote_s)
+            took_s += max(expected_s, ledger.clock() - since_s)
+            planned_s += expected_s
+        return max(1.0, took_s / planned_s) if planned_s else 1.0
+
+    def computed_s(self) -> float:
+        """Return the seconds since the sweep began that were no waiting."""
+        return self._ledger.clock() - self._ledger.begin_s - self._ledger.counts.stall_s
+
+    def cancel(self, timeout_s: float) -> bool:
+        """Cancel all writes; return whether the page in flight has ended within a time."""
+        ledger, steps = self._ledger, self._transfers.writing()
+        for step in reversed(steps):
+            self._store.cancel(step)
+        before = ledger.clock()
+        ends_s = before + timeout_s
+        ended = all(self._store.ended(step, max(0.0, ends_s - ledger.clock())) for step in steps)
+        ledger.stalled(before)
+        return ended
+
+    def under_way_bytes(self) -> int:
+        """Return the bytes of the page in flight, 0 if there is none."""
+        return 0 if self._oldest() is None else self._store.page_bytes
+
+    def resume(self) -> bool:
+        """Answer False once all writes have ended: what was given up is not queued again."""
+        for step in self._transfers.writing():
+            while not self.written(step, False, _LONG_S):
+                pass
+        return False
+
+
+class TakenWhenLate:
+    """Takes a detour from a plan if one is faster than to wait for writes.
+
+    Parameters
+    ----------
+    plan : ChainPlan
+        With a tier and a limit; its schedule is performed as `performed` has it.
+    store : PagedStore
+        The tier.
+    rules : callable
+        Makes the legality machine of the plan's schedule.
+    deadlines : callable
+        Makes what decides; for tests.
+
+    Attributes
+    ----------
+    detour : Detour or None
+        The one taken in the last sweep.
+    slower : float
+        How many times slower than planned the tier was then.
+    left_at : int
+        The state that was live then.
+    peak_bytes : int
+        The most memory of a sweep that took it.
+    """
+
+    def __init__(
+        self,
+        plan: ChainPlan,
+        store: PagedStore,
+        rules: Callable[[], Rules],
+        deadlines: Callable[..., Deadlines] = Deadlines,
+    ) -> None:
+        self.plan, self._store, self._make_rules = plan, store, rules
+        self._deadlines = deadlines(plan, accepts=self._accepts)
+        turn = plan.actions.index(EndForward())
+        self._places: dict[Action, int] = {}
+        for at, action in enumerate(plan.actions[: turn + 1]):
+            self._places.setdefault(action, at)
+        self._n_steps = len(plan.costs.stages)
+
+    def begin(self, transfers: Transfers, ledger: Ledger) -> None:
+        """Prepare for a forward sweep."""
+        self._deadlines.begin()
+        self.detour: Detour | None = None
+        self.slower, self.left_at, self.peak_bytes = 1.0, -1, 0
+        self._transfers = transfers
+        self._writes = PagedWrites(self._store, transfers, ledger)
+
+    def told(self) -> str:
+        """Return what a report says of the detour."""
+        return (
+            f"the tier's writes took {self.slower:.3g} times as long as planned: from state "
+            f"{self.left_at} on nothing was written, and more was computed again"
+        )
+
+    def __call__(
+        self, sweep: Sweep, action: Put | Evict | EndForward
+    ) -> tuple[Schedule, Rules] | None:
+        """Return what to perform in place of an action and the rest of the plan, None if nothing.
+
+        The tapes that it discards are given up.  With it comes the machine that has judged
+        what was performed so far.
+        """
+        if self.detour is not None:
+            return None
+        self._at, self._live = self._places[action], sweep.at
+        if isinstance(action, EndForward):
+            detour = self._deadlines.at_turn(self._writes)
+        elif isinstance(action, Evict):
+            detour = self._deadlines.at_eviction(self._at, action.step, False, self._writes)
+        else:
+            detour = self._at_put(sweep, action)
+        if detour is None:
+            return None
+        actions = self._performed(detour)
+        assert actions is not None
+        rules = self._judged_so_far(detour)
+        self.detour, self.slower, self.left_at = detour, self._deadlines.slower, sweep.at
+        for step in detour.discard:
+            tape = sweep.tapes.pop(step)
+            if sweep.tapes:
+                sweep.used -= sweep.tape_slots
+            sweep.release(tape)
+        return _playing(actions), rules
+
+    def _at_put(self, sweep: Sweep, action: Put) -> Detour | None:
+        kept = sweep.held.get(action.step)
+        if kept is None:
+            return None
+        flat = self._transfers.packed(kept)
+        detour = self._deadlines.at_wait(
+            self._at, partial(self._writes.has_room, flat), self._writes
+        )
+        self._writes.put(action.step)
+        return detour
+
+    def _performed(self, detour: Detour) -> list[Action] | None:
+        _, beside = begun(self.plan.actions, self._at, self._n_steps)
+        before = self.plan.actions[: self._at]
+        return diverted(before, detour, self._n_steps, beside, self._live)
+
+    def _judged_so_far(self, detour: Detour) -> Rules:
+        """Return the legality machine after what was performed, where the detour begins."""
+        rules, stored = self._make_rules(), self._transfers.stored[0]
+        for action in begun(self.plan.actions, self._at, self._n_steps)[0]:
+            answer = rules.usual_answer(action)
+            if isinstance(action, Evict):
+                answer = action.step in stored
+            rules.apply(action, answer)
+        rules.divert((), detour.discard)
+        return rules
+
+    def _accepts(self, detour: Detour, memory_bytes: int) -> bool:
+        """Whether the executor can take a detour within a limit."""
+        actions = self._performed(detour)
+        if actions is None:
+            return False
+        try:
+            rules = self._judged_so_far(detour)
+            assert rules.memory is not None
+            rules.memory.limit_bytes = memory_bytes
+            for action in actions:
+                rules.apply(action, rules.usual_answer(action))
+            rules.finish()
+        except ScheduleError:
+            return False
+        self.peak_bytes = rules.memory.peak_bytes
+        return True
+
+
+def _playing(actions: list[Action]) -> Schedule:
+    for action in actions:
+        _ = yield action  # answers are not looked at

@@ -1,0 +1,150 @@
+"""From the actions of a chain to those that the executor of a `Reversal` performs.
+
+A chain counts its loss as a stage, and a tape holds the states beside it.  An executor runs no
+loss, makes a tape that is used at once within `Reverse`, and knows nothing of what is in a tape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+
+from ...actions import (
+    Action,
+    Advance,
+    Await,
+    Drop,
+    EndForward,
+    Evict,
+    Free,
+    Get,
+    Load,
+    Offer,
+    Put,
+    Reverse,
+    Save,
+    Tape,
+)
+from .joint_detour import Detour
+
+
+def performed(actions: Iterable[Action], n_steps: int) -> Iterator[Action]:
+    """Yield the actions of a chain of `n_steps` steps and a loss as an executor performs them.
+
+    The loss, step `n_steps`, is left out.  A tape that is used at once is not made
+    before: `Reverse` does both.  A state that the chain takes from within a tape is saved
+    beside it.
+    """
+    left = [action for action in actions if not is_loss(action, n_steps)]
+    return _from(left, 0, _within(left), set())
+
+
+def begun(actions: Sequence[Action], at: int, n_steps: int) -> tuple[list[Action], set[int]]:
+    """Return what is performed of a plan before `actions[at]`, of its forward sweep.
+
+    Returns
+    -------
+    performed : list of Action
+    beside : set of int
+        States saved beside the tapes that they are in.
+    """
+    left = [action for action in actions if not is_loss(action, n_steps)]
+    count = sum(not is_loss(action, n_steps) for action in actions[:at])
+    beside: set[int] = set()
+    return list(_from(left[:count], 0, _within(left), beside)), beside
+
+
+def diverted(
+    before: Iterable[Action], detour: Detour, n_steps: int, beside: Set[int], live: int
+) -> list[Action] | None:
+    """Return what an executor performs on a detour, None if it cannot take it.
+
+    It cannot where the detour keeps or loads a state that only a tape holds.
+
+    Parameters
+    ----------
+    before : iterable of Action
+        Of the plan, up to where it is left.
+    detour : Detour
+        The executor gives up the tapes it discards before it performs the actions.
+    n_steps : int
+    beside : set of int
+        As `begun` returns it.
+    live : int
+        The state that is live there.
+    """
+    planned = [action for action in before if not is_loss(action, n_steps)]
+    kept: list[Action] = [Save(i) for i in detour.save]
+    rest = [action for action in detour.actions if not is_loss(action, n_steps)]
+    left, start = [*planned, *kept, *rest], len(planned)
+    within = _within(left)
+    needed = {i for i, places in within.items() if min(places) < start}
+    # What the plan itself keeps, and was not saved twice.
+    needed |= beside & {action.step for action in planned if isinstance(action, Save)}
+    wanted = needed | set(detour.save)
+    if not wanted <= {*beside, live}:
+        return None
+    actions: list[Action] = [Free(i) for i in sorted(beside - wanted)]
+    actions += [Save(live)] if live in wanted - beside else []
+    return [*actions, *_from(left, start + len(kept), within, needed)]
+
+
+def _from(
+    left: Sequence[Action], start: int, within: dict[int, set[int]], beside: set[int]
+) -> Iterator[Action]:
+    """Yield what is performed from a place on; `beside` are the states saved beside tapes."""
+    k = start
+    while k < len(left):
+        action, after = left[k], left[k + 1] if k + 1 < len(left) else None
+        k += 1
+        match action:
+            case Tape(step) if after == Reverse(step) and step + 1 not in within:
+                continue
+            case Save(step) | Free(step) if step in beside:
+                continue
+            case Reverse(step) if step + 1 in beside:
+                beside.remove(step + 1)
+                yield Free(step + 1)
+        yield action
+        if isinstance(action, Tape) and (k - 1) in within.get(action.step + 1, ()):
+            beside.add(action.step + 1)
+            yield Save(action.step + 1)
+
+
+def is_loss(action: Action, n_steps: int) -> bool:
+    """Whether an action is of the loss, which an executor does not run."""
+    return isinstance(action, Tape | Reverse) and action.step == n_steps
+
+
+def _within(actions: Sequence[Action]) -> dict[int, set[int]]:
+    """Return by state the places of the tapes from within which it is loaded."""
+    made: dict[int, int] = {}
+    saved: set[int] = set()
+    found: dict[int, set[int]] = {}
+    for k, action in enumerate(actions):
+        match action:
+            case Tape(step):
+                made[step] = k
+            case Reverse(step):
+                made.pop(step, None)
+            case Save(step):
+                saved.add(step)
+            case Get(step, _, tape) if not tape:
+                saved.add(step)
+            case Free(step) | Evict(step, _, False):
+                saved.discard(step)
+            case Load(step) if step and step not in saved and step - 1 in made:
+                found.setdefault(step, set()).add(made[step - 1])
+    return found
+
+
+def shifted(action: Action, by: int) -> Action:
+    """Return an action on steps and states `by` further on."""
+    match action:
+        case Advance(start, stop):
+            return Advance(start + by, stop + by)
+        case Await() | EndForward():
+            return action
+        case Offer() | Put() | Get() | Evict() | Drop():
+            return type(action)(action.step + by, action.tier, action.tape)
+        case _:
+            return type(action)(action.step + by)

@@ -1,0 +1,159 @@
+"""Steps that differ, with a tier slower than planned: detours give the bits of store-all."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+from chains import raw
+from unequal_chains import Case
+
+from multistage import Reversal, native
+from multistage.backends import MemoryStore, Store
+from multistage.backends.testing import FaultyStore
+from multistage.errors import CheckpointWarning
+from multistage.execute import late
+from multistage.execute.detour import Deadlines
+from multistage.execute.late import PagedWrites, TakenWhenLate
+from multistage.model.tier import Tier
+from multistage.reversing import unequal
+
+pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="the rule's twin is slow")
+
+KINDS = ("functional", "tape", "in-place", "in-place-tape")
+
+
+def tier_for(case: Case, rho: float) -> Callable[[object], Tier]:
+    """Return what measures a tier: all states take `rho` times as long as plain training."""
+    rate = sum(case.sizes) / (rho * 3 * sum(case.seconds))
+    return lambda _: Tier.of_rates(rate, rate, tapes=False)
+
+
+@contextlib.contextmanager
+def said_late(
+    late_at: Callable[[], bool],
+    slower: Callable[[], float],
+    refuses: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
+    """Say of writes that they are late, how much slower than planned, and that they continue.
+
+    Of one that is not said to be late the run waits for the end, as it does without a rule.
+    """
+    cancel = PagedWrites.cancel
+
+    def is_written(writes: PagedWrites, step: int, tape: bool, timeout_s: float) -> bool:
+        return bool(timeout_s) or not late_at()
+
+    def has_room(writes: PagedWrites, arrays: object, timeout_s: float) -> bool:
+        return bool(timeout_s) or not late_at()
+
+    def cancels(writes: PagedWrites, timeout_s: float) -> bool:
+        refused = refuses()
+        return cancel(writes, 0.0 if refused else timeout_s) and not refused
+
+    asking = partial(Deadlines, ask_s=0.0, wait_s=1e-3, cancel_s=60.0)
+    with (
+        mock.patch.object(PagedWrites, "written", is_written),
+        mock.patch.object(PagedWrites, "has_room", has_room),
+        mock.patch.object(PagedWrites, "slower", lambda *_: slower()),
+        mock.patch.object(PagedWrites, "computed_s", lambda _: 0.0),
+        mock.patch.object(PagedWrites, "cancel", cancels),
+        mock.patch.object(late, "Deadlines", asking),
+    ):
+        yield
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[TakenWhenLate]:
+    """Return the places that sweeps left their plans."""
+    found: list[TakenWhenLate] = []
+    asked = TakenWhenLate.__call__
+
+    def noted(each: TakenWhenLate, *given: Any) -> Any:
+        answer = asked(each, *given)
+        if answer is not None:
+            found.append(each)
+        return answer
+
+    monkeypatch.setattr(TakenWhenLate, "__call__", noted)
+    return found
+
+
+def swept(run: Reversal[Any, int], case: Case) -> tuple[bytes, int]:
+    last = raw(run.forward(case.start()))
+    return last, run.reverse(1)
+
+
+def late_sweep(
+    case: Case, rng: random.Random, store: Store, *, memory: str = "2 slots", sweeps: int = 1
+) -> Any:
+    """Return the report on sweeps that are said to be late at random places."""
+    late_at, refuses = (
+        partial(_by_chance, rng, odds) for odds in (rng.choice([0.2, 1.0]), rng.choice([0.0, 0.5]))
+    )
+    answer = case.store_all()
+    with (
+        mock.patch.object(unequal, "measured_rates", tier_for(case, rng.choice([0.3, 1.0]))),
+        said_late(late_at, lambda: rng.choice([1.5, 3.0, 10.0, 1e6]), refuses),
+        Reversal(case.chain(), costs=case.costs, memory=memory, tiers=store, checked=True) as run,
+    ):
+        for _ in range(sweeps):
+            assert swept(run, case) == answer
+        return run.report()
+
+
+def _by_chance(rng: random.Random, odds: float) -> bool:
+    return rng.random() < odds
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_detours_give_the_bits_of_store_all(kind: str, taken: list[TakenWhenLate]) -> None:
+    for seed in range(8):
+        rng = random.Random(seed)
+        case = Case(seed, kind, rng.choice([8, 12, 16]))
+        store, count = MemoryStore(buffer_bytes=0), len(taken)
+        report = late_sweep(case, rng, store, memory=f"{rng.choice([1, 2, 3])} slots")
+        assert ("times as long as planned" in str(report)) == (len(taken) > count)
+    assert taken
+
+
+def test_the_next_sweep_is_planned_for_the_tier_as_it_was(taken: list[TakenWhenLate]) -> None:
+    case = Case(3, "functional", 16)
+    answer = case.store_all()
+    with (
+        mock.patch.object(unequal, "measured_rates", tier_for(case, 0.3)),
+        said_late(lambda: True, lambda: 10.0),
+        Reversal(case.chain(), costs=case.costs, memory="2 slots", tiers=MemoryStore()) as run,
+    ):
+        assert swept(run, case) == answer
+        assert len(taken) == 1 and run.chain_plan is not None and run.chain_plan.tier is not None
+        before = run.chain_plan.tier.write_bytes_per_s
+        assert "writes took 10 times as long as planned: from state " in str(run.report())
+        assert swept(run, case) == answer
+        assert run.chain_plan.tier.write_bytes_per_s == pytest.approx(before / 10)
+
+
+@pytest.mark.parametrize("fault", ["refuse", "lose_write", "lose_read"])
+def test_a_detour_from_a_tier_that_loses_states(fault: str, taken: list[TakenWhenLate]) -> None:
+    for seed in range(3):
+        case = Case(seed, "functional", 14)
+        struck: Any = {fault: lambda number: number % 3 == 1}
+        store = FaultyStore(MemoryStore(buffer_bytes=0), **struck)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            late_sweep(case, random.Random(seed), store)
+    assert taken
+
+
+def test_a_detour_holds_no_more_memory_than_the_plan_may(taken: list[TakenWhenLate]) -> None:
+    for seed in range(4):
+        case = Case(seed, "functional", 16)
+        late_sweep(case, random.Random(seed), MemoryStore(buffer_bytes=0), memory="3 slots")
+    for each in taken:
+        assert 0 < each.peak_bytes <= each.plan.memory_bytes
