@@ -263,8 +263,12 @@ class Unequal(Generic[State, Adjoint]):
         """Return the machine that judges the actions of the plan, byte by byte."""
         plan = self.chain_plan
         assert plan is not None
-        n, memory_bytes = len(plan.costs.stages), plan.memory_bytes
-        return Rules.in_bytes(plan.costs, n, memory_bytes, recovers=True)
+        # The adjoint of the last state is the caller's, who makes it after the forward sweep:
+        # the machine would count it from the first step on.
+        stages = plan.costs.stages
+        last = replace(stages[-1], gradient_bytes=0)
+        costs = replace(plan.costs, stages=(*stages[:-1], last))
+        return Rules.in_bytes(costs, len(stages), plan.memory_bytes, recovers=True)
 
     def judges(self, *, online: bool) -> bool:
         """Whether every action is judged before it is performed."""

@@ -22,6 +22,21 @@ from multistage import (
     InPlaceChain,
     Reversal,
     StageCosts,
+    check,
+)
+from multistage.actions import (
+    Advance,
+    Await,
+    Drop,
+    EndForward,
+    Evict,
+    Free,
+    Get,
+    Load,
+    Put,
+    Reverse,
+    Save,
+    Tape,
 )
 from multistage.backends import FileStore, MemoryStore, Store
 from multistage.backends.paged import PagedStore
@@ -39,6 +54,7 @@ from multistage.measurement.chain import measure
 from multistage.model.stages import Stage
 from multistage.model.tier import Tier
 from multistage.planners.chain.heterogeneous import smallest_memory
+from multistage.planners.chain.performing import performed
 from multistage.reversing import streamed, unequal, uniform
 from multistage.reversing.unequal import Unequal, largest_state
 
@@ -188,6 +204,30 @@ def test_checked_judges_the_actions_of_a_plan_byte_by_byte(kind: str) -> None:
         steps.stale = False  # whatever the tier's rates were
         with pytest.raises(ScheduleError, match="but the limit is"):
             swept(run, case)
+
+
+@pytest.mark.parametrize("kind", ["functional", "tape", "in-place-tape"])
+def test_checked_counts_the_last_gradient_from_the_reverse_sweep_on(kind: str) -> None:
+    for seed in range(4):
+        case = Case(seed, kind, 7)
+        stages = [replace(s, gradient_bytes=s.output_bytes) for s in case.costs.stages]
+        costs = replace(case.costs, stages=tuple(stages))
+        tier = MemoryStore(buffer_bytes=0)
+        with Reversal(case.chain(), costs=costs, memory="1 slots", tiers=tier, checked=True) as run:
+            assert swept(run, case) == case.store_all()
+
+
+def test_a_state_saved_already_is_not_saved_again_beside_its_tape() -> None:
+    there = [Advance(0, 1), Save(1), Advance(1, 2), Save(2), Put(2), Tape(2), Evict(2), Tape(3)]
+    back = [Tape(4), EndForward(), Reverse(4), Reverse(3), Get(2)]
+    # While the read is awaited, tape 0 is made again; from then on it holds state 1.
+    back += [Load(0), Tape(0), Await(1), Load(0), Free(1), Reverse(2), Free(2), Drop(2)]
+    back += [Load(1), Tape(1), Reverse(1), Reverse(0)]
+    stage = Stage("", 1.0, 2.0, 10, 30)
+    check([*there, *back], costs=StageCosts.uniform(4, stage, 10))
+    found = list(performed([*there, *back], 4))
+    check(found, 4)
+    assert found.count(Save(1)) == found.count(Free(1)) == 1
 
 
 # --------------------------------------------------------------------- what is refused

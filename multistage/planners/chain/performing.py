@@ -91,7 +91,11 @@ def diverted(
 def _from(
     left: Sequence[Action], start: int, within: dict[int, set[int]], beside: set[int]
 ) -> Iterator[Action]:
-    """Yield what is performed from a place on; `beside` are the states saved beside tapes."""
+    """Yield what is performed from a place on; `beside` are the states held beside tapes."""
+    saved: set[int] = set()  # by the plan itself, and not in `beside`
+    for action in left[:start]:
+        _follow(action, saved)
+    saved -= beside
     k = start
     while k < len(left):
         action, after = left[k], left[k + 1] if k + 1 < len(left) else None
@@ -104,10 +108,13 @@ def _from(
             case Reverse(step) if step + 1 in beside:
                 beside.remove(step + 1)
                 yield Free(step + 1)
+        _follow(action, saved)
         yield action
         if isinstance(action, Tape) and (k - 1) in within.get(action.step + 1, ()):
             beside.add(action.step + 1)
-            yield Save(action.step + 1)
+            if action.step + 1 not in saved:  # else it stays where it is
+                yield Save(action.step + 1)
+            saved.discard(action.step + 1)
 
 
 def is_loss(action: Action, n_steps: int) -> bool:
@@ -126,15 +133,19 @@ def _within(actions: Sequence[Action]) -> dict[int, set[int]]:
                 made[step] = k
             case Reverse(step):
                 made.pop(step, None)
-            case Save(step):
-                saved.add(step)
-            case Get(step, _, tape) if not tape:
-                saved.add(step)
-            case Free(step) | Evict(step, _, False):
-                saved.discard(step)
             case Load(step) if step and step not in saved and step - 1 in made:
                 found.setdefault(step, set()).add(made[step - 1])
+        _follow(action, saved)
     return found
+
+
+def _follow(action: Action, saved: set[int]) -> None:
+    """Note what an action does to the set of saved states."""
+    match action:
+        case Save(step) | Get(step, _, False):
+            saved.add(step)
+        case Free(step) | Evict(step, _, False):
+            saved.discard(step)
 
 
 def shifted(action: Action, by: int) -> Action:
