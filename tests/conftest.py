@@ -1,13 +1,16 @@
-"""The C core must be there; what was imported is no longer looked through for garbage."""
+"""The C core must be there; long tests come first; what was imported is frozen for gc."""
 
 from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 
 from multistage import native
+
+TESTS = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,6 +23,39 @@ def pytest_configure(config: pytest.Config) -> None:
             f"these tests would run on the Python twins: {native.missing()}. Compile the C core "
             "with `pip install -e .`; to test the twins, set MULTISTAGE_CORE=off"
         )
+
+
+# Files with tests of five seconds and more, the longest first.
+LONG = (
+    "native/test_sanitizers.py",
+    "torch/test_pretend.py",
+    "test_examples.py",
+    "backends/test_remote.py",
+    "interop/test_mpi.py",
+    "interop/test_devito.py",
+    "interop/test_dask.py",
+    "torch/test_distributed.py",
+    "torch/test_zoo.py",
+    "torch/test_offload_exact.py",
+    "torch/test_unroll.py",
+    "torch/test_pinned_faults.py",
+    "durable/test_kills.py",
+    "backends/test_load.py",
+    "backends/test_contract.py",
+    "test_readme.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files of long tests.
+
+    Processes that share the tests take the last ones from each other: were a long one among
+    them, the others would have nothing to do until it ends.
+    """
+    ranks = {TESTS / name: rank for rank, name in enumerate(LONG)}
+    assert all(path.is_file() for path in ranks)
+    items.sort(key=lambda item: ranks.get(item.path, len(LONG)))  # which keeps equals in order
 
 
 @pytest.fixture(scope="module", autouse=True)
