@@ -81,22 +81,32 @@ def per_batch(layout: OrderedLayout) -> int:
     return min(count, 1 << 14) if count >= _SMALL else 1
 
 
-def batches_in(folder: Folder, prefix: str, layout: OrderedLayout, below: int) -> list[Batch]:
+def batches_in(
+    folder: Folder, prefix: str, layout: OrderedLayout, below: int
+) -> tuple[list[Batch], int]:
     """Return the batches that a run left, if they hold states before `below`.
 
-    Files that are damaged, another run's or not needed are removed.  Records are not read.
+    The number of the next batch comes with them.  Files that are damaged, another run's or
+    not needed are removed.  Records are not read.
     """
-    found = []
+    found, next_number = [], 0
     for name in folder.names():
-        kind, _, number = name.partition("-")
+        kind, _, text = name.partition("-")
         if kind != prefix:
             continue
+        number = int(text)
         try:
-            found.append(_batch_in(folder, name, int(number), layout, below))
-        except (OSError, BadFile):
+            found.append(_batch_in(folder, name, number, layout, below))
+        except BadFile:
             with contextlib.suppress(OSError):
                 folder.unlink(name)
-    return found
+                continue
+        except OSError:
+            # Its states are recomputed.  The file stays: the next resumed run may read it,
+            # if there were no descriptors left, for example.
+            pass
+        next_number = max(next_number, number + 1)
+    return found, next_number
 
 
 def _batch_in(folder: Folder, name: str, number: int, layout: OrderedLayout, below: int) -> Batch:

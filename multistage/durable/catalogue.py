@@ -17,6 +17,8 @@ class Found:
     Attributes
     ----------
     batches : list of Batch
+    next_number : int
+        The number of the next batch.
     below : int
         States before this step alone.
     kept : container of int or None
@@ -24,13 +26,9 @@ class Found:
     """
 
     batches: list[Batch] = field(default_factory=list)
+    next_number: int = 0
     below: int = NEVER
     kept: Container[int] | None = None
-
-    @property
-    def next_number(self) -> int:
-        """The number of the next batch."""
-        return 1 + max((batch.number for batch in self.batches), default=-1)
 
     def steps(self) -> list[int]:
         """Return the steps of the states that are taken over, ascending."""

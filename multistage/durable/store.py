@@ -137,11 +137,11 @@ class DurableStore(BaseStore):
 
         All of them, if it is None.
 
-        Files that are not what they should be are removed.  Records are read
-        only when they are needed, and verified then.
+        Files that are not what they should be are removed; those that cannot be read stay.
+        Records are read only when they are needed, and verified then.
         """
         below = NEVER if below is None else below
-        self._found = Found(batches_in(folder, self._prefix, layout, below), below)
+        self._found = Found(*batches_in(folder, self._prefix, layout, below), below)
         self._next_number = self._found.next_number
         return self._found.steps()
 

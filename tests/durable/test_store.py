@@ -171,6 +171,31 @@ def test_another_process_finds_what_was_written(folder: Folder, layout: OrderedL
     assert set(DurableStore(lambda: folder).adopt(layout, folder, 9)) >= {*range(6), 8}
 
 
+def test_a_file_that_cannot_be_read_now_stays_for_the_next_run(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = opened(folder, LARGE)
+    for key in range(3):
+        assert before.put(key, packed(LARGE, key), block=True)
+    before.close()
+    real = folder.open
+
+    def scarce(name: str, flags: int = os.O_RDONLY) -> tuple[int, int]:
+        if name == "states-2":
+            monkeypatch.undo()  # there are descriptors again
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(name, flags)
+
+    monkeypatch.setattr(folder, "open", scarce)
+    heir = DurableStore(lambda: folder)
+    assert heir.adopt(LARGE, folder, 9) == [0, 1]
+    heir.open(LARGE)
+    assert heir.put(5, packed(LARGE, 5))
+    heir.close()
+    assert files(folder) == ["states-0", "states-1", "states-2", "states-3"]
+    assert DurableStore(lambda: folder).adopt(LARGE, folder, 9) == [0, 1, 2, 5]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_order_of_axes_is_restored(folder: Folder, layout: OrderedLayout) -> None:
     layout = OrderedLayout.of({"a": np.zeros((5, 4, 3)), "b": np.zeros(())})
