@@ -277,6 +277,15 @@ def test_the_smallest_limit_of_planner_stream_has_room_for_its_buffers() -> None
     assert least["stream"] >= least["recompute"] + (24 << 10)
 
 
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_planner_stream_works_at_the_smallest_limit_that_it_names(name: str) -> None:
+    options: dict[str, Any] = {"planner": "stream", "tiers": [f"memory:?{SMALL}"]}
+    with pytest.raises(BudgetError) as error:
+        compare(name, memory=1, **options)
+    out = compare(name, memory=error.value.least_bytes, **options)
+    assert out.plan is not None and out.plan.planner == "stream"
+
+
 @pytest.mark.parametrize(
     ("name", "tier"), [("widths", "file:"), ("normed", "memory:"), ("growing", "file:")]
 )

@@ -233,6 +233,16 @@ def test_tapes_travel_with_planner_offload(tmp_path: Path) -> None:
         mst.unroll(cell, h[:8], x[:, :8], memory=99, tiers="memory:", planner="offload")
 
 
+def test_planner_offload_works_at_the_smallest_limit_that_it_names() -> None:
+    """A part of plain training's memory as the limit lets longer chunks be measured."""
+    cell, x = nn.RNNCell(WIDTH, WIDTH), torch.randn(24, BATCH, WIDTH)
+    with pytest.raises(BudgetError, match="the smallest limit") as error:
+        mst.unroll(cell, x[0], x, memory=0.1, tiers="memory:", planner="offload")
+    limit = int(str(error.value).split("< ")[1].split(" bytes")[0])
+    out = mst.unroll(cell, x[0], x, memory=limit, tiers="memory:", planner="offload")
+    assert out.plan is not None and out.plan.planner == "offload"
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     name=st.sampled_from(sorted(CELLS)),

@@ -24,6 +24,9 @@ from .through_time import ThroughTime
 
 _PROBE_S = 1.0
 _LONGEST_S = 0.05  # a chunk of this length hides every overhead
+# Three at least: what comes once, or twice from two steps on (gradients of parameters that are
+# added up), would be taken to come with every step.
+_LEAST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +90,10 @@ def sample_chunks(
             if size > inputs.steps or (found and size == found[-1].chunk):
                 break
             found.append(_sample(chain, state, size, tapes))
-            # Three at least: what comes once, or twice from two steps on (gradients of
-            # parameters that are added up), would be taken to come with every step.
             late = time.perf_counter() - began > _PROBE_S
             large = 2 * found[-1].peak_bytes > most_bytes
             slow = found[-1].forward_s > _LONGEST_S
-            if chunk is None and (slow or (len(found) > 2 and (late or large))):
+            if chunk is None and (slow or (len(found) >= _LEAST and (late or large))):
                 break
     return found
 
@@ -209,13 +210,15 @@ def _read_seconds(lines: Sequence[Tensor]) -> float:
 
 
 def offloaded(
-    sample: Sample, steps: int, least: int, page: Tier, page_bytes: int
+    samples: Sequence[Sample], steps: int, least: int, page: Tier, page_bytes: int
 ) -> tuple[float, int]:
     """Return predicted seconds and peak bytes of a sequence whose tapes travel.
 
     Parameters
     ----------
-    sample : Sample
+    samples : sequence of Sample
+        The seconds are by the last, the bytes by one that is measured under any limit: a
+        limit that an error names would not work if another sample decided it then.
     steps : int
     least : int
         Smaller tensors stay.
@@ -223,14 +226,20 @@ def offloaded(
         Seconds to write and read one page.
     page_bytes : int
     """
-    chunks = steps / sample.chunk
+    seconds = _offloaded_seconds(samples[-1], least, page, page_bytes)
+    sample = samples[:_LEAST][-1]
     assert sample.saved is not None
     staying = sum(n for n in sample.saved if n < least)
-    moving = [n for n in sample.saved if n >= least]
-    pages = sum(-(-n // page_bytes) for n in moving)
+    on_the_way = 9 * max((n for n in sample.saved if n >= least), default=0)  # or fetched ahead
+    peak = int(staying * steps / sample.chunk) + on_the_way + sample.peak_bytes // sample.chunk
+    return seconds * steps / samples[-1].chunk, peak
+
+
+def _offloaded_seconds(sample: Sample, least: int, page: Tier, page_bytes: int) -> float:
+    """Return predicted seconds of one chunk whose tapes travel."""
+    assert sample.saved is not None
+    pages = sum(-(-n // page_bytes) for n in sample.saved if n >= least)
     # A third of a turn is forward, and hides the writes; the rest hides the reads.
     forward_s, backward_s = sample.turn_s / 3, 2 * sample.turn_s / 3
     seconds = max(forward_s, pages * page.write_s) + max(backward_s, pages * page.read_s)
-    seconds += pages * (page.write_overhead_s + page.read_overhead_s)
-    on_the_way = 9 * max(moving, default=0)  # written, or fetched ahead
-    return seconds * chunks, int(staying * chunks) + on_the_way + sample.peak_bytes // sample.chunk
+    return seconds + pages * (page.write_overhead_s + page.read_overhead_s)

@@ -151,7 +151,7 @@ def planned(
     if store is not None and tapes and samples[-1].saved is not None:
         page = _page_tier(store, chain.device, settings)
         if page is not None:
-            travelling = offloaded(samples[-1], inputs.steps, TRAVELS_BYTES, page, PAGE_BYTES)
+            travelling = offloaded(samples, inputs.steps, TRAVELS_BYTES, page, PAGE_BYTES)
     plan = choose(
         samples,
         inputs.steps,

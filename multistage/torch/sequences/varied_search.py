@@ -158,19 +158,32 @@ class Search:
             if 2 < len(cuts) <= MOST_STREAMED + 1:
                 yield cuts
 
-    def too_small(self, planner: UnrollPlanner) -> BudgetError:
-        """Return the error that says that nothing fits."""
-        if not self._least or self._memory >= min(self._least):
-            return BudgetError(
-                f"planner {planner!r} has no state to write: the steps make one chunk, or the "
-                "tier holds no state; give a smaller chunk or a larger tier, or use 'auto'"
-            )
-        least = min(self._least)
-        return BudgetError.below(
-            f"memory={self._memory} bytes < {least} bytes ({format_bytes(least)}), the smallest "
-            "limit that works here; raise the limit, or give a smaller chunk",
-            least,
+    @property
+    def next_limit(self) -> int | None:
+        """The smallest limit at which more may fit, as far as is known; None if none is."""
+        return min((least for least in self._least if least > self._memory), default=None)
+
+
+def too_small(memory: int, planner: UnrollPlanner, least: int | None) -> BudgetError:
+    """Return the error that says that nothing fits.
+
+    Parameters
+    ----------
+    memory : int
+    planner : UnrollPlanner
+    least : int or None
+        The smallest limit that works; None if there is none.
+    """
+    if least is None:
+        return BudgetError(
+            f"planner {planner!r} has no state to write: the steps make one chunk, or the "
+            "tier holds no state; give a smaller chunk or a larger tier, or use 'auto'"
         )
+    return BudgetError.below(
+        f"memory={memory} bytes < {least} bytes ({format_bytes(least)}), the smallest "
+        "limit that works here; raise the limit, or give a smaller chunk",
+        least,
+    )
 
 
 def pages_for(store: Store, costs: StageCosts) -> PagedStore:
