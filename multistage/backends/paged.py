@@ -256,13 +256,12 @@ class PagedStore(WrapperStore):
         if not any(map(len, lines)):
             yield self._copy()
 
-    def waits_for(self, arrays: Sequence[Array]) -> bool:
-        """Whether a `put` of these arrays with `block` would wait for other writes now."""
+    def waits_for(self, lengths: Sequence[int]) -> bool:
+        """Whether a `put` with `block` of arrays of so many bytes would wait for others now."""
         copied = self._copied
         while copied and self.store.ended(copied[0][0], 0.0):
             number, thing = copied.popleft()
             thing.sent.pop(number, None)
-        lengths = [array.nbytes for array in arrays]
         parts = cut(lengths, self.page_bytes, _ALIGN)
         copies = sum(each[0][2] - each[0][1] < self.page_bytes for each in parts)
         return self.store.waits() or len(copied) + min(copies, _COPIED) > _COPIED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from ..actions import Action, EndForward, Evict, Put, Schedule
 from ..backends.paged import PagedStore
@@ -14,7 +15,6 @@ from ..planners.chain.heterogeneous import ChainPlan
 from ..planners.chain.joint_rule import Detour
 from ..planners.chain.performing import begun, diverted
 from ..schedule.rules import Rules
-from ..states.layout import Array
 from .detour import Deadlines
 from .ledger import Ledger
 from .sweep import Sweep
@@ -48,16 +48,16 @@ class PagedWrites:
         self._ledger.stalled(before)
         return done
 
-    def has_room(self, arrays: Sequence[Array], timeout_s: float) -> bool:
-        """Wait until a state can be put at once, no longer than so many seconds."""
-        if not self._store.waits_for(arrays):
+    def has_room(self, lengths: Sequence[int], timeout_s: float) -> bool:
+        """Wait until arrays of so many bytes can be put at once, no longer than some seconds."""
+        if not self._store.waits_for(lengths):
             return True
         oldest = self._oldest()
         if oldest is not None:
             self.written(oldest, False, timeout_s)
         elif timeout_s:
             time.sleep(_NAP_S)  # for a write of several small states, which no key tells of
-        return not self._store.waits_for(arrays)
+        return not self._store.waits_for(lengths)
 
     def _oldest(self) -> int | None:
         """Return the first state whose write has not ended."""
@@ -201,10 +201,9 @@ class TakenWhenLate:
         kept = sweep.held.get(action.step)
         if kept is None:
             return None
-        flat = self._transfers.packed(kept)
-        detour = self._deadlines.at_wait(
-            self._at, partial(self._writes.has_room, flat), self._writes
-        )
+        arrays: Sequence[Any] = kept.arrays  # of NumPy or of torch
+        room = partial(self._writes.has_room, [array.nbytes for array in arrays])
+        detour = self._deadlines.at_wait(self._at, room, self._writes)
         self._writes.put(action.step)
         return detour
 

@@ -111,11 +111,6 @@ class Transfers:
         pending = self._tokens.values()
         return [each.step for each in pending if each.is_write and not each.failed]
 
-    def packed(self, kept: Kept) -> list[Any]:
-        """Return the arrays of a kept state as a store takes them."""
-        flat: list[Any] = self._layout.pack(kept.arrays)[0]
-        return flat
-
     def _require(self, action: Offer | Put | Get | Drop | Evict) -> None:
         if action.tier >= len(self._stores):
             raise illegal(action, f"there are {len(self._stores)} tiers")

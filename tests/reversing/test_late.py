@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 from chains import raw
+from late_writes import noting, said_late, tier_for
 from unequal_chains import Case
 
 from multistage import Reversal, native
 from multistage.backends import MemoryStore, Store
 from multistage.backends.testing import FaultyStore
 from multistage.errors import CheckpointWarning
-from multistage.execute import late
-from multistage.execute.detour import Deadlines
-from multistage.execute.late import PagedWrites, TakenWhenLate
-from multistage.model.tier import Tier
+from multistage.execute.late import TakenWhenLate
 from multistage.reversing import unequal
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="the rule's twin is slow")
@@ -29,60 +26,10 @@ pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="the rule's twin 
 KINDS = ("functional", "tape", "in-place", "in-place-tape")
 
 
-def tier_for(case: Case, rho: float) -> Callable[[object], Tier]:
-    """Return what measures a tier: all states take `rho` times as long as plain training."""
-    rate = sum(case.sizes) / (rho * 3 * sum(case.seconds))
-    return lambda _: Tier.of_rates(rate, rate, tapes=False)
-
-
-@contextlib.contextmanager
-def said_late(
-    late_at: Callable[[], bool],
-    slower: Callable[[], float],
-    refuses: Callable[[], bool] = lambda: False,
-) -> Iterator[None]:
-    """Say of writes that they are late, how much slower than planned, and that they continue.
-
-    Of one that is not said to be late the run waits for the end, as it does without a rule.
-    """
-    cancel = PagedWrites.cancel
-
-    def is_written(writes: PagedWrites, step: int, tape: bool, timeout_s: float) -> bool:
-        return bool(timeout_s) or not late_at()
-
-    def has_room(writes: PagedWrites, arrays: object, timeout_s: float) -> bool:
-        return bool(timeout_s) or not late_at()
-
-    def cancels(writes: PagedWrites, timeout_s: float) -> bool:
-        refused = refuses()
-        return cancel(writes, 0.0 if refused else timeout_s) and not refused
-
-    asking = partial(Deadlines, ask_s=0.0, wait_s=1e-3, cancel_s=60.0)
-    with (
-        mock.patch.object(PagedWrites, "written", is_written),
-        mock.patch.object(PagedWrites, "has_room", has_room),
-        mock.patch.object(PagedWrites, "slower", lambda *_: slower()),
-        mock.patch.object(PagedWrites, "computed_s", lambda _: 0.0),
-        mock.patch.object(PagedWrites, "cancel", cancels),
-        mock.patch.object(late, "Deadlines", asking),
-    ):
-        yield
-
-
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[TakenWhenLate]:
-    """Return the places that sweeps left their plans."""
-    found: list[TakenWhenLate] = []
-    asked = TakenWhenLate.__call__
-
-    def noted(each: TakenWhenLate, *given: Any) -> Any:
-        answer = asked(each, *given)
-        if answer is not None:
-            found.append(each)
-        return answer
-
-    monkeypatch.setattr(TakenWhenLate, "__call__", noted)
-    return found
+def taken() -> Iterator[list[TakenWhenLate]]:
+    with noting() as found:
+        yield found
 
 
 def swept(run: Reversal[Any, int], case: Case) -> tuple[bytes, int]:

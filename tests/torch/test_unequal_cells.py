@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fuzz_cells import judged
+from late_writes import noting, said_late
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -305,6 +306,17 @@ def test_lost_states_are_computed_again(fault: str) -> None:
     with pytest.warns(CheckpointWarning):
         out = compare("grid", memory="250 KiB", check="off", **options)
     assert out.plan is not None and out.plan.planner == "stream"
+
+
+@pytest.mark.parametrize("name", ["widths", "grid", "normed"])
+def test_a_late_tier_leaves_the_bits_as_they_are(name: str) -> None:
+    """A sequence leaves its plan where writes are said to be late; the next is planned anew."""
+    options: dict[str, Any] = {"planner": "stream", "chunk": 1, "memory": "250 KiB"}
+    options |= {"tiers": [f"memory:?{SMALL}"], "check": "off"}
+    rng = random.Random(1)
+    with said_late(lambda: True, lambda: rng.choice([3.0, 10.0, 1e6])), noting() as taken:
+        first, second = (compare(name, **options) for _ in range(2))
+    assert taken and first.plan is not second.plan
 
 
 def test_two_backwards_and_hooks_that_fire_once() -> None:

@@ -69,6 +69,11 @@ class Memory(Generic[_V]):
                 self._found.popitem(last=False)
         return value
 
+    def values(self) -> list[_V]:
+        """Return what is kept."""
+        with self._lock:
+            return list(self._found.values())
+
     def got(self, key: object, find: Callable[[], _V]) -> _V:
         """Return what is known, or else find it; two threads may both find it."""
         known = self.get(key)

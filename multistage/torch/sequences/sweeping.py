@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from ...backends.base import Store
 from ...backends.lifetimes import Birth, end
 from ...errors import MultistageError
 from ...execute.executor import Executor
+from ...execute.late import TakenWhenLate
 from ...planners.chain.plan import ChainPlan
 from ...planners.uniform import UniformPlan
 from ...schedule.rules import Rules, check
@@ -30,6 +32,8 @@ from .through_time import ThroughTime
 from .unroll_plan import UnrollPlan
 
 LayoutT = TypeVar("LayoutT")
+
+_log = logging.getLogger(__name__)
 
 
 def through(
@@ -63,6 +67,10 @@ class Sweep:
     states : States
         What the chain's states are made of.
     bars : Bars
+    late : TakenWhenLate, optional
+        What is asked where writes to the tier are late.
+    was_late : callable, optional
+        `was_late(slower)`, called after a forward sweep that has left its plan.
     """
 
     def __init__(
@@ -74,8 +82,11 @@ class Sweep:
         record: Layout | None,
         states: States[TensorState, Tensor, LayoutT],
         bars: Bars,
+        late: TakenWhenLate | None = None,
+        was_late: Callable[[float], None] | None = None,
     ) -> None:
         self.chain = chain
+        self._late, self._was_late = late, was_late
         self._bars = bars
         self._first = first
         self._plan = plan
@@ -93,7 +104,7 @@ class Sweep:
             stores,
             # In slots where chunks are alike, byte by byte where they are not.
             slots=schedule.slots if chained is None else math.inf,
-            rules=None if chained is None else partial(_rules_of, chained, schedule),
+            rules=None if chained is None else partial(rules_of, chained, schedule),
             states=states,
             progress=bars.update if bars.shown else None,
         )
@@ -108,8 +119,17 @@ class Sweep:
         assert self._plan.plan is not None
         with contextlib.closing(self._bars) as bars, self.chain.around.settled(keep=True):
             bars.start(self._plan.plan.n_steps)
-            last = self._executor.forward(self._plan.plan.schedule(), self._first)
+            last = self._run_forward()
         self._ready = True
+        return last
+
+    def _run_forward(self) -> TensorState:
+        assert self._plan.plan is not None
+        late, schedule = self._late, self._plan.plan.schedule()
+        last = self._executor.forward(schedule, self._first, late=late)
+        if late is not None and late.detour is not None and self._was_late is not None:
+            _log.info("%s", late.told())
+            self._was_late(late.slower)
         return last
 
     def backward(
@@ -122,8 +142,7 @@ class Sweep:
         chain.of_inputs = InputGradients(chain.inputs)
         with chain.replaying():
             if not self._ready:  # a second backward: stand where the forward sweep ended
-                assert self._plan.plan is not None
-                self._executor.forward(self._plan.plan.schedule(), self._first)
+                self._run_forward()
             self._ready = False
             assert self._plan.plan is not None
             with contextlib.closing(self._bars) as bars:
@@ -133,7 +152,7 @@ class Sweep:
             return gradients
 
 
-def _rules_of(plan: ChainPlan, schedule: UniformPlan) -> Rules:
+def rules_of(plan: ChainPlan, schedule: UniformPlan) -> Rules:
     """Return the machine that judges the chunks' actions, byte by byte.
 
     A state that the plan takes from within a tape is saved beside it, by reference: it

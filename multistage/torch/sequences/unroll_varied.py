@@ -14,7 +14,9 @@ from torch.utils import _pytree as pytree
 
 from ...actions import Action, Advance, EndForward, Load, Reverse, Tape
 from ...backends.base import Store
+from ...backends.paged import PagedStore
 from ...errors import BudgetError
+from ...execute.late import TakenWhenLate
 from ...model.budget import Budget
 from ...model.stages import Stage, StageCosts
 from ...planners.chain.heterogeneous import plan_chain
@@ -39,10 +41,10 @@ from .kinds import Survey
 from .planning import Memory, Settings, identity
 from .results import Unrolled, results_of
 from .surroundings import Surroundings
-from .sweeping import Sweep, through
+from .sweeping import Sweep, rules_of, through
 from .unroll_plan import UnrollPlan
-from .varied_planning import planned_varied
-from .varied_search import pages_for
+from .varied_planning import plan_again, planned_varied
+from .varied_search import pages_for, seen_slower
 from .varied_time import VariedTensors, VariedThroughTime
 
 _weighed: Memory[bool] = Memory()  # sequences whose graphs were seen to hold to given costs
@@ -225,9 +227,13 @@ class _Program:
         names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
         bars = Bars(False if settings is None else settings.progress)
         assert chosen.plan is not None
-        paged = None
-        if store is not None and chosen.plan.writes:
-            paged = pages_for(store, costs)
+        paged = late = was_late = None
+        if store is not None and settings is not None and chosen.plan.writes:
+            paged = pages_for(store, costs, chosen.plan.writes)
+            if chosen.chain.tier is not None and chosen.chain.memory_bytes is not None:
+                rules = partial(rules_of, chosen.chain, chosen.plan)
+                late = TakenWhenLate(chosen.chain, paged, rules)
+                was_late = partial(_plan_for_slower, chosen, settings, paged)
         run = Sweep(
             chain,
             chain.first(leaves),
@@ -236,9 +242,19 @@ class _Program:
             None if paged is None else paged.page_layout,
             VariedTensors(names),
             bars,
+            late,
+            was_late,
         )
         wanted = [*leaves, *self.inputs.tensors(), *self.facts.parameters]
         return through(run, chosen, chain.last_spec(), wanted)
+
+
+def _plan_for_slower(
+    chosen: UnrollPlan, settings: Settings, paged: PagedStore, slower: float
+) -> None:
+    """Plan the next sequence for a tier whose writes took so many times as long as planned."""
+    seen_slower(settings, paged, slower)
+    plan_again(chosen)
 
 
 def _held_to(key: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,7 +28,17 @@ from .varied_search import Found, Search, too_small
 _AS_GOOD = 1.02  # plans within this factor tie
 
 _measured: Memory[KindCost] = Memory(1024)
-_plans: Memory[UnrollPlan] = Memory()
+
+
+@dataclass(slots=True)
+class _Known:
+    """A plan, and whether it holds: its tier may have been slower than planned."""
+
+    plan: UnrollPlan
+    holds: bool = True
+
+
+_plans: Memory[_Known] = Memory()
 
 
 def steps_of(
@@ -129,8 +139,8 @@ def planned_varied(
     known = _plans.get(key)
     # Without a limit: what is free now.
     free = free_bytes(device) if settings.memory is None else None
-    if known is not None and (free is None or known.peak_bytes <= free):
-        return known
+    if known is not None and known.holds and (free is None or known.plan.peak_bytes <= free):
+        return known.plan
     given = settings.memory or Budget(bytes=free)
     plain = plan_chain(steps.plain(), None, "store-all")
     memory = given.bytes_of(lambda: plain.peak_bytes)
@@ -144,10 +154,17 @@ def planned_varied(
             (replace(cost.stage, name=kind.name), count)
             for cost, kind, count in zip(kinds, facts.kinds, counts, strict=bool(kinds))
         ),
-        checked=check(plan, steps) if known is None else known.checked,
+        checked=check(plan, steps) if known is None else known.plan.checked,
         by_values=any(cost.by_values for cost in kinds),
     )
-    return _plans.put(key, plan)
+    return _plans.put(key, _Known(plan)).plan
+
+
+def plan_again(plan: UnrollPlan) -> None:
+    """Have a plan made again when it is next asked for; it is not checked again."""
+    for known in _plans.values():
+        if known.plan is plan:
+            known.holds = False
 
 
 def _key(

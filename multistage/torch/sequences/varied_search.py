@@ -186,9 +186,19 @@ def too_small(memory: int, planner: UnrollPlanner, least: int | None) -> BudgetE
     )
 
 
-def pages_for(store: Store, costs: StageCosts) -> PagedStore:
-    """Return a store as states of a chain see it: in pages."""
-    return PagedStore(store, max(1, *(stage.output_bytes for stage in costs.stages)))
+def pages_for(store: Store, costs: StageCosts, things: int | None = None) -> PagedStore:
+    """Return a store as states of a chain see it: in pages, of so many things at once."""
+    largest = max(1, *(stage.output_bytes for stage in costs.stages))
+    return PagedStore(store, largest, things=things)
+
+
+def seen_slower(settings: Settings, paged: PagedStore, slower: float) -> None:
+    """Take writes of pages to be so many times slower than before, in plans to come."""
+    key = settings.tiers, paged.page_bytes
+    rates = _rates.get(key)
+    if rates is not None:
+        writes = max(1.0, rates.write_bytes_per_s / slower)
+        _rates.put(key, replace(rates, write_bytes_per_s=writes))
 
 
 def _streaming(costs: StageCosts, room: int, rates: Tier, *, by_name: bool) -> ChainPlan:
