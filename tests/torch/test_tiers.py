@@ -960,6 +960,16 @@ def test_a_tier_is_measured() -> None:
     berth.close()
 
 
+def test_measuring_a_tier_takes_no_more_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered, "_PROBE_S", 0.01)
+    limit = 1 << 20
+    used = tiered.Tiered([store()])
+    with Meter(CPU) as meter:
+        used.measured(CPU, limit)
+    assert meter.peak_bytes <= limit
+    used.close()
+
+
 @pytest.mark.usefixtures("fast_tiers")
 def test_a_traced_model_trains_with_a_tier() -> None:
     class Model(nn.Module):

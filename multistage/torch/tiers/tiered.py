@@ -252,7 +252,8 @@ class _Load:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._device = device
         drawn = torch.Generator(device).manual_seed(0)
-        self._state = torch.rand(256, 256, device=device, generator=drawn)
+        side = max(1, min(256, math.isqrt(nbytes // 24)))  # small where the limit is
+        self._state = torch.rand(side, side, device=device, generator=drawn)
         self._wide = torch.rand(max(1, nbytes // 8), device=device, generator=drawn)
         self._made = torch.empty_like(self._wide)
         self._seconds: list[float] = []
