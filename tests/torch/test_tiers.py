@@ -694,6 +694,11 @@ def test_a_limit_that_is_too_small_leaves_the_tier_closed(monkeypatch: pytest.Mo
         with pytest.raises(BudgetError) as kept:
             sequential(tier, 0.15)
         assert kept.value is not None  # which refers to the chain
+    # The message has the limit as it was given, and one that works.
+    with pytest.raises(BudgetError, match="memory=5000 bytes < ") as kept:
+        sequential(tier, 5000)
+    assert kept.value.least_bytes is not None
+    sequential(tier, kept.value.least_bytes).close()
     sequential(tier, 0.6).close()
 
 
@@ -910,6 +915,8 @@ def test_a_tier_that_does_not_pay_is_not_used(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tiered, "_probed", lambda berth, most: (slow, 0.0))
     model = sequential(store())
     assert not any(isinstance(a, Put) for a in model.plan.actions)
+    assert model.plan.tier == slow and model.plan.no_tier_s == model.plan.makespan_s
+    assert all(said in str(model.plan) for said in ("tier slow", "lower bound", "every tape to"))
     assert model._multistage.tiered._berth is None or not model._multistage.tiered._berth.opened
 
 

@@ -17,6 +17,7 @@ from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
 from ...planners.chain.heterogeneous import ChainPlan, plan_chain
 from ...support.free_memory import default_budget_bytes
+from ...support.units import format_bytes
 from ..chains.hooking import hooks_s
 from ..measurement.exploring import tensors_of
 from ..measurement.measure import Profile, sharded
@@ -59,20 +60,27 @@ def chosen(
     tiered = None if unhooked else sequential._multistage.tiered
     try:
         profile, plan = plain = _planned_best(sequential, profiles, memory)
-    except BudgetError:
+    except BudgetError as alone:
         if tiered is None:
             raise
-        return _best_with_tier(sequential, tiered, profiles, memory, together)
+        try:
+            return _best_with_tier(sequential, tiered, profiles, memory, together)
+        except BudgetError as error:  # the smaller of the two limits is the one that works
+            raise min(alone, error, key=_least_of) from None
     if tiered is None or plan.keeps_all:
         return plain
+    offload_s = None
     try:
         best = _best_with_tier(sequential, tiered, [profile], plan.memory_bytes, together)
     except BudgetError:
-        best = plain
-    if sends(best[1]) and best[1].makespan_s <= PAYS * plan.makespan_s:
-        return best
+        pass
+    else:
+        if sends(best[1]) and best[1].makespan_s <= PAYS * plan.makespan_s:
+            return best
+        offload_s = best[1].offload_s
     tiered.leave()
-    return plain
+    # Printed, it says what the tier was measured to be, and its lower bound.
+    return profile, replace(plan, tier=tiered.rates, no_tier_s=plan.makespan_s, offload_s=offload_s)
 
 
 def _best_with_tier(
@@ -122,7 +130,15 @@ def _best_within(
         else:
             found.append((plan.makespan_s, number, plan))
     if not found:
-        raise min(refused, key=_least_of)
+        smallest = min(refused, key=_least_of)
+        if limit is None or within is None or smallest.least_bytes is None or within == limit:
+            raise smallest
+        least = smallest.least_bytes + limit - within
+        raise BudgetError.below(
+            f"memory={limit} bytes < {least} bytes ({format_bytes(least)}), of which the buffers "
+            f"of the tier take {limit - within}; raise the limit",
+            least,
+        )
     _, number, plan = min(found, key=lambda each: each[:2])
     return profiles[number], plan
 
