@@ -228,6 +228,9 @@ def _point(task: dict[str, Any]) -> dict[str, Any]:
         "peaks": peaks,
         **steps.timed({**ways}, task["repeats"]),
     }
+    # Plans may have changed since: bits and peaks are checked of the last ones too.
+    for name, chain in ways.items():
+        peaks[name] = max(peaks[name], steps.peak_bytes(chain))
     plans = {name: chain.plan for name, chain in ways.items() if chain.plan is not None}
     result["sends"] = {n: _sends(plan) for n, plan in plans.items()}
     result["predicted"] = {n: plan.makespan_s / plain.plain_s for n, plan in plans.items()}
