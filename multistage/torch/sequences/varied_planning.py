@@ -23,7 +23,7 @@ from .kinds import Survey
 from .planning import Memory, Settings, free_bytes, identity
 from .surroundings import Surroundings
 from .unroll_plan import UnrollPlan
-from .varied_search import Found, Search, too_small
+from .varied_search import Found, Search
 
 _AS_GOOD = 1.02  # plans within this factor tie
 
@@ -203,21 +203,26 @@ def choose_varied(
             "planner 'offload' takes steps that are alike; where they differ states travel, by "
             "'stream'"
         )
-    if planner == "stream" and store is None:
-        raise ArgumentError("planner 'stream' needs a tier, as in tiers=['file:///scratch']")
-    if planner == "keep" and keep_bytes > memory:
-        raise BudgetError(
-            f"plain autograd takes {keep_bytes} bytes ({format_bytes(keep_bytes)}) for {n} "
-            f"steps, more than the limit of {memory}; use planner='auto'"
-        )
-    found, limit = _searched(steps, memory, keep_bytes, store, settings)
+    found: list[Found] = []
+    if planner in ("auto", "keep") and (keep_bytes <= memory or planner == "keep"):
+        if keep_bytes > memory:
+            raise BudgetError(
+                f"plain autograd takes {keep_bytes} bytes ({format_bytes(keep_bytes)}) for {n} "
+                f"steps, more than the limit of {memory}; use planner='auto'"
+            )
+        seconds = sum(stage.forward_s + stage.backward_s for stage in steps.stages)
+        found.append(Found(seconds, keep_bytes, "keep", (0, n)))
+    search = Search(steps, memory, settings.chunk)
+    recomputed = search.recomputed() if planner in ("auto", "recompute", "stream") else []
+    if planner != "stream":
+        found += recomputed
+    if planner in ("auto", "stream"):
+        if store is None and planner == "stream":
+            raise ArgumentError("planner 'stream' needs a tier, as in tiers=['file:///scratch']")
+        if store is not None and not any(entry.planner == "keep" for entry in found):
+            found += search.streamed(store, settings, recomputed, by_name=planner == "stream")
     if not found:
-        # A plan made at the limit that another one lacked may fail in its own way: it is tried.
-        works: list[Found] = []
-        while limit is not None and not works:
-            least = limit
-            works, limit = _searched(steps, least, keep_bytes, store, settings)
-        raise too_small(memory, planner, least if works else None)
+        raise search.too_small(planner)
     found.sort(key=lambda entry: entry.seconds)
     # Of those as good: plain autograd, else the one that takes the least memory.
     as_good = [entry for entry in found if entry.seconds <= _AS_GOOD * found[0].seconds]
@@ -238,24 +243,3 @@ def choose_varied(
         chain=chain,
         cuts=best.cuts if chain is not None else (),
     )
-
-
-def _searched(
-    steps: Steps, memory: int, keep_bytes: int, store: Store | None, settings: Settings
-) -> tuple[list[Found], int | None]:
-    """Return the plans that fit, and the smallest limit at which more may, if one is known."""
-    planner = settings.planner
-    found: list[Found] = []
-    if planner in ("auto", "keep") and keep_bytes <= memory:
-        seconds = sum(stage.forward_s + stage.backward_s for stage in steps.stages)
-        found.append(Found(seconds, keep_bytes, "keep", (0, len(steps))))
-    search = Search(steps, memory, settings.chunk)
-    recomputed = search.recomputed() if planner in ("auto", "recompute", "stream") else []
-    if planner == "stream":
-        assert store is not None
-        found += search.streamed(store, settings, recomputed, by_name=True)
-    else:
-        found += recomputed
-        if planner == "auto" and store is not None and not any(e.planner == "keep" for e in found):
-            found += search.streamed(store, settings, recomputed, by_name=False)
-    return found, search.next_limit

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ...actions import Evict, Put, Reverse, Tape
 from ...backends.base import Store
@@ -56,7 +58,9 @@ class Search:
         self._steps, self._memory, self._chunk = steps, memory, chunk
         # The caller holds the last state from the end of the forward sweep on.
         self._held = steps.stages[-1].output_bytes
-        self._least: list[int] = []
+        # Limits that plans would need, and the cuts of those with a tier.
+        self._least: list[tuple[int, tuple[int, ...]]] = []
+        self._streams: Callable[[tuple[int, ...], int], Found | None] | None = None
 
     def _cuts(self, counts: Iterable[int]) -> Iterator[tuple[int, ...]]:
         """Yield ways to cut the steps, each once."""
@@ -95,16 +99,17 @@ class Search:
         for cuts in self._cuts(counts):
             costs = self._steps.chained(cuts)
             try:
-                plan = plan_within(costs, max(1, self._memory - self._held), slots=slots)
+                with _beside(self._held):
+                    plan = plan_within(costs, max(1, self._memory - self._held), slots=slots)
             except BudgetError as error:
                 self._fell_short(error)
                 continue
             found.append(self._entry(plan, "recompute", cuts, 0))
         return found
 
-    def _fell_short(self, error: BudgetError, buffers: int = 0) -> None:
+    def _fell_short(self, error: BudgetError, cuts: tuple[int, ...] = ()) -> None:
         if error.least_bytes is not None:
-            self._least.append(error.least_bytes + self._held + buffers)
+            heapq.heappush(self._least, (error.least_bytes, cuts))
 
     def _entry(self, plan: ChainPlan, planner: str, cuts: tuple[int, ...], buffers: int) -> Found:
         peak = plan.peak_bytes + self._held + buffers
@@ -119,34 +124,55 @@ class Search:
         by_name: bool,
     ) -> list[Found]:
         """Return plans that write states to a tier."""
-        found: list[Found] = []
+        self._streams = partial(self._streamed, store, settings, by_name)
         if by_name:
             self._least.clear()  # the limits of plans without a tier, which are not asked for
+        found = self._streamed_by(recomputed, by_name)
+        if not found and by_name and recomputed:
+            found = self._streamed_by((), by_name)
+        return found
+
+    def _streamed_by(self, recomputed: Sequence[Found], by_name: bool) -> list[Found]:
+        assert self._streams is not None
+        found = []
         for cuts in self._streamed_cuts(recomputed):
-            costs = self._steps.chained(cuts)
-            paged = pages_for(store, costs)
-            buffers = paged.buffer_bytes()
-            room = self._memory - self._held - buffers
             try:
-                require_room(paged, costs)
-                rates = _rates.got(
-                    (settings.tiers, paged.page_bytes),
-                    lambda: measured_rates(paged),  # noqa: B023
-                )
-                rates = bounded(rates, paged, costs)
-                plan = _streaming(costs, room, rates, by_name=by_name)
-                if _pins(plan):
-                    plan = _streaming(_with_inputs(costs), room, rates, by_name=by_name)
+                if (entry := self._streams(cuts, self._memory)) is not None:
+                    found.append(entry)
             except BudgetError as error:
-                self._fell_short(error, buffers)
-                continue
+                self._fell_short(error, cuts)
             except StoreError:
                 if by_name:
                     raise
-                continue
-            if _writes(plan):
-                found.append(self._entry(plan, "stream", cuts, buffers))
         return found
+
+    def _streamed(
+        self,
+        store: Store,
+        settings: Settings,
+        by_name: bool,
+        cuts: tuple[int, ...],
+        memory: int,
+    ) -> Found | None:
+        """Return a plan by some cuts that writes to a tier, None if the best one does not.
+
+        Raises
+        ------
+        BudgetError, StoreError
+            If there is none within `memory`, or the tier lacks room.
+        """
+        costs = self._steps.chained(cuts)
+        paged = pages_for(store, costs)
+        buffers = paged.buffer_bytes()
+        room = memory - self._held - buffers
+        require_room(paged, costs)
+        rates = _rates.got((settings.tiers, paged.page_bytes), lambda: measured_rates(paged))
+        rates = bounded(rates, paged, costs)
+        with _beside(self._held + buffers):
+            plan = _streaming(costs, room, rates, by_name=by_name)
+            if _pins(plan):
+                plan = _streaming(_with_inputs(costs), room, rates, by_name=by_name)
+        return self._entry(plan, "stream", cuts, buffers) if _writes(plan) else None
 
     def _streamed_cuts(self, recomputed: Sequence[Found]) -> Iterator[tuple[int, ...]]:
         if self._chunk is not None or not recomputed:
@@ -158,32 +184,52 @@ class Search:
             if 2 < len(cuts) <= MOST_STREAMED + 1:
                 yield cuts
 
-    @property
-    def next_limit(self) -> int | None:
-        """The smallest limit at which more may fit, as far as is known; None if none is."""
-        return min((least for least in self._least if least > self._memory), default=None)
-
-
-def too_small(memory: int, planner: UnrollPlanner, least: int | None) -> BudgetError:
-    """Return the error that says that nothing fits.
-
-    Parameters
-    ----------
-    memory : int
-    planner : UnrollPlanner
-    least : int or None
-        The smallest limit that works; None if there is none.
-    """
-    if least is None:
-        return BudgetError(
-            f"planner {planner!r} has no state to write: the steps make one chunk, or the "
-            "tier holds no state; give a smaller chunk or a larger tier, or use 'auto'"
+    def too_small(self, planner: UnrollPlanner) -> BudgetError:
+        """Return the error that says that nothing fits."""
+        least = self._smallest()
+        if least is None:
+            return BudgetError(
+                f"planner {planner!r} has no state to write: the steps make one chunk, or the "
+                "tier holds no state; give a smaller chunk or a larger tier, or use 'auto'"
+            )
+        return BudgetError.below(
+            f"memory={self._memory} bytes < {least} bytes ({format_bytes(least)}), the smallest "
+            "limit that works here; raise the limit, or give a smaller chunk",
+            least,
         )
-    return BudgetError.below(
-        f"memory={memory} bytes < {least} bytes ({format_bytes(least)}), the smallest "
-        "limit that works here; raise the limit, or give a smaller chunk",
-        least,
-    )
+
+    def _smallest(self) -> int | None:
+        """Return the smallest limit that works, None if none is known.
+
+        With a tier a plan made at the limit that another one lacked may fail in its own way:
+        a state that leaves while a graph holds it counts twice, and there may be nothing to
+        write.  So it is made before the limit is named.
+        """
+        while self._least:
+            least, cuts = heapq.heappop(self._least)
+            if not cuts:
+                return least
+            assert self._streams is not None
+            try:
+                if self._streams(cuts, least) is not None:
+                    return least
+            except BudgetError as error:
+                if error.least_bytes is not None and error.least_bytes > least:
+                    self._fell_short(error, cuts)
+            except StoreError:
+                pass
+        return None
+
+
+@contextlib.contextmanager
+def _beside(nbytes: int) -> Iterator[None]:
+    """Count bytes that are held beside a plan to the limit that its BudgetError names."""
+    try:
+        yield
+    except BudgetError as error:
+        if error.least_bytes is None:
+            raise
+        raise BudgetError.below(str(error), error.least_bytes + nbytes) from error
 
 
 def pages_for(store: Store, costs: StageCosts, things: int | None = None) -> PagedStore:
