@@ -39,8 +39,8 @@ STORES: dict[str, Callable[[Path], Store]] = {
         MemoryStore(8 << 20), FileStore(folder, "direct", capacity_bytes=20 << 20)
     ),
     "cascade, small buffers": lambda folder: CascadeStore(
-        FileStore(folder, "direct", capacity_bytes=6 << 20, buffer_bytes=48 << 10),
-        FileStore(folder, "aiofiles", capacity_bytes=20 << 20, buffer_bytes=48 << 10),
+        FileStore(folder, "direct", capacity_bytes=6 << 20, buffer_bytes=100 << 10),
+        FileStore(folder, "aiofiles", capacity_bytes=20 << 20, buffer_bytes=100 << 10),
     ),
     "cascade of three": lambda folder: CascadeStore(
         MemoryStore(6 << 20),
