@@ -22,7 +22,7 @@ pytestmark = [
 
 ROOT = Path(__file__).parent.parent.parent
 
-SETUP = """
+IMPORTS = """
 import sys
 import numpy as np
 from multistage import Costs, Tier
@@ -36,7 +36,8 @@ if INSTALL:
 from devito import CheckpointOperator, DevitoCheckpoint, Function, Revolver, TimeFunction, smooth
 from examples.seismic import Receiver
 from examples.seismic.acoustic import acoustic_setup
-
+"""
+SETUP = """
 wave = acoustic_setup(
     shape=(50, 60), spacing=(10.0, 10.0), nbl=10, tn=300.0, space_order=4, dtype=dtype
 )
@@ -69,9 +70,10 @@ def written_out(wanted=DevitoCheckpoint):
 
 
 def run(code: str, *args: str, install: str | None = "") -> str:
-    """Run code after SETUP; `install` are the options of `install()`, None is not to call it."""
-    setup = SETUP.replace("INSTALL", str(install is not None))
+    """Run code after SETUP; `install` are the options of `install()`, None is imports alone."""
+    setup = IMPORTS.replace("INSTALL", str(install is not None))
     setup = setup.replace("OPTIONS", f"dict({install or ''})")
+    setup += SETUP if install is not None else ""
     done = subprocess.run(
         [sys.executable, "-c", setup + code, *args],
         env={
