@@ -14,6 +14,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -770,6 +771,31 @@ def test_rows_that_fail_cost_time_and_no_bits(
         assert same(results(model, model, rows=ROWS), expected)
     model.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("fast_tiers")
+@pytest.mark.parametrize("what", ["overwritten", "truncated"])
+def test_a_file_that_is_damaged_between_the_sweeps_costs_time_only(
+    what: str, tmp_path: Any
+) -> None:
+    expected = results(plain := deep(), plain, rows=ROWS)
+    model = sequential(f"file://{tmp_path}")
+    model.load_state_dict(deep().state_dict())
+
+    def call(x: Tensor) -> Tensor:
+        with said_late(lambda: False, lambda: 1.0):
+            y: Tensor = model(x)
+        for each in Path("/proc/self/fd").iterdir():  # it has no name
+            if each.is_file() and str(each.readlink()).startswith(str(tmp_path)):
+                size = each.stat().st_size if what == "overwritten" else 0
+                with each.open("r+b") as file:
+                    file.truncate(0)
+                    file.write(bytes(size))
+        return y
+
+    with pytest.warns(CheckpointWarning, match="computed again"):
+        assert same(results(model, call, rows=ROWS), expected)
+    model.close()
 
 
 @pytest.mark.usefixtures("fast_tiers")
