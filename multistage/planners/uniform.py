@@ -225,9 +225,10 @@ class UniformPlan(Plan):
 
     def summary(self) -> str:
         """Return the plan in one line."""
+        room = f"{self.slots} fast slot{'' if self.slots == 1 else 's'}"
         return (
-            f"plan {self.planner}: {self.n_steps} steps, {self.slots} fast slots of "
-            f"{format_bytes(self.costs.state_bytes)}"
+            f"plan {self.planner}: {self.n_steps} step{'' if self.n_steps == 1 else 's'}, {room} "
+            f"of {format_bytes(self.costs.state_bytes)}"
         )
 
     def details(self) -> list[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, astuple, dataclass, field
+from dataclasses import KW_ONLY, astuple, dataclass, field, fields, is_dataclass
 from typing import NoReturn
 
 from ..actions import Action, Drop, Evict, Get, Offer, Put
 from ..errors import ScheduleError
+from ..support.values import shown
 from .accounting import ByteAccounting
 
 
@@ -148,6 +149,17 @@ class MachineState:
 def item_said(item: int) -> str:
     """Return a state or tape as messages show it."""
     return f"tape {~item}" if item < 0 else f"checkpoint {item}"
+
+
+def require_whole(action: Action, index: int | None) -> None:
+    """Raise ScheduleError if an action names steps, tiers or tokens by other than ints.
+
+    Asked only once something went wrong with it: most schedules have a million actions.
+    """
+    for each in fields(action) if is_dataclass(action) else ():
+        value = getattr(action, each.name)
+        if not hasattr(value, "__index__"):
+            raise ScheduleError(f"{told(action)} but {each.name}={shown(value)} is no int", index)
 
 
 def told(action: Action) -> str:

@@ -46,6 +46,7 @@ from ..errors import ArgumentError
 from ..model.stages import StageCosts
 from ..support.values import number, several, shown, whole
 from .machine import Rules as Rules
+from .machine_state import require_whole
 
 _ANSWERED = frozenset({Offer, Put, Get, Await, Evict})
 
@@ -273,8 +274,12 @@ def _checked(
                 return None
 
     for action, send in drive(schedule):
-        reply = answer(action) if type(action) in _ANSWERED else None
-        rules.apply(action, reply)
+        try:
+            reply = answer(action) if type(action) in _ANSWERED else None
+            rules.apply(action, reply)
+        except TypeError:
+            require_whole(action, rules.index)
+            raise
         send(reply)
     rules.finish()
     return Legality(

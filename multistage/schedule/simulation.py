@@ -37,13 +37,14 @@ from ..actions import (
     Tape,
     drive,
 )
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ScheduleError
 from ..model.costs import Costs
 from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..support.values import several, shown, whole
 from .channels import Channels, factors
 from .channels import Jitter as Jitter
+from .machine_state import require_whole, told
 from .rules import Rules, byte_rules, run_arguments
 from .timeline import Timeline
 from .virtual_time import StageTime, UniformTime
@@ -130,8 +131,9 @@ def simulate(
     Raises
     ------
     ScheduleError
-        At the first illegal action, in a checked run or of stages that differ; for a tape sent
-        to a tier that takes states alone.
+        At the first illegal action, in a checked run or of stages that differ, else at one
+        that names a copy, tape or transfer that is not there; for a tape sent to a tier that
+        takes states alone.
     ArgumentError
         For arguments out of range.
 
@@ -156,25 +158,28 @@ def simulate(
     n_steps, slots = run_arguments(schedule, n_steps, slots)
     factor = factors(jitter, whole(seed, "seed"))
     timeline = Timeline()
-    recorded = timeline if checked else None
     driven: _Driven = drive(schedule)
     clock: UniformTime | StageTime
     if isinstance(costs, StageCosts):
         rates = _rates(tiers, slots)
         rules = _stage_rules(costs, n_steps, rates, memory_bytes)
         channels = [Channels(tier, factor, by_bytes=True) for tier in rates]
-        clock = StageTime(costs, rules, channels, recorded)
+        clock = StageTime(costs, rules, channels, timeline if checked else None)
         driven = _stage_by_stage(driven, rules)
         curves = _Curves(timeline, rules, 0, rates)
     else:
         rules = _uniform_rules(costs, n_steps, slots, tiers, memory_bytes)
         channels = [Channels(tier, factor, costs.tape_slots) for tier in costs.tiers]
-        clock = UniformTime(costs, rules, channels, recorded)
+        clock = UniformTime(costs, rules, channels, timeline if checked else None)
         curves = _Curves(timeline, rules, costs.state_bytes, costs.tiers)
     counts_bytes = rules.memory is not None
     judged = checked and not counts_bytes  # where bytes are counted, the clock judges
     for action, send in driven:
-        answer = _judged(action, rules, clock) if judged else clock.perform(action)
+        try:
+            answer = _judged(action, rules, clock) if judged else clock.perform(action)
+        except (TypeError, KeyError, IndexError) as error:
+            _refuse(action, rules.index if checked or counts_bytes else None, error)
+            raise
         if checked and (counts_bytes or type(action) in _MOVES_MEMORY):
             curves.sample(clock.now)
         if trace is not None:
@@ -196,6 +201,16 @@ def simulate(
         timeline,
         curves.peak_bytes(),
     )
+
+
+def _refuse(action: Action, index: int | None, error: Exception) -> None:
+    """Raise ScheduleError for an action that cannot be timed; `index` is None if none is judged."""
+    require_whole(action, index)
+    if index is None:
+        raise ScheduleError(
+            f"{told(action)} but the copy or transfer that it names is not there; simulate it with "
+            "checked=True to learn which rule it breaks"
+        ) from error
 
 
 def _judged(action: Action, rules: Rules, clock: UniformTime | StageTime) -> Answer:
@@ -254,13 +269,21 @@ def _stage_by_stage(
 ) -> Iterator[tuple[Action, Callable[[Answer], None]]]:
     """Yield the actions, a run of stages stage by stage."""
     for action, send in driven:
-        if type(action) is Advance and action.stop - action.start > 1:
-            index = rules.index
-            for i in range(action.start, action.stop):
-                rules.index = index  # they are one action
-                yield Advance(i, i + 1), send
-        else:
+        if type(action) is not Advance:
             yield action, send
+            continue
+        index = rules.index
+        try:
+            run = range(action.start, action.stop)
+        except TypeError:
+            require_whole(action, index)
+            raise
+        if len(run) < 2:
+            yield action, send
+            continue
+        for i in run:
+            rules.index = index  # they are one action
+            yield Advance(i, i + 1), send
 
 
 def _stage_rules(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from multistage.actions import (
@@ -22,7 +24,9 @@ from multistage.actions import (
 )
 from multistage.errors import ArgumentError, ScheduleError
 from multistage.model.costs import Costs
+from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
+from multistage.schedule.rules import check
 from multistage.schedule.simulation import Jitter, simulate
 
 COSTS = Costs(1.0, 2.0, tiers=(Tier("t", write_s=4.0, read_s=3.0),))
@@ -112,6 +116,37 @@ def test_put_waits_for_room_and_a_full_tier_is_an_error() -> None:
 def test_an_illegal_action_is_judged_before_it_is_timed(action: Action) -> None:
     with pytest.raises(ScheduleError, match=r"action 1: .* (no|has no) "):
         simulate([Advance(0, 1), action], 1, COSTS)
+
+
+@pytest.mark.parametrize("action", [Drop(0), Get(0), Evict(0), Await(0)], ids=str)
+def test_an_unchecked_run_refuses_what_it_cannot_time(action: Action) -> None:
+    with pytest.raises(ScheduleError, match="is not there; simulate it with checked=True"):
+        simulate([Advance(0, 1), action], 1, COSTS, checked=False)
+
+
+STAGES = StageCosts.uniform(3, Stage("a", 1.0, 2.0, 10, 30), 5)
+NO_INTS: list[tuple[Any, str]] = [
+    (Advance(0, 0.5), "stop=0.5"),  # type: ignore[arg-type]
+    (Advance(0, "1"), "stop='1'"),  # type: ignore[arg-type]
+    (Drop([]), "step="),  # type: ignore[arg-type]
+    (Await([]), "token="),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("action", "what"), NO_INTS, ids=str)
+def test_an_action_with_other_than_ints_is_named(action: Any, what: str) -> None:
+    rates = [Tier.of_rates(1.0, 1.0)]
+    with pytest.raises(ScheduleError, match=rf"^action 0: {type(action).__name__}.* but {what}"):
+        check([action], costs=STAGES)
+    with pytest.raises(ScheduleError, match=rf"^action 0: .* but {what}"):
+        simulate([action], None, STAGES, tiers=rates)
+
+
+def test_an_action_with_other_than_ints_is_named_where_steps_are_alike() -> None:
+    with pytest.raises(ScheduleError, match=r"^action 0: Advance\(0, 1\) but stop='1' is no int"):
+        check([Advance(0, "1")], 3)  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match=r"^action 0: Put\(0, 0.5\) but tier=0.5 is no int"):
+        simulate([Put(0, 0.5)], 1, COSTS)  # type: ignore[arg-type]
 
 
 def test_a_negative_tier_is_no_tier() -> None:
