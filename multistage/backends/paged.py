@@ -257,23 +257,31 @@ class PagedStore(WrapperStore):
             yield self._copy()
 
     def waits_for(self, lengths: Sequence[int]) -> bool:
-        """Whether a `put` with `block` of arrays of so many bytes would wait for others now."""
-        copied = self._copied
-        while copied and self.store.ended(copied[0][0], 0.0):
-            number, thing = copied.popleft()
-            thing.sent.pop(number, None)
+        """Whether a `put` with `block` of arrays of so many bytes would wait for others now.
+
+        Where the store below cannot tell which writes have ended, this waits for copies as
+        `put` does.
+        """
         parts = cut(lengths, self.page_bytes, _ALIGN)
         copies = sum(each[0][2] - each[0][1] < self.page_bytes for each in parts)
-        return self.store.waits() or len(copied) + min(copies, _COPIED) > _COPIED
+        room = _COPIED - min(copies if any(lengths) else 1, _COPIED)
+        copied = self._copied
+        while len(copied) > room and self.store.ended(copied[0][0], 0.0):
+            self._reap()
+        return len(copied) > room or self.store.waits()
 
     def _copy(self) -> Array:
         """Return a page of zeros, once no more copies than may be are waiting."""
         while len(self._copied) >= _COPIED:
-            number, thing = self._copied.popleft()
-            if number in thing.sent:
-                self.store.wait_written(number)
-                del thing.sent[number]
+            self._reap()
         return np.zeros(self.page_bytes, np.uint8)
+
+    def _reap(self) -> None:
+        """Let the oldest copy go, once the store below is done with it."""
+        number, thing = self._copied.popleft()
+        if number in thing.sent:
+            self.store.wait_written(number)  # `ended` may be true of a store that cannot tell
+            del thing.sent[number]
 
     def wait_written(self, key: int) -> bool:
         """Block until the arrays of `key` are its owner's again; False if they are lost."""
@@ -297,7 +305,7 @@ class PagedStore(WrapperStore):
         )
 
     def cancel(self, key: int) -> None:
-        """Give up the pages of `key` whose writes have not begun; see `Store.cancel`."""
+        """Give up the pages of `key` that are not written; see `Store.cancel`."""
         thing = self._things.get(key)
         for number in () if thing is None else reversed(thing.pages):
             self.store.cancel(number)
