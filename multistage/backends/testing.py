@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 
 import numpy as np
@@ -21,9 +21,7 @@ from ..errors import CheckpointWarning, StoreError
 from ..states.layout import Array, Layout
 from ..support.arrays import Bytes
 from .base import CheckpointLost, Store
-from .wrapper import WrapperStore
-
-Faults = Collection[int] | Callable[[int], bool]
+from .faulty import FaultyStore as FaultyStore
 
 _MIXED = {
     "number": np.zeros(()),
@@ -275,6 +273,42 @@ def _check_memory(store: Store, layout: Layout) -> None:
         )
 
 
+def _check_cancel(store: Store, layout: Layout) -> None:
+    """Check that a write that is given up is lost or made, and others are made as put."""
+    store.cancel(3)
+    assert store.ended(3, 0.0), "ended(3, 0.0) of a key never put is False"
+    assert not store.wait_written(3), "cancel of a key never put made it known"
+    count = _count(store, layout, 2 << 20, 8)
+    for turn in range(2):
+        first = 1000 * turn
+        arrays = {key: _arrays(layout, key) for key in range(count)}
+        for key in arrays:
+            assert store.put(first + key, arrays[key], block=True), f"put({first + key}) refused"
+        for key in reversed(range(0, count, 2)):
+            store.cancel(first + key)
+        if count > 2:
+            store.prefetch(first)
+            store.drop(first + 2)  # without a wait
+        for key in arrays:
+            while not store.ended(first + key, 1.0):
+                pass
+            made = store.wait_written(first + key)
+            if key == 2:
+                continue
+            assert made or key % 2 == 0, f"cancel lost key {first + key}, which was not cancelled"
+            for array in arrays[key]:
+                array.reshape(-1).view(np.uint8)[...] = 255  # its owner's again
+            if made:
+                store.cancel(first + key)  # of what is written: nothing
+                _assert_same(store.get(first + key), layout, key, "after writes were cancelled")
+                store.drop(first + key)
+            else:
+                _assert_lost(store, first + key, "whose write was cancelled")
+    _fill(store, layout, count)  # all room was given back
+    for key in range(count):
+        _assert_same(store.get(key), layout, key, "put again after its write was cancelled")
+
+
 _PARTS: tuple[Callable[[Store, Layout], None], ...] = (
     _check_descending,
     _check_any_order,
@@ -284,6 +318,7 @@ _PARTS: tuple[Callable[[Store, Layout], None], ...] = (
     _check_refusal,
     _check_unknown,
     _check_read_in_vain,
+    _check_cancel,
     _check_memory,
 )
 
@@ -311,111 +346,3 @@ def _check_life(store: Store) -> None:
         raise AssertionError("open() of an open store did not raise StoreError: it is another's")
     _assert_same(store.get(1), layout, 1, "after open() was refused")
     store.close()
-
-
-class FaultyStore(WrapperStore):
-    """A store that fails on request, and otherwise works like `inner`.
-
-    Parameters
-    ----------
-    inner : Store
-    refuse : collection of int or callable, optional
-        0-based numbers of the calls of `put` that are refused, or a function
-        of the number that tells.
-    lose_write : collection of int or callable, optional
-        Numbers of the accepted writes that fail: `wait_written` answers False.
-    lose_read : collection of int or callable, optional
-        Numbers of the calls of `get` that raise CheckpointLost.
-
-    Attributes
-    ----------
-    puts, writes, gets : int
-        Calls of `put`, accepted writes and calls of `get` since `open`.
-
-    Examples
-    --------
-    >>> from multistage.backends import MemoryStore
-    >>> store = FaultyStore(MemoryStore(), refuse={0})
-    >>> store.open(Layout.of(np.zeros(3)))
-    >>> store.put(5, [np.ones(3)]), store.put(6, [np.ones(3)])
-    (False, True)
-    >>> store.close()
-    """
-
-    def __init__(
-        self,
-        inner: Store,
-        *,
-        refuse: Faults = (),
-        lose_write: Faults = (),
-        lose_read: Faults = (),
-    ) -> None:
-        super().__init__(inner)
-        self._refuse, self._lose_write, self._lose_read = refuse, lose_write, lose_read
-        self._restart()
-
-    def _restart(self) -> None:
-        self.stats, self.transfers = self._inner.stats, self._inner.transfers
-        self.puts = self.writes = self.gets = 0
-        self._doomed: set[int] = set()
-
-    def buffer_bytes(self, layout: Layout) -> int:
-        """Return what the inner store says."""
-        return self._inner.buffer_bytes(layout)
-
-    def capacity_states(self, layout: Layout) -> int | None:
-        """Return what the inner store says."""
-        return self._inner.capacity_states(layout)
-
-    def open(self, layout: Layout) -> None:
-        """Open the inner store; calls are counted again."""
-        self._inner.open(layout)
-        self._restart()
-
-    def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
-        """Put, unless this call is to be refused."""
-        number, self.puts = self.puts, self.puts + 1
-        if _hit(self._refuse, number):
-            self.stats.refused += 1
-            return False
-        if not self._inner.put(key, arrays, block=block):
-            return False
-        number, self.writes = self.writes, self.writes + 1
-        if _hit(self._lose_write, number):
-            self._doomed.add(key)
-        return True
-
-    def wait_written(self, key: int) -> bool:
-        """Wait; False, and the key is gone, if that write is to fail."""
-        written = self._inner.wait_written(key)
-        if key not in self._doomed:
-            return written
-        self.stats.lost += 1
-        self.drop(key)
-        return False
-
-    def prefetch(self, key: int) -> None:
-        """Prefetch from the inner store."""
-        self._inner.prefetch(key)
-
-    def get(self, key: int) -> list[Array]:
-        """Get; CheckpointLost, and the key is gone, if this call is to fail."""
-        number, self.gets = self.gets, self.gets + 1
-        if _hit(self._lose_read, number):
-            self.stats.lost += 1
-            self.drop(key)
-            raise CheckpointLost(f"read {number} was told to fail")
-        return self._inner.get(key)
-
-    def drop(self, key: int) -> None:
-        """Drop in the inner store."""
-        self._doomed.discard(key)
-        self._inner.drop(key)
-
-    def close(self) -> None:
-        """Close the inner store."""
-        self._inner.close()
-
-
-def _hit(faults: Faults, number: int) -> bool:
-    return faults(number) if callable(faults) else number in faults
