@@ -224,15 +224,17 @@ class Store(Protocol):
         """Wait for the write of `key`, no longer than so many seconds; return whether it ended.
 
         0 s: without waiting.  Whether it failed `wait_written` tells.  A store that cannot
-        tell answers True at once; so does any for an unknown key.
+        tell answers True at once; so does any for an unknown key.  The arrays are therefore
+        their owner's only after `wait_written`.
         """
         ...
 
     def cancel(self, key: int) -> None:
-        """Ask that a write be given up that has not begun.  Never blocks.
+        """Ask that a write be given up, one in flight too where it can.  Never blocks.
 
-        Once it has ended, `wait_written` answers False, as for one that failed, or True if
-        it was made after all: a store may do so.
+        Once it has ended, `wait_written` answers False, as for one that failed, and the key
+        is gone; or True if it was made after all: a store may do so.  The arrays stay
+        unchanged until then.  An unknown key, or one that is written, is left as it is.
         """
         ...
 

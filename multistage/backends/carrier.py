@@ -69,7 +69,7 @@ class Carrier(Protocol):
         ...
 
     def cancel(self, extent: Extent) -> None:
-        """Have the write of an extent fail (ECANCELED), unless it has begun."""
+        """Have the write of an extent fail (ECANCELED) at its next chunk, if there is one."""
         ...
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool | None:
@@ -166,8 +166,6 @@ class _Threads:
 
     def _write(self, flight: _Flight) -> None:
         extent, data = flight.extent, flight.data
-        if extent.cancelled:
-            raise OSError(errno.ECANCELED, "it was cancelled")
         if data is None:
             flight.checksum = self._write_gathered(extent)
             return
@@ -183,6 +181,8 @@ class _Threads:
 
         def flush(last: bool) -> None:
             nonlocal filled, offset
+            if extent.cancelled:
+                raise OSError(errno.ECANCELED, "it was cancelled")
             digest.update(bounce[: min(filled, extent.nbytes - offset)].data)
             end = round_up(filled) if last else filled
             self.medium.write(extent.slot, offset, bounce[:end])
@@ -287,7 +287,7 @@ class ThreadCarrier:
             bell.get_nowait()  # nothing waits for these: they must not pile up
 
     def cancel(self, extent: Extent) -> None:
-        """Have the write of an extent fail, unless it has begun."""
+        """Have the write of an extent fail at its next chunk; see `Carrier`."""
         extent.cancelled = True
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool | None:

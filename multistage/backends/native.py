@@ -196,8 +196,8 @@ class NativeFile:
         while writes and writes[0].job.state:
             self._tell(writes[0], self._wrote)
             flight = writes.popleft()
-            # A read that was queued behind this write may still look at its job.
             flight.extent.carried = None
+            # A read that was queued behind this write may still look at its job.
             if flight.gathered is not None and not reads:
                 self._spare.append(flight.gathered)
         while reads and reads[0].job.state:
@@ -212,7 +212,7 @@ class NativeFile:
         tell(extent, 1e-9 * job.start_ns, 1e-9 * job.stop_ns, error)
 
     def cancel(self, extent: Extent) -> None:
-        """Have the write of an extent fail, unless it has begun."""
+        """Have the write of an extent fail at its next chunk; see `Carrier`."""
         extent.cancelled = True
         if isinstance(extent.carried, native.Job):  # or Ctrl-C came before it was queued
             self._held.ms_io_cancel(extent.carried)

@@ -267,7 +267,7 @@ class StreamedStore(BaseStore):
         return self._opened().wait_written(key)
 
     def cancel(self, key: int) -> None:
-        """Give up the write of a large state that has not begun; see `Store.cancel`."""
+        """Give up the write of a large state, at its next chunk; see `Store.cancel`."""
         self._opened().cancel(key)
 
     def ended(self, key: int, timeout_s: float) -> bool:

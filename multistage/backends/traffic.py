@@ -187,16 +187,13 @@ class Traffic:
         extent = entry[0]
         if self._count == 1:
             self._wait(extent)
-        if extent.state is not TransferState.FAILED:
-            return True
-        if extent.cancelled:
-            self.drop(key)
-        else:
-            self._lose(key)
-        return False
+        if extent.state is TransferState.FAILED:
+            self._lose(key, extent)
+            return False
+        return True
 
     def cancel(self, key: int) -> None:
-        """Give up a write that has not begun; those of small states share one, and are made."""
+        """Give up the write of a large state; those of small states share one, which is made."""
         self.poll()
         entry = self.index.find(key)
         if entry is not None and self._count == 1 and entry[0].state is TransferState.QUEUED:
@@ -269,15 +266,16 @@ class Traffic:
             self._wait_for(lambda: extent.read_state is not TransferState.QUEUED)
         if extent.read_state is TransferState.FAILED:
             error = extent.error
-            self._lose(key)
+            self._lose(key, extent)
             raise CheckpointLost(error)
         assert extent.landing is not None
         self._landings.took(extent)
         start = place * self._layout.nbytes
         return extent.landing[start : start + self._layout.nbytes]
 
-    def _lose(self, key: int) -> None:
-        self._stats.lost += 1
+    def _lose(self, key: int, extent: Extent) -> None:
+        given_up = extent.cancelled and extent.state is TransferState.FAILED
+        self._stats.lost += not given_up
         self.drop(key)
 
     def drop(self, key: int) -> None:

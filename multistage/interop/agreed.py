@@ -197,6 +197,17 @@ class AgreedStore(WrapperStore):
             self._missing.add(key)
         return True
 
+    def ended(self, key: int, timeout_s: float) -> bool:
+        """Answer True: `wait_written` waits.  A clock of one rank must not decide for all."""
+        return True
+
+    def cancel(self, key: int) -> None:
+        """Do nothing: ranks agree on what is written, and one alone gives up none of it."""
+
+    def waits(self) -> bool:
+        """Answer False: `put` waits if it must."""
+        return False
+
     # ------------------------------------------------------------------- reads
 
     def prefetch(self, key: int) -> None:

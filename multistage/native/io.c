@@ -102,7 +102,7 @@ int64_t ms_io_state(const job_t *job)
     return atomic_load_explicit(&((job_t *)job)->state, memory_order_acquire);
 }
 
-/* Have a write fail (ECANCELED), unless it has begun.  Takes no lock. */
+/* Have a write fail (ECANCELED) at its next chunk, if there is one.  Takes no lock. */
 void ms_io_cancel(job_t *job)
 {
     atomic_store_explicit(&job->cancelled, 1, memory_order_relaxed);
@@ -170,11 +170,6 @@ static void *write_front(void *argument)
     yield_to_compute(io);
     while ((job = next_job(lane))) {
         job->start_ns = now_ns();
-        if (atomic_load_explicit(&job->cancelled, memory_order_relaxed)) {
-            take(&lane->room);
-            send(lane, (chunk_t){job, NULL, 0, 0, ECANCELED, 1});
-            continue;
-        }
         XXH3_state_t sum;
         XXH3_64bits_reset(&sum);
         int64_t piece = 0;
@@ -182,6 +177,10 @@ static void *write_front(void *argument)
             int64_t nbytes = min64(job->nbytes - offset, io->o.chunk_bytes);
             last = offset + nbytes == job->nbytes;
             take(&lane->room);
+            if (atomic_load_explicit(&job->cancelled, memory_order_relaxed)) {
+                send(lane, (chunk_t){job, NULL, 0, 0, ECANCELED, 1});
+                break;
+            }
             char *data = job->data ? job->data + offset
                                    : io->o.bounce + lane->tail % lane->length * io->o.chunk_bytes;
             /* Block by block, so that what was just copied is summed from the cache. */

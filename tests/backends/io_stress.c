@@ -1,9 +1,10 @@
 /* Drives the native engine without Python, for ThreadSanitizer and helgrind:
- * writes, reads queued behind writes still in flight, and waits, in a file that
- * is gone at the end.  Exits 0 if every byte came back. */
+ * writes, some of them cancelled, reads queued behind writes still in flight, and waits,
+ * in a file that is gone at the end.  Exits 0 if every byte came back that was written. */
 #define _GNU_SOURCE
 #include "../../multistage/native/core.h"
 
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -40,6 +41,8 @@ static int run(int fd, transfer_t *write_with)
             reads[i] = (job_t){.written = &writes[i], .data = landing[i], .nbytes = BYTES,
                                .position = (int64_t)i * EXTENT};
             ms_io_submit(io, &reads[i], IO_READ);
+            if (i % 5 == 4)
+                ms_io_cancel(&writes[i - turn % 4]);
         }
         for (int i = JOBS; i-- > 0;) {
             /* The last one's state alone tells that the job may be looked at. */
@@ -48,6 +51,10 @@ static int run(int fd, transfer_t *write_with)
                 if (i < JOBS - 1)
                     seen = ms_io_wait(io, seen, i % 2 ? 50 : -1);
             wrong += reads[i].stop_ns < reads[i].start_ns;
+            int64_t error = writes[i].error; /* it has ended: the read waited for it */
+            wrong += ms_io_state(&writes[i]) == IO_QUEUED || reads[i].error != error;
+            if (error == ECANCELED && writes[i].cancelled)
+                continue;
             int fails = write_with && i == 3;
             wrong += ms_io_state(&reads[i]) != (fails ? IO_FAILED : IO_DONE);
             wrong += !fails && memcmp(source[i], landing[i], BYTES) != 0;

@@ -19,7 +19,7 @@ from multistage.states.layout import Layout
 
 # Of the store those functions that hand extents to a carrier, or are told of them.
 _STORE = {
-    "traffic.py": {"poll", "_wait_for", "_wait", "_queue_write", "_wrote"},
+    "traffic.py": {"poll", "_wait_for", "_wait", "_queue_write", "_wrote", "cancel", "ended"},
     "landings.py": {"queue", "landed"},
 }
 _FILES = {"carrier.py", "lanes.py", "native.py"}
@@ -94,7 +94,10 @@ def test_no_wait_is_left_that_never_ends(name: str, tmp_path: Path) -> None:
             with CtrlC(at):
                 for key, state in enumerate(states):
                     store.put(key, [state], block=True)
+                store.put(_COUNT, [states[0]], block=True)
+                store.cancel(_COUNT)
                 for key in reversed(range(_COUNT)):
+                    store.ended(key, 60.0)
                     store.wait_written(key)
                     store.prefetch(key)
                     store.get(key)
@@ -103,6 +106,8 @@ def test_no_wait_is_left_that_never_ends(name: str, tmp_path: Path) -> None:
         except CheckpointLost:
             pass
         lost = 0
+        store.wait_written(_COUNT)
+        store.drop(_COUNT)
         for key, state in enumerate(states):
             store.wait_written(key)
             try:

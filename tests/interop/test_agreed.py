@@ -432,3 +432,18 @@ def test_a_missing_mpi4py_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
     with pytest.raises(ArgumentError, match=r"mpi4py .*pip install"):
         Ranks()
+
+
+def test_a_rank_alone_gives_up_no_write() -> None:
+    def work(comm: Comm) -> None:
+        store = AgreedStore(MemoryStore(buffer_bytes=0), Ranks(comm))
+        store.open(LAYOUT)
+        assert store.put(0, [np.ones(1)], block=True)
+        store.cancel(0)
+        assert store.ended(0, 0.0)
+        assert not store.waits()
+        assert store.wait_written(0)
+        assert store.get(0)[0].tolist() == [1.0]
+        store.close()
+
+    succeed(run_ranks(1, work))

@@ -124,4 +124,34 @@ FAULTS: tuple[Mutant, ...] = (
         "self._above.move_to_end(place)",
         "backends/test_cascade.py",
     ),
+    of(
+        "backends/carrier.py",
+        "if extent.cancelled:\n                raise",
+        "if False:\n                raise",
+        "backends/test_cancelled.py",
+    ),
+    of(
+        "backends/native.py",
+        "job.cancelled, extent.carried = 0, job",
+        "extent.carried = job",
+        "backends/test_cancelled.py",
+    ),
+    of(
+        "native/io.c",
+        "(chunk_t){job, NULL, 0, 0, ECANCELED, 1}",
+        "(chunk_t){job, NULL, 0, 0, 0, 1}",
+        "backends/test_cancelled.py",
+    ),
+    of(
+        "backends/paged.py",
+        "self.store.wait_written(number)  # `ended`",
+        "pass  # `ended`",
+        "backends/test_cancelled.py",
+    ),
+    of(
+        "backends/traffic.py",
+        "self._stats.lost += not given_up",
+        "self._stats.lost += 1",
+        "backends/test_cancelled.py",
+    ),
 )

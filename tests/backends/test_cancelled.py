@@ -1,0 +1,290 @@
+"""Writes that are given up: lost whole, or made; nobody else's bytes change."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import random
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multistage.backends import BaseStore, CheckpointLost, FileStore, MemoryStore, StoreStats
+from multistage.backends.files import available_engines
+from multistage.backends.medium import Ram
+from multistage.backends.native import NativeFile
+from multistage.backends.paged import PagedStore
+from multistage.backends.streamed import StreamedStore
+from multistage.states.layout import Array, Layout
+
+STATE = np.arange(1000.0)
+LAYOUT = Layout.of(STATE)
+
+
+class Held:
+    """A store whose writes wait for `let_go`; `begun` is set by the first."""
+
+    def __init__(self, engine: str, folder: Path, chunk_bytes: int = 4 << 20) -> None:
+        self.begun, self._gate = threading.Event(), threading.Event()
+        self.let_go = self._gate.set
+        self.writes = 0
+        self.store = StreamedStore(
+            "held",
+            self._medium,
+            buffer_bytes=0,
+            queue_depth=8,
+            bounces=2,
+            chunk_bytes=chunk_bytes,
+        )
+        if engine == "native":
+            self.store._new_carrier = lambda layout, extent_bytes: NativeFile(  # type: ignore[method-assign]
+                folder, extent_bytes, pwrite=self._pwrite
+            )
+
+    def _wait(self) -> None:
+        self.writes += 1
+        self.begun.set()
+        self._gate.wait()
+
+    def _medium(self, extent_bytes: int) -> Ram:
+        medium = Ram(extent_bytes)
+        write = medium.write
+
+        def held(slot: int, offset: int, data: Array) -> None:
+            self._wait()
+            write(slot, offset, data)
+
+        medium.write = held  # type: ignore[method-assign]
+        return medium
+
+    def _pwrite(self, fd: int, address: int, nbytes: int, position: int) -> int:
+        self._wait()
+        return os.pwrite(fd, (ctypes.c_char * nbytes).from_address(address), position)
+
+
+@pytest.fixture(params=["threads", "native"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Held]]:
+    if request.param == "native" and "native" not in available_engines():
+        pytest.skip("the C core was not built")
+    made: list[Held] = []
+
+    def held(**options: Any) -> Held:
+        made.append(Held(request.param, tmp_path, **options))
+        return made[-1]
+
+    yield held
+    for each in made:
+        each.let_go()
+        each.store.close()
+
+
+def test_queued_writes_that_are_cancelled_are_not_made(make: Callable[..., Held]) -> None:
+    held = make()
+    store = held.store
+    store.open(LAYOUT)
+    arrays = [STATE + key for key in range(7)]
+    for key in range(7):
+        assert store.put(key, [arrays[key]])
+    assert held.begun.wait(60)
+    for key in (6, 5, 4, 2):  # 1 may be in a buffer by now
+        store.cancel(key)
+    store.drop(5)
+    assert not store.ended(6, 0.0)
+    assert not store.ended(0, 0.0)
+    held.let_go()
+    assert [store.wait_written(key) for key in range(7)] == [True, True, False, True, *[False] * 3]
+    assert (store.stats.lost, store.stats.bytes_written) == (0, 3 * LAYOUT.nbytes)
+    assert sorted(record.key for record in store.transfers) == [0, 1, 3]
+    with pytest.raises(CheckpointLost):
+        store.get(2)
+    assert store.put(2, [STATE + 20], block=True)
+    store.cancel(3)  # it is written
+    for key, shift in ((3, 3), (2, 20), (1, 1), (0, 0)):
+        assert store.ended(key, 60.0)
+        assert store.get(key)[0].tolist() == (STATE + shift).tolist()
+        store.drop(key)
+    assert store.stats.stored_bytes == 0
+
+
+def test_a_write_in_flight_ends_at_its_next_chunk(make: Callable[..., Held]) -> None:
+    held = make(chunk_bytes=8192)
+    state = np.arange(40_000.0)
+    store = held.store
+    store.open(Layout.of(state))
+    assert store.put(1, [state])
+    assert held.begun.wait(60)
+    store.cancel(1)
+    held.let_go()
+    assert store.ended(1, 60.0)
+    assert not store.wait_written(1)
+    assert held.writes <= 3  # of 40 or 80
+    assert store.stats.bytes_written == 0
+    assert store.put(1, [state + 1])
+    assert store.get(1)[0].tolist() == (state + 1).tolist()
+
+
+def test_a_read_behind_a_cancelled_write_finds_nothing(make: Callable[..., Held]) -> None:
+    held = make()
+    store = held.store
+    store.open(LAYOUT)
+    for key in range(5):
+        assert store.put(key, [STATE + key])
+    for key in range(5):
+        store.prefetch(key)
+    assert held.begun.wait(60)
+    store.cancel(3)
+    held.let_go()
+    with pytest.raises(CheckpointLost, match="cancelled"):
+        store.get(3)
+    assert store.stats.lost == 0
+    for key in (4, 2, 1, 0):
+        assert store.get(key)[0].tolist() == (STATE + key).tolist()
+
+
+def test_a_store_closes_with_cancelled_writes(make: Callable[..., Held]) -> None:
+    held = make()
+    store = held.store
+    store.open(LAYOUT)
+    for key in range(5):
+        assert store.put(key, [STATE])
+        store.cancel(key)
+    held.let_go()
+    store.close()
+    store.open(LAYOUT)
+    assert store.put(0, [STATE])
+    assert store.get(0)[0].tolist() == STATE.tolist()
+
+
+RANDOM: dict[str, Callable[[Path], Any]] = {
+    "memory": lambda folder: MemoryStore(20 * 8192, buffer_bytes=0, queue_depth=6),
+    "native": lambda folder: FileStore(folder, "native", buffer_bytes=0, queue_depth=6),
+    "paged": lambda folder: PagedStore(MemoryStore(), LAYOUT.nbytes, 1024, things=6),
+    "small": lambda folder: MemoryStore(buffer_bytes=6 * 5 * LAYOUT.nbytes),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_operations_against_a_dict(name: str, tmp_path: Path) -> None:
+    if name == "native" and "native" not in available_engines():
+        pytest.skip("the C core was not built")
+    for seed in range(8):
+        draw = random.Random(seed)
+        store = RANDOM[name](tmp_path)
+        store.open(LAYOUT)
+        wanted: dict[int, float] = {}
+        cancelled: set[int] = set()
+        for turn in range(120):
+            key = draw.randrange(10)
+            match draw.choice(["put", "put", "cancel", "ended", "wait", "prefetch", "get", "drop"]):
+                case "put" if key not in wanted:
+                    if store.put(key, [STATE + turn], block=draw.random() < 0.7):
+                        wanted[key] = turn
+                case "cancel":
+                    store.cancel(key)
+                    cancelled |= {key} & wanted.keys()
+                case "ended":
+                    store.ended(key, 0.0)
+                    store.waits()
+                case "prefetch":
+                    store.prefetch(key)
+                case "wait":
+                    if store.wait_written(key):
+                        assert key in wanted
+                    else:
+                        assert key not in wanted or key in cancelled
+                        wanted.pop(key, None)
+                        cancelled.discard(key)
+                case "get":
+                    try:
+                        assert store.get(key)[0].tolist() == (STATE + wanted.get(key, -1)).tolist()
+                    except CheckpointLost:
+                        assert key not in wanted or key in cancelled
+                        wanted.pop(key, None)
+                        cancelled.discard(key)
+                case "drop":
+                    store.drop(key)
+                    wanted.pop(key, None)
+                    cancelled.discard(key)
+        assert store.stats.lost == 0
+        store.close()
+
+
+def test_a_thing_is_given_up_whole(make: Callable[..., Held]) -> None:
+    held = make()
+    store = PagedStore(held.store, 8000, 1024, things=3)
+    store.open()
+    things = [[STATE + key] for key in range(3)]
+    for key in range(3):
+        assert store.put(key, things[key])
+    assert held.begun.wait(60)
+    store.cancel(1)
+    assert not store.ended(1, 0.0)
+    held.let_go()
+    assert store.ended(1, 60.0)
+    assert [store.wait_written(key) for key in range(3)] == [True, False, True]
+    with pytest.raises(CheckpointLost):
+        store.get(1)
+    for key in (2, 0):
+        assert store.get(key)[0].tolist() == things[key][0].tolist()
+        store.drop(key)
+    assert held.store.stats.stored_bytes == 0
+    store.close()
+
+
+class Silent(BaseStore):
+    """Looks at what it was given only in `wait_written`, and cannot tell what has ended."""
+
+    name, queue_depth = "silent", 2
+
+    def __init__(self) -> None:
+        self.stats: StoreStats = StoreStats()
+        self.transfers: deque[Any] = deque(maxlen=100)
+        self.given: dict[int, weakref.ref[Any]] = {}
+        self.most = 0
+
+    def buffer_bytes(self, layout: Layout) -> int:
+        return 0
+
+    def capacity_states(self, layout: Layout) -> int | None:
+        return None
+
+    def open(self, layout: Layout) -> None:
+        self.given.clear()
+
+    def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
+        self.given[key] = weakref.ref(arrays[0])
+        self.most = max(self.most, len(self.given))
+        return True
+
+    def wait_written(self, key: int) -> bool:
+        given = self.given.pop(key, None)
+        assert given is None or given() is not None, "let go while the store may look at it"
+        return True
+
+    def prefetch(self, key: int) -> None: ...
+
+    def get(self, key: int) -> list[Array]:
+        raise CheckpointLost(os.strerror(errno.EIO))
+
+    def drop(self, key: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_copy_stays_until_a_store_that_cannot_tell_is_done_with_it() -> None:
+    inner = Silent()
+    store = PagedStore(inner, 100, 1024)
+    store.open()
+    for key in range(30):
+        assert not store.waits_for([80])
+        assert store.put(key, [np.arange(10.0)], block=True)
+    assert inner.most <= 9  # eight copies wait, no more, and one is put
+    assert all(store.wait_written(key) for key in range(30))
+    store.close()
