@@ -91,10 +91,10 @@ def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=840, env=environment)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_kernels_under_sanitizers(tmp_path: Path) -> None:
     library = tmp_path / "_native.so"
     _build(library, *SOURCES)
