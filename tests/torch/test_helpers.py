@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +19,7 @@ from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, StateError
 from multistage.model.stages import Stage
+from multistage.support.waiting import Latch
 from multistage.torch.environment.holders import OfDict
 from multistage.torch.environment.scope import Scope
 from multistage.torch.environment.snapshots import Snapshot
@@ -254,6 +258,71 @@ def test_a_row_that_was_not_written_leaves_the_tier() -> None:
     assert not porter.wait(trip) and trip.row.error == "a write failed"
     assert not trip.lines, "its memory is referred to still"
     assert porter.close() and set(inner.dropped) == {0, 1, 2}
+
+
+class Interrupting(MemoryStore):
+    """Writes from `closing` on, and sends Ctrl-C to the main thread until `gate` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began, self.closing, self.gate = Latch(), Latch(), Latch()
+        self.closed_at_work = self._at_work = False
+
+    def put(self, key: int, arrays: Sequence[Any], *, block: bool = False) -> bool:
+        self._at_work = True
+        self.began.set()
+        self.closing.wait()
+        # Not once: a signal just before a wait begins is noticed when the wait ends.
+        while not self.gate.wait(0.02):
+            os.kill(os.getpid(), signal.SIGINT)
+        self._at_work = False
+        return super().put(key, arrays, block=block)
+
+    def close(self) -> None:
+        self.closed_at_work |= self._at_work
+        super().close()
+
+
+def test_a_porter_whose_close_ctrl_c_ended_closes_the_store_only_after_its_work() -> None:
+    """Python 3.11 and 3.12 take a thread for ended whose `join` Ctrl-C ended."""
+    store, times = Interrupting(), iter([True])
+
+    def interrupt(number: int, frame: object) -> None:
+        if next(times, False):
+            raise KeyboardInterrupt
+
+    porter = Porter(FaultyStore(store), CPU, PAGE)  # which takes pages, one `put` each
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        porter.send([torch.ones(PAGE, dtype=torch.uint8)])
+        store.began.wait()
+        with pytest.raises(KeyboardInterrupt):
+            store.closing.set()
+            porter.close()
+        assert porter.is_alive and not porter.close(0.0)
+        store.gate.set()
+        assert porter.close()
+    finally:
+        store.gate.set()
+        signal.signal(signal.SIGINT, before)
+    assert not porter.is_alive and not store.closed_at_work
+
+
+def test_a_porter_that_ctrl_c_ends_at_its_start_leaves_the_store_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, start = MemoryStore(), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "multistage-porter":
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Porter(store, CPU, PAGE)
+    assert Porter(store, CPU, PAGE).close()
 
 
 def test_a_tensor_written_to_on_its_way_is_spoilt() -> None:

@@ -163,12 +163,15 @@ class Porter:
         )
         try:
             self._thread.start()
-        except RuntimeError as error:
+            self._close = _closing(self._work, self._thread, self._birth)
+            self._end = weakref.finalize(self, end, self._close, self._birth)
+        except BaseException as error:
+            self._work.tasks.put(None)  # if it runs: Ctrl-C may have come after its start
             rows.close()
             store.close()
+            if not isinstance(error, RuntimeError):
+                raise
             raise StoreError(f"tier {store.name!r} cannot be used: {error}") from error
-        self._close = _closing(self._work, self._thread)
-        self._end = weakref.finalize(self, end, self._close, self._birth)
 
     @property
     def written(self) -> Carried:
@@ -188,7 +191,7 @@ class Porter:
     @property
     def is_alive(self) -> bool:
         """Whether its thread runs."""
-        return self._thread.is_alive() and not self._birth.foreign
+        return not self._work.ended.is_set() and not self._birth.foreign
 
     def _check(self) -> None:
         if self._birth.foreign:
@@ -235,7 +238,7 @@ class Porter:
         if not trip.done.is_set():
             self._check()
             while not trip.done.wait(1.0):
-                if not self._thread.is_alive():
+                if self._work.ended.is_set() and not trip.done.is_set():
                     trip.row.error = trip.row.error or "the tier was closed"
                     break
         if trip.arrived is not None:
@@ -291,6 +294,7 @@ class _Work:
         self.pager = rows
         self.tasks: queue.SimpleQueue[Trip | Row | None] = queue.SimpleQueue()
         self.written, self.read = Carried(), Carried()
+        self.ended = Latch()
         self._beginning = threading.RLock()  # finalizers, which may run anywhere, cancel
 
     def cancel(self, trip: Trip) -> None:
@@ -303,13 +307,16 @@ class _Work:
 
     def run(self) -> None:
         """Carry until the tasks end in None."""
-        with torch.cuda.stream(self.stream):
-            while (task := self.tasks.get()) is not None:
-                if isinstance(task, Row):
-                    self._drop(task)
-                else:
-                    self._carry(task)
-                del task
+        try:
+            with torch.cuda.stream(self.stream):
+                while (task := self.tasks.get()) is not None:
+                    if isinstance(task, Row):
+                        self._drop(task)
+                    else:
+                        self._carry(task)
+                    del task
+        finally:
+            self.ended.set()
 
     def _carry(self, trip: Trip) -> None:
         with self._beginning:
@@ -358,7 +365,7 @@ class _Work:
             _log.debug("a row could not be dropped", exc_info=True)
 
 
-def _closing(work: _Work, thread: threading.Thread) -> Callable[..., bool]:
+def _closing(work: _Work, thread: threading.Thread, birth: Birth) -> Callable[..., bool]:
     lock = threading.RLock()  # two may wait for the thread
     closed = False
 
@@ -367,9 +374,10 @@ def _closing(work: _Work, thread: threading.Thread) -> Callable[..., bool]:
         work.pager.stopped = True
         work.tasks.put(None)
         if thread is not threading.current_thread():
-            thread.join(timeout_s)
-            if thread.is_alive():
+            # First, since Python before 3.13 takes a thread for ended whose `join` Ctrl-C ended.
+            if not birth.foreign and not work.ended.wait(timeout_s):
                 return False
+            thread.join()
         with lock:
             if not closed:  # the store may be open again, for another
                 work.pager.close()
