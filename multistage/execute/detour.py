@@ -21,7 +21,7 @@ from ..planners.chain.joint_rule import Accepts, DeadlineRule, Detour, rates_whe
 from ..planners.chain.memory import use_of
 
 # What a question takes, for a chain of n stages: a table of RR-9302, and some hundred plans.
-_PER_STAGE_S, _PER_PAIR_S = 1.5e-3, 2.5e-5
+_PER_STAGE_S, _PER_PAIR_S = 3e-3, 2.5e-5
 # Shares of a plan's makespan: what waiting must cost to ask, and one wait between questions.
 _WORTH, _WAIT = 0.02, 0.01
 _GAIN = 0.97  # of the time with waiting, the most that a detour may take

@@ -22,7 +22,8 @@ from .joint_detour import Held
 from .joint_twin import Twin
 
 _SHARES = 5  # of what was evicted, as candidates for reading back
-_IMPROVED = 1  # of the candidates of each share
+# Candidates of each share that are improved: of chains of no more stages, and of longer ones.
+_IMPROVED = ((60, 6), (100, 3), (math.inf, 1))
 _MOST_KEPT = 24  # choices of tapes to keep, of each kind
 
 
@@ -39,17 +40,16 @@ class Choice:
 
     def best(self) -> Iterator[Bytes]:
         """Yield the best plans found for some numbers of things read back."""
+        improved = next(most for stages, most in _IMPROVED if self.n <= stages)
         counts = sorted({len(self.away) * k // _SHARES for k in range(_SHARES + 1)})
         for count in counts:
-            judged = [
-                (self.core.judge(tried), number, tried)
-                for number, tried in enumerate(self._candidates(set(self.held.away[:count])))
-            ]
-            judged.sort(key=lambda each: each[:2])
-            for seconds, _, fates in judged[:_IMPROVED]:
-                if seconds < math.inf:
-                    yield fates
-                    yield self._improved(seconds, fates)
+            judged: dict[float, Bytes] = {}  # of those as fast the first
+            for tried in self._candidates(set(self.held.away[:count])):
+                judged.setdefault(self.core.judge(tried), tried)
+            judged.pop(math.inf, None)
+            for seconds in sorted(judged)[:improved]:
+                yield judged[seconds]
+                yield self._improved(seconds, judged[seconds])
 
     def _improved(self, best: float, fates: Bytes) -> Bytes:
         """Return what changes of one stage, or of two that are near, make of a plan."""
