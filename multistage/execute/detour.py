@@ -25,6 +25,7 @@ _PER_STAGE_S, _PER_PAIR_S = 3e-3, 2.5e-5
 # Shares of a plan's makespan: what waiting must cost to ask, and one wait between questions.
 _WORTH, _WAIT = 0.02, 0.01
 _GAIN = 0.97  # of the time with waiting, the most that a detour may take
+_EARLIER = 0.99  # of the time with a later detour, the most that one may take at a put
 _SLOWER = 1.2  # the tier must be so many times slower than when it was asked about last
 
 
@@ -36,6 +37,9 @@ class Writes(Protocol):
 
     def slower(self, tier: Tier) -> float:
         """Return the seconds that writes took over those planned, at least 1."""
+
+    def seen_s(self) -> float:
+        """Return the seconds of writing that `slower` rests on."""
 
     def computed_s(self) -> float:
         """Return the seconds of the forward sweep so far that were no waiting."""
@@ -94,7 +98,8 @@ class Deadlines:
         self._wait_s = _WAIT * plan.makespan_s if wait_s is None else wait_s
         self._cancel_s, self._accepts = cancel_s, accepts
         self._rule: DeadlineRule | None = None
-        self._asked = 0.0  # how slow the tier was when the rule was asked last
+        # How slow the tier was when the rule was asked last, and when it was asked at a put.
+        self._asked = self._asked_early = 0.0
 
     @property
     def given_up(self) -> int:
@@ -109,7 +114,7 @@ class Deadlines:
 
     def begin(self) -> None:
         """Forget what is known of the tier: a forward sweep begins."""
-        self._asked = 0.0
+        self._asked = self._asked_early = 0.0
 
     def at_eviction(self, at: int, step: int, tape: bool, writes: Writes) -> Detour | None:
         """Wait until a write is done, as `at_wait` does; `at` is its `Evict`."""
@@ -157,26 +162,73 @@ class Deadlines:
                 seconds += stages[action.step].forward_s
         return seconds
 
-    def _asked_at(self, at: int, writes: Writes) -> Detour | None:
+    def at_put(self, at: int, writes: Writes) -> Detour | None:
+        """Return a detour that is better taken now than where the run will first wait.
+
+        Parameters
+        ----------
+        at : int
+            Of the `Put` among the plan's actions.
+        writes : Writes
+            Those of the run.  Where a detour is returned they are cancelled.
+
+        Notes
+        -----
+        The earlier a plan is left, the less it has given up of what the optimum without
+        the tier would hold.
+        """
+        if writes.seen_s() < _WORTH * self.plan.makespan_s:
+            return None
+        slower, waiting_s = self._slower_at(at, writes)
+        if slower < _SLOWER * max(1.0, self._asked_early) or not self._pays(waiting_s, 2):
+            return None
+        self._asked_early = slower
+        rule = self._made_rule()
+        now = rule.at_deadline(at, slower, accepts=self._accepts)
+        waits = max(at, rule.first_to_wait(slower))
+        later = rule.at_deadline(waits, slower, accepts=self._accepts)
+        later_s = waiting_s if later is None else min(waiting_s, later.makespan_s)
+        if now is None or now.makespan_s > _EARLIER * later_s:
+            return None
+        return self._left(at, now, slower, writes)
+
+    def _slower_at(self, at: int, writes: Writes) -> tuple[float, float]:
+        """Return how many times slower the tier is, and the makespan with waiting then."""
         plan, tier = self.plan, self.plan.tier
         assert tier is not None
         # Where computing takes longer too, as on a busy machine, the plan holds all the same.
         planned_s = self._forward_s(at)
         busier = writes.computed_s() / planned_s if planned_s else 1.0
         slower = max(1.0, writes.slower(tier) / max(1.0, busier))
-        if slower < _SLOWER * max(1.0, self._asked):
-            return None
-        waiting_s = use_of(
-            self.plan.actions, self.plan.costs, (rates_when(tier, slower),)
-        ).makespan_s
-        if waiting_s - self.plan.makespan_s < max(_WORTH * self.plan.makespan_s, self._ask_s):
+        if slower < _SLOWER:
+            return slower, plan.makespan_s
+        rates = (rates_when(tier, slower),)
+        return slower, use_of(plan.actions, plan.costs, rates).makespan_s
+
+    def _pays(self, waiting_s: float, questions: int) -> bool:
+        """Whether waiting costs more than to ask so many questions."""
+        planned_s = self.plan.makespan_s
+        return waiting_s - planned_s >= max(_WORTH * planned_s, questions * self._ask_s)
+
+    def _made_rule(self) -> DeadlineRule:
+        if self._rule is None:
+            self._rule = DeadlineRule(self.plan)
+        return self._rule
+
+    def _asked_at(self, at: int, writes: Writes) -> Detour | None:
+        slower, waiting_s = self._slower_at(at, writes)
+        if slower < _SLOWER * max(1.0, self._asked) or not self._pays(waiting_s, 1):
             return None
         self._asked = slower
-        if self._rule is None:
-            self._rule = DeadlineRule(plan)
-        detour = self._rule.at_deadline(at, slower, accepts=self._accepts)
+        detour = self._made_rule().at_deadline(at, slower, accepts=self._accepts)
         if detour is None or detour.makespan_s > _GAIN * waiting_s:
             return None
+        return self._left(at, detour, slower, writes)
+
+    def _left(self, at: int, detour: Detour, slower: float, writes: Writes) -> Detour | None:
+        """Return a detour once all writes are cancelled, or another that does not need that."""
+        tier = self.plan.tier
+        assert tier is not None and self._rule is not None
         # The pages that the tier is writing: no more than one thing, at the speed seen.
         ends_s = 2 * slower * tier.writing_s(writes.under_way_bytes())
         if not writes.cancel(ends_s if self._cancel_s is None else self._cancel_s):

@@ -70,19 +70,27 @@ class PagedWrites:
         The one in flight counts from when it was put, or the one before it ended, but not
         as faster than planned.
         """
+        took_s, planned_s = self._took(tier)
+        return max(1.0, took_s / planned_s) if planned_s else 1.0
+
+    def seen_s(self) -> float:
+        """Return the seconds that writes have taken so far."""
+        return self._took(None)[0]
+
+    def _took(self, tier: Tier | None) -> tuple[float, float]:
+        """Return the seconds of writing so far, and those that a tier would have taken."""
         ledger = self._ledger
         ledger.drain()
         timeline = ledger.timeline
         took_s, moved = timeline.totals_s["write"], timeline.bytes["write"]
-        planned_s = tier.writing_s(moved) if moved else 0.0
+        planned_s = tier.writing_s(moved) if moved and tier else 0.0
         oldest = self._oldest()
         if oldest is not None or self._store.waits():
-            expected_s = tier.writing_s(self._store.page_bytes)
+            expected_s = tier.writing_s(self._store.page_bytes) if tier else 0.0
             put_s = ledger.begin_s if oldest is None else self._put_s[oldest]
-            since_s = max(put_s, ledger.wrote_s)
-            took_s += max(expected_s, ledger.clock() - since_s)
+            took_s += max(expected_s, ledger.clock() - max(put_s, ledger.wrote_s))
             planned_s += expected_s
-        return max(1.0, took_s / planned_s) if planned_s else 1.0
+        return took_s, planned_s
 
     def computed_s(self) -> float:
         """Return the seconds since the sweep began that were no waiting."""
@@ -177,18 +185,19 @@ class TakenWhenLate:
         """
         if self.detour is not None:
             return None
-        self._at, self._live = self._places[action], sweep.at
+        self._at = at = self._places[action]
         if isinstance(action, EndForward):
             detour = self._deadlines.at_turn(self._writes)
         elif isinstance(action, Evict):
-            detour = self._deadlines.at_eviction(self._at, action.step, False, self._writes)
+            detour = self._deadlines.at_eviction(at, action.step, False, self._writes)
         else:
             detour = self._at_put(sweep, action)
         if detour is None:
             return None
-        actions = self._performed(detour)
+        rules = self._so_far(at)
+        actions = self._performed(at, detour, rules.live)
         assert actions is not None
-        rules = self._judged_so_far(detour)
+        rules.divert((), detour.discard)
         self.detour, self.slower, self.left_at = detour, self._deadlines.slower, sweep.at
         for step in detour.discard:
             tape = sweep.tapes.pop(step)
@@ -204,34 +213,36 @@ class TakenWhenLate:
         arrays: Sequence[Any] = kept.arrays  # of NumPy or of torch
         room = partial(self._writes.has_room, [array.nbytes for array in arrays])
         detour = self._deadlines.at_wait(self._at, room, self._writes)
+        if detour is None:
+            detour = self._deadlines.at_put(self._at, self._writes)
         self._writes.put(action.step)
         return detour
 
-    def _performed(self, detour: Detour) -> list[Action] | None:
-        _, beside = begun(self.plan.actions, self._at, self._n_steps)
-        before = self.plan.actions[: self._at]
-        return diverted(before, detour, self._n_steps, beside, self._live)
+    def _performed(self, at: int, detour: Detour, live: int | None) -> list[Action] | None:
+        assert live is not None  # in a forward sweep there is always one
+        _, beside = begun(self.plan.actions, at, self._n_steps)
+        return diverted(self.plan.actions[:at], detour, self._n_steps, beside, live)
 
-    def _judged_so_far(self, detour: Detour) -> Rules:
-        """Return the legality machine after what was performed, where the detour begins."""
+    def _so_far(self, at: int) -> Rules:
+        """Return the legality machine after what is performed before an action of the plan."""
         rules, stored = self._make_rules(), self._transfers.stored[0]
-        for action in begun(self.plan.actions, self._at, self._n_steps)[0]:
+        for action in begun(self.plan.actions, at, self._n_steps)[0]:
             answer = rules.usual_answer(action)
-            if isinstance(action, Evict):
+            if isinstance(action, Evict) and self._places[action] < self._at:
                 answer = action.step in stored
             rules.apply(action, answer)
-        rules.divert((), detour.discard)
         return rules
 
-    def _accepts(self, detour: Detour, memory_bytes: int) -> bool:
-        """Whether the executor can take a detour within a limit."""
-        actions = self._performed(detour)
+    def _accepts(self, at: int, detour: Detour, memory_bytes: int) -> bool:
+        """Whether the executor can take a detour there within a limit."""
+        rules = self._so_far(at)
+        actions = self._performed(at, detour, rules.live)
         if actions is None:
             return False
+        assert rules.memory is not None
+        rules.memory.limit_bytes = memory_bytes
         try:
-            rules = self._judged_so_far(detour)
-            assert rules.memory is not None
-            rules.memory.limit_bytes = memory_bytes
+            rules.divert((), detour.discard)
             for action in actions:
                 rules.apply(action, rules.usual_answer(action))
             rules.finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...actions import (
@@ -150,9 +150,24 @@ def seconds_with(
     true: Sizes, rates: Tier, before: Iterable[Action], after: Iterable[Action]
 ) -> float:
     """Return the makespan of a schedule that took a detour."""
+    return [now for now, _ in _timed(true, rates, itertools.chain(before, after))][-1]
+
+
+def first_to_wait(true: Sizes, rates: Tier, actions: Sequence[Action]) -> int:
+    """Return the index of the first eviction that waits for its write, else of the turn."""
+    timed = _timed(true, rates, actions)
+    for at, (action, (_, waited)) in enumerate(zip(actions, timed, strict=True)):
+        if isinstance(action, EndForward) or (isinstance(action, Evict) and waited):
+            return at
+    raise AssertionError("a schedule without EndForward")
+
+
+def _timed(true: Sizes, rates: Tier, actions: Iterable[Action]) -> Iterator[tuple[float, bool]]:
+    """Yield when each action has been performed, and whether it waited for a transfer."""
     now, adjoint = 0.0, len(true)
     busy, ends, written = [0.0, 0.0], [], {}
-    for action in itertools.chain(before, after):
+    for action in actions:
+        ready = 0.0
         match action:
             case Advance(start, stop):
                 now += float(true.forward_s[start:stop].sum())
@@ -172,10 +187,11 @@ def seconds_with(
                 if writes:
                     written[tape, step] = busy[channel]
             case Evict(step, _, tape):
-                now = max(now, written[tape, step])
+                ready = written[tape, step]
             case Await(token):
-                now = max(now, ends[token])
-    return now
+                ready = ends[token]
+        waited, now = ready > now, max(now, ready)
+        yield now, waited
 
 
 def _is_held(held: Held, thing: tuple[bool, int]) -> bool:

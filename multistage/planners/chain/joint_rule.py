@@ -46,13 +46,13 @@ from .joint_actions import actions_of_laid
 from .joint_choice import Choice, fates_of
 from .joint_core import Core
 from .joint_detour import Detour as Detour
-from .joint_detour import Held, joined, judged, replayed, seconds_with
+from .joint_detour import Held, first_to_wait, joined, judged, replayed, seconds_with
 from .joint_twin import Twin
 from .memory import use_of
 from .sizes import Sizes
 from .table import Table
 
-Accepts: TypeAlias = Callable[[Detour, int], bool]
+Accepts: TypeAlias = Callable[[int, Detour, int], bool]
 
 _SLOTS, _MORE = 400, 1.13
 _LONG, _FEWER = 100, 150  # stages, and the slots of longer chains: tables grow as squares
@@ -119,7 +119,7 @@ class DeadlineRule:
             Whether a write in flight can be cancelled, as between two pages; if not,
             what is being written takes its room to the end.
         accepts : callable, optional
-            `accepts(detour, memory_bytes)`: whether a detour can be taken within a limit,
+            `accepts(at, detour, memory_bytes)`: whether a detour can be taken within a limit,
             asked of legal ones, the fastest first.
 
         Raises
@@ -159,6 +159,13 @@ class DeadlineRule:
         for detour in sorted(found, key=lambda each: each.makespan_s):
             with contextlib.suppress(ScheduleError):
                 judged(replayed(actions[:at], plan.costs), detour, spare)
-                if accepts is None or accepts(detour, spare):
+                if accepts is None or accepts(at, detour, spare):
                     return detour
         return None
+
+    def first_to_wait(self, slower: float) -> int:
+        """Return the index of the first eviction that waits on a tier so many times slower.
+
+        Of the `EndForward`, if none does.
+        """
+        return first_to_wait(self.true, rates_when(self.rates, slower), self.plan.actions)

@@ -198,6 +198,10 @@ class Stowage:
             before_s = trip.ended_s
         return max(1.0, took_s / planned_s) if planned_s else 1.0
 
+    def seen_s(self) -> float:
+        """Return the seconds that writes have taken so far."""
+        return sum(trip.seconds for trip in self._sent() if trip.done.is_set())
+
     def computed_s(self) -> float:
         """Return the seconds since this sweep began that were no waiting."""
         waited_s = self.stall_s - self._stalled_s
