@@ -149,10 +149,12 @@ class DurableRun:
         except BaseException:
             folder, self._folder = self._folder, None
             if folder is not None:
-                if folder.made:  # there was none: the ranks refuse each other's
-                    folder.remove()
-                    self._leave()
-                folder.close()
+                try:
+                    if folder.made:  # there was none: the ranks refuse each other's
+                        folder.remove()
+                        self._leave()
+                finally:
+                    folder.close()
             raise
 
     def _opening(self) -> Found:

@@ -289,12 +289,14 @@ class MPIReversal(Generic[State, Adjoint]):
         try:
             yield
         except BaseException as error:
-            self._stop(keep=True)
-            if self._sweeps is not None:
-                with suppress(ArgumentError):  # stopped before the first step
-                    self._report = self._sweeps.report()  # how far this rank came
-            if error is not self._ranks.shared:
-                self._fail(error)
+            try:
+                self._stop(keep=True)
+                if self._sweeps is not None:
+                    with suppress(ArgumentError):  # stopped before the first step
+                        self._report = self._sweeps.report()  # how far this rank came
+            finally:  # though a tier could not be closed: the others must not wait for this rank
+                if error is not self._ranks.shared:
+                    self._fail(error)
             raise
 
     def _fail(self, error: BaseException) -> None:

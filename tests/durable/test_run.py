@@ -675,6 +675,27 @@ def test_ctrl_c_leaves_a_run_to_resume(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_ctrl_c_while_a_folder_is_given_back_leaves_it_unlocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "run"
+    options: dict[str, Any] = {"n_steps": 20, "durable": folder, "costs": FAST}
+    with monkeypatch.context() as patched:
+        patched.setattr(DurableRun, "_agree", interrupted)
+        patched.setattr(Folder, "remove", interrupted)
+        run: Any = Reversal(lambda x, i: x, lambda x, a, i: a, **options)
+        with pytest.raises(KeyboardInterrupt):
+            run.forward(np.ones(3))
+        run.close()
+    left = Folder(folder)
+    in_use = left.in_use()
+    left.close()
+    assert not in_use
+
+
 def test_in_one_call(tmp_path: Path) -> None:
     result = reverse(
         lambda x, i: x * 1.01 + i,

@@ -455,6 +455,35 @@ def test_an_exception_is_left_to_the_program_on_demand(capsys: Any) -> None:
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("closes", [True, False], ids=["", "its tier cannot be closed"])
+def test_an_exception_ends_all_where_no_block_is_left(
+    monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
+    stop = MPIReversal._stop
+
+    def broken(run: Any, *, keep: bool = False) -> None:
+        stop(run, keep=keep)
+        if not closes:
+            raise StoreError("the tier cannot be closed")
+
+    def work(comm: Comm) -> None:
+        wave = Wave(comm)
+
+        def step(state: Any, i: int) -> Any:
+            if comm.rank == 1 and i == 20:
+                raise ZeroDivisionError("in step")
+            return wave.step(state, i)
+
+        run: Any = MPIReversal(step, wave.adjoint_step, N, comm=comm, memory="5 slots", costs=COSTS)
+        run.forward(wave.start)
+
+    monkeypatch.setattr(MPIReversal, "_stop", broken)
+    world = World(2)
+    found = run_ranks(2, work, world)
+    assert world.aborted
+    assert isinstance(found[1], ZeroDivisionError if closes else StoreError)
+
+
 def test_a_failure_while_arguments_are_checked_ends_all(capsys: Any) -> None:
     class Odd(str):
         __hash__ = str.__hash__
