@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -545,6 +544,8 @@ run = {"plain": plain, "ours": ours}[sys.argv[1]]
 run(50).backward()
 held = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) << 10
 resource.setrlimit(resource.RLIMIT_DATA, (held + (96 << 20),) * 2)
+run(50).backward()
+print("within the limit", flush=True)
 run(3000).backward()
 print("done")
 """
@@ -553,16 +554,16 @@ print("done")
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_under_a_hard_limit_that_plain_autograd_does_not_fit() -> None:
-    ends = {}
+    printed = {}
     for how in ("plain", "ours"):
         done = subprocess.run(
             [sys.executable, "-c", UNDER_A_LIMIT, how], capture_output=True, text=True, check=False
         )
-        ends[how] = done.returncode == 0 and "done" in done.stdout, done.stderr
-    assert ends["ours"][0], ends["ours"][1]
-    assert not ends["plain"][0]
-    # Whose request is the first that fails, torch's or the interpreter's, is chance.
-    assert re.search("allocate memory|bad_alloc|MemoryError", ends["plain"][1]), ends["plain"][1]
+        printed[how] = done.stdout.splitlines(), done.stderr
+    assert printed["ours"][0] == ["within the limit", "done"], printed["ours"]
+    # How it ends is chance: the request that fails first is torch's, the interpreter's, or that
+    # of the traceback.  Few steps pass under the same limit, so that memory is the cause.
+    assert printed["plain"][0] == ["within the limit"], printed["plain"]
 
 
 def test_nothing_is_left_after_a_forward_without_backward(tmp_path: Path) -> None:
