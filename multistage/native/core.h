@@ -95,6 +95,8 @@ EXPORT double ms_joint_judge(const joint_t *x, const uint8_t *fates, int64_t *su
 EXPORT void ms_joint_layout(const joint_t *x, int64_t *ops, int64_t *items, int64_t *nodes);
 EXPORT double ms_joint_improve(const joint_t *x, uint8_t *fates, double seconds, int64_t moves,
                                int64_t seed);
+EXPORT int64_t ms_joint_cross(const joint_t *x, const uint8_t *first, const uint8_t *rest,
+                              double below, uint8_t *made, double *seconds);
 
 /* --------------------------- joint_program.c, joint_rounding.c */
 

@@ -117,3 +117,32 @@ double ms_joint_improve(const joint_t *x, uint8_t *fates, double seconds, int64_
     }
     return best;
 }
+
+/* Judge the plans that begin as `first` and continue as `rest`, one for each stage, but the
+ * first, where the two differ.
+ *
+ * Those of less than `below` seconds are written to `made`, n bytes each, and their makespans
+ * to `seconds`.  Their number, less than n.
+ */
+int64_t ms_joint_cross(const joint_t *x, const uint8_t *first, const uint8_t *rest, double below,
+                       uint8_t *made, double *seconds)
+{
+    work_t w = joint_work_of(x);
+    const int64_t n = x->slots->n;
+    int64_t count = 0, differed = first[0] != rest[0];
+    memcpy(w.other, rest, (size_t)n);
+    for (int64_t cut = 1; cut < n; cut++) {
+        int64_t moved;
+        double waited;
+        w.other[cut - 1] = first[cut - 1];
+        if (first[cut] == rest[cut])
+            continue;
+        const double found = differed ? joint_judged(x, &w, w.other, &moved, &waited) : INFINITY;
+        differed = 1;
+        if (!(found < below))
+            continue;
+        memcpy(made + count * n, w.other, (size_t)n);
+        seconds[count++] = found;
+    }
+    return count;
+}

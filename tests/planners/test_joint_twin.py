@@ -1,5 +1,6 @@
 """The Python twins of the joint planner's kernels: the same plans and the same numbers."""
 
+import itertools
 import random
 
 import numpy as np
@@ -39,6 +40,12 @@ def test_twins_find_judge_and_improve_alike(seed):
         better, best = core.improve(fates, seconds, 40, 3)
         assert twin.improve(fates, seconds, 40, 3)[1] == best <= seconds
         assert np.array_equal(twin.improve(fates, seconds, 40, 3)[0], better)
+    for first, rest in itertools.permutations(plans[:4], 2):
+        for below in (np.inf, 1.2 * float(true.forward_s.sum() + true.reverse_s.sum())):
+            crossed, again = (kind.cross(first, rest, below) for kind in (core, twin))
+            assert [seconds for seconds, _ in crossed] == [seconds for seconds, _ in again]
+            assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(crossed, again, strict=True))
+            assert all(core.judge(fates) == seconds < below for seconds, fates in crossed)
 
 
 def test_twins_agree_on_ends_left_out_of_long_chains():

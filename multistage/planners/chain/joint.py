@@ -19,6 +19,8 @@ Search
     A dynamic program with the backlog of writes as a dimension (native/joint_program.c) is
     solved for a fixed list of its parameters.  Each of its plans is judged in
     virtual time, to the byte and second; the best are improved by random moves.
+    For short chains more of them are, and then crossed: for every pair of the best,
+    plans are tried that begin as one and continue as the other.
     All is counted, nothing timed, and the seed is fixed: plans are reproducible.
     Sending every tape away, and every state, are always tried.
 
@@ -32,7 +34,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -71,6 +73,10 @@ _MOVES_A_STAGE, _MOVES, _MOVES_LONG = 100, 5000, 2000
 # more moves on the best plans do not.
 _SHORT, _MOVES_OF_EACH = 40, 50
 _SPEEDS, _AT_SPEEDS = (1.15, 0.85), 4
+# Then so many of the best are crossed in so many rounds; each round improves its best few.
+_CROSSED, _ROUNDS, _IMPROVED_A_ROUND = 24, 8, 4
+# Parts of a tier's capacity, for plans of a larger limit.
+_OF_CAPACITY = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
 _STEPS = 48
 _POOL = 6
 _SEED = 3
@@ -98,6 +104,7 @@ class Pool:
     """The best plans found, the fastest first; no two as fast."""
 
     judge: Callable[[Bytes], float]
+    most: int = _POOL
     found: list[tuple[float, Bytes]] = field(default_factory=list)
 
     def offer(self, fates: Bytes) -> None:
@@ -106,13 +113,18 @@ class Pool:
             tried = (fates & ~np.uint8(3 << RESERVE_AT)) | np.uint8(reserve << RESERVE_AT)
             self.keep(self.judge(tried), tried)
 
+    @property
+    def worst(self) -> float:
+        """The seconds that a plan must take less than to be kept."""
+        return math.inf if len(self.found) < self.most else self.found[-1][0]
+
     def keep(self, seconds: float, fates: Bytes) -> None:
         """Keep a plan if it is among the best."""
         if math.isinf(seconds) or any(seconds == known for known, _ in self.found):
             return
         self.found.append((seconds, fates))
         self.found.sort(key=lambda pair: pair[0])
-        del self.found[_POOL:]
+        del self.found[self.most :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +154,7 @@ def plan_joint(true: Sizes, table: Table, unit_bytes: float, limit: int, rates: 
         return Found(None, math.inf, 0, 0.0, None)
     kind = Core if native.available() else Twin
     core = kind(true, table, unit_bytes, limit, rates)
-    pool = search(core, true, limit, unit_bytes)
+    pool = search(core, true, limit, unit_bytes, rates)
     offload = Pool(core.judge)
     offload.offer(next(extremes(true)))
     offload_s = offload.found[0][0] if offload.found else None
@@ -183,64 +195,103 @@ def smallest_with_tier(true: Sizes, rates: Tier) -> int:
     return least
 
 
-def search(
-    core: Core | Twin,
-    true: Sizes,
-    limit: int,
-    unit_bytes: float,
-    *,
-    strides: tuple[int, ...] | None = None,
-    grid: tuple[tuple[float, ...], ...] | None = None,
-    improved: int | None = None,
-    moves: int | None = None,
-) -> Pool:
-    """Return the best plans found.
+def search(core: Core | Twin, true: Sizes, limit: int, unit_bytes: float, rates: Tier) -> Pool:
+    """Return the best plans found, limit and tier being those of the core.
 
     Parameters
     ----------
-    strides : tuple of int, optional
-        Memories of the table in a program's slot, in turn.
-    grid : tuple, optional
-        Parameters of the programs.
-    improved : int, optional
-        How many of the best plans to improve.
-    moves : int, optional
-        By how many random moves each.
+    limit : int
+        Bytes, the chain's input not counted.
+    unit_bytes : float
+        Of a slot of the core's table.
     """
-    long = len(true) > _LONG
-    strides = strides or (_STRIDES_LONG if long else _STRIDES)
-    grid = grid or (GRID[:_PROGRAMS_LONG] if long else GRID)
-    improved = improved or (_IMPROVED_LONG if long else _IMPROVED)
-    moves = moves or (_MOVES_LONG if long else min(_MOVES, _MOVES_A_STAGE * len(true)))
+    n = len(true)
+    long = n > _LONG
+    strides = _STRIDES_LONG if long else _STRIDES
+    grid = GRID[:_PROGRAMS_LONG] if long else GRID
+    moves = _MOVES_LONG if long else min(_MOVES, _MOVES_A_STAGE * n)
     pool = Pool(core.judge)
     for fates in extremes(true):
         pool.offer(fates)
     solved = list(programs(true, limit, unit_bytes, strides, grid))
     starts: list[tuple[float, Bytes]] = []
     for program in solved:
-        starts += _solved(core, program, pool)
-    best = pool.found[:improved]
+        starts += _begun(core, core.program(program, _SHARES), pool)
+    late, aside = [], Pool(core.judge)
+    if rates.capacity_bytes is not None and (n <= _SHORT or not pool.found):
+        for fates in of_more_memory(core.table, true, limit, rates.capacity_bytes):
+            late += _begun(core, [fates], aside)
+    if not pool.found:
+        pool = aside
+    best = pool.found[: _IMPROVED_LONG if long else _IMPROVED]
     for rank, (seconds, fates) in enumerate(best):
         better, found = core.improve(fates, seconds, moves, _SEED + rank)
         pool.keep(found, better)
-    if len(true) > _SHORT:
+    if n > _SHORT:
         return pool
     for speed, program in itertools.product(_SPEEDS, solved[:_AT_SPEEDS]):
-        starts += _solved(core, replace(program, speed=speed), pool)
-    for rank, (seconds, fates) in enumerate(starts, len(best)):
-        better, found = core.improve(fates, seconds, _MOVES_OF_EACH * len(true), _SEED + rank)
-        pool.keep(found, better)
-    return pool
+        starts += _begun(core, core.program(replace(program, speed=speed), _SHARES), pool)
+    more = Pool(core.judge, _CROSSED, pool.found.copy())
+    for rank, (seconds, fates) in enumerate(starts + late, len(best)):
+        better, found = core.improve(fates, seconds, _MOVES_OF_EACH * n, _SEED + rank)
+        more.keep(found, better)
+    cross(core, more, _MOVES_OF_EACH * n)
+    return more
 
 
-def _solved(core: Core | Twin, program: Program, pool: Pool) -> list[tuple[float, Bytes]]:
-    """Offer what a program finds; return its best plan, if one fits."""
+def _begun(core: Core | Twin, plans: Iterable[Bytes], pool: Pool) -> list[tuple[float, Bytes]]:
+    """Offer plans to a pool; return the best of them, if one fits."""
     own = Pool(core.judge)
-    for made in core.program(program, _SHARES):
-        own.offer(made)
+    for fates in plans:
+        own.offer(fates)
     for seconds, fates in own.found:
         pool.keep(seconds, fates)
     return own.found[:1]
+
+
+def cross(core: Core | Twin, pool: Pool, moves: int) -> None:
+    """Improve plans by those that begin as one of them and continue as another.
+
+    Stages far apart hardly affect each other, so plans of searches with different starts
+    are often best in different parts of the chain.
+    """
+    crossed: set[tuple[bytes, bytes]] = set()
+    for number in range(_ROUNDS):
+        before = pool.found.copy()
+        for (_, first), (_, rest) in itertools.permutations(before, 2):
+            pair = first.tobytes(), rest.tobytes()
+            if pair in crossed:
+                continue
+            crossed.add(pair)
+            for seconds, fates in core.cross(first, rest, pool.worst):
+                pool.keep(seconds, fates)
+        best = pool.found[:_IMPROVED_A_ROUND]
+        for rank, (seconds, fates) in enumerate(best, 1 + number * _IMPROVED_A_ROUND):
+            better, found = core.improve(fates, seconds, moves, _SEED + rank)
+            pool.keep(found, better)
+
+
+def of_more_memory(table: Table, true: Sizes, limit: int, capacity: int) -> Iterator[Bytes]:
+    """Yield plans without a tier, of limits that are larger by parts of its capacity.
+
+    Whatever they keep may go to the tier, which takes what exceeds the true limit.  The
+    programs do not know the capacity: if it is small, none of their plans may fit.
+    """
+    n = len(true)
+    for share in _OF_CAPACITY:
+        seconds, memory = table.fastest(true, limit + int(share * min(capacity, limit)))
+        trace = table.trace(memory) if seconds < math.inf else None
+        if trace is None:
+            continue
+        chosen = {(s, t): k for s, t, k in trace}
+        fates, s = np.zeros(n, np.uint8), 0
+        while s < n:
+            k = chosen[s, n - 1]
+            fates[s] = STARTS | STATE_AWAY
+            if k == s < n - 1:
+                fates[s] |= KEEPS_TAPE | TAPE_AWAY
+            s = max(k, s + 1)
+        yield fates
 
 
 def extremes(true: Sizes) -> Iterator[Bytes]:

@@ -156,6 +156,22 @@ class Core:
         )
         return better, float(found)
 
+    def cross(self, first: Bytes, rest: Bytes, below: float) -> list[tuple[float, Bytes]]:
+        """Return the plans faster than `below` that begin as one plan and continue as another.
+
+        With their makespans; one plan for each stage, but the first, where the two differ.
+        """
+        made, seconds = np.empty((self.n, self.n), np.uint8), np.empty(self.n)
+        count = native.library().ms_joint_cross(
+            ctypes.byref(self._joint),
+            first.ctypes.data,
+            rest.ctypes.data,
+            below,
+            made.ctypes.data,
+            seconds.ctypes.data,
+        )
+        return list(zip(seconds[:count].tolist(), made[:count], strict=True))
+
     def program(self, program: Program, shares: tuple[float, ...]) -> list[Bytes]:
         """Return the plans that the dynamic program finds best for shares of the limit."""
         call = native.JointProgram(

@@ -90,6 +90,16 @@ class Twin:
                 best, better = now, other.copy()
         return better, best
 
+    def cross(self, first: Bytes, rest: Bytes, below: float) -> list[tuple[float, Bytes]]:
+        """Return the plans faster than `below` that begin as one plan and continue as another."""
+        made = []
+        for cut in np.flatnonzero(first != rest)[1:]:
+            plan = np.concatenate((first[:cut], rest[cut:]))
+            seconds = self.judge(plan)
+            if seconds < below:
+                made.append((seconds, plan))
+        return made
+
     # ---------------------------------------------------------------- traces
 
     def _trace(self, s: int, t: int, m: int) -> list[Operation] | None:
