@@ -60,6 +60,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--tape", default="0", help="size of one tape (that of a state)")
     costs.add_argument(
         "--tiers",
+        "--tier",
         help="the slow tier by its rates: write=2GB/s,read=1GB/s, and optionally latency=1ms, "
         "capacity=10GiB, name=NAME; for stages also shared (one channel for both), states-only; "
         "with simulate --load: another than planned",

@@ -11,10 +11,8 @@ a store refuses an `Offer`      the schedule continues without that checkpoint
 a store refuses a `Put`         as a write that fails; warned
 a write fails                   `Await` answers False; warned
 a read fails                    `Await` answers False; warned
-a schedule loads a lost state   it is computed again from the nearest earlier
-                                state at hand; state 0 always is
-an operator raises, Ctrl-C      the schedule is closed, slots are given back,
-                                the exception reaches the caller
+a schedule loads a lost state   it is computed again from the nearest one at hand
+an operator raises, Ctrl-C      all is given back, the exception reaches the caller
 ==============================  ==============================================
 
 Memory does not grow with the number of steps: the timeline merges spans, and
@@ -177,25 +175,28 @@ class Executor(Generic[State, Adjoint]):
         self._birth = Birth.here()
         sweep, transfers, ledger = self._begun(schedule, state)
         self._sweep, self._transfers = sweep, transfers
+        ours = False
         try:
             occupy(self._stores, sweep)
+            ours = True
+            if resumed is not None:
+                resumed.take_up(sweep, transfers, state)
+            self._rules = None
+            if self._make_rules is not None and judged:
+                self._rules = self._make_rules()
+                if resumed is not None:
+                    resumed.tell(self._rules)
+                sweep.schedule = each_judged(sweep.schedule, self._rules)
+            self.timeline, self.counts = ledger.timeline, ledger.counts
+            ledger.begin_s = self._clock()
+            if late is not None:
+                late.begin(transfers, ledger)
+                sweep.detour = partial(self._detour, late)
         except BaseException:
-            self._transfers = None  # nothing of ours is in the stores
+            if not ours:
+                self._transfers = None  # nothing of ours is in the stores
             self.abort()
             raise
-        if resumed is not None:
-            resumed.take_up(sweep, transfers, state)
-        self._rules = None
-        if self._make_rules is not None and judged:
-            self._rules = self._make_rules()
-            if resumed is not None:
-                resumed.tell(self._rules)
-            sweep.schedule = each_judged(sweep.schedule, self._rules)
-        self.timeline, self.counts = ledger.timeline, ledger.counts
-        ledger.begin_s = self._clock()
-        if late is not None:
-            late.begin(transfers, ledger)
-            sweep.detour = partial(self._detour, late)
         self._guarded(sweep.forward, forward=True)
         last: State = sweep.live
         return last

@@ -45,7 +45,7 @@ def test_plan_as_json_and_costs_files(capsys, tmp_path: Path) -> None:
 
 def test_a_tier_of_steps_can_be_given_by_its_rates(capsys, tmp_path: Path) -> None:
     made = []
-    for tier in (["--write=4ms", "--read=8ms"], ["--tiers=write=25kB/s,read=12500B/s"]):
+    for tier in (["--write=4ms", "--read=8ms"], ["--tier=write=25kB/s,read=12500B/s"]):
         numbers = [n for n in NUMBERS if not n.startswith("--write")]
         assert main(["plan", *numbers, "--state=100", *tier, "--json"]) == 0
         made.append(json.loads(capsys.readouterr().out))

@@ -234,6 +234,20 @@ def test_a_static_schedule_survives_the_loss_of_all() -> None:
                     assert (raw(last), executor.reverse(1)) == answer("nested", 4)
 
 
+def test_an_error_before_the_first_step_gives_the_stores_back() -> None:
+    def broken() -> Rules:
+        raise ValueError("no rules")
+
+    start = CHAINS["nested"][1]()
+    with opened(MemoryStore()) as store:
+        failing = Executor(CHAINS["nested"][0](), (store,), rules=broken)
+        with pytest.raises(ValueError, match="no rules"):
+            failing.forward([Advance(0, 1), EndForward()], start)
+        other = Executor(CHAINS["nested"][0](), (store,))
+        other.forward([Advance(0, 1), EndForward()], start)
+        assert failing.counts.forward_steps == 0
+
+
 @pytest.mark.parametrize("chain", ["nested", "in-place", "in-place-tape", "blocks-in-place"])
 @pytest.mark.parametrize("fault", ["lose_write", "lose_read", "refuse"])
 def test_a_lost_slot_can_be_freed(fault: str, chain: str) -> None:
