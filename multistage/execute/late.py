@@ -87,7 +87,7 @@ class PagedWrites:
         oldest = self._oldest()
         if oldest is not None or self._store.waits():
             expected_s = tier.writing_s(self._store.page_bytes) if tier else 0.0
-            put_s = ledger.begin_s if oldest is None else self._put_s[oldest]
+            put_s = self._put_s.get(-1 if oldest is None else oldest, ledger.begin_s)
             took_s += max(expected_s, ledger.clock() - max(put_s, ledger.wrote_s))
             planned_s += expected_s
         return took_s, planned_s
