@@ -68,7 +68,9 @@ def test_an_incomplete_store_is_refused_by_its_missing_methods() -> None:
         name, queue_depth, stats = "incomplete", 1, StoreStats()
         put = open = close = get = drop = prefetch = wait_written = None
 
-    with pytest.raises(ArgumentError, match=r"lacks buffer_bytes, .*, transfers, which every"):
+    with pytest.raises(
+        ArgumentError, match=r"lacks buffer_bytes, cancel, .*, transfers, waits, which every"
+    ):
         open_store(Incomplete())  # type: ignore[arg-type]
 
 

@@ -145,7 +145,8 @@ def test_no_more_memory_than_budget_and_largest_step(
     in_place: bool, what: str, tmp_path: Path
 ) -> None:
     known = what != "measured"
-    slack = 100_000  # of the sweep's own objects
+    # Of the sweep's own objects; all pages may be waiting to be written.
+    slack = 150_000 if what == "streamed" else 100_000
     n = 24
     for seed in range(1 if what == "streamed" else 2):
         chain, costs, start = _large(seed, n, in_place)
