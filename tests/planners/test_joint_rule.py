@@ -188,7 +188,7 @@ def accepting(plan):
     return late._accepts
 
 
-@pytest.mark.parametrize(("seed", "spared"), [(1, 1), (6, 1), (8, 0), (109, 0), (111, 0)])
+@pytest.mark.parametrize(("seed", "spared"), [(1, 1), (6, 1), (8, 0), (109, 0), (103, 0)])
 def test_steps_on_a_late_tier_are_no_slower_than_on_none(seed, spared):
     plan = refined(seed, spared)
     assert plan.makespan_s < plan.no_tier_s
