@@ -199,6 +199,7 @@ class TakenWhenLate:
         assert actions is not None
         rules.divert((), detour.discard)
         self.detour, self.slower, self.left_at = detour, self._deadlines.slower, sweep.at
+        self.peak_bytes = self._peak_with(at, detour) or 0
         for step in detour.discard:
             tape = sweep.tapes.pop(step)
             if sweep.tapes:
@@ -235,10 +236,14 @@ class TakenWhenLate:
 
     def _accepts(self, at: int, detour: Detour, memory_bytes: int) -> bool:
         """Whether the executor can take a detour there within a limit."""
+        return self._peak_with(at, detour, memory_bytes) is not None
+
+    def _peak_with(self, at: int, detour: Detour, memory_bytes: int | None = None) -> int | None:
+        """Return the most memory of a sweep that takes a detour there, None if it cannot."""
         rules = self._so_far(at)
         actions = self._performed(at, detour, rules.live)
         if actions is None:
-            return False
+            return None
         assert rules.memory is not None
         rules.memory.limit_bytes = memory_bytes
         try:
@@ -247,9 +252,8 @@ class TakenWhenLate:
                 rules.apply(action, rules.usual_answer(action))
             rules.finish()
         except ScheduleError:
-            return False
-        self.peak_bytes = rules.memory.peak_bytes
-        return True
+            return None
+        return rules.memory.peak_bytes
 
 
 def _playing(actions: list[Action]) -> Schedule:

@@ -18,6 +18,7 @@ from multistage import Reversal, native
 from multistage.backends import MemoryStore, Store
 from multistage.backends.testing import FaultyStore
 from multistage.errors import CheckpointWarning
+from multistage.execute.detour import Deadlines
 from multistage.execute.late import TakenWhenLate
 from multistage.reversing import unequal
 
@@ -104,3 +105,20 @@ def test_a_detour_holds_no_more_memory_than_the_plan_may(taken: list[TakenWhenLa
         late_sweep(case, random.Random(seed), MemoryStore(buffer_bytes=0), memory="3 slots")
     for each in taken:
         assert 0 < each.peak_bytes <= each.plan.memory_bytes
+
+
+def test_a_detour_that_is_judged_but_not_taken_is_not_reported() -> None:
+    case = Case(3, "functional", 16)
+    with (
+        mock.patch.object(unequal, "measured_rates", tier_for(case, 0.3)),
+        mock.patch.object(Deadlines, "_left", lambda *_: None),
+    ):
+        peaks = []
+        for slower in (1.0, 10.0):
+            run: Any = Reversal(
+                case.chain(), costs=case.costs, memory="2 slots", tiers=MemoryStore()
+            )
+            with said_late(lambda: True, partial(float, slower)), run:
+                assert swept(run, case) == case.store_all()
+                peaks.append(run.report().peak_fast_bytes)
+    assert peaks[0] == peaks[1]
