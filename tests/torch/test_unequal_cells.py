@@ -319,6 +319,22 @@ def test_a_late_tier_leaves_the_bits_as_they_are(name: str) -> None:
     assert taken and first.plan is not second.plan
 
 
+def test_a_second_backward_on_a_late_tier_is_no_other_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each backward but the first runs forward again, on the same late tier."""
+    rates: Memory[Tier] = Memory()
+    monkeypatch.setattr(varied_search, "_rates", rates)
+    cells, state, inputs = widths()
+    options: dict[str, Any] = {"planner": "stream", "chunk": 1, "memory": "250 KiB"}
+    options |= {"tiers": [f"memory:?{SMALL}"], "check": "off"}
+    with said_late(lambda: True, lambda: 10.0):
+        out = mst.unroll(cells, state, inputs, **options)
+        (known,) = rates.values()
+        loss = out.state.square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert rates.values() == [known]
+
+
 def test_two_backwards_and_hooks_that_fire_once() -> None:
     torch.manual_seed(0)
     cells, state, _ = widths()

@@ -19,6 +19,7 @@ from ...errors import BudgetError
 from ...execute.late import TakenWhenLate
 from ...model.budget import Budget
 from ...model.stages import Stage, StageCosts
+from ...model.tier import Tier
 from ...planners.chain.heterogeneous import plan_chain
 from ...reversing.described import described
 from ...schedule.simulation import simulate
@@ -44,7 +45,7 @@ from .surroundings import Surroundings
 from .sweeping import Sweep, rules_of, through
 from .unroll_plan import UnrollPlan
 from .varied_planning import plan_again, planned_varied
-from .varied_search import pages_for, seen_slower
+from .varied_search import pages_for, seen_writing
 from .varied_time import VariedTensors, VariedThroughTime
 
 _weighed: Memory[bool] = Memory()  # sequences whose graphs were seen to hold to given costs
@@ -233,7 +234,7 @@ class _Program:
             if chosen.chain.tier is not None and chosen.chain.memory_bytes is not None:
                 rules = partial(rules_of, chosen.chain, chosen.plan)
                 late = TakenWhenLate(chosen.chain, paged, rules)
-                was_late = partial(_plan_for_slower, chosen, settings, paged)
+                was_late = partial(_plan_for_slower, chosen, settings, paged, chosen.chain.tier)
         run = Sweep(
             chain,
             chain.first(leaves),
@@ -250,10 +251,11 @@ class _Program:
 
 
 def _plan_for_slower(
-    chosen: UnrollPlan, settings: Settings, paged: PagedStore, slower: float
+    chosen: UnrollPlan, settings: Settings, paged: PagedStore, planned: Tier, slower: float
 ) -> None:
     """Plan the next sequence for a tier whose writes took so many times as long as planned."""
-    seen_slower(settings, paged, slower)
+    # Of what was planned, not of what is known by now: a second backward tells it again.
+    seen_writing(settings, paged, planned.write_bytes_per_s / slower)
     plan_again(chosen)
 
 

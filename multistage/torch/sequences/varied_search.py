@@ -238,12 +238,12 @@ def pages_for(store: Store, costs: StageCosts, things: int | None = None) -> Pag
     return PagedStore(store, largest, things=things)
 
 
-def seen_slower(settings: Settings, paged: PagedStore, slower: float) -> None:
-    """Take writes of pages to be so many times slower than before, in plans to come."""
+def seen_writing(settings: Settings, paged: PagedStore, bytes_per_s: float) -> None:
+    """Take pages to be written no faster than that, in plans to come."""
     key = settings.tiers, paged.page_bytes
     rates = _rates.get(key)
     if rates is not None:
-        writes = max(1.0, rates.write_bytes_per_s / slower)
+        writes = min(rates.write_bytes_per_s, max(1.0, bytes_per_s))
         _rates.put(key, replace(rates, write_bytes_per_s=writes))
 
 
