@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -49,6 +50,7 @@ def said_late(
         mock.patch.object(PagedWrites, "written", is_written),
         mock.patch.object(PagedWrites, "has_room", has_room),
         mock.patch.object(PagedWrites, "slower", lambda *_: slower()),
+        mock.patch.object(PagedWrites, "seen_s", lambda _: math.inf),
         mock.patch.object(PagedWrites, "computed_s", lambda _: 0.0),
         mock.patch.object(PagedWrites, "cancel", cancels),
         mock.patch.object(late, "Deadlines", asking),

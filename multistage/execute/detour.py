@@ -24,6 +24,7 @@ from ..planners.chain.memory import use_of
 _PER_STAGE_S, _PER_PAIR_S = 3e-3, 2.5e-5
 # Shares of a plan's makespan: what waiting must cost to ask, and one wait between questions.
 _WORTH, _WAIT = 0.02, 0.01
+_LEAST_S = 1e-3  # of one wait: a plan may take less than a millisecond
 _GAIN = 0.97  # of the time with waiting, the most that a detour may take
 _EARLIER = 0.99  # of the time with a later detour, the most that one may take at a put
 _SLOWER = 1.2  # the tier must be so many times slower than when it was asked about last
@@ -67,7 +68,7 @@ class Deadlines:
     ask_s : float, optional
         Seconds that a question takes; as estimated if None.
     wait_s : float, optional
-        How long one wait for a write lasts; a hundredth of the makespan if None.
+        How long one wait for a write lasts; a hundredth of the makespan, at least 1 ms, if None.
     cancel_s : float, optional
         How long a write that is cancelled may continue; as long as it takes if None.
     accepts : callable, optional
@@ -95,7 +96,7 @@ class Deadlines:
         self.detour: Detour | None = None
         self.slower = 1.0
         self._ask_s = _PER_STAGE_S * n + _PER_PAIR_S * n * n if ask_s is None else ask_s
-        self._wait_s = _WAIT * plan.makespan_s if wait_s is None else wait_s
+        self._wait_s = max(_LEAST_S, _WAIT * plan.makespan_s) if wait_s is None else wait_s
         self._cancel_s, self._accepts = cancel_s, accepts
         self._rule: DeadlineRule | None = None
         # How slow the tier was when the rule was asked last, and when it was asked at a put.

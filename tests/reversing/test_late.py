@@ -19,7 +19,7 @@ from multistage.backends import MemoryStore, Store
 from multistage.backends.testing import FaultyStore
 from multistage.errors import CheckpointWarning
 from multistage.execute.detour import Deadlines
-from multistage.execute.late import TakenWhenLate
+from multistage.execute.late import PagedWrites, TakenWhenLate
 from multistage.reversing import unequal
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="the rule's twin is slow")
@@ -97,6 +97,46 @@ def test_a_detour_from_a_tier_that_loses_states(fault: str, taken: list[TakenWhe
             warnings.simplefilter("ignore", CheckpointWarning)
             late_sweep(case, random.Random(seed), store)
     assert taken
+
+
+class Untold(MemoryStore):
+    """Cannot tell which writes have ended, and makes those that are cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__(buffer_bytes=0)
+        self.awaited: set[int] = set()
+
+    def ended(self, key: int, timeout_s: float) -> bool:
+        return True
+
+    def cancel(self, key: int) -> None:
+        return
+
+    def wait_written(self, key: int) -> bool:
+        self.awaited.add(key)
+        return super().wait_written(key)
+
+
+def test_a_store_that_cannot_tell_is_waited_for(taken: list[TakenWhenLate]) -> None:
+    """Else arrays that it still reads would be beyond the limit."""
+    case, store = Case(3, "functional", 16), Untold()
+    awaited = []
+    cancel = PagedWrites.cancel
+
+    def cancelled(writes: PagedWrites, timeout_s: float) -> bool:
+        answer = cancel(writes, timeout_s)
+        awaited.append((store.stats.writes, len(store.awaited)))
+        return answer
+
+    late_once = iter([False] * 6 + [True] * 1000)  # with some writes on their way
+    with (
+        mock.patch.object(PagedWrites, "cancel", cancelled),
+        mock.patch.object(unequal, "measured_rates", tier_for(case, 0.3)),
+        said_late(lambda: next(late_once), lambda: 10.0),
+        Reversal(case.chain(), costs=case.costs, memory="2 slots", tiers=store) as run,
+    ):
+        assert swept(run, case) == case.store_all()
+    assert taken and awaited and all(writes == ended > 0 for writes, ended in awaited), awaited
 
 
 def test_a_detour_holds_no_more_memory_than_the_plan_may(taken: list[TakenWhenLate]) -> None:
