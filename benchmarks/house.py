@@ -6,7 +6,7 @@ Counts what the style guide limits, by parsing the source; nothing is run or tim
 
 Of the package:
 
-- `median_lines`, `files_over_400`: lines of a file, blank ones and docstrings included;
+- `median_lines`, `files_over_700`: lines of a file, blank ones and docstrings included;
 - `longest_function`, `functions_over_60`: lines of a function or method without its
   docstring and decorators;
 - `import_cycles`: groups of modules that import one another; imports inside of functions
@@ -19,7 +19,7 @@ Of the package:
   for the class of a store, or for an attribute that it may lack;
 - `share_of_source_in_tests`: lines of `tests/` over lines of `tests/` and `multistage/`.
 
-`long_benchmarks` and `long_c_files` list other files above 400 lines, without xxhash's header.
+`long_benchmarks` and `long_c_files` list other files above 700 lines, without xxhash's header.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ._common import finish, options
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "multistage"
-MOST_LINES = 400
+MOST_LINES = 700
 MOST_LINES_OF_A_FUNCTION = 60
 # What defines stores may know their classes.
 OF_STORES = ("backends/", "durable/", "torch/tiers/pinned.py")
@@ -367,7 +367,7 @@ def measured() -> tuple[Samples, dict[str, float]]:
     }
     in_package = sum(source.lines for source in found)
     in_tests = sum(lines_of_files(ROOT / "tests", "*.py").values())
-    names = {"long_files": "files_over_400", "long_functions": "functions_over_60"}
+    names = {"long_files": "files_over_700", "long_functions": "functions_over_60"}
     figures: dict[str, float] = {
         "files": len(found),
         # An `__init__.py` of one line is its docstring.
