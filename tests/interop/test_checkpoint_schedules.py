@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -333,8 +334,8 @@ def test_ours_run_by_the_letter(name: str, kind: str, replayable: bool) -> None:
         assert driver.run() == exact(n)
         # Their turn runs the step before its adjoint; ours counts it in the turn.
         assert driver.steps <= made.forward_steps + n
-        if type(schedule) is not their.SingleMemoryStorageSchedule:
-            assert schedule.max_n == n
+        assert schedule.max_n == n
+        if not isinstance(schedule, their.SingleMemoryStorageSchedule):
             assert schedule.uses_storage_type(Storage.DISK) in (False, bool(made.writes))
             assert not schedule.uses_storage_type(Storage.WORK)
 
@@ -343,9 +344,22 @@ def test_a_plan_that_only_tapes_is_their_own_class() -> None:
     made = plan(Costs(1.0, 2.0), "40 slots", n_steps=40)
     assert made.planner == "store-all"
     schedule = as_schedule(made)
-    assert type(schedule) is their.SingleMemoryStorageSchedule
+    assert isinstance(schedule, their.SingleMemoryStorageSchedule)
     assert Judge(schedule, 40).run().peak_slots == 39
-    assert str(next(schedule)) == "Reverse(40, 0, True)"  # any number of adjoint calculations
+
+
+@pytest.mark.parametrize("name", sorted(set(PLANNERS) - {"pyrevolve"}))
+@pytest.mark.parametrize("slots", [4, 9])
+def test_iterating_over_an_export_ends(name: str, slots: int) -> None:
+    try:
+        schedule = as_schedule(PLANNERS[name](Costs(1.0, 2.0), slots, 6))
+    except BudgetError:
+        assert name == "store-all" and slots == 4
+        return
+    actions = list(itertools.islice(schedule, 100))
+    assert isinstance(actions[-1], their.EndReverse) and schedule.is_exhausted
+    with pytest.raises(ScheduleUsedError):
+        next(schedule)
 
 
 @pytest.mark.parametrize(

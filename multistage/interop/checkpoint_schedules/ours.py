@@ -45,7 +45,7 @@ def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> CheckpointSch
         Each checkpoint lies in one place, since the drivers of such schedules
         know no second copy: what a plan reads from the tier into a slot, and
         loads from there more than once, is copied from disk each time.
-        A plan that only tapes is their `SingleMemoryStorageSchedule`.
+        A plan that only tapes is a `SingleMemoryStorageSchedule` of `n_steps`, which ends.
 
     Raises
     ------
@@ -92,17 +92,18 @@ def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> CheckpointSch
     """
     their = theirs()
     seen = survey(plan)
-    if not seen.restarts:
-        # Drivers treat this one better than any other: pyadjoint asks for it by its type.
-        return their.SingleMemoryStorageSchedule()
-    if replayable:
+    only_tapes = not seen.restarts
+    if replayable and not only_tapes:
         seen.kept = [True] * len(seen.kept)
+    # Drivers treat the class that only tapes better than any other: pyadjoint asks for it.
+    base = their.SingleMemoryStorageSchedule if only_tapes else their.CheckpointSchedule
 
-    class PlanSchedule(their.CheckpointSchedule):  # type: ignore[misc, name-defined]
+    class PlanSchedule(base):  # type: ignore[misc, valid-type]
         """A plan of multistage."""
 
         def __init__(self) -> None:
-            super().__init__(plan.n_steps)
+            super().__init__()
+            self._max_n = plan.n_steps  # theirs that only tapes serves any number of steps
             self._begun = self._done = False
 
         def __iter__(self) -> Iterator[Any]:
@@ -140,6 +141,8 @@ def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> CheckpointSch
         def uses_storage_type(self, storage_type: Any) -> bool:
             # pyadjoint asks before it takes the first action, and again
             # whenever it is about to run the recorded ones at another control.
+            if only_tapes:
+                return bool(storage_type == their.StorageType.WORK)
             if self._begun and not replayable and _asked_by_pyadjoint():
                 raise ScheduleError(_RUN_AGAIN)
             return _uses(seen, storage_type)
