@@ -312,13 +312,16 @@ class _Piece(NamedTuple):
 
 
 class _Compressed:
-    """A medium before another: what is written is encoded, what is read is decoded."""
+    """A medium before another: what is written is encoded, what is read is decoded.
+
+    One thread writes while another reads, so each has a buffer of its own from the beginning.
+    """
 
     def __init__(self, inner: Medium, codec: _Codec, extent_bytes: int) -> None:
         self._inner, self._codec = inner, codec
-        self._extent_bytes = extent_bytes
         self._pieces: dict[int, tuple[_Piece, ...]] = {}
-        self._out = self._in = pages(1)
+        # Not touched: most of it is needed only for bytes that compress badly.
+        self._out, self._in = (pages(extent_bytes, touch=False) for _ in range(2))
         self._raw_bytes = self._stored_bytes = 0
 
     def write(self, slot: int, offset: int, data: Array) -> None:
@@ -326,17 +329,13 @@ class _Compressed:
         at = before[-1].at + round_up(before[-1].stored_bytes) if before else 0
         payload = self._codec.encode(data)
         encoded = payload is not None and round_up(len(payload)) < len(data)
-        if encoded:
-            assert payload is not None
-            size = round_up(len(payload))
-            if len(self._out) < size:
-                self._out = pages(min(len(data), self._extent_bytes))
-            content = self._out[: len(payload)]
-            content[:] = np.frombuffer(payload, np.uint8)
-            whole = self._out[:size]
-        else:
-            content = whole = data
+        # Of what the codec returned, not of the buffer: behind zfp no other checksum would
+        # see that the buffer holds something else.
+        content = np.frombuffer(payload, np.uint8) if encoded and payload else data
         checksum = xxhash.xxh3_64_intdigest(content.data)
+        if encoded:
+            self._out[: len(content)] = content
+        whole = self._out[: round_up(len(content))] if encoded else data
         piece = _Piece(offset, offset + len(data), at, len(content), checksum, encoded)
         self._pieces[slot] = (*before, piece)
         self._inner.write(slot, at, whole)
@@ -348,8 +347,6 @@ class _Compressed:
         if not pieces or pieces[-1].stop != len(data):
             raise OSError(errno.EIO, f"extent {slot} was not written to its end")
         size = pieces[-1].at + round_up(pieces[-1].stored_bytes)
-        if len(self._in) < size:
-            self._in = pages(self._extent_bytes)
         self._inner.read(slot, self._in[:size])
         for piece in pieces:
             content = self._in[piece.at : piece.at + piece.stored_bytes]

@@ -8,7 +8,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -214,14 +214,32 @@ class RemoteObjects:
         The buffer is used again then: a part that is still read from it would
         be stored with another checkpoint's bytes.
         """
-        if self._pool is None or len(parts) == 1:
-            for part in parts:
-                _as_oserror(work, *part)
-            return
-        jobs = [self._pool.submit(_as_oserror, work, *part) for part in parts]
-        wait(jobs)
-        for job in jobs:
-            job.result()
+        pool = self._pool
+        if pool is not None and len(parts) > 1:
+            try:
+                jobs = [pool.submit(_as_oserror, work, *part) for part in parts]
+            except RuntimeError:  # there are no more threads
+                # The part that none was found for is queued all the same, without a job.
+                pool.shutdown(cancel_futures=True)
+                self._pool = None
+            else:
+                # Not by `futures.wait`, which does not see that the other thread has shut it.
+                cancelled = [_is_cancelled(job) for job in jobs]
+                if not any(cancelled):
+                    for job in jobs:
+                        job.result()
+                    return
+        for part in parts:
+            _as_oserror(work, *part)
+
+
+def _is_cancelled(job: Future[None]) -> bool:
+    """Wait for a job; return whether it was cancelled before it began."""
+    try:
+        job.exception()
+    except CancelledError:
+        return True
+    return False
 
 
 def _as_oserror(work: Callable[[int, int], None], start: int, stop: int) -> None:
