@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Literal, cast
 
 import numpy as np
+import optree
 import xxhash
 
 from ..states.arrays import ArrayStates
-from ..states.layout import SCALAR, Array, Layout, Packing
+from ..states.layout import SCALAR, Array, Keys, Layout, Packing, Reordered, dicts_in, put_in_order
 from ..states.strides import Geometry, is_sound
 
 _ROWS = 1 << 14  # of an array with padding, digested at a time
@@ -37,12 +38,13 @@ class OrderedLayout(Layout):
     @classmethod
     def like(cls, layout: Layout) -> OrderedLayout:
         """Return the same layout, ordered."""
-        return cls(layout.spec, layout.leaves, layout.nbytes)
+        return cls(layout.spec, layout.leaves, layout.nbytes, layout.keys)
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one record: arrays, then their strides."""
-        return self.nbytes + sum(8 * (1 + len(leaf.shape)) for leaf in self.leaves)
+        """Bytes of one record: arrays, then their strides and the order of keys."""
+        numbers = sum(1 + len(leaf.shape) for leaf in self.leaves) + sum(map(len, self.keys))
+        return self.nbytes + 8 * numbers
 
     def pack(self, arrays: Sequence[Array]) -> tuple[list[Array], Packing | None]:
         """Return the leaves, and beside them their strides as bytes."""
@@ -59,6 +61,7 @@ class OrderedLayout(Layout):
                 else where
             )
             numbers += [shift, *strides]
+        numbers += self._places(packing.keys if type(packing) is Reordered else self.keys)
         return np.array(numbers, "<i8").view(np.uint8)
 
     def unpack(self, arrays: Sequence[Array], packing: Packing | None) -> list[Array]:
@@ -84,7 +87,30 @@ class OrderedLayout(Layout):
                 packing.append(where)
             else:
                 return None
-        return packing
+        return self._reordered(packing, numbers[at:])
+
+    def _places(self, keys: Keys) -> list[int]:
+        """Return the places of keys among those of their dict, as these are sorted."""
+        places: list[int] = []
+        for each, order in zip(dicts_in(self.example()), keys, strict=True):
+            places += map(_sorted_keys(each).index, order)
+            put_in_order(each, order)
+        return places
+
+    def _reordered(self, packing: Packing, places: list[int]) -> Packing | None:
+        """Return a packing with the keys in an order, or None if that is none."""
+        tree, keys, left = self.example(), list[tuple[Hashable, ...]](), iter(places)
+        for each in dicts_in(tree):
+            known = _sorted_keys(each)
+            order = [next(left, -1) for _ in known]
+            if sorted(order) != list(range(len(known))):
+                return None
+            keys.append(tuple(known[place] for place in order))
+            put_in_order(each, keys[-1])
+        if tuple(keys) == self.keys:
+            return packing
+        spec = optree.tree_structure(cast(Any, tree), none_is_leaf=True)
+        return Reordered(packing, tuple(keys), spec)
 
     def split(self, record: Array) -> list[Array] | None:
         """Return the packed arrays of a record as views; None if it is none."""
@@ -128,6 +154,8 @@ class OrderedLayout(Layout):
             for piece in _value_bytes(array_):
                 seen.update(piece.data)
         seen.update(repr(self._strides(packed[-1])).encode())
+        if self.keys:
+            seen.update(packed[-1][-8 * sum(map(len, self.keys)) :].data)
         return seen.digest()
 
     def _strides(self, order: Array) -> list[list[int]]:
@@ -147,6 +175,10 @@ class OrderedLayout(Layout):
             ]
             for leaf, plain, where in zip(self.leaves, self._plain, packing, strict=True)
         ]
+
+
+def _sorted_keys(tree: dict[Hashable, object]) -> list[Hashable]:
+    return list(optree.tree_flatten_one_level(cast(Any, tree), none_is_leaf=True)[2])
 
 
 def _value_bytes(array: Array) -> Iterator[Array]:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .layout import Array, Layout
+from .layout import Array, Layout, ordered_as
 from .sharing import owner
 from .slots import Kept
 
@@ -34,7 +34,9 @@ class Copies:
         if where == 0 and self._first is not None:
             self._own[id(self._first)][1] += 1
             return self._first
-        kept = Kept(where, self._copied(self._live(state, where)))
+        live = self._live(state, where)
+        copies = self._copied(live)
+        kept = Kept(where, copies if type(live) is list else ordered_as(copies, live))
         self._own[id(kept)] = [kept, 1]
         if where == 0:
             self._first = kept

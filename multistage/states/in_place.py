@@ -12,7 +12,7 @@ import optree
 
 from ..errors import StateError
 from .copies import Copies
-from .layout import Array, Layout
+from .layout import Array, Layout, ordered_as, put_in_order, same_order
 from .references import keep_tape
 from .sharing import Frozen, Memory, lone_owners, overlap, references
 from .slots import Kept
@@ -54,7 +54,11 @@ class InPlace(Copies):
             put_back(self._home[0], arrays[0], "")
             return live
         leaves = self._leaves(live)
-        if self._is_home(leaves) and all(type(array) is np.ndarray for array in arrays):
+        if (
+            self._is_home(leaves)
+            and all(type(array) is np.ndarray for array in arrays)
+            and same_order(leaves, arrays)
+        ):
             self._copy_back(leaves, kept)
             return live
         for k, value in enumerate(arrays):
@@ -64,7 +68,7 @@ class InPlace(Copies):
                 put_back(leaves[k], value, self._layout.leaves[k].path)
             else:
                 leaves[k] = duplicate(value)
-        return replaced(live, self._layout.state(leaves))
+        return replaced(live, self._layout.state(ordered_as(leaves, arrays)))
 
     def check(self, live: object, where: int | str) -> None:
         if live is not self._only:
@@ -230,7 +234,7 @@ class InPlace(Copies):
 
     def _recycle(self, kept: Kept) -> None:
         arrays = kept.arrays
-        if type(arrays) is tuple:  # of an exchanged state
+        if type(arrays) is not list:  # of a state that was exchanged, or whose keys were
             like = zip(arrays, self._geometries, self._home, strict=True)
             arrays = [
                 array if type(array) is np.ndarray and geometry(array) == where else room(home)
@@ -256,23 +260,28 @@ def put_back(target: Array, array: Array, path: str) -> None:
         )
 
 
-def replaced(live: State, made: object) -> State:
-    """Return `live` with the leaves of `made`; a container that cannot change is exchanged."""
+def replaced(live: State, wanted: object) -> State:
+    """Return `live` with the leaves of `wanted`, in the order of its keys.
+
+    A container that cannot change is exchanged.
+    """
     tree: Any = live
-    leaves: Any = made
+    leaves: Any = wanted
     kind = type(tree)
     if kind in (dict, OrderedDict, defaultdict):
-        for key in tree:
-            tree[key] = replaced(tree[key], leaves[key])
+        parts = {key: replaced(tree[key], leaf) for key, leaf in leaves.items()}
+        tree.update(parts)
+        if list(tree) != list(parts):
+            put_in_order(tree, list(parts))
     elif kind in (list, deque):
         for k, value in enumerate(leaves):
             tree[k] = replaced(tree[k], value)
     elif kind is type(leaves) and (
         kind is tuple or hasattr(kind, "_make")
     ):  # what hangs below it may change
-        parts = [replaced(one, other) for one, other in zip(tree, leaves, strict=True)]
-        if not all(map(operator.is_, parts, tree)):
-            tree = kind._make(parts) if hasattr(kind, "_make") else tuple(parts)
+        made = [replaced(one, other) for one, other in zip(tree, leaves, strict=True)]
+        if not all(map(operator.is_, made, tree)):
+            tree = kind._make(made) if hasattr(kind, "_make") else tuple(made)
     elif kind is type(leaves) and hasattr(tree, "__dict__"):  # a registered node
         vars(tree).update(vars(leaves))
     else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import numpy as np
 import optree
@@ -16,7 +17,51 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 # For each leaf how it lies in memory, None for plain C order, or that it is a scalar.
 Packing = Sequence[Geometry | Literal["scalar"] | None]
 SCALAR: Final = "scalar"
+ItemT = TypeVar("ItemT")
 _ALIGN = 64
+Keys = tuple[tuple[Hashable, ...], ...]
+
+
+class Reordered(list[Any]):
+    """A list with an item for each leaf of a state whose dicts have their keys in another order.
+
+    Another than those of the state that a layout was made of.
+
+    An operator can see that order: it belongs to the state, as the arrays do.
+
+    Attributes
+    ----------
+    keys : tuple of tuples
+        What `key_orders` returns for the state.
+    spec : optree.PyTreeSpec
+        Of the state; it makes dicts with their keys in that order.
+    """
+
+    __slots__ = ("keys", "spec")
+
+    def __init__(self, items: Iterable[object], keys: Keys, spec: optree.PyTreeSpec) -> None:
+        super().__init__(items)
+        self.keys, self.spec = keys, spec
+
+
+def ordered_as(items: Sequence[ItemT], state: Sequence[object]) -> list[ItemT]:
+    """Return items for the leaves of a state as a list that has the order of its keys, too.
+
+    Parameters
+    ----------
+    state : sequence
+        The arrays of a state that has that order.
+    """
+    if type(state) is Reordered:
+        return Reordered(items, state.keys, state.spec)
+    return list(items)
+
+
+def same_order(one: Sequence[object], other: Sequence[object]) -> bool:
+    """Whether the dicts of two states of a layout have their keys in one order."""
+    if type(one) is Reordered and type(other) is Reordered:
+        return one.keys == other.keys
+    return type(one) is not Reordered and type(other) is not Reordered
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +78,9 @@ class Leaf:
 class Layout:
     """Tree, shapes and dtypes that every state of a computation shares.
 
+    Values belong to the keys of dicts, in whatever order these are.  The order of
+    the keys is kept beside the arrays (`Reordered`) where it is not the layout's own.
+
     A leaf is an array, or a NumPy scalar where a step returns one in place of
     a 0-d array: the two give different bits in some operators (`x**3`), so each
     stays what it is.  A *record* is one state as raw bytes: its leaves one
@@ -48,6 +96,8 @@ class Layout:
     spec : optree.PyTreeSpec
     flat : type or None
         Tuple, list or dict, if the state is one of arrays only.
+    keys : tuple of tuples
+        The order of the keys in the dicts of the state that it was made of.
     fixed : bool
         Whether no leaf of a state can be exchanged for another: its tree is
         made of tuples only.
@@ -59,7 +109,9 @@ class Layout:
     (128, ["['c']", "['h']"])
     """
 
-    def __init__(self, spec: optree.PyTreeSpec, leaves: tuple[Leaf, ...], nbytes: int) -> None:
+    def __init__(
+        self, spec: optree.PyTreeSpec, leaves: tuple[Leaf, ...], nbytes: int, keys: Keys
+    ) -> None:
         self.spec = spec
         self.leaves = leaves
         self.nbytes = nbytes
@@ -70,6 +122,7 @@ class Layout:
         # A plain tuple, list or dict of arrays is looked into without walking a tree.
         flat = spec.type in (tuple, list, dict) and all(c.is_leaf() for c in spec.children())
         self.flat = spec.type if flat else None
+        self.keys = keys
         self._kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
         self._plain = [c_strides(leaf.shape, leaf.dtype.itemsize) for leaf in leaves]
 
@@ -93,7 +146,7 @@ class Layout:
             leaves.append(Leaf(name, array.shape, array.dtype, offset, array.nbytes))
             offset += -(-array.nbytes // _ALIGN) * _ALIGN
         _hashable(spec, state)
-        return cls(spec, tuple(leaves), max(offset, _ALIGN))
+        return cls(spec, tuple(leaves), max(offset, _ALIGN), key_orders(state))
 
     def arrays(self, state: object, where: int | str = "the state") -> list[Array]:
         """Return the arrays of `state`, in record order.
@@ -118,7 +171,9 @@ class Layout:
                 if type(value) is not np.ndarray:
                     break
             else:
-                if [(value.shape, value.dtype) for value in found] == self._kinds:
+                if [(value.shape, value.dtype) for value in found] == self._kinds and (
+                    kind is not dict or tuple(cast(Any, state)) == self.keys[0]
+                ):
                     return found
         values, spec = optree.tree_flatten(cast(Any, state), none_is_leaf=True)
         state_index = where if isinstance(where, int) else None
@@ -141,7 +196,19 @@ class Layout:
                     "first",
                 )
             arrays.append(array)
+        if self.keys:
+            keys = key_orders(state)
+            if keys != self.keys:
+                return Reordered(arrays, keys, spec)
         return arrays
+
+    def example(self) -> object:
+        """Return a tree with the keys of dicts as they are in the state it was made of.
+
+        Its arrays take no memory: they repeat one element.
+        """
+        arrays = [np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) for leaf in self.leaves]
+        return self.spec.unflatten(arrays)
 
     def _level(self, state: Any) -> list[Any]:
         """Return the leaves of a tuple, list or dict; none if its keys are others."""
@@ -154,6 +221,8 @@ class Layout:
 
     def state(self, arrays: Sequence[Array]) -> object:
         """Return the state made of `arrays`, the inverse of `arrays()`: a tree of its own."""
+        if type(arrays) is Reordered:
+            return arrays.spec.unflatten(arrays)
         if self.single is not None:
             return arrays[0]
         if self.flat is tuple:
@@ -175,14 +244,47 @@ class Layout:
         """Return the arrays that `pack` was given, from the store's copies."""
         if packing is None:
             return list(arrays)
-        return [
+        found = [
             array if where is None else array[()] if where == SCALAR else restored(array, where)
             for array, where in zip(arrays, packing, strict=True)
         ]
+        return ordered_as(found, packing)
 
     def same_as(self, other: Layout) -> bool:
         """Whether both describe the same states."""
         return self.spec == other.spec and self.leaves == other.leaves
+
+
+def key_orders(tree: object) -> Keys:
+    """Return the keys of the dicts in a tree, in the order they have: outer dicts first.
+
+    Examples
+    --------
+    >>> key_orders([{"b": 1, "a": {"y": 2, "x": 3}}, {}])
+    (('b', 'a'), ('y', 'x'), ())
+    """
+    return tuple(tuple(each) for each in dicts_in(tree))
+
+
+def dicts_in(tree: object) -> Iterator[dict[Hashable, object]]:
+    """Yield the dicts in a tree; those in a dict follow it in the order of its keys by then."""
+    for part in optree.tree_leaves(cast(Any, tree), is_leaf=_is_dict, none_is_leaf=True):
+        if isinstance(part, dict):
+            yield part
+            for value in part.values():
+                if type(value) is not np.ndarray:
+                    yield from dicts_in(value)
+
+
+def put_in_order(tree: dict[Hashable, object], keys: Sequence[Hashable]) -> None:
+    """Put the keys of a dict, which these are, into an order."""
+    items = [(key, tree[key]) for key in keys]
+    tree.clear()
+    tree.update(items)
+
+
+def _is_dict(value: object) -> bool:
+    return type(value) in (dict, defaultdict)
 
 
 def packed(
@@ -205,7 +307,9 @@ def packed(
         flat.append(array)
         packing.append(where)
         plain = plain and where is None
-    return flat, None if plain else packing
+    if plain and type(arrays) is not Reordered:
+        return flat, None
+    return flat, ordered_as(packing, arrays)
 
 
 def _differs(state: int | None, message: str, *, varies: bool = True) -> StateError:

@@ -39,7 +39,6 @@ class References:
         self._frozen = Frozen() if frozen is None else frozen
         self._entries = self._frozen.entries
         self.shared = layout.fixed
-        self._later: optree.PyTreeSpec | None = None  # of a state that a step returned
 
     def keep(self, state: object, where: int | str) -> Kept:
         frozen, copied = self._entries, False
@@ -72,25 +71,18 @@ class References:
                 frozen[id(array)] = [array, 1]
         if self.shared:
             return Kept(self._layout.state(arrays) if copied else state, arrays)
-        tree: Any = state
-        if self._later is None and where != 0:
-            self._later = optree.tree_structure(tree, none_is_leaf=True)
         if self._layout.flat is dict and not copied:
-            return Kept(tree.copy(), arrays)  # in a tenth of the time that its structure takes
-        return Kept(optree.tree_structure(tree, none_is_leaf=True), arrays)
+            tree: Any = state
+            return Kept(tree.copy(), arrays)  # in a tenth of the time that a new tree takes
+        return Kept(self._layout, arrays)
 
     def adopt(self, arrays: list[Array], step: int) -> Kept:
         if self.shared:
             return Kept(self._layout.state(arrays), arrays)
-        # With the keys of dicts in the order in which steps return them.
-        return Kept(self._later if step and self._later else self._layout.spec, arrays)
+        return Kept(self._layout, arrays)
 
     def load(self, kept: Kept, live: State) -> State:
-        made: Any = kept.state
-        if not self.shared:
-            made = made.copy() if type(made) is dict else made.unflatten(kept.arrays)
-        state: State = made
-        return state
+        return cast(State, loaded(kept))
 
     def check(self, live: object, where: int | str) -> None:
         self._layout.arrays(live, where)
@@ -123,6 +115,14 @@ class References:
 
     def release_all(self) -> None:
         self._frozen.free_all()
+
+
+def loaded(kept: Kept) -> object:
+    """Return a kept state in containers of its own, unless these are tuples."""
+    made, arrays = kept
+    if type(made) is dict:
+        return made.copy()
+    return made.state(cast(Any, arrays)) if isinstance(made, Layout) else made
 
 
 def keep_tape(

@@ -16,7 +16,7 @@ Copies are not pooled: the room of one state need not hold the next.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import optree
@@ -24,8 +24,8 @@ import optree
 from ..errors import StateError
 from .apart import apart_from
 from .in_place import InPlace, put_back, replaced
-from .layout import Array, Layout, Packing, packed
-from .references import References
+from .layout import Array, Layout, Packing, ordered_as, packed
+from .references import References, loaded
 from .sharing import Frozen, Memory
 from .slots import Kept
 from .strides import alike, c_strides, duplicate, room
@@ -187,13 +187,7 @@ class VariedReferences:
         return self._layouts.count(self._of(self._layouts.at(step)).adopt(arrays, step))
 
     def load(self, kept: Kept, live: State) -> State:
-        made: Any = kept.state
-        if type(made) is dict:
-            made = made.copy()
-        elif isinstance(made, optree.PyTreeSpec):
-            made = made.unflatten(kept.arrays)
-        state: State = made
-        return state
+        return cast(State, loaded(kept))
 
     def used_up(self, live: object) -> None:
         """Return what is live in place of a state that no step starts from any more."""
@@ -257,6 +251,7 @@ class VariedInPlace(InPlace):
             else:
                 leaves[k] = _EMPTY  # what is there goes before anything comes in its place
                 fresh.append(k)
+        leaves = ordered_as(leaves, arrays)
         if fresh:
             live = replaced(live, self._layout.state(leaves))
             for k in fresh:

@@ -1,0 +1,257 @@
+"""Values belong to the keys of dicts, and the order of the keys is part of a state.
+
+The operators read values in the order of their keys: an order that is not restored, or
+values under the keys of others, show in the gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chains import digest
+
+from multistage.durable.records import OrderedLayout
+from multistage.errors import StateError
+from multistage.model.blocks import Blocks
+from multistage.model.chain import FunctionChain, InPlaceChain
+from multistage.model.costs import Costs
+from multistage.model.stages import Stage, StageCosts
+from multistage.model.tier import Tier
+from multistage.reversal import Reversal
+from multistage.states.layout import Layout, Reordered
+
+N = 17
+COSTS = Costs(1.0, 2.0, state_bytes=256, tiers=(Tier("memory", 1.5, 1.5),))
+STAGE = Stage("", 1.0, 2.0, output_bytes=160, tape_bytes=160)
+TREES: dict[str, Callable[[Any], Any]] = {
+    "dict": lambda d: d,
+    "defaultdict": lambda d: defaultdict(list, d),
+    "within a dict": lambda d: {"z": d, "a": np.ones(2)},
+    "within a list": lambda d: [np.ones(2), (d, np.zeros(1))],
+    "around one": lambda d: {key: {"y": d[key], "x": np.ones(1)} for key in d},
+}
+
+
+def started(tree: str, names: str = "qpr") -> Any:
+    values = {name: np.linspace(k, k + 1, 4) for k, name in enumerate("pqr")}
+    return TREES[tree]({name: values[name] for name in names})
+
+
+def dict_of(state: Any) -> Any:
+    """Return the dict whose keys change places."""
+    if isinstance(state, list):
+        return state[1][0]
+    return state.get("z", state)
+
+
+def arrays_of(state: Any) -> list[Any]:
+    """Return the arrays of a state in the order of its keys."""
+    if isinstance(state, np.ndarray):
+        return [state]
+    parts = state.values() if isinstance(state, dict) else state
+    return [array for part in parts for array in arrays_of(part)]
+
+
+def told(state: Any, adjoint: Any, i: int) -> Any:
+    """Return a digest of the arrays in the order of the keys, and of the keys."""
+    keys = np.frombuffer(repr([*dict_of(state)]).encode(), np.uint8)
+    return np.asarray(digest([keys, *arrays_of(state)], int(adjoint), i))
+
+
+def exchanged(state: Any, i: int) -> None:
+    """Overwrite arrays by what depends on the order of the keys, then change that."""
+    total = 0.0
+    for k, array in enumerate(arrays_of(state)):
+        total = 0.7 * total + (k + 1) * array.sum()
+    for array in arrays_of(state):
+        array *= 0.9
+        array += np.sin(total + i)
+    found = dict_of(state)
+    for name in ("p", "q", "r")[: i % 4]:
+        if (i + ord(name)) % 3:
+            found[name] = found.pop(name)
+
+
+def forward(state: Any, start: int, stop: int) -> None:
+    for i in range(start, stop):
+        exchanged(state, i)
+
+
+def step(state: Any, i: int) -> Any:
+    state = copy.deepcopy(state)
+    exchanged(state, i)
+    return state
+
+
+def chain_of(in_place: bool) -> Any:
+    return InPlaceChain(forward, told) if in_place else FunctionChain(step, told)
+
+
+def expected(state: Any, n: int = N) -> Any:
+    states = []
+    for i in range(n):
+        states.append(copy.deepcopy(state))
+        exchanged(state, i)
+    adjoint = np.asarray(1)
+    for i in reversed(range(n)):
+        adjoint = told(states[i], adjoint, i)
+    return adjoint
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "slots": {"costs": COSTS},
+    "store-all": {"costs": COSTS, "memory": f"{N + 1} slots"},
+    "measured": {},
+    "streaming": {"costs": COSTS, "tiers": "memory:", "planner": "streaming"},
+    "interval": {"costs": COSTS, "tiers": "memory:", "planner": "interval", "checked": True},
+    "unequal": {"costs": StageCosts((STAGE,) * N, 160), "memory": 5 * 160},
+    "unequal, streamed": {
+        "costs": StageCosts((STAGE,) * N, 160),
+        "memory": 5 * 160 + 65536,
+        "tiers": "memory:?buffers=0",
+    },
+    "durable": {"costs": COSTS},
+}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_order_of_keys_is_restored(way: str, tree: str, in_place: bool, tmp_path: Path) -> None:
+    if way == "measured" and tree != "within a dict":
+        return
+    options = {"memory": "3 slots", **WAYS[way]}
+    if way == "durable":
+        options["durable"] = tmp_path / "run"
+    with Reversal(chain_of(in_place), n_steps=N, **options) as run:
+        for names in ("qpr", "rqp"):
+            run.forward(started(tree, names))
+            assert run.reverse(np.asarray(1)) == expected(started(tree, names))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("tree", TREES)
+def test_within_blocks(tree: str, in_place: bool) -> None:
+    blocks = Blocks(chain_of(in_place), 3, N)
+    with Reversal(blocks, n_steps=blocks.n_blocks, memory="2 slots", costs=COSTS) as run:
+        run.forward(started(tree))
+        assert run.reverse(np.asarray(1)) == expected(started(tree))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("at", [3, 12])
+def test_a_durable_run_is_resumed_with_the_keys_in_their_order(
+    tree: str, in_place: bool, at: int, tmp_path: Path
+) -> None:
+    """The next process knows the order of the keys of state 0 only."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(state: Any, adjoint: Any, i: int) -> Any:
+        if i == at:
+            raise Killed
+        adjoint = told(state, adjoint["a"], i)
+        return {"b": adjoint + i, "a": adjoint}
+
+    def reverse(state: Any, adjoint: Any, i: int) -> Any:
+        assert list(adjoint) == ["b", "a"]
+        adjoint = told(state, adjoint["a"], i)
+        return {"b": adjoint + i, "a": adjoint}
+
+    first = told(started(tree), np.asarray(1), 0)
+    given = {"a": np.ones_like(first), "b": np.zeros_like(first)}
+    for adjoint_step in (killed, reverse):
+        chain: Any = FunctionChain(step, adjoint_step)
+        if in_place:
+            chain = InPlaceChain(forward, adjoint_step)
+        with Reversal(
+            chain, n_steps=N, memory="2 slots", costs=COSTS,
+            durable=tmp_path / "run", durable_every_s=0.0,
+        ) as run:  # fmt: skip
+            run.forward(started(tree))
+            if adjoint_step is killed:
+                with pytest.raises(Killed):
+                    run.reverse(given)
+            else:
+                assert run.reverse(given)["a"] == expected(started(tree))
+
+
+def test_records_keep_the_order_of_keys() -> None:
+    state = {"b": {"y": np.ones(2), "x": np.zeros(3)}, "a": np.ones(1)}
+    other = {"a": state["a"], "b": {"x": np.zeros(3), "y": np.ones(2)}}
+    layout = OrderedLayout.of(state)
+    arrays = layout.arrays(other)
+    assert type(arrays) is Reordered and type(layout.arrays(state)) is list
+    packed, _ = layout.pack(arrays)
+    heir = OrderedLayout.of(state)
+    made: Any = heir.state(heir.unpack(packed, None))
+    assert [*made] == ["a", "b"] and [*made["b"]] == ["x", "y"]
+    plain = layout.pack(layout.arrays(state))[0]
+    assert [array.nbytes for array in plain] == [array.nbytes for array in packed]
+    assert layout.digest(plain) != layout.digest(packed)
+    assert [*heir.state(heir.unpack(plain, None))] == ["b", "a"]  # type: ignore[call-overload]
+    packed[-1][-1] = 9  # no place of a key
+    assert heir.packing(packed[-1]) is None
+
+
+class Name:
+    """A key that cannot be sorted among others."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+@pytest.mark.parametrize("tiers", [None, "memory:"])
+def test_keys_that_cannot_be_sorted_keep_their_order(tiers: str | None) -> None:
+    """Values came under each other's keys."""
+    one, two = Name("one"), Name("two")
+    lent = np.zeros((2, 2, 3))
+
+    def made(state: Any, i: int, turned: bool) -> Any:
+        out = lent[i % 2]
+        out[0], out[1] = np.sin(state[one] + state[two]), state[two] * 0.9 + i
+        return {two: out[1], one: out[0]} if turned else {one: out[0], two: out[1]}
+
+    def reverse(state: Any, adjoint: Any, i: int) -> Any:
+        return np.asarray(digest([state[one], state[two]], int(adjoint), i))
+
+    start = {one: np.linspace(0, 1, 3), two: np.ones(3)}
+    states = [start]
+    for i in range(N):
+        states.append({key: array.copy() for key, array in made(states[-1], i, False).items()})
+    adjoint = np.asarray(1)
+    for i in reversed(range(N)):
+        adjoint = reverse(states[i], adjoint, i)
+    for turns in (False, True):
+        with Reversal(
+            FunctionChain(lambda s, i, t=turns: made(s, i, t and i > 5), reverse),  # type: ignore[misc]
+            n_steps=N, memory="3 slots", costs=COSTS, tiers=tiers,
+        ) as run:  # fmt: skip
+            if turns:
+                with pytest.raises(StateError, match=r"state \d changed its structure"):
+                    run.forward(dict(start))
+            else:
+                run.forward(dict(start))
+                assert run.reverse(np.asarray(1)) == adjoint
+
+
+def test_the_order_of_an_ordered_dict_is_structure() -> None:
+    def turned(state: Any, i: int) -> Any:
+        return OrderedDict(reversed(state.items()))
+
+    run: Reversal[Any, Any] = Reversal(turned, told, 4, memory="2 slots", costs=COSTS)
+    with run, pytest.raises(StateError, match="state 1 changed its structure"):
+        run.forward(OrderedDict(p=np.ones(4), q=np.zeros(4)))
+
+
+def test_a_layout_without_dicts_keeps_no_order() -> None:
+    for state in (np.ones(2), [np.ones(2)], (np.ones(2), OrderedDict(a=np.ones(1)))):
+        assert Layout.of(state).keys == ()
