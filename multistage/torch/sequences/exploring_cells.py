@@ -21,7 +21,13 @@ from ..tensors.checksums import checksum
 from ..tensors.graphs import Used, Walked, graph_begins, graph_weight, held_elsewhere, leaves_below
 from ..tensors.states import Kind, kind_of, said
 from .cell import Buffers, Cell, Facts
-from .inputs import Inputs, Taken
+from .hooks import (
+    hooks_on,
+    refuse_hooks_on_inputs,
+    refuse_hooks_on_nodes,
+    refuse_hooks_on_parameters,
+)
+from .inputs import ELEMENT, Inputs, Taken
 from .states_given import known_parameters, state_leaves
 from .surroundings import refuse_changes, refuse_graph
 
@@ -235,7 +241,7 @@ class Explorer:
             try:
                 with self.untouched(), torch.set_grad_enabled(wants is not None):
                     result = cell.call(pytree.tree_unflatten(given, spec), self._x([]))
-            except RuntimeError:
+            except Exception:  # whatever follows from a gradient that is not required
                 if wants is None and torch.is_grad_enabled():
                     return None
                 raise
@@ -260,7 +266,7 @@ class Explorer:
 
     def _look(self, wants: Sequence[bool]) -> Look:
         parameters = [p for p in self._cell.scope.parameters() if p.is_leaf]
-        aside = [p.grad for p in parameters]
+        aside, hooks = [p.grad for p in parameters], hooks_on(parameters)
         for parameter in parameters:
             parameter.grad = None
         try:
@@ -271,6 +277,8 @@ class Explorer:
                     f"{self._cell.name} calls backward, which adds to .grad of its parameters, and "
                     "would once more when it is run again; call torch.autograd.grad"
                 )
+            if hooks_on(parameters) != hooks:
+                refuse_hooks_on_parameters(self._cell.name, "in its first step")
             return looked
         finally:
             for parameter, gradient in zip(parameters, aside, strict=True):
@@ -293,6 +301,8 @@ class Explorer:
                     f"{cell.name} writes to the state it is given (a {tuple(tensor.shape)} "
                     "tensor); it must return new tensors"
                 )
+        refuse_hooks_on_nodes(cell.name, copies)
+        refuse_hooks_on_inputs(cell.name, [leaf for place, leaf in taken if place == ELEMENT])
         drawn = self._generators.drawn(self._random, self._generators.capture())
         refuse_changes(cell.name, self._around, "in its first step")
         changed = tuple(

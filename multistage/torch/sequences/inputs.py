@@ -20,6 +20,7 @@ from ..tensors.states import Kind
 
 Place: TypeAlias = int | slice
 Taken: TypeAlias = list[tuple[Place, Tensor]]  # what stands for inputs that require gradients
+ELEMENT = -1  # the place of a leaf in a sample of a list
 MOST_VALUES = 8  # of x_t, beside tensors, that are distinguished
 _LONGEST = 64  # characters of such a value
 
@@ -265,7 +266,7 @@ class Inputs:
             return self.many(0, stop, leaves) if fused else self.at(0, leaves)
         elements = []
         for t in range(stop if fused else 1):
-            places = [(k, -1) for k in self._ever if self._may_want(t, k)]
+            places = [(k, ELEMENT) for k in self._ever if self._may_want(t, k)]
             elements.append(self._element(t, places, leaves))
         return _stacked(elements) if fused else elements[0]
 

@@ -20,6 +20,7 @@ from ..environment.copies import cloned
 from ..environment.randomness import Generators, State, device_types
 from ..environment.settings import Settings
 from .cell import Cell, Facts
+from .hooks import hooks_on, refuse_hooks_on_parameters
 
 
 class Surroundings:
@@ -42,6 +43,7 @@ class Surroundings:
         self.settings = Settings.capture(device_types(involved))
         self._environment = Environment(cell.scope, cell.name, facts.buffers, keep_values=False)
         self._versions = [(p, p._version) for p in facts.parameters]
+        self._hooks = hooks_on(facts.parameters)
         # A buffer of several modules is one tensor, and stays one.
         groups: dict[int, list[tuple[torch.nn.Module, str]]] = {}
         for module, key in facts.buffers:
@@ -112,7 +114,10 @@ class Surroundings:
                         f"{self._cell.name} draws from {name} at steps {first} to {last - 1}, "
                         "and did not in its first step; say so by random=True"
                     )
-        refuse_changes(self._cell.name, self._environment, f"at steps {first} to {last - 1}")
+        when = f"at steps {first} to {last - 1}"
+        refuse_changes(self._cell.name, self._environment, when)
+        if hooks_on(self._facts.parameters) != self._hooks:
+            refuse_hooks_on_parameters(self._cell.name, when)
         return found
 
     def refuse_graphs(self, first: int, last: int) -> None:

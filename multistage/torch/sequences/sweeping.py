@@ -182,6 +182,7 @@ class _ThroughAutograd(torch.autograd.Function):
         ctx.run = run
         ctx.set_materialize_grads(False)
         chain = run.chain
+        chain.hooks.state_0 = wanted[: chain.first_spec().num_leaves]
         last = run.forward().tensors[: chain.last_spec().num_leaves]
         results, flags, run.places = chain.results(last)
         chain.collector.clear()  # a result that leads to its graph must not be part of it

@@ -33,6 +33,7 @@ from .cell_rules import (
 )
 from .chunk_graph import ChunkGraph, Gradients, Ys, gradients_of
 from .collector import Collector
+from .hooks import HandedDown, refuse_hooks_on_inputs
 from .inputs import InputGradients, Inputs, Place
 from .results import single_results
 from .running_steps import run_steps, without_hooks
@@ -82,6 +83,7 @@ class ThroughTime:
         self.check: Check = "error"
         self.allowance: Allowance | None = None  # for graphs that are larger than planned for
         self.output_gradients: Sequence[Tensor | None] = ()
+        self.hooks = HandedDown()
         self.around, self.device = around, device
 
     @property
@@ -136,6 +138,10 @@ class ThroughTime:
     def _wants(self, k: int) -> tuple[bool, ...]:
         """Return which leaves of the state before a chunk take part in the gradient."""
         return self.facts.wants_at(k)
+
+    def first_spec(self) -> pytree.TreeSpec:
+        """Return the structure of state 0."""
+        return self._spec(0)
 
     def last_spec(self) -> pytree.TreeSpec:
         """Return the structure of the last state."""
@@ -261,6 +267,7 @@ class ThroughTime:
         facts = self.facts
         again = held.pop()
         given, xs = again.given, again.xs
+        self._hand_hooks_down(k, again)
         roots: list[tuple[Tensor, Tensor | None]]
         roots = list(zip(again.leaves, adjoint, strict=True)) + self._of_outputs(k, again)
         roots = [(t, g) for t, g in roots if g is not None and t.requires_grad]
@@ -301,6 +308,14 @@ class ThroughTime:
             del again, given, xs, roots, wanted, targets  # the cell's own leaves go with the graph
             refuse_unknown(self.cell.name, held_elsewhere(unknown, collect=True), self._steps(k))
         return result
+
+    def _hand_hooks_down(self, k: int, again: ChunkGraph) -> None:
+        """Set hooks on the tensors whose whole gradients they are to see."""
+        given, name = again.given, self.cell.name
+        self.hooks.enter(k, again.leaves)
+        self.hooks.leave(k, given, [i for i in range(len(given)) if self._is_own(k, i)], name)
+        if not isinstance(self.inputs.given, Tensor):  # whose steps are views, used once each
+            refuse_hooks_on_inputs(name, [x for _, x in again.xs])
 
     def _again(self, before: TensorState, k: int) -> ChunkGraph:
         """Run a chunk again, with a graph; check that it did the same."""
