@@ -199,7 +199,7 @@ class StageRunner:
         if trait.draws or self._watchful:
             before, self._random = self._random, self._generators.capture()
             self._captured = i + 1
-            if around.drew(self._generators, before, self._random):
+            if around.drew(self._generators, before, self._random, trait.draws):
                 self._shares = True
         around.verify()
         TURN.moved()

@@ -24,7 +24,7 @@ module, identities and versions only, never values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -115,9 +115,18 @@ class Environment:
 
     # ------------------------------------------------------------- first run
 
-    def drew(self, generators: Generators, before: Sequence[State], after: Sequence[State]) -> bool:
-        """Remember the states of generators that the first run drew from; return whether any."""
-        self._random = generators.only_drawn(before, after)
+    def drew(
+        self,
+        generators: Generators,
+        before: Sequence[State],
+        after: Sequence[State],
+        known: Set[str] = frozenset(),
+    ) -> bool:
+        """Remember the states of generators that the first run drew from; return whether any.
+
+        `known` are names of those that it draws from, though it may leave them as they were.
+        """
+        self._random = generators.only_drawn(before, after, known)
         self._generators = generators if self._random is not None else None
         return self._random is not None
 

@@ -6,7 +6,8 @@ Found by running each once, on a sample, and leaving all as it was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from ..environment.captured import Environment, generators_of, undo_of
+from ..environment.captured import Environment, exchanges_memory, generators_of, undo_of
 from ..environment.copies import put_back, version_of
+from ..environment.randomness import Generators, State
 from ..environment.scope import Scope
 from ..tensors.meter import storages_of
 from .traits import Traits
@@ -90,7 +92,6 @@ def explore(
     storages = [_storages(state)]
     starts = list(range(len(stages)))  # the first stage of the group that stage i is in
     changed: list[list[tuple[nn.Module, str]]] = []
-    draws: list[bool] = []
     graded: list[_Grading] = []
     changes_first = False
     moved: set[int] = set()  # storages of buffers that some stage changes
@@ -109,7 +110,6 @@ def explore(
         after = generators.capture()
         around.drew(generators, random, after)
         around.verify()
-        draws.append(bool(generators.drawn(random, after)))
         changed.append(
             [
                 (m, k)
@@ -131,7 +131,9 @@ def explore(
                 starts[k] = starts[max(maker, 0)]
         storages.append(_storages(state))
         # What was written to cannot be run on again.
-        grading = _Grading() if written else _with_graph(stage, given, state, around)
+        grading = _Grading(frozenset(generators.drawn(random, after)))
+        if not written:
+            _look_with_graph(grading, stage, given, state, around, _Random(generators, random))
         graded.append(grading)
     # Who only reads a buffer that another stage changes must keep its values too.
     for stage_changes, scope in zip(changed, scopes, strict=True):
@@ -140,7 +142,7 @@ def explore(
             for m, k, b in scope.buffers()
             if storages_of(b).keys() & moved and (m, k) not in stage_changes
         ]
-    return _groups(starts, stages, scopes, names, changed, draws, graded, changes_first)
+    return _groups(starts, stages, scopes, names, changed, graded, changes_first)
 
 
 def _maker_of(written: set[int], storages: Sequence[dict[int, StorageWeakRef]]) -> int:
@@ -155,15 +157,49 @@ def _maker_of(written: set[int], storages: Sequence[dict[int, StorageWeakRef]]) 
 class _Grading:
     """How a stage runs with a graph; see `Traits`."""
 
+    draws: frozenset[str]
     graded: bool = False
     differentiates: bool = False
     unhooked: bool = False
 
 
-def _with_graph(stage: Call, given: object, result: object, around: Environment) -> _Grading:
-    """Run a stage with a graph, and compare: some kernels, such as oneDNN's LSTM, differ."""
-    found = _Grading()
+@dataclass(frozen=True, slots=True)
+class _Random:
+    """Generators, and their states before a stage ran."""
+
+    generators: Generators
+    states: Sequence[State]
+
+    @contextlib.contextmanager
+    def disturbed(self, drawn: Set[str], seeded: set[str]) -> Iterator[None]:
+        """Run with other states of the generators that are not known to be drawn from.
+
+        Adds the names of those that are not left as they were.
+        """
+        self.generators.draw(drawn)
+        states = self.generators.capture()
+        try:
+            yield
+        finally:
+            seeded |= {*self.generators.drawn(states, self.generators.capture())} - drawn
+            self.generators.restore(self.states)
+
+
+def _look_with_graph(
+    found: _Grading,
+    stage: Call,
+    given: object,
+    result: object,
+    around: Environment,
+    random: _Random,
+) -> None:
+    """Run a stage with a graph, and compare: some kernels, such as oneDNN's LSTM, differ.
+
+    The generators that it left as they were have other states then: it may have drawn
+    numbers and put back the state, or seeded a generator with the state that it had.
+    """
     kept: list[list[Tensor]] = []
+    drawn, seeded = found.draws, set[str]()
 
     # Not the tensor itself: an output that its own node keeps is a cycle nothing collects.
     def pack(tensor: Tensor) -> list[Tensor]:
@@ -174,25 +210,35 @@ def _with_graph(stage: Call, given: object, result: object, around: Environment)
         found.differentiates = True
         return box[0]
 
-    def run() -> object:
-        with around.again(), torch.enable_grad():
-            return stage(_wanting(given))
+    def run(disturbed: AbstractContextManager[object]) -> list[Tensor]:
+        with around.again(), disturbed, torch.enable_grad():
+            return tensors_of(stage(_wanting(given)))
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            again = run()
+            again = run(random.disturbed(drawn, seeded))
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):  # which torch.func does not support
             raise
         found.unhooked = True
-        again = run()
-    found.graded = any(
-        a.device.type != "meta" and not _equal(a, b)
-        for a, b in zip(tensors_of(result), tensors_of(again), strict=True)
-    )
+        again = run(random.disturbed(drawn, seeded))
     for box in kept:
         box.clear()
-    return found
+    plain = tensors_of(result)
+    # Ranks that run a stage together run it as often.
+    if exchanges_memory() or not _all_equal(plain, again):
+        undisturbed = run(contextlib.nullcontext())
+        found.graded = not _all_equal(plain, undisturbed)
+        if not _all_equal(undisturbed, again):
+            seeded |= {*random.generators.names} - drawn
+    found.draws = drawn | seeded
+
+
+def _all_equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(ones) == len(others) and all(
+        a.device.type == "meta" or (a.shape == b.shape and _equal(a, b))
+        for a, b in zip(ones, others, strict=True)
+    )
 
 
 def _wanting(state: object) -> object:
@@ -220,7 +266,6 @@ def _groups(
     scopes: Sequence[Scope],
     names: Sequence[str],
     changed: list[list[tuple[nn.Module, str]]],
-    draws: list[bool],
     graded: list[_Grading],
     changes_first: bool,
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Traits, ...]]:
@@ -237,7 +282,7 @@ def _groups(
             Traits(
                 name="+".join(names[i] for i in group),
                 buffers=tuple(buffers.values()),
-                draws=any(draws[i] for i in group),
+                draws=frozenset().union(*[graded[i].draws for i in group]),
                 graded=any(graded[i].graded for i in group),
                 differentiates=any(graded[i].differentiates for i in group),
                 unhooked=any(graded[i].unhooked for i in group),

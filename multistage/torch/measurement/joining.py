@@ -217,7 +217,7 @@ def _traits(stages: Calls, traits: Sequence[Traits]) -> Traits:
     return Traits(
         name="+".join(names) if len(names) <= _MOST_NAMES else f"{names[0]} to {names[-1]}",
         buffers=tuple({(id(m), k): (m, k) for t in traits for m, k in t.buffers}.values()),
-        draws=any(trait.draws for trait in traits),
+        draws=frozenset().union(*[trait.draws for trait in traits]),
         scope=Together([t.scope or Scope.of(s) for s, t in zip(stages, traits, strict=True)]),
         sizes=_sum(sizes),
     )

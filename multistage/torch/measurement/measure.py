@@ -195,7 +195,7 @@ def _bytes_to_run_again(traits: Sequence[Traits], device: torch.device) -> int:
     ]
     kept = sum(buffers) + max(buffers)  # exchanged for copies while a stage runs again
     if device.type == "cpu":  # where generators of devices keep theirs too
-        kept += sum(trait.draws for trait in traits) * torch.get_rng_state().nbytes
+        kept += sum(bool(trait.draws) for trait in traits) * torch.get_rng_state().nbytes
     return kept
 
 

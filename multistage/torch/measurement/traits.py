@@ -19,8 +19,8 @@ class Traits:
     name : str
     buffers : tuple of (module, buffer name)
         Buffers it changes.
-    draws : bool
-        Whether it draws random numbers.
+    draws : frozenset of str
+        Names of the generators that it draws from, or seeds.
     graded : bool
         Whether it must be run with a graph to give the same bits.
     changes_input : bool
@@ -39,7 +39,7 @@ class Traits:
 
     name: str
     buffers: tuple[tuple[nn.Module, str], ...] = ()
-    draws: bool = False
+    draws: frozenset[str] = frozenset()
     graded: bool = False
     changes_input: bool = False
     differentiates: bool = False
