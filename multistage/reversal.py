@@ -64,7 +64,8 @@ class Reversal(Generic[State, Adjoint]):
     costs : Costs or StageCosts, optional
         Assumed costs; measured with a few steps at the first `forward` if not
         given (`step` is then called some extra times, `adjoint_step` never; with
-        `until`, perhaps for an i beyond the end).
+        `until`, perhaps for an i beyond the end).  Times are corrected by those
+        that each sweep shows; a plan as `planner` is followed as it is.
         StageCosts are for steps that differ, one Stage per step; without them,
         the first sweep finds states whose sizes differ and measures them
         for the next sweep.  See `docs/howto/unequal.md`.

@@ -61,8 +61,7 @@ def test_a_report_counts_refused_states() -> None:
         n_steps=60,
         memory="8 slots",
         tiers="memory:20kB?buffers=0&queue=100",
-        planner="streaming",
-        costs=costs,
+        planner=plan(costs, "8 slots", 60, "streaming"),  # which sweeps do not correct
     ) as run:
         for sweep in range(2):
             with warnings.catch_warnings():

@@ -404,12 +404,39 @@ def test_the_default_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_costs_drift() -> None:
     one = Costs(1.0, 2.0, tiers=(Tier("file", 4.0, 2.0),))
     assert not drifted(one, one)
-    assert not drifted(one, Costs(10.0, 20.0, tiers=(Tier("file", 40.0, 20.0),)))
+    assert not drifted(one, Costs(1.2, 2.4, tiers=(Tier("file", 4.8, 2.4),)))
+    assert drifted(one, Costs(10.0, 20.0, tiers=(Tier("file", 40.0, 20.0),)))
     assert not drifted(one, Costs(1.0, 2.5, tiers=(Tier("file", 4.0, 2.0),)))
     assert drifted(one, Costs(1.0, 2.7, tiers=(Tier("file", 4.0, 2.0),)))
     assert drifted(one, Costs(1.0, 1.5, tiers=(Tier("file", 4.0, 2.0),)))
     assert drifted(one, Costs(1.0, 2.0, tiers=(Tier("file", 6.0, 2.0),)))
     assert drifted(one, Costs(1.0, 2.0, tiers=(Tier("file", 4.0, 1.0),)))
+
+
+@pytest.mark.parametrize("tier", [None, "memory:?buffers=0"])
+def test_given_costs_are_corrected_by_what_a_sweep_shows(tier: str | None) -> None:
+    """Also where only their scale is wrong, which changes the prediction alone."""
+    hours = Tier("slow", 7200.0, 7200.0)
+    given = Costs(3600.0, 7200.0, tiers=() if tier is None else (hours,))
+    with sines(costs=given, memory="3 slots", tiers=tier, planner="interval") as run:
+        assert sweep(run) == sines_answer()
+        first = run.report()
+        assert first.plan.makespan_s > 3600 * N
+        assert sweep(run) == sines_answer()
+        assert run.report().plan.costs == first.seen
+        assert run.report().plan.makespan_s < 3600
+        if tier is not None:
+            moved, seconds = first.timeline.bytes["write"], first.timeline.totals_s["write"]
+            assert moved
+            assert first.seen.tiers[0].write_s == pytest.approx(seconds * 64 / moved)
+
+
+def test_a_given_plan_stays() -> None:
+    made = PLANNERS["revolve"](COSTS, 5, N)
+    with sines(planner=made, costs=None) as run:
+        for _ in range(3):
+            assert sweep(run) == sines_answer()
+            assert run.plan is made
 
 
 def test_errors_share_a_root() -> None:

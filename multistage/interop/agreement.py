@@ -145,6 +145,7 @@ class Agreement(Generic[State, Adjoint]):
             costs=self.costs,
             checked=self._checked,
             durable=self._durable,
+            corrects=False,
         )
         sweeps = Sweeps(given, self._progress)
         if self._n_steps is not None:
@@ -201,7 +202,7 @@ class Agreement(Generic[State, Adjoint]):
         self.plan = plan
         if self.store is not None:
             self.store.settle()
-        if self._given is not None or self._durable is not None:  # its folder is the run's
+        if self._durable is not None:  # its folder is the run's
             return
         assert self.costs is not None and self.sweeps is not None
         seen = self._slowest(seen)

@@ -9,7 +9,7 @@ from ..execute.executor import Counts
 from ..model.costs import Costs
 from ..schedule.timeline import Timeline
 
-# A plan is made again when a ratio it rests on has changed by this factor.
+# A plan is made again when what it rests on has changed by this factor.
 _DRIFT = 1.3
 
 
@@ -45,8 +45,14 @@ def seen_costs(costs: Costs, timeline: Timeline, counts: Counts) -> Costs:
 
 
 def drifted(assumed: Costs, seen: Costs) -> bool:
-    """Whether a ratio that plans rest on has changed by more than a factor of 1.3."""
-    ratios = [(assumed.turn_s / assumed.forward_step_s, seen.turn_s / seen.forward_step_s)]
+    """Whether a plan or its prediction would be another: the time of a step, or a ratio of times.
+
+    Both count from a factor of 1.3 on.
+    """
+    ratios = [
+        (assumed.forward_step_s, seen.forward_step_s),
+        (assumed.turn_s / assumed.forward_step_s, seen.turn_s / seen.forward_step_s),
+    ]
     if assumed.tier is not None and seen.tier is not None:
         ratios.append((assumed.rho, seen.rho))
         ratios.append(

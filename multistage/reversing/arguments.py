@@ -51,6 +51,9 @@ class Arguments(Generic[State, Adjoint]):
     checked : bool
     may_differ : bool
         Whether steps that turn out to be unequal are planned as such.
+    corrects : bool
+        Whether costs are corrected by those that sweeps show; the ranks of an MPI program
+        agree on that themselves.
     """
 
     chain: Chain[State, Adjoint]
@@ -64,6 +67,7 @@ class Arguments(Generic[State, Adjoint]):
     durable: DurableRun | None
     checked: bool
     may_differ: bool
+    corrects: bool
 
     @classmethod
     def of(
@@ -82,6 +86,7 @@ class Arguments(Generic[State, Adjoint]):
         durable: str | os.PathLike[str] | DurableRun | None = None,
         durable_every_s: float = 60.0,
         durable_label: str = "",
+        corrects: bool = True,
     ) -> Self:
         """Return the arguments of a `Reversal`; its documentation describes them.
 
@@ -130,6 +135,7 @@ class Arguments(Generic[State, Adjoint]):
             durable=run,
             checked=checked,
             may_differ=not said and planner == "auto",
+            corrects=corrects,
         )
 
     @property

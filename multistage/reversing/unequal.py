@@ -333,8 +333,10 @@ class Unequal(Generic[State, Adjoint]):
                 rates = replace(rates, write_bytes_per_s=min(rates.write_bytes_per_s, writes))
             if rates is not self._rates:
                 self._rates, self.stale = rates, True
-        if not self._given and self._n_steps is not None and self._differs(seen):
-            self.costs, self.stale = seen, True
+        if self._n_steps is not None:
+            costs = seen if not self._given or self.costs is None else _timed(self.costs, seen)
+            if self._differs(costs):
+                self.costs, self.stale = costs, True
         return seen
 
     def _differs(self, seen: StageCosts) -> bool:
@@ -345,6 +347,15 @@ class Unequal(Generic[State, Adjoint]):
         off_s = sum(abs(new.forward_s - old.forward_s) for old, new in pairs)
         sizes = any(new.output_bytes != old.output_bytes for old, new in pairs)
         return sizes or off_s > _DRIFT * total_s
+
+
+def _timed(given: StageCosts, seen: StageCosts) -> StageCosts:
+    """Return the sizes that were given, to which steps are held, with the times that were seen."""
+    stages = tuple(
+        replace(one, forward_s=new.forward_s, backward_s=new.backward_s, spared_s=new.spared_s)
+        for one, new in zip(given.stages, seen.stages, strict=True)
+    )
+    return replace(given, stages=stages)
 
 
 def faster_plan(

@@ -1,7 +1,7 @@
 """The costs, the plan and the executor of a `Reversal` whose steps are alike.
 
-Costs that were measured first are corrected by those that each sweep shows, and the next
-sweep is planned again when a ratio that plans rest on has drifted.
+Times that were given or measured first are corrected by those that each sweep shows, and the
+next sweep is planned again when they have drifted.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Uniform(Generic[State, Adjoint]):
         self.costs = given.costs
         self.plan: UniformPlan | None = None
         self.resumed: Resumed | None = None
-        self._given = given.costs is not None
+        self._sizes_given = given.costs is not None
         self._layout: Layout | None = None
         self._slots = 0
         self._stale = False  # the plan rests on costs that were seen to be others
@@ -109,7 +109,7 @@ class Uniform(Generic[State, Adjoint]):
         self._opened.open(self._arguments.stores, layout)
         if executor is None or self._needs_executor:
             executor = self._made_executor(self.costs)
-        elif not self._given and executor.tape_slots != self.costs.tape_slots:
+        elif not self._sizes_given and executor.tape_slots != self.costs.tape_slots:
             executor.abort()
             executor = self._made_executor(self.costs)
         self._needs_executor = False
@@ -131,8 +131,7 @@ class Uniform(Generic[State, Adjoint]):
                 executor.abort()  # a sweep in progress still holds the caller's arrays
             self._layout, self.plan, self._needs_executor = layout, None, True
             self._opened.close_stores()
-            if not self._given:
-                self.costs = None
+            self.costs = None if given.costs is None else _of_states(given.costs, layout)
         if given.durable is not None:
             if executor is not None and given.durable.taken:
                 executor.abort()  # before its store is closed, which the sweep would call
@@ -147,7 +146,7 @@ class Uniform(Generic[State, Adjoint]):
         self._opened.begin()
         with Shield(up=True):  # or the folder might stay locked
             durable.attach(layout, self._arguments.n_steps, state)
-        if durable.costs is not None and not self._given:
+        if durable.costs is not None and not self._sizes_given:
             self.costs, durable.costs = durable.costs, None
             self.plan = None
 
@@ -270,16 +269,14 @@ class Uniform(Generic[State, Adjoint]):
             drawn = self.in_hindsight(n_steps)
         assert drawn is not None
         if self.resumed is None:
-            assumed = drawn.costs if isinstance(drawn, UniformPlan) else self.costs
-            seen = seen_costs(assumed, timeline, counts)
-            if not self._given and drifted(self.costs, seen):
-                self.costs = replace(seen, tape_bytes=self.costs.tape_bytes)
-                self._stale = True
+            seen = seen_costs(self.costs, timeline, counts)
+            if self._arguments.corrects and drifted(self.costs, seen):
+                self.costs, self._stale = seen, True
         return drawn
 
     def _correct_tapes(self, step: int, nbytes: int) -> None:
         """Correct measured costs by the tape of a step, which is larger than they say."""
-        if self._given:
+        if self._sizes_given:
             return  # the executor continues with the tapes as they are
         assert self.costs is not None and self._layout is not None
         share = self.costs.state_bytes / self._layout.nbytes
@@ -309,3 +306,11 @@ class Uniform(Generic[State, Adjoint]):
         with contextlib.suppress(BudgetError):  # the room for the largest step was enough
             found = faster_plan(timed.seen, self.costs, self._arguments, self._opened, self._bars)
         return found or self
+
+
+def _of_states(costs: Costs, layout: Layout) -> Costs:
+    """Return given costs with the bytes of states as they are, tapes in proportion."""
+    state_bytes, tape_bytes = max(1, layout.nbytes), costs.tape_bytes
+    if tape_bytes and not costs.one_tape:
+        tape_bytes = max(1, tape_bytes * state_bytes // costs.state_bytes)
+    return replace(costs, state_bytes=state_bytes, tape_bytes=tape_bytes)

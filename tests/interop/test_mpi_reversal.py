@@ -151,6 +151,24 @@ def test_costs_that_drifted_on_one_rank_are_learned_by_all(monkeypatch: pytest.M
     assert whole([one[2] for one in found]).tobytes() == store_all(N).tobytes()
 
 
+def test_given_costs_are_corrected_alike_on_every_rank() -> None:
+    def work(comm: Comm) -> Any:
+        wave, reversal = waves(comm, costs=Costs(3600.0, 7200.0), memory="3 slots")
+        with reversal as run:
+            found = []
+            for _ in range(2):
+                run.forward(wave.start)
+                found.append(run.reverse(wave.seed))
+                assert run.plan is not None
+                found.append(run.plan.costs.forward_step_s)
+        return found
+
+    found = succeed(run_ranks(3, work))
+    assert found[0][1] == 3600
+    assert all(one[3] == found[0][3] < 1 for one in found)
+    assert whole([one[2] for one in found]).tobytes() == store_all(N).tobytes()
+
+
 def test_online() -> None:
     def work(comm: Comm) -> Any:
         wave, reversal = waves(comm, None, tiers="memory:")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Generator, Iterator
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ...actions import (
@@ -26,6 +27,7 @@ from ...actions import (
 )
 from ...errors import ArgumentError, ScheduleError
 from ...model.costs import Costs
+from ...model.tier import Tier
 from ...planners import Planner, UniformPlan
 from ...planners.bound import lower_bound
 from ...planners.streaming.overlap import overlap
@@ -191,7 +193,7 @@ def as_planner(make: Callable[[], CheckpointSchedule]) -> Planner:
     ----------
     make : callable
         Returns a fresh schedule, such as `lambda: HRevolve(n, 10, 100)`.
-        Called once for a plan, which any number of sweeps run.
+        Called once for all sweeps of one number of steps and slots.
 
     Returns
     -------
@@ -228,15 +230,35 @@ def as_planner(make: Callable[[], CheckpointSchedule]) -> Planner:
             "as_planner() needs a function that makes a schedule, since a schedule serves one "
             "sweep: as_planner(lambda: HRevolve(...))"
         )
-    return partial(_plan, make)
+    return partial(_plan, lru_cache(maxsize=1)(partial(_judged, make)))
+
+
+def _judged(
+    make: Callable[[], CheckpointSchedule], n: int, slots: int, costs: Costs
+) -> tuple[str, Rules, _Recorded]:
+    made = make()
+    return type(made).__name__, *_judge(made, n, slots, costs)
 
 
 def _plan(
-    make: Callable[[], CheckpointSchedule], costs: Costs, slots: int, n_steps: int | None
+    judged: Callable[[int, int, Costs], tuple[str, Rules, _Recorded]],
+    costs: Costs,
+    slots: int,
+    n_steps: int | None,
 ) -> UniformPlan:
     n = require_steps(n_steps, "checkpoint_schedules")
-    made = make()
-    rules, recorded = _judge(made, n, slots, costs)
+    # Times play no part in what is legal, and change after a sweep.
+    tiers = tuple(Tier(capacity_states=tier.capacity_states) for tier in costs.tiers)
+    taping_s = None if costs.state_is_tape else 0.0
+    timeless = replace(
+        costs,
+        forward_step_s=1.0,
+        reverse_step_s=1.0,
+        tape_step_s=taping_s,
+        action_s=0.0,
+        tiers=tiers,
+    )
+    name, rules, recorded = judged(n, slots, timeless)
 
     def schedule() -> Schedule:
         return overlap(
@@ -245,7 +267,7 @@ def _plan(
 
     run = simulate(schedule(), n, costs, slots, checked=False)
     return UniformPlan(
-        planner=type(made).__name__,
+        planner=name,
         n_steps=n,
         slots=slots,
         costs=costs,

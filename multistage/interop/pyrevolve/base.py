@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from ...actions import Answer, Await, Get, Put, Save
 from ...backends.urls import Tiers
@@ -93,7 +93,6 @@ class BaseRevolver:
         self._reversal: Reversal[CheckpointLike, None] | None = None
         self._assumed: Planner | None = None  # plans on costs that were not measured
         self._closer: Callable[[], object] | None = None
-        self._given: dict[str, Any] = {}
 
     # -------------------------------------------------------------------- life
 
@@ -107,34 +106,30 @@ class BaseRevolver:
         compression: Compression | None = None,
         progress: bool | None = None,
         assumed: tuple[float, float] | None = None,
-        state_bytes: int | None = None,
     ) -> None:
         """Set up the sweeps.
 
         `assumed` are the costs of a forward and of an adjoint step for a
-        `planner` that needs no others; `state_bytes` what `checkpoint` says if None.
+        `planner` that needs no others.
         """
         self.close()
-        self._given = {
-            "memory": memory,
-            "tiers": tiers,
-            "planner": planner,
-            "compression": compression,
-            "progress": progress,
-            "assumed": assumed,
-        }
         self._assumed = None
         if assumed is not None:
             assert callable(planner) and not isinstance(planner, UniformPlan)
-            self._assumed = planner
-            costs = Costs(
+            self._assumed = own = planner
+            costs = in_steps = Costs(
                 forward_step_s=assumed[0],
                 reverse_step_s=assumed[1],
                 tape_step_s=0.0,  # part of the adjoint step, as pyrevolve counts
-                state_bytes=state_bytes or max(1, int(self.checkpoint.nbytes)),
+                state_bytes=max(1, int(self.checkpoint.nbytes)),
                 tape_bytes=NOT_KEPT,
                 tiers=() if tiers is None else (Tier("disk"),),
             )
+
+            def planner(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+                """Plan in steps, whatever seconds the sweep before has shown."""
+                return own(replace(in_steps, state_bytes=costs.state_bytes), slots, n_steps)
+
         elif costs is not None and costs.tape_bytes < NOT_KEPT:
             costs = replace(costs, tape_bytes=NOT_KEPT)  # of these operators one tape exists
         restored = self.n_timesteps > 1 or assumed is None  # measuring puts state 0 back
@@ -183,26 +178,13 @@ class BaseRevolver:
         StateError
             If the arrays change their number, shape or dtype.
         """
-        self._ready()
-        self._size_up()
         reversal = self._ready()
+        assert self._states is not None
+        self._states.forget()
         try:
             reversal.forward(self.checkpoint)
         finally:
             self._flush("forward", taped="lastfw")
-
-    def _size_up(self) -> None:
-        """Count with the arrays as they are, where their dtype is not the checkpoint's."""
-        assert self._states is not None
-        self._states.forget()
-        if self._assumed is None or self.n_timesteps == 1:
-            return
-        found = sum(leaf.nbytes for leaf in self._states.layout(self.checkpoint).leaves)
-        assert self._reversal is not None
-        assert self._reversal.costs is not None
-        if found != self._reversal.costs.state_bytes:
-            self._run_on(**self._given, state_bytes=found)
-            self._states.forget()
 
     def apply_reverse(self) -> None:
         """Run the adjoint operator over all time steps, from the last to the first.
