@@ -15,11 +15,10 @@ from .package import theirs
 if TYPE_CHECKING:
     from checkpoint_schedules import CheckpointSchedule
 
-_RUN_AGAIN = (
-    "pyadjoint runs this schedule again; each tape needs a schedule of its own, "
-    "and one that evaluates at other controls needs as_schedule(plan, "
-    "replayable=True): pyadjoint's gradients there are otherwise wrong with "
-    "schedules that recompute (pyadjoint issue 260)"
+_REFUSED = (
+    "pyadjoint's gradients are wrong with schedules that recompute and tape in working memory: "
+    "it clears the inputs of a taped step (pyadjoint issue 260); give it "
+    "as_schedule(plan, replayable=True), one for each tape"
 )
 
 
@@ -32,10 +31,8 @@ def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> CheckpointSch
         Of any planner.  Whether an opportunistic one is offered room is
         decided here, by its predicted transfer times.
     replayable : bool
-        For pyadjoint, which records the actions and runs them again at other
-        values of its controls: every tape passes through RAM, which takes one
+        For pyadjoint, see Notes: every tape passes through RAM, which takes one
         entry more than the plan's slots, two where a state is its own tape.
-        See Notes.
 
     Returns
     -------
@@ -57,14 +54,18 @@ def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> CheckpointSch
 
     Notes
     -----
-    When pyadjoint evaluates at a new control, it clears the variables that a
-    `Forward` with its tape in working memory has used, and the adjoint then
-    reads the values of the first evaluation: its gradients are wrong with
+    When pyadjoint runs a step again with its tape in working memory, it clears
+    the inputs of that step, and the adjoint reads what the variables hold now:
+    of states that are overwritten in place another step's values, of new
+    arrays those of the first evaluation.  Its gradients are then wrong with
     every schedule that recomputes, its own Revolve included (the same clearing
     as in https://github.com/dolfin-adjoint/pyadjoint/issues/260, which was
     mended for `SingleMemoryStorageSchedule` alone).  What passed through RAM
-    it restores.  An exported schedule that is not `replayable` refuses such
-    an evaluation.
+    it restores.  An exported schedule that recomputes and is not `replayable`
+    therefore raises ScheduleError when a tape of pyadjoint takes it.
+
+    `tlm()` and `hessian()` of pyadjoint do not know of schedules at all: they
+    are wrong with every one that recomputes, `replayable` or not.
 
     Examples
     --------
@@ -102,9 +103,14 @@ def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> CheckpointSch
         """A plan of multistage."""
 
         def __init__(self) -> None:
+<<<<<<< HEAD
             super().__init__()
             self._max_n = plan.n_steps  # theirs that only tapes serves any number of steps
             self._begun = self._done = False
+=======
+            super().__init__(plan.n_steps)
+            self._done = False
+>>>>>>> cbfbb48 (Refuse schedules under pyadjoint that it gets wrong)
 
         def __iter__(self) -> Iterator[Any]:
             self._require_unused()
@@ -112,7 +118,6 @@ def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> CheckpointSch
 
         def __next__(self) -> Any:
             self._require_unused()
-            self._begun = True
             return super().__next__()
 
         def _require_unused(self) -> None:
@@ -139,12 +144,18 @@ def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> CheckpointSch
             return self._done
 
         def uses_storage_type(self, storage_type: Any) -> bool:
+<<<<<<< HEAD
             # pyadjoint asks before it takes the first action, and again
             # whenever it is about to run the recorded ones at another control.
             if only_tapes:
                 return bool(storage_type == their.StorageType.WORK)
             if self._begun and not replayable and _asked_by_pyadjoint():
                 raise ScheduleError(_RUN_AGAIN)
+=======
+            # Asked by pyadjoint before it takes the first action.
+            if not replayable and _asked_by_pyadjoint():
+                raise ScheduleError(_REFUSED)
+>>>>>>> cbfbb48 (Refuse schedules under pyadjoint that it gets wrong)
             return _uses(seen, storage_type)
 
     return PlanSchedule()
