@@ -103,14 +103,9 @@ def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> CheckpointSch
         """A plan of multistage."""
 
         def __init__(self) -> None:
-<<<<<<< HEAD
             super().__init__()
             self._max_n = plan.n_steps  # theirs that only tapes serves any number of steps
-            self._begun = self._done = False
-=======
-            super().__init__(plan.n_steps)
             self._done = False
->>>>>>> cbfbb48 (Refuse schedules under pyadjoint that it gets wrong)
 
         def __iter__(self) -> Iterator[Any]:
             self._require_unused()
@@ -144,18 +139,11 @@ def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> CheckpointSch
             return self._done
 
         def uses_storage_type(self, storage_type: Any) -> bool:
-<<<<<<< HEAD
-            # pyadjoint asks before it takes the first action, and again
-            # whenever it is about to run the recorded ones at another control.
             if only_tapes:
                 return bool(storage_type == their.StorageType.WORK)
-            if self._begun and not replayable and _asked_by_pyadjoint():
-                raise ScheduleError(_RUN_AGAIN)
-=======
             # Asked by pyadjoint before it takes the first action.
             if not replayable and _asked_by_pyadjoint():
                 raise ScheduleError(_REFUSED)
->>>>>>> cbfbb48 (Refuse schedules under pyadjoint that it gets wrong)
             return _uses(seen, storage_type)
 
     return PlanSchedule()
