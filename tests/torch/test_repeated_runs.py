@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import multistage.torch as mst
+from multistage.errors import StateError
 
 
 class Block(nn.Module):
@@ -95,3 +96,80 @@ def test_a_stage_may_seed_generators_and_put_their_states_back(
     assert len(plain) == len(ours)
     for a, b in zip(plain, ours, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+# ------------------------------------------------- written to without a new version
+
+
+def _with_numpy(tensor: Tensor) -> None:
+    tensor.detach().numpy()[...] += 0.1
+
+
+def _with_data(tensor: Tensor) -> None:
+    tensor.data.add_(0.1)
+
+
+def _rerunning() -> tuple[mst.Sequential, Tensor]:
+    """Return a chain that runs its first stages again, and an input."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 16)
+    model = mst.Sequential([Block() for _ in range(10)], memory=0.5, planner="periodic")
+    model(x).sum().backward()
+    assert model.plan is not None and not model.plan.keeps_all
+    return model, x
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+def test_a_fused_step_between_forward_and_backward_is_refused(
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
+    model, x = _rerunning()
+    y = model(x)
+    optimizer(model.parameters(), lr=0.1, fused=True).step()
+    with pytest.raises(StateError, match=r"parameter '.*' of stage .* fused optimizer's step"):
+        y.sum().backward()
+    model(x).sum().backward()  # with the new parameters
+
+
+@pytest.mark.parametrize("write", [_with_numpy, _with_data])
+def test_parameters_and_inputs_written_to_without_a_version_are_refused(
+    write: Callable[[Tensor], None],
+) -> None:
+    model, x = _rerunning()
+    y = model(x)
+    for parameter in model.parameters():
+        write(parameter)
+    with pytest.raises(StateError, match="holds other numbers than in the forward pass"):
+        y.sum().backward()
+    y = model(x)
+    write(x)
+    with pytest.raises(StateError, match="a state that a stage is to be run again from"):
+        y.sum().backward()
+
+
+def test_the_same_numbers_written_anew_change_nothing() -> None:
+    model, x = _rerunning()
+    model.zero_grad()
+    model(x).sum().backward()
+    plain = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    y = model(x)
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data.clone())
+    y.sum().backward()
+    ours = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def test_other_memory_under_torch_distributed_is_refused() -> None:
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, x = _rerunning()
+        y = model(x)
+        for parameter in model.parameters():
+            parameter.data = parameter.data + 0.1
+        with pytest.raises(StateError, match="holds other numbers than in the forward pass"):
+            y.sum().backward()
+    finally:
+        dist.destroy_process_group()

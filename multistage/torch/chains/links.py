@@ -176,7 +176,7 @@ class StageSlots:
 
     def keep(self, state: Box, where: int | str) -> Kept:
         (live,) = state
-        return Kept(live if isinstance(live, KeptState) else KeptState.of(live), ())
+        return Kept(live if isinstance(live, KeptState) else KeptState.of(live).summed(), ())
 
     def adopt(self, arrays: Sequence[object], step: int) -> Kept:
         raise AssertionError("a chain's tier brings states back by itself")

@@ -102,6 +102,8 @@ class Run:
             if self._stages.traits[0].changes_input:
                 refuse_shared(tensors_in(state))
                 first = first.cloned()
+            else:
+                first.summed()
             self._memory = FastMemory(first, staying)
             links = Links(self._stages, self._script, self._memory, streams=self._streams)
             self._away = Away(self._stages, self._memory, stowage)

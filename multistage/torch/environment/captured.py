@@ -12,14 +12,14 @@ environment:
 
 The environment is captured when a stage first runs, reinstalled when it runs
 again, and compared where it cannot be reinstalled: tensors that were written to
-meanwhile.  Whatever was decided from a sample, such as which buffers a stage
+meanwhile, by their versions and, in host memory, by checksums of their bits.  Whatever was decided from a sample, such as which buffers a stage
 changes, is verified on every run.  A difference is an error that names it,
 before a number leaves us.  What a run leaves behind in the environment is put
 back, so that running a stage again goes unnoticed.
 
 `Scope` knows which objects belong to an environment, `Generators` and
 `Settings` what lies outside of modules.  Costs: a few microseconds for each
-module, identities and versions only, never values.
+module for identities and versions, and a pass over what checksums are taken of.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ...errors import StateError
+from ..tensors.checksums import digest
 from .again import Again
 from .copies import address, addresses, cloned, put_back, version_of
 from .holders import is_same
@@ -51,6 +52,9 @@ class Environment:
         Buffers that the stage changes: kept by value.
     keep_values : bool
         Whether to keep those values; else the caller does.
+    by_value : bool
+        Whether to notice other bits of the tensors that it must leave alone, by checksums:
+        fused optimizers, `.data` and NumPy write to them without a new version.
     """
 
     __slots__ = (
@@ -64,12 +68,19 @@ class Environment:
         "_places",
         "_pointers",
         "_random",
+        "_sums",
         "_tensors",
         "_versions",
     )
 
     def __init__(
-        self, scope: Scope, name: str, changing: Buffers = (), *, keep_values: bool = True
+        self,
+        scope: Scope,
+        name: str,
+        changing: Buffers = (),
+        *,
+        keep_values: bool = True,
+        by_value: bool = False,
     ) -> None:
         found = scope.look()
         self._found, self._name, self._changing = found, name, changing
@@ -84,6 +95,7 @@ class Environment:
         self._versions = [t._version for t in self._tensors]
         self._flags = [t.requires_grad for t in self._tensors]
         self._pointers = [] if exchanges_memory() else addresses(self._tensors)
+        self._sums = _sums_of(self._tensors) if by_value else []
         self._places: dict[int, int] | None = None
         self._kept = cloned(buffers) if keep_values else []
         self._kept_versions = [0 if b is None else version_of(b) for b in buffers]
@@ -273,14 +285,23 @@ class Environment:
                         f"{self._said(tensor)} was changed in place between forward and backward; "
                         f"{_REMEDY}"
                     )
-        if not self._pointers or addresses(self._tensors) == self._pointers or exchanges_memory():
-            return
-        for tensor, pointer in zip(self._tensors, self._pointers, strict=True):
-            if address(tensor) != pointer:
-                raise StateError(
-                    f"{self._said(tensor)} was given other memory between forward and backward "
-                    f"(by .data, .to(), .double() or the like); {_REMEDY}"
-                )
+        if self._pointers and not exchanges_memory() and addresses(self._tensors) != self._pointers:
+            for tensor, pointer in zip(self._tensors, self._pointers, strict=True):
+                if address(tensor) != pointer:
+                    raise StateError(
+                        f"{self._said(tensor)} was given other memory between forward and backward "
+                        f"(by .data, .to(), .double() or the like); {_REMEDY}"
+                    )
+        if self._sums and (now := _sums_of(self._tensors)) != self._sums:
+            for tensor, before, after in zip(self._tensors, self._sums, now, strict=True):
+                # A shard and the whole (FSDP) are not to be compared.
+                same_size = before is not None is not after and before[0] == after[0]
+                if same_size and before != after:
+                    raise StateError(
+                        f"{self._said(tensor)} holds other numbers than in the forward pass, "
+                        "though no version says so: a fused optimizer's step, .data, NumPy, or "
+                        f"the stage itself wrote to it; {_REMEDY}"
+                    )
 
     # ---------------------------------------------------------- running again
 
@@ -336,6 +357,12 @@ class Environment:
         copies = cloned([module._buffers[key] for module, key in hidden])
         for (module, key), value in zip(hidden, copies, strict=True):
             yield module._buffers, key, value
+
+
+def _sums_of(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
+    """Return sizes and checksums of tensors in host memory, None for others."""
+    found = [(tensor, digest(tensor)) for tensor in tensors]
+    return [None if bits is None else (tensor.nbytes, bits) for tensor, bits in found]
 
 
 _REMEDY = "it cannot be run again as it was: call backward first"

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...errors import StateError
+from ..tensors.checksums import digest
 from .copies import cloned
 from .holders import LEAVES
 from .scope import Found, Scope
@@ -46,6 +47,8 @@ class KeptState:
     versions: list[int]
     objects: Found | None  # leaves that are neither tensors nor plain values
     inner: list[int]  # versions of tensors in those
+    # Checksums of the leaves; empty where nothing but a stage can have written to them.
+    sums: Sequence[int | None] = ()
 
     @classmethod
     def of(cls, state: object) -> KeptState:
@@ -74,6 +77,14 @@ class KeptState:
                 "(torch.utils._pytree.register_pytree_node), or pass a tuple or dict"
             )
         return cls(leaves, spec, versions, objects, [t._version for t in inner])
+
+    def summed(self) -> KeptState:
+        """Return the state, which notices other bits from here on: NumPy leaves no version."""
+        self.sums = self._digests()
+        return self
+
+    def _digests(self) -> list[int | None]:
+        return [digest(leaf) if isinstance(leaf, Tensor) else None for leaf in self.leaves]
 
     def _changes(self, objects: Found) -> list[str]:
         """Return the names of what changed in objects of the state."""
@@ -123,9 +134,15 @@ class KeptState:
         RuntimeError
             If a tensor was written to since it was kept.
         StateError
-            If another object was.
+            If another object was, or a tensor without a new version.
         """
         self.verify()
+        if self.sums and self.sums != self._digests():
+            raise StateError(
+                "a state that a stage is to be run again from, the chain's input or between two "
+                "stages, holds other numbers than in the forward pass, though no version says so: "
+                "NumPy or .data wrote to it; call backward before, or give the chain a copy"
+            )
         if self.objects is not None and (found := self._changes(self.objects)):
             raise StateError(
                 f"an object in a state between two stages was changed after it was made "

@@ -211,7 +211,8 @@ class StageRun:
         generators = Generators() if self._trait.draws else None
 
         def twice() -> None:  # as it first runs, and as it runs again
-            around = Environment(self._scope, self._trait.name, self._trait.buffers)
+            trait = self._trait
+            around = Environment(self._scope, trait.name, trait.buffers, by_value=True)
             around.verify()
             with around.again():
                 pass

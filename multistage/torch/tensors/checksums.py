@@ -7,12 +7,14 @@ there, and the verdict read once, at the end.
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from array import array
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+import xxhash
+from torch import Tensor, nn
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
@@ -39,6 +41,42 @@ def checksum(tensors: Sequence[Tensor]) -> int:
             if tensor.numel():
                 found = zlib.crc32(tensor.numpy().data, found)
     return found
+
+
+def digest(tensor: Tensor) -> int | None:
+    """Return a checksum of a tensor's elements in host memory (XXH3); None if they lie elsewhere.
+
+    About 10 GB/s, and more what lies in a cache.
+
+    Examples
+    --------
+    >>> digest(torch.eye(3)) == digest(torch.eye(3).T)
+    True
+    >>> digest(torch.zeros(3)) == digest(torch.ones(3))
+    False
+    """
+    if type(tensor) not in _IN_MEMORY or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return None
+    if tensor.is_nested:
+        return None
+    if not tensor.is_contiguous():
+        tensor = _dense(tensor.detach())
+    address = tensor.data_ptr()
+    if not address:  # of sharded parameters, whose memory comes and goes
+        return 0 if not tensor.numel() else None
+    return xxhash.xxh3_64_intdigest((ctypes.c_byte * tensor.nbytes).from_address(address))
+
+
+_IN_MEMORY = {Tensor, nn.Parameter, nn.Buffer}
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return the elements in the order of memory; a copy only where there are gaps."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:  # expanded
+            tensor = tensor.narrow(dim, 0, 1)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).contiguous()
 
 
 def _bits(tensor: Tensor) -> Tensor:
