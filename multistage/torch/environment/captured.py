@@ -12,10 +12,11 @@ environment:
 
 The environment is captured when a stage first runs, reinstalled when it runs
 again, and compared where it cannot be reinstalled: tensors that were written to
-meanwhile, by their versions and, in host memory, by checksums of their bits.  Whatever was decided from a sample, such as which buffers a stage
-changes, is verified on every run.  A difference is an error that names it,
-before a number leaves us.  What a run leaves behind in the environment is put
-back, so that running a stage again goes unnoticed.
+meanwhile, by their versions and, in host memory, by checksums of their bits.
+Whatever was decided from a sample, such as which buffers a stage changes, is
+verified on every run.  A difference is an error that names it, before a number
+leaves us.  What a run leaves behind in the environment is put back, so that
+running a stage again goes unnoticed.
 
 `Scope` knows which objects belong to an environment, `Generators` and
 `Settings` what lies outside of modules.  Costs: a few microseconds for each
