@@ -85,14 +85,14 @@ UNIFORM: list[tuple[str, Costs, int, int, str]] = [
         PLAIN,
         4,
         6,
-        "S0 0>5 T5 | R5 L0 F0 T0 T1 T2 T3 R4 R3 R2 R1 R0",
+        "S0 0>2 S2 2>4 T4 T5 | R5 R4 L2 F2 T2 R3 R2 L0 F0 T0 R1 R0",
     ),
     (
         "periodic",
         TAPED,
         5,
         9,
-        "S0 0>6 T6 T7 T8 | R8 R7 R6 L0 F0 T0 T1 T2 T3 T4 R5 R4 R3 R2 R1 R0",
+        "S0 0>5 T5 T6 T7 T8 | R8 R7 R6 R5 L0 F0 T0 T1 T2 T3 R4 R3 R2 R1 R0",
     ),
     (
         "recursive",

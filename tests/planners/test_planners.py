@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -60,6 +62,38 @@ def costs() -> st.SearchStrategy[Costs]:
 
 def steps(name: str, n: int) -> int | None:
     return None if name == "online" else n
+
+
+# One slot more may make these slower, by such a share; `docs/explanation/planners.md` says why.
+SLOWER_WITH_MORE = {"streaming": 0.05, "online": 0.2}
+# These take no account of the driver's time per action.
+STEPS_ALONE = ("streaming", "interval", "mixed")
+
+
+@pytest.mark.parametrize("name", sorted(set(PLANNERS) - {"pyrevolve"}))
+@settings(max_examples=12, deadline=None)
+@given(costs=costs(), n=st.integers(1, 60), first=st.integers(1, 60))
+def test_more_slots_never_make_a_plan_slower(name: str, costs: Costs, n: int, first: int) -> None:
+    costs = replace(costs, action_s=0.0) if name in STEPS_ALONE else costs
+    before = float("inf")
+    for slots in range(first, first + 4):
+        try:
+            seconds = PLANNERS[name](costs, slots, n).makespan_s
+        except BudgetError:
+            assert before == float("inf")  # what fits fits with more
+            continue
+        assert seconds <= before * (1 + SLOWER_WITH_MORE.get(name, 1e-12))
+        before = seconds
+
+
+def test_periodic_takes_the_fastest_segments_that_fit() -> None:
+    costs = Costs(1.0, 2.0, tape_step_s=1.0)
+    for slots in (50, 98):  # segments of 51 and of 99 steps fit
+        made = PLANNERS["periodic"](costs, slots, 100)
+        assert (made.makespan_s, made.parameters["length"]) == (350.0, 50)
+    assert PLANNERS["periodic"](costs, 99, 100).makespan_s == 300.0
+    long = [PLANNERS["periodic"](costs, slots, 1 << 40) for slots in (1 << 22, 1 << 23)]
+    assert long[1].makespan_s < long[0].makespan_s < 4398043105016.0  # of the longest that fit
 
 
 @pytest.mark.parametrize("name", PLANNERS)

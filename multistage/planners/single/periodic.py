@@ -14,12 +14,17 @@ import math
 from collections.abc import Iterator
 from functools import partial
 
+import numpy as np
+
 from ...actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Schedule, Tape
 from ...errors import BudgetError
 from ...model.costs import Costs
+from ...support.arrays import Integers, Reals
 from ..bound import lower_bound
-from ..uniform import UniformPlan, require_steps
+from ..uniform import MOST_STEPS, UniformPlan, require_steps
 
+# Of the lengths, each up to this is tried, and of longer ones one in 1000.
+_EVERY_LENGTH = 1 << 20
 ONE_TAPE = (
     "{} keeps the tapes of a segment, and of these operators only one exists; use planner='auto'"
 )
@@ -50,8 +55,50 @@ def periodic_schedule(length: int, n_steps: int) -> Schedule:
         yield from taped_segment(start, start + length)
 
 
+def _lengths(longest: int) -> Integers:
+    """Return the lengths to try, `longest` and those that smaller numbers have."""
+    every = np.arange(1, min(longest, _EVERY_LENGTH) + 1)
+    if longest <= _EVERY_LENGTH:
+        return every
+    longer = np.geomspace(_EVERY_LENGTH, MOST_STEPS, 14_000).astype(np.int64)
+    return np.concatenate((every, longer[longer < longest], [longest]))
+
+
+def _peaks(costs: Costs, n: int, lengths: Integers) -> Reals:
+    """Return the fast slots that segments of some lengths take."""
+    segments = -(-n // lengths)
+    last = n - (segments - 1) * lengths
+    # At its turn a segment has all its tapes; where the last state is its own
+    # tape that one takes no memory, and of the others one is working memory.
+    spared = 2 if costs.state_is_tape else 1
+    # Forward: every start but the last beside the last segment's tapes;
+    # reverse: one start fewer beside the tapes of a whole segment.
+    in_reverse = segments - 2 + np.maximum(0, lengths - spared) * costs.tape_slots
+    peaks: Reals = np.maximum(
+        segments - 1 + (last - 1) * costs.tape_slots, np.where(segments > 1, in_reverse, 0.0)
+    )
+    return peaks
+
+
+def _seconds(costs: Costs, n: int, lengths: Integers) -> Reals:
+    """Return the makespan with segments of some lengths."""
+    before = -(-n // lengths) - 1  # segments before the last
+    last = n - before * lengths
+    taped_s = costs.taping_s + costs.reverse_step_s
+    actions = 2 * last + 1 + before * (2 * lengths + 3)
+    seconds: Reals = (
+        before * lengths * costs.forward_step_s
+        + last * taped_s
+        + before * ((lengths - 1) * taped_s + costs.turn_s)
+        + actions * costs.action_s
+    )
+    return seconds
+
+
 def periodic(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
-    """Return the plan with the longest segments that fit.
+    """Return the plan with the fastest of the segment lengths that fit.
+
+    More slots let more lengths fit, so that they never make the plan slower.
 
     Raises
     ------
@@ -65,43 +112,31 @@ def periodic(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """
     n = require_steps(n_steps, "periodic")
     weight = costs.tape_slots
-    # At its turn a segment has all its tapes; where the last state is its own
-    # tape that one takes no memory, and of the others one is working memory.
-    spared = 2 if costs.state_is_tape else 1
-
-    def peak(length: int) -> float:
-        segments = -(-n // length)
-        last = n - (segments - 1) * length
-        # Forward: every start but the last beside the last segment's tapes;
-        # reverse: one start fewer beside the tapes of a whole segment.
-        tapes = max(0, length - spared) * weight
-        in_reverse = segments - 2 + tapes if segments > 1 else 0.0
-        return max(segments - 1 + (last - 1) * weight, in_reverse, segments - 1)
-
-    least = 2 * math.sqrt(n * weight)
     longest = min(n, int(slots / weight) + 2)
-    length = next((k for k in range(longest, 0, -1) if peak(k) <= slots), None)
-    if length is None and costs.one_tape:
+    lengths = _lengths(longest)
+    peaks = _peaks(costs, n, lengths)
+    fitting = peaks <= slots
+    if not fitting.any() and costs.one_tape:
         raise BudgetError(ONE_TAPE.format("periodic"))
-    if length is None:
+    if not fitting.any():
         raise BudgetError(
-            f"periodic needs about {least:.0f} fast slots for {n} steps, the budget has {slots}"
+            f"periodic needs about {2 * math.sqrt(n * weight):.0f} fast slots for {n} steps, the "
+            f"budget has {slots}"
         )
+    seconds = np.where(fitting, _seconds(costs, n, lengths), math.inf)
+    at = int(seconds.argmin())
+    length = int(lengths[at])
     segments = -(-n // length)
-    last = n - (segments - 1) * length
-    forward = (segments - 1) * length * costs.forward_step_s + last * costs.taping_s
-    turns = (segments - 1) * ((length - 1) * (costs.taping_s + costs.reverse_step_s) + costs.turn_s)
-    actions = 2 * last + 1 + (segments - 1) * (2 * length + 3)
     return UniformPlan(
         planner="periodic",
         n_steps=n,
         slots=slots,
         costs=costs,
         make=partial(periodic_schedule, length, n),
-        makespan_s=forward + last * costs.reverse_step_s + turns + actions * costs.action_s,
+        makespan_s=float(seconds[at]),
         lower_bound_s=lower_bound(costs, slots, n),
         forward_steps=n + (segments - 1) * (length - 1),
-        peak_slots=peak(length),
+        peak_slots=float(peaks[at]),
         parameters={"segments": segments, "length": length},
         note=f"{segments} segments of {length} steps, each taped once more in reverse.",
     )
