@@ -127,6 +127,7 @@ class Judge:
                 self.saved.remove(i)
             case Put(i, _, tape):
                 assert i in (self.tapes - self.late if tape else self.saved), action
+                self.now += self.rates.write_overhead_s
                 self.transfer((i, tape), 0)
                 self.tier.add((i, tape))
                 self.tier_peak = max(self.tier_peak, sum(map(self.size, self.tier)))
@@ -143,6 +144,7 @@ class Judge:
                 thing, direction = self.tokens[token]
                 assert direction == 1 and thing in self.landing, action
                 self.wait(self.done[thing, direction])
+                self.now += self.rates.read_overhead_s
                 self.landing.remove(thing)
                 (self.tapes if thing[1] else self.saved).add(thing[0])
             case Drop(i, _, tape):

@@ -82,7 +82,9 @@ typedef struct {
     double unit;      /* bytes of a slot */
     const double *forward_s, *reverse_s, *spared_s;
     int64_t limit; /* bytes, the chain's input not counted */
-    double write_bytes_per_s, read_bytes_per_s, latency_s;
+    double write_bytes_per_s, read_bytes_per_s;
+    double write_s, read_s;                   /* of each transfer, whatever its bytes */
+    double write_overhead_s, read_overhead_s; /* of the computing thread, for each transfer */
     int64_t capacity; /* bytes of the tier */
     int64_t shared;   /* both directions are one channel */
     const uint8_t *may; /* whether state i and tape i may travel */

@@ -89,9 +89,12 @@ static double run(const joint_t *x, work_t *w, int64_t moved, double *waited)
             w->landed[get] = *reading;
         }
         for (; q >= turn && await >= 0 && w->item[await].first <= q; await--)
-            if (await < moved && w->landed[await] > now) {
-                stalled += w->landed[await] - now;
-                now = w->landed[await];
+            if (await < moved) {
+                if (w->landed[await] > now) {
+                    stalled += w->landed[await] - now;
+                    now = w->landed[await];
+                }
+                now += x->read_overhead_s;
             }
         const op_t *op = w->op + q;
         if (op->kind == REVERSE) {
@@ -102,6 +105,7 @@ static double run(const joint_t *x, work_t *w, int64_t moved, double *waited)
                 now -= x->spared_s[op->stage];
         }
         for (; put < moved && w->item[put].made == q; put++) {
+            now += x->write_overhead_s;
             *writing = (now > *writing ? now : *writing) + w->item[put].write_s;
             w->written[put] = *writing;
         }

@@ -11,8 +11,8 @@ static int32_t thing(const joint_t *x, work_t *w, int tape, int64_t step)
     const int64_t bytes = tape ? x->bytes->tape[step] : x->bytes->state[step];
     w->item[w->head->items] = (item_t){
         .bytes = bytes,
-        .write_s = x->latency_s + (double)bytes / x->write_bytes_per_s,
-        .read_s = x->latency_s + (double)bytes / x->read_bytes_per_s,
+        .write_s = x->write_s + (double)bytes / x->write_bytes_per_s,
+        .read_s = x->read_s + (double)bytes / x->read_bytes_per_s,
         .tape = tape,
         .step = (int32_t)step,
         .made = (int32_t)w->head->ops - 1,

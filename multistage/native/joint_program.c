@@ -10,8 +10,8 @@
  *     E(s, n-1, m - its input - the backlog)                        the last segment
  *     P[e+1] - P[s] + E(s, e, m - landing(f) - reserve) + apart[e+1][w'][m]      a segment
  *     least[0][s+1][w'][m - tape]                                   a tape that stays
- *     price of reading + least[1][s+1][w' + its write][m]           a tape that travels
- *     price of reading + apart[s+1][w' + its write][m]              and state s+1 besides
+ *     price of travel + least[1][s+1][w' + its write][m]           a tape that travels
+ *     price of travel + apart[s+1][w' + its write][m]              and state s+1 besides
  *     step + least[f][s][w-1][m]                                    waiting for a write
  *
  * where w' is what is left of w when the stages have run.  Writes in flight hold memory.
@@ -124,7 +124,7 @@ static void solve_rows(solve_t *z, int64_t s, int64_t w)
             const int64_t from = to_tape(z, f, s) + backlog(z, w, s);
             take_min(z, out, from, least(z, 0, s + 1, then), z->tape[s], 0);
             if (queued <= z->p->steps && may(z, s, MAY_TAPE)) {
-                const float price = read_price(z, z->x->bytes->tape[s]);
+                const float price = travel_price(z, z->x->bytes->tape[s]);
                 take_min(z, out, from + z->p->reserve, least(z, 1, s + 1, queued), 0, price);
                 take_min(z, out, from + z->p->reserve, apart(z, s + 1, queued), 0, price);
             }
@@ -142,7 +142,7 @@ static void solve_apart(solve_t *z, int64_t s, int64_t w)
         out[m] = INFINITY;
     take_min(z, out, 0, least(z, 0, s, w), z->state[s], 0);
     if (queued <= z->p->steps && may(z, s, MAY_STATE))
-        take_min(z, out, 0, least(z, 2, s, queued), 0, read_price(z, z->x->bytes->state[s]));
+        take_min(z, out, 0, least(z, 2, s, queued), 0, travel_price(z, z->x->bytes->state[s]));
 }
 
 /* Write the plans that the program finds best for `count` shares of the limit.

@@ -61,12 +61,15 @@ static inline int may(const solve_t *z, int64_t s, int what)
     return (z->x->may[s] & what) != 0;
 }
 
-static inline float read_price(const solve_t *z, int64_t bytes)
+/* What sending so many bytes to the tier and back costs. */
+static inline float travel_price(const solve_t *z, int64_t bytes)
 {
     const joint_t *x = z->x;
-    const double read_s = x->latency_s + (double)bytes / x->read_bytes_per_s;
-    return (float)(z->p->read_price * z->p->speed * read_s / z->forward_s);
+    const double read_s = x->read_s + (double)bytes / x->read_bytes_per_s;
+    const double overhead_s = x->write_overhead_s + x->read_overhead_s;
+    return (float)((z->p->read_price * z->p->speed * read_s + overhead_s) / z->forward_s);
 }
+
 static inline int64_t next_end(const solve_t *z, int64_t s, int64_t e)
 {
     const int64_t far = z->n > MOST_ENDS ? (e - s) / 8 : 0;

@@ -21,7 +21,7 @@ static void go_apart(const solve_t *z, place_t *at, uint8_t *fates)
     const int64_t s = at->s, queued = at->w + z->state_w[s];
     fates[s] |= STARTS;
     const float away = queued <= z->p->steps && may(z, s, MAY_STATE)
-                           ? least(z, 2, s, queued)[at->m] + read_price(z, z->x->bytes->state[s])
+                           ? least(z, 2, s, queued)[at->m] + travel_price(z, z->x->bytes->state[s])
                            : INFINITY;
     if (at->m >= z->state[s] && least(z, 0, s, at->w)[at->m - z->state[s]] <= away) {
         at->f = 0, at->m -= z->state[s];
@@ -36,7 +36,7 @@ static int go_tape(const solve_t *z, place_t *at, uint8_t *fates, float best)
 {
     const int64_t s = at->s, m = at->m, then = after(z, at->w, s, s + 1);
     const int64_t from = to_tape(z, at->f, s) + backlog(z, at->w, s), queued = then + z->tape_w[s];
-    const float price = read_price(z, z->x->bytes->tape[s]);
+    const float price = travel_price(z, z->x->bytes->tape[s]);
     if (m >= from && m >= z->tape[s] && least(z, 0, s + 1, then)[m - z->tape[s]] <= best) {
         fates[s] |= KEEPS_TAPE;
         *at = (place_t){s + 1, m - z->tape[s], then, 0};

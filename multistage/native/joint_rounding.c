@@ -51,7 +51,7 @@ static void round_times(solve_t *z)
         clock += x->forward_s[i];
         for (int kind = 0; kind < 2; kind++) {
             const double bytes = (double)(kind ? x->bytes->tape[i] : x->bytes->state[i]);
-            const double took = scale * (x->latency_s + bytes / x->write_bytes_per_s) / z->step;
+            const double took = scale * (x->write_s + bytes / x->write_bytes_per_s) / z->step;
             double *sum = kind ? &tapes : &states;
             const int64_t steps = took > 1.5
                                       ? (int64_t)ceil((took < 1e6 ? took : 1e6) - 0.2)
@@ -95,8 +95,9 @@ void joint_round(solve_t *z, int64_t *work)
         tapes += (double)c->tape[i];
     }
     const double mean = tapes / (double)n;
-    const double write_s = p->speed * (x->latency_s + mean / x->write_bytes_per_s);
-    const double all_s = p->speed * limit / x->write_bytes_per_s;
+    const double write_s = p->speed * (x->write_s + mean / x->write_bytes_per_s);
+    const double fixed_s = mean > 0 ? p->speed * x->write_s * (limit / mean) : 0;
+    const double all_s = p->speed * limit / x->write_bytes_per_s + fixed_s;
     double step_s = (all_s < 1.2 * forward_s ? all_s : 1.2 * forward_s) / (double)p->steps;
     if (p->fineness > 0 && write_s / p->fineness < step_s)
         step_s = write_s / p->fineness;

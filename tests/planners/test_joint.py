@@ -42,6 +42,12 @@ def random_tier(rng):
     )
 
 
+def with_fixed_times(rng, rates):
+    """Return the tier with other times of each transfer, whatever its size, for each direction."""
+    names = ("write_s", "read_s", "write_overhead_s", "read_overhead_s")
+    return replace(rates, **{name: rng.choice([0.0, 0.0, 0.25, 1.0]) for name in names})
+
+
 def layers(count, tape=40):
     return StageCosts.uniform(count, Stage("layer", 1.0, 2.0, 10, tape), 10)
 
@@ -54,8 +60,13 @@ def test_random_plans_hold_their_limits_and_their_makespans():
         costs, rates = random_chain(rng, rng.randint(2, 8), k % 3), random_tier(rng)
         least = smallest_memory(costs)
         without = plan_chain(costs, rng.randint(least, 2 * least))
+        if k % 2:
+            rates = with_fixed_times(random.Random(k), rates)
         plan = plan_chain(costs, without.memory_bytes, tiers=rates)
         assert plan.no_tier_s == without.makespan_s
+        assert plan.offload_s is None or plan.makespan_s <= plan.offload_s
+        # Plans of the shortest chains need not be nested.
+        assert len(costs.stages) <= 4 or plan.lower_bound_s <= plan.makespan_s
         if plan.makespan_s == without.makespan_s:
             assert plan.actions == without.actions
             continue
@@ -149,6 +160,31 @@ def test_a_fast_tier_hides_everything():
     things = [(a.step, a.tape) for a in puts]
     assert things == [(a.step, a.tape) for a in evicts]
     assert things[::-1] == [(a.step, a.tape) for a in gets]
+
+
+@core
+@pytest.mark.parametrize(
+    ("times", "makespan_s"),
+    [
+        ({"write_s": 0.5, "read_s": 2.0}, 60.0),  # as long as a stage's adjoint: hidden
+        ({"write_s": 0.5, "read_s": 3.0}, 64.0),
+        ({"write_overhead_s": 0.3, "read_overhead_s": 0.3}, 69.0),  # 15 of the 20 tapes
+        ({"write_overhead_s": 0.5, "read_overhead_s": 1.0}, 76.0),  # running again is cheaper
+    ],
+)
+def test_fixed_times_of_each_direction_and_of_the_computing_thread_count(times, makespan_s):
+    rates = Tier(write_bytes_per_s=6000.0, read_bytes_per_s=6000.0, **times)
+    plan = plan_chain(layers(20), 0.3, tiers=rates)
+    assert plan.makespan_s <= makespan_s
+    assert plan.makespan_s <= min(plan.no_tier_s, plan.offload_s)
+    assert plan.lower_bound_s <= plan.makespan_s <= 1.09 * plan.lower_bound_s
+    assert (plan.writes > 0) == (plan.makespan_s < plan.no_tier_s)
+
+
+@core
+def test_a_tier_of_times_alone_is_planned_for():
+    plan = plan_chain(layers(20), 0.3, tiers=Tier(write_s=2.0, read_s=2.0))
+    assert plan.makespan_s <= 67.0 < min(plan.no_tier_s, plan.offload_s)
 
 
 @core

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from test_joint import random_chain, random_tier
+from test_joint import random_chain, random_tier, with_fixed_times
 
 from multistage import native
 from multistage.planners.chain.joint import GRID, extremes, programs
@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 def test_twins_find_judge_and_improve_alike(seed):
     rng = random.Random(seed)
     costs, rates = random_chain(rng, rng.randint(2, 9), seed % 3), random_tier(rng)
+    if seed % 2:
+        rates = with_fixed_times(random.Random(seed), rates)
     true = Sizes.of(costs)
     limit = int(true.tape.sum()) // 2
     unit = limit / 60

@@ -37,7 +37,7 @@ its input, as in autograd, they gain 0 to 0.25 % on average.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -147,24 +147,24 @@ def plan_chain(
     within = (whole if limit is None else min(limit, whole)) - costs.input_bytes
     ladder = Ladder(true, whole, resolution, tapes, threads or default_threads())
     # Before the ladder, which frees the first rung's table.
-    found = None if rates is None else plan_joint(true, *ladder.first(within), within, rates)
-    best: ChainPlan | None = None
+    away = () if rates is None else plan_joint(true, *ladder.first(within), within, rates)
+    rivals: list[ChainPlan | None] = [None]  # without the tier, joint, every tape to the tier
     if within >= least:
-        best = made(list(actions_of(ladder.best(within, trace, progress), len(true))))
-    if rates is None or found is None:
-        assert best is not None
+        rivals[0] = made(list(actions_of(ladder.best(within, trace, progress), len(true))))
+    rivals += [None if actions is None else made(actions, rates) for actions in away]
+    best = _fastest(rivals)  # every state in the tier fits, where nothing else does
+    if rates is None:
         return best
-    no_tier_s = None if best is None else best.makespan_s
-    if found.actions is not None:
-        joint = made(found.actions, rates)
-        if best is None or joint.makespan_s < best.makespan_s:
-            best = joint
-    assert best is not None  # every state in the tier fits, where nothing else does
+    no_tier_s, _, offload_s = (None if plan is None else plan.makespan_s for plan in rivals)
     if len(costs.stages) <= MAX_STAGES:
         actions = search_short(true, within, rates, best.makespan_s)
-        if actions is not None:
-            best = min(best, made(actions, rates), key=lambda plan: plan.makespan_s)
-    return replace(best, tier=rates, no_tier_s=no_tier_s, offload_s=found.offload_s)
+        best = best if actions is None else _fastest([best, made(actions, rates)])
+    return replace(best, tier=rates, no_tier_s=no_tier_s, offload_s=offload_s)
+
+
+def _fastest(plans: Iterable[ChainPlan | None]) -> ChainPlan:
+    """Return the fastest plan, of those as fast the first."""
+    return min((plan for plan in plans if plan is not None), key=lambda plan: plan.makespan_s)
 
 
 def _segments_for(planner: str, segments: int | None) -> int | None:

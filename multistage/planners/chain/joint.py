@@ -127,19 +127,12 @@ class Pool:
         del self.found[self.most :]
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What the planner found: its plan, None if none fits, and the plan that offloads all."""
+def plan_joint(
+    true: Sizes, table: Table, unit_bytes: float, limit: int, rates: Tier
+) -> tuple[list[Action] | None, list[Action] | None]:
+    """Return the fastest plan found within `limit` bytes, and the one that sends every tape.
 
-    actions: tuple[Action, ...] | None
-    seconds: float
-    peak_bytes: int  # the chain's input not counted
-    waited_s: float
-    offload_s: float | None
-
-
-def plan_joint(true: Sizes, table: Table, unit_bytes: float, limit: int, rates: Tier) -> Found:
-    """Return the fastest plan found for a chain and a tier within `limit` bytes.
+    None of them where it does not fit.
 
     Parameters
     ----------
@@ -151,18 +144,17 @@ def plan_joint(true: Sizes, table: Table, unit_bytes: float, limit: int, rates: 
         Bytes, the chain's input not counted.
     """
     if not _plannable(true):
-        return Found(None, math.inf, 0, 0.0, None)
+        return None, None
     kind = Core if native.available() else Twin
     core = kind(true, table, unit_bytes, limit, rates)
     pool = search(core, true, limit, unit_bytes, rates)
     offload = Pool(core.judge)
     offload.offer(next(extremes(true)))
-    offload_s = offload.found[0][0] if offload.found else None
-    if not pool.found:
-        return Found(None, math.inf, 0, 0.0, offload_s)
-    laid = core.lay_out(pool.found[0][1])
-    actions = tuple(actions_of_laid(laid, table))
-    return Found(actions, laid.seconds, laid.peak_bytes, laid.waited_s, offload_s)
+
+    def fastest(plans: Pool) -> list[Action] | None:
+        return actions_of_laid(core.lay_out(plans.found[0][1]), table) if plans.found else None
+
+    return fastest(pool), fastest(offload)
 
 
 def _plannable(true: Sizes) -> bool:

@@ -110,11 +110,13 @@ class Dual:
 
         def moves(nbytes: Integers) -> tuple[Reals, Reals, Reals, Reals, Reals]:
             write_s = rates.write_s + nbytes * writing
-            read_s = read * (rates.read_s + nbytes * reading)
+            early_s = before * write_s + (1 - before) * rates.write_overhead_s
+            after_s = after * write_s + work * rates.write_overhead_s
+            read_s = read * (rates.read_s + nbytes * reading) + work * rates.read_overhead_s
             fast = held * nbytes
-            late = min(before, after) * write_s + fast + read_s
-            first = np.minimum(before * write_s + np.minimum(read_s, fast), late)
-            return fast, first, late, read_s, after * write_s + read_s
+            late = np.minimum(early_s, after_s) + fast + read_s
+            first = np.minimum(early_s + np.minimum(read_s, fast), late)
+            return fast, first, late, read_s, after_s + read_s
 
         fast_state, move_state, late_state, again_state, again = moves(true.state[:n])
         fast_tape, move_tape, _, _, again_tape = moves(true.tape)

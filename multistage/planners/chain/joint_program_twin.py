@@ -75,8 +75,9 @@ class _Solve:
         self.reverse = self._whole(true.reverse, slot)
         self.forward_s = _total(true.forward_s)
         mean = _total(true.tape.astype(float)) / n
-        write_s = p.speed * (rates.latency_s + mean / rates.write_bytes_per_s)
-        all_s = p.speed * float(limit) / rates.write_bytes_per_s
+        write_s = p.speed * (rates.write_s + mean / rates.write_bytes_per_s)
+        fixed_s = p.speed * rates.write_s * (float(limit) / mean) if mean > 0 else 0.0
+        all_s = p.speed * float(limit) / rates.write_bytes_per_s + fixed_s
         step_s = min(all_s, 1.2 * self.forward_s) / p.steps
         if p.fineness > 0 and write_s / p.fineness < step_s:
             step_s = write_s / p.fineness
@@ -113,7 +114,7 @@ class _Solve:
             clock += float(self.true.forward_s[i])
             for kind, sizes in enumerate((self.true.state, self.true.tape)):
                 nbytes = float(sizes[i])
-                took = scale * (self.rates.latency_s + nbytes / self.rates.write_bytes_per_s)
+                took = scale * (self.rates.write_s + nbytes / self.rates.write_bytes_per_s)
                 took /= self.step
                 most = min(took, 1e6)
                 if took > 1.5:
@@ -151,8 +152,11 @@ class _Solve:
         return self.tape[s] + own + max(self._landing(f, s), self._input(f, s))
 
     def _price(self, nbytes: int) -> np.float32:
-        read_s = self.rates.latency_s + float(nbytes) / self.rates.read_bytes_per_s
-        return _FLOAT(self.p.read_price * self.p.speed * read_s / self.forward_s)
+        rates = self.rates
+        read_s = rates.read_s + float(nbytes) / rates.read_bytes_per_s
+        overhead_s = rates.write_overhead_s + rates.read_overhead_s
+        priced_s = self.p.read_price * self.p.speed * read_s + overhead_s
+        return _FLOAT(priced_s / self.forward_s)
 
     def _share(self, s: int, e: int) -> np.float32:
         prefix = self.table.prefix

@@ -361,9 +361,11 @@ class _Layout:
                 landed[get] = free[reading]
                 get -= 1
             while q >= self.turn and wait >= 0 and things[wait].first <= q:
-                if wait < moved and landed[wait] > now:
-                    stalled += landed[wait] - now
-                    now = landed[wait]
+                if wait < moved:
+                    if landed[wait] > now:
+                        stalled += landed[wait] - now
+                        now = landed[wait]
+                    now += rates.read_overhead_s
                 wait -= 1
             if kind == REVERSE:
                 now += float(true.reverse_s[stage])
@@ -372,6 +374,7 @@ class _Layout:
                 if kind == TAPE_LAST:
                     now -= float(true.spared_s[stage])
             while put < moved and things[put].made == q:
+                now += rates.write_overhead_s
                 free[0] = max(now, free[0]) + rates.writing_s(self._bytes(things[put]))
                 written[put] = free[0]
                 put += 1

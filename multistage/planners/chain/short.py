@@ -113,7 +113,9 @@ class _Search:
         """Yield seconds, a move and what is held after it."""
         free = self.limit - self.resident(held)
         yield from self._operations(held, free)
-        for move, after in itertools.chain(self._transfers(held, free), self._evictions(held)):
+        for seconds, move, after in self._transfers(held, free):
+            yield seconds, move, self._tidy(after)
+        for move, after in self._evictions(held):
             yield 0.0, move, self._tidy(after)
         left = [
             s for thing, s in ((held.writing, held.write_s), (held.reading, held.read_s)) if thing
@@ -184,8 +186,9 @@ class _Search:
             far_tapes=held.far_tapes & tapes,
         )
 
-    def _transfers(self, held: Held, free: int) -> Iterator[tuple[Move, Held]]:
+    def _transfers(self, held: Held, free: int) -> Iterator[tuple[float, Move, Held]]:
         rates = self.rates
+        write_s, read_s = rates.write_overhead_s, rates.read_overhead_s  # of the computing thread
         capacity = math.inf if rates.capacity_bytes is None else rates.capacity_bytes
         alone = not rates.shared
         for i, tape in itertools.product(range(held.adjoint), (False, True)):
@@ -199,14 +202,16 @@ class _Search:
                     may = i > 0
                 if may and self._in_tier(held) + size <= capacity:
                     seconds = max(self.same_s / 2, rates.writing_s(size))
-                    after = with_thing(held, thing, "own_")
-                    yield ("put", i, tape), after._replace(writing=thing, write_s=seconds)
+                    after = with_thing(self._later(held, write_s), thing, "own_")
+                    after = after._replace(writing=thing, write_s=seconds)
+                    yield write_s, ("put", i, tape), after
             if not tape and held.at_hand(i):
                 continue
             idle = not held.reading and (alone or not held.writing)
             if far and not here and idle and size <= free:
                 seconds = max(self.same_s / 2, rates.reading_s(size))
-                yield ("get", i, tape), held._replace(reading=thing, read_s=seconds)
+                after = self._later(held, read_s)._replace(reading=thing, read_s=seconds)
+                yield read_s, ("get", i, tape), after
 
     def _in_tier(self, held: Held) -> int:
         far = range(self.n)
