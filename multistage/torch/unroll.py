@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar, Unpack, overload
 
@@ -21,7 +20,6 @@ from .environment.hidden_draws import refuse_hidden_draws
 from .environment.randomness import cuda_or_cpu
 from .measurement.checking import Check, checked_choice
 from .measurement.exploring import tensors_of
-from .measurement.saved import nodes_made
 from .measurement.stand_ins import hooks_silent
 from .offload import offload
 from .sequences.allowances import allowance
@@ -357,15 +355,18 @@ def _run(
     looked_at = min(FEW, sequence.steps) if known.fused else 1
     allowed = allowance(chosen, facts, sequence, looked_at=looked_at)
     if chosen.plan is None:
-        tapes: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if chosen.planner == "offload":
-            held = [t for t in [*leaves, sequence.given] if isinstance(t, Tensor)]
-            tapes = offload(settings.tiers, min_bytes=TRAVELS_BYTES, stays=held, device=device)
-        begun = nodes_made()
-        with tapes:
-            result = run_plainly(known, facts, state, sequence, outputs, settings.chunk, graph=True)
         if chosen.planner == "keep":
-            allowed.hold_all(result, begun)
+            with allowed.holding_all(device) as judge:
+                result = run_plainly(
+                    known, facts, state, sequence, outputs, settings.chunk, graph=True
+                )
+                judge((result.loss, result.outputs))
+        else:
+            held = [t for t in [*leaves, sequence.given] if isinstance(t, Tensor)]
+            with offload(settings.tiers, min_bytes=TRAVELS_BYTES, stays=held, device=device):
+                result = run_plainly(
+                    known, facts, state, sequence, outputs, settings.chunk, graph=True
+                )
         return Unrolled(result.state, result.loss, result.outputs, chosen)
     refuse_hidden_draws(known.scope.modules, known.name)
     chain.chunk, chain.allowance = chosen.chunk, allowed

@@ -782,3 +782,25 @@ def test_a_slow_machine_separates_the_costs_of_steps_from_single_costs(monkeypat
     out = mst.unroll(cell, start, torch.randn(500, 1, 64), memory="1 MiB")
     assert out.plan is not None
     assert out.plan.keep_bytes < 8 << 20
+
+
+@pytest.mark.parametrize("planner", ["keep", "recompute"])
+def test_long_graphs_are_freed_without_recursion(planner: Any) -> None:
+    """Nodes that were looked at from Python are freed within one another: a stack overflow."""
+    program = (
+        "import threading, torch, multistage.torch as mst\n"
+        "def run():\n"
+        "    h = torch.zeros(1, requires_grad=True)\n"
+        "    cell = lambda h, x: -(-(-(-h)))\n"
+        f"    out = mst.unroll(cell, h, None, n_steps=4001, planner={planner!r}, check='off',\n"
+        "                     memory='1 GiB', chunk=4000)\n"
+        "    out.state.sum().backward()\n"
+        "    done.append(out.plan.planner)\n"
+        "done = []\n"
+        "threading.stack_size(512 << 10)\n"
+        "thread = threading.Thread(target=run)\n"
+        "thread.start(), thread.join()\n"
+        f"assert done == [{planner!r}]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=600)
+    assert done.returncode == 0

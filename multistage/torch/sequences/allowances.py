@@ -8,20 +8,24 @@ are more nodes than planned for, or where values are known to decide sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ...errors import BudgetError
 from ..measurement.exploring import tensors_of
 from ..measurement.saved import nodes_made
 from ..tensors.graphs import graph_weight
+from ..tensors.meter import Meter
 from .cell import Facts
 from .cells import VariedFacts
 from .inputs import Inputs
-from .results import Unrolled
 from .unroll_plan import UnrollPlan
+
+_ALIKE = 1.1  # times the nodes expected, below which a graph is taken to be as planned
 
 
 def allowance(plan: UnrollPlan, facts: Facts, inputs: Inputs, *, looked_at: int = 1) -> Allowance:
@@ -64,13 +68,17 @@ class Allowance:
     weight: Callable[[int, int], tuple[int, int]]
     _over: dict[int, float] = field(default_factory=dict)  # by first step, of graphs held
 
+    @property
+    def by_values(self) -> bool:
+        """Whether values may decide what a step takes."""
+        return self.plan.by_values or self.inputs.has_values()
+
     def hold(
         self,
         steps: tuple[int, int],
         nodes: int,
         roots: Sequence[Tensor],
         begun: int,
-        besides: tuple[int, int] = (0, 0),
     ) -> None:
         """Count the graph of some steps, which is held from now on.
 
@@ -83,17 +91,14 @@ class Allowance:
         roots : sequence of Tensor
         begun : int
             Sequence number of the first node.
-        besides : (int, int)
-            Nodes of the graph and bytes of their results that are not those of the steps.
 
         Raises
         ------
         BudgetError
             If the graphs that are held take the memory beyond the limit.
         """
-        expected, nbytes = map(sum, zip(self.weight(*steps), besides, strict=True))
-        by_values = self.plan.by_values or self.inputs.has_values()
-        if nodes <= expected and not by_values:
+        expected, nbytes = self.weight(*steps)
+        if nodes <= expected and not self.by_values:
             return
         over = graph_weight(roots, begun)[1] - nbytes
         if over <= 0:
@@ -101,35 +106,51 @@ class Allowance:
         # What a graph keeps alive is more than the results of its nodes: masks, inputs.
         every = max(1, self.weight(0, self.plan.n_steps)[1])
         self._over[steps[0]] = over * max(1.0, self.plan.keep_bytes / every)
-        found = self.plan.peak_bytes + int(sum(self._over.values()))
-        if found > self.plan.memory_bytes:
+        self._require(steps, self.plan.peak_bytes + int(sum(self._over.values())))
+
+    def _require(self, steps: tuple[int, int], nbytes: int) -> None:
+        """Raise BudgetError if, with the graph of some steps, more is held than allowed."""
+        if nbytes > self.plan.memory_bytes:
             first, last = steps
             where = f"step {first}" if last == first + 1 else f"steps {first} to {last - 1}"
             raise BudgetError(
                 f"the graph of {where} takes more than the steps that were measured: about "
-                f"{found} bytes in all, and memory={self.plan.memory_bytes}; values decide what a "
+                f"{nbytes} bytes in all, and memory={self.plan.memory_bytes}; values decide what a "
                 "step costs: give inputs as a list where ints or texts in x_t do (8 different "
                 "ones at most are measured one by one), costs=StageCosts(...), or more memory"
             )
 
-    def hold_all(self, found: Unrolled[object, object], begun: int) -> None:
-        """Count the graph of the whole sequence, which was run plainly; see `hold`.
+    @contextlib.contextmanager
+    def holding_all(self, device: torch.device) -> Iterator[Callable[[object], None]]:
+        """Count the graph of the whole sequence, which is run plainly inside.
 
-        Parameters
-        ----------
-        found : Unrolled
-        begun : int
-            Sequence number of autograd's nodes before.
+        Its nodes are not looked at from Python, which would keep an object alive for each:
+        a long graph of such nodes overflows the stack when it is freed.  Where values decide
+        what operators take, what they return is counted as it is made.
+
+        Yields
+        ------
+        callable
+            To be called with the outputs, which are not part of the limit.  It raises
+            BudgetError if the graph takes more than the limit.
         """
-        count = self.plan.n_steps
-        outputs = tensors_of((found.loss, found.outputs))
-        # Outputs are added up or stacked; x_t is taken from a tensor of all.
-        nbytes = sum(y.nbytes * (1 if y.dim() and len(y) == count else count) for y in outputs)
-        nodes, given = len(outputs) * count, self.inputs.given
-        if isinstance(given, Tensor) and given.requires_grad:
-            nodes, nbytes = nodes + count, nbytes + given.nbytes
-        roots = [*tensors_of(found.state), *outputs]
-        self.hold((0, count), nodes_made() - begun, roots, begun, (nodes, nbytes))
+        begun, steps = nodes_made(), (0, self.plan.n_steps)
+        meter = Meter(device) if self.by_values else None
+
+        def judge(outputs: object) -> None:
+            ys = tensors_of(outputs)
+            if meter is not None:
+                self._require(steps, meter.bytes_but(ys))
+                return
+            # Outputs are added up or stacked; x_t is taken from a tensor of all.
+            of_steps = len(ys) + (isinstance(self.inputs.given, Tensor))
+            expected = self.weight(*steps)[0] + of_steps * self.plan.n_steps
+            made = nodes_made() - begun
+            if made > _ALIKE * expected:  # a call of a fused module has a few nodes of its own
+                self._require(steps, self.plan.peak_bytes * made // max(1, expected))
+
+        with contextlib.nullcontext() if meter is None else meter:
+            yield judge
 
     def release(self, first: int) -> None:
         """Count the graph that begins at a step no more."""

@@ -219,11 +219,11 @@ class Inputs:
     def _anew(self, t: int) -> object:
         assert self.given is not None
         value = self.given(t) if callable(self.given) else self.given[t]
-        if self._allowed is None:
-            return value
         leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             self._values_made = True
+        if self._allowed is None:
+            return value
         if self._most_bytes is not None:
             found = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
             if found > self._most_bytes:

@@ -245,7 +245,7 @@ class ThroughTime:
 
     def _back(
         self,
-        held: list[ChunkGraph],
+        held: list[Any],
         adjoint: Gradients,
         k: int,
         chosen: Sequence[int] | None = None,
@@ -255,8 +255,8 @@ class ThroughTime:
 
         Parameters
         ----------
-        held : list of one ChunkGraph
-            Emptied: nobody else may hold the graph.
+        held : list whose last item is the ChunkGraph
+            It is taken out: nobody else may hold the graph.
         adjoint : tuple of Tensor or None
         k : int
         chosen : sequence of int, optional
@@ -279,7 +279,7 @@ class ThroughTime:
         walked = Walked()
         unknown += leaves_below(below, own, facts.parameters, again.begun, self.cell.name, walked)
         if chosen is None and self.allowance is not None and not unknown:
-            self.allowance.hold(self._steps(k), walked.nodes, below, again.begun)
+            self.allowance.hold(self._steps(k), len(walked.found), below, again.begun)
             self.allowance.release(self._steps(k)[0])  # the only one
         del below
         wanted = [t for i, t in enumerate(given) if t.requires_grad and self._is_own(k, i)]
@@ -304,8 +304,9 @@ class ThroughTime:
             next(of_state) if t.requires_grad and self._is_own(k, i) else None
             for i, t in enumerate(given)
         )
-        if unknown:
-            del again, given, xs, roots, wanted, targets  # the cell's own leaves go with the graph
+        del again, given, xs, roots, wanted, targets
+        walked.release()
+        if unknown:  # the cell's own leaves went with the graph
             refuse_unknown(self.cell.name, held_elsewhere(unknown, collect=True), self._steps(k))
         return result
 

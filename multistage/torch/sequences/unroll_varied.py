@@ -29,7 +29,6 @@ from ..environment.hidden_draws import refuse_hidden_draws
 from ..environment.randomness import cuda_or_cpu
 from ..measurement.checking import Check, Checked, check_chain
 from ..measurement.exploring import tensors_of
-from ..measurement.saved import nodes_made
 from ..measurement.stand_ins import hooks_silent
 from ..tensors.meter import Meter
 from ..tiers.by_name import open_tiers
@@ -97,11 +96,12 @@ def unroll_varied(
         )
     survey.close()  # its states are no part of the plan
     if chosen.plan is None:
-        begun = nodes_made()
-        found = _kept(program, state, chosen, settings.costs, device)
-        if settings.costs is None:
-            allowed = allowance(chosen, facts, inputs)
-            allowed.hold_all(found, begun)
+        if settings.costs is not None:
+            found = _kept(program, state, chosen, settings.costs, device)
+        else:
+            with allowance(chosen, facts, inputs).holding_all(device) as judge:
+                found = program.plainly(state, graph=True)
+                judge((found.loss, found.outputs))
         return replace(found, plan=chosen)
     refuse_hidden_draws(cells.scope.modules, cells.name)
     return program.scheduled(state, chosen, around, device, settings, store)
@@ -111,7 +111,7 @@ def _kept(
     program: _Program,
     state: object,
     chosen: UnrollPlan,
-    costs: StageCosts | None,
+    costs: StageCosts,
     device: torch.device,
 ) -> Unrolled[object, object]:
     """Run the steps plainly; given costs are weighed the first time.
@@ -121,8 +121,8 @@ def _kept(
     BudgetError
         If the graphs take more than given costs say.
     """
-    key = None if costs is None else program.weighed_as(costs, (0, program.inputs.steps))
-    if key is None or _weighed.get(key) is not None:
+    key = program.weighed_as(costs, (0, program.inputs.steps))
+    if _weighed.get(key) is not None:
         return program.plainly(state, graph=True)
     with Meter(device) as meter:
         meter.ignore([*pytree.tree_leaves(state), *program.facts.parameters])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,9 +45,12 @@ class Graph:
 
     __slots__ = ("chosen", "entry", "held")
 
-    def __init__(self, again: ChunkGraph, chosen: Sequence[int], entry: Sums) -> None:
+    def __init__(
+        self, again: ChunkGraph, walked: Walked, chosen: Sequence[int], entry: Sums
+    ) -> None:
         # The entry is made now: by the thread of the graph, wherever backward is called from.
-        self.held, self.chosen, self.entry = [again], chosen, entry
+        self.chosen, self.entry = chosen, entry
+        self.held: list[Any] = [walked.sort(), again]  # the graph first, then its nodes
 
 
 class VariedThroughTime(ThroughTime):
@@ -183,9 +187,9 @@ class VariedThroughTime(ThroughTime):
         for _ in leaves_below(roots, own, parameters, again.begun, self.cell.name, walked):
             pass  # refused when the chunk is reversed, if anybody else holds them
         if self.allowance is not None:
-            self.allowance.hold(self._steps(k), walked.nodes, roots, again.begun)
+            self.allowance.hold(self._steps(k), len(walked.found), roots, again.begun)
         chosen = [i for i, p in enumerate(parameters) if uses(walked.used, p)]
-        return Graph(again, chosen, Sums([parameters[i] for i in chosen]))
+        return Graph(again, walked, chosen, Sums([parameters[i] for i in chosen]))
 
     def _first_graph(self, before: TensorState, k: int) -> ChunkGraph:
         """Run a chunk for the first time, with a graph."""

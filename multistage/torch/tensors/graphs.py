@@ -46,12 +46,30 @@ class Walked:
     ----------
     used : set
         For `uses`, which tells the parameters that the graph leads to.
-    nodes : int
-        Of the graph, without its leaves.
+    found : list of Node
+        Those of the graph, without its leaves.
     """
 
     used: Used = field(default_factory=set)
-    nodes: int = 0
+    found: list[Node] = field(default_factory=list)
+
+    def sort(self) -> list[Node]:
+        """Return the nodes, sorted so that a list of them lets a graph go without recursion.
+
+        A node that was looked at from Python keeps its Python object for as long as it lives,
+        and is freed together with that object: within the destructor of the node that uses
+        it, so that a long graph overflows the stack.  While a list holds the nodes none is
+        freed within another; a list releases its last item first, and the last node here is
+        the one that was made last, which no other node uses.
+        """
+        self.found.sort(key=lambda node: node._sequence_nr())
+        return self.found
+
+    def release(self) -> None:
+        """Let the graph go; nothing else may refer to its roots."""
+        nodes = self.sort()
+        while nodes:
+            nodes.pop()
 
 
 def leaves_below(
@@ -112,7 +130,7 @@ def leaves_below(
                 passed.add(id(variable))
                 yield variable
             continue
-        walked.nodes += 1
+        walked.found.append(node)
         if node._sequence_nr() < begun:
             raise ArgumentError(
                 f"{name} uses a tensor that was computed outside of it ({node.name()}) and takes "
