@@ -270,6 +270,7 @@ class Sequential(LimitedModule):
         )
         if not wanting:
             return run_plain(self, state)
+        _refuse_wrapped(state)
         found = whole(self)
         planned = planned_for(self, state, found, together=facts_of(self, found).collective)
         return run(self, replanned(self, planned, state), state, found)
@@ -368,6 +369,20 @@ def _state_of(
             f"{len(kwargs)} keyword arguments; give a tuple or dict that its first stage takes"
         )
     return args[0]
+
+
+def _refuse_wrapped(state: object) -> None:
+    """Refuse what stages cannot be measured on, or run again on."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ArgumentError(
+            "a chain cannot run its stages again inside of torch.func (vmap, grad, jvp, ...); use "
+            "torch.autograd, or nn.Sequential(*chain) where no limit is needed"
+        )
+    if any(t.is_nested for t in tensors_of(state)):
+        raise ArgumentError(
+            "the input has nested tensors, whose lengths are part of their shape and differ in "
+            "each; give the chain padded tensors, or values and offsets apart"
+        )
 
 
 def _tiered(tiers: Tiers | None, planner: ChainPlanner) -> Tiered | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import multistage.torch as mst
-from multistage.errors import StateError
+from multistage.errors import ArgumentError, MultistageError, StateError
 
 
 class Block(nn.Module):
@@ -173,3 +174,124 @@ def test_other_memory_under_torch_distributed_is_refused() -> None:
             y.sum().backward()
     finally:
         dist.destroy_process_group()
+
+
+# ------------------------------------------------------------ what stages may contain
+
+
+class RunsAgain(torch.autograd.Function):
+    """Enables gradients in its backward, and reads what it saved there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            (x,) = ctx.saved_tensors
+            given = x.detach().requires_grad_()
+            y = given * given
+        return torch.autograd.grad(y, given, gradient)
+
+
+def runs_again(x: Tensor) -> Tensor:
+    y: Tensor = RunsAgain.apply(x)
+    return y
+
+
+def makes_a_leaf(x: Tensor) -> Tensor:
+    y = x[:, None]
+    y.requires_grad = True  # as HuBERT's and Wav2Vec2's feature encoders do
+    return y[:, 0]
+
+
+def nests(x: Tensor) -> Tensor:
+    lengths = torch.tensor([0, 10, 30, 64])
+    return torch.nested.nested_tensor_from_jagged(x, lengths).sin().values()
+
+
+def differentiates_by_func(x: Tensor) -> Tensor:
+    return x + torch.func.grad(lambda y: y.sin().sum())(x)
+
+
+def gradients_of(model: nn.Module, x: Tensor, own: list[nn.Parameter]) -> list[Tensor]:
+    for parameter in own:
+        parameter.grad = None
+    model(x).sum().backward()
+    return [p.grad.to_dense() for p in own if p.grad is not None]
+
+
+@pytest.mark.parametrize("special", [runs_again, makes_a_leaf])
+def test_a_stage_may_enable_gradients_where_its_input_has_none(
+    special: Callable[[Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    places = (0, 4) if special is runs_again else (0,)
+    own = nn.Sequential(*[Block(special if k in places else None) for k in range(8)])
+    x = torch.randn(64, 16)
+    plain = gradients_of(own, x, list(own.parameters()))
+    model = mst.Sequential(own, memory=0.6)
+    for _ in range(2):
+        ours = gradients_of(model, x, list(own.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert model.plan is not None and not model.plan.keeps_all
+    assert str(model.checked).startswith("equal")
+
+
+def test_double_backward_is_refused_in_one_sentence() -> None:
+    model, x = _rerunning()
+    with pytest.raises(MultistageError, match="double backward"):
+        torch.autograd.grad(model(x).sum(), list(model.parameters()), create_graph=True)
+
+
+def test_sparse_gradients_are_checked() -> None:
+    table = nn.Embedding(50, 16, sparse=True)
+    own = nn.Sequential(table, *[Block() for _ in range(8)])
+    words = torch.randint(0, 50, (64,))
+    model = mst.Sequential(own, words, memory=0.6)
+    assert str(model.checked).startswith("equal (")
+    plain, ours = (gradients_of(m, words, list(own.parameters())) for m in (own, model))
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+@pytest.mark.parametrize("special", [nests, differentiates_by_func])
+def test_stages_that_only_torch_can_run_keep_their_tapes_or_are_refused(
+    special: Callable[[Tensor], Tensor],
+) -> None:
+    stages, x = [Block(special) for _ in range(6)], torch.randn(64, 16)
+    model = mst.Sequential(stages, x, memory=1.0)
+    model(x).sum().backward()
+    assert "not checked; torch.func and nested tensors" in str(model.checked)
+    with pytest.raises(ArgumentError, match=r"cannot be run again within .* raise the limit"):
+        mst.Sequential(stages, x, memory=0.6)
+
+
+def test_nested_inputs_and_transforms_around_a_chain_are_refused() -> None:
+    model, x = _rerunning()
+    nested = torch.nested.nested_tensor([x[:3], x[:5]], layout=torch.jagged)
+    with pytest.raises(ArgumentError, match="the input has nested tensors"):
+        model(nested)
+    for call in (
+        lambda: torch.func.grad(lambda y: model(y).sum())(x),
+        lambda: torch.func.vmap(model)(x[None]),
+    ):
+        with pytest.raises(ArgumentError, match=r"inside of torch\.func"):
+            call()
+
+
+def test_global_forward_hooks_count_as_under_plain_training() -> None:
+    model, x = _rerunning()
+    called: list[str] = []
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, given, output: called.append(type(module).__name__)
+    )
+    try:
+        for _ in range(2):
+            called.clear()
+            model(x).sum().backward()
+            # Ten blocks with a layer each, and the chain.
+            assert sorted(called) == [*["Block"] * 10, *["Linear"] * 10, "Sequential"]
+    finally:
+        hook.remove()

@@ -165,7 +165,8 @@ class Run:
 
     def _tensor(self, i: int, number: int) -> Tensor:
         """Return the tensor that stage i saved as its `number`-th."""
-        if torch.is_grad_enabled():
+        # A Function's backward may enable gradients for itself, as many do that run forward again.
+        if torch.is_grad_enabled() and torch._C._autograd._get_current_graph_task_keep_graph():
             raise MultistageError(
                 "double backward (create_graph=True) through a chain with recomputed stages is "
                 "not supported; give it memory enough to keep every tape"

@@ -14,6 +14,7 @@ from torch import nn
 
 from .holders import (
     ABSENT,
+    GLOBAL_HOOKS,
     HOOKS,
     LEAVES,
     MOST_ENTRIES,
@@ -100,7 +101,10 @@ class Walk:
                 self._referred(value, name, depth)
 
     def finish(self) -> None:
-        """Make holders of the globals that were named."""
+        """Make holders of the global hooks on forward, and of the globals that were named."""
+        for hooks in GLOBAL_HOOKS if self.modules else ():
+            self.holders.append(OfDict(hooks, "the global forward hooks"))
+            self._all(list(hooks.values()), "global forward hook", 0)
         for space, names in self._names.values():
             self.holders.append(OfNames(space, tuple(names), "globals", None))
 

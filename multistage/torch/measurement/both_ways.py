@@ -221,6 +221,8 @@ def _taker(
             return None
         found[name] = look(gradient)
         # What is kept until the end is one number in place of the gradient.
+        if gradient.layout is not torch.strided:  # of which no view can be expanded
+            return torch.zeros_like(gradient)
         return gradient.new_zeros(()).expand(gradient.shape)
 
     return take

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -20,6 +21,8 @@ from ..environment.captured import Environment, exchanges_memory, generators_of,
 from ..environment.copies import put_back, version_of
 from ..environment.randomness import Generators, State
 from ..environment.scope import Scope
+from ..environment.states import wants_of
+from ..tensors.fingerprints import same_bits
 from ..tensors.meter import storages_of
 from .traits import Traits
 
@@ -59,17 +62,8 @@ def untouched(scope: Scope, sample: object) -> Iterator[None]:
     finally:
         undo()
         for buffer, value, version in values:
-            if version_of(buffer) != version or not _equal(buffer, value):
+            if version_of(buffer) != version or not same_bits(buffer, value):
                 put_back(buffer, value, version)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same numbers; NaN equals NaN."""
-    if a.device.type == "meta":
-        return False
-    if a.layout is not torch.strided:
-        a, b = a.to_dense(), b.to_dense()
-    return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def buffers_of(stage: Call) -> list[tuple[nn.Module, str, Tensor]]:
@@ -94,6 +88,7 @@ def explore(
     changed: list[list[tuple[nn.Module, str]]] = []
     graded: list[_Grading] = []
     changes_first = False
+    wants: Sequence[bool] | None = wants_of(tensors_of(sample))  # gradients; None if not known
     moved: set[int] = set()  # storages of buffers that some stage changes
     for i, stage in enumerate(stages):
         inputs = tensors_of(state)
@@ -114,7 +109,7 @@ def explore(
             [
                 (m, k)
                 for m, k, b, version, value in buffers
-                if m._buffers[k] is not b or b._version != version or not _equal(b, value)
+                if m._buffers[k] is not b or b._version != version or not same_bits(b, value)
             ]
         )
         for m, key, b, *_ in buffers:
@@ -131,10 +126,9 @@ def explore(
                 starts[k] = starts[max(maker, 0)]
         storages.append(_storages(state))
         # What was written to cannot be run on again.
-        grading = _Grading(frozenset(generators.drawn(random, after)))
-        if not written:
-            _look_with_graph(grading, stage, given, state, around, _Random(generators, random))
-        graded.append(grading)
+        graded.append(_Grading(frozenset(generators.drawn(random, after))))
+        look = partial(_look_with_graph, graded[i], stage, given, wants, state, around)
+        wants = None if written else look(_Random(generators, random))
     # Who only reads a buffer that another stage changes must keep its values too.
     for stage_changes, scope in zip(changed, scopes, strict=True):
         stage_changes += [
@@ -189,10 +183,11 @@ def _look_with_graph(
     found: _Grading,
     stage: Call,
     given: object,
+    wants: Sequence[bool] | None,
     result: object,
     around: Environment,
     random: _Random,
-) -> None:
+) -> Sequence[bool]:
     """Run a stage with a graph, and compare: some kernels, such as oneDNN's LSTM, differ.
 
     The generators that it left as they were have other states then: it may have drawn
@@ -204,6 +199,7 @@ def _look_with_graph(
     # Not the tensor itself: an output that its own node keeps is a cycle nothing collects.
     def pack(tensor: Tensor) -> list[Tensor]:
         kept.append([tensor])
+        found.unhooked = found.unhooked or tensor.is_nested
         return kept[-1]
 
     def unpack(box: list[Tensor]) -> Tensor:
@@ -212,7 +208,7 @@ def _look_with_graph(
 
     def run(disturbed: AbstractContextManager[object]) -> list[Tensor]:
         with around.again(), disturbed, torch.enable_grad():
-            return tensors_of(stage(_wanting(given)))
+            return tensors_of(stage(_wanting(given, wants)))
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -225,29 +221,35 @@ def _look_with_graph(
     for box in kept:
         box.clear()
     plain = tensors_of(result)
+    # Their lengths have names, which are others each time they are made.
+    found.unhooked = found.unhooked or any(t.is_nested for t in (*plain, *tensors_of(given)))
     # Ranks that run a stage together run it as often.
     if exchanges_memory() or not _all_equal(plain, again):
-        undisturbed = run(contextlib.nullcontext())
+        # Twice: hidden state would make a stage differ from itself.
+        undisturbed, once_more = (run(contextlib.nullcontext()) for _ in range(2))
         found.graded = not _all_equal(plain, undisturbed)
-        if not _all_equal(undisturbed, again):
+        if _all_equal(undisturbed, once_more) and not _all_equal(undisturbed, again):
             seeded |= {*random.generators.names} - drawn
     found.draws = drawn | seeded
+    return wants_of(again)
 
 
 def _all_equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return len(ones) == len(others) and all(
-        a.device.type == "meta" or (a.shape == b.shape and _equal(a, b))
+        a.device.type == "meta" or (a.shape == b.shape and same_bits(a, b))
         for a, b in zip(ones, others, strict=True)
     )
 
 
-def _wanting(state: object) -> object:
-    """Return a state whose tensors require gradients where they can, without copying them."""
+def _wanting(state: object, wants: Sequence[bool] | None) -> object:
+    """Return a state without copies whose tensors require gradients as said, or where they can."""
+    left = None if wants is None else iter(wants)
 
     def leaf(value: object) -> object:
         if not isinstance(value, Tensor):
             return value
-        return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
+        may = value.is_floating_point() or value.is_complex()
+        return value.detach().requires_grad_(may if left is None else next(left))
 
     return pytree.tree_map(leaf, state)
 

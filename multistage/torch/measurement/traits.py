@@ -29,8 +29,8 @@ class Traits:
     differentiates : bool
         Whether it computes gradients inside of its forward.
     unhooked : bool
-        Whether it fails under saved-tensor hooks, as `torch.func` does, so that
-        its tape must be kept.
+        Whether it fails under saved-tensor hooks, as `torch.func` does, or when it is run
+        again, as nested tensors do, so that its tape must be kept.
     scope : Scope, optional
         What it refers to; searched for if not given.
     sizes : Sizes, optional

@@ -75,10 +75,11 @@ def _refuse_unhooked(profile: Profile, plan: ChainPlan) -> None:
     for i in sorted({*range(len(profile.traits))} - {*plan.kept}):
         if profile.traits[i].unhooked:
             raise ArgumentError(
-                f"stage {profile.traits[i].name} computes gradients by torch.func, which does not "
-                "work under saved-tensor hooks, so that it cannot be run again within "
-                f"{plan.memory_bytes} bytes; use torch.autograd.grad(..., create_graph=True), or "
-                f"raise the limit to {plan.plain_bytes}, where every tape is kept"
+                f"stage {profile.traits[i].name} computes gradients by torch.func, or with nested "
+                "tensors, which do not work under saved-tensor hooks, so that it cannot be run "
+                f"again within {plan.memory_bytes} bytes; use torch.autograd.grad(..., "
+                "create_graph=True) or padded tensors, or raise the limit to "
+                f"{plan.plain_bytes}, where every tape is kept"
             )
 
 

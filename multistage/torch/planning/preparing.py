@@ -110,6 +110,8 @@ def _compared(sequential: LimitedModule, planned: Planned, state: object) -> Che
         return Checked("off")
     if is_collective(sequential):
         return Checked("not checked; ranks run these stages together")
+    if any(trait.unhooked for trait in planned.profile.traits):
+        return Checked("not checked; torch.func and nested tensors do not work under its hooks")
     stages = planned.stages
     return check_chain(
         lambda given: run_plain(sequential, given),

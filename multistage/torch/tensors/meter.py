@@ -164,6 +164,8 @@ def storages_of(tensor: Tensor) -> dict[int, torch.UntypedStorage]:
             parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
         case torch.sparse_csc | torch.sparse_bsc:
             parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+        case torch.jagged:
+            parts = [tensor._values, tensor._offsets]  # type: ignore[attr-defined, list-item]
         case _:  # of oneDNN: no memory that can be seen
             parts = []
     found = [part.untyped_storage() for part in parts]
