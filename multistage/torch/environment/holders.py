@@ -19,7 +19,7 @@ Contents: TypeAlias = tuple[object, ...]
 Keys: TypeAlias = Sequence[tuple[Hashable, ...]] | None
 MOST_ENTRIES = 64  # of a container whose contents are watched
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+GLOBAL_HOOKS = (
     nn.modules.module._global_forward_hooks,
     nn.modules.module._global_forward_pre_hooks,
 )
