@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -25,7 +25,7 @@ from ..states.layout import Array, Layout
 from .arena import round_up
 from .extents import Extent
 from .lanes import Lane
-from .lifetimes import Birth, end
+from .lifetimes import Birth, Ending, end
 from .medium import Medium
 
 # An extent was moved, from when to when (`perf_counter`), and what went wrong.
@@ -246,7 +246,7 @@ class ThreadCarrier:
         self._threads = _Threads(medium, verify)
         self._writing: deque[_Flight] = deque()  # in order, until told of
         self._reading: deque[_Flight] = deque()
-        self._dropped = weakref.finalize(self, end, self._threads.stop, Birth.here())
+        self._dropped = Ending(self, functools.partial(end, self._threads.stop, Birth.here()))
 
     @property
     def medium(self) -> Medium:
@@ -308,6 +308,6 @@ class ThreadCarrier:
     def close(self) -> None:
         """Finish what is in flight, stop the threads, close the medium."""
         self._threads.stop()
-        self._dropped.detach()
+        self._dropped.forget()
         if self._writing or self._reading:  # or it may never have started
             self.poll()

@@ -9,6 +9,7 @@ from typing import Literal
 from .. import native
 from ..errors import ArgumentError, StoreError
 from ..states.layout import Layout
+from ..support.interrupts import Shield
 from .aio import AioFiles
 from .carrier import Carrier
 from .direct import DirectFile
@@ -100,8 +101,9 @@ class FileStore(StreamedStore):
 
     def check(self) -> None:
         """Raise StoreError if the folder cannot be used; nothing is left in it."""
-        private = PrivateFolder(self.folder)
-        private.remove()  # of a name: called on a passing object, its end would swallow Ctrl-C
+        with Shield(up=True):
+            private = PrivateFolder(self.folder)
+            private.remove()  # of a name: called on a passing object, its end would swallow Ctrl-C
 
     def read_in_order(self, depth: int) -> None:
         """Let `depth` writes wait, and give each record an extent: one moves as fast as several."""

@@ -8,20 +8,25 @@ It belongs to one process, too.  A forked child has the memory of a store but
 none of its threads: to wait for one of them would never end, and their locks
 may be held forever.  So a child is refused at its first call.
 
-What is dropped without `close` is closed by a finalizer (`end`).
+What is dropped without `close` is closed by an `Ending`.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, ParamSpec
+from typing import Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 from ..errors import StoreError
+from ..support.interrupts import Shield
 
 Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 _forks = 0  # since this module was imported, in the line of processes down to this one
 
@@ -162,6 +167,88 @@ def end(close: Callable[[], object], birth: Birth) -> None:
         except RuntimeError:  # there are no more threads
             pass
     close()
+
+
+class Ending(Generic[Result]):
+    """What ends something: when called, once its owner is gone, or at the interpreter's exit.
+
+    Of one that was interrupted as its owner went, the rest is done when the next one is made.
+
+    Like `weakref.finalize`, but it counts as done after `close` has returned, and not before
+    it is called: interrupted, it still holds the memory in which threads work, and can be
+    called again.
+
+    Parameters
+    ----------
+    owner : object
+        Not kept.
+    close : callable
+        It must not refer to the owner.
+
+    Examples
+    --------
+    >>> owner = threading.Event()
+    >>> ending = Ending(owner, lambda: print("closed"))
+    >>> del owner
+    closed
+    >>> ending.is_done
+    True
+    """
+
+    __slots__ = ("_key",)
+
+    def __init__(self, owner: object, close: Callable[[], Result]) -> None:
+        with contextlib.suppress(Exception):  # it is no fault of the one that is made now
+            _end_due()
+        ends = weakref.ref(owner, _end_due)
+        # Ctrl-C that comes while garbage is collected is raised before the first instruction of
+        # the first callback, and dropped: so what is due is noted by one without instructions,
+        # which is called first, being the last one made.
+        notes = weakref.ref(owner, _due.append)
+        self._key = id(notes)
+        _endings[self._key] = close, (ends, notes)
+
+    def __call__(self) -> Result | None:
+        """End it, unless that is done."""
+        return cast("Result | None", _end(self._key))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing to end any more."""
+        return self._key not in _endings
+
+    def forget(self) -> None:
+        """Note that it has been ended otherwise."""
+        _endings.pop(self._key, None)
+
+
+# In the order of their making: what ends each, and what notices that its owner is gone.
+_endings: dict[int, tuple[Callable[[], object], object]] = {}
+_due: deque[weakref.ref[object]] = deque()  # of those whose owners are gone
+
+
+def _end_due(_owner: object = None) -> None:
+    with Shield(up=True), contextlib.suppress(IndexError):
+        while True:
+            _end(id(_due.popleft()))
+
+
+def _end(key: int) -> object:
+    with Shield(up=True):
+        close, _ = _endings.get(key, (None, None))
+        result = None if close is None else close()
+        _endings.pop(key, None)
+    return result
+
+
+def _end_all() -> None:
+    # Threads stop before the folder goes that they write to, which was made before them.
+    for key in reversed(list(_endings)):
+        with contextlib.suppress(Exception):  # the rest is ended all the same
+            _end(key)
+
+
+atexit.register(_end_all)
 
 
 def weakly(method: Callable[Arguments, None]) -> Callable[Arguments, None]:

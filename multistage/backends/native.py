@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import logging
 import math
 import os
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +28,7 @@ from .. import native
 from ..states.layout import Array, Layout
 from .arena import pages
 from .direct import DirectFile
+from .lifetimes import Ending
 
 if TYPE_CHECKING:
     from .carrier import Finished
@@ -94,8 +95,15 @@ class NativeFile:
         )
         self._flights: tuple[deque[_Flight], deque[_Flight]] = (deque(), deque())
         self._owner = os.getpid()
+        # Made before the threads are, and done only once they have stopped: until then it
+        # holds all that they work on, whenever Ctrl-C comes and whatever else is dropped.
+        engine = pages(self._library.ms_io_len())
+        self._engine: int = engine.ctypes.data
+        self._kept: list[object] = [engine, self._hooks, self._flights]
         self._file = DirectFile(folder, extent_bytes, most_bytes, dir_fd=dir_fd)
-        self._stop: weakref.finalize[..., NativeFile] = weakref.finalize(self, self._file.close)
+        self._stop = Ending(
+            self, functools.partial(_stop, self._owner, self._engine, self._file, self._kept)
+        )
         self.direct = self._file.direct
         if self._library.ms_io_in_memory(self._file.fd):
             logger.warning(
@@ -134,22 +142,10 @@ class NativeFile:
             pwrite=self._hooks[0],
             pread=self._hooks[1],
         )
-        engine = pages(self._library.ms_io_len())
-        self._engine: int = engine.ctypes.data
+        self._kept.append(bounce)
         failed = self._library.ms_io_start(self._engine, ctypes.byref(options))
         if failed:
             raise OSError(failed, f"threads cannot be started: {os.strerror(failed)}")
-        # At the interpreter's exit, too, the threads stop before the memory
-        # goes that they work on: all of it is held by this finalizer.
-        self._stop.detach()
-        self._stop = weakref.finalize(
-            self,
-            _stop,
-            self._owner,
-            self._engine,
-            self._file,
-            (engine, bounce, self._hooks, self._flights),
-        )
 
     def queue_write(self, extent: Extent, data: Array | None) -> None:
         """Queue the write of an extent's pages `data`, or of its arrays."""
@@ -235,12 +231,7 @@ class NativeFile:
 
     def close(self) -> None:
         """Finish what is in flight, stop the threads, close the file."""
-        if (finalizer := self._stop.peek()) is not None:
-            # Not by calling the finalizer, which counts as done before it is: Ctrl-C would leave
-            # the threads at work in memory that nothing holds any more.
-            _, stop, given, named = finalizer
-            stop(*given, **named)
-            self._stop.detach()
+        self._stop()
         if os.getpid() == self._owner:
             self.poll()
 

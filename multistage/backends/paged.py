@@ -23,6 +23,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..states.layout import Array, Layout
+from ..support.interrupts import Shield, whole
 from .base import CheckpointLost, Store, TransferRecord
 from .wrapper import WrapperStore
 
@@ -191,6 +192,9 @@ class PagedStore(WrapperStore):
 
     def open(self, layout: Layout | None = None) -> None:
         """Open the store below for pages.  Raises StoreError."""
+        whole(self._open, self.close)
+
+    def _open(self) -> None:
         depth = self._most_waiting * self.pages_of(self.largest_bytes)
         self.store.open(self.page_layout)
         self._opened, self.stats = True, self.store.stats  # writes and reads are those of pages
@@ -201,14 +205,15 @@ class PagedStore(WrapperStore):
 
     def close(self) -> None:
         """Close the store below.  May be called twice."""
-        try:
-            self.store.close()
-        finally:
-            if self._opened:
-                self._opened = False
-                self.store.queue_depth = self.queue_depth
-            self._things.clear()
-            self._copied.clear()
+        with Shield(up=True):
+            try:
+                self.store.close()
+            finally:
+                if self._opened:
+                    self._opened = False
+                    self.store.queue_depth = self.queue_depth
+                self._things.clear()
+                self._copied.clear()
 
     # ----------------------------------------------------------------- things
 

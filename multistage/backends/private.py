@@ -21,10 +21,12 @@ import re
 import secrets
 import stat
 import struct
-import weakref
+from functools import partial
 from pathlib import Path
 
 from ..errors import StoreError
+from ..support.interrupts import Shield
+from .lifetimes import Ending
 
 PREFIX = ".multistage-"
 _NAME = re.compile(re.escape(PREFIX) + "[0-9a-f]{16}")
@@ -68,6 +70,10 @@ class PrivateFolder:
     """
 
     def __init__(self, parent: Path) -> None:
+        with Shield(up=True):  # one that is made is also noted to be removed
+            self._begin(parent)
+
+    def _begin(self, parent: Path) -> None:
         try:
             place = os.open(parent, _FOLDER)
         except FileNotFoundError:
@@ -93,18 +99,14 @@ class PrivateFolder:
             os.close(place)
             raise
         self.path = parent / name
-        self._removal = weakref.finalize(self, _remove, name, [place, self.fd, lock], os.getpid())
+        self._removal = Ending(self, partial(_remove, name, [place, self.fd, lock], os.getpid()))
 
     def remove(self) -> None:
         """Remove it.  May be called twice; interrupted, it can be called again and does the rest.
 
         It is removed as well when it is dropped, and when the interpreter ends.
         """
-        if (finalizer := self._removal.peek()) is not None:
-            # Not by calling the finalizer, which counts as done before it is.
-            _, remove, given, named = finalizer
-            remove(*given, **named)
-            self._removal.detach()
+        self._removal()
 
 
 def _refused(parent: Path, reason: str) -> StoreError:

@@ -6,16 +6,18 @@ import errno
 import os
 import uuid
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import ArgumentError, CheckpointWarning, StoreError, redacted
 from ..states.layout import Array, Layout
+from ..support.interrupts import Shield
 from .arena import round_up
+from .lifetimes import Ending
 from .medium import Medium
 from .streamed import StreamedStore
 
@@ -121,7 +123,8 @@ class RemoteStore(StreamedStore):
 
     def check(self) -> None:
         """Raise StoreError if the store cannot be used; nothing is left in it."""
-        self._connect(0).close()
+        with Shield(up=True):
+            self._connect(0).close()
 
     def _connect(self, extent_bytes: int) -> Medium:
         filesystem, root = _filesystem(self.url, self._options)
@@ -161,7 +164,7 @@ class RemoteObjects:
             else None
         )
         self._parts: dict[int, list[tuple[int, int]]] = {}  # slot -> where parts start and stop
-        self._remove = weakref.finalize(self, _remove, filesystem, root, os.getpid())
+        self._remove = Ending(self, partial(_remove, filesystem, root, os.getpid()))
 
     def write(self, slot: int, offset: int, data: Array) -> None:
         parts = [(offset + at, offset + to) for at, to in self._split(len(data))]

@@ -21,9 +21,11 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..errors import ArgumentError, StoreError
 from ..states.layout import Array, Layout
+from ..support.interrupts import Shield, whole
 from .arena import PAGE, landing_bytes, round_up, whole_huge
 from .base import BaseStore, StoreStats, TransferRecord
 from .carrier import Carrier, ThreadCarrier
@@ -178,12 +180,13 @@ class StreamedStore(BaseStore):
         OSError, StoreError
             If there can be none, or the store is open or lent already.
         """
-        self._hold.take()
-        try:
-            return self.medium(layout, extent_bytes)
-        except BaseException:
-            self.close()
-            raise
+        with Shield(up=True):  # raised after, when the medium is its borrower's to close
+            self._hold.take()
+            try:
+                return self.medium(layout, extent_bytes)
+            except BaseException:
+                self.close()
+                raise
 
     def open(self, layout: Layout) -> None:
         """Allocate buffers and start the threads.
@@ -193,6 +196,9 @@ class StreamedStore(BaseStore):
         StoreError
             If the tier cannot be used, or is open.
         """
+        whole(partial(self._take, layout), self.close)
+
+    def _take(self, layout: Layout) -> None:
         self._hold.take()
         try:
             self._open(layout)
@@ -236,8 +242,11 @@ class StreamedStore(BaseStore):
         child it leaves threads and files to the parent, and the store can be
         opened again.
         """
-        if not self._hold.taken:
-            return
+        with Shield(up=True):
+            if self._hold.taken:
+                self._close()
+
+    def _close(self) -> None:
         failure: Exception | None = None
         if self._carrier is not None:
             if not self._hold.foreign:

@@ -25,6 +25,7 @@ from ..backends.extents import TransferState
 from ..backends.lifetimes import Hold
 from ..errors import StoreError
 from ..states.layout import Array, Layout
+from ..support.interrupts import Shield, whole
 from ..support.waiting import Latch
 from .batches import NEVER, Batch, batches_in, ordered, per_batch
 from .catalogue import Catalogue, Found
@@ -97,6 +98,9 @@ class DurableStore(BaseStore):
 
     def open(self, layout: Layout) -> None:
         """Start the threads.  Raises StoreError."""
+        whole(partial(self._take, layout), self.close)
+
+    def _take(self, layout: Layout) -> None:
         self._hold.take()
         try:
             self._begin(layout)
@@ -158,8 +162,11 @@ class DurableStore(BaseStore):
 
         In a forked child it leaves threads and files to the parent.
         """
-        if not self._hold.taken:
-            return
+        with Shield(up=True):
+            if self._hold.taken:
+                self._close()
+
+    def _close(self) -> None:
         if not self._hold.foreign:
             if self._writer is not None:
                 self._writer.close()

@@ -19,6 +19,7 @@ from ..model.costs import Costs
 from ..model.tier import Tier
 from ..states.layout import Array, Layout
 from ..states.slots import States
+from ..support.interrupts import Opened
 from ..support.units import format_seconds
 from .chain import sample, starting
 from .store import probe_store
@@ -121,8 +122,7 @@ def _lost_per_write(
     spent = {True: 0.0, False: 0.0}
     taken = {True: 0, False: 0}
     key = 0
-    store.open(layout)
-    try:
+    with Opened(lambda: store.open(layout), store.close):
         began = time.perf_counter()
         while time.perf_counter() - began < _SECONDS or not taken[False]:
             for busy in (True, False):
@@ -139,8 +139,6 @@ def _lost_per_write(
                 for written in range(first, key):
                     store.wait_written(written)
                     store.drop(written)
-    finally:
-        store.close()
     if not key:
         return 0.0
     lost_s = spent[True] - spent[False] / taken[False] * taken[True]

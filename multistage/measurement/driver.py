@@ -18,6 +18,7 @@ from ..model.costs import Costs
 from ..planners.single.revolve import revolve_schedule
 from ..planners.streaming.sweep import Sweep
 from ..states.layout import Array, Layout
+from ..support.interrupts import Opened
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -56,8 +57,7 @@ def with_driver(costs: Costs, layout: Layout) -> Costs:
     writes: list[float] = []
     reads: list[float] = []
     store = MemoryStore()
-    store.open(Layout.of(tiny))
-    try:
+    with Opened(lambda: store.open(Layout.of(tiny)), store.close):
         executor: Executor[Any, Any] = Executor(chain, (store,))
         for _ in range(5):
             actions = _Counted(sweep.schedule(steps))
@@ -70,8 +70,6 @@ def with_driver(costs: Costs, layout: Layout) -> Costs:
             writes.append((turned - began - actions_s) / counts.writes)
             actions_s = (actions.count - forward_actions) * costs.action_s
             reads.append((ended - turned - actions_s) / counts.reads)
-    finally:
-        store.close()
     write_s, read_s = max(0.0, settled(writes)), max(0.0, settled(reads))
     tiers = tuple(
         replace(

@@ -19,6 +19,7 @@ from ..backends.urls import TierName, engines_of, open_store
 from ..errors import StoreError
 from ..model.tier import Tier
 from ..states.layout import Layout
+from ..support.interrupts import Opened
 from ..support.progress import counting
 
 State = TypeVar("State")
@@ -64,16 +65,13 @@ def probe_store(
         arrays = layout.views(record)
     if store.levels:
         return _probe_levels(store, layout, seconds, most, arrays, sweep_s)
-    store.open(layout)
-    try:
+    with Opened(lambda: store.open(layout), store.close):
         count = max(1, min(most, 4096, int(256e6 / layout.nbytes) + 1))
         capacity = store.capacity_states(layout)
         if capacity is not None:
             count = max(1, min(count, capacity))
         write_s, put_s, written = _write(store, arrays, count, seconds / 2)
         read_s, got_s = _read(store, written)
-    finally:
-        store.close()
     return Tier(
         name=store.name,
         write_s=write_s,
@@ -230,8 +228,7 @@ def probe_tier(
 
 def _latency(store: Store, layout: Layout) -> float:
     arrays = layout.views(np.zeros(layout.nbytes, np.uint8))
-    store.open(layout)
-    try:
+    with Opened(lambda: store.open(layout), store.close):
         best = np.inf
         for key in range(3):
             began = time.perf_counter()
@@ -239,6 +236,4 @@ def _latency(store: Store, layout: Layout) -> float:
             store.wait_written(key)
             store.get(key)
             best = min(best, time.perf_counter() - began)
-    finally:
-        store.close()
     return float(best)

@@ -61,7 +61,7 @@ typedef struct {
 
 struct io {
     io_options_t o;
-    int64_t allocated, stopped;
+    int64_t allocated, running;
     lane_t lane[2];
     _Atomic int64_t completed, waiters;
     pthread_mutex_t mutex;
@@ -351,6 +351,7 @@ int64_t ms_io_start(io_t *io, const io_options_t *options)
     pthread_cond_init(&io->changed, &clock);
     pthread_condattr_destroy(&clock);
     int failed = 0;
+    io->running = 1;
     for (int kind = IO_WRITE; kind <= IO_READ; kind++) {
         lane_t *lane = &io->lane[kind];
         lane->io = io;
@@ -380,12 +381,13 @@ void ms_io_submit(io_t *io, job_t *job, int64_t kind)
     sem_post(&lane->jobs);
 }
 
-/* Finish every job and stop the threads; nothing the second time. */
+/* Finish every job and stop the threads; nothing the second time, nor of zeroed memory that
+ * was never started. */
 void ms_io_stop(io_t *io)
 {
-    if (io->stopped)
+    if (!io->running)
         return;
-    io->stopped = 1;
+    io->running = 0;
     stop_lane(&io->lane[IO_WRITE]); /* first: a read may wait for a write */
     stop_lane(&io->lane[IO_READ]);
     pthread_cond_destroy(&io->changed);

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -76,6 +77,8 @@ class Shield:
 
     def _changes(self, frame: FrameType | None) -> bool:
         """Whether `__enter__` or `__exit__` was interrupted, in a frame or in what that called."""
+        if frame is not None and frame.f_code is _CLOSING and frame.f_locals.get("self") is self:
+            return True  # before it could say so; what it calls may be interrupted twice
         while frame is not None:
             if frame.f_code in _CHANGING and frame.f_locals.get("self") is self:
                 return True
@@ -90,4 +93,77 @@ class Shield:
             self._previous(signal.SIGINT, None)
 
 
+def whole(opening: Callable[[], object], close: Callable[[], object]) -> None:
+    """Open something, or nothing where Ctrl-C comes meanwhile.
+
+    Parameters
+    ----------
+    opening : callable
+        Leaves nothing open when it raises.
+    close : callable
+        Closes what it opened.
+    """
+    is_open = False
+    try:
+        with Shield(up=True):
+            opening()
+            is_open = True
+    except BaseException:
+        if is_open:
+            close()
+        raise
+
+
+class Opened(Shield):
+    """Something that is open in a block and closed after it, wherever Ctrl-C comes.
+
+    Parameters
+    ----------
+    opening : callable
+        Leaves nothing open when it raises.
+    close : callable
+
+    Examples
+    --------
+    >>> with Opened(lambda: print("open"), lambda: print("closed")):
+    ...     print("used")
+    open
+    used
+    closed
+    """
+
+    __slots__ = ("_close", "_is_open", "_opening")
+
+    def __init__(self, opening: Callable[[], object], close: Callable[[], object]) -> None:
+        super().__init__(up=True)
+        self._opening, self._close = opening, close
+        self._is_open = False
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        try:
+            self._opening()
+            self._is_open = True
+            self.up = False
+            self.let_go()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.up = True
+        try:
+            if self._is_open:
+                self._close()
+        finally:
+            super().__exit__(kind, error, trace)
+
+
+_CLOSING = Opened.__exit__.__code__
 _CHANGING = (Shield.__enter__.__code__, Shield.__exit__.__code__)

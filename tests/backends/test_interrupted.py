@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -11,11 +13,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from leaks import descriptors, native_threads
+from signals import ctrl_c_works as ctrl_c_works
 
-from multistage.backends import CascadeStore, CheckpointLost, FileStore, MemoryStore, native
+import multistage
+from multistage.backends import (
+    CascadeStore,
+    CheckpointLost,
+    CompressedStore,
+    FileStore,
+    MemoryStore,
+    native,
+)
+from multistage.backends.arena import _came_back
 from multistage.backends.extents import Extent, Index
 from multistage.backends.files import available_engines
+from multistage.durable.folder import Folder
+from multistage.durable.store import DurableStore
+from multistage.measurement.store import probe_store
 from multistage.states.layout import Layout
+
+_PACKAGE = Path(multistage.__file__).parent
 
 # Of the store those functions that hand extents to a carrier, or are told of them.
 _STORE = {
@@ -182,3 +200,125 @@ def test_no_slot_is_given_back_twice(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [store.get(key)[0][0] for key in range(1, 5)] == [1, 2, 3, 4]
     assert store.stats.stored_bytes == 4 * 8192
     store.close()
+
+
+class Signal:
+    """Calls the handler of SIGINT where the interpreter may do so: one such place of this thread.
+
+    That is where a function begins, after a call of one that is not Python's, and where a
+    loop begins again; in files of this package.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self._before: dict[FrameType, str] = {}
+        self._called: set[FrameType | None] = set()  # functions of Python's
+
+    def __enter__(self) -> Signal:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        self._before.clear()
+        self._called.clear()
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> Any:
+        self._called.add(frame.f_back)
+        if not Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
+            return None
+        if frame.f_code is _came_back.__code__:  # what Python calls itself drops every exception
+            return None
+        frame.f_trace_opcodes = True
+        return self._instruction
+
+    def _instruction(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "return":
+            self._before.pop(frame, None)
+        elif event == "opcode":
+            before = self._before.get(frame, "")
+            self._before[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            calls = before.startswith("CALL") and frame not in self._called
+            self._called.discard(frame)
+            if calls or before in ("RESUME", "JUMP_BACKWARD"):
+                self.left -= 1
+                if self.left == 0:
+                    handler = signal.getsignal(signal.SIGINT)
+                    assert callable(handler)
+                    handler(signal.SIGINT, frame)
+        return self._instruction
+
+
+def opened_twice(store: Any, layout: Layout) -> bool:
+    """Open a store, again if Ctrl-C came; return whether it did."""
+    try:
+        store.open(layout)
+    except KeyboardInterrupt:
+        store.open(layout)  # which a store that is open refuses
+        return True
+    return False
+
+
+@pytest.mark.parametrize("what", ["open", "close", "measured"])
+@pytest.mark.parametrize("name", [*STORES, "direct", "aiofiles", "blosc", "durable"])
+def test_a_store_opens_and_closes_whole(name: str, what: str, tmp_path: Path) -> None:
+    """Ctrl-C while a native store opened: its threads worked in memory that was given back.
+
+    And while a tier closed after it was measured: its folder and its threads stayed.
+    """
+    if name.startswith("native") and "native" not in available_engines():
+        pytest.skip("the C core was not built")
+    if name == "blosc":
+        pytest.importorskip("blosc2")
+    state = np.ones(1024)
+    layout = Layout.of(state)
+    folder = Folder(tmp_path) if name == "durable" else None
+    if folder is not None:
+        folder.lock()
+    make: dict[str, Callable[[Path], Any]] = {
+        **STORES,
+        "direct": lambda at: FileStore(at, "direct", buffer_bytes=0),
+        "aiofiles": lambda at: FileStore(at, "aiofiles", buffer_bytes=0),
+        "blosc": lambda at: CompressedStore(FileStore(at, "direct", buffer_bytes=0)),
+        "durable": lambda at: DurableStore(lambda: folder, lasting=False),  # type: ignore[arg-type, return-value]
+    }
+    places = {**_left(), **dict.fromkeys(tmp_path.iterdir())}
+    at = 1
+    while True:
+        store = make[name](tmp_path)
+        signal.setitimer(signal.ITIMER_REAL, 60.0)
+        interrupt, hit = Signal(at), False
+        if what == "open":
+            with interrupt:
+                hit = opened_twice(store, layout)
+        elif what == "close":
+            store.open(layout)
+            assert store.put(0, [state], block=True)
+            try:
+                with interrupt:
+                    store.close()
+            except KeyboardInterrupt:
+                hit = True
+        else:
+            try:
+                with interrupt:
+                    probe_store(store, layout, seconds=0, most=2)
+            except KeyboardInterrupt:
+                hit = True
+            store.open(layout)  # it is given back
+        store.close()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if folder is not None:
+            folder.clear()  # as its run does
+        assert {**_left(), **dict.fromkeys(tmp_path.iterdir())} == places, at
+        if interrupt.left > 0:
+            break
+        assert hit, at
+        at += 1 if at < 20 else 7
+    assert at > 10
+    if folder is not None:
+        folder.close()
+
+
+def _left() -> dict[object, None]:
+    return dict.fromkeys([*threading.enumerate(), *descriptors(), native_threads()])

@@ -11,6 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from multistage.backends import (
     MemoryStore,
     RemoteStore,
     Store,
+    lifetimes,
 )
 from multistage.backends.carrier import _Threads
-from multistage.backends.lifetimes import Birth, end
+from multistage.backends.lifetimes import Birth, Ending, _endings, end
 from multistage.errors import ArgumentError, StoreError
 from multistage.execute.executor import Executor
 from multistage.model.chain import FunctionChain
@@ -450,9 +452,9 @@ def test_a_store_collected_in_another_thread_is_closed_in_a_new_thread() -> None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_Threads, "stop", noted)
-        held[0]._carrier._dropped.detach()
         carrier = held[0]._carrier
-        carrier._dropped = weakref.finalize(carrier, end, carrier._threads.stop, Birth.here())
+        carrier._dropped.forget()
+        carrier._dropped = Ending(carrier, partial(end, carrier._threads.stop, Birth.here()))
         del carrier
         other = threading.Thread(target=held.clear)
         other.start()
@@ -462,3 +464,34 @@ def test_a_store_collected_in_another_thread_is_closed_in_a_new_thread() -> None
                 thread.join(60)
     assert names == ["multistage-closing"]
     assert len(before) == 2 and threads_of_ours() == []
+
+
+def test_an_ending_that_ctrl_c_met_is_made_up_for() -> None:
+    """Ctrl-C that comes while garbage is collected is raised in the first callback, and dropped."""
+
+    class Owner:
+        pass
+
+    ended: list[str] = []
+
+    def interrupted_once() -> None:
+        ended.append("first")
+        if len(ended) == 1:
+            raise KeyboardInterrupt
+
+    owner, other = Owner(), Owner()
+    ending = Ending(owner, interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        ending()
+    assert not ending.is_done
+    ending()
+    assert ended == ["first", "first"] and ending.is_done
+    ending()
+    due = Ending(other, lambda: ended.append("due"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lifetimes, "_end", lambda key: None)  # as if interrupted before
+        del other
+        lifetimes._due.append(_endings[due._key][1][1])  # type: ignore[index]
+    assert not due.is_done
+    Ending(owner, int).forget()
+    assert ended[2:] == ["due"] and due.is_done

@@ -28,6 +28,7 @@ import multistage
 from multistage.backends import CascadeStore, CheckpointLost, FileStore, MemoryStore
 from multistage.backends.compressed import CompressedStore
 from multistage.backends.files import ENGINES
+from multistage.backends.lifetimes import _endings
 from multistage.backends.private import PREFIX, PrivateFolder
 from multistage.backends.streamed import StreamedStore
 from multistage.errors import MultistageError, StoreError
@@ -284,9 +285,9 @@ def left(tmp_path: Path) -> Iterator[Path]:
     """What a killed process left in `tmp_path`, a checkpoint and all."""
     private = PrivateFolder(tmp_path)
     (private.path / "1").write_bytes(b"checkpoint")
-    ended = private._removal.detach()  # as the end of the process releases it
-    assert ended is not None
-    for descriptor in ended[2][1]:
+    descriptors = _endings[private._removal._key][0].args[1]  # type: ignore[attr-defined]
+    private._removal.forget()  # as the end of the process releases it
+    for descriptor in descriptors:
         os.close(descriptor)
     yield private.path
     for path in tmp_path.glob(f"{PREFIX}*"):
@@ -539,7 +540,7 @@ def test_a_folder_is_removed_by_a_second_call_if_ctrl_c_came_before_any_line(
             sys.settrace(traced)
         remove()
         assert list(tmp_path.iterdir()) == []
-        assert private._removal.peek() is None
+        assert private._removal.is_done
         if interrupted.at > 0:
             break
     assert at > 10

@@ -17,6 +17,7 @@ import numpy as np
 from ...backends import FileStore, MemoryStore, Store
 from ...errors import ArgumentError, StateError, StoreError
 from ...states.layout import Array, Layout
+from ...support.interrupts import Shield
 from .bridge import StorageStore
 from .compression import CompressedObject
 from .operators import Compression
@@ -212,8 +213,10 @@ class DiskStorage(Storage):
             if self._keys:
                 raise StateError(f"{self.name} holds checkpoints of other shapes; use another")
             self.close()
-            self._store, self._layout = open_folder(self.filedir), layout
-            self._store.open(layout)
+            store = open_folder(self.filedir)
+            with Shield(up=True):
+                store.open(layout)
+                self._store, self._layout = store, layout
         assert self._store is not None
         with self.profiler.get_timer("storage", "copy_save"):
             self._store.drop(self._key(key))
@@ -242,10 +245,11 @@ class DiskStorage(Storage):
 
     def close(self) -> None:
         """Give the disk space back."""
-        store, self._store, self._layout = self._store, None, None
-        self._keys = set()
-        if store is not None:
-            store.close()
+        with Shield(up=True):
+            store, self._store, self._layout = self._store, None, None
+            self._keys = set()
+            if store is not None:
+                store.close()
 
     def __del__(self) -> None:
         if getattr(self, "_store", None) is not None:

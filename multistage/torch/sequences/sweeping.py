@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...backends.base import Store
-from ...backends.lifetimes import Birth, end
+from ...backends.lifetimes import Birth, Ending, end
 from ...errors import MultistageError
 from ...execute.executor import Executor
 from ...execute.late import TakenWhenLate
@@ -24,6 +23,7 @@ from ...planners.uniform import UniformPlan
 from ...schedule.rules import Rules, check
 from ...states.layout import Layout
 from ...states.slots import States
+from ...support.interrupts import Shield
 from ...support.progress import Bars
 from ..tensors.states import TensorState
 from .inputs import InputGradients
@@ -92,23 +92,22 @@ class Sweep:
         self._plan = plan
         self._ready = False
         self.places: list[int | None] = []  # in the results, of the state's leaves and y's
-        stores: tuple[Store, ...] = ()
-        if store is not None:
-            assert record is not None
-            store.open(record)
-            stores = (store,)
         schedule, chained = plan.plan, plan.chain
         assert schedule is not None
         self._executor: Executor[TensorState, Any] = Executor(
             bars.watch(chain, schedule.costs.forward_step_s),
-            stores,
+            () if store is None else (store,),
             # In slots where chunks are alike, byte by byte where they are not.
             slots=schedule.slots if chained is None else math.inf,
             rules=None if chained is None else partial(rules_of, chained, schedule),
             states=states,
             progress=bars.update if bars.shown else None,
         )
-        self._end = weakref.finalize(self, _end, self._executor, store, Birth.here())
+        with Shield(up=True):  # what is open is also noted to be closed
+            if store is not None:
+                assert record is not None
+                store.open(record)
+            self._end = Ending(self, partial(_end, self._executor, store, Birth.here()))
 
     def close(self) -> None:
         """Forget the sweep; close the tier and give it back."""

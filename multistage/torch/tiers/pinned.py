@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -18,7 +19,7 @@ from ...backends.base import BaseStore, CheckpointLost, Store, StoreStats, Trans
 from ...backends.lifetimes import Hold
 from ...errors import ArgumentError, StoreError
 from ...states.layout import Array, Layout
-from ...support.interrupts import Shield
+from ...support.interrupts import Shield, whole
 from ..tensors.streams import CopyFailed, Streams, streams_for, the_device
 from .copies import Copies, Entry
 from .pinned_memory import PinnedMemory, require_slots, slots_in
@@ -127,6 +128,9 @@ class PinnedStore(BaseStore):
             If there is no memory, no thread, the tier below cannot be opened,
             or the store is open.
         """
+        whole(partial(self._take, layout), self.close)
+
+    def _take(self, layout: Layout) -> None:
         self._hold.take()
         try:
             self._open(layout)
@@ -155,8 +159,11 @@ class PinnedStore(BaseStore):
 
     def close(self) -> None:
         """Stop everything, give memory back.  May be called twice."""
-        if not self._hold.taken:
-            return
+        with Shield(up=True):
+            if self._hold.taken:
+                self._close()
+
+    def _close(self) -> None:
         failure: Exception | None = None
         if self._hold.foreign:
             self._abandon()

@@ -11,17 +11,18 @@ import logging
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...backends.base import Store
-from ...backends.lifetimes import Birth, end, forked
+from ...backends.lifetimes import Birth, Ending, end, forked
 from ...errors import StoreError
+from ...support.interrupts import Shield
 from ...support.waiting import Latch
 from .paging import PAGE_BYTES
 from .rows import Rows, open_rows
@@ -154,6 +155,10 @@ class Porter:
 
     def __init__(self, store: Store, device: torch.device, page_bytes: int = PAGE_BYTES) -> None:
         self._birth = Birth.here()
+        with Shield(up=True):  # what is open is also noted to be closed
+            self._begin(store, device, page_bytes)
+
+    def _begin(self, store: Store, device: torch.device, page_bytes: int) -> None:
         rows = open_rows(store, page_bytes)
         self._work = _Work(
             store, rows, torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -164,9 +169,9 @@ class Porter:
         try:
             self._thread.start()
             self._close = _closing(self._work, self._thread, self._birth)
-            self._end = weakref.finalize(self, end, self._close, self._birth)
+            self._end = Ending(self, partial(end, self._close, self._birth))
         except BaseException as error:
-            self._work.tasks.put(None)  # if it runs: Ctrl-C may have come after its start
+            self._work.tasks.put(None)  # if it runs: a second Ctrl-C may have come after its start
             rows.close()
             store.close()
             if not isinstance(error, RuntimeError):
@@ -282,7 +287,7 @@ class Porter:
         closed = self._close(timeout_s)
         if not closed:
             threading.Thread(target=self._close, name="multistage-closing", daemon=True).start()
-        self._end.detach()
+        self._end.forget()
         return closed
 
 
@@ -378,7 +383,7 @@ def _closing(work: _Work, thread: threading.Thread, birth: Birth) -> Callable[..
             if not birth.foreign and not work.ended.wait(timeout_s):
                 return False
             thread.join()
-        with lock:
+        with lock, Shield(up=True):
             if not closed:  # the store may be open again, for another
                 work.pager.close()
                 work.store.close()

@@ -12,13 +12,15 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ...backends.base import CheckpointLost, Store
-from ...backends.lifetimes import Birth, end
+from ...backends.lifetimes import Birth, Ending, end
 from ...errors import MultistageError
+from ...support.interrupts import Shield
 from ..tensors.geometry import Geometry, Place, extent, is_plain
 from ..tensors.streams import Home
 from .paging import PAGE_BYTES, Pager, page_layout
@@ -71,9 +73,10 @@ class Shelf:
         self._device, self._least, self._ahead = device, least, ahead
         self.stats = OffloadStats()
         self._stays = {t.untyped_storage()._cdata: t for t in stays if is_plain(t.detach())}
-        store.open(page_layout(PAGE_BYTES))
+        with Shield(up=True):  # what is open is also noted to be closed
+            store.open(page_layout(PAGE_BYTES))
+            Ending(self, partial(end, store.close, Birth.here()))
         self._pager = Pager(store)
-        weakref.finalize(self, end, store.close, Birth.here())
         self._lock = threading.RLock()
         self._next_number = 0
         # Of pieces that are not needed any more.

@@ -20,6 +20,7 @@ from ...backends.base import Store
 from ...backends.lifetimes import Birth, end
 from ...errors import CheckpointWarning, MultistageError
 from ...model.tier import Tier
+from ...support.interrupts import Shield
 from .paging import PAGE_BYTES
 from .parcels import Parcel
 from .porter import Porter, Trip
@@ -65,7 +66,8 @@ class Berth:
             if porter is None or not porter.is_open:
                 if porter is not None and not self._birth.foreign:
                     porter.close()
-                porter = self._porter = Porter(self.store, self.device, self.page_bytes)
+                with Shield(up=True):  # one that is open is known to be
+                    porter = self._porter = Porter(self.store, self.device, self.page_bytes)
             return porter
 
     @property
