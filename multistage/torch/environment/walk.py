@@ -6,7 +6,7 @@ import functools
 from collections import deque
 from collections.abc import Iterable
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -103,7 +103,7 @@ class Walk:
     def finish(self) -> None:
         """Make holders of the global hooks on forward, and of the globals that were named."""
         for hooks in GLOBAL_HOOKS if self.modules else ():
-            self.holders.append(OfDict(hooks, "the global forward hooks"))
+            self.holders.append(OfDict(cast("dict[int, object]", hooks), "global forward hooks"))
             self._all(list(hooks.values()), "global forward hook", 0)
         for space, names in self._names.values():
             self.holders.append(OfNames(space, tuple(names), "globals", None))
