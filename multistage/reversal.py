@@ -72,8 +72,10 @@ class Reversal(Generic[State, Adjoint]):
     checked : bool
         Check every action of the schedule before it is performed, also if it
         comes from a planner of this package; other schedules are always checked.
-        Plans for steps that differ are checked byte by byte; sweeps that measure
-        such steps are not checked.
+        Plans for steps that differ are checked byte by byte; the schedules of sweeps
+        that measure such steps are not checked.  Operators are checked, too: see
+        `docs/howto/operators.md`.  Steps are then run one by one, and each state is
+        read once more.
     progress : bool or None
         Show progress bars; None: on a terminal or in a notebook, unless the
         environment variable `MULTISTAGE_PROGRESS` is set.

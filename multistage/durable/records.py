@@ -151,7 +151,7 @@ class OrderedLayout(Layout):
         """
         seen = xxhash.xxh3_128(repr(self.describe()).encode())
         for array_ in packed[:-1]:
-            for piece in _value_bytes(array_):
+            for piece in value_bytes(array_):
                 seen.update(piece.data)
         seen.update(repr(self._strides(packed[-1])).encode())
         if self.keys:
@@ -181,7 +181,7 @@ def _sorted_keys(tree: dict[Hashable, object]) -> list[Hashable]:
     return list(optree.tree_flatten_one_level(cast(Any, tree), none_is_leaf=True)[2])
 
 
-def _value_bytes(array: Array) -> Iterator[Array]:
+def value_bytes(array: Array) -> Iterator[Array]:
     """Yield the bytes of an array's values, in C order, padding left out."""
     used = used_bytes(array.dtype)
     flat = array.reshape(-1)

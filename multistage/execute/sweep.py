@@ -14,6 +14,7 @@ pull
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Collection
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 
 from ..actions import EndForward, Evict, Put, Schedule
 from ..errors import MultistageError, ScheduleError
-from ..states.slots import Kept, Slots
+from ..states.slots import Kept, Slots, guarded
 from ..states.tapes import WEIGHED
 from .adjoints import close_adjoint, open_adjoint
 from .ledger import Ledger
@@ -126,7 +127,7 @@ class Sweep:
         self.clock = time.perf_counter if ledger is None else ledger.clock
         self.advance_by: Callable[[Any, int, int], Any] = chain.advance
         self.tape_by: Callable[[Any, int], tuple[Any, object]] = chain.tape
-        self.reverse_by: Callable[[object, Any, int], Any] = chain.reverse
+        self.reverse_by: Callable[[object, Any, int], Any] = guarded(slots, chain.reverse)
         self.copies, self.state_is_tape = chain.in_place, chain.state_is_tape
         self.one_tape = not chain.state_is_tape and bool(getattr(chain, "one_tape", False))
         self.slots: Slots[Any, Any] = slots
@@ -165,8 +166,9 @@ class Sweep:
         """
         # What a functional step returns is looked at once here, then where it is kept.
         self.check = self.slots.check
-        if not self._perform(pulls=False):
-            raise ScheduleError("the schedule ended without EndForward")
+        with getattr(self.slots, "watched", contextlib.nullcontext)():
+            if not self._perform(pulls=False):
+                raise ScheduleError("the schedule ended without EndForward")
 
     def take_live(self) -> object:
         """Return the live state, which the sweep holds no more."""

@@ -173,7 +173,8 @@ def starting(
     """Give a function that returns state 0 again and again; leave `state` as it was."""
     kept = slots.keep(state, 0)
     try:
-        yield lambda: slots.load(kept, state)
+        with getattr(slots, "watched", contextlib.nullcontext)():
+            yield lambda: slots.load(kept, state)
     except ValueError as error:
         if (told := overwritten(error)) is not error:
             raise told from error

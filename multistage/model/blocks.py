@@ -27,7 +27,7 @@ from ..errors import ArgumentError
 from ..states.apart import apart_from
 from ..states.arrays import ArrayStates
 from ..states.layout import Array, Layout
-from ..states.slots import Kept, Slots, no_adjoint
+from ..states.slots import Kept, Slots, guarded, no_adjoint
 from .chain import Chain
 
 State = TypeVar("State")
@@ -138,6 +138,7 @@ class Blocks(Generic[State, Adjoint]):
     def _run_again(self, state: State, adjoint: Adjoint, first: int, stop: int) -> Adjoint:
         """Run the steps of a block again keeping their states, then their adjoints."""
         chain, slots, wanted = self._chain, self._slots(state), adjoint is not None
+        reverse = guarded(slots, chain.reverse)
         kept: list[Kept] = []
         try:
             for i in range(first, stop - 1):
@@ -148,7 +149,7 @@ class Blocks(Generic[State, Adjoint]):
                 if i < stop - 1:
                     state = slots.load(kept[-1], state)
                 tape = state if chain.state_is_tape else chain.tape(state, i)[1]
-                adjoint = chain.reverse(tape, adjoint, i)
+                adjoint = reverse(tape, adjoint, i)
                 if not chain.state_is_tape:
                     adjoint = apart_from(adjoint, tape)
                 adjoint = slots.apart(adjoint, state)

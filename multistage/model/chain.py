@@ -8,7 +8,8 @@ and leaves its arguments alone, so checkpoints are kept by reference.  To make
 that promise hold, arrays under a checkpoint are marked read-only while they
 are kept, and arrays that do not own their memory are copied: a step that
 overwrites its input then raises instead of spoiling a gradient.  One hole is
-left: writing to an array through a view of it that was made earlier.  Containers
+left: writing to an array through a view of it that was made earlier, which a run
+with `checked=True` finds.  Containers
 are not shared at all: each step is given lists and dicts of its own, in which it
 may exchange arrays.  An in-place chain overwrites the arrays of its live state,
 so checkpoints are copies, and what a tape shares with that state is copied too.

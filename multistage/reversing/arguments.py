@@ -25,6 +25,7 @@ from ..states.slots import States
 from ..support.free_memory import default_budget_bytes
 from ..support.interrupts import Shield
 from ..support.values import shown
+from .checked import Checked
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -49,6 +50,8 @@ class Arguments(Generic[State, Adjoint]):
     states : States
     durable : DurableRun or None
     checked : bool
+    watched : Checked or None
+        The chain, where its operators are checked.
     may_differ : bool
         Whether steps that turn out to be unequal are planned as such.
     corrects : bool
@@ -66,6 +69,7 @@ class Arguments(Generic[State, Adjoint]):
     states: States[State, Array, Layout]
     durable: DurableRun | None
     checked: bool
+    watched: Checked[State, Adjoint] | None
     may_differ: bool
     corrects: bool
 
@@ -96,6 +100,7 @@ class Arguments(Generic[State, Adjoint]):
             If an argument breaks its rule, or does not go with another.
         """
         chain = chain_of(chain, adjoint_step, tape_step)
+        watched = chain = Checked(chain) if checked and states is None else chain
         _require_kinds(costs, durable)
         if isinstance(planner, UniformPlan):
             n_steps = planner.n_steps if n_steps is None else n_steps
@@ -134,6 +139,7 @@ class Arguments(Generic[State, Adjoint]):
             states=ArrayStates(chain.in_place) if states is None else states,
             durable=run,
             checked=checked,
+            watched=watched if isinstance(watched, Checked) else None,
             may_differ=not said and planner == "auto",
             corrects=corrects,
         )

@@ -155,6 +155,8 @@ class Sweeps(Generic[State, Adjoint]):
                 self.length.steps = self._durable.length or 0
             self._reports.begin()
             self.bars.start(self.given.n_steps)
+            if self.given.watched is not None:
+                self.given.watched.begin()
             where = "in the forward sweep"
             judged = steps.judges(online=online)
             late = steps.late if isinstance(steps, Unequal) and not online else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import optree
@@ -14,7 +16,16 @@ from ..errors import StateError
 from .copies import Copies
 from .layout import Array, Layout, ordered_as, put_in_order, same_order
 from .references import keep_tape
-from .sharing import Frozen, Memory, lone_owners, overlap, references
+from .sharing import (
+    Frozen,
+    Memory,
+    counts,
+    lone_owners,
+    overlap,
+    parts_of,
+    references,
+    stays,
+)
 from .slots import Kept
 from .strides import Geometry, alike, duplicate, geometry, room
 
@@ -22,6 +33,12 @@ State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 
 _NOTHING: Any = object()  # no state
+_CONTAINERS = {list, dict, OrderedDict, defaultdict, deque}
+_KEPT = (
+    "{} kept a reference to the state it was given, in an attribute, a global, a container or an "
+    "object, and that state is overwritten; keep copies, as in state.copy(), or know the arrays "
+    "of state 0 before forward()"
+)
 
 
 class InPlace(Copies):
@@ -35,6 +52,9 @@ class InPlace(Copies):
     too, such as an attribute of its own, would not see that, and an array that
     is written to elsewhere would change what was restored: arrays that the sweep
     did not begin with are refused unless nothing else refers to them.
+
+    An operator that keeps a reference to this tree would find another state there than
+    the one it was given: it is refused (`guarded`, `watched`).
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -44,6 +64,7 @@ class InPlace(Copies):
         self._simple = True  # arrays only, no scalars
         self._overlap: bool | None = None  # not known yet
         self._only: Any = _NOTHING  # the array that is the whole state, if it is one
+        self._tree: Any = _NOTHING  # the live state, as it was seen last
         self._geometries: list[Geometry] = []  # theirs, and those of the pool
         self._places: dict[int, int] = {}  # id -> where in `_home`
         self._memory = Memory(())
@@ -68,7 +89,8 @@ class InPlace(Copies):
                 put_back(leaves[k], value, self._layout.leaves[k].path)
             else:
                 leaves[k] = duplicate(value)
-        return replaced(live, self._layout.state(ordered_as(leaves, arrays)))
+        self._tree = replaced(live, self._layout.state(ordered_as(leaves, arrays)))
+        return cast(State, self._tree)
 
     def check(self, live: object, where: int | str) -> None:
         if live is not self._only:
@@ -107,7 +129,53 @@ class InPlace(Copies):
         return self._memory_of(live).apart(adjoint, "the adjoint")
 
     def apart(self, adjoint: Adjoint, live: object) -> Adjoint:
-        return self._memory_of(live).visibly_apart(adjoint)
+        return adjoint  # since its step, which is guarded
+
+    def guarded(
+        self, reverse: Callable[[object, Adjoint, int], Adjoint]
+    ) -> Callable[[object, Adjoint, int], Adjoint]:
+        """Return an adjoint step whose result is apart from the live state.
+
+        It raises StateError if the operator has kept a reference to that state.
+        """
+        return partial(self._reversed_by, reverse)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Raise StateError if forward steps run meanwhile keep a reference to the live state."""
+        # A step may let arrays go: they are not held here, nor are tuples of them.
+        parts = [part for part in parts_of(self._tree) if type(part) in _CONTAINERS]
+        before, arrays = counts(parts), self._home_counts()
+
+        def grew() -> bool:
+            now = self._home_counts()
+            return any(map(operator.gt, counts(parts), before)) or any(
+                now[key] > count for key, count in arrays.items() if key in now
+            )
+
+        yield
+        if stays(grew):
+            raise StateError(_KEPT.format("a forward step"))
+
+    def _home_counts(self) -> dict[int, int]:
+        return dict(zip(map(id, self._home), counts(self._home), strict=True))
+
+    def _reversed_by(
+        self,
+        reverse: Callable[[object, Adjoint, int], Adjoint],
+        tape: object,
+        adjoint: Adjoint,
+        step: int,
+    ) -> Adjoint:
+        parts = parts_of(self._tree)
+        before = counts(parts)
+        adjoint = self._memory_of(self._tree).visibly_apart(reverse(tape, adjoint, step))
+        if counts(parts) != before and stays(lambda: any(map(operator.gt, counts(parts), before))):
+            raise StateError(
+                _KEPT.format(f"the adjoint of step {step}")
+                + ", and return arrays, or tuples, lists, dicts or dataclasses of arrays"
+            )
+        return adjoint
 
     def release(self, kept: Kept) -> None:
         super().release(kept)
@@ -119,13 +187,14 @@ class InPlace(Copies):
         super().release_all()
         self._frozen.free_all()
         self._home = []
-        self._only = _NOTHING
+        self._only = self._tree = _NOTHING
         self._places = {}
         self._memory = Memory(())
 
     def _leaves(self, state: object, where: int | str = "the live state") -> list[Any]:
         """Return the leaves of a state; those of the first one looked at may be overwritten."""
         leaves = self._layout.arrays(state, where)
+        self._tree = state
         if not self._home:
             self._begin(leaves, self._layout.arrays(state, where))
         return leaves

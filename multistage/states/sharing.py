@@ -17,7 +17,8 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from sys import getrefcount
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -36,6 +37,9 @@ _ATOMS = frozenset(
 _SEEN_MOST = 10_000  # objects looked at in one tape
 _WORK = 100_000  # of the search whether two arrays with strides share an element
 _WORD = object.__basicsize__ // 2
+_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement, among others
+# Packages whose functions do not know a user's arrays by name.
+_FOREIGN = sys.stdlib_module_names | {"numpy", "scipy", "torch", "jax", "numba", "multistage"}
 
 
 def owner(array: Array) -> Array:
@@ -141,7 +145,9 @@ class Memory:
         if not found:
             return leaf
         if is_record(leaf):
-            return self._fields(leaf, said, strict)
+            made = self._fields(leaf, said, strict)
+            if not strict or not (found := self._shared_by(made, strict)):
+                return made
         raise StateError(
             f"{said} holds a {_name(type(leaf))} that {found}, and the state is overwritten; give "
             "arrays, or tuples, lists, dicts or dataclasses of arrays, or an object that refers "
@@ -165,10 +171,10 @@ class Memory:
     def _shared_by(self, leaf: object, strict: bool) -> str:
         """Return how an object shares this memory, "" if it does not."""
         try:
-            for array in arrays_in(leaf):
+            for array in arrays_in(leaf, named=strict):
                 if self.meets(array):
                     return "shares memory with the state"
-        except _Unseen as unseen:
+        except Unseen as unseen:
             return f"may refer to the state unseen, through a {unseen}" if strict else ""
         return ""
 
@@ -178,27 +184,38 @@ def is_record(leaf: object) -> bool:
     return hasattr(type(leaf), "__dataclass_fields__")
 
 
-class _Unseen(Exception):
+class Unseen(Exception):
     """An object that nothing can be seen of; its type's name."""
 
 
-def arrays_in(root: object) -> Iterator[Array]:
+def arrays_in(root: object, *, named: bool = False) -> Iterator[Array]:
     """Yield the arrays that an object refers to, through whatever Python can look into.
 
-    Functions are looked into through their closures and defaults, not their
-    globals.  Raises `_Unseen` at an object of an extension that may hold
-    memory, and after very many objects.
+    Functions are looked into through their closures and defaults.  Raises `Unseen` at
+    an object of an extension that may hold memory, and after very many objects.
+
+    Parameters
+    ----------
+    named : bool
+        Whether to look, in the end, at the globals that functions and methods name.
+        There objects that nothing can be seen of are passed over.
     """
     seen: dict[int, Any] = {}
     left: list[Any] = [root]
-    while left:
+    globals_: list[Any] = []  # what they name
+    strict = True
+    while left or globals_:
+        if not left:
+            left, globals_, strict = globals_, [], False
         value = left.pop()
         kind = type(value)
         if kind in _ATOMS or id(value) in seen:
             continue
         seen[id(value)] = value
         if len(seen) > _SEEN_MOST:
-            raise _Unseen(f"{_name(type(root))} of more than {_SEEN_MOST} objects")
+            if not strict:
+                return
+            raise Unseen(f"{_name(type(root))} of more than {_SEEN_MOST} objects")
         if isinstance(value, np.ndarray):
             yield value
             left.extend(value.flat if value.dtype.hasobject else ())
@@ -208,6 +225,8 @@ def arrays_in(root: object) -> Iterator[Array]:
             continue
         if isinstance(value, types.FunctionType):
             left += [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
+            if named:
+                globals_ += _named_by(value)
             continue
         if kind is weakref.ref:
             left.append(value())
@@ -216,10 +235,34 @@ def arrays_in(root: object) -> Iterator[Array]:
         if lent is not None:
             yield lent
         elif _is_opaque(kind):
-            raise _Unseen(_name(kind))
+            if strict:
+                raise Unseen(_name(kind))
+            continue
+        if named and kind.__flags__ & _HEAP:
+            members = [member for each in kind.__mro__ for member in vars(each).values()]
+            members = [getattr(member, "fget", member) for member in members]  # of a property
+            globals_ += [each for each in members if isinstance(each, types.FunctionType)]
         if isinstance(value, dict) and "__builtins__" in value and "__name__" in value:
             continue  # the globals of a module
         left.extend(gc.get_referents(value))
+
+
+def _named_by(function: types.FunctionType) -> Iterator[object]:
+    """Yield the globals that a function names, and what it may name in modules."""
+    if function.__module__ is None or function.__module__.partition(".")[0] in _FOREIGN:
+        return
+    codes, names = [function.__code__], set[str]()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, types.ModuleType):
+            if value.__name__.partition(".")[0] not in _FOREIGN:
+                yield from (vars(value).get(each) for each in names)
+        elif value is not None:
+            yield value
 
 
 def _lent(value: Any) -> Array | None:
@@ -316,6 +359,41 @@ def _thaw(entries: dict[int, list[object]]) -> None:
     while entries:
         _, entry = entries.popitem()
         thaw(entries, entry)
+
+
+def parts_of(tree: object) -> list[object]:
+    """Return the containers and the leaves of a tree."""
+    if type(tree) is np.ndarray:
+        return [tree]
+    parts: list[object] = []
+
+    def enter(part: object) -> bool:
+        parts.append(part)
+        return False  # look into it
+
+    optree.tree_leaves(cast(Any, tree), is_leaf=enter, none_is_leaf=True)
+    return parts
+
+
+def counts(parts: Sequence[Any]) -> list[int]:
+    """Return how many references there are to each part, a view of an array being one.
+
+    NumPy makes a view of a view refer to the array behind that: both count.
+    """
+    return [
+        getrefcount(part)
+        if type(part) is not np.ndarray or part.base is None
+        else getrefcount(part) + getrefcount(owner(part))
+        for part in parts
+    ]
+
+
+def stays(grew: Callable[[], bool]) -> bool:
+    """Whether more refers to something than did before, also once garbage is collected.
+
+    What a call leaves in cycles refers to its arguments until then.
+    """
+    return grew() and all(gc.collect(age) >= 0 and grew() for age in range(3))
 
 
 def references(values: Sequence[object], k: int) -> int:

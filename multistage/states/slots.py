@@ -6,8 +6,8 @@ nothing overwrites (`references.py`), or a copy (`copies.py`, `in_place.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, Self, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, Self, TypeVar, cast
 
 from ..errors import StateError
 from .layout import Array
@@ -43,6 +43,14 @@ def no_adjoint(step: int) -> StateError:
         f"the adjoint of step {step} returned None; an adjoint step returns the adjoint of the "
         "state before it, also where it has overwritten its argument"
     )
+
+
+def guarded(
+    slots: object, reverse: Callable[[object, Adjoint, int], Adjoint]
+) -> Callable[[object, Adjoint, int], Adjoint]:
+    """Return an adjoint step that is watched, if slots lend it arrays that they use again."""
+    by = getattr(slots, "guarded", None)
+    return reverse if by is None else cast(Callable[[object, Adjoint, int], Adjoint], by(reverse))
 
 
 def overwritten(error: BaseException) -> BaseException:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .sharing import _Unseen as Unseen
-from .sharing import arrays_in, owner
+from .sharing import Unseen, arrays_in, owner
 
 # How many tapes are held when one is weighed: each time twice as many, so that
 # tapes which grow are noticed early and weighing takes next to no time.

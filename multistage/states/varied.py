@@ -256,14 +256,16 @@ class VariedInPlace(InPlace):
             live = replaced(live, self._layout.state(leaves))
             for k in fresh:
                 leaves[k] = duplicate(arrays[k])
-        return replaced(live, self._layout.state(leaves))
+        self._tree = replaced(live, self._layout.state(leaves))
+        return cast(State, self._tree)
 
     def used_up(self, live: State) -> State:
         """Return the tree of a state that no step starts from any more, its arrays released."""
         tree: Any = live
         leaves: list[Any] = optree.tree_leaves(tree, none_is_leaf=True)
         empty = [leaf if id(leaf) in self._places else _EMPTY for leaf in leaves]
-        return replaced(live, self._layout.state(empty))
+        self._tree = replaced(live, self._layout.state(empty))
+        return cast(State, self._tree)
 
     def check(self, live: object, where: int | str) -> None:
         self._live(live, where)
@@ -285,6 +287,7 @@ class VariedInPlace(InPlace):
 
     def _leaves(self, state: object, where: int | str = "the live state") -> list[Any]:
         leaves = self._layouts.arrays(state, where)
+        self._tree = state
         if not self._home:
             self._begin(leaves, self._layouts.arrays(state, where))
         return leaves

@@ -1,0 +1,437 @@
+"""Operators that keep what they were given: the exact gradient, or an error that names the rule.
+
+The oracle keeps deep copies of every state and tape.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from chains import digest
+
+from multistage.errors import StateError
+from multistage.model.blocks import Blocks
+from multistage.model.chain import FunctionChain, InPlaceChain
+from multistage.model.costs import Costs
+from multistage.reversal import Reversal
+
+N = 9
+COSTS = Costs(1.0, 2.0, state_bytes=64)
+TAPED = Costs(1.0, 2.0, 1.0, state_bytes=64, tape_bytes=64)
+
+
+def forward(x: Any, start: int, stop: int) -> None:
+    for i in range(start, stop):
+        np.sin(x + i, out=x)
+
+
+def begun() -> Any:
+    return np.linspace(0.1, 1, 4)  # a view, by the way
+
+
+def told(x: Any, adjoint: Any, i: int) -> Any:
+    return np.asarray(digest([x], int(adjoint), i))
+
+
+def oracle(chain: Any, state: Any) -> Any:
+    tapes, adjoint = [], np.asarray(1)
+    for i in range(N):
+        if chain.state_is_tape:
+            tapes.append(copy.deepcopy(state))
+            state = chain.advance(state, i, i + 1)
+        else:
+            state, tape = chain.tape(state, i)
+            tapes.append(copy.deepcopy(tape))
+    for i in reversed(range(N)):
+        adjoint = chain.reverse(tapes[i], adjoint, i)
+    return adjoint
+
+
+def swept(chain: Any, state: Any, slots: int = 2, n: int = N, **options: Any) -> Any:
+    costs = COSTS if chain.state_is_tape else TAPED
+    with Reversal(chain, n_steps=n, memory=f"{slots} slots", costs=costs, **options) as run:
+        run.forward(state)
+        return run.reverse(np.asarray(1))
+
+
+# ------------------------------------------------------------------- what is given
+
+
+class Keeper:
+    """Uses what it was given by the call before, of which it keeps a part."""
+
+    def __init__(self, part: Callable[[Any], Any] = lambda x: x) -> None:
+        self.part, self.kept = part, part(np.zeros(4))
+
+    def reverse(self, x: Any, adjoint: Any, i: int) -> Any:
+        before = np.asarray(self.kept() if callable(self.kept) else self.kept)
+        self.kept = self.part(x)
+        return np.asarray(digest([x, before], int(adjoint), i))
+
+    def forward(self, x: Any, start: int, stop: int) -> None:
+        forward(x, start, stop)
+        self.kept = self.part(x)
+
+
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "the array": lambda x: x,
+    "a view": lambda x: x[1:],
+    "a memoryview": memoryview,
+    "a closure": lambda x: lambda: x,
+    "a part of its buffer": lambda x: x.base[:2] if x.base is not None else x[:2],
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("slots", [1, 3, 20])
+@pytest.mark.parametrize("kind", ["alone", "tiers", "blocks"])
+def test_an_adjoint_that_keeps_its_state_is_refused_in_place(
+    kind: str, slots: int, part: str
+) -> None:
+    chain: Any = InPlaceChain(forward, Keeper(PARTS[part]).reverse)
+    options: dict[str, Any] = {"n": N}
+    if kind == "blocks":
+        chain, options = Blocks(chain, 3, N), {"n": 3}
+    if kind == "tiers":
+        options |= {"tiers": "memory:"}
+    with pytest.raises(StateError, match=r"the adjoint of step \d kept a reference to the state"):
+        swept(chain, begun(), slots, **options)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("slots", [1, 3, 20])
+def test_a_functional_adjoint_may_keep_its_state(slots: int, part: str) -> None:
+    def chain(tape: bool) -> Any:
+        return FunctionChain(
+            lambda x, i: np.sin(x + i),
+            Keeper(PARTS[part]).reverse,
+            (lambda x, i: (np.sin(x + i), x * 2)) if tape else None,
+        )
+
+    for tape in (False, True):
+        assert swept(chain(tape), begun(), slots) == oracle(chain(tape), begun())
+
+
+def test_an_adjoint_may_keep_copies() -> None:
+    def chain() -> Any:
+        return InPlaceChain(forward, Keeper(np.copy).reverse)
+
+    assert swept(chain(), begun()) == oracle(chain(), begun())
+
+
+@pytest.mark.parametrize("container", ["dict", "list", "tuple", "nested"])
+def test_an_adjoint_that_keeps_the_tree_is_refused(container: str) -> None:
+    trees: dict[str, Callable[[Any], Any]] = {
+        "dict": lambda x: {"x": x},
+        "list": lambda x: [x],
+        "tuple": lambda x: (x,),
+        "nested": lambda x: {"a": (x, [np.ones(2)])},
+    }
+    kept: list[Any] = []
+
+    def leaf(state: Any) -> Any:
+        while not isinstance(state, np.ndarray):
+            state = state[next(iter(state))] if isinstance(state, dict) else state[0]
+        return state
+
+    def reverse(state: Any, adjoint: Any, i: int) -> Any:
+        kept.append(state["a"][1] if container == "nested" else state)
+        return told(leaf(state), adjoint, i)
+
+    chain = InPlaceChain(lambda s, i, j: forward(leaf(s), i, j), reverse)
+    with pytest.raises(StateError, match="the adjoint of step 8 kept a reference"):
+        swept(chain, trees[container](begun()))
+
+
+class Box:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+def test_an_adjoint_in_an_object_that_refers_to_the_state_is_refused() -> None:
+    chain = InPlaceChain(forward, lambda x, adjoint, i: Box(x))
+    with pytest.raises(StateError, match=r"kept a reference.*return arrays, or tuples, lists"):
+        swept(chain, begun())
+
+
+def test_an_adjoint_that_keeps_a_tape_in_the_live_arrays_is_refused() -> None:
+    """A tape that is used at once is not copied."""
+
+    def tape(x: Any, i: int) -> Any:
+        forward(x, i, i + 1)
+        return [x]
+
+    def chain() -> Any:
+        keeper = Keeper()
+        return InPlaceChain(forward, lambda t, a, i: keeper.reverse(t[0], a, i), tape)
+
+    assert swept(chain(), begun(), 20) == oracle(chain(), begun())  # all are held: copies
+    with pytest.raises(StateError, match="kept a reference to the state"):
+        swept(chain(), begun(), 2)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_forward_step_that_keeps_its_state_is_refused_in_place(measured: bool) -> None:
+    """With the same attribute set by both, none refers to the state any more than before."""
+    keeper = Keeper()
+    options = {"costs": None} if measured else {"costs": COSTS}
+    with (
+        Reversal(
+            InPlaceChain(keeper.forward, keeper.reverse), n_steps=N, memory="3 slots", **options
+        ) as run,
+        pytest.raises(StateError, match="a forward step kept a reference to the state"),
+    ):
+        run.forward(begun())
+
+
+def test_operators_may_know_the_arrays_of_state_0() -> None:
+    """As solvers do: the arrays that a sweep begins with are the ones that it overwrites."""
+
+    class Solver:
+        def __init__(self, x: Any) -> None:
+            self.x = x
+
+        def forward(self, x: Any, start: int, stop: int) -> None:
+            forward(self.x, start, stop)
+
+        def reverse(self, x: Any, adjoint: Any, i: int) -> Any:
+            return told(self.x, adjoint, i)
+
+    plain = InPlaceChain(forward, told)
+    for checked in (False, True):
+        x = begun()
+        solver = Solver(x)
+        found = swept(InPlaceChain(solver.forward, solver.reverse), x, checked=checked)
+        assert found == oracle(plain, begun())
+
+
+def test_what_a_call_leaves_in_cycles_is_not_kept() -> None:
+    def reverse(x: Any, adjoint: Any, i: int) -> Any:
+        def count(k: int) -> float:
+            return 0.0 if k == len(x) else x[k] + count(k + 1)
+
+        return told(np.asarray(count(0)), adjoint, i)
+
+    def walked(x: Any, start: int, stop: int) -> None:
+        def again(i: int) -> None:
+            if i < stop:
+                forward(x, i, i + 1)
+                again(i + 1)
+
+        again(start)
+
+    gc.disable()
+    try:
+        expected = oracle(InPlaceChain(forward, reverse), begun())
+        assert swept(InPlaceChain(walked, reverse), begun()) == expected
+    finally:
+        gc.enable()
+
+
+# ----------------------------------------------------------- tapes by way of globals
+
+STATE: Any = None
+STATES: dict[str, Any] = {}
+TABLE = np.full(4, 0.5)
+elsewhere: Any = types.ModuleType("multistage_test_elsewhere")
+
+
+def scaled(a: Any) -> Any:
+    return a * STATE
+
+
+class Method:
+    def __call__(self, a: Any) -> Any:
+        return a * STATE
+
+
+class Property:
+    @property
+    def read(self) -> Any:
+        return STATES["x"]
+
+
+@dataclass
+class Record:
+    own: Any
+
+    def read(self) -> Any:
+        return self.own * STATE
+
+
+REACHING: dict[str, Callable[[Any], Any]] = {
+    "a lambda": lambda x: lambda a: a * STATE,
+    "a function": lambda x: scaled,
+    "a function that calls it": lambda x: lambda a: scaled(a),
+    "a function in a function": lambda x: lambda a: (lambda b: b * STATE)(a),
+    "a dict": lambda x: lambda a: a * STATES["x"],
+    "an attribute": lambda x: lambda a: a * BOX.x,
+    "another module": lambda x: lambda a: a * elsewhere.STATE,
+    "a method": lambda x: Method(),
+    "a property": lambda x: Property(),
+    "a method of a dataclass": lambda x: Record(x.copy()),
+}
+BOX = Box(None)
+
+
+@pytest.mark.parametrize("name", REACHING)
+def test_a_tape_that_reaches_the_state_through_a_global_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrap, x = REACHING[name], begun()
+    monkeypatch.setitem(sys.modules, elsewhere.__name__, elsewhere)
+    monkeypatch.setitem(globals(), "STATE", x)
+    monkeypatch.setitem(STATES, "x", x)
+    monkeypatch.setattr(BOX, "x", x)
+    monkeypatch.setattr(elsewhere, "STATE", x, raising=False)
+
+    def tape(x: Any, i: int) -> Any:
+        made = wrap(x)
+        forward(x, i, i + 1)
+        return [made]
+
+    with pytest.raises(StateError, match=r"the tape of step 0 holds a .* shares memory with the"):
+        swept(InPlaceChain(forward, told, tape), x, 20)
+
+
+def test_a_tape_may_read_a_table_through_a_global() -> None:
+    def tape(x: Any, i: int) -> Any:
+        kept = x.copy()
+        forward(x, i, i + 1)
+        return lambda a: np.multiply(a, kept) * TABLE
+
+    def reverse(tape: Any, adjoint: Any, i: int) -> Any:
+        return told(tape(np.full(4, 3.0)), adjoint, i)
+
+    chain = InPlaceChain(forward, reverse, tape)
+    assert swept(chain, begun(), 20, checked=True) == oracle(chain, begun())
+
+
+# ------------------------------------------------------------------ with checked=True
+
+
+def _counting() -> Any:
+    calls = [0]
+
+    def step(x: Any, i: int) -> Any:
+        calls[0] += 1
+        return np.sin(x + calls[0])
+
+    return FunctionChain(step, told)
+
+
+def _counting_in_place() -> Any:
+    calls = [0]
+
+    def step(x: Any, start: int, stop: int) -> None:
+        for _ in range(start, stop):
+            calls[0] += 1
+            np.sin(x + calls[0], out=x)
+
+    return InPlaceChain(step, told)
+
+
+def _drawing() -> Any:
+    source = np.random.default_rng(0)
+    return FunctionChain(lambda x, i: np.sin(x + source.normal()), told)
+
+
+def _an_older_view() -> Any:
+    buffers = [np.zeros(4) for _ in range(3)]
+    views = [buffer[:] for buffer in buffers]
+
+    def step(x: Any, i: int) -> Any:
+        views[i % 3][...] = np.sin(x + i)
+        return buffers[i % 3]
+
+    return FunctionChain(step, told)
+
+
+def _an_older_view_of_a_tape() -> Any:
+    buffer = np.zeros(4)
+    view = buffer[:]
+
+    def tape(x: Any, i: int) -> Any:
+        view[...] = x
+        forward(x, i, i + 1)
+        return buffer
+
+    return InPlaceChain(forward, told, tape)
+
+
+def _a_global() -> Any:
+    def tape(x: Any, i: int) -> Any:
+        kept = x.copy()
+        forward(x, i, i + 1)
+        return kept
+
+    return InPlaceChain(forward, lambda t, a, i: told(t * STATE, a, i), tape)
+
+
+BREACHES: dict[str, tuple[Callable[[], Any], str]] = {
+    "counting": (_counting, r"state \d differs from what it was when step \d ran first"),
+    "counting in place": (_counting_in_place, r"state \d differs from what it was"),
+    "drawing": (_drawing, r"state \d differs from what it was"),
+    "an older view": (_an_older_view, r"state \d was written to since it was made"),
+    "of a tape": (_an_older_view_of_a_tape, r"the tape of step \d was written to since"),
+    "a global": (_a_global, r"the adjoint operator, called with the tape of step \d, holds"),
+}
+
+
+@pytest.mark.parametrize("name", BREACHES)
+def test_a_checked_run_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, message = BREACHES[name]
+    x = begun()
+    monkeypatch.setitem(globals(), "STATE", x)
+    with pytest.raises(StateError, match=message):
+        swept(make(), x, 3, checked=True)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("taped", [False, True])
+def test_a_checked_run_of_good_operators(in_place: bool, taped: bool) -> None:
+    padded = np.dtype([("a", "i1"), ("x", "f8")], align=True)
+
+    def state() -> Any:
+        made = np.empty(3, padded)  # padding holds whatever memory held
+        made["a"], made["x"] = 1, np.linspace(0, 1, 3)
+        return {"b": made, "a": np.ones(2)}
+
+    def grow(s: Any, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            s["b"]["x"] = np.sin(s["b"]["x"] + i)
+            s["a"] *= 0.9
+
+    def step(s: Any, i: int) -> Any:
+        s = copy.deepcopy(s)
+        grow(s, i, i + 1)
+        return s
+
+    def tape_step(s: Any, i: int) -> Any:
+        return step(s, i), (s["b"]["x"].copy(), {"v": s["a"][1:]}, None)
+
+    def tape(s: Any, i: int) -> Any:
+        kept = s["b"]["x"].copy()
+        grow(s, i, i + 1)
+        return kept, {"v": s["a"][1:]}, None
+
+    def reverse(t: Any, adjoint: Any, i: int) -> Any:
+        x, v = (t[0], t[1]["v"]) if taped else (t["b"]["x"], t["a"])
+        return np.asarray(digest([x, v], int(adjoint), i))
+
+    chain: Any = FunctionChain(step, reverse, tape_step if taped else None)
+    if in_place:
+        chain = InPlaceChain(grow, reverse, tape if taped else None)
+    costs = TAPED if taped else COSTS
+    with Reversal(chain, n_steps=N, memory="4 slots", costs=costs, checked=True) as run:
+        for _ in range(2):
+            run.forward(state())
+            assert run.reverse(np.asarray(1)) == oracle(chain, state())
