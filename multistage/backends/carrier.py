@@ -149,7 +149,7 @@ class _Threads:
         try:
             work(flight)
         except Exception as error:  # the computing thread must learn of every error
-            failure = error
+            failure = error.with_traceback(None)  # whose frames refer to what landed
         flight.ended = time.perf_counter()
         flight.error = failure
         # What landed is referred to by its extent alone from here on, or

@@ -96,7 +96,7 @@ class Mover(Generic[Move]):
                     try:
                         carry(move)
                     except Exception as error:  # whatever it is: states are lost, not runs
-                        failure = error
+                        failure = error.with_traceback(None)  # whose frames refer to extents
                     with self.changes.lock:
                         self.busy = False
                         settle(move, failure)

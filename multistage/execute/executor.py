@@ -346,6 +346,7 @@ class Executor(Generic[State, Adjoint]):
             finally:
                 leave(self._stores, sweep)
                 sweep.slots.release_all()
+                sweep.let_go()
 
     def _guarded(self, perform: Callable[[], Any], *, forward: bool) -> Any:
         """Perform a part of the sweep; after an error it is gone."""

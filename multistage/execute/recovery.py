@@ -61,6 +61,16 @@ def nearest(
     return best, kept
 
 
+def without_frames(error: BaseException | None) -> None:
+    """Forget the frames of an error that is dealt with, and of those behind it.
+
+    They refer to states, and an error in a cycle with a frame stays until it is collected.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 def sizes_differ(error: BaseException) -> bool:
     """Whether a sweep ended since its states are of other sizes than was planned for."""
     return (isinstance(error, StateError) and error.varies) or isinstance(error, LargerThanPlanned)
@@ -102,20 +112,23 @@ def first_to_differ(
     kept = sweep.held[start] if held else sweep.origin
     if kept is None or error.state - start > _RUN_AGAIN:
         return error
-    step = start
-    found: StateError | None = error
+    step, found = start, str(error)
     if error.state - start > 1:
+        found = ""
         try:
-            found, live = None, sweep.slots.load(kept, sweep.live)
+            live, sweep.live = sweep.slots.load(kept, sweep.live), None
             for step in range(start, error.state):
                 live = chain.advance(live, step, step + 1)
                 layout.arrays(live, step + 1)
         except StateError as differs:
-            found = differs if differs.state == step + 1 else None
+            # The error itself would be in a cycle with this frame, and keep its states alive.
+            # The first that differs may be such as a survey takes.
+            if differs.state == step + 1 and differs.varies == error.varies:
+                found = str(differs)
         except Exception:
             pass  # what was wrong is known, if not where
-    if found is None or found.varies != error.varies:
-        return error  # the first that differs may be such as a survey takes
+    if not found:
+        return error
     told = StateError(f"step {step} returned a state unlike the first: {found}")
     told.state, told.varies = error.state, error.varies
     return told

@@ -261,6 +261,14 @@ class Sweep:
         self.take_live()
         self.begun = None
 
+    def let_go(self) -> None:
+        """Forget all states, tapes and adjoints: tracebacks may refer to an aborted sweep."""
+        self.held.clear()
+        self.tapes.clear()
+        self.hand.clear()
+        self.live = self.adjoint = self.given = self.opened = self.aside = None
+        self.at = -1
+
     def _perform(self, pulls: bool) -> bool:
         """Perform actions up to `EndForward` or what is asked for; False if there are no more."""
         self._begin_window()

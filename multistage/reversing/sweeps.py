@@ -8,6 +8,7 @@ from typing import Generic, TypeVar, cast
 from ..errors import ArgumentError, StateError, StoreError
 from ..execute.executor import Counts, Executor
 from ..execute.metered import LargerThanPlanned
+from ..execute.recovery import without_frames
 from ..planners import UniformPlan
 from ..report import Report
 from ..support.progress import Bars
@@ -123,6 +124,7 @@ class Sweeps(Generic[State, Adjoint]):
         except (StateError, LargerThanPlanned) as error:
             if not self._measures_anew(error):
                 raise
+            without_frames(error)
         return self._forward(state, until)
 
     def _measures_anew(self, error: Exception) -> bool:
