@@ -18,10 +18,11 @@ from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import Costs
 from ..model.tier import Tier
-from ..planners import UniformPlan
+from ..planners import Planner, UniformPlan
 from ..reversing.arguments import Arguments
 from ..reversing.sweeps import Sweeps
-from ..states.layout import Layout
+from ..states.layout import Array, Layout
+from ..states.slots import States
 from .agreed import AgreedStore
 from .ranks import Ranks, slowest
 
@@ -45,7 +46,7 @@ class Agreement(Generic[State, Adjoint]):
         Of this rank.
     durable : DurableRun, optional
         This rank's part; its store is the tier.
-    planner, costs, checked, progress
+    planner, costs, checked, progress, states
         As for `MPIReversal`.
 
     Attributes
@@ -66,10 +67,11 @@ class Agreement(Generic[State, Adjoint]):
         tier: str | Store | None,
         durable: DurableRun | None,
         *,
-        planner: str,
+        planner: str | UniformPlan | Planner,
         costs: Costs | None,
         checked: bool,
         progress: bool,
+        states: States[State, Array, Layout] | None = None,
     ) -> None:
         self._ranks, self._chain, self._n_steps = ranks, chain, n_steps
         self._budget, self._durable = budget, durable
@@ -80,7 +82,7 @@ class Agreement(Generic[State, Adjoint]):
             self._own_store = open_store(tier)
         self.store = None if self._own_store is None else AgreedStore(self._own_store, ranks)
         self._planner, self._given = planner, costs
-        self._checked, self._progress = checked, progress
+        self._checked, self._progress, self._states = checked, progress, states
         self._layout: Layout | None = None
         self.sweeps: Sweeps[State, Adjoint] | None = None
         self.costs: Costs | None = None
@@ -102,7 +104,8 @@ class Agreement(Generic[State, Adjoint]):
 
         def facts() -> tuple[dict[str, object], bool]:
             matches()
-            layout, last = Layout.of(state), self._layout
+            layout = Layout.of(state) if self._states is None else self._states.layout(state)
+            last = self._layout
             if last is None or not layout.same_as(last):
                 self._forget()
                 self._layout, self.costs = layout, None
@@ -145,6 +148,7 @@ class Agreement(Generic[State, Adjoint]):
             costs=self.costs,
             checked=self._checked,
             durable=self._durable,
+            states=self._states,
             corrects=False,
         )
         sweeps = Sweeps(given, self._progress)
@@ -169,7 +173,13 @@ class Agreement(Generic[State, Adjoint]):
         most = self._n_steps or 10_000
         share = _PROBE_S if store is None else 2 / 3 * _PROBE_S
         costs = measure(
-            self._chain, state, most, seconds=share, agree=ranks.most, progress=self._progress
+            self._chain,
+            state,
+            most,
+            seconds=share,
+            states=self._states,
+            agree=ranks.most,
+            progress=self._progress,
         )
         if store is None:
             return costs

@@ -32,8 +32,10 @@ def facts_to_agree(
             "uniform ones; give Costs, or leave them out to have them measured"
         )
     given = checked_here()
-    same = ("n_steps", "planner", "durable_every_s", "durable_label")
+    same = ("n_steps", "durable_every_s", "durable_label")
+    planner = words["planner"]  # what one of the user's own makes is compared later
     return {name: words[name] for name in same} | {
+        "planner": planner if isinstance(planner, str) else "one of your own",
         "on_error": on_error,
         "having a tier": words["tiers"] is not None,
         "having a durable folder": words["durable"] is not None,

@@ -36,10 +36,12 @@ from ..errors import ArgumentError
 from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import Costs
-from ..planners import UniformPlan
+from ..planners import Planner, UniformPlan
 from ..report import Report
 from ..reversing.arguments import Arguments, chain_of
 from ..reversing.sweeps import Sweeps
+from ..states.layout import Array, Layout
+from ..states.slots import States
 from ..support.free_memory import default_budget_bytes
 from ..support.progress import is_shown
 from .agreed import AgreedStore as AgreedStore
@@ -63,8 +65,9 @@ class MPIReversal(Generic[State, Adjoint]):
     ----------
     chain, adjoint_step, n_steps, tape_step, planner, checked
         As for `Reversal`, and alike on every rank.
-    comm : mpi4py.MPI.Comm, optional
-        The ranks that share the computation; `MPI.COMM_WORLD` by default.
+    comm : mpi4py.MPI.Comm or Ranks, optional
+        The ranks that share the computation; `MPI.COMM_WORLD` by default.  `Ranks`
+        serve several objects like this, one after the other, and stay.
     memory : Budget, int or str, optional
         Fast memory for this rank's checkpoints; the rank with room for the
         fewest states decides.  Default: a quarter of the memory that is free,
@@ -81,6 +84,8 @@ class MPIReversal(Generic[State, Adjoint]):
         ranks share, or one on a disk of each node.
     durable_every_s, durable_label
         As for `Reversal`, and alike on every rank.
+    states : States, optional
+        As for `Reversal`.
     progress : bool or None
         Show progress bars, on rank 0 only; None: on a terminal.
     on_error : {"abort", "raise"}
@@ -127,11 +132,11 @@ class MPIReversal(Generic[State, Adjoint]):
         adjoint_step: Callable[..., Adjoint] | None = None,
         n_steps: int | None = None,
         *,
-        comm: Communicator | None = None,
+        comm: Communicator | Ranks | None = None,
         tape_step: Callable[[State, int], tuple[State, object]] | None = None,
         memory: Budget | int | str | None = None,
         tiers: str | Store | None = None,
-        planner: str = "auto",
+        planner: str | UniformPlan | Planner = "auto",
         costs: Costs | None = None,
         checked: bool = False,
         progress: bool | None = None,
@@ -139,12 +144,11 @@ class MPIReversal(Generic[State, Adjoint]):
         durable: str | os.PathLike[str] | None = None,
         durable_every_s: float = 60.0,
         durable_label: str = "",
+        states: States[State, Array, Layout] | None = None,
     ) -> None:
-        self._ranks = ranks = Ranks(comm)
-        sharing = ranks.on_node()  # by all, whether they need it or not
-        if memory is None:
-            memory = default_budget_bytes() // sharing
-
+        self._comm = comm
+        self._ranks = ranks = comm if isinstance(comm, Ranks) else Ranks(comm)
+        memory = _own_budget(memory, ranks)
         checked_here = partial(
             Arguments.of,
             chain,
@@ -158,6 +162,7 @@ class MPIReversal(Generic[State, Adjoint]):
             durable=durable,
             durable_every_s=durable_every_s,
             durable_label=durable_label,
+            states=states,
         )
         self._on_error = on_error
         self._begin(checked_here)
@@ -175,11 +180,11 @@ class MPIReversal(Generic[State, Adjoint]):
             costs=costs,
             checked=checked,
             progress=ranks.rank == 0 and is_shown(progress),
+            states=states,
         )
         self._n_steps = n_steps
-        self._ready = False
+        self._ready = self._closed = False
         self._left = False  # by an exception of this rank's own
-        self._closed = False
         self._report: Report | None = None
 
     def _begin(self, checked_here: partial[Arguments[State, Adjoint]]) -> None:
@@ -190,7 +195,7 @@ class MPIReversal(Generic[State, Adjoint]):
             ranks.same(ranks.gather(facts), "give every rank the same")
         except BaseException as error:
             if error is ranks.shared:
-                ranks.free()
+                self._free()
             else:
                 self._fail(error)
             raise
@@ -263,7 +268,18 @@ class MPIReversal(Generic[State, Adjoint]):
                 self._sweeps.let_go()
             self._durable.discard()
         self._stop()
-        self._ranks.free()
+        self._free()
+
+    def _free(self) -> None:
+        if self._ranks is not self._comm:
+            self._ranks.free()
+
+    def let_go(self) -> None:
+        """Forget a sweep in progress, stop threads, remove files: of this rank alone.
+
+        Not collective.  The next `forward` opens the tier again, on every rank.
+        """
+        self._stop()
 
     def _require_in_step(self) -> None:
         if self._left or self._ranks.apart:
@@ -395,3 +411,9 @@ class MPIReversal(Generic[State, Adjoint]):
         if self._report is None:
             raise ArgumentError("report() needs a complete sweep: forward(), then reverse()")
         return self._report
+
+
+def _own_budget(memory: Budget | int | str | None, ranks: Ranks) -> Budget | int | str:
+    """Return the limit of a rank: its share of the node's free memory if none is given."""
+    sharing = ranks.on_node()  # by all, whether they need it or not
+    return default_budget_bytes() // sharing if memory is None else memory

@@ -8,9 +8,13 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from mpi_wave import Wave
 
 from multistage.backends import FileStore, Store
@@ -18,6 +22,7 @@ from multistage.backends.medium import Medium
 from multistage.backends.testing import FaultyStore
 from multistage.errors import CheckpointWarning, MultistageError
 from multistage.execute.executor import Executor
+from multistage.interop import pyrevolve
 from multistage.interop.mpi import MPIReversal
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
@@ -140,6 +145,100 @@ def fails(comm: Any, folder: Path) -> str:
     return "nothing was raised"
 
 
+class Drop:
+    """The wave as pyrevolve's users write it: operators that overwrite their arrays."""
+
+    dtype = np.dtype(np.float64)
+
+    def __init__(self, comm: Any) -> None:
+        self.wave = Wave(comm)
+        self.state = [array.copy() for array in self.wave.start]
+        self.before = [array.copy() for array in self.state]
+        self.adjoint: Any = tuple(array.copy() for array in self.wave.seed)
+        self.size = sum(array.size for array in self.state)
+        self.nbytes = 8 * self.size
+
+    def get_data(self, timestep: int) -> list[Any]:
+        return self.state
+
+    get_data_location = get_data
+
+    def forward(self, t_start: int, t_end: int) -> None:
+        for i in range(t_start, t_end):
+            self._into(self.before, self.state)
+            self._into(self.state, self.wave.step(tuple(self.before), i))
+
+    def backward(self, t_start: int, t_end: int) -> None:
+        self.adjoint = self.wave.adjoint_step(tuple(self.before), self.adjoint, t_start)
+
+    def _into(self, targets: Any, arrays: Any) -> None:
+        for target, array in zip(targets, list(map(np.copy, arrays)), strict=True):
+            target[:] = array
+
+    def operators(self) -> tuple[Any, Any, Any]:
+        forward, backward = SimpleNamespace(), SimpleNamespace()
+        forward.apply, backward.apply = self.forward, self.backward
+        return self, forward, backward
+
+    def gradient(self, revolver: Any) -> Any:
+        self._into(self.state, self.wave.start)
+        self.adjoint = tuple(array.copy() for array in self.wave.seed)
+        revolver.apply_forward()
+        revolver.apply_reverse()
+        return self.adjoint
+
+
+def dropin(comm: Any, folder: Path) -> dict[str, Any]:
+    """Revolvers of the drop-in, two sweeps each, faults on the last rank alone."""
+    warnings.simplefilter("ignore", CheckpointWarning)
+    found: dict[str, Any] = {}
+    for name, tier in stores(comm.Get_rank(), comm.Get_size(), folder).items():
+        drop = Drop(comm)
+        costs = replace(COSTS, tape_step_s=1e-4)
+        revolver = pyrevolve.Revolver(
+            *drop.operators(),
+            None,
+            N,
+            memory="6 slots",
+            tiers=tier,
+            planner="auto" if tier is None else "streaming",
+            costs=None if name == "measured" else costs,
+            comm=comm,
+        )
+        found[name] = [drop.gradient(revolver) for _ in range(2)], drop.wave.steps
+        if comm.Get_rank():  # its threads and files go at another moment than those of others
+            del revolver
+        else:
+            revolver.close()
+        assert not any(folder.iterdir()), f"{name} leaves files"
+    drop = Drop(comm)
+    with pyrevolve.DiskRevolver(
+        *drop.operators(), 5, N, filedir=str(folder), comm=comm
+    ) as revolver:
+        found["on disk"] = [drop.gradient(revolver) for _ in range(2)], drop.wave.steps
+    return found
+
+
+def unknown(comm: Any, folder: Path) -> list[Any]:
+    """Nothing tells which ranks share the steps."""
+    from mpi4py import MPI
+
+    drop = Drop(MPI.COMM_SELF)
+    three = drop.operators()
+    said = [
+        error_of(partial(pyrevolve.Revolver, *three, None, N, memory="6 slots", **options))
+        for options in ({}, {"tiers": f"file:{folder}"}, {"costs": COSTS})
+    ]
+    pyrevolve.install(memory="6 slots", tiers=f"file:{folder}")
+    said.append(error_of(lambda: pyrevolve.Revolver(*three, None, N)))
+    pyrevolve.install(memory="6 slots", tiers=f"file:{folder}", comm=MPI.COMM_SELF)
+    # Each by itself, and at its own pace; in memory alone nothing is decided by clocks.
+    gradients = [drop.gradient(pyrevolve.Revolver(*three, None, N))]
+    pyrevolve.uninstall()
+    gradients.append(drop.gradient(pyrevolve.Revolver(*three, 5, N)))
+    return [said, gradients]
+
+
 def out_of_order(comm: Any, folder: Path) -> list[str]:
     """One rank reverses first; one closes while the others run; then all is well again."""
     wave, rank, said = Wave(comm), comm.Get_rank(), []
@@ -172,6 +271,8 @@ def main(case: str, parent: str) -> None:
         "scratch": scratch,
         "fails": fails,
         "out of order": out_of_order,
+        "dropin": dropin,
+        "unknown": unknown,
     }
     (folder / "result").write_bytes(pickle.dumps(cases[case](comm, folder)))
 

@@ -41,12 +41,15 @@ LENIENT = {
 }
 
 
-def launch(ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def launch(
+    ranks: int, *arguments: str | Path, folder: Path | None = None, **more: str
+) -> subprocess.CompletedProcess[str]:
     assert MPIEXEC is not None
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run(
         [MPIEXEC, "-n", str(ranks), sys.executable, *map(str, arguments)],
-        env=os.environ | LENIENT | {"PYTHONPATH": path},
+        env=os.environ | LENIENT | {"PYTHONPATH": path} | more,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=280,
@@ -79,6 +82,36 @@ def test_gradients_and_actions(ranks: int, tmp_path: Path) -> None:
             assert lost > 0, name
         if name == "all lost":
             assert lost == reads or recovered > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_dropin_keeps_ranks_in_step(ranks: int, tmp_path: Path) -> None:
+    found = results(ranks, "dropin", tmp_path)
+    expected = store_all(N).tobytes()
+    for name in found[0]:
+        gradients, steps = zip(*(one[name] for one in found), strict=True)
+        assert len(set(steps)) == 1, f"{name}: ranks ran other steps"
+        for sweep in range(2):
+            assert whole([one[sweep] for one in gradients]).tobytes() == expected, (name, sweep)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("devito") is None, reason="needs devito")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_devito_keeps_ranks_in_step(ranks: int, tmp_path: Path) -> None:
+    """The communicator is that of the grid; a full and a faulty disk are those of one rank."""
+    folders = os.pathsep.join([str(BESIDE.parent), os.environ["PATH"]])  # Devito calls mpicc
+    options = {"DEVITO_MPI": "1", "DEVITO_LOGGING": "ERROR", "PATH": folders}
+    done = launch(ranks, HERE / "devito_worker.py", tmp_path, folder=tmp_path, **options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("is exact") == ranks
+
+
+def test_the_dropin_must_know_which_ranks_share_the_steps(tmp_path: Path) -> None:
+    exact = store_all(N).tobytes()
+    for said, gradients in results(2, "unknown", tmp_path):
+        assert all(error.startswith("ArgumentError: MPI started 2 ranks, and") for error in said)
+        assert all("give comm=" in error for error in said)
+        assert all(whole([one]).tobytes() == exact for one in gradients)
 
 
 def test_ranks_that_disagree(tmp_path: Path) -> None:

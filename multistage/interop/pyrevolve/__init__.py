@@ -41,6 +41,7 @@ from ...errors import ArgumentError
 from ...model.budget import Budget
 from ...model.costs import Costs
 from ...planners import Planner, UniformPlan
+from ..ranks import Communicator
 from . import compression, crevolve, profiling, pyrevolve, schedulers, storage, tools
 from .base import BaseRevolver as BaseRevolver
 from .compression import init_compression
@@ -96,6 +97,7 @@ def install(
     planner: str | UniformPlan | Planner | None = None,
     costs: Costs | None = None,
     progress: bool | None = None,
+    comm: Communicator | None = None,
 ) -> None:
     """Let every later `import pyrevolve` in this process find this package.
 
@@ -107,6 +109,8 @@ def install(
     memory, tiers, planner, costs, progress
         For all revolvers made with `n_checkpoints=None` and no option of their
         own, as libraries make them; see `SingleLevelRevolver`.
+    comm : mpi4py.MPI.Comm, optional
+        For all revolvers that are given none, see `BaseRevolver`.
 
     Raises
     ------
@@ -130,7 +134,9 @@ def install(
                     f"{name} was imported before install(); call install() first, "
                     "at the top of the program"
                 )
-    set_defaults(memory=memory, tiers=tiers, planner=planner, costs=costs, progress=progress)
+    set_defaults(
+        memory=memory, tiers=tiers, planner=planner, costs=costs, progress=progress, comm=comm
+    )
     sys.modules.update(_MODULES)
 
 

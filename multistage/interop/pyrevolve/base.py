@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Self
 
 from ...actions import Answer, Await, Get, Put, Save
-from ...backends.urls import Tiers
+from ...backends.base import Store
+from ...backends.urls import Tiers, open_store, tier_names
 from ...errors import ArgumentError
 from ...model.budget import Budget
 from ...model.costs import NOT_KEPT, Costs
@@ -18,6 +19,8 @@ from ...planners import Planner, UniformPlan
 from ...planners.uniform import require_steps
 from ...report import Report
 from ...reversal import Reversal
+from ..mpi import MPIReversal
+from ..ranks import Communicator
 from .compression import Params, init_compression
 from .operators import (
     CheckpointLike,
@@ -26,7 +29,9 @@ from .operators import (
     OperatorLike,
     OperatorStates,
 )
+from .options import defaults
 from .profiling import Profiler
+from .ranks import ranks_of
 from .schedulers import Scheduler
 from .storage import BytesStorage, DiskStorage, NumpyStorage, Storage
 
@@ -49,6 +54,11 @@ class BaseRevolver:
         Kept as an attribute, as pyrevolve does.
     profiler : Profiler, optional
         Gets the milliseconds spent in operators and copies.
+    comm : mpi4py.MPI.Comm, optional
+        The ranks whose operators exchange data: they run the same steps in the
+        same order, as `MPIReversal` documents, and every rank makes the same
+        revolvers and calls the same methods.  That of the grid for Devito's own
+        checkpoint object.
 
     Raises
     ------
@@ -67,6 +77,7 @@ class BaseRevolver:
         scheduler: object = None,
         timings: object = None,
         profiler: Profiler | None = None,
+        comm: Communicator | None = None,
     ) -> None:
         if scheduler is not None:
             raise ArgumentError("scheduler= is not supported; give planner= or use a subclass")
@@ -90,8 +101,12 @@ class BaseRevolver:
                 raise ArgumentError(f"{name}={operator!r} must have apply(t_start, t_end)")
         self._chain = OperatorChain(fwd_operator, rev_operator)
         self._states: OperatorStates | None = None
-        self._reversal: Reversal[CheckpointLike, None] | None = None
+        self._comm = defaults.comm if comm is None else comm
+        self._reversal: (
+            Reversal[CheckpointLike, None] | MPIReversal[CheckpointLike, None] | None
+        ) = None
         self._assumed: Planner | None = None  # plans on costs that were not measured
+        self._costs: Costs | None = None
         self._closer: Callable[[], object] | None = None
 
     # -------------------------------------------------------------------- life
@@ -134,18 +149,41 @@ class BaseRevolver:
             costs = replace(costs, tape_bytes=NOT_KEPT)  # of these operators one tape exists
         restored = self.n_timesteps > 1 or assumed is None  # measuring puts state 0 back
         self._states = OperatorStates(self.checkpoint, compression, restored=restored)
-        self._reversal = Reversal(
-            self._chain,
-            n_steps=self.n_timesteps,
-            memory=memory,
-            tiers=tiers,
-            planner=planner,
-            costs=costs,
-            progress=progress,
-            states=self._states,
-        )
-        # Threads and files go when the revolver does: its users never close it.
-        self._closer = weakref.finalize(self, self._reversal.close)
+        self._costs = costs
+        decides = tiers is not None or assumed is None
+        ranks = ranks_of(self.checkpoint, self._comm, decides=decides)
+        if ranks is None:
+            self._reversal = Reversal(
+                self._chain,
+                n_steps=self.n_timesteps,
+                memory=memory,
+                tiers=tiers,
+                planner=planner,
+                costs=costs,
+                progress=progress,
+                states=self._states,
+            )
+        else:
+            self._reversal = MPIReversal(
+                self._chain,
+                n_steps=self.n_timesteps,
+                comm=ranks,
+                memory=memory,
+                tiers=_only(tiers),
+                planner=planner,
+                costs=costs,
+                progress=progress,
+                states=self._states,
+            )
+        self._finalize()
+
+    def _finalize(self) -> None:
+        """Have threads and files go when the revolver does: its users never close it."""
+        made = self._reversal
+        assert made is not None
+        # Ranks collect it at other moments: nothing that they would have to do together.
+        close = made.let_go if isinstance(made, MPIReversal) else made.close
+        self._closer = weakref.finalize(self, close)
 
     def close(self) -> None:
         """Stop threads and give memory and disk back; another sweep opens them again."""
@@ -209,11 +247,13 @@ class BaseRevolver:
             states.saved.flush(profiler, "storage", "copy_save")
             states.loaded.flush(profiler, "storage", "copy_load")
 
-    def _ready(self) -> Reversal[CheckpointLike, None]:
+    def _ready(
+        self,
+    ) -> Reversal[CheckpointLike, None] | MPIReversal[CheckpointLike, None]:
         if self._reversal is None:
             raise ArgumentError("the revolver has no storage; add one and call reload_scheduler()")
         if self._closer is not None and not getattr(self._closer, "alive", True):
-            self._closer = weakref.finalize(self, self._reversal.close)
+            self._finalize()
         return self._reversal
 
     def report(self) -> Report:
@@ -238,8 +278,8 @@ class BaseRevolver:
             raise ArgumentError(
                 "the plan is made by the first apply_forward(), from measured costs"
             )
-        assert reversal.costs is not None
-        return self._assumed(reversal.costs, self._slots, self.n_timesteps)
+        assert self._costs is not None
+        return self._assumed(self._costs, self._slots, self.n_timesteps)
 
     _slots = 0
 
@@ -345,3 +385,14 @@ class BaseRevolver:
         raise ArgumentError(
             f"{type(self).__name__} has no scheduler; what it runs is plan.schedule()"
         )
+
+
+def _only(tiers: Tiers | None) -> Store | None:
+    """Return the only tier, if there is one: ranks agree on one.  Raises ArgumentError."""
+    names = tier_names(tiers)
+    if len(names) > 1:
+        raise ArgumentError(
+            f"{len(names)} slow tiers on several ranks; ranks agree on one, such as a cascade "
+            "'memory:8GiB > file:///scratch'"
+        )
+    return open_store(names[0]) if names else None

@@ -235,22 +235,29 @@ class OperatorStates:
 _NOTHING = np.zeros(1, np.uint8)
 
 
-def _period(checkpoint: Any) -> int:
+def _period(checkpoint: object) -> int:
     """Return after how many steps Devito's own checkpoint object returns the same arrays, or 0.
 
     They are views of a few time levels that rotate, in buffers that the
     operators hold pointers to.  Making them takes Devito longer than a small
     time step.
     """
-    module = sys.modules.get("devito.checkpointing.checkpoint")
-    known: Any = getattr(module, "DevitoCheckpoint", None)
+    known = devito_checkpoint()
     if known is None or not isinstance(checkpoint, known):
         return 0
     for name in ("get_data", "get_data_location"):
         if getattr(type(checkpoint), name) is not getattr(known, name):
             return 0
     # A field with all its time levels returns after all of them: never.
-    return math.lcm(*(field.time_size for field in checkpoint.objects))
+    devitos: Any = checkpoint
+    return math.lcm(*(field.time_size for field in devitos.objects))
+
+
+def devito_checkpoint() -> type | None:
+    """Return Devito's class of checkpoint objects, None if Devito was not imported."""
+    module = sys.modules.get("devito.checkpointing.checkpoint")
+    found: type | None = getattr(module, "DevitoCheckpoint", None)
+    return found
 
 
 class _Snapshots(Copies):

@@ -8,6 +8,7 @@ from ...backends.urls import Tiers
 from ...model.budget import Budget
 from ...model.costs import Costs
 from ...planners import Planner, UniformPlan
+from ..ranks import Communicator
 
 
 @dataclass(slots=True)
@@ -19,6 +20,7 @@ class Options:
     planner: str | UniformPlan | Planner | None = None
     costs: Costs | None = None
     progress: bool | None = None
+    comm: Communicator | None = None
 
     @property
     def given(self) -> bool:
@@ -37,10 +39,11 @@ def set_defaults(
     planner: str | UniformPlan | Planner | None = None,
     costs: Costs | None = None,
     progress: bool | None = None,
+    comm: Communicator | None = None,
 ) -> None:
     """Set these options of revolvers that are given none.
 
-    They hold for single-level revolvers in memory made with `n_checkpoints=None`.
+    They hold for single-level revolvers in memory made with `n_checkpoints=None`; `comm` for all.
     """
     defaults.memory, defaults.tiers, defaults.planner = memory, tiers, planner
-    defaults.costs, defaults.progress = costs, progress
+    defaults.costs, defaults.progress, defaults.comm = costs, progress, comm

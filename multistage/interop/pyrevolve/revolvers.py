@@ -15,6 +15,7 @@ from ...planners import PLANNERS, Planner, UniformPlan
 from ...planners.synchronous.levels import Level
 from ...planners.uniform import sealing
 from ...support.values import whole
+from ..ranks import Communicator
 from .base import TRANSIT, BaseRevolver
 from .compression import Params, init_compression
 from .crevolve import adjust
@@ -51,6 +52,8 @@ class SingleLevelRevolver(BaseRevolver):
         are measured in a few extra steps.
     progress : bool or None
         Show progress bars; None: on a terminal or in a notebook.
+    comm : mpi4py.MPI.Comm, optional
+        See `BaseRevolver`.
 
     Notes
     -----
@@ -76,23 +79,18 @@ class SingleLevelRevolver(BaseRevolver):
         planner: str | UniformPlan | Planner | None = None,
         costs: Costs | None = None,
         progress: bool | None = None,
+        comm: Communicator | None = None,
     ) -> None:
+        three = checkpoint, fwd_operator, rev_operator
         super().__init__(
-            checkpoint,
-            fwd_operator,
-            rev_operator,
-            n_checkpoints,
-            n_timesteps,
-            timings=timings,
-            profiler=profiler,
+            *three, n_checkpoints, n_timesteps, timings=timings, profiler=profiler, comm=comm
         )
-        n = self.n_timesteps
         if n_checkpoints is None:
             if defaults.given and not diskstorage and memory is tiers is planner is None:
                 memory, tiers, planner = defaults.memory, defaults.tiers, defaults.planner
                 costs = costs or defaults.costs
                 progress = defaults.progress if progress is None else progress
-            n_checkpoints = adjust(n)
+            n_checkpoints = adjust(self.n_timesteps)
         else:
             n_checkpoints = _number_given(n_checkpoints, memory)
         self.n_checkpoints = n_checkpoints
@@ -199,6 +197,7 @@ class MemoryRevolver(SingleLevelRevolver):
         planner: str | UniformPlan | Planner | None = None,
         costs: Costs | None = None,
         progress: bool | None = None,
+        comm: Communicator | None = None,
     ) -> None:
         super().__init__(
             checkpoint,
@@ -214,6 +213,7 @@ class MemoryRevolver(SingleLevelRevolver):
             planner=planner,
             costs=costs,
             progress=progress,
+            comm=comm,
         )
 
 
@@ -240,6 +240,7 @@ class DiskRevolver(SingleLevelRevolver):
         planner: str | UniformPlan | Planner | None = None,
         costs: Costs | None = None,
         progress: bool | None = None,
+        comm: Communicator | None = None,
     ) -> None:
         super().__init__(
             checkpoint,
@@ -258,6 +259,7 @@ class DiskRevolver(SingleLevelRevolver):
             planner=planner,
             costs=costs,
             progress=progress,
+            comm=comm,
         )
 
 
@@ -276,6 +278,8 @@ class MultiLevelRevolver(BaseRevolver):
         pyrevolve, of the turn.
     progress : bool or None
         Show progress bars; None: on a terminal or in a notebook.
+    comm : mpi4py.MPI.Comm, optional
+        See `BaseRevolver`.
 
     Notes
     -----
@@ -298,6 +302,7 @@ class MultiLevelRevolver(BaseRevolver):
         up: float = 1,
         *,
         progress: bool | None = None,
+        comm: Communicator | None = None,
     ) -> None:
         if storage_list is None:
             raise ArgumentError("storage_list must be a list of storages, fastest first")
@@ -310,6 +315,7 @@ class MultiLevelRevolver(BaseRevolver):
             storage_list=storage_list,
             timings=timings,
             profiler=profiler,
+            comm=comm,
         )
         self._progress = progress
         self.arch: Architecture | None = None
