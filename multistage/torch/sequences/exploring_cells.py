@@ -19,7 +19,7 @@ from ..measurement.checking import Check, complain
 from ..measurement.exploring import tensors_of
 from ..tensors.checksums import checksum
 from ..tensors.graphs import Used, Walked, graph_begins, graph_weight, held_elsewhere, leaves_below
-from ..tensors.states import Kind, kind_of, said
+from ..tensors.states import Kind, copied, kind_of, said
 from .cell import Buffers, Cell, Facts
 from .hooks import (
     hooks_on,
@@ -204,7 +204,7 @@ class Explorer:
         )
 
     def _inferred(self) -> Look:
-        copies = [leaf.clone() for leaf in self._leaves]
+        copies = [copied(leaf) for leaf in self._leaves]
         with self.untouched():
             result: Any = self._cell.call(pytree.tree_unflatten(copies, self._spec), self._x([]))
         returns_y = self._returns_y(result)
@@ -292,7 +292,7 @@ class Explorer:
         taken: Taken = []
         x = self._x(taken)
         # Copies, so that a cell that writes to its state is found out, not stopped by autograd.
-        copies = [t.clone() for t in given]
+        copies: list[Tensor] = [_Copy.apply(t) for t in given]
         versions = [t._version for t in copies]
         result: Any = cell.call(pytree.tree_unflatten(copies, spec), x)
         for tensor, version in zip(copies, versions, strict=True):
@@ -398,6 +398,18 @@ class Explorer:
             buffer = module._buffers[key]
             if buffer is not None:
                 yield module, key, buffer
+
+
+class _Copy(torch.autograd.Function):
+    """A copy of a tensor, with its strides and its alignment."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return copied(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def _are_alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -19,6 +19,7 @@ from ..environment.captured import Environment
 from ..environment.copies import cloned
 from ..environment.randomness import Generators, State, device_types
 from ..environment.settings import Settings
+from ..tensors.states import copied
 from .cell import Cell, Facts
 from .hooks import hooks_on, refuse_hooks_on_parameters
 
@@ -84,7 +85,7 @@ class Surroundings:
             for copy, value in zip(copies, rest, strict=True):
                 copy.copy_(value)
         else:
-            copies = [value.clone() for value in rest]
+            copies = [copied(value) for value in rest]
         for group, copy in zip(self._groups, copies, strict=True):
             for module, key in group:
                 module._buffers[key] = copy

@@ -23,11 +23,12 @@ from ..tensors.states import (
     Bytes,
     Kind,
     Line,
+    Part,
     Shape,
     TensorLayout,
     TensorSlots,
     TensorState,
-    kind_of,
+    kind_of_part,
     said,
 )
 from .cell_rules import refuse_written
@@ -254,9 +255,9 @@ class TensorLayouts:
         self._at: dict[int, list[Kind]] = {}
         self.nbytes = self._first.nbytes
 
-    def arrays(self, state: TensorState, where: int | str = "the state") -> list[Tensor]:
+    def arrays(self, state: TensorState, where: int | str = "the state") -> list[Part]:
         """Return the tensors of a state.  Raises StateError if they are not those of before."""
-        found = [kind_of(t) for t in state.tensors]
+        found = [kind_of_part(t) for t in state.parts]
         if isinstance(where, int):
             known = self._at.setdefault(where, found)
             if known != found:
@@ -265,9 +266,9 @@ class TensorLayouts:
                     f"state {where} of the chunks was {was} when the steps before it first ran, "
                     f"and is {now} now; a step must do the same each time it is run"
                 )
-        return list(state.tensors)
+        return list(state.parts)
 
-    def pack(self, tensors: Sequence[Tensor]) -> tuple[list[Bytes], list[Shape]]:
+    def pack(self, tensors: Sequence[Part]) -> tuple[list[Bytes], list[Shape]]:
         """Return the bytes of each tensor in host memory, and what `unpack` needs."""
         lines, shapes = self._first.pack(tensors)
         return [x.cpu().numpy() if isinstance(x, Tensor) else x for x in lines], shapes

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .streams import Home
 
-_ALIGN_BYTES = 256  # cuBLAS chooses kernels by alignment up to this
+ALIGN_BYTES = 256  # cuBLAS chooses kernels by alignment up to this
 _WHOLE = 8  # a view with gaps comes back in its whole storage, if that is at most so much more
 
 # Types whose copies are copies of bits, by their size.
@@ -198,7 +198,7 @@ class Place:
 
     def __init__(self, storage: torch.UntypedStorage, where: tuple[int, int]) -> None:
         self._start, self._stop = where
-        self._align = (storage.data_ptr() + self._start) % _ALIGN_BYTES
+        self._align = (storage.data_ptr() + self._start) % ALIGN_BYTES
         self._device = storage.device
         self._weak: StorageWeakRef | None = None
         self._filled: dict[int, Home] = {}
@@ -214,10 +214,10 @@ class Place:
             root = self._probe.detach()
             root.data = whole(storage)
             self._home.hand(root)
-        return root, (self._align - root.data_ptr()) % _ALIGN_BYTES - self._start
+        return root, (self._align - root.data_ptr()) % ALIGN_BYTES - self._start
 
     def _new(self) -> Tensor:
-        nbytes = self._stop - self._start + _ALIGN_BYTES
+        nbytes = self._stop - self._start + ALIGN_BYTES
         root = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         # Counts with it without keeping its memory: who writes to what came back is found out.
         self._probe = root.detach()

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...errors import StateError
 from ...states.layout import Layout
 from ...states.slots import Kept
+from .geometry import ALIGN_BYTES
 
 Adjoint = TypeVar("Adjoint")
 Bytes: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
@@ -26,24 +27,167 @@ Bytes: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 Line: TypeAlias = Bytes | Tensor
 
 
+Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a tensor reads its memory, without its values.
+
+    Kernels choose their way, and so their rounding, by strides, by alignment and by the
+    lazy bits.  A copy has them all.
+
+    Attributes
+    ----------
+    size, stride, dtype, device
+    align_bytes : int
+        Of its first element, modulo 64 in host memory.
+    conj, neg : bool
+        The lazy bits.
+    """
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    align_bytes: int
+    conj: bool
+    neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Shape:
+        """Return that of a tensor."""
+        return cls(
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+            tensor.data_ptr() % _aligned_to(tensor.device),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements fill a stretch of memory, in whatever order of axes."""
+        expected = 1
+        for stride, size in sorted(zip(self.stride, self.size, strict=True)):
+            if size == 1:
+                continue
+            if stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def on(self, row: Tensor) -> Tensor:
+        """Return the tensor whose elements lie in a row: on that memory where it serves."""
+        row = row.view(self.dtype)
+        dense = self.is_dense or not row.numel()
+        if dense and row.data_ptr() % _aligned_to(row.device) == self.align_bytes:
+            tensor = row.as_strided(self.size, self.stride)
+        elif dense:
+            tensor = self._room(row.numel()).copy_(row).as_strided(self.size, self.stride)
+        else:
+            tensor = self._with_gaps(row.view(self.size))
+        if self.conj:
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if self.neg else tensor
+
+    def _with_gaps(self, values: Tensor) -> Tensor:
+        pairs = list(zip(self.size, self.stride, strict=True))
+        room = self._room(1 + sum((n - 1) * s for n, s in pairs))
+        # A tensor that repeats elements, by a stride of 0, is written to once.
+        once = room.as_strided([n if s else 1 for n, s in pairs], self.stride)
+        once.copy_(values[tuple([slice(None) if s else slice(1) for _, s in pairs])])
+        return room.as_strided(self.size, self.stride)
+
+    def _room(self, count: int) -> Tensor:
+        """Return a new row of elements with the alignment of the tensor."""
+        nbytes, most = count * self.dtype.itemsize, _aligned_to(self.device)
+        blank = torch.empty(nbytes + most, dtype=torch.uint8, device=self.device)
+        start = (self.align_bytes - blank.data_ptr()) % most
+        start -= start % self.dtype.itemsize
+        return blank[start : start + nbytes].view(self.dtype)
+
+
+def _aligned_to(device: torch.device) -> int:
+    return 64 if device.type == "cpu" else ALIGN_BYTES
+
+
+def row_of(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor as one row, on its memory where they fill a stretch of it."""
+    tensor = tensor.detach()
+    if tensor.is_neg():
+        tensor = torch._neg_view(tensor)  # the numbers in memory
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    if not Shape.of(tensor).is_dense:
+        tensor = tensor.contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy with the strides and the alignment of a tensor, without a graph."""
+    copy = Shape.of(tensor).on(row_of(tensor).clone())
+    if copy.is_conj() or copy.is_neg():
+        return copy
+    blank = torch.empty(0, dtype=copy.dtype, device=copy.device)  # autograd takes it for no view
+    return blank.set_(copy.untyped_storage(), copy.storage_offset(), copy.size(), copy.stride())
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A view that is kept as its elements alone: what it is a view of goes, gaps take nothing.
+
+    Attributes
+    ----------
+    row : Tensor
+        Its elements.
+    shape : Shape
+    """
+
+    row: Tensor
+    shape: Shape
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Folded:
+        """Return the elements of a tensor on memory of their own."""
+        row = row_of(tensor)
+        own = row.data_ptr() != tensor.data_ptr()
+        return cls(row if own else row.clone(), Shape.of(tensor))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.row.nbytes
+
+
+Part: TypeAlias = Tensor | Folded  # of a state that is kept
+
+
 class TensorState:
     """Detached tensors, and the versions they had.
 
     Parameters
     ----------
-    tensors : sequence of Tensor
+    parts : sequence of Tensor or Folded
     """
 
-    __slots__ = ("tensors", "versions")
+    __slots__ = ("parts", "versions")
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tuple(tensors)
-        self.versions = [t._version for t in tensors]
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = tuple(parts)
+        self.versions = [t._version if isinstance(t, Tensor) else 0 for t in parts]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors, on new memory where they are folded."""
+        return tuple([t if isinstance(t, Tensor) else t.shape.on(t.row) for t in self.parts])
 
     def checked(self) -> tuple[Tensor, ...]:
         """Return the tensors.  Raises StateError if one was written to."""
-        for tensor, version in zip(self.tensors, self.versions, strict=True):
-            if tensor._version != version:
+        for part, version in zip(self.parts, self.versions, strict=True):
+            if isinstance(part, Tensor) and part._version != version:
                 raise StateError(
                     "a state was modified by an inplace operation after the step that made it: "
                     "by the cell (which must return new tensors), or by code that holds the "
@@ -52,12 +196,16 @@ class TensorState:
         return self.tensors
 
 
-Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
-
-
 def kind_of(tensor: Tensor) -> Kind:
     """Return what a tensor is but for its values."""
     return tensor.shape, tensor.dtype, tensor.device
+
+
+def kind_of_part(part: Part) -> Kind:
+    """Return what a part of a state is but for its values."""
+    if isinstance(part, Tensor):
+        return kind_of(part)
+    return part.shape.size, part.shape.dtype, part.shape.device
 
 
 def said(kind: Kind) -> str:
@@ -70,16 +218,6 @@ def said(kind: Kind) -> str:
     """
     size, dtype, device = kind
     return f"{tuple(size)} {str(dtype).removeprefix('torch.')} on {device}"
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The properties of a tensor that its bytes do not contain."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 class TensorLayout:
@@ -102,9 +240,9 @@ class TensorLayout:
         self.record = Layout.of(tuple(np.broadcast_to(np.uint8(0), (n,)) for n in sizes))
         self.nbytes = self.record.nbytes
 
-    def arrays(self, state: TensorState, where: int | str = "the state") -> list[Tensor]:
+    def arrays(self, state: TensorState, where: int | str = "the state") -> list[Part]:
         """Return the tensors of a state.  Raises StateError if they are of another layout."""
-        kinds = [kind_of(t) for t in state.tensors]
+        kinds = [kind_of_part(t) for t in state.parts]
         if kinds != self._kinds:
             where = f"state {where}" if isinstance(where, int) else where
             for name, was, now in zip(self._names, self._kinds, kinds, strict=False):
@@ -114,18 +252,16 @@ class TensorLayout:
                         "return a state like the one it got, or say unequal=True"
                     )
             raise StateError(f"{where} has {len(kinds)} tensors in place of {len(self._kinds)}")
-        return list(state.tensors)
+        return list(state.parts)
 
-    def pack(self, tensors: Sequence[Tensor]) -> tuple[list[Line], list[Shape]]:
+    def pack(self, tensors: Sequence[Part]) -> tuple[list[Line], list[Shape]]:
         """Return the bytes of each tensor, and the shapes `unpack` needs."""
         flat: list[Line] = []
         shapes = []
-        for tensor in tensors:
-            tensor = tensor.detach().resolve_conj().resolve_neg()
-            if not _is_dense(tensor):
-                tensor = tensor.contiguous()
-            shapes.append(Shape(tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
-            line = _line(tensor)
+        for part in tensors:
+            tensor = part.row if isinstance(part, Folded) else part
+            shapes.append(part.shape if isinstance(part, Folded) else Shape.of(part))
+            line = row_of(tensor).view(torch.uint8)
             if self._through is not None:  # such as states of generators, which lie in host memory
                 # From plain memory: the bytes are taken at once, and nothing waits for the device.
                 line = line.to(self._through, non_blocking=True)
@@ -133,37 +269,18 @@ class TensorLayout:
         return flat, shapes
 
     def unpack(self, arrays: Sequence[Line], packing: Sequence[Shape]) -> list[Tensor]:
-        """Return the tensors that `pack` was given, on memory of the store."""
+        """Return the tensors that `pack` was given, on memory of the store where it serves."""
         tensors = []
         for array, shape in zip(arrays, packing, strict=True):
             line = array if isinstance(array, Tensor) else _from_numpy(array)
             if line.device != shape.device:
                 line = line.to(shape.device)
-            tensors.append(line.view(shape.dtype).as_strided(shape.size, shape.stride))
+            tensors.append(shape.on(line))
         return tensors
 
     def same_as(self, other: TensorLayout) -> bool:
         """Whether both describe the same states."""
         return self._kinds == other._kinds
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill a stretch of memory, in whatever order of axes."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _line(tensor: Tensor) -> Tensor:
-    """Return the bytes of a dense tensor as one row."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
 def _from_numpy(array: Bytes) -> Tensor:
@@ -177,7 +294,7 @@ def _from_numpy(array: Bytes) -> Tensor:
 
 
 class _Arrays(Protocol):
-    def arrays(self, state: TensorState, where: int | str = ...) -> list[Tensor]: ...
+    def arrays(self, state: TensorState, where: int | str = ...) -> list[Part]: ...
 
 
 class TensorSlots:
@@ -189,11 +306,12 @@ class TensorSlots:
         self._layout = layout
 
     def keep(self, state: TensorState, where: int | str) -> Kept:
-        tensors = self._layout.arrays(state, where)
-        if any(t.untyped_storage().nbytes() > t.numel() * t.element_size() for t in tensors):
-            tensors = [t.clone() for t in state.checked()]
-            state = TensorState(tensors)
-        return Kept(state, tensors)
+        parts = self._layout.arrays(state, where)
+        if any(isinstance(t, Tensor) and _keeps_more(t) for t in parts):
+            state.checked()
+            parts = [Folded.of(t) if isinstance(t, Tensor) and _keeps_more(t) else t for t in parts]
+            state = TensorState(parts)
+        return Kept(state, parts)
 
     def adopt(self, arrays: list[Tensor], step: int) -> Kept:
         return Kept(TensorState(arrays), arrays)
@@ -222,6 +340,11 @@ class TensorSlots:
 
     def release_all(self) -> None:
         """Nothing, as `release`."""
+
+
+def _keeps_more(tensor: Tensor) -> bool:
+    """Whether a tensor keeps more memory alive than its elements take."""
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
 class TensorStates:
