@@ -40,6 +40,7 @@ from .sequences.inputs import Given, Inputs
 from .sequences.plain_steps import checked_against_plain, run_plainly
 from .sequences.planning import TRAVELS_BYTES, Settings, planned
 from .sequences.results import Unrolled as Unrolled
+from .sequences.running_steps import saved_unseen
 from .sequences.surroundings import Surroundings
 from .sequences.sweeping import Sweep, through
 from .sequences.through_time import ThroughTime
@@ -122,16 +123,17 @@ def unroll(
 ) -> Unrolled[object, object]:
     """Run a cell over a sequence of any length, with its gradient within a memory limit.
 
-    Results are bit-identical to those of plain autograd.  The result is part of the
-    autograd graph: gradients reach the initial state, inputs that require them,
+    Results are bit-identical to those of plain autograd: of a loop that calls the cell
+    step by step, or a fused cell chunk by chunk.  The result is part of the autograd
+    graph: gradients reach the initial state, inputs that require them,
     and the parameters, each added once per backward pass.
 
     Parameters
     ----------
     cell : callable, or sequence of callables
-        `cell(state, x_t)` returns the next state, or `(state, y_t)`; `nn.LSTM`,
-        `nn.GRU`, `nn.LSTMCell` and similar modules are called with their own order
-        of arguments.  A cell must return the same when it runs again, and must not
+        `cell(state, x_t)` returns the next state, or `(state, y_t)`, where y_t may be
+        None; `nn.LSTM`, `nn.GRU`, `nn.LSTMCell` and similar modules are called with
+        their own order of arguments.  A cell must return the same when it runs again, and must not
         write to its state.
         A list, tuple or `nn.ModuleList` holds one cell for each step; each takes
         the state that the cell before it returns.
@@ -144,7 +146,8 @@ def unroll(
         again, so that inputs need not fit in memory.  It is part of the cell:
         parameters it uses get gradients.
     n_steps : int, optional
-        Time steps; needed for a function, unless there is a cell for each.
+        Time steps; needed for a function, unless there is a cell for each.  Of other
+        inputs it must be their number.
     memory : int, str, float or None
         Limit for states and graphs on the device: bytes, `"2 GiB"`, a fraction
         (a float up to 1) of the memory of plain autograd, or None for the free
@@ -246,8 +249,9 @@ def unroll(
     where the mask says so, `torch.where(mask_t, new, old)`.
 
     A fused cell is called chunk by chunk, and its kernels may round otherwise
-    than in one call over the whole sequence.  The chunk is chosen by the clock:
-    give `chunk` for the same bits in every run.
+    than in one call over the whole sequence; the check compares both, and
+    `plan.checked` says which are equal.  The chunk is chosen by the clock, within the
+    limit: give `chunk` for the same bits in every run and under every limit.
 
     Under autocast each chunk's contribution to a parameter's gradient is added
     in the parameter's own precision; plain autograd adds all of them in the
@@ -313,7 +317,8 @@ def _alike(
     leaves = pytree.tree_leaves(state)
     sequence.shared_with(leaves)
     generators = generators_of([known.scope], [*tensors_of(state), *sequence.held()])
-    facts = explore_cell(known, state, sequence, generators, parameters, random, check)
+    with saved_unseen():
+        facts = explore_cell(known, state, sequence, generators, parameters, random, check)
     wanted = [*leaves, *sequence.tensors(), *facts.parameters]
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
         return run_plainly(known, facts, state, sequence, outputs, chunk, graph=False)
@@ -343,7 +348,7 @@ def _run(
     names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
     first = chain.first(leaves)
     layout = TensorLayout(first.tensors, names)
-    with hooks_silent(known.scope.modules, on_tensors=False):
+    with hooks_silent(known.scope.modules, on_tensors=False), saved_unseen():
         chosen = planned(
             chain,
             leaves,

@@ -46,6 +46,8 @@ def projected(tensor: Tensor) -> object:
     values = tensor.abs().double() if tensor.is_complex() else tensor.double()
     weights = torch.empty_like(values).normal_(generator=generator)
     share = _ROUNDING_ON_CPU if tensor.device.type == "cpu" else _ROUNDING
+    if tensor.is_floating_point():
+        share = max(share, torch.finfo(tensor.dtype).eps)
     return _Rounded(float((values * weights).sum()), float(values.norm()), share)
 
 

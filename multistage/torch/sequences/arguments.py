@@ -13,7 +13,7 @@ from ...model.stages import StageCosts
 from ..measurement.checking import Check
 from .cell import Step
 from .cells import identity_of
-from .inputs import Given, Inputs
+from .inputs import Given, Inputs, length_of
 from .unroll_plan import UNROLL_PLANNERS, UnrollPlanner
 
 Reduction: TypeAlias = Literal["stack", "sum", "last"]
@@ -75,12 +75,22 @@ def cells_of(cell: object) -> list[Step] | None:
 
 
 def steps_of(several: Sequence[object] | None, inputs: Given, steps: int | None) -> int | None:
-    """Return the number of steps, if the cells determine it.  Raises ArgumentError."""
+    """Return the number of steps, if it is given or the cells determine it.
+
+    Raises
+    ------
+    ArgumentError
+        If it is not that of the inputs.
+    """
+    known = length_of(inputs)
+    if steps is not None and known is not None and steps < known:
+        raise ArgumentError(
+            f"n_steps={steps}, but inputs has {known}, and the rest would be left out; leave "
+            f"n_steps out, or give inputs[:{steps}], or a function of the step"
+        )
     if several is None:
         return steps
-    length = steps
-    if steps is None and inputs is not None and not callable(inputs) and hasattr(inputs, "__len__"):
-        length = len(inputs)
+    length = known if steps is None else steps
     if length is not None and length != len(several):
         raise ArgumentError(
             f"there are {len(several)} cells and {length} steps; give one cell for each step"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -43,6 +44,8 @@ class Cell:
         self.fused = fused
         self.name = f"cell {getattr(given, '__name__', type(given).__name__)}"
         self.call: Step = given
+        if isinstance(given, nn.RNNBase | nn.RNNCellBase):
+            _takes_input_first(given, self.name)
         if isinstance(given, nn.RNNBase):
             if given.batch_first:
                 raise ArgumentError(f"{self.name} has batch_first=True; time must come first")
@@ -129,13 +132,7 @@ class Facts:
 
     def split(self, result: object, name: str, t: int) -> tuple[object, object]:
         """Return the state and y of what a cell returned at step t."""
-        if not self.returns_y:
-            return result, None
-        if type(result) is not tuple or len(result) != 2:
-            raise StateError(
-                f"{name} returned (state, y) at first and {type(result).__name__} at step {t}"
-            )
-        return result
+        return split(result, self.y_spec, name, t) if self.returns_y else (result, None)
 
     def leaves(self, state: object, name: str, t: int) -> list[Tensor]:
         """Return the leaves of a state.  Raises StateError if it has another structure."""
@@ -145,6 +142,39 @@ class Facts:
         """Return the leaves of y.  Raises StateError if it has another structure."""
         assert self.y_spec is not None
         return leaves_of(y, self.y_spec, f"{name} returned an output y", t)
+
+
+def split(
+    result: object, y_spec: pytree.TreeSpec | None, name: str, t: int
+) -> tuple[object, object]:
+    """Return the state and y of a pair; `y_spec` is None where y was None at first."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise StateError(
+            f"{name} returned (state, y) at first and {type(result).__name__} at step {t}"
+        )
+    state, y = result
+    if (y is None) != (y_spec is None):
+        first, now = ("None", "a y") if y_spec is None else ("a y", "None")
+        raise StateError(
+            f"{name} returned (state, y) with {first} for y at first, and {now} at step {t}; "
+            "it must be the same at every step"
+        )
+    return state, y
+
+
+def _takes_input_first(given: nn.RNNBase | nn.RNNCellBase, name: str) -> None:
+    """Raise ArgumentError if it is not certain that `forward` takes (input, state)."""
+    forward = type(given).forward
+    if forward.__module__ == nn.RNNBase.__module__:
+        return
+    names = list(inspect.signature(forward).parameters)[1:3]
+    if names == ["input", "hx"]:
+        return
+    raise ArgumentError(
+        f"{name} is a subclass of torch's whose forward takes ({', '.join(names)}), in an order "
+        "that is not known here: give lambda state, x: cell(x, state), or lambda state, x: "
+        "cell(state, x), with fused=True if it takes several steps at once"
+    )
 
 
 def leaves_of(tree: object, spec: pytree.TreeSpec, what: str, t: int) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ...errors import ArgumentError, StateError
 from ..environment.scope import Scope
 from ..tensors.states import Kind, kind_of, said
-from .cell import Cell, Facts, Step, leaves_of
+from .cell import Cell, Facts, Step, leaves_of, split
 from .inputs import value_of
 
 # What distinguishes the tensors of a tree: structure, kinds, whether gradients are required.
@@ -241,12 +241,7 @@ def run_varied(
         result = cell.call(state, given)
         after = facts.states[kind.after]
         if kind.returns_y:
-            if type(result) is not tuple or len(result) != 2:
-                raise StateError(
-                    f"{cell.name} returned (state, y) at first and {type(result).__name__} at "
-                    f"step {t}"
-                )
-            state, y = result
+            state, y = split(result, kind.y_spec, cell.name, t)
         else:
             state, y = result, None
         leaves = _leaves_of(state, after, cell.name, t, exact=facts.exact)

@@ -370,6 +370,7 @@ class Explorer:
         spec = self._spec
         if pytree.tree_structure(result) == spec:
             return False
+        self._refuse_two_meanings(result)
         if isinstance(result, tuple) and len(result) == 2:
             if pytree.tree_structure(result[0]) == spec or not self._alike:
                 return True
@@ -381,9 +382,26 @@ class Explorer:
             f"{pytree.tree_structure(result)}; it must return a state like it, or (state, y)"
         )
 
+    def _refuse_two_meanings(self, result: object) -> None:
+        """Raise StateError for a pair that is the state in another container, or (state, y)."""
+        state = pytree.tree_unflatten(self._leaves, self._spec)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            return
+        if not (isinstance(state, list | tuple | dict) and len(state) == 2):
+            return
+        inner = state.values() if isinstance(state, dict) else state
+        if [pytree.tree_structure(x) for x in inner] == [pytree.tree_structure(x) for x in result]:
+            given, returned = type(state).__name__, type(result).__name__
+            raise StateError(
+                f"{self._cell.name} got a {given} of two as its state and returned a {returned} "
+                "of two like them, which may be the next state or (state, y): if it is the next "
+                f"state, let state= be a {returned} too; if it is (state, y), let its first be a "
+                f"{given} like the state"
+            )
+
     def _outputs(self, y: object) -> tuple[list[Tensor], pytree.TreeSpec | None]:
-        """Return the leaves and structure of y; where states may differ it may be None."""
-        if y is None and not self._alike:
+        """Return the leaves and structure of y, which may be None."""
+        if y is None:
             return [], None
         ys, spec = pytree.tree_flatten(y)
         for leaf in ys:

@@ -61,7 +61,7 @@ class Inputs:
 
     def __init__(self, given: Given, steps: int | None) -> None:
         self.given = given
-        length = _length(given)
+        length = length_of(given)
         if steps is None and length is None:
             raise ArgumentError("inputs as a function need n_steps=, the number of time steps")
         self.steps: int = length if steps is None else steps  # type: ignore[assignment]
@@ -351,7 +351,7 @@ def _stacked(elements: Sequence[Any]) -> object:
     return pytree.tree_unflatten([torch.stack(each) for each in zip(*flat, strict=True)], spec)
 
 
-def _length(given: Given) -> int | None:
+def length_of(given: Given) -> int | None:
     """Return how many steps a sequence has; None for a function."""
     if isinstance(given, nn.utils.rnn.PackedSequence):
         raise ArgumentError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from .cell import Cell, Facts
@@ -23,7 +24,7 @@ def run_steps(
     start, stop = steps
     if cell.fused:
         state, y = facts.split(call(state, x(start, stop)), name, start)
-        if facts.returns_y:
+        if facts.y_spec is not None:
             take((start, facts.y_leaves(y, name, start)))
     elif not facts.returns_y:
         for t in range(start, stop):
@@ -31,7 +32,8 @@ def run_steps(
     else:
         for t in range(start, stop):
             state, y = facts.split(call(state, x(t)), name, t)
-            take((t, facts.y_leaves(y, name, t)))
+            if facts.y_spec is not None:
+                take((t, facts.y_leaves(y, name, t)))
     return facts.leaves(state, name, stop - 1)
 
 
@@ -54,3 +56,21 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
             hooks.update(kept)
         for parameter, gradient in retained:
             parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def saved_unseen() -> Iterator[None]:
+    """Run without the hooks on saved tensors that the caller has set.
+
+    What runs to be looked at is no part of the computation: a checkpoint around it would
+    count the tensors that are saved, which are others when it runs again.
+    """
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

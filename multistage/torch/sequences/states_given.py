@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError
@@ -27,6 +29,14 @@ def known_parameters(
     cell: Cell, inputs: Inputs, parameters: Sequence[Tensor] | None
 ) -> list[Tensor]:
     """Return the parameters known before a step is run, each once.  Raises ArgumentError."""
+    if parametrize._cache_enabled and torch.is_grad_enabled():
+        names = [type(m).__name__ for m in cell.scope.modules if parametrize.is_parametrized(m)]
+        if names:
+            raise ArgumentError(
+                f"{cell.name} has parametrized tensors ({names[0]}), and unroll is called within "
+                "parametrize.cached(): what that keeps is gone when steps run again in the "
+                "backward pass; enter it within the cell instead"
+            )
     own = [p for m in cell.scope.modules for p in m._parameters.values() if p is not None]
     given = own if parameters is None else parameters
     known = list({id(p): p for p in given if p.requires_grad}.values())

@@ -40,6 +40,7 @@ from .inputs import Inputs
 from .kinds import Survey
 from .planning import Memory, Settings, identity
 from .results import Unrolled, results_of
+from .running_steps import saved_unseen
 from .surroundings import Surroundings
 from .sweeping import Sweep, rules_of, through
 from .unroll_plan import UnrollPlan
@@ -65,17 +66,18 @@ def unroll_varied(
     leaves = pytree.tree_leaves(state)
     inputs.shared_with(leaves)
     generators = generators_of([cells.scope], [*tensors_of(state), *inputs.held()])
-    survey = Survey(
-        cells,
-        state,
-        inputs,
-        generators,
-        parameters,
-        settings.check,
-        exact=settings.costs is None,
-        room_bytes=_room_bytes(settings.memory),
-    )
-    facts = survey.facts(random)
+    with saved_unseen():
+        survey = Survey(
+            cells,
+            state,
+            inputs,
+            generators,
+            parameters,
+            settings.check,
+            exact=settings.costs is None,
+            room_bytes=_room_bytes(settings.memory),
+        )
+        facts = survey.facts(random)
     program = _Program(cells, facts, inputs, outputs)
     wanted = [*leaves, *inputs.tensors(), *facts.parameters]
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
@@ -90,7 +92,7 @@ def unroll_varied(
     def checked(plan: UnrollPlan, steps: Steps) -> Checked:
         return _checked(program, survey, state, around, device, plan, steps, settings.check)
 
-    with hooks_silent(cells.scope.modules, on_tensors=False):
+    with hooks_silent(cells.scope.modules, on_tensors=False), saved_unseen():
         chosen = planned_varied(
             cells, facts, survey, around, device, leaves, store, settings, checked
         )

@@ -1,0 +1,182 @@
+"""What cells may return, and be called within: served as plain autograd, or refused truly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import multistage.torch as mst
+from multistage.errors import ArgumentError, StateError
+from multistage.torch.sequences import planning, varied_planning
+
+STEPS, BATCH, WIDTH = 12, 2, 4
+
+
+class Pair(NamedTuple):
+    h: Tensor
+    c: Tensor
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.linear(h) + x)
+        return h, h.square().sum()
+
+
+def zeros() -> Tensor:
+    return torch.zeros(BATCH, WIDTH)
+
+
+def sequence() -> Tensor:
+    return torch.randn(STEPS, BATCH, WIDTH, requires_grad=True)
+
+
+@pytest.mark.parametrize("unequal", [None, True])
+@pytest.mark.parametrize(
+    ("state", "pair"),
+    [
+        ([zeros(), zeros()], tuple),
+        ((zeros(), zeros()), lambda both: Pair(*both)),
+        (Pair(zeros(), zeros()), tuple),
+        ({"h": zeros(), "c": zeros()}, lambda both: both),
+    ],
+)
+def test_a_pair_of_two_meanings_is_refused(state: Any, pair: Any, unequal: bool | None) -> None:
+    def cell(state: Any, x: Tensor) -> Any:
+        h, c = state.values() if isinstance(state, dict) else state
+        return pair((torch.tanh(h + x), c + h))
+
+    with pytest.raises(StateError, match=r"which may be the next state or \(state, y\): if it is"):
+        mst.unroll(cell, state, sequence(), unequal=unequal)
+
+
+class Result(NamedTuple):
+    state: Tensor
+    y: Tensor | None
+
+
+@pytest.mark.parametrize("how", [{"unequal": True}, {"chunk": 3, "planner": "recompute"}])
+@pytest.mark.parametrize("result", [tuple, lambda both: Result(*both)])
+@pytest.mark.parametrize("speaks", [False, True])
+def test_pairs_with_none_and_as_named_tuples(speaks: bool, result: Any, how: Any) -> None:
+    net, x = Net(), sequence()
+
+    def cell(h: Tensor, x: Tensor) -> Any:
+        h, y = net(h, x)
+        return result((h, y if speaks else None))
+
+    out = mst.unroll(cell, zeros(), x, **how)
+    assert isinstance(out.state, Tensor) and out.outputs is None
+    assert (out.loss is None) is not speaks
+    h: Any = zeros()
+    for t in range(STEPS):
+        h, _ = net(h, x[t])
+    assert torch.equal(
+        torch.autograd.grad(h.sum(), x)[0], torch.autograd.grad(out.state.sum(), x)[0]
+    )
+
+
+def test_none_at_some_steps_only_is_refused() -> None:
+    net, x = Net(), sequence()
+    x.data[5:] = 9.0
+
+    def cell(h: Tensor, x: Tensor) -> Any:
+        h, y = net(h, x)
+        return h, y if float(x.detach().mean()) > 8 else None
+
+    for unequal in (None, True):
+        with pytest.raises(StateError, match="None for y at first, and a y at step 5"):
+            mst.unroll(cell, zeros(), x, planner="keep", unequal=unequal)
+
+
+class StateFirst(nn.LSTMCell):
+    def forward(self, state: Any, x: Tensor) -> Any:
+        return super().forward(x, state)
+
+
+class InputFirst(nn.LSTMCell):
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        return super().forward(input, hx)
+
+
+def test_subclasses_of_recurrent_modules() -> None:
+    x, state, cell = sequence(), (zeros(), zeros()), StateFirst(WIDTH, WIDTH)
+    with pytest.raises(ArgumentError, match=r"takes \(state, x\), in an order that is not known"):
+        mst.unroll(cell, state, x)
+    out = mst.unroll(lambda state, x: cell(state, x), state, x)
+    assert isinstance(out.state, tuple)
+    other = InputFirst(WIDTH, WIDTH)
+    other.load_state_dict(cell.state_dict())
+    last: Any = mst.unroll(other, state, x).state
+    assert all(torch.equal(a, b) for a, b in zip(out.state, last, strict=True))
+
+
+@pytest.mark.parametrize("inputs", [sequence(), list(sequence())])
+def test_fewer_steps_than_inputs_are_refused(inputs: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"n_steps=5, but inputs has 12, .* inputs\[:5\]"):
+        mst.unroll(Net(), zeros(), inputs, n_steps=5)
+    assert mst.unroll(Net(), zeros(), inputs, n_steps=STEPS).loss is not None
+
+
+def test_one_call_of_a_fused_cell_is_compared() -> None:
+    lstm, linear = nn.LSTM(8, 16), nn.Linear(8, 8)
+    start = torch.zeros(1, 4, 16), torch.zeros(1, 4, 16)
+    options: dict[str, Any] = {"planner": "recompute", "chunk": 3}
+    out = mst.unroll(lstm, start, torch.randn(24, 4, 8), **options)
+    assert out.plan is not None
+    assert str(out.plan.checked).startswith("equal")
+
+    def across(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.tanh(linear(x) - x.mean(0) + h)
+        return y[-1], y
+
+    with pytest.raises(StateError, match="what one call of cell across for all steps does"):
+        mst.unroll(across, torch.zeros(4, 8), torch.randn(24, 4, 8), fused=True, **options)
+
+
+@pytest.mark.parametrize("how", [{}, {"planner": "recompute", "chunk": 3}, {"unequal": True}])
+def test_unroll_inside_a_checkpoint(how: dict[str, Any]) -> None:
+    """Measuring saved other tensors in the first run than there were in the second."""
+    planning._plans = planning.Memory()
+    varied_planning._plans, varied_planning._measured = planning.Memory(), planning.Memory()
+    net, found = Net(), []
+
+    def run(x: Tensor) -> Tensor:
+        out = mst.unroll(net, x[0].sin(), x, **how)
+        assert out.loss is not None
+        return out.loss.sin()
+
+    calls: list[Callable[[Tensor], Any]] = [lambda x: checkpoint(run, x, use_reentrant=False), run]
+    for call in calls:
+        torch.manual_seed(0)
+        x = sequence()
+        found.append(torch.autograd.grad(call(x), [x, *net.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).t()
+
+
+def test_cached_parametrizations() -> None:
+    net, x = Net(), sequence()
+    parametrize.register_parametrization(net.linear, "weight", Symmetric())
+    with parametrize.cached(), pytest.raises(ArgumentError, match="enter it within the cell"):
+        mst.unroll(net, zeros(), x)
+
+    def cell(h: Tensor, x: Tensor) -> Any:
+        with parametrize.cached():
+            return net(h, x)
+
+    assert mst.unroll(cell, zeros(), x).loss is not None
