@@ -40,7 +40,7 @@ from .sequences.inputs import Given, Inputs
 from .sequences.plain_steps import checked_against_plain, run_plainly
 from .sequences.planning import TRAVELS_BYTES, Settings, planned
 from .sequences.results import Unrolled as Unrolled
-from .sequences.running_steps import saved_unseen
+from .sequences.running_steps import looking
 from .sequences.surroundings import Surroundings
 from .sequences.sweeping import Sweep, through
 from .sequences.through_time import ThroughTime
@@ -317,7 +317,7 @@ def _alike(
     leaves = pytree.tree_leaves(state)
     sequence.shared_with(leaves)
     generators = generators_of([known.scope], [*tensors_of(state), *sequence.held()])
-    with saved_unseen():
+    with looking():
         facts = explore_cell(known, state, sequence, generators, parameters, random, check)
     wanted = [*leaves, *sequence.tensors(), *facts.parameters]
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
@@ -348,7 +348,7 @@ def _run(
     names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
     first = chain.first(leaves)
     layout = TensorLayout(first.tensors, names)
-    with hooks_silent(known.scope.modules, on_tensors=False), saved_unseen():
+    with hooks_silent(known.scope.modules, on_tensors=False), looking():
         chosen = planned(
             chain,
             leaves,
@@ -361,14 +361,15 @@ def _run(
     allowed = allowance(chosen, facts, sequence, looked_at=looked_at)
     if chosen.plan is None:
         if chosen.planner == "keep":
-            with allowed.holding_all(device) as judge:
+            with chain.around.turn(), allowed.holding_all(device) as judge:
                 result = run_plainly(
                     known, facts, state, sequence, outputs, settings.chunk, graph=True
                 )
                 judge((result.loss, result.outputs))
         else:
             held = [t for t in [*leaves, sequence.given] if isinstance(t, Tensor)]
-            with offload(settings.tiers, min_bytes=TRAVELS_BYTES, stays=held, device=device):
+            tapes = offload(settings.tiers, min_bytes=TRAVELS_BYTES, stays=held, device=device)
+            with chain.around.turn(), tapes:
                 result = run_plainly(
                     known, facts, state, sequence, outputs, settings.chunk, graph=True
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,77 @@ def test_one_model_with_batch_norm() -> None:
 
     _together(train, train)
     assert [int(layer[1].num_batches_tracked) for layer in layers] == [20] * 6  # type: ignore[call-overload]
+
+
+class Cell(nn.Module):
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(16, 16), drop
+
+    def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = nn.functional.dropout(torch.tanh(self.linear(h) + x), self.drop)
+        return h, h.square().sum()
+
+
+UNROLLS: list[dict[str, Any]] = [
+    {"planner": "recompute", "chunk": 4},
+    {"planner": "recompute", "chunk": 4, "unequal": True},
+]
+
+
+@pytest.mark.parametrize("how", UNROLLS, ids=str)
+def test_two_cells_with_dropout(how: dict[str, Any]) -> None:
+    """Replays put back generators from which the other thread was drawing."""
+    x = torch.randn(24, 4, 16)
+
+    def work(cell: Cell) -> Callable[[], None]:
+        def train() -> None:
+            for _ in range(5):
+                loss = mst.unroll(cell, torch.zeros(4, 16), x, **how).loss
+                assert loss is not None
+                loss.backward()
+
+        return train
+
+    _together(*(work(Cell(0.3)) for _ in range(2)))
+
+
+def test_one_cell_in_two_threads() -> None:
+    cell, x = Cell(0.0), torch.randn(24, 4, 16)
+
+    def train() -> None:
+        loss = mst.unroll(cell, torch.zeros(4, 16), x, **UNROLLS[0]).loss
+        assert loss is not None
+        loss.backward()
+
+    train()
+    once = [p.grad.clone() for p in cell.parameters() if p.grad is not None]
+    cell.zero_grad()
+    _together(train, train, train)
+    for parameter, gradient in zip(cell.parameters(), once, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, 3 * gradient)
+
+
+@pytest.mark.parametrize("unequal", [None, True])
+def test_gradients_that_another_thread_adds_while_a_cell_is_looked_at(
+    unequal: bool | None,
+) -> None:
+    """They went with the `.grad` that was put aside."""
+    first = iter([True])
+    net = nn.Module()
+    net.weight = nn.Parameter(torch.ones(3))
+
+    def add() -> None:
+        (2 * net.weight).sum().backward()
+
+    def cell(h: Tensor, x: Tensor | None) -> Tensor:
+        if next(first, False):
+            _together(add)
+        return torch.tanh(h * net.weight)
+
+    mst.unroll(cell, torch.ones(3), None, n_steps=6, planner="keep", unequal=unequal)
+    assert isinstance(net.weight.grad, Tensor) and net.weight.grad.tolist() == [2, 2, 2]
 
 
 def test_a_turn_that_is_never_free_raises_an_error() -> None:

@@ -94,7 +94,8 @@ def refuse_other_numbers(check: Check, name: str, steps: tuple[int, int]) -> Non
         f"{name} returned other numbers at steps {first} to {last - 1} when they "
         "were run again than at first: it must depend on its state, inputs, parameters and "
         "buffers alone; return what it remembers in the state, and choose deterministic "
-        "operators (torch.use_deterministic_algorithms)",
+        "operators (torch.use_deterministic_algorithms); other threads must not draw from the "
+        "generators that it draws from, but from ones of their own",
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ...errors import StateError
@@ -223,7 +225,10 @@ class Explorer:
             with self._around.again(random=False):
                 yield
         finally:
-            self._generators.restore(self._random)
+            now = self._generators.capture()
+            drawn = self._generators.only_drawn(self._random, now)
+            if drawn is not None:
+                self._generators.restore(drawn)
 
     def _graded(self, looked: Look, wants: Sequence[bool]) -> bool:
         """Whether a step returns other bits without a graph, from state 0 or the one after it.
@@ -266,23 +271,34 @@ class Explorer:
 
     def _look(self, wants: Sequence[bool]) -> Look:
         parameters = [p for p in self._cell.scope.parameters() if p.is_leaf]
-        aside, hooks = [p.grad for p in parameters], hooks_on(parameters)
-        for parameter in parameters:
-            parameter.grad = None
-        try:
-            with self.untouched(), torch.enable_grad():
-                looked = self._looked(wants)
-            if any(p.grad is not None for p in parameters):
+        hooks = hooks_on(parameters)
+        with self._no_backward(parameters), self.untouched(), torch.enable_grad():
+            looked = self._looked(wants)
+        if hooks_on(parameters) != hooks:
+            refuse_hooks_on_parameters(self._cell.name, "in its first step")
+        return looked
+
+    @contextlib.contextmanager
+    def _no_backward(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Refuse additions to .grad of parameters, but those of other threads."""
+        here = threading.get_ident()
+
+        def refuse(*_: object) -> None:
+            # On a device it is autograd's own thread.
+            if here == threading.get_ident() or not on_cpu:
                 raise StateError(
                     f"{self._cell.name} calls backward, which adds to .grad of its parameters, and "
                     "would once more when it is run again; call torch.autograd.grad"
                 )
-            if hooks_on(parameters) != hooks:
-                refuse_hooks_on_parameters(self._cell.name, "in its first step")
-            return looked
+
+        on_cpu = all(p.device.type == "cpu" for p in parameters)
+        nodes = [get_gradient_edge(p).node for p in parameters if p.requires_grad]
+        handles = [node.register_prehook(refuse) for node in nodes]
+        try:
+            yield
         finally:
-            for parameter, gradient in zip(parameters, aside, strict=True):
-                parameter.grad = gradient
+            for handle in handles:
+                handle.remove()
 
     def _looked(self, wants: Sequence[bool]) -> Look:
         cell, leaves, spec = self._cell, self._leaves, self._spec

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..environment.turns import TURN
 from .cell import Cell, Facts
 
 
@@ -59,18 +60,20 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def saved_unseen() -> Iterator[None]:
-    """Run without the hooks on saved tensors that the caller has set.
+def looking() -> Iterator[None]:
+    """Run steps to look at them: in this thread's turn, and unseen by hooks on saved tensors.
 
-    What runs to be looked at is no part of the computation: a checkpoint around it would
-    count the tensors that are saved, which are others when it runs again.
+    Buffers and generators are put back, which other threads must not use meanwhile.
+    What runs here is no part of the computation: a checkpoint around it would count the
+    tensors that are saved, which are others when it runs again.
     """
     hooks = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
         torch._C._autograd._pop_saved_tensors_default_hooks()
     try:
-        yield
+        with TURN.taken():
+            yield
     finally:
         for pack, unpack in reversed(hooks):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -19,6 +19,7 @@ from ..environment.captured import Environment
 from ..environment.copies import cloned
 from ..environment.randomness import Generators, State, device_types
 from ..environment.settings import Settings
+from ..environment.turns import TURN
 from ..tensors.states import copied
 from .cell import Cell, Facts
 from .hooks import hooks_on, refuse_hooks_on_parameters
@@ -53,6 +54,11 @@ class Surroundings:
         storages = [b.untyped_storage()._cdata for b in self._buffers()]
         self._overlap = len(set(storages)) < len(storages)
         self._random: Sequence[State] = ()
+
+    def turn(self) -> contextlib.AbstractContextManager[None]:
+        """Wait until no other thread uses what the cell shares with it."""
+        shares = any(self._facts.draws) or bool(self._groups)
+        return TURN.taken() if shares else contextlib.nullcontext()
 
     def names(self) -> list[str]:
         """Return names of the tensors of `now`, for messages."""
@@ -113,7 +119,8 @@ class Surroundings:
                 if not known[name]:
                     raise StateError(
                         f"{self._cell.name} draws from {name} at steps {first} to {last - 1}, "
-                        "and did not in its first step; say so by random=True"
+                        "and did not in its first step; say so by random=True (if another thread "
+                        "draws from it meanwhile, give that thread a generator of its own)"
                     )
         when = f"at steps {first} to {last - 1}"
         refuse_changes(self._cell.name, self._environment, when)
@@ -146,15 +153,16 @@ class Surroundings:
                 )
         with (
             self._environment.again(buffers=False, random=False),
-            self.settled(keep=False),
+            self.settled(keep=False, known=True),
         ):
             yield
 
     @contextlib.contextmanager
-    def settled(self, *, keep: bool) -> Iterator[None]:
+    def settled(self, *, keep: bool, known: bool = False) -> Iterator[None]:
         """Keep the modules' own buffers, as objects; with `keep`, with the values at the end.
 
-        Generators are put back as they were unless `keep`.  Settings are as they
+        Generators are put back as they were unless `keep`; with `known` those alone that the
+        cell draws from, since other threads may draw from others.  Settings are as they
         were when the sequence began, autocast without its cache of weights, which
         would belong to the graph of some other step.
         """
@@ -165,7 +173,9 @@ class Surroundings:
                 yield
         finally:
             if random is not None:
-                self._generators.restore(random)
+                masked = zip(random, self._facts.draws, strict=True)
+                states = [s if draws or not known else None for s, draws in masked]
+                self._generators.restore(states)
             for group in owned:
                 module, key, buffer = group[0]
                 value = module._buffers[key]

@@ -116,7 +116,8 @@ class Sweep:
     def forward(self) -> TensorState:
         """Run all steps; return the last state."""
         assert self._plan.plan is not None
-        with contextlib.closing(self._bars) as bars, self.chain.around.settled(keep=True):
+        around = self.chain.around
+        with contextlib.closing(self._bars) as bars, around.turn(), around.settled(keep=True):
             bars.start(self._plan.plan.n_steps)
             last = self._run_forward()
         self._ready = True
@@ -139,7 +140,7 @@ class Sweep:
         chain.output_gradients = outputs
         chain.sums = [None] * len(chain.facts.parameters)
         chain.of_inputs = InputGradients(chain.inputs)
-        with chain.replaying():
+        with chain.around.turn(), chain.replaying():
             if not self._ready:  # a second backward: stand where the forward sweep ended
                 self._run_forward()
             self._ready = False

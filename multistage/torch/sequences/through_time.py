@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...errors import StateError
+from ..environment.turns import TURN
 from ..measurement.checking import Check
 from ..tensors.checksums import Checksums
 from ..tensors.graphs import Walked, graph_begins, held_elsewhere, leaves_below
@@ -152,6 +153,7 @@ class ThroughTime:
 
     def _note(self, k: int, given: Sequence[Tensor], leaves: Sequence[Tensor], ys: Ys) -> None:
         """Note which tensors around a chunk are one; compare the state with the one before."""
+        TURN.moved()
         self._require_like(k, given, leaves)
         outputs = () if self.cell.fused else ys
         if not self.boundaries.note(k, given, leaves, outputs, self._steps(k)):

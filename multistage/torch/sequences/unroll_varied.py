@@ -40,7 +40,7 @@ from .inputs import Inputs
 from .kinds import Survey
 from .planning import Memory, Settings, identity
 from .results import Unrolled, results_of
-from .running_steps import saved_unseen
+from .running_steps import looking
 from .surroundings import Surroundings
 from .sweeping import Sweep, rules_of, through
 from .unroll_plan import UnrollPlan
@@ -66,7 +66,7 @@ def unroll_varied(
     leaves = pytree.tree_leaves(state)
     inputs.shared_with(leaves)
     generators = generators_of([cells.scope], [*tensors_of(state), *inputs.held()])
-    with saved_unseen():
+    with looking():
         survey = Survey(
             cells,
             state,
@@ -92,18 +92,19 @@ def unroll_varied(
     def checked(plan: UnrollPlan, steps: Steps) -> Checked:
         return _checked(program, survey, state, around, device, plan, steps, settings.check)
 
-    with hooks_silent(cells.scope.modules, on_tensors=False), saved_unseen():
+    with hooks_silent(cells.scope.modules, on_tensors=False), looking():
         chosen = planned_varied(
             cells, facts, survey, around, device, leaves, store, settings, checked
         )
     survey.close()  # its states are no part of the plan
     if chosen.plan is None:
-        if settings.costs is not None:
-            found = _kept(program, state, chosen, settings.costs, device)
-        else:
-            with allowance(chosen, facts, inputs).holding_all(device) as judge:
-                found = program.plainly(state, graph=True)
-                judge((found.loss, found.outputs))
+        with around.turn():
+            if settings.costs is not None:
+                found = _kept(program, state, chosen, settings.costs, device)
+            else:
+                with allowance(chosen, facts, inputs).holding_all(device) as judge:
+                    found = program.plainly(state, graph=True)
+                    judge((found.loss, found.outputs))
         return replace(found, plan=chosen)
     refuse_hidden_draws(cells.scope.modules, cells.name)
     return program.scheduled(state, chosen, around, device, settings, store)
