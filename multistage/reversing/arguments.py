@@ -100,7 +100,8 @@ class Arguments(Generic[State, Adjoint]):
             If an argument breaks its rule, or does not go with another.
         """
         chain = chain_of(chain, adjoint_step, tape_step)
-        watched = chain = Checked(chain) if checked and states is None else chain
+        watched = Checked(chain) if checked and states is None else None
+        chain = watched or chain
         _require_kinds(costs, durable)
         if isinstance(planner, UniformPlan):
             n_steps = planner.n_steps if n_steps is None else n_steps
@@ -115,12 +116,7 @@ class Arguments(Generic[State, Adjoint]):
         n_steps = None if n_steps is None else require_steps(n_steps, name)
         own, run = states is not None, None
         if durable is not None:
-            if isinstance(durable, DurableRun):  # of a rank, whose store answers for all ranks
-                run = durable
-            else:
-                _require_durable_alone(tiers, states)
-                run = DurableRun(durable, durable_every_s, durable_label)
-                tiers = run.store
+            run, tiers = _durable_run(durable, tiers, states, durable_every_s, durable_label)
             chain, states = run.chain(chain), OrderedStates(chain.in_place)
         resolved = planner_of(planner, n_steps)
         _require_states(states)
@@ -139,7 +135,7 @@ class Arguments(Generic[State, Adjoint]):
             states=ArrayStates(chain.in_place) if states is None else states,
             durable=run,
             checked=checked,
-            watched=watched if isinstance(watched, Checked) else None,
+            watched=watched,
             may_differ=not said and planner == "auto",
             corrects=corrects,
         )
@@ -148,6 +144,21 @@ class Arguments(Generic[State, Adjoint]):
     def first_store(self) -> Store | None:
         """The fastest of the slow tiers."""
         return self.stores[0] if self.stores else None
+
+
+def _durable_run(
+    durable: str | os.PathLike[str] | DurableRun,
+    tiers: Tiers | None,
+    states: object,
+    every_s: float,
+    label: str,
+) -> tuple[DurableRun, Tiers | None]:
+    """Return the durable side of a run, and its tiers.  Raises ArgumentError."""
+    if isinstance(durable, DurableRun):  # of a rank, whose store answers for all ranks
+        return durable, tiers
+    _require_durable_alone(tiers, states)
+    run = DurableRun(durable, every_s, label)
+    return run, run.store
 
 
 def _costs_on(stores: tuple[Store, ...], costs: Costs) -> Costs:

@@ -375,14 +375,14 @@ def parts_of(tree: object) -> list[object]:
     return parts
 
 
-def counts(parts: Sequence[Any]) -> list[int]:
+def counts(parts: Sequence[object]) -> list[int]:
     """Return how many references there are to each part, a view of an array being one.
 
     NumPy makes a view of a view refer to the array behind that: both count.
     """
     return [
         getrefcount(part)
-        if type(part) is not np.ndarray or part.base is None
+        if not isinstance(part, np.ndarray) or part.base is None
         else getrefcount(part) + getrefcount(owner(part))
         for part in parts
     ]
