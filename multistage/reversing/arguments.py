@@ -25,7 +25,7 @@ from ..states.slots import States
 from ..support.free_memory import default_budget_bytes
 from ..support.interrupts import Shield
 from ..support.values import shown
-from .checked import Checked
+from .watching import Checked
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
