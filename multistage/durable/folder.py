@@ -45,6 +45,12 @@ LEFTOVERS = ("tmp-", "probe-")  # of no use to a resumed run
 _NAME = r"(?:run|last|lock|(?:states|probe|adjoint)-[0-9]{1,12})"
 _FINAL = re.compile(_NAME)
 _TEMPORARY = re.compile(f"tmp-([0-9a-f]{{32}})-{_NAME}")
+# What systems put into folders by themselves: names of open files that were removed (NFS, FUSE),
+# what file managers note.
+SYSTEMS = re.compile(
+    r"\.nfs[0-9a-f]+|\.fuse_hidden[0-9a-f]+|\.DS_Store|\._.*|\.directory|Thumbs\.db|desktop\.ini",
+    re.IGNORECASE,
+)
 _NO_PLAIN = "it is no plain file of yours"
 _PATIENCE_S = 0.5
 
@@ -91,14 +97,22 @@ class Folder:
         self._nameless = hasattr(os, "O_TMPFILE")
         self._lock = -1
         self.fd = -1
-        try:
-            if create:
-                with contextlib.suppress(FileExistsError):
-                    path.mkdir(0o700)
-                    self.made = True
-            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | SAFE)
-        except OSError as error:
-            raise self.refused(_reason(path, error, create)) from error
+        while self.fd < 0:
+            there = False
+            try:
+                if create:
+                    try:
+                        path.mkdir(0o700)
+                        self.made = True
+                    except FileExistsError:
+                        there = True
+                self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | SAFE)
+            except FileNotFoundError as error:
+                if not there or path.is_symlink():
+                    raise self.refused(_reason(path, error, create)) from error
+                # Its last user removed it just now: make it again.
+            except OSError as error:
+                raise self.refused(_reason(path, error, create)) from error
         found = os.fstat(self.fd)
         reason = None
         if found.st_uid != os.geteuid():
@@ -123,8 +137,8 @@ class Folder:
 
     # -------------------------------------------------------------------- lock
 
-    def lock(self) -> None:
-        """Take the folder for this process.
+    def lock(self) -> bool:
+        """Take the folder for this process; False if its last user has removed it meanwhile.
 
         Asks again for a moment: who looks at the folder holds the lock for an
         instant, and a process that was killed may not be gone yet.
@@ -144,6 +158,8 @@ class Folder:
                 continue
             except OSError as error:
                 if fd < 0:
+                    if not self._is_there():
+                        return False
                     raise self.refused(f"its lock cannot be opened: {error.strerror}") from error
                 os.close(fd)
                 if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
@@ -151,7 +167,10 @@ class Folder:
                 if time.monotonic() < until:
                     time.sleep(_PATIENCE_S / 20)
                     continue
-                raise self.refused(f"it is in use by {self.holder()}") from error
+                raise self.refused(
+                    f"it is in use by {self.holder()}; wait for that run to end, or name another "
+                    "folder"
+                ) from error
             # Its last user may have removed the file between our opening and
             # locking it: then no process holds the lock, and we try again.
             if os.fstat(fd).st_nlink:
@@ -163,8 +182,15 @@ class Folder:
                     self.number(found)
                 except OSError as error:
                     raise self.refused(f"its lock cannot be written: {error.strerror}") from error
-                return
+                return True
             os.close(fd)
+
+    def _is_there(self) -> bool:
+        """Whether the folder's path still leads to it."""
+        try:
+            return os.path.samestat(self.path.stat(follow_symlinks=False), os.fstat(self.fd))
+        except FileNotFoundError:
+            return False
 
     def _lock_file(self) -> int:
         """Return a descriptor of the lock, made if there is none.  Raises OSError, StoreError."""
@@ -225,12 +251,9 @@ class Folder:
         return sorted(os.listdir(self.fd))  # noqa: PTH208 - of the descriptor, not of a path
 
     def strangers(self) -> list[str]:
-        """Return the names that no durable run uses."""
-        return [
-            name
-            for name in self.names()
-            if not _FINAL.fullmatch(name) and not _TEMPORARY.fullmatch(name)
-        ]
+        """Return the names that neither a durable run nor the system itself uses."""
+        known = _FINAL, _TEMPORARY, SYSTEMS
+        return [n for n in self.names() if not any(each.fullmatch(n) for each in known)]
 
     def owner(self, name: str) -> bytes | None:
         """Return the number of the run that wrote a file, None if none did or that is unknown."""
@@ -384,7 +407,7 @@ class Folder:
         with contextlib.suppress(OSError):  # what cannot be removed stays, for the next run
             self.clear()
             self.unlink(LOCK)
-            if os.path.samestat(self.path.stat(follow_symlinks=False), os.fstat(self.fd)):
+            if self._is_there():
                 self.path.rmdir()
 
 

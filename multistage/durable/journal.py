@@ -26,7 +26,7 @@ from ..backends.arena import pages
 from ..errors import StoreError
 from ..states.layout import Array
 from ..version import __version__
-from .folder import LAST, Folder
+from .folder import LAST, SYSTEMS, Folder
 from .headers import BadFile, Kind, RunFacts, encode, parse_adjoint, parse_states, states_table
 from .peers import Peers
 from .records import OrderedLayout, checksum_of
@@ -214,7 +214,7 @@ def open_parent(path: Path) -> None:
     folder = Folder(path, create=True)
     try:
         for name in folder.names():
-            if not RANK_NAME.fullmatch(name):
+            if not RANK_NAME.fullmatch(name) and not SYSTEMS.fullmatch(name):
                 raise folder.refused(
                     f"it holds {name!r}, which is no folder of a rank; "
                     "name a folder for this run alone"

@@ -162,9 +162,12 @@ class DurableRun:
         try:
             if self._parent is not None:
                 open_parent(self._parent)
-            self._folder = folder = Folder(self.path, create=True)
-            ours_alone(folder)  # before a lock is left among the files of others
-            folder.lock()
+            while True:
+                self._folder = folder = Folder(self.path, create=True)
+                ours_alone(folder)  # before a lock is left among the files of others
+                if folder.lock():
+                    break
+                folder.close()  # its last user has removed it: make another
             if folder.run == self._outdated:
                 anew(folder)
             return self._look(folder)

@@ -316,7 +316,8 @@ def clean(path: str | os.PathLike[str], *, force: bool = False, dry_run: bool = 
             if folder.in_use():
                 raise folder.refused(f"it is in use by {folder.holder()}")
         else:
-            folder.lock()
+            if not folder.lock():
+                raise folder.refused("it was removed just now")
             run = folder.run
         # Not through `_inspect`'s eyes alone: the lock is ours now.
         found = _with(_inspect(folder), in_use="")

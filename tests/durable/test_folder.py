@@ -19,6 +19,7 @@ from leaks import no_leak as no_leak
 
 from multistage import Costs, Reversal, Tier
 from multistage.cli import main
+from multistage.durable import run as durable_run
 from multistage.durable.folder import Folder
 from multistage.durable.headers import BadFile, Kind, encode
 from multistage.durable.status import inspect
@@ -431,3 +432,78 @@ def test_a_file_system_that_can_do_less(
     folder.remove()
     folder.close()
     assert not folder.path.exists()
+
+
+SYSTEMS_OWN = [".DS_Store", "._run", ".nfs0000000012af34000001", ".fuse_hidden0000a1b", "Thumbs.db"]
+
+
+def gradient(path: Path, until: int = 0) -> Any:
+    """Run 20 steps in a durable folder; raise ValueError in the adjoint of a step."""
+
+    def back(x: Any, a: Any, i: int) -> Any:
+        if i == until - 1:
+            raise ValueError("stop")
+        return np.cos(x) * a
+
+    with Reversal(
+        lambda x, i: np.sin(x), back, 20, memory="4 slots", durable=path, costs=COSTS
+    ) as run:
+        run.forward(np.ones(4))
+        return run.reverse(np.ones(4))
+
+
+def test_files_of_the_system_do_not_block_a_resumed_run(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with pytest.raises(ValueError, match="stop"):
+        gradient(path, until=5)
+    for name in SYSTEMS_OWN:
+        (path / name).write_text("noise")
+    assert inspect(path).resumable
+    assert gradient(path).tolist() == gradient(tmp_path / "plain").tolist()
+    assert sorted(each.name for each in path.iterdir()) == sorted(SYSTEMS_OWN)
+    assert gradient(path).tolist() == gradient(tmp_path / "plain").tolist()
+    (path / "thesis.tex").write_text("")
+    with pytest.raises(StoreError, match=r"no durable run wrote, such as 'thesis\.tex'"):
+        gradient(path)
+
+
+@pytest.mark.parametrize("when", ["checked", "locked"])
+def test_a_folder_that_its_last_user_removes_meanwhile_is_made_again(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other run ended between our opening the folder and locking it: no lock can be made."""
+    path, times = tmp_path / "run", iter([True])
+
+    def removed() -> None:
+        if next(times, False):
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+
+    look, lock_file = durable_run.ours_alone, Folder._lock_file
+    if when == "checked":
+        monkeypatch.setattr(durable_run, "ours_alone", lambda folder: (look(folder), removed()))
+    else:
+        monkeypatch.setattr(Folder, "_lock_file", lambda self: (lock_file(self), removed())[0])
+    assert gradient(path).tolist() == gradient(tmp_path / "plain").tolist()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_removed_before_it_is_opened_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    path.mkdir(0o700)
+    mkdir = Path.mkdir
+
+    def refused(self: Path, mode: int = 0o777) -> None:
+        try:
+            mkdir(self, mode)
+        except FileExistsError:
+            self.rmdir()  # by its last user
+            raise
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    folder = Folder(path, create=True)
+    assert folder.made and path.is_dir()
+    folder.close()
