@@ -29,6 +29,9 @@ the limit are considered; a schedule that one limit finds is therefore found by
 every larger one, and more memory never makes a plan slower.  Rungs that cannot
 be better, by a bound from sizes rounded down, are not solved.
 
+A chain of more than some 1000 stages, whose table would take more than 1.25 GiB, is planned
+in pieces and in blocks of stages; see `planners.chain.pieces`.
+
 Known gap: persistency.  Schedules that drop a checkpoint before its use can
 be faster (the paper's figure 2: 2n + 2 instead of 3n + 1); where a tape pins
 its input, as in autograd, they gain 0 to 0.25 % on average.
@@ -37,31 +40,28 @@ its input, as in autograd, they gain 0 to 0.25 % on average.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Literal
 
-from ...actions import Action
 from ...errors import ArgumentError
 from ...model.budget import Memory, memory_bytes
 from ...model.stages import StageCosts
 from ...model.tier import Tier
+from ...support.units import format_bytes
 from ...support.values import shown
 from ...support.values import whole as whole_number
-from .joint import plan_joint, smallest_with_tier
-from .ladder import MORE, Ladder
-from .memory import actions_of, plain_use, store_all
-from .periodic import periodic, too_small
+from .at_once import SLOTS as SLOTS
+from .at_once import least_memory, most_stages, plan_at_once, table_bytes
+from .ladder import MORE
+from .memory import plain_use
+from .pieces import BLOCKS, in_blocks, least_in_pieces, plan_in_pieces
 from .plan import CHAIN_PLANNERS as CHAIN_PLANNERS
 from .plan import ChainPlan as ChainPlan
 from .plan import ChainPlanner as ChainPlanner
-from .short import MAX_STAGES, search_short
 from .sizes import Sizes
 from .smallest import smallest
 from .table import Table, default_threads
 from .traces import judge
-
-SLOTS = 500
 
 _MOST_SLOTS, _MOST_THREADS = 1 << 20, 1024
 
@@ -94,7 +94,8 @@ def plan_chain(
     segments : int, optional
         For `periodic`: how many; the fastest number that fits, if None.
     resolution : int
-        Parts that the dynamic program divides memory in, at least 16.
+        Parts that the dynamic program divides memory in, at least 16.  Its table may take
+        1.25 GiB.
     threads : int, optional
         For the dynamic program of a long chain.
     progress : bool or None
@@ -123,48 +124,33 @@ def plan_chain(
     if threads is not None:
         threads = whole_number(threads, "threads", 0, _MOST_THREADS)
     rates = _tier_for(planner, tiers)
-    plain = plain_use(costs)
-    limit = memory_bytes(memory, lambda: plain.peak_bytes)
-    fits = limit is None or plain.peak_bytes <= limit
-
-    def made(actions: Sequence[Action], tier: Tier | None = None) -> ChainPlan:
-        return ChainPlan.judged(planner, costs, limit, actions, tier)
-
-    if planner == "store-all" or (planner == "optimal" and fits):
-        if not fits:
-            raise too_small(planner, limit, plain.peak_bytes)
-        return _beside_tier(made(store_all(costs)), rates)
-    if planner == "periodic":
-        return made(periodic(costs, limit, segments))
-    tapes = planner == "optimal"
-    true = Sizes.of(costs)
-    least, trace = smallest(true, tapes=tapes)
-    fewest = least if rates is None else min(least, smallest_with_tier(true, rates))
-    if limit is not None and limit < fewest + costs.input_bytes:
-        raise too_small(planner, limit, fewest + costs.input_bytes)
-    # Revolve has all its states and one tape at most.
-    whole = plain.peak_bytes if tapes else _all_states(true)
-    within = (whole if limit is None else min(limit, whole)) - costs.input_bytes
-    ladder = Ladder(true, whole, resolution, tapes, threads or default_threads())
-    # Before the ladder, which frees the first rung's table.
-    away = () if rates is None else plan_joint(true, *ladder.first(within), within, rates)
-    rivals: list[ChainPlan | None] = [None]  # without the tier, joint, every tape to the tier
-    if within >= least:
-        rivals[0] = made(list(actions_of(ladder.best(within, trace, progress), len(true))))
-    rivals += [None if actions is None else made(actions, rates) for actions in away]
-    best = _fastest(rivals)  # every state in the tier fits, where nothing else does
-    if rates is None:
-        return best
-    no_tier_s, _, offload_s = (None if plan is None else plan.makespan_s for plan in rivals)
-    if len(costs.stages) <= MAX_STAGES:
-        actions = search_short(true, within, rates, best.makespan_s)
-        best = best if actions is None else _fastest([best, made(actions, rates)])
-    return replace(best, tier=rates, no_tier_s=no_tier_s, offload_s=offload_s)
+    limit = memory_bytes(memory, lambda: plain_use(costs).peak_bytes)
+    long = len(costs.stages) > most_stages(resolution)
+    if long and (planner == "optimal" or planner == "revolve"):  # they need a table
+        _require_default(costs, resolution)
+        return plan_in_pieces(costs, limit, planner, rates)
+    return plan_at_once(
+        costs,
+        limit,
+        planner,
+        rates,
+        segments=segments,
+        resolution=resolution,
+        threads=threads,
+        progress=progress,
+    )
 
 
-def _fastest(plans: Iterable[ChainPlan | None]) -> ChainPlan:
-    """Return the fastest plan, of those as fast the first."""
-    return min((plan for plan in plans if plan is not None), key=lambda plan: plan.makespan_s)
+def _require_default(costs: StageCosts, resolution: int) -> None:
+    """Raise ArgumentError for a resolution of which the table would take too much memory."""
+    if resolution == SLOTS:
+        return
+    stages = len(costs.stages)
+    raise ArgumentError(
+        f"resolution={resolution} takes a table of "
+        f"{format_bytes(table_bytes(stages, resolution))} for {stages} stages, of which at most "
+        f"{most_stages(resolution)} are planned with it; leave resolution out"
+    )
 
 
 def _segments_for(planner: str, segments: int | None) -> int | None:
@@ -194,15 +180,10 @@ def _first_tier(tiers: Tier | str | Sequence[Tier | str] | None) -> Tier | None:
     return Tier.parse(tiers[0]).in_bytes()
 
 
-def _beside_tier(plan: ChainPlan, rates: Tier | None) -> ChainPlan:
-    """Return a plan that keeps every tape, which no tier makes faster."""
-    if rates is None:
-        return plan
-    return replace(plan, tier=rates, no_tier_s=plan.makespan_s, offload_s=plan.makespan_s)
-
-
 def smallest_memory(costs: StageCosts, planner: Literal["optimal", "revolve"] = "optimal") -> int:
     """Return the smallest limit, in bytes, within which the chain can be reversed.
+
+    Of more than some 1000 stages one in which each is reversed by itself, from state 0.
 
     Examples
     --------
@@ -212,8 +193,9 @@ def smallest_memory(costs: StageCosts, planner: Literal["optimal", "revolve"] = 
     """
     _require_chain(costs)
     _require_either(planner)
-    least, _ = smallest(Sizes.of(costs), tapes=planner == "optimal")
-    return least + costs.input_bytes
+    if len(costs.stages) > most_stages():
+        return least_in_pieces(costs)
+    return least_memory(costs, planner)
 
 
 def _require_chain(costs: StageCosts) -> None:
@@ -245,7 +227,8 @@ def memory_curve(
     """Return the time-memory trade-off: (peak bytes, seconds), memory ascending, time falling.
 
     All points come from one table, whose slots divide what plain training
-    takes, and from the schedule of the smallest memory.
+    takes, and from the schedule of the smallest memory.  Chains of more than some 1000
+    stages are divided into blocks, which are taped as a whole or not at all.
 
     Examples
     --------
@@ -259,8 +242,11 @@ def memory_curve(
     resolution = whole_number(resolution, "resolution", 16, _MOST_SLOTS)
     if threads is not None:
         threads = whole_number(threads, "threads", 0, _MOST_THREADS)
-    true = Sizes.of(costs)
     plain = plain_use(costs)
+    if len(costs.stages) > most_stages(resolution):
+        _require_default(costs, resolution)
+        costs, _ = in_blocks(costs, BLOCKS[0])
+    true = Sizes.of(costs)
     _, trace = smallest(true, tapes=planner == "optimal")
     seconds, peak = judge(true, trace)
     points = [(peak + costs.input_bytes, seconds)]
@@ -281,13 +267,3 @@ def memory_curve(
         if not curve or seconds < curve[-1][1]:
             curve.append((peak, seconds))
     return curve
-
-
-def _all_states(true: Sizes) -> int:
-    """Return what Revolve takes with every state in memory, or more."""
-    one = max(
-        int(true.tape[i] + true.gradient[i] + true.gradient[i + 1])
-        + max(int(true.advance[i]), int(true.taping[i]), int(true.reverse[i]))
-        for i in range(len(true))
-    )
-    return one + sum(int(x) for x in true.state)

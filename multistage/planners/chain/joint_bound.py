@@ -43,6 +43,8 @@ from .sizes import Sizes
 Values = TypeVar("Values", Integers, Reals)
 
 SLOTS = 300
+# Of longer chains the bound is the time of plain training: tables would take gigabytes.
+_MOST_STAGES = 1500
 # Prices are looked for on a chain of at most so many stages, with few slots first.
 _COARSE, _FEW, _MOST = 64, 31, 120
 Direction: TypeAlias = tuple[int, int, int, int]
@@ -102,7 +104,8 @@ def joint_lower_bound(
 ) -> float:
     """Return seconds that no nested schedule within the memory and with the tier undercuts.
 
-    Infinite if no schedule fits.  A schedule is judged as `simulate` and
+    Infinite if no schedule fits; of more than 1500 stages the time of plain training.
+    A schedule is judged as `simulate` and
     `planners.chain.memory.use_of` do it: `spared_s` of a stage is saved where its
     tape is made right before its adjoint.
 
@@ -133,7 +136,7 @@ def joint_lower_bound(
     """
     true = without_loss(Sizes.of(costs))
     plain_s = float(true.forward_s.sum() + true.reverse_s.sum())
-    if memory_bytes is None:
+    if memory_bytes is None or len(true) > _MOST_STAGES:
         return plain_s * (1 - _DOUBLE)
     room = memory_bytes - costs.input_bytes
     if room < 1:

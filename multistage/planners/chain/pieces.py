@@ -1,11 +1,14 @@
 """Schedules of unequal steps for the executor, of any number of steps.
 
 plan
-    `plan_chain`, the optimal dynamic program, for as many steps as it solves in
+    `plan_at_once`, the optimal dynamic program, for as many steps as it solves in
     seconds.  Longer computations are cut: half of the memory holds states at equal
     shares of the forward time, where possible small ones, and each piece between two of
     them is planned with what is left, cut again if need be.  Known gap: the cuts are
     not optimal.
+blocks
+    The dynamic program over blocks of steps, each taped as a whole or not at all; with a
+    slow tier the joint planner over them.  Needs memory for the tapes of a block.
 survey
     For costs or a number of steps that show themselves only as the steps run: the
     forward sweep keeps every k-th state, twice as far apart each time the memory is
@@ -24,26 +27,33 @@ from typing import Literal, TypeAlias
 from ...actions import (
     Action,
     Advance,
+    Await,
+    Drop,
     EndForward,
+    Evict,
     Free,
+    Get,
     Load,
+    Put,
     Reverse,
     Save,
     Schedule,
     Tape,
 )
-from ...errors import BudgetError
+from ...errors import BudgetError, ScheduleError
 from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
-from .heterogeneous import SLOTS, ChainPlan, plan_chain, smallest_memory
-from .memory import use_of
+from .at_once import SLOTS, fastest, least_memory, most_stages, plan_at_once
 from .performing import is_loss, performed, shifted
+from .plan import ChainPlan
 
 PersistentPlanner: TypeAlias = Literal["optimal", "revolve"]
 # Steps that are planned at once: their dynamic program takes a second, if those of more
 # than `_FINE` are solved for fewer slots of memory.
 MOST_AT_ONCE, _FINE, _FEWER = 200, 80, 200
 _PIECE = 100
+# Of chains that `plan_chain` plans in pieces: numbers of blocks that are tried.
+BLOCKS = (600, 200, 60)
 _SMALLER = 0.25  # how far from its place a smaller state is looked for, in spacings
 
 
@@ -67,30 +77,14 @@ def chain_plan(
     costs: StageCosts, room_bytes: int, planner: PersistentPlanner, rates: Tier | None = None
 ) -> ChainPlan:
     """Return the plan of all steps, see `plan`, judged byte by byte; `rates` of a slow tier."""
-    if rates is not None:
-        memory = smallest_memory(costs, planner) + room_bytes
-        return plan_chain(costs, memory, planner, tiers=rates, progress=False)
-    if len(costs.stages) <= MOST_AT_ONCE:
-        memory = smallest_memory(costs, planner) + room_bytes
-        return plan_chain(costs, memory, planner, resolution=_slots(costs), progress=False)
-    memory = _least(costs) + room_bytes
-    plain = plan_chain(costs, None, "store-all")
-    if planner == "optimal" and plain.peak_bytes <= memory:
-        return replace(plain, memory_bytes=memory)
-    found = [(use_of(a, costs), a) for a in _candidates(costs, memory, room_bytes, planner)]
-    use, actions = min(
-        ((use, a) for use, a in found if use.peak_bytes <= memory),
-        key=lambda pair: pair[0].makespan_s,
-    )
-    return replace(
-        plain,
-        planner="pieces",
-        memory_bytes=memory,
-        actions=actions,
-        makespan_s=use.makespan_s,
-        peak_bytes=use.peak_bytes,
-        forward_steps=use.forward_steps,
-    )
+    stages = len(costs.stages)
+    if stages <= (MOST_AT_ONCE if rates is None else most_stages()):
+        memory = least_memory(costs, planner) + room_bytes
+        slots = _slots(costs) if rates is None else SLOTS
+        return plan_at_once(costs, memory, planner, rates, resolution=slots)
+    counts = (MOST_AT_ONCE, MOST_AT_ONCE // 3) if rates is None else BLOCKS
+    memory = least_in_pieces(costs) + room_bytes
+    return plan_in_pieces(costs, memory, planner, rates, counts)
 
 
 def plan_within(costs: StageCosts, memory_bytes: int, *, slots: int = SLOTS) -> ChainPlan:
@@ -102,39 +96,82 @@ def plan_within(costs: StageCosts, memory_bytes: int, *, slots: int = SLOTS) -> 
         If there is none, or in pieces perhaps none.
     """
     if len(costs.stages) <= MOST_AT_ONCE:
-        return plan_chain(costs, memory_bytes, resolution=slots, progress=False)
-    least = _least(costs)
-    if memory_bytes < least:
+        return plan_at_once(costs, memory_bytes, resolution=slots)
+    counts = (MOST_AT_ONCE, MOST_AT_ONCE // 3)
+    return plan_in_pieces(costs, memory_bytes, "optimal", counts=counts)
+
+
+def plan_in_pieces(
+    costs: StageCosts,
+    limit: int | None,
+    planner: PersistentPlanner,
+    rates: Tier | None = None,
+    counts: Sequence[int] = (),
+) -> ChainPlan:
+    """Return the fastest plan in pieces and in blocks of stages, within a limit in bytes.
+
+    Parameters
+    ----------
+    counts : sequence of int
+        Of the blocks, each of which is taped as a whole or not at all; `BLOCKS` unless given.
+
+    Raises
+    ------
+    BudgetError
+        Below the limit in which each step can be reversed by itself, from state 0.
+    """
+    plain = plan_at_once(costs, None, "store-all")
+    if planner == "optimal" and (limit is None or plain.peak_bytes <= limit):
+        return plan_at_once(costs, limit, planner, rates)
+    least = least_in_pieces(costs)
+    most = least + sum(stage.output_bytes for stage in costs.stages)
+    memory = most if limit is None else limit
+    if memory < least:
         raise BudgetError.below(
-            f"memory={memory_bytes} bytes < {least} bytes, in which {len(costs.stages)} steps are "
+            f"memory={limit} bytes < {least} bytes, in which {len(costs.stages)} steps are "
             "planned in pieces; raise the limit",
             least,
         )
-    return chain_plan(costs, memory_bytes - least, "optimal")
+    candidates: list[tuple[Iterator[Action], Tier | None]] = [
+        (plan(costs, min(memory, most) - least, planner), None)
+    ]
+    for count in counts or BLOCKS if planner == "optimal" else ():
+        candidates.append((_in_blocks(costs, memory, count), None))
+        if rates is not None:
+            candidates.append((_in_blocks(costs, memory, count, rates), rates))
+    found = []
+    for actions, tier in candidates:
+        with contextlib.suppress(BudgetError, ScheduleError):  # one block alone is too much
+            found.append(ChainPlan.judged("pieces", costs, limit, actions, tier))
+    best = fastest(found)
+    if rates is None:
+        return best
+    no_tier_s = min(each.makespan_s for each in found if each.tier is None)
+    return replace(best, tier=rates, no_tier_s=no_tier_s)
 
 
 def _slots(costs: StageCosts) -> int:
     return SLOTS if len(costs.stages) <= _FINE else _FEWER
 
 
-def _candidates(
-    costs: StageCosts, memory: int, room: int, planner: PersistentPlanner
-) -> Iterator[tuple[Action, ...]]:
-    yield tuple(plan(costs, room, planner))
-    if planner == "optimal":
-        for count in (MOST_AT_ONCE, MOST_AT_ONCE // 3):
-            with contextlib.suppress(BudgetError):  # one block alone is too much
-                yield tuple(_in_blocks(costs, memory, count))
-
-
-def _in_blocks(costs: StageCosts, memory: int, count: int) -> Iterator[Action]:
-    """Yield the actions of a plan of blocks of steps, each taped as a whole or not at all."""
+def in_blocks(costs: StageCosts, count: int) -> tuple[StageCosts, list[int]]:
+    """Return a chain of so many blocks of stages, and where each begins and the last ends."""
     n = len(costs.stages)
     starts = [k * n // count for k in range(count)] + [n]
     blocks = [_block(costs.stages[a:b]) for a, b in itertools.pairwise(starts)]
-    chain = StageCosts(tuple(blocks), costs.input_bytes, costs.input_gradient_bytes)
-    starts.append(n + 1)  # of what follows the loss
-    for action in plan_chain(chain, memory, resolution=_slots(chain), progress=False).actions:
+    return StageCosts(tuple(blocks), costs.input_bytes, costs.input_gradient_bytes), starts
+
+
+def _in_blocks(
+    costs: StageCosts, memory: int, count: int, rates: Tier | None = None
+) -> Iterator[Action]:
+    """Yield the actions of a plan of blocks of steps, each taped as a whole or not at all."""
+    chain, starts = in_blocks(costs, count)
+    starts.append(starts[-1] + 1)  # of what follows the loss
+    tokens: list[range] = []  # of each transfer of the plan those of the steps
+    slots = _slots(chain) if count <= MOST_AT_ONCE else SLOTS
+    coarse = None if rates is None else _coarser(rates, len(costs.stages) / count)
+    for action in plan_at_once(chain, memory, "optimal", coarse, resolution=slots).actions:
         match action:
             case Tape(b):
                 yield from map(Tape, range(starts[b], starts[b + 1]))
@@ -144,8 +181,24 @@ def _in_blocks(costs: StageCosts, memory: int, count: int) -> Iterator[Action]:
                 yield Advance(starts[a], starts[b])
             case Save(b) | Load(b) | Free(b):
                 yield type(action)(starts[b])
+            case Put(b, _, tape) | Get(b, _, tape) | Evict(b, _, tape) | Drop(b, _, tape):
+                steps = range(starts[b], starts[b + 1]) if tape else range(starts[b], starts[b] + 1)
+                if isinstance(action, Put | Get):
+                    first = tokens[-1].stop if tokens else 0
+                    tokens.append(range(first, first + len(steps)))
+                # What is needed first comes back first; an input leaves after what is made of it.
+                for step in steps if isinstance(action, Put) else reversed(steps):
+                    yield type(action)(step, tape=tape)
+            case Await(token):
+                yield from map(Await, tokens[token])
             case _:
                 yield action
+
+
+def _coarser(rates: Tier, things: float) -> Tier:
+    """Return the tier as blocks see it, whose tapes are so many things each."""
+    names = ("write_s", "read_s", "write_overhead_s", "read_overhead_s")
+    return replace(rates, **{name: things * getattr(rates, name) for name in names})
 
 
 def _block(stages: Sequence[Stage]) -> Stage:
@@ -171,7 +224,7 @@ def _block(stages: Sequence[Stage]) -> Stage:
     )
 
 
-def _least(costs: StageCosts) -> int:
+def least_in_pieces(costs: StageCosts) -> int:
     """Return memory enough to reverse each step by itself, from state 0."""
     before, gradient, most = 0, costs.input_gradient_bytes, 0
     largest = max(costs.input_gradient_bytes, *(stage.gradient_bytes for stage in costs.stages))
@@ -219,8 +272,8 @@ def _at_once(
     """Yield the actions of one piece; `EndForward` and the loss where it is the last."""
     last = stop == len(costs.stages)
     piece = part(costs, start, stop)
-    memory = smallest_memory(piece, planner) + room
-    planned = plan_chain(piece, memory, planner, resolution=_slots(piece), progress=False)
+    memory = least_memory(piece, planner) + room
+    planned = plan_at_once(piece, memory, planner, resolution=_slots(piece))
     for action in planned.actions:
         if last or not (isinstance(action, EndForward) or is_loss(action, stop - start)):
             yield shifted(action, first + start)

@@ -312,7 +312,8 @@ class ChainPlan(Plan):
         }
         for name, seconds in others.items() if self.tier is not None else ():
             if seconds is None:
-                what = "not known" if name == "lower bound" else "does not fit"
+                known = name != "lower bound" and self.planner != "pieces"
+                what = "does not fit" if known else "not known"
                 rows.append((name, what, ""))
                 continue
             more = f"{100 * (seconds / self.makespan_s - 1):+.1f} %" if self.makespan_s else ""
