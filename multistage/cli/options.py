@@ -18,14 +18,6 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 # Options that describe uniform steps by numbers, those of their slow tier last.
 TIER_NUMBERS = ("write", "read", "write_overhead", "read_overhead", "capacity")
 NUMBERS = ("forward_step", "reverse_step", "tape_step", "state", "tape", *TIER_NUMBERS)
-# Of those with a default, as the parser has it; all others are None unless given.
-_DEFAULTS = {
-    "state": "1",
-    "tape": "0",
-    "write_overhead": "0",
-    "read_overhead": "0",
-    "planner": "auto",
-}
 
 EPILOG = """\
 times are seconds, or written with a unit: 250us, 1.5ms, 2s.
@@ -56,19 +48,20 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--forward-step", help="time of one forward step (T_A)")
     costs.add_argument("--reverse-step", help="time of one adjoint step")
     costs.add_argument("--tape-step", help="time of a forward step keeping its tape, if tapes are")
-    costs.add_argument("--state", default="1", help="size of one state, such as 64KiB")
-    costs.add_argument("--tape", default="0", help="size of one tape (that of a state)")
     costs.add_argument(
-        "--tiers",
-        "--tier",
+        "--state", help="size of one state, such as 64KiB; not needed where slots are counted"
+    )
+    costs.add_argument("--tape", help="size of one tape (that of a state)")
+    costs.add_argument(
+        "--rates",
         help="the slow tier by its rates: write=2GB/s,read=1GB/s, and optionally latency=1ms, "
         "capacity=10GiB, name=NAME; for stages also shared (one channel for both), states-only; "
         "with simulate --load: another than planned",
     )
     costs.add_argument("--write", help="time to write one state to the slow tier (T_W)")
     costs.add_argument("--read", help="time to read it back (that of --write)")
-    costs.add_argument("--write-overhead", default="0", help="what a write costs the computation")
-    costs.add_argument("--read-overhead", default="0", help="what a read costs the computation")
+    costs.add_argument("--write-overhead", help="what a write costs the computation (0)")
+    costs.add_argument("--read-overhead", help="what a read costs the computation (0)")
     costs.add_argument("--capacity", type=int, help="states the slow tier can hold")
     costs.add_argument("--save-costs", type=Path, help="write these costs to a file")
     problem = parser.add_argument_group("problem")
@@ -80,7 +73,6 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     )
     problem.add_argument(
         "--planner",
-        default="auto",
         choices=list(dict.fromkeys(["auto", *PLANNERS, *CHAIN_PLANNERS])),
         metavar="PLANNER",
         help=f"auto, one of {', '.join(PLANNERS)}; of a chain {', '.join(CHAIN_PLANNERS)} (auto)",
@@ -90,10 +82,27 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
 
 
 def leave_out(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    """Raise ArgumentError for an option that would have no effect."""
+    """Raise ArgumentError for an option that would have no effect.
+
+    No option has a default in the parser, so that what was given is known.
+    """
     for name in names:
-        if getattr(args, name, None) not in (None, _DEFAULTS.get(name)):
+        if getattr(args, name, None) is not None:
             raise ArgumentError(f"{why}; leave --{name.replace('_', '-')} out")
+
+
+def require_writable(*files: tuple[Path | None, Sequence[str]]) -> None:
+    """Raise ArgumentError for a file to write whose suffix or folder is wrong.
+
+    Before anything is written: a command writes all of its files or none.
+    """
+    for path, suffixes in files:
+        if path is None:
+            continue
+        if suffixes and path.suffix.lower() not in suffixes:
+            raise ArgumentError(f"{str(path)!r} must end in {' or '.join(suffixes)}")
+        if not path.parent.is_dir():
+            raise ArgumentError(f"{str(path)!r}: its folder does not exist; make it first")
 
 
 def say_written(args: argparse.Namespace, *paths: Path | None) -> None:

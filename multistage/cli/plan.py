@@ -14,7 +14,16 @@ from ..planners import RANKED, Plan, UniformPlan
 from ..planners.chain.heterogeneous import ChainPlan, memory_curve
 from ..support.command_line import shown
 from ..support.units import format_bytes, format_seconds
-from .options import EPILOG, Commands, add_problem, add_showing, leave_out, say_written
+from ..view import SUFFIXES
+from .options import (
+    EPILOG,
+    Commands,
+    add_problem,
+    add_showing,
+    leave_out,
+    require_writable,
+    say_written,
+)
 from .problem import made_by
 
 Rows: TypeAlias = "list[dict[str, object]]"
@@ -35,7 +44,7 @@ def add(commands: Commands) -> None:
         "  multistage plan --chain costs.json --memory 4GiB\n"
         "  # with a tier, to which tapes and states may go; drawn, and kept in a file\n"
         "  multistage plan --chain costs.json --memory 4GiB \\\n"
-        "      --tiers write=2GB/s,read=1GB/s --picture plan.svg --save plan.json",
+        "      --rates write=2GB/s,read=1GB/s --picture plan.svg --save plan.json",
     )
     add_problem(planning)
     chain = planning.add_argument_group("a chain of unequal stages, in place of steps")
@@ -51,12 +60,11 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the plan, print it and write the files that were asked for."""
-    if args.save is not None and (args.curve or args.save.suffix.lower() != ".json"):
-        raise ArgumentError(
-            f"--save {str(args.save)!r} must end in .json, and goes without --curve"
-        )
+    if args.curve:
+        leave_out(args, ("save",), "--curve shows no single plan")
+    require_writable((args.save, (".json",)), (args.html, (".html",)), (args.picture, SUFFIXES))
     if args.load is not None:
-        leave_out(args, ("tiers", "save"), "--load shows a plan as it is")
+        leave_out(args, ("rates", "save"), "--load shows a plan as it is")
     made = made_by(args)
     if args.curve:
         _print_curve(args, made)
@@ -95,7 +103,7 @@ def _curve_of_steps(args: argparse.Namespace, made: UniformPlan) -> tuple[Rows, 
     """Return every plan of the trade-off, and the fastest of each number of slots."""
     from ..planners.trade_off import trade_off
 
-    names = RANKED if args.planner == "auto" else (args.planner,)
+    names = RANKED if args.planner in (None, "auto") else (args.planner,)
     curves = trade_off(made.costs, made.n_steps, names, also=made.slots, progress=shown(args))
     plans = [each for curve in curves.values() for each in curve]
     columns = ("slots", "planner", "makespan_s", "lower_bound_s", "recompute_factor")
@@ -108,11 +116,12 @@ def _curve_of_steps(args: argparse.Namespace, made: UniformPlan) -> tuple[Rows, 
 
 def _curve_of_chain(args: argparse.Namespace, made: ChainPlan) -> tuple[Rows, Rows]:
     """Return every point of the trade-off, and as many as a table is read for."""
-    if made.planner not in ("optimal", "revolve"):
-        raise ArgumentError(f"--curve goes with planner optimal or revolve, not {made.planner}")
+    planner = "optimal" if made.planner == "pieces" else made.planner
+    if planner != "optimal" and planner != "revolve":
+        raise ArgumentError(f"--curve goes with planner optimal or revolve, not {planner}")
     if made.tier is not None:
         raise ArgumentError("--curve shows plans without a tier, and this plan has one")
-    curve = memory_curve(made.costs, made.planner)
+    curve = memory_curve(made.costs, planner)
     best = curve[-1][1]
     chosen = curve[:: max(1, len(curve) // 24)]
     chosen = chosen if chosen[-1] == curve[-1] else [*chosen, curve[-1]]

@@ -13,7 +13,9 @@ from tabulate import tabulate
 from ..errors import ArgumentError
 from ..support.command_line import add_progress, shown
 from ..support.units import format_bytes, format_seconds, parse_bytes
-from .options import Commands
+from .options import Commands, leave_out
+
+_SIZES = "64KiB,1MiB,16MiB"
 
 
 def add(commands: Commands) -> None:
@@ -33,7 +35,7 @@ def add(commands: Commands) -> None:
     probe.add_argument(
         "tier", nargs="?", help="a folder, or a tier as programs name it: file:///scratch, numa:1"
     )
-    probe.add_argument("--sizes", default="64KiB,1MiB,16MiB", help="state sizes (64KiB,1MiB,16MiB)")
+    probe.add_argument("--sizes", help="state sizes (64KiB,1MiB,16MiB)")
     probe.add_argument("--json", action="store_true", help="print only JSON")
     add_progress(probe)
     probe.set_defaults(run=run)
@@ -44,10 +46,11 @@ def run(args: argparse.Namespace) -> int:
     from ..measurement.store import probe_tier
 
     if args.tier is None:
+        leave_out(args, ("sizes",), "without a tier memory nodes are listed")
         return _probe_nodes(args)
     is_tier = re.match(r"[a-z][a-z0-9+.-]*:", args.tier) and not Path(args.tier).exists()
     tier = args.tier if is_tier else Path(args.tier)
-    sizes = [parse_bytes(size, "--sizes") for size in args.sizes.split(",")]
+    sizes = [parse_bytes(size, "--sizes") for size in (args.sizes or _SIZES).split(",")]
     for size in sizes:
         if size < 1:
             raise ArgumentError(f"state size {size} must be at least one byte")

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 
 from ..errors import ArgumentError
+from ..model.budget import Budget
 from ..model.costs import Costs
 from ..model.stages import StageCosts
 from ..model.tier import Tier
@@ -26,12 +27,13 @@ def made_by(args: argparse.Namespace) -> Plan:
     if chain is not None:
         leave_out(args, steps, "--chain holds the costs of all stages")
         costs = StageCosts.load(chain)
-        if args.curve and args.tiers is not None:
-            raise ArgumentError("--curve is of plans without a tier; leave --tiers out")
-        rates = None if args.tiers is None else rates_for(costs, args.tiers)
-        planner: ChainPlanner = "optimal" if args.planner == "auto" else args.planner
-        return plan_chain(costs, args.memory, planner, tiers=rates, progress=shown(args))
-    return plan(costs_of(args), args.memory, args.n_steps, args.planner, progress=shown(args))
+        if args.curve and args.rates is not None:
+            raise ArgumentError("--curve is of plans without a tier; leave --rates out")
+        rates = None if args.rates is None else rates_for(costs, args.rates)
+        chosen: ChainPlanner = "optimal" if args.planner in (None, "auto") else args.planner
+        return plan_chain(costs, args.memory, chosen, tiers=rates, progress=shown(args))
+    planner = args.planner or "auto"
+    return plan(costs_of(args), args.memory, args.n_steps, planner, progress=shown(args))
 
 
 def costs_of(args: argparse.Namespace) -> Costs:
@@ -39,8 +41,8 @@ def costs_of(args: argparse.Namespace) -> Costs:
     for name in ("n_steps", "memory"):
         if getattr(args, name) is None:
             raise ArgumentError(f"--{name.replace('_', '-')} is missing")
-    if args.tiers is not None:
-        leave_out(args, TIER_NUMBERS, "--tiers describes the slow tier")
+    if args.rates is not None:
+        leave_out(args, TIER_NUMBERS, "--rates describes the slow tier")
     if args.costs is not None:
         leave_out(args, NUMBERS, "--costs FILE holds all costs")
         costs = Costs.load(args.costs)
@@ -54,8 +56,8 @@ def costs_of(args: argparse.Namespace) -> Costs:
                     name="slow",
                     write_s=parse_seconds(args.write, "--write"),
                     read_s=parse_seconds(args.read or args.write, "--read"),
-                    write_overhead_s=parse_seconds(args.write_overhead, "--write-overhead"),
-                    read_overhead_s=parse_seconds(args.read_overhead, "--read-overhead"),
+                    write_overhead_s=parse_seconds(args.write_overhead or "0", "--write-overhead"),
+                    read_overhead_s=parse_seconds(args.read_overhead or "0", "--read-overhead"),
                     capacity_states=args.capacity,
                 ),
             )
@@ -67,15 +69,30 @@ def costs_of(args: argparse.Namespace) -> Costs:
             forward_step_s=parse_seconds(args.forward_step, "--forward-step"),
             reverse_step_s=parse_seconds(args.reverse_step, "--reverse-step"),
             tape_step_s=taping_s,
-            state_bytes=parse_bytes(args.state, "--state"),
-            tape_bytes=parse_bytes(args.tape, "--tape"),
+            state_bytes=_state_bytes(args),
+            tape_bytes=parse_bytes(args.tape or "0", "--tape"),
             tiers=tiers,
         )
-    if args.tiers is not None:
-        costs = replace(costs, tiers=(Tier.parse(args.tiers),))
+    if args.rates is not None:
+        costs = replace(costs, tiers=(Tier.parse(args.rates),))
     if args.save_costs is not None:
         costs.save(args.save_costs)
     return costs
+
+
+def _state_bytes(args: argparse.Namespace) -> int:
+    """Return the bytes of a state, 1 where nothing is counted in bytes."""
+    if args.state is None:
+        counted = {"--tape": args.tape, "--rates": args.rates}
+        if Budget.parse(args.memory).slots is None:
+            counted["--memory"] = args.memory
+        for name, value in counted.items():
+            if value is not None:
+                raise ArgumentError(
+                    f"--state is missing: {name} {value} counts bytes; give --state, such as 64KiB"
+                    ", or --memory in slots and times per state"
+                )
+    return parse_bytes(args.state or "1", "--state")
 
 
 def rates_for(costs: StageCosts, text: str) -> Tier:

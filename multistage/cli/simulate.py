@@ -11,7 +11,16 @@ from tabulate import tabulate
 from ..planners import Plan, UniformPlan
 from ..schedule.simulation import Jitter, Simulation
 from ..support.units import format_bytes, format_seconds
-from .options import EPILOG, Commands, add_problem, add_showing, leave_out, say_written
+from ..view import SUFFIXES
+from .options import (
+    EPILOG,
+    Commands,
+    add_problem,
+    add_showing,
+    leave_out,
+    require_writable,
+    say_written,
+)
 from .problem import made_by
 
 
@@ -32,7 +41,7 @@ def add(commands: Commands) -> None:
     showing.add_argument("--trace", type=Path, help="write a trace for ui.perfetto.dev")
     simulating.add_argument("--load", type=Path, help="simulate a plan that plan --save wrote")
     simulating.add_argument("--jitter", help="lognormal:SIGMA or spikes:PROBABILITY,FACTOR")
-    simulating.add_argument("--seed", type=int, default=0, help="seed of the jitter (0)")
+    simulating.add_argument("--seed", type=int, help="seed of the jitter (0)")
     simulating.set_defaults(run=run)
 
 
@@ -40,11 +49,14 @@ def run(args: argparse.Namespace) -> int:
     """Run a plan, read from a file or newly made, in virtual time; a chain's at other rates too."""
     if args.load is not None:
         leave_out(args, ("n_steps", "memory", "costs"), "--load simulates a plan as it is")
-    made = made_by(args)
-    if args.tiers is not None and args.load is not None:
-        made = made.with_tier(args.tiers)
+    if args.jitter is None:
+        leave_out(args, ("seed",), "without --jitter nothing is drawn")
+    require_writable((args.html, (".html",)), (args.picture, SUFFIXES), (args.trace, ()))
     jitter = None if args.jitter is None else Jitter.parse(args.jitter)
-    run = made.simulate(jitter=jitter, seed=args.seed)
+    made = made_by(args)
+    if args.rates is not None and args.load is not None:
+        made = made.with_tier(args.rates)
+    run = made.simulate(jitter=jitter, seed=args.seed or 0)
     if args.picture is not None:
         from ..planners.pictures.plans import run_chart
         from ..view import save_chart
@@ -79,7 +91,7 @@ def _print_run(args: argparse.Namespace, made: Plan, run: Simulation) -> None:
             **({"peak_slots": run.peak_slots} if isinstance(made, UniformPlan) else {}),
             "memory_bytes": made.memory_bytes,
             "jitter": args.jitter,
-            "seed": args.seed,
+            "seed": args.seed or 0,
         }
         print(json.dumps(facts, indent=2))
         return

@@ -15,6 +15,7 @@ from .chart import Chart
 # Pixels of a `.png` for each pixel of a page.
 _SCALE = 1.5
 _CONVERTED = ("png", "pdf", "ps", "eps")
+SUFFIXES = (".svg", *(f".{each}" for each in _CONVERTED))
 
 
 def save_chart(chart: Chart, path: str | Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from multistage.backends.files import available_engines
-from multistage.cli import main
+from multistage.cli import main, parser
 from multistage.model.costs import Costs
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
@@ -45,7 +45,7 @@ def test_plan_as_json_and_costs_files(capsys, tmp_path: Path) -> None:
 
 def test_a_tier_of_steps_can_be_given_by_its_rates(capsys, tmp_path: Path) -> None:
     made = []
-    for tier in (["--write=4ms", "--read=8ms"], ["--tier=write=25kB/s,read=12500B/s"]):
+    for tier in (["--write=4ms", "--read=8ms"], ["--rates=write=25kB/s,read=12500B/s"]):
         numbers = [n for n in NUMBERS if not n.startswith("--write")]
         assert main(["plan", *numbers, "--state=100", *tier, "--json"]) == 0
         made.append(json.loads(capsys.readouterr().out))
@@ -53,7 +53,7 @@ def test_a_tier_of_steps_can_be_given_by_its_rates(capsys, tmp_path: Path) -> No
     path = tmp_path / "plan.json"
     assert main(["plan", *NUMBERS, f"--save={path}"]) == 0
     capsys.readouterr()
-    assert main(["simulate", f"--load={path}", "--tiers=write=1B/s", "--json"]) == 0
+    assert main(["simulate", f"--load={path}", "--rates=write=1B/s", "--json"]) == 0
     run = json.loads(capsys.readouterr().out)
     assert run["makespan_s"] > run["predicted_s"] and run["planner"] == "streaming"
 
@@ -192,21 +192,33 @@ def test_demo_differentiates_and_tests(capsys, tmp_path: Path, options: list[str
         (["plan", *STEPS, "--costs=costs.json", "--capacity=3"], "leave --capacity out"),
         (["plan", *NUMBERS, "--planner=optimal"], "planner 'optimal' is not known"),
         (["plan", *STEPS, *TIMES, "--read=4ms"], "without --write there is no slow tier"),
-        (["plan", *STEPS, *TIMES, "--tiers=write=1", "--capacity=3"], "leave --capacity out"),
+        (["plan", *STEPS, *TIMES, "--rates=write=1", "--capacity=3"], "leave --capacity out"),
         (["plan", "--load=plan.json", "--planner=revolve"], "leave --planner out"),
         (["simulate", "--load=plan.json", "--write-overhead=1s"], "leave --write-overhead out"),
         (["plan", *NUMBERS, "--planner=store-all"], "store-all needs 299"),
         (["simulate", *NUMBERS, "--jitter=gauss:1"], "jitter 'gauss:1'"),
-        (["simulate", *NUMBERS, "--picture=t.xyz"], "'t.xyz' ends in .xyz"),
+        (["simulate", *NUMBERS, "--picture=t.xyz"], "'t.xyz' must end in .svg or .png"),
         (["plan", *STEPS, f"--costs={sys.executable}"], "cannot be read"),
         (["probe", "/nonexistent"], "it does not exist; create it"),
         (["probe", "file:/nonexistent"], "it does not exist; create it"),
         (["probe", "ftp://x"], "'ftp://x' is not known"),
         (["probe", "pinned:"], "is for PyTorch alone"),
         (["plan", *NUMBERS, "--memory=."], "memory='.' is no byte count"),
-        (["plan", *NUMBERS, "--tiers=write=1"], "leave --write out"),
+        (["plan", *NUMBERS, "--rates=write=1"], "leave --write out"),
+        (["plan", *TIMES, "--n-steps=9", "--memory=9"], "--state is missing: --memory 9"),
+        (["simulate", *TIMES, "--n-steps=9", "--memory=1 MiB"], "--state is missing"),
+        (["plan", *TIMES, *STEPS, "--rates=write=1"], "--state is missing: --rates write=1"),
+        (["plan", *TIMES, *STEPS, "--tape=9"], "--state is missing: --tape 9"),
+        (["plan", *TIMES, *STEPS, "--state=1", "--read-overhead=0"], "leave --read-overhead out"),
+        (["plan", "--costs=c.json", *STEPS, "--state=1"], "leave --state out"),
+        (["plan", "--load=p.json", "--planner=auto"], "leave --planner out"),
+        (["simulate", *NUMBERS, "--seed=0"], "leave --seed out"),
+        (["simulate", *NUMBERS, "--html=page.txt"], "'page.txt' must end in .html"),
+        (["simulate", *NUMBERS, "--trace=no/where.json"], "its folder does not exist"),
+        (["plan", *NUMBERS, "--html=no/where.html"], "its folder does not exist"),
+        (["probe", "--sizes=64KiB"], "leave --sizes out"),
         (["plan", *NUMBERS, "--save=plan.html"], "must end in .json"),
-        (["plan", *NUMBERS, "--save=plan.json", "--curve"], "goes without --curve"),
+        (["plan", *NUMBERS, "--save=plan.json", "--curve"], "leave --save out"),
         (["plan", *NUMBERS, "--load=plan.json"], "leave --n-steps out"),
         (["plan", "--load=/nonexistent/plan.json"], "cannot be read"),
         (["plan", "--load=plan.json", "--memory=1"], "leave --memory out"),
@@ -301,7 +313,7 @@ def a_chain_file(tmp_path: Path, **changes: object) -> str:
 def test_a_chain_with_a_tier_is_planned_drawn_and_read_back(tmp_path, capsys) -> None:
     options = ["plan", a_chain_file(tmp_path), "--memory=0.4"]
     there = [f"--{name}={tmp_path / file}" for name, file in FILES.items()]
-    assert main([*options, "--tiers=write=90kB/s,read=90kB/s,name=disk", *there]) == 0
+    assert main([*options, "--rates=write=90kB/s,read=90kB/s,name=disk", *there]) == 0
     text = capsys.readouterr().out
     for words in ("to tier", "tier disk: writes", "no tier", "every tape to the tier"):
         assert words in text
@@ -310,7 +322,7 @@ def test_a_chain_with_a_tier_is_planned_drawn_and_read_back(tmp_path, capsys) ->
     assert "Timeline, predicted" in (tmp_path / "plan.html").read_text()
     assert main(["plan", f"--load={tmp_path / 'plan.json'}"]) == 0
     assert capsys.readouterr().out.splitlines() == text.splitlines()[:-3]
-    assert main([*options, "--tiers=write=90kB/s", "--json"]) == 0
+    assert main([*options, "--rates=write=90kB/s", "--json"]) == 0
     assert ChainPlan.from_dict(json.loads(capsys.readouterr().out)).tier is not None
 
 
@@ -330,13 +342,13 @@ FILES = {"save": "plan.json", "html": "plan.html", "picture": "plan.svg"}
 
 def test_a_chain_s_plan_is_simulated_with_a_slower_tier(tmp_path, capsys) -> None:
     path = tmp_path / "plan.json"
-    options = ["plan", a_chain_file(tmp_path), "--memory=0.4", "--tiers=write=90kB/s"]
+    options = ["plan", a_chain_file(tmp_path), "--memory=0.4", "--rates=write=90kB/s"]
     assert main([*options, f"--save={path}"]) == 0
     capsys.readouterr()
     assert main(["simulate", f"--load={path}", "--json"]) == 0
     usual = json.loads(capsys.readouterr().out)
     assert usual["makespan_s"] == usual["predicted_s"]
-    slower = ["simulate", f"--load={path}", "--tiers=write=20kB/s", "--jitter=lognormal:0.3"]
+    slower = ["simulate", f"--load={path}", "--rates=write=20kB/s", "--jitter=lognormal:0.3"]
     assert main([*slower, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["makespan_s"] > usual["makespan_s"]
@@ -351,7 +363,7 @@ def test_a_chain_s_plan_is_simulated_with_a_slower_tier(tmp_path, capsys) -> Non
     for argv, message in (
         (slower, "has no tier to replace"),
         ([*slower, "--n-steps=3"], "leave --n-steps out"),
-        (["simulate", *NUMBERS, "--tiers=write=1"], "leave --write out"),
+        (["simulate", *NUMBERS, "--rates=write=1"], "leave --write out"),
     ):
         assert main(argv) == 2
         assert message in capsys.readouterr().err
@@ -363,7 +375,7 @@ def test_the_lower_bound_of_a_simulation_is_that_of_its_tier(tmp_path, capsys) -
     steps = plan(Costs(1.0, 1.0, tiers=(Tier("file", 2.0, 2.0),)), "10 slots", 100)
     for made in (chain, steps):
         made.save(tmp_path / "plan.json")
-        argv = ["simulate", f"--load={tmp_path / 'plan.json'}", "--tiers=write=4kB/s", "--json"]
+        argv = ["simulate", f"--load={tmp_path / 'plan.json'}", "--rates=write=4kB/s", "--json"]
         assert main(argv) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["lower_bound_s"] < made.lower_bound_s
@@ -374,22 +386,22 @@ def test_the_lower_bound_of_a_simulation_is_that_of_its_tier(tmp_path, capsys) -
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({}, ["--tiers=fast"], "tier 'fast': 'fast' is not understood; write it as"),
-        ({}, ["--tiers=read=1GB/s"], "lacks its rate of writing"),
-        ({}, ["--tiers=write=0"], "must be above 0"),
-        ({}, ["--tiers=write=1,capacity=39"], "capacity=39 bytes < 40 bytes of the smallest tape"),
+        ({}, ["--rates=fast"], "tier 'fast': 'fast' is not understood; write it as"),
+        ({}, ["--rates=read=1GB/s"], "lacks its rate of writing"),
+        ({}, ["--rates=write=0"], "must be above 0"),
+        ({}, ["--rates=write=1,capacity=39"], "capacity=39 bytes < 40 bytes of the smallest tape"),
         (
             {},
-            ["--tiers=write=1,capacity=9,states-only"],
+            ["--rates=write=1,capacity=9,states-only"],
             "of the smallest state; give it more room",
         ),
-        ({}, ["--tiers=write=1", "--planner=revolve"], "tiers go with planner 'optimal'"),
-        ({}, ["--tiers=write=1", "--curve"], "leave --tiers out"),
+        ({}, ["--rates=write=1", "--planner=revolve"], "tiers go with planner 'optimal'"),
+        ({}, ["--rates=write=1", "--curve"], "leave --rates out"),
         ({}, ["--save=plan.txt"], "must end in .json"),
         ({}, ["--write=4ms"], "leave --write out"),
         ({}, ["--save-costs=costs.json"], "leave --save-costs out"),
-        ({}, ["--tiers=write=1", "--memory=20"], "memory=20 bytes < "),
-        ({"output_bytes": 900, "tape_bytes": 990}, ["--memory=800", "--tiers=write=1"], "< "),
+        ({}, ["--rates=write=1", "--memory=20"], "memory=20 bytes < "),
+        ({"output_bytes": 900, "tape_bytes": 990}, ["--memory=800", "--rates=write=1"], "< "),
         ({"forward_s": float("nan")}, [], "stage 'layer': forward_s=nan"),
         ({"backward_s": -1.0}, [], "stage 'layer': backward_s=-1.0"),
         ({"tape_bytes": 3}, [], "tape_bytes=3 < output_bytes=10"),
@@ -432,3 +444,21 @@ def test_options_that_do_not_parse_end_with_one_line(argv: list[str], capsys) ->
     assert ended.value.code == 2
     assert told.count("\n") == 1
     assert told.endswith(" --help\n")
+
+
+def test_nothing_is_written_where_one_file_cannot_be(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command, more in (("plan", "--save=plan.json"), ("simulate", "--trace=trace.json")):
+        assert main([command, *NUMBERS, "--picture=p.svg", "--html=page.txt", more]) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_option_means_the_same_in_every_command() -> None:
+    """`--tiers` is a place everywhere; the rates of a tier have an option of their own."""
+    commands = parser()._subparsers._group_actions[0].choices
+    for name in ("plan", "simulate"):
+        options = {option for each in commands[name]._actions for option in each.option_strings}
+        assert "--rates" in options and "--tiers" not in options
+    demos = commands["demo"]._subparsers._group_actions[0].choices
+    for demo in demos.values():
+        assert "--tiers" in {option for each in demo._actions for option in each.option_strings}
