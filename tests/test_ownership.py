@@ -671,8 +671,9 @@ def test_views_in_tapes_are_copied_unless_they_are_the_states(in_place: bool) ->
         after = np.sin(x + i)
         if in_place:
             x[...] = after
-        kept.append(optree.tree_map(lambda a: a, [work[i % 2], x[1:], after[::2], fresh]))
-        return kept[-1] if in_place else (after, kept[-1])
+        made = [work[i % 2], x[1:], after[::2], fresh]
+        kept.append([made[0], *made[2:]] if in_place else list(made))
+        return made if in_place else (after, made)
 
     def read(tape: Any, adjoint: int, i: int) -> int:
         return told(optree.tree_map(np.asarray, tape), adjoint, i)

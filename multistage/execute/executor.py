@@ -317,6 +317,11 @@ class Executor(Generic[State, Adjoint]):
         return self._sweep
 
     @property
+    def stands(self) -> bool:
+        """Whether a sweep is in progress."""
+        return self._sweep is not None
+
+    @property
     def live(self) -> State:
         """The live state, for the schedule of a forward sweep to look at."""
         assert self._sweep is not None
@@ -368,10 +373,10 @@ class Executor(Generic[State, Adjoint]):
                 )
                 if forward and self._chain.in_place and sizes_differ(error):
                     told = given_back(told, sweep)
+                if told is error:
+                    told = overwritten(error, self._slots)  # before its arrays are given back
             finally:
                 self.abort()
-            if told is error:
-                told = overwritten(error)
             try:
                 if told is not error:
                     raise told from error

@@ -31,7 +31,7 @@ from ..planners.single.revolve import revolve_schedule
 from ..states.arrays import ArrayStates
 from ..states.in_place import InPlace
 from ..states.layout import Array, Layout
-from ..states.slots import Kept, Slots, States, overwritten
+from ..states.slots import Kept, Slots, States, told_of
 from ..states.tapes import own_bytes
 from ..support.progress import counting
 from .driver import action_seconds, settled, with_driver
@@ -173,12 +173,8 @@ def starting(
     """Give a function that returns state 0 again and again; leave `state` as it was."""
     kept = slots.keep(state, 0)
     try:
-        with getattr(slots, "watched", contextlib.nullcontext)():
+        with told_of(slots), getattr(slots, "watched", contextlib.nullcontext)():
             yield lambda: slots.load(kept, state)
-    except ValueError as error:
-        if (told := overwritten(error)) is not error:
-            raise told from error
-        raise
     finally:
         if chain.in_place:
             _restore(kept, state, slots)

@@ -20,14 +20,16 @@ same to the last bit.
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Iterator
 from typing import Generic, TypeVar, cast
 
 from ..errors import ArgumentError
 from ..states.apart import apart_from
 from ..states.arrays import ArrayStates
 from ..states.layout import Array, Layout
-from ..states.slots import Kept, Slots, guarded, no_adjoint
+from ..states.slots import Kept, Slots, guarded, no_adjoint, told_of
 from .chain import Chain
 
 State = TypeVar("State")
@@ -113,7 +115,7 @@ class Blocks(Generic[State, Adjoint]):
     def tape(self, state: State, step: int) -> tuple[State, object]:
         slots = self._slots(state)
         kept: list[Kept] = []
-        try:
+        with _borrowed(slots):
             for i in range(self._first(step), self._first(step + 1)):
                 before = state
                 state, tape = self._chain.tape(state, i)
@@ -121,8 +123,6 @@ class Blocks(Generic[State, Adjoint]):
                 tape = None  # or it would be another reference to what the state holds
                 slots.check(state, i + 1)
             return state, [each.state for each in kept]
-        finally:
-            slots.release_all()
 
     def reverse(self, tape: object, adjoint: Adjoint, step: int) -> Adjoint:
         first, stop = self._first(step), self._first(step + 1)
@@ -140,7 +140,7 @@ class Blocks(Generic[State, Adjoint]):
         chain, slots, wanted = self._chain, self._slots(state), adjoint is not None
         reverse = guarded(slots, chain.reverse)
         kept: list[Kept] = []
-        try:
+        with _borrowed(slots):
             for i in range(first, stop - 1):
                 kept.append(slots.keep(state, i))
                 state = chain.advance(state, i, i + 1)
@@ -158,8 +158,6 @@ class Blocks(Generic[State, Adjoint]):
                 if i < stop - 1:
                     slots.release(kept.pop())
             return adjoint
-        finally:
-            slots.release_all()
 
     def _slots(self, state: State) -> Slots[State, Array]:
         """Return slots for states like this one: kept from block to block with their arrays."""
@@ -168,6 +166,16 @@ class Blocks(Generic[State, Adjoint]):
             self._layout = layout
             self._states = ArrayStates(self._chain.in_place).slots(layout)
         return self._states
+
+
+@contextlib.contextmanager
+def _borrowed(slots: Slots[State, Array]) -> Iterator[None]:
+    """Give slots back in the end; an operator's write to what they hold is told first."""
+    try:
+        with told_of(slots):
+            yield
+    finally:
+        slots.release_all()
 
 
 def _count(name: str, value: int) -> int:

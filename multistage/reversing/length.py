@@ -11,6 +11,14 @@ State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 
 
+class Stopped(Exception):
+    """Carries a StopIteration of `until` out of a schedule, which would end by it."""
+
+    def __init__(self, error: StopIteration) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 class SweepLength:
     """The number of steps of a forward sweep.
 
@@ -37,9 +45,12 @@ class SweepLength:
             return None
 
         def is_last(i: int) -> bool:
-            if until(executor.live, i):
+            try:
+                found = until(executor.live, i)
+            except StopIteration as error:
+                raise Stopped(error) from None
+            if found:
                 self.steps = i
-                return True
-            return False
+            return bool(found)
 
         return is_last

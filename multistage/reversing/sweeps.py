@@ -13,7 +13,7 @@ from ..planners import UniformPlan
 from ..report import Report
 from ..support.progress import Bars
 from .arguments import Arguments
-from .length import SweepLength
+from .length import Stopped, SweepLength
 from .opened import OpenStores
 from .telling import Drawn, Reports, has_begun, plan_of
 from .unequal import Unequal
@@ -21,6 +21,9 @@ from .uniform import Uniform
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
+
+
+_PREPARED = "; prepare(), with a state of another layout, has ended the sweep: call forward() again"
 
 
 class Sweeps(Generic[State, Adjoint]):
@@ -51,7 +54,7 @@ class Sweeps(Generic[State, Adjoint]):
         self.length = SweepLength()
         self._reports = Reports(given.stores)
         self._drawn: Drawn = None
-        self._ready = False
+        self._ready, self._ended = False, ""
         self.executor: Executor[State, Adjoint] | None = None
         self.steps: Uniform[State, Adjoint] | Unequal[State, Adjoint]
         if given.stages is None:
@@ -97,6 +100,8 @@ class Sweeps(Generic[State, Adjoint]):
         try:
             steps = self.steps
             self.executor = steps.prepare(state, self.executor)
+            if self._ready and not self.executor.stands:
+                self._ready, self._ended = False, _PREPARED
             plan = steps.plan
             if plan is None and isinstance(steps, Uniform):
                 plan = steps.plan_of(1)  # any number of steps may follow
@@ -121,11 +126,16 @@ class Sweeps(Generic[State, Adjoint]):
         self._opened.require_own()
         try:
             return self._forward(state, until)
+        except Stopped as carried:
+            raise carried.error from None
         except (StateError, LargerThanPlanned) as error:
             if not self._measures_anew(error):
                 raise
             without_frames(error)
-        return self._forward(state, until)
+        try:
+            return self._forward(state, until)
+        except Stopped as carried:
+            raise carried.error from None
 
     def _measures_anew(self, error: Exception) -> bool:
         """Whether a sweep that other sizes than planned have ended is to be run again."""
@@ -171,14 +181,16 @@ class Sweeps(Generic[State, Adjoint]):
             finally:
                 self.end(keep=True)
             raise
-        self._ready = True
+        self._ready, self._ended = True, ""
         self.bars.turn(self.length.steps)
         return last
 
     def reverse(self, adjoint: Adjoint) -> Adjoint:
         """Run the reverse sweep; return the adjoint of state 0."""
         if not self._ready or self.executor is None:
-            raise ArgumentError("reverse() needs a forward() before it, one for each reverse()")
+            raise ArgumentError(
+                f"reverse() needs a forward() before it, one for each reverse(){self._ended}"
+            )
         self._opened.require_own()
         if self._durable is not None:
             try:

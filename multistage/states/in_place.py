@@ -59,7 +59,7 @@ class InPlace(Copies):
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
-        self._frozen = Frozen()
+        self.frozen = Frozen()
         self._home: list[Any] = []  # the arrays that the sweep began with
         self._simple = True  # arrays only, no scalars
         self._overlap: bool | None = None  # not known yet
@@ -123,7 +123,7 @@ class InPlace(Copies):
 
     def keep_tape(self, tape: object, states: tuple[object, object], step: int) -> Kept:
         memory = self._memory_of(states[1])
-        return keep_tape(self._frozen, tape, states, memory, f"the tape of step {step}")
+        return keep_tape(self.frozen, tape, states, memory, f"the tape of step {step}")
 
     def adopt_adjoint(self, adjoint: Adjoint, live: object) -> Adjoint:
         return self._memory_of(live).apart(adjoint, "the adjoint")
@@ -179,13 +179,13 @@ class InPlace(Copies):
 
     def release(self, kept: Kept) -> None:
         super().release(kept)
-        if self._frozen.entries:
+        if self.frozen.entries:
             for array in kept.arrays:
-                self._frozen.free(array)
+                self.frozen.free(array)
 
     def release_all(self) -> None:
         super().release_all()
-        self._frozen.free_all()
+        self.frozen.free_all()
         self._home = []
         self._only = self._tree = _NOTHING
         self._places = {}

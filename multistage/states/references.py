@@ -36,8 +36,8 @@ class References:
         self._layout = layout
         single: tuple[Any, Any] = layout.single or (None, None)
         self._shape, self._dtype = single
-        self._frozen = Frozen() if frozen is None else frozen
-        self._entries = self._frozen.entries
+        self.frozen = Frozen() if frozen is None else frozen
+        self._entries = self.frozen.entries
         self.shared = layout.fixed
 
     def keep(self, state: object, where: int | str) -> Kept:
@@ -88,7 +88,7 @@ class References:
         self._layout.arrays(live, where)
 
     def keep_tape(self, tape: object, states: tuple[object, object], step: int) -> Kept:
-        return keep_tape(self._frozen, tape, states, None, "")
+        return keep_tape(self.frozen, tape, states, None, "")
 
     def adopt_adjoint(self, adjoint: Adjoint, live: object) -> Adjoint:
         held = [array for array, *_ in self._entries.values()]
@@ -114,7 +114,7 @@ class References:
         return
 
     def release_all(self) -> None:
-        self._frozen.free_all()
+        self.frozen.free_all()
 
 
 def loaded(kept: Kept) -> object:

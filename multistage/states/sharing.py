@@ -320,6 +320,10 @@ class Frozen:
         # Of a sweep that is dropped, not ended: the caller gets the arrays back as they were.
         weakref.finalize(self, _thaw, self.entries).atexit = False
 
+    def holds(self, array: Array) -> bool:
+        """Whether an array, or the one that it is a view of, is among them."""
+        return id(array) in self.entries or id(owner(array)) in self.entries
+
     def hold(self, array: Array) -> None:
         """Mark an array read-only.  One that was so before stays so forever."""
         entry = self.entries.get(id(array))

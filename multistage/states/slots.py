@@ -6,11 +6,15 @@ nothing overwrites (`references.py`), or a copy (`copies.py`, `in_place.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import dis
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
 from typing import NamedTuple, Protocol, Self, TypeVar, cast
 
 from ..errors import StateError
 from .layout import Array
+from .sharing import Unseen, arrays_in
 
 State = TypeVar("State")
 State_contra = TypeVar("State_contra", contravariant=True)
@@ -53,14 +57,55 @@ def guarded(
     return reverse if by is None else cast(Callable[[object, Adjoint, int], Adjoint], by(reverse))
 
 
-def overwritten(error: BaseException) -> BaseException:
-    """Return a StateError for an operator that wrote to a read-only array, or the error itself."""
-    if type(error) is not ValueError or "read-only" not in str(error):
+def overwritten(error: BaseException, slots: object) -> BaseException:
+    """Return a StateError for an operator that wrote to a kept array, or the error itself.
+
+    NumPy's error does not tell the array: those are looked at that the frame refers to.
+    Where some are read-only for another reason the error stays, with a note.
+    """
+    frozen, trace = getattr(slots, "frozen", None), error.__traceback__
+    if type(error) is not ValueError or "read-only" not in str(error) or frozen is None:
         return error
-    return StateError(
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or _raises(trace):
+        return error
+    locked = [array for array in _named_in(trace.tb_frame) if not array.flags.writeable]
+    ours = [array for array in locked if frozen.holds(array)]
+    told = (
         f"an operator wrote to a state that a checkpoint refers to, or to a tape that is held "
         f"({error}); return new arrays, or use InPlaceChain for operators that overwrite"
     )
+    if ours and len(ours) == len(locked):
+        return StateError(told)
+    if ours:
+        error.add_note(f"If this is not an array of your own that is read-only: {told}.")
+    return error
+
+
+@contextlib.contextmanager
+def told_of(slots: object) -> Iterator[None]:
+    """Raise the StateError of `overwritten` in place of an operator's error."""
+    try:
+        yield
+    except ValueError as error:
+        if (told := overwritten(error, slots)) is not error:
+            raise told from error
+        raise
+
+
+def _raises(trace: TracebackType) -> bool:
+    """Whether a frame ended in a `raise` of its own: the error is not NumPy's."""
+    code = trace.tb_frame.f_code.co_code
+    return dis.opname[code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
+
+
+def _named_in(frame: FrameType) -> Iterator[Array]:
+    """Yield the arrays that the variables of a frame refer to, and the globals that it names."""
+    named = (frame.f_globals.get(name) for name in frame.f_code.co_names)
+    for value in (*frame.f_locals.values(), *named):
+        with contextlib.suppress(Unseen):
+            yield from arrays_in(value)
 
 
 class StateLayout(Protocol[State_contra, ArrayT, PackingT]):

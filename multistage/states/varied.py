@@ -169,14 +169,14 @@ class VariedReferences:
 
     def __init__(self, layouts: Layouts) -> None:
         self._layouts = layouts
-        self._frozen = Frozen()
-        self._first = References(layouts.first, self._frozen)
+        self.frozen = Frozen()
+        self._first = References(layouts.first, self.frozen)
         self._by_layout = {id(layouts.first): self._first}
 
     def _of(self, layout: Layout) -> References:
         found = self._by_layout.get(id(layout))
         if found is None:
-            found = self._by_layout[id(layout)] = References(layout, self._frozen)
+            found = self._by_layout[id(layout)] = References(layout, self.frozen)
         return found
 
     def keep(self, state: object, where: int | str) -> Kept:
@@ -201,7 +201,7 @@ class VariedReferences:
         return self._layouts.count(self._first.keep_tape(tape, states, step))
 
     def adopt_adjoint(self, adjoint: Adjoint, live: object) -> Adjoint:
-        held = [array for array, *_ in self._frozen.entries.values()]
+        held = [array for array, *_ in self.frozen.entries.values()]
         return Memory([*held, *self._layouts.arrays(live)]).apart(adjoint, "the adjoint")
 
     def apart(self, adjoint: Adjoint, live: object) -> Adjoint:
@@ -215,7 +215,7 @@ class VariedReferences:
         return
 
     def release_all(self) -> None:
-        self._frozen.free_all()
+        self.frozen.free_all()
 
 
 class VariedInPlace(InPlace):
