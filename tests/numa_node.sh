@@ -8,7 +8,7 @@ say $python -m multistage probe
 say $python -m multistage probe numa:1 --sizes 64KiB,1MiB --no-progress
 say numactl --membind=1 $python -m multistage probe numa:0 --sizes 64KiB,1MiB --no-progress
 status=0
-$python -m pytest -q -p no:cacheprovider -n0 --timeout=900 -rs --basetemp=/tmp/pytest \
+$python -m pytest -q -p no:cacheprovider -n0 --timeout=900 -rs --basetemp="$TMPDIR/pytest" \
     tests/backends/test_two_nodes.py tests/backends/test_numa.py tests/backends/test_nodes.py \
     tests/support/test_free_memory.py || status=$?
 exit $status

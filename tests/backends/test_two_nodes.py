@@ -25,7 +25,7 @@ from multistage.backends import NumaStore
 from multistage.backends.arena import pages_of_node
 from multistage.backends.nodes import fast_node, memory_nodes
 from multistage.errors import CheckpointWarning, StoreError
-from multistage.support import free_memory as limits
+from multistage.support import free_memory
 
 NODES = memory_nodes()
 pytestmark = pytest.mark.skipif(
@@ -150,11 +150,11 @@ def test_the_computation_in_the_fast_node_and_states_in_the_other() -> None:
 
 
 def test_the_default_budget_is_of_the_node_that_the_process_is_bound_to() -> None:
-    code = "print(json.dumps([ms.limits.default_budget_bytes(), t.limits.node_free_bytes(1)]))"
+    code = "m = t.free_memory; print(json.dumps([m.default_budget_bytes(), m.node_free_bytes(1)]))"
     for how in (["--membind=1"], ["--preferred=1"]):
-        budget, free = run_bound(how, "import multistage.support.free_memory\n" + code)
+        budget, free = run_bound(how, code)
         assert abs(budget - free // 4) < free // 50
-    budget, free = run_bound([], "import multistage.support.free_memory\n" + code)
+    budget, free = run_bound([], code)
     assert budget > free // 4
 
 
@@ -191,10 +191,10 @@ def test_a_capacity_is_never_exceeded() -> None:
 
 def test_a_full_node_is_a_full_tier() -> None:
     """Without a look at what is free the kernel would end this process."""
-    free = limits.node_free_bytes(1)
+    free = free_memory.node_free_bytes(1)
     assert free is not None and free > 64 * MIB
     ballast = pages_of_node(free - 24 * MIB, 1)
-    left = limits.node_free_bytes(1)
+    left = free_memory.node_free_bytes(1)
     assert left is not None and left < 40 * MIB
     with (
         pytest.warns(CheckpointWarning, match="takes no more checkpoints: no space is left"),
