@@ -86,7 +86,7 @@ def program(seed: int) -> tuple[list[Step], dict[str, Tensor], list[Tensor | Non
     return [loop[t % period] for t in range(steps)], state, inputs
 
 
-def left_by(seed: int, options: dict[str, Any] | None, mode: str) -> tuple[list[Any], str]:
+def left_by(seed: int, options: dict[str, Any] | None, mode: Any) -> tuple[list[Any], str]:
     """Return all that a run leaves, and the planner; plainly without options."""
     cells, state, inputs = program(seed)
     torch.manual_seed(seed)

@@ -49,7 +49,7 @@ class Holds(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        total = 0.0
+        total: Any = 0.0
         for k, t in enumerate(ctx.saved_tensors):
             t = t.detach()
             lies = sum(s * (j + 1) for j, s in enumerate(t.stride())) if not t.is_sparse else 0
