@@ -418,10 +418,9 @@ def test_a_state_written_to_is_refused(which: str) -> None:
     x = torch.randn(128, WIDTH)
     seen: list[Tensor] = []
     model = a_chain(*("linear", "tanh") * 8)
-    for layer in model:
-        layer.register_forward_hook(lambda _m, _i, y: seen.append(y.detach()))
     ours = mst.Sequential(model, x, memory=0.6)
-    seen.clear()
+    for layer in model:  # planned for before: what hooks keep would count
+        layer.register_forward_hook(lambda _m, _i, y: seen.append(y.detach()))
     loss = ours(x).sum()
     for tensor in [x] if which == "input" else list(seen[:-1]):
         tensor.add_(1)

@@ -39,6 +39,7 @@ from ...states.slots import Kept
 from ..environment.states import KeptState, refuse_shared, tensors_in
 from ..measurement.joining import Calls
 from ..measurement.traits import Traits as Traits
+from ..measurement.watching import Metered
 from ..tiers.parcels import Origins
 from ..tiers.stowage import Berth, Stowage
 from .away import Away
@@ -62,6 +63,8 @@ class Run:
         Whether every stage is watched for draws of random numbers; see `StageRunner`.
     deadlines : Deadlines, optional
         What to ask when writes are late; of the plan that the actions are of.
+    metered : Metered, optional
+        Meters this iteration.
     """
 
     def __init__(
@@ -73,9 +76,10 @@ class Run:
         *,
         watchful: bool = True,
         deadlines: Deadlines | None = None,
+        metered: Metered | None = None,
     ) -> None:
         self._stages, self._script = StageRunner(stages, traits, watchful=watchful), Script(actions)
-        self._deadlines = deadlines
+        self._deadlines, self._metered = deadlines, metered
         self._berth = berth
         self._streams = any(isinstance(action, Put) for action in actions)
         self._lock = threading.RLock()
@@ -121,7 +125,8 @@ class Run:
             # Not for longer: the graph refers to us, and we would to it.
             links.unpack = self._tensor
             try:
-                self._sweep.forward()
+                with contextlib.nullcontext() if self._metered is None else self._metered.on():
+                    self._sweep.forward()
             finally:
                 links.unpack = None
             if stowage is not None:
@@ -130,6 +135,8 @@ class Run:
             assert isinstance(live, list)
             last = live.pop()
             self._stages.returned(len(self._stages), tensors_in(last))
+            if self._metered is not None:
+                self._metered.returned(tensors_in(last))
             return last
 
     @contextlib.contextmanager
@@ -185,9 +192,18 @@ class Run:
         """Return a tensor that stage i saved, of a tape that is to be made if need be."""
         with self._unless_it_fails():
             if i != self._sweep.begun or self._sweep.given is None:
-                with self._stages.as_at_first():
+                with self._again():
                     self._begin(i)
             return self._take(i, number)
+
+    @contextlib.contextmanager
+    def _again(self) -> Iterator[None]:
+        """Return to the settings of the forward sweep, and meter if this iteration is."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._stages.as_at_first())
+            if self._metered is not None:
+                stack.enter_context(self._metered.on(again=True))
+            yield
 
     def _begin(self, i: int) -> None:
         """Have the tape of stage i given, and be done with those above."""
@@ -210,7 +226,7 @@ class Run:
                 "been modified by an inplace operation; plain training fails here too"
             ) from error
         if tensor is None:
-            with self._stages.as_at_first():
+            with self._again():
                 tape = self._sweep.given = self._away.tape_again(i, tape)
             tensor = tape.take(number)
             assert tensor is not None

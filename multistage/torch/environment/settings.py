@@ -50,6 +50,17 @@ def autocast(settings: Sequence[Autocast]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def casting_anew() -> Iterator[None]:
+    """Return a context in which autocast casts weights each time, and keeps no cast."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """All settings at one moment; equal to others that let the same kernels run."""

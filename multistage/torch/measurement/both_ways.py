@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from ..environment.copies import cloned
 from ..environment.randomness import device_types, random_devices
 from ..environment.scope import Scope
-from ..environment.settings import Autocast, autocast
+from ..environment.settings import Autocast, autocast, casting_anew
 from ..environment.snapshots import Snapshot, left_behind, modules_of
 from ..tensors.fingerprints import fingerprint
+from ..tensors.meter import Meter
 from .exploring import Call, tensors_of
 from .plainly import TooDear, Windowed, forgetting
+from .stage_runs import bytes_held
 from .stand_ins import hooks_silent
 
 Seen: TypeAlias = dict[str, object]
@@ -30,6 +34,8 @@ Seen: TypeAlias = dict[str, object]
 _MOST_RUNS = 8
 # Models that are run forward so quickly may be run more often.
 _SECONDS = 1.0
+# In which all that attributes hold has been replaced.
+_MOST_ITERATIONS = 4
 
 
 class NotAlone(Exception):
@@ -130,6 +136,43 @@ class Both:
         self.snapshot.restore()
         return found
 
+    def peak_bytes(self, chain: Call, meter: Meter) -> int:
+        """Return the most bytes alive at once in iterations by a chain, one after the other.
+
+        Another is run as long as one finds more alive: attributes of modules may hold on to
+        tensors until the next replaces them.
+
+        Parameters
+        ----------
+        chain : callable
+            Takes the sample.
+        meter : Meter
+            Given again, it knows what is left of earlier iterations.
+        """
+        given = tensors_of(self.sample)
+        known = [*self._parameters, *given, *self._scope.look().tensors]
+        meter.ignore([*known, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
+        caches = torch.is_autocast_cache_enabled() and any(each.enabled for each in self._autocast)
+        most, silent = 0, hooks_silent(self.modules.values(), on_tensors=False)
+        try:
+            # What autocast keeps is the caller's, and let go when he leaves its context.
+            with silent, torch.enable_grad(), casting_anew(), meter:
+                for _ in range(_MOST_ITERATIONS):
+                    meter.reset_peak()
+                    inputs, casts = self.inputs(), _Casts(self._parameters if caches else ())
+                    with casts:
+                        leaves = pytree.tree_leaves(chain(inputs))
+                    forward_bytes = meter.peak_bytes + sum(casts.nbytes.values())
+                    meter.reset_peak()
+                    self._gradients(inputs, leaves, _nothing)
+                    del inputs, leaves
+                    before, most = most, max(most, forward_bytes, meter.peak_bytes)
+                    if most == before or not meter.live_bytes():
+                        break
+        finally:
+            self.snapshot.restore()
+        return most + bytes_held(given)
+
     def _gradients(
         self, inputs: object, outputs: Sequence[object], look: Callable[[Tensor], object]
     ) -> Seen:
@@ -208,6 +251,42 @@ class Both:
         return noted
 
 
+class _Casts(TorchDispatchMode):
+    """Counts the weights that autocast would keep as it has cast them.
+
+    Attributes
+    ----------
+    nbytes : dict of int
+        Bytes of the casts, by the identity of the weight.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._weights = {id(w) for w in weights if w.requires_grad and w.is_leaf}
+        self.nbytes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and id(args[0]) in self._weights:
+            assert isinstance(result, Tensor)
+            self.nbytes[id(args[0])] = result.nbytes
+        return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, for seconds
+
+
+def _nothing(tensor: Tensor) -> None:
+    """Look at a tensor without making another."""
+
+
 def _backward_pass() -> int:
     """Return the number of the backward pass that is at work in this thread."""
     return torch._C._current_graph_task_id()
@@ -223,7 +302,8 @@ def _taker(
         # What is kept until the end is one number in place of the gradient.
         if gradient.layout is not torch.strided:  # of which no view can be expanded
             return torch.zeros_like(gradient)
-        return gradient.new_zeros(()).expand(gradient.shape)
+        with _disable_current_modes():
+            return gradient.new_zeros(()).expand(gradient.shape)
 
     return take
 

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from ..environment.captured import Environment, exchanges_memory, generators_of, undo_of
-from ..environment.copies import put_back, version_of
+from ..environment.copies import cloned, put_back, version_of
 from ..environment.randomness import Generators, State
 from ..environment.scope import Scope
 from ..environment.states import wants_of
@@ -37,18 +37,15 @@ def tensors_of(state: object) -> list[Tensor]:
 
 def fresh_copy(state: _State, *, wants: bool | None = None) -> _State:
     """Return a state of fresh leaves, writable, with the same wishes for gradients."""
-
-    def leaf(value: object) -> object:
-        if not isinstance(value, Tensor):
-            return value
-        may = value.is_floating_point() or value.is_complex()
-        return (
-            value.detach()
-            .clone()
-            .requires_grad_(may and (value.requires_grad if wants is None else wants))
+    given = list({id(t): t for t in tensors_of(state)}.values())
+    # Strides decide which kernels run, and what they copy.
+    copies = {id(t): copy for t, copy in zip(given, cloned(given), strict=True)}
+    for tensor in given:
+        may = tensor.is_floating_point() or tensor.is_complex()
+        copies[id(tensor)].requires_grad_(
+            may and (tensor.requires_grad if wants is None else wants)
         )
-
-    copy: _State = pytree.tree_map(leaf, state)
+    copy: _State = pytree.tree_map(lambda x: copies.get(id(x), x), state)
     return copy
 
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from ...errors import ArgumentError
 from ...model.stages import Stage, StageCosts
 from ..environment.scope import Scope
-from ..environment.settings import leave_hooks_alone
+from ..environment.settings import casting_anew, leave_hooks_alone
 from .exploring import Call, explore, fresh_copy, tensors_of, untouched
-from .sizes import Sizes
+from .sizes import Sizes, bytes_of
 from .stage_runs import StageRun, Times, bytes_held, engine_s
 from .stand_ins import hooks_silent, standing_in
 from .traits import Traits
@@ -116,7 +116,7 @@ def measure_stages(
     device = _device([*tensors_of(sample), *parameters])
     # FSDP2 gathers parameters for the backward pass in hooks on tensors.
     ours = not sharded(parameters)
-    with untouched(scope, sample), hooks_silent(scope.modules, on_tensors=ours):
+    with untouched(scope, sample), hooks_silent(scope.modules, on_tensors=ours), casting_anew():
         groups, traits = explore(stages, names, sample)
         if costs is None:
             costs, sizes = _measure_groups(
@@ -150,7 +150,8 @@ def _measure_groups(
 ) -> tuple[StageCosts, list[Sizes]]:
     state = fresh_copy(sample)
     input_bytes = bytes_held(tensors_of(sample)) + _bytes_to_run_again(traits, device)
-    input_gradient = bytes_held(t for t in tensors_of(sample) if t.requires_grad)
+    wanting = {id(t): t for t in tensors_of(sample) if t.requires_grad}
+    input_gradient = bytes_of(tuple(wanting.values()))
     collective = sharded(parameters)
     times: dict[object, Times] = {}
     counted: list[tuple[Stage, Times, float]] = []

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from ...model.stages import Stage
 from ..environment.captured import Environment
 from ..environment.randomness import Generators
 from ..environment.scope import Scope
-from ..tensors.meter import Meter, storages_of
+from ..tensors.meter import Meter, OperationsMeter, storages_of
 from .boxes import Saved
 from .clocks import Clock, Moment, seconds_of
 from .exploring import Call, tensors_of
@@ -30,6 +31,7 @@ from .traits import Traits
 _LEAST_ROUNDS = 2  # of timing a stage: the first pays for what is made once
 _MOST_ROUNDS = 50
 _SHARDED_ROUNDS = 4
+_Meter = TypeVar("_Meter", Meter, OperationsMeter)
 _ENGINE_ROUNDS = 20
 
 
@@ -99,7 +101,7 @@ class StageRun:
         inputs = self._fresh()
         wanted = [t for t in tensors_of(inputs) if t.requires_grad]
         saved = Saved(0, self.sizes)
-        with torch.enable_grad(), self._meter(inputs) as meter:
+        with torch.enable_grad(), self._meter(OperationsMeter, inputs) as meter:
             with saved.kept(self._trait):
                 output = self._call(inputs)
             made = meter.live_bytes()
@@ -109,19 +111,17 @@ class StageRun:
             self.sizes.varies = meter.sizes_vary
             if self._trait.differentiates or self._trait.graded:  # it keeps all it saves
                 advance_bytes = max(advance_bytes, tape_bytes + taping_bytes - output_bytes)
-            result = [t for t in tensors_of(output) if t.requires_grad]
+            result = list({id(t): t for t in tensors_of(output) if t.requires_grad}.values())
             next_state = pytree.tree_map(_detached, output)
             gradients = _ones_like(result)
-            gradient_bytes = bytes_held(result)
+            gradient_bytes = bytes_of(gradients)  # of a view that repeats numbers, all
             before = meter.live_bytes()
             meter.reset_peak()
             if result:
                 del output
                 self._by_all = self._by_all or _has_checkpoints(result)
-                hooks = [
-                    p.register_post_accumulate_grad_hook(_drop_gradient)
-                    for p in self._stand_ins or ()
-                ]
+                stand_ins = self._stand_ins or ()
+                hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in stand_ins]
                 self._differentiation(result, gradients, wanted)()
                 for hook in hooks:
                     hook.remove()
@@ -159,7 +159,7 @@ class StageRun:
             Of the output, in storages that were there before.
         """
         inputs = self._fresh()
-        with torch.no_grad(), self._meter(inputs) as meter:
+        with torch.no_grad(), self._meter(Meter, inputs) as meter:
             output = self._call(inputs)
             self.sizes.output_bytes = bytes_of(pytree.tree_leaves(output))
             made = meter.live_bytes()
@@ -185,7 +185,7 @@ class StageRun:
             return len(kept) - 1
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, kept.__getitem__)
-        with torch.enable_grad(), self._meter(inputs) as meter, hooks:
+        with torch.enable_grad(), self._meter(Meter, inputs) as meter, hooks:
             output = self._call(inputs)
         nodes = [t.grad_fn for t in tensors_of(output)]
         kept.clear()
@@ -194,9 +194,9 @@ class StageRun:
         del nodes
         return hidden_bytes
 
-    def _meter(self, inputs: object) -> Meter:
+    def _meter(self, kind: type[_Meter], inputs: object) -> _Meter:
         """Return a meter that does not count what was there before."""
-        meter = Meter(self._device)
+        meter = kind(self._device)
         meter.ignore(self._own)
         meter.ignore(tensors_of(inputs))
         meter.ignore(self._given)

@@ -16,13 +16,13 @@ from .limited import Facts, LimitedModule, of_functions
 
 
 def kind_of_call(model: LimitedModule, state: object, found: Found) -> object:
-    """Return what a plan depends on: shapes, dtypes, devices, wishes and modes.
+    """Return what a plan depends on: shapes, strides, dtypes, devices, wishes and modes.
 
     Those of parameters too: numbers of words have one dtype, whatever the model's.
     """
     leaves, spec = pytree.tree_flatten(state)
     of_leaves = tuple(
-        (tuple(x.shape), x.dtype, x.device, x.requires_grad)
+        (tuple(x.shape), _gaps(x), x.dtype, x.device, x.requires_grad)
         if isinstance(x, torch.Tensor)
         else type(x)
         for x in leaves
@@ -33,6 +33,13 @@ def kind_of_call(model: LimitedModule, state: object, found: Found) -> object:
     # Of tensors that are no parameters shapes may change at every call.
     of_parameters = tuple([(p.shape, p.dtype, p.device) for p in facts.parameters])
     return str(spec), of_leaves, settings, facts.modes, hash(wishes), hash(of_parameters)
+
+
+def _gaps(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides of a tensor that is not contiguous: stages may copy it."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_contiguous():
+        return None
+    return tensor.stride()
 
 
 def facts_of(model: LimitedModule, found: Found) -> Facts:

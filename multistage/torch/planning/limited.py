@@ -17,10 +17,13 @@ from ..measurement.exploring import Call as Call
 from ..measurement.joining import Running
 from ..measurement.measure import Profile
 from ..measurement.sizes import Sizes
+from ..measurement.watching import Seen, Watch
 from ..tiers.tiered import Tiered
 from ..tracing.calling import arguments
 from ..tracing.parts import Part
 from ..tracing.traced import Stages
+
+_ROOMY = 4  # times what plain training was measured to take
 
 
 def sends(plan: ChainPlan) -> bool:
@@ -45,6 +48,8 @@ class Planned:
     checked: Checked
     sizes: Sizes = field(default_factory=Sizes)  # of the whole, where it runs as it is
     running: Running = field(default_factory=Running)
+    seen: Seen = field(default_factory=Seen)
+    reserved_bytes: int = 0  # held beside what the stages were measured to hold
 
     def holds(self, stages: Sequence[Call], state: object, way: object) -> bool:
         """Whether it is of the chain's present stages, and serves an input."""
@@ -52,6 +57,12 @@ class Planned:
             same = len(stages) == len(self.stages)
             return same and all(a is b for a, b in zip(stages, self.stages, strict=True))
         return self.runs_plainly(way) or self.traced.differences(state) is None
+
+    @property
+    def is_roomy(self) -> bool:
+        """Whether the limit is so far away that nothing need be metered."""
+        most = self.plan.memory_bytes
+        return most is None or (is_plain(self.plan) and most >= _ROOMY * self.plan.plain_bytes)
 
     def runs_plainly(self, way: object) -> bool:
         """Whether all tapes are kept, and the sizes of a way to run are known to fit."""
@@ -90,6 +101,7 @@ class Limited:
     whole: Scope | None = None  # of all stages
     facts: tuple[int, Facts] | None = None  # of what the scope held last, by its number
     watchful: bool = False  # whether a stage drew random numbers unforeseen
+    watch: Watch = field(default_factory=Watch)
     # By kind of input; the latest first.
     known: OrderedDict[object, list[Planned]] = field(default_factory=OrderedDict)
 
@@ -107,6 +119,7 @@ class Limited:
             "functions": None,
             "whole": None,
             "facts": None,
+            "watch": Watch(),
         }
         return {**state, **empty}
 

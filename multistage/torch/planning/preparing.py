@@ -13,12 +13,15 @@ from ..environment.scope import Found
 from ..environment.states import leaves_of
 from ..environment.turns import TURN
 from ..measurement.checking import Checked, check_chain, room_for_tapes
-from ..measurement.measure import measure_stages
+from ..measurement.joining import Running
+from ..measurement.measure import Profile, measure_stages
 from ..measurement.sizes import Sizes
+from ..measurement.watching import Seen
 from ..tiers.stowage import CannotTravel
 from ..tiers.tiered import Tiered
 from .choosing import PAYS, chosen, is_collective, limit_of
 from .fitting import fitted, with_sizes
+from .holding import corrected, within_limit
 from .kinds import kind_of_call
 from .limited import (
     Limited,
@@ -64,7 +67,7 @@ def planned_for(
         _remember(chain, kind, [planned, *variants[: _VARIANTS - 1]])
     chain.known.move_to_end(kind)
     use(chain, planned)
-    return planned
+    return corrected(sequential, planned, state)
 
 
 def _remember(chain: Limited, kind: object, variants: list[Planned]) -> None:
@@ -88,18 +91,31 @@ def _made(
             sizes = [t.sizes and t.sizes.fresh() for t in other.measured.traits]
             found = with_sizes(found, sizes)
             profile = replace(found, costs=other.profile.costs)
-            return Planned(stages, chain.traced, profile, found, other.plan, other.checked)
+            return replace(
+                other,
+                stages=stages,
+                traced=chain.traced,
+                profile=profile,
+                measured=found,
+                sizes=Sizes(),
+                running=Running(),
+                seen=Seen(),
+            )
     found = measure_stages(stages, names, state, costs=chain.costs)
     if is_collective(sequential):  # one rank alone cannot plan again
         found = with_sizes(found, [None for _ in found.traits])
-    unchecked = fitted(sequential, state, found, together)
     try:
-        return replace(unchecked, checked=_compared(sequential, unchecked, state))
+        return _tried(sequential, state, found, together)
     except CannotTravel as error:
         chain.tiered = None
         warnings.warn(f"the tier is not used: {error}", CheckpointWarning, stacklevel=2)
-    unchecked = fitted(sequential, state, found, together)
-    return replace(unchecked, checked=_compared(sequential, unchecked, state))
+    return _tried(sequential, state, found, together)
+
+
+def _tried(sequential: LimitedModule, state: object, found: Profile, together: bool) -> Planned:
+    """Return a plan by which the chain was run: within its limit, and with the model's results."""
+    planned = within_limit(sequential, fitted(sequential, state, found, together), state)
+    return replace(planned, checked=_compared(sequential, planned, state))
 
 
 def _compared(sequential: LimitedModule, planned: Planned, state: object) -> Checked:
@@ -115,7 +131,7 @@ def _compared(sequential: LimitedModule, planned: Planned, state: object) -> Che
     stages = planned.stages
     return check_chain(
         lambda given: run_plain(sequential, given),
-        lambda given: run(sequential, planned, given, whole(sequential)),
+        lambda given: run(sequential, planned, given, whole(sequential), trains=False),
         state,
         name=type(sequential if model is None else model).__name__,
         stages=stages if model is None else [model, *stages],

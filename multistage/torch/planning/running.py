@@ -13,6 +13,7 @@ from ..chains.stages import UnforeseenError
 from ..environment.hidden_draws import refuse_hidden_draws
 from ..environment.scope import Found
 from ..environment.states import leaves_of
+from ..measurement.exploring import tensors_of
 from ..measurement.joining import ApartError
 from ..measurement.sizes import LargerError, Sizes
 from ..tiers.stowage import Berth
@@ -33,17 +34,24 @@ def _berth(sequential: LimitedModule, plan: ChainPlan) -> Berth | None:
     return tiered.berth(device_of(sequential), plan.memory_bytes)
 
 
-def run(sequential: LimitedModule, planned: Planned, state: object, found: Found) -> object:
-    """Run by a plan."""
+def run(
+    sequential: LimitedModule, planned: Planned, state: object, found: Found, *, trains: bool = True
+) -> object:
+    """Run by a plan; some of the runs that train are metered."""
     way = Sizes.way(leaves_of(state), found.number)
-    if planned.runs_plainly(way):
-        return run_plain(sequential, state)
     chain = sequential._multistage
+    collective = facts_of(sequential, found).collective
+    metered = None
+    if trains and not (planned.is_roomy or collective):
+        metered = chain.watch.next(planned.seen, device_of(sequential))
+    if metered is None and planned.runs_plainly(way):
+        return run_plain(sequential, state)
+    if metered is not None:
+        metered.given(tensors_of(state), found.tensors)
     for _ in range(2 * (1 + _MOST_PLANS * len(planned.profile.groups))):
         profile = planned.profile
         if not is_plain(planned.plan):
             refuse_hidden_draws([sequential], "the chain")
-        collective = facts_of(sequential, found).collective
         joins = planned.running.joins and not collective
         stages, traits, actions = planned.running.of(
             planned.stages, profile, planned.plan.actions, joins=joins
@@ -53,7 +61,9 @@ def run(sequential: LimitedModule, planned: Planned, state: object, found: Found
             berth = _berth(sequential, planned.plan)
             # Ranks that run stages together cannot leave their plan one by one.
             late = None if berth is None or collective else Deadlines(planned.plan)
-            run = Run(stages, traits, actions, berth, watchful=watchful, deadlines=late)
+            run = Run(
+                stages, traits, actions, berth, watchful=watchful, deadlines=late, metered=metered
+            )
             result = run.forward(state)
         except UnforeseenError:
             chain.watchful = True
@@ -71,7 +81,7 @@ def run(sequential: LimitedModule, planned: Planned, state: object, found: Found
             if late is not None and late.detour is not None:
                 _note_detour(chain, planned.plan, late)
             return result
-        planned = for_larger(sequential, planned, state, larger)
+        planned, metered = for_larger(sequential, planned, state, larger), None
     raise BudgetError(
         f"stage {planned.profile.traits[larger.stage].name} {larger.what}, though plans were made "
         f"for more {_MOST_PLANS} times a stage; sizes must not change from one run to the next on "

@@ -9,7 +9,8 @@ own statistics are read.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -45,16 +46,23 @@ class Meter(TorchDispatchMode):
         self._device = device
         self._cuda = device.type == "cuda"
         self._references: dict[int, _Reference] = {}  # by the storage's address
-        self._operations: list[object] = []
         self.sizes_vary = False  # whether an operation's depend on the values of tensors
         self._live = 0
         self._peak = 0
         self._start = 0
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Leave the storages of some tensors out of the count."""
+        """Leave the storages of some tensors out of the count, but for those it has seen made."""
         for tensor in tensors:
             self._note(tensor, counted=False)
+
+    def forget(self, tensors: Sequence[Tensor]) -> None:
+        """Leave the storages of some tensors out of the count from now on."""
+        self.ignore(tensors)
+        for key in {key for tensor in tensors for key in storages_of(tensor)}:
+            reference = self._references[key]
+            self._live -= reference.nbytes
+            reference.nbytes = 0
 
     def _note(self, tensor: Tensor, *, counted: bool) -> None:
         for key, storage in storages_of(tensor).items():
@@ -68,10 +76,6 @@ class Meter(TorchDispatchMode):
         self._live -= reference.nbytes
         if self._references.get(reference.key) is reference:
             del self._references[reference.key]
-
-    def operations(self) -> object:
-        """Return what distinguishes computations: operations and shapes."""
-        return tuple(self._operations)
 
     def bytes_but(self, tensors: Iterable[Tensor]) -> int:
         """Return the bytes alive now, without those of some tensors."""
@@ -107,7 +111,7 @@ class Meter(TorchDispatchMode):
         else:
             self._peak = self.live_bytes()
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> Self:
         if self._cuda:
             torch.cuda.synchronize(self._device)
             _end_last_task(self._device)
@@ -132,8 +136,6 @@ class Meter(TorchDispatchMode):
         for leaf in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device == self._device:
                 self._note(leaf, counted=True)
-                self._operations.append(leaf.shape)
-        self._operations.append(func)
         self.sizes_vary = self.sizes_vary or not _BY_VALUES.isdisjoint(func.tags)
         self._peak = max(self._peak, self._live)
         return result
@@ -141,6 +143,30 @@ class Meter(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch imports its compiler, for seconds
+
+
+class OperationsMeter(Meter):
+    """A meter that notes the operations too."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._operations: list[object] = []
+
+    def operations(self) -> object:
+        """Return what distinguishes computations: operations and shapes."""
+        return tuple(self._operations)
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._operations += [x.shape for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        self._operations.append(func)
+        return result
 
 
 def _end_last_task(device: torch.device) -> None:
