@@ -279,10 +279,12 @@ class BaseStore:
 
     Examples
     --------
-    A store in a dict, without threads:
+    A store in a dict, without threads; `check_store` finds what is missing.
 
     >>> import numpy as np
     >>> from multistage import Reversal
+    >>> from multistage.backends.testing import check_store
+    >>> from multistage.errors import StoreError
     >>> class DictStore(BaseStore):
     ...     name, queue_depth = "dict", 1
     ...     def __init__(self):
@@ -292,21 +294,29 @@ class BaseStore:
     ...     def capacity_states(self, layout):
     ...         return None
     ...     def open(self, layout):
-    ...         self.kept = {}
+    ...         if self.kept is not None:
+    ...             raise StoreError("tier 'dict' holds the checkpoints of another run")
+    ...         self.stats, self.kept = StoreStats(), {}
     ...     def put(self, key, arrays, *, block=False):
     ...         self.kept[key] = [array.copy() for array in arrays]
+    ...         for array in self.kept[key]:
+    ...             array.flags.writeable = False
     ...         self.stats.writes += 1
     ...         return True
     ...     def wait_written(self, key):
-    ...         return True
+    ...         return key in self.kept
     ...     def prefetch(self, key):
     ...         pass
     ...     def get(self, key):
+    ...         if key not in self.kept:
+    ...             raise CheckpointLost(f"tier 'dict' has no checkpoint {key}")
+    ...         self.stats.reads += 1
     ...         return self.kept[key]
     ...     def drop(self, key):
     ...         self.kept.pop(key, None)
     ...     def close(self):
     ...         self.kept = None
+    >>> check_store(DictStore)
     >>> steps = lambda x, i: np.sin(x), lambda x, a, i: np.cos(x) * a
     >>> gradients = []
     >>> for tiers in (None, DictStore()):

@@ -106,10 +106,7 @@ class NativeFile:
         )
         self.direct = self._file.direct
         if self._library.ms_io_in_memory(self._file.fd):
-            logger.warning(
-                "folder %r lies in memory (tmpfs): checkpoints there take as much of it",
-                str(folder.parent),
-            )
+            _warn_of_memory(str(folder.parent))
 
     def start(
         self, layout: Layout, bounce: Array | None, wrote: Finished, landed: Finished
@@ -240,6 +237,11 @@ def _stop(owner: int, engine: int, file: DirectFile, kept: object) -> None:
     if os.getpid() == owner:
         native.library().ms_io_stop(engine)
     file.close()
+
+
+@functools.cache  # once in a process: a tier that is measured opens several times
+def _warn_of_memory(folder: str) -> None:
+    logger.warning("folder %r lies in memory (tmpfs): checkpoints there take as much of it", folder)
 
 
 def _error(code: int) -> OSError:

@@ -63,7 +63,7 @@ def open_store(tier: TierName) -> Store:
     ----------
     tier : str, Path or Store
         A path is a folder, as `file:` and its name are; or
-        `file:///scratch` or `file:relative/folder`, with options `engine`
+        `file:///scratch`, `file:relative/folder` or `file:~/folder`, with options `engine`
         (auto, native, direct, aiofiles), `capacity` and `buffers` (sizes) and
         `queue`; `memory:` or `memory:1GiB`, with the same sizes; `numa:1`, the
         memory of that node, with the same options; `s3://bucket/prefix` (also
@@ -179,8 +179,9 @@ def _file(url: TierUrl, options: _Options) -> FileStore:
     if url.host or not url.path:
         raise ArgumentError(f"tier {url.shown} must name a folder, as in file:///scratch")
     engine = url.option("engine")
+    folder = unquote(url.path)
     return FileStore(
-        unquote(url.path),
+        os.path.expanduser(folder) if url.path.startswith("~") else folder,  # noqa: PTH111 - a str
         "auto" if engine is None else engine,  # type: ignore[arg-type]
         capacity_bytes=options.capacity_bytes,
         buffer_bytes=options.buffer_bytes,

@@ -397,6 +397,9 @@ def test_a_folder_in_memory_gets_a_warning(
         assert store.get(1)[0].tolist() == SMALL.tolist()
         store.close()
         assert f"folder {folder!r} lies in memory" in caplog.text
+        store.open(Layout.of(SMALL))  # as a run does that has measured it
+        store.close()
+        assert caplog.text.count("lies in memory") == 1
         caplog.clear()
 
 

@@ -22,6 +22,20 @@ def test_files() -> None:
     assert store._buffer_bytes == 1 << 20
 
 
+def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the error advises: it named a folder "~" in the current one."""
+    home = tmp_path / "my%20home"
+    home.mkdir(mode=0o700)
+    monkeypatch.setenv("HOME", str(home))
+    with pytest.raises(ArgumentError, match="for a folder write 'file:~/'"):
+        open_store("~/")
+    for text, folder in (("file:~/", home), ("file:~/a%20b", home / "a b"), ("file:x~", "x~")):
+        store = open_store(text)
+        assert isinstance(store, FileStore)
+        assert store.folder == Path(folder)
+    open_store("file:~/").check()
+
+
 def test_defaults() -> None:
     store = open_store("file:relative/folder")
     assert isinstance(store, FileStore)
