@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError, MultistageError, StateError
+from multistage.torch.planning import fitting
 
 
 class Block(nn.Module):
@@ -295,3 +297,15 @@ def test_global_forward_hooks_count_as_under_plain_training() -> None:
             assert sorted(called) == [*["Block"] * 10, *["Linear"] * 10, "Sequential"]
     finally:
         hook.remove()
+
+
+def test_memory_that_glibc_keeps_is_told_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "confstr_names", {"CS_GNU_LIBC_VERSION": 2})
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    fitting._tell_of_resident_memory.cache_clear()
+    with caplog.at_level("INFO", "multistage.torch.planning"):
+        for rows in (32, 64):
+            mst.Sequential([Block() for _ in range(8)], torch.randn(rows, 16), memory=0.7)
+    assert sum("MALLOC_MMAP_THRESHOLD_=65536" in message for message in caplog.messages) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +17,7 @@ from ..environment.turns import TURN
 from ..measurement.checking import Checked
 from ..measurement.measure import SECONDS, Profile, measure_stages
 from ..measurement.sizes import LargerError, Sizes
-from .choosing import chosen, limit_of, of_rank_0
+from .choosing import chosen, device_of, limit_of, of_rank_0
 from .limited import LimitedModule, Planned, names_of, stages_of, use
 
 _log = logging.getLogger(__name__)
@@ -56,12 +58,26 @@ def fitted(sequential: LimitedModule, state: object, found: Profile, together: b
         profiles = [replace(each, costs=of_rank_0(each.costs)) for each in profiles]
     profile, plan = chosen(sequential, profiles, limit_of(sequential, state), together)
     _refuse_unhooked(profile, plan)
+    if plan.memory_bytes is not None and device_of(sequential).type == "cpu":
+        _tell_of_resident_memory()
     # Where there is room for twice as much, values of tensors are not thought to decide.
     roomy = plan.memory_bytes is None or plan.memory_bytes >= 2 * plan.plain_bytes
     varies = not roomy and any(t.sizes.varies for t in profile.traits if t.sizes is not None)
     return Planned(
         stages_of(sequential), traced, profile, found, plan, Checked("off"), Sizes(varies=varies)
     )
+
+
+@functools.cache
+def _tell_of_resident_memory() -> None:
+    """Say once in a process what the limit of a chain does not count: memory that glibc keeps."""
+    # Not changed here: each allocation of the whole process would be slower.
+    if "CS_GNU_LIBC_VERSION" in os.confstr_names and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        _log.info(
+            "the memory limit counts tensors; glibc may keep several times as much resident after "
+            "they are freed, unless the process is started with MALLOC_MMAP_THRESHOLD_=65536, "
+            "which is slower"
+        )
 
 
 def with_sizes(profile: Profile, sizes: Sequence[Sizes | None]) -> Profile:
