@@ -73,9 +73,10 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     )
     problem.add_argument(
         "--planner",
-        choices=list(dict.fromkeys(["auto", *PLANNERS, *CHAIN_PLANNERS])),
+        choices=list(dict.fromkeys([*CHAIN_PLANNERS, *PLANNERS])),
         metavar="PLANNER",
-        help=f"auto, one of {', '.join(PLANNERS)}; of a chain {', '.join(CHAIN_PLANNERS)} (auto)",
+        help=f"auto (default), or one of {', '.join(PLANNERS)}; of a chain auto, or one of "
+        f"{', '.join(CHAIN_PLANNERS[1:])}",
     )
     parser.add_argument("--json", action="store_true", help="print only JSON")
     add_progress(parser)

@@ -30,7 +30,7 @@ def made_by(args: argparse.Namespace) -> Plan:
         if args.curve and args.rates is not None:
             raise ArgumentError("--curve is of plans without a tier; leave --rates out")
         rates = None if args.rates is None else rates_for(costs, args.rates)
-        chosen: ChainPlanner = "optimal" if args.planner in (None, "auto") else args.planner
+        chosen: ChainPlanner = args.planner or "auto"
         return plan_chain(costs, args.memory, chosen, tiers=rates, progress=shown(args))
     planner = args.planner or "auto"
     return plan(costs_of(args), args.memory, args.n_steps, planner, progress=shown(args))

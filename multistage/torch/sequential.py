@@ -57,8 +57,8 @@ class Sequential(LimitedModule):
         `"4 GiB"`, a fraction (a float up to 1) of the memory of plain training,
         or None for the free memory.  Parameters and their gradients are not part
         of it.
-    planner : {"optimal", "revolve", "periodic", "store-all"}
-        See `multistage.plan_chain`.
+    planner : {"optimal", "auto", "revolve", "periodic", "store-all"}
+        "auto" is "optimal". See `multistage.plan_chain`.
     segments : int, optional
         For `periodic`.
     costs : StageCosts, optional
@@ -136,6 +136,7 @@ class Sequential(LimitedModule):
     ) -> None:
         super().__init__()
         check = checked_choice(check)
+        planner = "optimal" if planner == "auto" else planner
         tiered = _tiered(tiers, planner)
         calls = self._register(model)
         if not calls:

@@ -12,7 +12,7 @@ import pytest
 from multistage.errors import ArgumentError, MultistageError, ScheduleError
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
-from multistage.planners.chain.heterogeneous import plan_chain
+from multistage.planners.chain.heterogeneous import memory_curve, plan_chain, smallest_memory
 from multistage.planners.chain.memory import use_of
 from multistage.planners.chain.plan import ChainPlan
 from tests.chain_schedules import MIXED, offload_all, small_chain
@@ -183,3 +183,16 @@ def test_plain_training_does_not_take_what_the_executor_does() -> None:
     plan = plan_chain(StageCosts.uniform(4, stage, 10))
     assert (plan.makespan_s, plan.plain_s) == (12.0, 11.0)
     assert ChainPlan.from_dict(plan.to_dict()).plain_s == 11.0
+
+
+def test_auto_is_the_optimal_planner_of_chains():
+    costs = StageCosts.uniform(8, Stage("layer", 1.0, 2.0, 10, 30), 10)
+    plan = plan_chain(costs, 0.5, "auto", tiers="write=1B/s")
+    assert plan == plan_chain(costs, 0.5, tiers="write=1B/s") and plan.planner == "optimal"
+    assert smallest_memory(costs, "auto") == smallest_memory(costs)
+    assert memory_curve(costs, "auto") == memory_curve(costs)
+    for name in ("pieces", "survey", 3):
+        with pytest.raises(ArgumentError, match="auto"):
+            plan_chain(costs, 0.5, name)
+        with pytest.raises(ArgumentError, match="auto"):
+            smallest_memory(costs, name)

@@ -86,7 +86,8 @@ def plan_chain(
         Bytes for activations and their gradients, the chain's input included:
         a number, a string such as `"4 GiB"`, or a fraction (a float up to 1, `"50 %"`)
         of what keeping every tape takes.  None for no limit.
-    planner : {"optimal", "revolve", "periodic", "store-all"}
+    planner : {"optimal", "auto", "revolve", "periodic", "store-all"}
+        "auto", the name of the choice in all front doors, is "optimal" here.
     tiers : Tier, str or sequence, optional
         A slow tier for states and tapes (the first, if several), as `Tier` or
         as a text such as `"write=2GB/s,read=1GB/s"`; with planner "optimal".  The
@@ -118,7 +119,7 @@ def plan_chain(
     (True, True)
     """
     _require_chain(costs)
-    _require_known(planner)
+    planner = _known(planner)
     resolution = whole_number(resolution, "resolution", 16, _MOST_SLOTS)
     segments = _segments_for(planner, segments)
     if threads is not None:
@@ -180,7 +181,9 @@ def _first_tier(tiers: Tier | str | Sequence[Tier | str] | None) -> Tier | None:
     return Tier.parse(tiers[0]).in_bytes()
 
 
-def smallest_memory(costs: StageCosts, planner: Literal["optimal", "revolve"] = "optimal") -> int:
+def smallest_memory(
+    costs: StageCosts, planner: Literal["auto", "optimal", "revolve"] = "optimal"
+) -> int:
     """Return the smallest limit, in bytes, within which the chain can be reversed.
 
     Of more than some 1000 stages one in which each is reversed by itself, from state 0.
@@ -192,7 +195,7 @@ def smallest_memory(costs: StageCosts, planner: Literal["optimal", "revolve"] = 
     70
     """
     _require_chain(costs)
-    _require_either(planner)
+    planner = _either(planner)
     if len(costs.stages) > most_stages():
         return least_in_pieces(costs)
     return least_memory(costs, planner)
@@ -205,21 +208,23 @@ def _require_chain(costs: StageCosts) -> None:
         )
 
 
-def _require_known(planner: str) -> None:
+def _known(planner: ChainPlanner) -> ChainPlanner:
     if not isinstance(planner, str) or planner not in CHAIN_PLANNERS:
         raise ArgumentError(
             f"planner {shown(planner)} is not known; choose one of {CHAIN_PLANNERS}"
         )
+    return "optimal" if planner == "auto" else planner
 
 
-def _require_either(planner: str) -> None:
-    if not isinstance(planner, str) or planner not in ("optimal", "revolve"):
-        raise ArgumentError(f"planner {shown(planner)} must be 'optimal' or 'revolve'")
+def _either(planner: str) -> Literal["optimal", "revolve"]:
+    if isinstance(planner, str) and planner in ("auto", "optimal", "revolve"):
+        return "revolve" if planner == "revolve" else "optimal"
+    raise ArgumentError(f"planner {shown(planner)} must be 'auto', 'optimal' or 'revolve'")
 
 
 def memory_curve(
     costs: StageCosts,
-    planner: Literal["optimal", "revolve"] = "optimal",
+    planner: Literal["auto", "optimal", "revolve"] = "optimal",
     *,
     resolution: int = SLOTS,
     threads: int | None = None,
@@ -238,7 +243,7 @@ def memory_curve(
     (70, (150, 12.0))
     """
     _require_chain(costs)
-    _require_either(planner)
+    planner = _either(planner)
     resolution = whole_number(resolution, "resolution", 16, _MOST_SLOTS)
     if threads is not None:
         threads = whole_number(threads, "threads", 0, _MOST_THREADS)

@@ -26,8 +26,8 @@ from .memory import plain_use
 from .table import default_threads
 
 # What `plan_chain` offers; plans that `pieces` makes of chains too long for it or not known.
-ChainPlanner = Literal["optimal", "revolve", "periodic", "store-all", "pieces", "survey"]
-CHAIN_PLANNERS: tuple[ChainPlanner, ...] = ("optimal", "revolve", "periodic", "store-all")
+ChainPlanner = Literal["auto", "optimal", "revolve", "periodic", "store-all", "pieces", "survey"]
+CHAIN_PLANNERS: tuple[ChainPlanner, ...] = ("auto", "optimal", "revolve", "periodic", "store-all")
 # Longest chain that the Python twin of the bound is solved for, in some seconds.
 _TWIN_STAGES = 8
 
