@@ -62,10 +62,12 @@ class Reversal(Generic[State, Adjoint]):
         A key of `PLANNERS`, or `"auto"` for the fastest prediction; an existing
         plan; or a planner of your own, `(costs, slots, n_steps) -> UniformPlan`.
     costs : Costs or StageCosts, optional
-        Assumed costs; measured with a few steps at the first `forward` if not
-        given (`step` is then called some extra times, `adjoint_step` never; with
-        `until`, perhaps for an i beyond the end).  Times are corrected by those
-        that each sweep shows; a plan as `planner` is followed as it is.
+        Assumed costs, such as `costs` of a run before; measured with a few steps
+        at the first `forward` if not given (`step` is then called some extra times,
+        `adjoint_step` never; with `until`, perhaps for an i beyond the end; a chain
+        of which only the latest tape exists is timed in the sweep itself).
+        Times are corrected by those that each sweep shows; a plan as `planner`
+        is followed as it is.
         StageCosts are for steps that differ, one Stage per step; without them,
         the first sweep finds states whose sizes differ and measures them
         for the next sweep.  See `docs/howto/unequal.md`.

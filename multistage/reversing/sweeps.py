@@ -157,7 +157,7 @@ class Sweeps(Generic[State, Adjoint]):
         steps, online = self.steps, until is not None
         before = None if self.executor is None else self.executor.counts
         try:
-            self.executor = executor = steps.prepare(state, self.executor)
+            self.executor = executor = steps.prepare(state, self.executor, sweeps=True)
             before = executor.counts
             self._drawn = steps.plan
             is_last = self.length.begin(self.given.n_steps, until, executor)
@@ -173,6 +173,7 @@ class Sweeps(Generic[State, Adjoint]):
             judged = steps.judges(online=online)
             late = steps.late if isinstance(steps, Unequal) and not online else None
             last = executor.forward(schedule, state, steps.resumed, judged=judged, late=late)
+            self._drawn = steps.plan  # which the first steps may have shown
             if self._durable is not None:
                 self._durable.ended(last, self.length.steps)
         except BaseException as error:
@@ -240,11 +241,11 @@ class Sweeps(Generic[State, Adjoint]):
         """
         steps, executor = self.steps, cast("Executor[object, object] | None", self.executor)
         # What a survey would have come to is not known.
-        surveys = isinstance(steps, Unequal) and steps.chain_plan is None
+        surveys = steps.plan is None and (isinstance(steps, Unequal) or self.given.n_steps)
         if surveys or executor is None or not has_begun(executor, before):
             self._reports.stopped_before_a_step(error, where)
             return
-        n, drawn = self.given.n_steps, self._drawn
+        n, drawn = self.given.n_steps, self._drawn or steps.plan
         if n is None and "reverse" in where:
             n = self.length.steps
 

@@ -155,7 +155,7 @@ class Unequal(Generic[State, Adjoint]):
         return None if self.chain_plan is None else described(self.chain_plan)
 
     def prepare(
-        self, state: State, executor: Executor[State, Adjoint] | None
+        self, state: State, executor: Executor[State, Adjoint] | None, *, sweeps: bool = False
     ) -> Executor[State, Adjoint]:
         """Weigh state 0; plan the next sweep if its costs are known; open its tier.
 
@@ -164,6 +164,8 @@ class Unequal(Generic[State, Adjoint]):
         state : pytree of arrays
         executor : Executor or None
             That of the sweep before, if its steps were unequal.
+        sweeps : bool
+            Without effect, as for `Uniform`.
 
         Returns
         -------

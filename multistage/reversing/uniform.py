@@ -24,20 +24,24 @@ from ..execute.metered import Metered
 from ..execute.resumed import Resumed
 from ..measurement.chain import measure
 from ..measurement.compression import choose_compression
+from ..measurement.driver import action_seconds, with_driver
 from ..measurement.given import one_tape, planned
 from ..measurement.seen import drifted, seen_costs
+from ..measurement.store import probe_store
 from ..model.budget import Budget
-from ..model.costs import Costs
+from ..model.chain import Chain
+from ..model.costs import NOT_KEPT, Costs
 from ..planners import PLANNERS, UniformPlan, online_schedule, plan
 from ..planners.chain.pieces import MOST_AT_ONCE
 from ..planners.streaming.resumed import durable_online_schedule, durable_plan, resumed_schedule
 from ..planners.uniform import sealing
-from ..schedule.rules import Rules
+from ..schedule.rules import Rules, each_judged
 from ..schedule.timeline import Timeline
 from ..states.layout import Layout
 from ..support.interrupts import Shield
 from ..support.progress import Bars
 from .arguments import Arguments
+from .first_sweep import GUESSED_STEP_S, FirstSteps, first_sweep
 from .opened import OpenStores
 from .unequal import LEAST_TIMED_S, Unequal, faster_plan
 
@@ -77,10 +81,11 @@ class Uniform(Generic[State, Adjoint]):
         self._stale = False  # the plan rests on costs that were seen to be others
         self._timed: Metered[State, Adjoint] | None = None  # the first sweep, step by step
         self._looked = False  # at the step times of the first sweep
+        self._first: FirstSteps[State, Adjoint] | None = None  # whose costs are not known
         self._needs_executor = True
 
     def prepare(
-        self, state: State, executor: Executor[State, Adjoint] | None
+        self, state: State, executor: Executor[State, Adjoint] | None, *, sweeps: bool = False
     ) -> Executor[State, Adjoint]:
         """Measure what is not known, plan if the number of steps is known, open the tier.
 
@@ -90,6 +95,8 @@ class Uniform(Generic[State, Adjoint]):
             State 0.
         executor : Executor or None
             That of the sweep before.
+        sweeps : bool
+            Whether a sweep follows, whose first steps may show what a step takes.
 
         Returns
         -------
@@ -102,9 +109,17 @@ class Uniform(Generic[State, Adjoint]):
             As `Reversal.forward` does.
         """
         layout = self._look_at(state, executor)
-        if self.costs is None:
+        if self._first is not None:  # an error came before they had shown what a step takes
+            self._first = self.costs = None
+        if self.costs is None and sweeps and self._may_time_first():
+            self._first = FirstSteps(self._arguments.chain)
+            self.costs, self._needs_executor = self._guessed(layout), True
+            if self._arguments.n_steps is not None and self._arguments.planner != "auto":
+                self._planned(self.costs, self._arguments.n_steps)  # or it raises: before a step
+        elif self.costs is None:
             self.costs = self._measured(state)
-        if self._arguments.n_steps is not None and (self.plan is None or self._stale):
+        unplanned = self.plan is None or self._stale
+        if self._arguments.n_steps is not None and unplanned and self._first is None:
             self.plan, self._stale = self._planned(self.costs, self._arguments.n_steps), False
         self._opened.open(self._arguments.stores, layout)
         if executor is None or self._needs_executor:
@@ -164,6 +179,55 @@ class Uniform(Generic[State, Adjoint]):
             )
         return costs
 
+    def _may_time_first(self) -> bool:
+        """Whether a plan needs nothing of steps but their time, which the first ones show.
+
+        Operators with arrays of their own (`one_tape`) may count their runs.
+        The bytes of tapes, and what compresses a state, are measured on steps run for it.
+        """
+        given = self._arguments
+        levels = any(store.levels or compressions(store) for store in given.stores)
+        return one_tape(given.chain) and given.durable is None and not levels
+
+    def _guessed(self, layout: Layout) -> Costs:
+        """Return the costs of tiers and the driver, measured, and guessed ones of steps."""
+        stores = self._arguments.stores
+        most = self._arguments.n_steps or _UNKNOWN_STEPS
+        seconds = 1.0 / (2 + len(stores))
+        tiers = tuple(probe_store(each, layout, seconds=seconds, most=most) for each in stores)
+        costs = Costs(
+            forward_step_s=GUESSED_STEP_S,
+            reverse_step_s=2 * GUESSED_STEP_S,
+            tape_step_s=GUESSED_STEP_S,
+            state_bytes=max(1, layout.nbytes),
+            tape_bytes=NOT_KEPT,
+            tiers=tiers,
+            action_s=action_seconds(),
+        )
+        return with_driver(costs, layout) if stores else costs
+
+    def _first_sweep(self, is_last: Callable[[int], bool] | None) -> Schedule:
+        """Return the schedule of a sweep whose own first steps are timed, then planned for."""
+        first, n, slots = self._first, self._arguments.n_steps, self._slots
+        assert first is not None
+
+        def make(step_s: float, is_last: Callable[[int], bool] | None) -> Schedule:
+            assert self.costs is not None
+            self._first = None
+            self.costs = replace(
+                self.costs, forward_step_s=step_s, reverse_step_s=2 * step_s, tape_step_s=step_s
+            )
+            if is_last is not None:
+                return online_schedule(self.costs, slots, is_last)
+            assert n is not None
+            plan = self._planned(self.costs, n)
+            self.plan, self._stale = plan, False
+            if plan.sealed and not self._arguments.checked:
+                return plan.schedule()
+            return each_judged(plan.schedule(), self._rules(self.costs)())
+
+        return first_sweep(first, slots, n, is_last, make)
+
     # ------------------------------------------------------------------ planning
 
     def _predicted(self, costs: Costs) -> float:
@@ -206,6 +270,8 @@ class Uniform(Generic[State, Adjoint]):
         """
         costs, slots, durable = self.costs, self._slots, self._arguments.durable
         assert costs is not None
+        if self._first is not None:
+            return self._first_sweep(is_last)
         self.resumed = None if durable is None else durable.begin(costs)
         if self.resumed is not None:
             assert durable is not None
@@ -221,8 +287,8 @@ class Uniform(Generic[State, Adjoint]):
         """Whether every action is judged before it is performed: strangers' always are."""
         if self._arguments.checked:
             return True
-        if online or self.resumed is not None:
-            return False
+        if online or self.resumed is not None or self._first is not None:
+            return False  # a plan that is made in the sweep is judged there
         assert self.plan is not None
         return not self.plan.sealed
 
@@ -230,7 +296,23 @@ class Uniform(Generic[State, Adjoint]):
 
     def _made_executor(self, costs: Costs) -> Executor[State, Adjoint]:
         given = self._arguments
-        rules = partial(
+        chain: Chain[State, Adjoint] = self._first or given.chain
+        if self._times_steps(costs):
+            self._timed = Metered(chain, None)
+        return Executor(
+            self._bars.watch(self._timed or chain, costs.forward_step_s),
+            given.stores,
+            tape_slots=costs.tape_slots,
+            slots=self._slots,
+            heavier=self._correct_tapes,
+            rules=self._rules(costs),
+            progress=self._bars.update if self._bars.shown else None,
+            states=given.states,
+        )
+
+    def _rules(self, costs: Costs) -> partial[Rules]:
+        given = self._arguments
+        return partial(
             Rules,
             given.n_steps,
             self._slots,
@@ -239,18 +321,6 @@ class Uniform(Generic[State, Adjoint]):
             in_place=given.chain.in_place,
             one_tape=one_tape(given.chain),
             recovers=True,
-        )
-        if self._times_steps(costs):
-            self._timed = Metered(given.chain, None)
-        return Executor(
-            self._bars.watch(self._timed or given.chain, costs.forward_step_s),
-            given.stores,
-            tape_slots=costs.tape_slots,
-            slots=self._slots,
-            heavier=self._correct_tapes,
-            rules=rules,
-            progress=self._bars.update if self._bars.shown else None,
-            states=given.states,
         )
 
     # ------------------------------------------------------------------ learning

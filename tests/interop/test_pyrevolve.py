@@ -28,6 +28,8 @@ from multistage.interop.pyrevolve import compression, storage
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners.single.binomial import nu
+from multistage.reversing import uniform
+from multistage.reversing.first_sweep import GUESSED_STEP_S
 
 NT = 60
 
@@ -217,6 +219,58 @@ def test_measured_costs_put_the_arrays_back(tmp_path: Path) -> None:
         # Only one tape exists: no plan may keep two.
         assert revolver.plan.costs.tape_slots > 1e6
         assert "of these operators only one exists" in str(revolver.plan)
+
+
+@pytest.mark.parametrize("memory", ["4 slots", "9 slots", "60 slots"])
+@pytest.mark.parametrize("tiers", [None, "memory:?buffers=0"])
+def test_no_step_runs_to_be_measured(memory: str, tiers: str | None) -> None:
+    """An operator that sums a misfit sees each step as often as under the plan that is given."""
+    problem, planner = Problem(), "revolve" if tiers is None else "h-revolve"
+    with ours.Revolver(
+        *problem.operators(), None, NT, memory=memory, tiers=tiers, planner=planner
+    ) as revolver:
+        assert np.array_equal(problem.gradient(revolver), EXACT)
+        plan, measured = revolver.plan, problem.forward_steps
+        assert plan.costs.forward_step_s != GUESSED_STEP_S
+    problem = Problem()
+    with ours.Revolver(
+        *problem.operators(), None, NT, memory=memory, tiers=tiers, planner=plan
+    ) as revolver:
+        assert np.array_equal(problem.gradient(revolver), EXACT)
+    assert measured == problem.forward_steps
+
+
+def test_costs_of_a_shot_serve_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, options = Problem(), {"memory": "9 slots", "tiers": "memory:?buffers=0"}
+    with ours.Revolver(*problem.operators(), None, NT, **options) as revolver:
+        assert np.array_equal(problem.gradient(revolver), EXACT)
+        seen = revolver.report().seen
+    monkeypatch.setattr(uniform, "probe_store", None)
+    monkeypatch.setattr(uniform, "measure", None)
+    problem.reset()
+    with ours.Revolver(*problem.operators(), None, NT, costs=seen, **options) as revolver:
+        assert np.array_equal(problem.gradient(revolver), EXACT)
+
+
+def test_an_error_in_the_first_steps_leaves_them_unmeasured() -> None:
+    problem = Problem()
+    checkpoint, forward, backward = problem.operators()
+    apply, errors = forward.apply, [FloatingPointError()]
+
+    def fails(*, t_start: int, t_end: int) -> None:
+        if t_start == 1 and errors:
+            raise errors.pop()
+        apply(t_start=t_start, t_end=t_end)
+
+    forward.apply = fails
+    with ours.Revolver(checkpoint, forward, backward, None, NT, memory="9 slots") as revolver:
+        with pytest.raises(FloatingPointError):
+            revolver.apply_forward()
+        with pytest.raises(ArgumentError, match="no step to report"):
+            revolver.report()
+        problem.reset()
+        assert np.array_equal(problem.gradient(revolver), EXACT)
+        assert revolver.plan.costs.forward_step_s != GUESSED_STEP_S
 
 
 def test_the_planner_is_chosen() -> None:

@@ -48,8 +48,8 @@ class SingleLevelRevolver(BaseRevolver):
     planner : str, UniformPlan or callable, optional
         As for `multistage.Reversal`; `"auto"` if another of these options is given.
     costs : Costs, optional
-        Assumed costs; where any of these options is given without them, they
-        are measured in a few extra steps.
+        Assumed costs, such as `report().seen` of a revolver before; where any of
+        these options is given without them, the first steps of the sweep are timed.
     progress : bool or None
         Show progress bars; None: on a terminal or in a notebook.
     comm : mpi4py.MPI.Comm, optional

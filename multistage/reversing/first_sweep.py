@@ -1,0 +1,197 @@
+"""The first sweep of steps whose costs are not known: its own first steps are timed.
+
+No step is run to be measured alone, since an operator may count its runs, and more than
+arrays may change in it.  The first steps keep their states, so that the plan that is made
+then finds at hand what it would have kept or written of them; it goes on where they ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from time import perf_counter
+from typing import Generic, TypeVar
+
+from ..actions import (
+    Action,
+    Advance,
+    Answer,
+    Await,
+    Free,
+    Load,
+    Offer,
+    Put,
+    Save,
+    Schedule,
+)
+from ..measurement.driver import settled
+from ..model.chain import Chain
+
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
+
+GUESSED_STEP_S = 1e-3  # until one was timed
+_MOST_STEPS = 64
+_ENOUGH_S = 5e-3  # timed, from the third step on
+_LEAST_STEPS = 3  # the first ones compile and touch memory
+
+
+class FirstSteps(Generic[State, Adjoint]):
+    """A chain whose runs are timed until it is told to `stop`.
+
+    Attributes
+    ----------
+    samples : list of float
+        Seconds per step.
+    """
+
+    def __init__(self, chain: Chain[State, Adjoint]) -> None:
+        self._chain = chain
+        self.in_place, self.state_is_tape = chain.in_place, chain.state_is_tape
+        self.one_tape = bool(getattr(chain, "one_tape", False))
+        self.tape, self.reverse = chain.tape, chain.reverse
+        self.samples: list[float] = []
+
+    def advance(self, state: State, start: int, stop: int) -> State:
+        """Run steps start..stop-1; return the state after them."""
+        began = perf_counter()
+        state = self._chain.advance(state, start, stop)
+        self.samples.append((perf_counter() - began) / (stop - start))
+        return state
+
+    def stop(self) -> float:
+        """Return the typical seconds per step; later sweeps run the chain itself."""
+        self.advance = self._chain.advance  # type: ignore[method-assign]
+        return max(1e-9, settled(self.samples)) if self.samples else GUESSED_STEP_S
+
+
+def first_sweep(
+    first: FirstSteps[State, Adjoint],
+    slots: int,
+    n_steps: int | None,
+    is_last: Callable[[int], bool] | None,
+    make: Callable[[float, Callable[[int], bool] | None], Schedule],
+) -> Schedule:
+    """Time the first steps, then follow the schedule that is made for the costs they show.
+
+    Parameters
+    ----------
+    first : FirstSteps
+        The chain that is run.
+    slots : int
+    n_steps, is_last
+        As for an executor; one of them is None.
+    make : callable
+        `make(step_s, is_last)` returns the schedule of the whole sweep.
+    """
+    reached, ended, held = 0, False, set[int]()
+    yield Save(0)
+    held.add(0)
+    for step in range(_steps_to_time(slots, n_steps)):
+        yield Advance(step, step + 1)
+        reached = step + 1
+        if is_last is not None and is_last(reached):
+            ended = True
+            break
+        if len(held) < slots:
+            yield Save(reached)
+            held.add(reached)
+        if sum(first.samples[_LEAST_STEPS - 1 :]) > _ENOUGH_S:
+            break
+
+    def known(i: int) -> bool:
+        assert is_last is not None
+        return (ended and i == reached) if i <= reached else is_last(i)
+
+    schedule = make(first.stop(), None if is_last is None else known)
+    yield from _followed(schedule, reached, held, slots)
+
+
+def _steps_to_time(slots: int, n_steps: int | None) -> int:
+    """Return how many at most: few beyond those whose states are kept, never the last."""
+    if n_steps is None:
+        return min(_MOST_STEPS, max(slots - 1, 1))
+    few = min(_LEAST_STEPS, max(1, n_steps // 4))
+    return min(_MOST_STEPS, max(slots - 1, few), n_steps - 1)
+
+
+def _followed(schedule: Schedule, reached: int, spare: set[int], slots: int) -> Schedule:
+    """Follow a schedule from its beginning, its first steps having been run already.
+
+    Parameters
+    ----------
+    schedule : generator of actions
+    reached : int
+        The live state.
+    spare : set of int
+        States in slots: what the schedule does not keep of them is given back.
+    """
+    live, at, taken = reached, 0, 0  # at: the live state as the schedule has it
+    kept: set[int] = set()
+    answer: Answer = None
+    while True:
+        try:
+            action: Action = schedule.send(answer)
+        except StopIteration:
+            return
+        answer = None
+        match action:
+            case Advance(_, stop) if stop <= reached:
+                at = stop
+                continue
+            case Save(step) if step in spare:
+                spare.remove(step)
+                kept.add(step)
+                taken += 1
+                continue
+            case Free(step):
+                kept.discard(step)
+                taken -= 1
+                answer = yield action
+                continue
+            case Await():
+                answer = yield action
+                continue
+            case Offer(step) | Put(step) if step in kept:  # from its slot
+                answer = yield action
+                continue
+            case Advance(_, stop) if live == reached or reached in spare | kept:
+                if live != reached:
+                    yield Load(reached)
+                live, action = stop, Advance(reached, stop)
+            case _:
+                live = yield from _stand(at, live, spare | kept)
+        more = isinstance(action, Save | Offer | Put)
+        # The live state itself needs no spare copy; of the others the last are needed last.
+        for step in sorted(spare, key=lambda step: (step != at, -step)):
+            if more and step != at and len(spare) + taken < slots:
+                break
+            yield Free(step)
+            spare.remove(step)
+        answer = yield action
+        if not more:
+            break
+        taken += 1 if answer is not None or isinstance(action, Save) else 0
+        if isinstance(action, Save):
+            kept.add(action.step)
+    yield from _rest(schedule, answer)
+
+
+def _stand(at: int, live: int, held: set[int]) -> Generator[Action, Answer, int]:
+    """Make state `at` the live one; return it."""
+    nearest = max((step for step in held if step <= at), default=0)
+    if not nearest <= live <= at:
+        yield Load(nearest)
+        live = nearest
+    if live < at:
+        yield Advance(live, at)
+    return at
+
+
+def _rest(schedule: Schedule, answer: Answer) -> Schedule:
+    """Pass on what is left of a schedule that is to be sent this answer."""
+    while True:
+        try:
+            action = schedule.send(answer)
+        except StopIteration:
+            return
+        answer = yield action
