@@ -14,7 +14,6 @@ pull
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Collection
@@ -166,9 +165,8 @@ class Sweep:
         """
         # What a functional step returns is looked at once here, then where it is kept.
         self.check = self.slots.check
-        with getattr(self.slots, "watched", contextlib.nullcontext)():
-            if not self._perform(pulls=False):
-                raise ScheduleError("the schedule ended without EndForward")
+        if not self._perform(pulls=False):
+            raise ScheduleError("the schedule ended without EndForward")
 
     def take_live(self) -> object:
         """Return the live state, which the sweep holds no more."""

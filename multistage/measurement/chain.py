@@ -173,7 +173,7 @@ def starting(
     """Give a function that returns state 0 again and again; leave `state` as it was."""
     kept = slots.keep(state, 0)
     try:
-        with told_of(slots), getattr(slots, "watched", contextlib.nullcontext)():
+        with told_of(slots):
             yield lambda: slots.load(kept, state)
     finally:
         if chain.in_place:

@@ -5,6 +5,8 @@ Steps are run one by one.  A digest of each state and tape is kept: 16 bytes a s
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import types
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar, cast
@@ -17,7 +19,7 @@ from ..durable.records import value_bytes
 from ..errors import StateError
 from ..model.chain import Chain
 from ..states.layout import Array, key_orders
-from ..states.sharing import Memory, Unseen, arrays_in
+from ..states.sharing import KEPT, Memory, Unseen, arrays_in, counts, parts_of, stays
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -59,7 +61,8 @@ class Checked(Generic[State, Adjoint]):
         """Run steps start..stop-1 one by one; return the state after them."""
         self._see(state, start)
         for i in range(start, stop):
-            state = self._chain.advance(state, i, i + 1)
+            with self._lent(state, i):
+                state = self._chain.advance(state, i, i + 1)
             self._see(state, i + 1, made=True)
         return state
 
@@ -81,6 +84,15 @@ class Checked(Generic[State, Adjoint]):
         elif self._tapes.pop(step, None) not in (None, _digest(tape)):
             raise StateError(_WRITTEN.format(f"the tape of step {step}"))
         return self._chain.reverse(tape, adjoint, step)
+
+    @contextlib.contextmanager
+    def _lent(self, state: object, step: int) -> Iterator[None]:
+        """Raise StateError if a step keeps a reference to a state that it overwrites."""
+        parts = parts_of(state) if self.in_place else []
+        before = counts(parts)
+        yield
+        if stays(lambda: any(map(operator.gt, counts(parts), before))):
+            raise StateError(KEPT.format(f"step {step}"))
 
     def _see(self, state: object, step: int, *, made: bool = False) -> None:
         now = _digest(state)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -17,6 +16,7 @@ from .copies import Copies
 from .layout import Array, Layout, ordered_as, put_in_order, same_order
 from .references import keep_tape
 from .sharing import (
+    KEPT,
     Frozen,
     Memory,
     counts,
@@ -33,12 +33,6 @@ State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 
 _NOTHING: Any = object()  # no state
-_CONTAINERS = {list, dict, OrderedDict, defaultdict, deque}
-_KEPT = (
-    "{} kept a reference to the state it was given, in an attribute, a global, a container or an "
-    "object, and that state is overwritten; keep copies, as in state.copy(), or know the arrays "
-    "of state 0 before forward()"
-)
 
 
 class InPlace(Copies):
@@ -53,8 +47,8 @@ class InPlace(Copies):
     is written to elsewhere would change what was restored: arrays that the sweep
     did not begin with are refused unless nothing else refers to them.
 
-    An operator that keeps a reference to this tree would find another state there than
-    the one it was given: it is refused (`guarded`, `watched`).
+    An adjoint step that keeps a reference to this tree would find another state there
+    than the one it was given: it is refused (`guarded`).
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -140,26 +134,6 @@ class InPlace(Copies):
         """
         return partial(self._reversed_by, reverse)
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Raise StateError if forward steps run meanwhile keep a reference to the live state."""
-        # A step may let arrays go: they are not held here, nor are tuples of them.
-        parts = [part for part in parts_of(self._tree) if type(part) in _CONTAINERS]
-        before, arrays = counts(parts), self._home_counts()
-
-        def grew() -> bool:
-            now = self._home_counts()
-            return any(map(operator.gt, counts(parts), before)) or any(
-                now[key] > count for key, count in arrays.items() if key in now
-            )
-
-        yield
-        if stays(grew):
-            raise StateError(_KEPT.format("a forward step"))
-
-    def _home_counts(self) -> dict[int, int]:
-        return dict(zip(map(id, self._home), counts(self._home), strict=True))
-
     def _reversed_by(
         self,
         reverse: Callable[[object, Adjoint, int], Adjoint],
@@ -172,7 +146,7 @@ class InPlace(Copies):
         adjoint = self._memory_of(self._tree).visibly_apart(reverse(tape, adjoint, step))
         if counts(parts) != before and stays(lambda: any(map(operator.gt, counts(parts), before))):
             raise StateError(
-                _KEPT.format(f"the adjoint of step {step}")
+                KEPT.format(f"the adjoint of step {step}")
                 + ", and return arrays, or tuples, lists, dicts or dataclasses of arrays"
             )
         return adjoint

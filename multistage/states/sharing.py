@@ -37,6 +37,11 @@ _ATOMS = frozenset(
 _SEEN_MOST = 10_000  # objects looked at in one tape
 _WORK = 100_000  # of the search whether two arrays with strides share an element
 _WORD = object.__basicsize__ // 2
+KEPT = (
+    "{} kept a reference to the state it was given, in an attribute, a global, a container or an "
+    "object, and that state is overwritten; keep copies, as in state.copy(), or know the arrays "
+    "of state 0 before forward()"
+)
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement, among others
 # Packages whose functions do not know a user's arrays by name.
 _FOREIGN = sys.stdlib_module_names | {"numpy", "scipy", "torch", "jax", "numba", "multistage"}

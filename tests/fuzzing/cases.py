@@ -134,6 +134,8 @@ class Case:
     manners: tuple[str, ...] = ("new",)
     when: int = 0  # the first step that does what is odd
     container: str = "new"  # "rebound", "mixed": the one given, with new arrays; "other": retyped
+    turns: bool = False  # keys of dicts change their order
+    keeps: str = ""  # what an adjoint step keeps, and the next one reads: "copy", "given"
     idle: int = 0  # every idle-th step changes nothing
     tape: str = ""  # "": the state is the tape
     tape_factor: float = 1.0  # bytes of a tape over those of a state
@@ -179,6 +181,7 @@ class Case:
             odd & {*self.manners, *self.starts, self.tape}
             or self.container == "other"
             or self.none_at >= 0
+            or (self.keeps == "given" and self.in_place)  # lent for the time of the call
             or self.planner not in exact
             or self.mutation[0]
             or self.costs not in ("right", "measured")
@@ -322,6 +325,8 @@ _SPICES = (
     lambda source, one: {"leaves": tuple(_leaf(source, tuple(DTYPES)) for _ in one.leaves)},
     lambda source, one: {"leaves": tuple(_leaf(source, tuple(DTYPES)) for _ in one.leaves)},
     lambda source, one: {"idle": source.choice((1, 2, 3))},
+    lambda source, one: {"turns": True, "tree": source.choice(("dict", "nested", "deep"))},
+    lambda source, one: {"keeps": source.choice(("copy", "given"))},
     lambda source, one: {"tape": source.choice(TAPES_ODD)},
     lambda source, one: {
         "tape": source.choice(TAPES_ODD),
@@ -371,6 +376,8 @@ def _settled(source: random.Random, one: Case) -> Case:
     if one.block and one.tape in TAPES_ODD and one.in_place and one.front == "own":
         tape = "arrays"
     changes["tape"] = tape
+    if one.play in ("durable", "pyrevolve"):  # the next process has none of it
+        changes["keeps"] = ""
     if one.play == "durable":
         changes |= {"tiers": (), "until": False}
         if one.adjoint == "integer":

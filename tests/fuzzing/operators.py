@@ -17,7 +17,7 @@ from multistage import Blocks, FunctionChain, InPlaceChain
 
 from .cases import Case
 from .contents import DTYPES, Leaf, Lender, Subclass, content, fingerprint
-from .trees import built, deep, leaves, mapped, places, put
+from .trees import built, deep, key_orders, leaves, mapped, places, put, turn_keys
 
 
 @dataclass
@@ -64,6 +64,7 @@ class Operators:
         self.tape_bytes = 0
         self._work: dict[tuple[str, int], list[Any]] = {}
         self._kept: list[Any] = []  # memory that is lent
+        self._held: list[Any] = []  # what the adjoint step before has kept
         self._one: list[Any] = []  # the only tape of operators that have but one
 
     # -------------------------------------------------------------------- state
@@ -147,13 +148,16 @@ class Operators:
         case, old = self.case, leaves(state)
         if case.idle and i % case.idle == case.idle - 1:
             return state
-        key = fingerprint(old, i)
+        key = fingerprint(old, i, key_orders(state) if case.turns else ())
         made: list[Any] = []
         for k, leaf in enumerate(case.leaves):
             made.append(self._next(k, leaf, old, made, key + bytes([k]), i))
         if case.manners[0] == "new":
             self.states.add(made[0])
-        return self._contained(state, made, i)
+        after = self._contained(state, made, i)
+        if case.turns and isinstance(after, dict | list | tuple):
+            turn_keys(after, i)
+        return after
 
     def _next(self, k: int, leaf: Leaf, old: list[Any], made: list[Any], key: bytes, i: int) -> Any:
         manner = self.case.manners[k]
@@ -211,9 +215,11 @@ class Operators:
                 state.append(np.zeros(2))
             elif isinstance(state, dict):
                 state["more"] = np.zeros(2)
-        key = fingerprint(old, i)
+        key = fingerprint(old, i, key_orders(state) if case.turns else ())
         for k, leaf in enumerate(case.leaves):
             self._overwrite_one(k, leaf, at, content(leaf, key + bytes([k])), i)
+        if case.turns and isinstance(state, dict | list | tuple):
+            turn_keys(state, i)
 
     def _overwrite_one(self, k: int, leaf: Leaf, at: list[Any], array: Any, i: int) -> None:
         manner, place = self.case.manners[k], at[k]
@@ -336,6 +342,7 @@ class Operators:
 
     def begin(self, last: Any, start: Any) -> Any:
         """Return the adjoint that the reverse sweep begins with."""
+        self._held = []
         match self.case.begin:
             case "last":
                 return last
@@ -357,7 +364,10 @@ class Operators:
         if i == case.none_at:
             return None
         parts = leaves(tape) if not case.tape else self.tape_parts(tape)
-        key = fingerprint([*parts, *leaves(adjoint)], i)
+        orders = key_orders(tape) if case.turns and not case.tape else ()
+        key = fingerprint([*parts, *leaves(adjoint), *self._held], i, orders)
+        if case.keeps and not case.one_tape:
+            self._held = deep(parts) if case.keeps == "copy" else parts
         words = np.frombuffer(key, np.uint64)
         match case.adjoint:
             case "integer":
@@ -380,7 +390,10 @@ class Operators:
     def run_in_place(self, state: Any, start: int, stop: int) -> Any:
         """`forward`, where a state that is one array is at hand."""
         self._whole = state
-        return self.forward(state, start, stop)
+        try:
+            return self.forward(state, start, stop)
+        finally:
+            self._whole = None  # lent for the time of the call
 
     _whole: Any = None
 

@@ -46,6 +46,23 @@ def leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
+def key_orders(tree: Any) -> list[Any]:
+    """Return the keys of all dicts of a tree, in the order they have."""
+    if isinstance(tree, dict):
+        return [[*tree], *(key_orders(tree[name]) for name in sorted(tree))]
+    return [key_orders(part) for part in tree] if isinstance(tree, list | tuple) else []
+
+
+def turn_keys(tree: Any, i: int) -> None:
+    """Give the dicts of a tree that have several keys another order of them."""
+    if isinstance(tree, dict):
+        for name in list(tree)[: i % max(1, len(tree))]:
+            tree[name] = tree.pop(name)
+    for part in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(part, dict | list | tuple):
+            turn_keys(part, i)
+
+
 def put(place: Place, value: Any) -> bool:
     """Put a leaf into its container; False if that cannot be changed."""
     container, key = place
