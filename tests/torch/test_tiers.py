@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -991,6 +992,28 @@ def test_a_tier_is_measured() -> None:
     assert rates.read_bytes_per_s > 1e5
     assert slowdown >= 0
     berth.close()
+
+
+def test_a_busy_machine_makes_no_tier_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of all rounds was multiplied by the mean time that other work took."""
+    monkeypatch.setattr(tiered, "_PROBE_S", 0.01)
+    monkeypatch.setattr(time, "thread_time", lambda: 1e-9 * time.perf_counter())  # hardly at all
+    carried: list[tuple[Carried, Carried]] = []
+    one_round = tiered._round
+    monkeypatch.setattr(
+        tiered, "_round", lambda *given: carried.append(one_round(*given)) or carried[-1]
+    )
+    berth = Berth(store(), CPU, 1 << 16)
+    rates, _ = tiered._probed(berth, 1 << 20)
+    for way, rate in enumerate((rates.write_bytes_per_s, rates.read_bytes_per_s)):
+        assert rate <= max(each[way].bytes_per_s(0.0) or 0.0 for each in carried)
+    berth.close()
+    seen = Carried(8000, 1, 2.0)  # 4 kB/s
+    assert tiered._seen(seen, 0.0, 8.0, 5000.0) == 5000.0  # as planned, as far as can be told
+    assert tiered._seen(seen, 0.0, 8.0, 1e6) == 32_000.0
+    assert tiered._seen(seen, 0.0, 8.0, 100.0) == 4000.0
+    assert tiered._seen(seen, 0.5, 8.0, 6000.0) == 6000.0  # all of it may be latency
+    assert tiered._seen(Carried(), 0.0, 8.0, 6000.0) is None
 
 
 def test_measuring_a_tier_takes_no_more_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,11 +152,10 @@ class Tiered:
         written, read = self._look()
         if self._looks == 2 and self._slower == 1.0:
             return False  # in the first iteration memory was touched for the first time
-        # Other work on the machine slows transfers and computing alike.
         busier = 1.0 if self._berth is None else self._berth.busier
-        latency_s = self.rates.latency_s * busier
-        write = _times(written.bytes_per_s(latency_s), busier)
-        fetch = _times(read.bytes_per_s(latency_s), busier)
+        latency_s = self.rates.latency_s
+        write = _seen(written, latency_s, busier, self.rates.write_bytes_per_s)
+        fetch = _seen(read, latency_s, busier, self.rates.read_bytes_per_s)
         found = replace(
             self.rates,
             write_bytes_per_s=write or max(1e-3, self.rates.write_bytes_per_s / self._slower),
@@ -200,8 +199,19 @@ class Tiered:
         return Tiered, (self.names,)
 
 
-def _times(rate: float | None, factor: float) -> float | None:
-    return None if rate is None else rate * factor
+def _seen(
+    carried: Carried, latency_s: float, busier: float, planned_bytes_per_s: float
+) -> float | None:
+    """Return the rate of what was carried, None if that is not known.
+
+    Other work on the machine slows transfers and computing alike: what it may have cost does
+    not make a tier slower than planned, nor does it make one faster than was seen.
+    """
+    seen = carried.bytes_per_s(latency_s)
+    if seen is None:
+        return None
+    alone = carried.bytes_per_s(latency_s * busier)
+    return max(seen, min(planned_bytes_per_s, math.inf if alone is None else alone * busier))
 
 
 def _probed(berth: Berth, most_bytes: int) -> tuple[Tier, float]:
@@ -228,11 +238,9 @@ def _probed(berth: Berth, most_bytes: int) -> tuple[Tier, float]:
     while len(rounds) < 2 or time.perf_counter() - began < _PROBE_S:
         alone.run_for(_PROBE_S / 12)  # in turn: the machine may be busy with other work
         rounds.append(_round(porter, rows, load))
-    # The first round is for memory that is touched for the first time.
-    write, read = (
-        max(each[way].bytes_per_s(0.0) or 0.0 for each in rounds[1:]) * load.busier
-        for way in (0, 1)
-    )
+    # The first round is for memory that is touched for the first time.  The best one is hardly
+    # in the way of other work: what that costs on average is no part of it.
+    write, read = (max(each[way].bytes_per_s(0.0) or 0.0 for each in rounds[1:]) for way in (0, 1))
     rates = Tier.of_rates(
         write_bytes_per_s=max(write, 1.0),
         read_bytes_per_s=max(read, 1.0),
@@ -257,11 +265,9 @@ class _Load:
         self._wide = torch.rand(max(1, nbytes // 8), device=device, generator=drawn)
         self._made = torch.empty_like(self._wide)
         self._seconds: list[float] = []
-        self._thread_s = 0.0
 
     def run_while(self, busy: Callable[[], bool]) -> None:
         """Compute until something is done."""
-        begun_s = time.thread_time()
         with torch.no_grad():
             while busy():
                 began = time.perf_counter()
@@ -270,14 +276,6 @@ class _Load:
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
                 self._seconds.append(time.perf_counter() - began)
-        self._thread_s += time.thread_time() - begun_s
-
-    @property
-    def busier(self) -> float:
-        """How much longer than its thread computed it took, as on a machine with other work."""
-        # Where torch computes in other threads, or on a device, this thread's time says nothing.
-        alone = self._device.type == "cpu" and torch.get_num_threads() == 1
-        return max(1.0, sum(self._seconds) / self._thread_s) if alone and self._thread_s else 1.0
 
     def run_for(self, seconds: float) -> None:
         """Compute for some seconds."""
