@@ -106,7 +106,8 @@ def _steady_steps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(choosing_chunks, "action_seconds", lambda: 1e-6)
     patch.setattr(varied_planning, "measured_kind", kind)
     for module in (planning, varied_planning):
-        patch.setattr(module, "_plans", planning.Memory())
+        for name in ("_plans", "_checked", "_measured"):
+            patch.setattr(module, name, planning.Memory())
     patch.setattr(varied_planning, "_measured", planning.Memory(1024))
 
 

@@ -145,10 +145,11 @@ def test_one_call_of_a_fused_cell_is_compared() -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"planner": "recompute", "chunk": 3}, {"unequal": True}])
-def test_unroll_inside_a_checkpoint(how: dict[str, Any]) -> None:
+def test_unroll_inside_a_checkpoint(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring saved other tensors in the first run than there were in the second."""
-    planning._plans = planning.Memory()
-    varied_planning._plans, varied_planning._measured = planning.Memory(), planning.Memory()
+    for module in (planning, varied_planning):
+        for name in ("_plans", "_measured", "_checked"):
+            monkeypatch.setattr(module, name, planning.Memory())
     net, found = Net(), []
 
     def run(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError, BudgetError
-from multistage.torch.sequences import planning, varied_planning
+from multistage.torch.sequences import plain_steps, planning, unroll_varied, varied_planning
 from multistage.torch.tensors.meter import Meter
 
 
@@ -26,8 +27,10 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         measured.append(options["most_bytes"])
         return sample_chunks(*args, **options)
 
-    monkeypatch.setattr(planning, "_plans", planning.Memory())
-    monkeypatch.setattr(planning, "_tiers", planning.Memory())
+    for name in ("_plans", "_measured", "_checked", "_tiers"):
+        monkeypatch.setattr(planning, name, planning.Memory())
+    for name in ("_plans", "_measured", "_checked"):
+        monkeypatch.setattr(varied_planning, name, planning.Memory())
     monkeypatch.setattr(planning, "sample_chunks", counted)
     return measured
 
@@ -154,3 +157,42 @@ def test_a_plan_is_remembered_for_its_limit_in_bytes_or_as_a_fraction(
     assert within("1 MiB") == within(1 << 20)
     if not several:
         assert len(nothing_known) == 3  # one for each of 1.0, 1 and 1 MiB
+
+
+@pytest.mark.parametrize("unequal", [None, True])
+def test_lengths_of_one_kind_share_what_was_measured(
+    unequal: bool | None, monkeypatch: Any
+) -> None:
+    """Each new length was measured and checked: windows of 20 to 100 steps took twice as long."""
+    counts: Counter[str] = Counter()
+
+    def counted(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return original(*args, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(planning, "sample_chunks")
+    counted(varied_planning, "measured_kind")
+    counted(plain_steps, "check_chain")
+    counted(unroll_varied, "check_chain")
+    cell = nn.GRUCell(3, 7)
+
+    def run(steps: int, **how: Any) -> None:
+        x, h = torch.randn(steps, 5, 3), torch.zeros(5, 7)
+        out = mst.unroll(cell, h, x, unequal=unequal, **how)
+        out.state.sum().backward()  # type: ignore[attr-defined]
+        assert out.plan is not None and out.plan.n_steps == steps
+        assert out.plan.checked is not None and out.plan.checked.outcome == "equal"
+
+    run(40, planner="recompute")
+    once = Counter(counts)
+    assert once.total() >= 2
+    for steps in (31, 17, 60, 2):
+        run(steps, planner="recompute")
+    assert counts == once
+    run(33, planner="keep")
+    assert counts.total() > once.total()

@@ -56,12 +56,14 @@ class Memory(Generic[_V]):
         self._found: OrderedDict[object, _V] = OrderedDict()
 
     def get(self, key: object) -> _V | None:
-        """Return the value of a key, None if it is not kept."""
+        """Return the value of a key, None if it is not kept; it is the last to be dropped."""
         with self._lock:
+            if key in self._found:
+                self._found.move_to_end(key)
             return self._found.get(key)
 
     def put(self, key: object, value: _V) -> _V:
-        """Keep a value, drop the oldest beyond the limit, and return the value."""
+        """Keep a value, drop those beyond the limit, and return the value."""
         with self._lock:
             self._found[key] = value
             self._found.move_to_end(key)
@@ -81,16 +83,40 @@ class Memory(Generic[_V]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """A plan, what it was made from, and the weight of the cell that was measured."""
+class _Measured:
+    """What chunks of a kind of cell were seen to cost, for sequences of any length.
+
+    Attributes
+    ----------
+    samples : sequence of Sample
+    weight : (int, int)
+        Of the cell that was measured.
+    steps : int
+        Of the sequence it was measured in.
+    """
 
     samples: Sequence[Sample]
     weight: tuple[int, int]
-    plan: UnrollPlan
+    steps: int
 
-    def fits(self, weight: tuple[int, int]) -> bool:
-        """Whether a cell of some weight takes no more memory than what was measured."""
-        return all(now <= then for now, then in zip(weight, self.weight, strict=True))
+    def serves(self, weight: tuple[int, int], steps: int, chunk: int | None) -> bool:
+        """Whether it holds of a cell of some weight, and for sequences of some length.
+
+        In sequences more than twice as long larger chunks may pay than were measured.
+        """
+        if any(now > then for now, then in zip(weight, self.weight, strict=True)):
+            return False
+        if chunk is not None and min(chunk, steps) not in [each.chunk for each in self.samples]:
+            return False
+        return steps <= 2 * self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A plan for one length, and what it was made from."""
+
+    measured: _Measured
+    plan: UnrollPlan
 
     def holds(self, limit: int) -> bool:
         """Whether the plan is still right where so much memory is free."""
@@ -99,7 +125,9 @@ class _Known:
         return self.plan.planner == "keep" or limit <= 2 * self.plan.memory_bytes
 
 
-_plans: Memory[_Known] = Memory()
+_measured: Memory[_Measured] = Memory()  # by kind
+_checked: Memory[Checked] = Memory()  # by kind, and whether steps run again
+_plans: Memory[_Known] = Memory(512)  # by kind and length
 _tiers: Memory[Tier] = Memory()
 
 
@@ -113,8 +141,9 @@ def planned(
 ) -> UnrollPlan:
     """Return the plan for a sequence, checked when it is made for a kind of cell.
 
-    Cells of a kind are measured once: the same module type and parameters, or the
-    same code, and a graph of about the same weight.  Where no limit is given, a plan
+    Cells of a kind are measured and checked once, for sequences of about any length: the
+    same module type and parameters, or the same code, and a graph of about the same
+    weight.  Where no limit is given, a plan
     is made again from those measurements when it no longer fits what is free, or
     more than twice as much is.
 
@@ -126,9 +155,13 @@ def planned(
         Of the check.
     """
     facts, inputs = chain.facts, chain.inputs
-    key = _key(chain, leaves, layout, settings)
+    kind = _key(chain, leaves, layout, settings)
+    key = kind, inputs.steps
+    measured = _measured.get(kind)
+    if measured is not None and not measured.serves(facts.weight, inputs.steps, settings.chunk):
+        measured = None
     known = _plans.get(key)
-    if known is not None and not known.fits(facts.weight):
+    if known is not None and known.measured is not measured:
         known = None
     if known is not None and settings.memory is not None:
         return known.plan
@@ -140,11 +173,12 @@ def planned(
     else:
         budget = settings.memory
     tapes = store is not None and settings.planner in ("auto", "offload")
-    if known is not None:
-        samples = known.samples
-    else:
+    fresh = measured is None
+    if measured is None:
         most = 1 << 62 if budget.bytes is None else budget.bytes
-        samples = sample_chunks(chain, leaves, chunk=settings.chunk, most_bytes=most, tapes=tapes)
+        found = sample_chunks(chain, leaves, chunk=settings.chunk, most_bytes=most, tapes=tapes)
+        measured = _measured.put(kind, _Measured(found, facts.weight, inputs.steps))
+    samples = [each for each in measured.samples if each.chunk <= inputs.steps]
     limit_bytes = budget.bytes_of(lambda: keep_bytes(samples, inputs.steps))
     tier = None
     if store is not None:
@@ -168,10 +202,12 @@ def planned(
         chunk=settings.chunk,
         offload=travelling,
     )
-    checked = check(plan) if known is None else known.plan.checked
+    again = kind, plan.plan is not None
+    checked = None if fresh else _checked.get(again)
+    if checked is None:
+        checked = _checked.put(again, check(plan))
     plan = replace(plan, checked=checked, by_values=any(each.by_values for each in samples))
-    weight = facts.weight if known is None else known.weight
-    return _plans.put(key, _Known(samples, weight, plan)).plan
+    return _plans.put(key, _Known(measured, plan)).plan
 
 
 def _key(
@@ -182,7 +218,6 @@ def _key(
     return (
         identity(cell),
         _kinds(leaves),
-        chain.inputs.steps,
         settings,
         facts.wants,
         cell.fused,

@@ -38,7 +38,8 @@ class _Known:
     holds: bool = True
 
 
-_plans: Memory[_Known] = Memory()
+_plans: Memory[_Known] = Memory(512)
+_checked: Memory[Checked] = Memory()  # by the kinds of steps, and whether steps run again
 
 
 def steps_of(
@@ -128,14 +129,15 @@ def planned_varied(
         steps, kinds = steps_of(cells, facts, survey, around, device, leaves)
     else:
         steps = steps_by_costs(settings.costs, facts)
-    key = (
-        facts.steps.tobytes() if hasattr(facts.steps, "tobytes") else tuple(facts.steps),
+    kinds_key = (
         tuple(_key(cells, facts, kind, survey, around) for kind in facts.kinds),
         tuple(kind.parameters for kind in facts.kinds),
         tuple(p.nbytes for p in facts.parameters),
         settings,
         steps.input_bytes,
     )
+    numbers = facts.steps.tobytes() if hasattr(facts.steps, "tobytes") else tuple(facts.steps)
+    key = kinds_key, numbers
     known = _plans.get(key)
     # Without a limit: what is free now.
     free = free_bytes(device) if settings.memory is None else None
@@ -148,13 +150,17 @@ def planned_varied(
     counts = [0] * len(kinds)
     for number in facts.steps if kinds else ():
         counts[number] += 1
+    again = kinds_key, plan.plan is not None
+    checked = _checked.get(again)
+    if checked is None:
+        checked = _checked.put(again, check(plan, steps))
     plan = replace(
         plan,
         kinds=tuple(
             (replace(cost.stage, name=kind.name), count)
             for cost, kind, count in zip(kinds, facts.kinds, counts, strict=bool(kinds))
         ),
-        checked=check(plan, steps) if known is None else known.plan.checked,
+        checked=checked,
         by_values=any(cost.by_values for cost in kinds),
     )
     return _plans.put(key, _Known(plan)).plan
