@@ -12,17 +12,17 @@ from ..environment.scope import Found
 from ..environment.settings import Settings
 from ..measurement.exploring import tensors_of
 from .choosing import is_collective
-from .limited import Facts, LimitedModule, of_functions
+from .limited import Facts, Kind, LimitedModule, of_functions
 
 
-def kind_of_call(model: LimitedModule, state: object, found: Found) -> object:
+def kind_of_call(model: LimitedModule, state: object, found: Found) -> Kind:
     """Return what a plan depends on: shapes, strides, dtypes, devices, wishes and modes.
 
     Those of parameters too: numbers of words have one dtype, whatever the model's.
     """
     leaves, spec = pytree.tree_flatten(state)
     of_leaves = tuple(
-        (tuple(x.shape), _gaps(x), x.dtype, x.device, x.requires_grad)
+        (x.ndim, _gaps(x), x.dtype, x.device, x.requires_grad)
         if isinstance(x, torch.Tensor)
         else type(x)
         for x in leaves
@@ -32,7 +32,8 @@ def kind_of_call(model: LimitedModule, state: object, found: Found) -> object:
     wishes = tuple([p.requires_grad for p in facts.wanting])
     # Of tensors that are no parameters shapes may change at every call.
     of_parameters = tuple([(p.shape, p.dtype, p.device) for p in facts.parameters])
-    return str(spec), of_leaves, settings, facts.modes, hash(wishes), hash(of_parameters)
+    family = str(spec), of_leaves, settings, facts.modes, hash(wishes), hash(of_parameters)
+    return Kind(family, tuple([n for x in leaves if isinstance(x, torch.Tensor) for n in x.shape]))
 
 
 def _gaps(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -37,6 +37,22 @@ def is_plain(plan: ChainPlan) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """What a plan depends on besides the stages.
+
+    Attributes
+    ----------
+    family : hashable
+        All but the lengths.
+    lengths : tuple of int
+        The shapes, one after the other.
+    """
+
+    family: object
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Planned:
     """What is known of inputs of one kind."""
 
@@ -50,6 +66,7 @@ class Planned:
     running: Running = field(default_factory=Running)
     seen: Seen = field(default_factory=Seen)
     reserved_bytes: int = 0  # held beside what the stages were measured to hold
+    is_estimate: bool = False  # from costs of inputs of other lengths
 
     def holds(self, stages: Sequence[Call], state: object, way: object) -> bool:
         """Whether it is of the chain's present stages, and serves an input."""
@@ -103,7 +120,7 @@ class Limited:
     watchful: bool = False  # whether a stage drew random numbers unforeseen
     watch: Watch = field(default_factory=Watch)
     # By kind of input; the latest first.
-    known: OrderedDict[object, list[Planned]] = field(default_factory=OrderedDict)
+    known: OrderedDict[Kind, list[Planned]] = field(default_factory=OrderedDict)
 
     def refers_to(self) -> list[Call]:
         """Return the stages that are no modules; see `Scope`."""

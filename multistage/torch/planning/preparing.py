@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ...errors import ArgumentError, CheckpointWarning, StoreError
+from ...errors import ArgumentError, BudgetError, CheckpointWarning, StoreError
 from ...planners.chain.heterogeneous import ChainPlan
 from ..environment.scope import Found
 from ..environment.states import leaves_of
@@ -23,7 +23,9 @@ from .choosing import PAYS, chosen, is_collective, limit_of
 from .fitting import fitted, with_sizes
 from .holding import corrected, within_limit
 from .kinds import kind_of_call
+from .lengths import estimated
 from .limited import (
+    Kind,
     Limited,
     LimitedModule,
     Planned,
@@ -36,8 +38,8 @@ from .limited import (
 )
 from .running import run
 
-# Kinds of input whose plans are remembered, and traces of each.
-_KINDS = 64
+# Kinds of input whose plans are remembered, those used last, and traces of each.
+_KINDS = 256
 _VARIANTS = 8
 
 
@@ -63,14 +65,47 @@ def planned_for(
                 "planned for; call prepare() with a sample of it, or use replan=True"
             )
         with TURN.taken():  # generators and buffers are put back at the end
-            planned = _made(sequential, state, variants, together)
+            planned = None if together else _estimated(sequential, state, kind)
+            planned = planned or _made(sequential, state, variants, together)
         _remember(chain, kind, [planned, *variants[: _VARIANTS - 1]])
     chain.known.move_to_end(kind)
     use(chain, planned)
     return corrected(sequential, planned, state)
 
 
-def _remember(chain: Limited, kind: object, variants: list[Planned]) -> None:
+def _estimated(sequential: LimitedModule, state: object, kind: Kind) -> Planned | None:
+    """Return a plan by the costs of inputs of other lengths, None if they tell nothing."""
+    chain = sequential._multistage
+    if chain.traced is not None or chain.costs is not None:
+        return None
+    stages = stages_of(sequential)
+    measured = [
+        (key, planned)
+        for key, variants in chain.known.items()
+        for planned in variants
+        if not planned.is_estimate
+        and planned.holds(stages, state, None)
+        and not planned.profile.traits[0].changes_input
+    ]
+    found = estimated(kind, measured)
+    if found is None:
+        return None
+    *ends, profile = found
+    try:
+        planned = fitted(sequential, state, profile, together=False)
+    except BudgetError:  # by an estimate that may be too high
+        return None
+    for key, _ in ends:  # in use
+        chain.known.move_to_end(key)
+    checked = Checked("not checked; between, or near, lengths that were")
+    reserved_bytes = max(end.reserved_bytes for _, end in ends)
+    seen = Seen(runs=1)  # so that the first run is metered
+    return replace(
+        planned, checked=checked, reserved_bytes=reserved_bytes, seen=seen, is_estimate=True
+    )
+
+
+def _remember(chain: Limited, kind: Kind, variants: list[Planned]) -> None:
     chain.known[kind] = variants
     if len(chain.known) > _KINDS:
         chain.known.popitem(last=False)

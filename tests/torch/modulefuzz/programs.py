@@ -50,6 +50,9 @@ BEFORE = {
     "anneal": "anneal(model)",
     "validate": "with torch.no_grad(): run(x)",
     "double": "model.double(); x = x.detach().double().requires_grad_(x.requires_grad)",
+    "lengths": "x = torch.randn(3, 4 + step, D, generator=data).requires_grad_(x.requires_grad)",
+    "gaps": "x = x.detach().repeat(1, 1, 2)[..., ::2].requires_grad_(x.requires_grad)",
+    "expanded": "x = x.detach()[:, :1].expand(-1, 4, -1).requires_grad_(x.requires_grad)",
     "smaller": "x = x.detach()[:2].clone().requires_grad_(x.requires_grad)",
 }
 BETWEEN = {
@@ -517,7 +520,7 @@ def _unrolled(case: Case) -> str:
     before = [
         f"if step > 0:\n            {BEFORE[e]}"
         for e in case.before
-        if e not in ("smaller", "double", "validate")
+        if e not in ("smaller", "lengths", "gaps", "expanded", "double", "validate")
     ]
     between = [BETWEEN[e] for e in case.between if e not in ("second", "validate", "again")]
     between = [line.replace("x.mul_", "xs.mul_") for line in between]
