@@ -19,7 +19,7 @@ from ..durable.records import value_bytes
 from ..errors import StateError
 from ..model.chain import Chain
 from ..states.layout import Array, key_orders
-from ..states.sharing import KEPT, Memory, Unseen, arrays_in, counts, parts_of, stays
+from ..states.sharing import KEPT, Memory, Unseen, arrays_in, counts, stays
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -88,7 +88,9 @@ class Checked(Generic[State, Adjoint]):
     @contextlib.contextmanager
     def _lent(self, state: object, step: int) -> Iterator[None]:
         """Raise StateError if a step keeps a reference to a state that it overwrites."""
-        parts = parts_of(state) if self.in_place else []
+        # A step may put others in place of inner containers, which are not held here.
+        parts = [state, *optree.tree_leaves(cast(Any, state), none_is_leaf=True)]
+        parts = parts if self.in_place else []
         before = counts(parts)
         yield
         if stays(lambda: any(map(operator.gt, counts(parts), before))):
