@@ -636,3 +636,40 @@ class LateBuffer(nn.Module):
         if x.detach().abs().max() > 1.2:
             self.scale *= 0.9
         return x * self.scale
+
+
+class Forked(nn.Module):
+    """Draws random numbers and puts the generator's state back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng([]):
+            return x + 0.1 * torch.randn(D)
+
+
+class Seeded(nn.Module):
+    """Seeds the generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return x * 1.1
+
+
+class RunsAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            given = ctx.saved_tensors[0].detach().requires_grad_()
+            y = given.sin()
+        return torch.autograd.grad(y, given, gradient)
+
+
+class EnablesGrad(nn.Module):
+    """A Function that differentiates in its backward what it runs again there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return RunsAgain.apply(x)

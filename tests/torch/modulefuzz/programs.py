@@ -63,6 +63,9 @@ BETWEEN = {
     "assign": "assign(model)",
     "write": "with torch.no_grad(): [p.mul_(1.01) for p in model.parameters()]",
     "data": "for p in model.parameters(): p.data = p.data * 1.01",
+    "fused": "fused_step(model)",
+    "numpy": "[p.detach().numpy().__imul__(1.01) for p in model.parameters()]",
+    "refill": "x.detach().numpy()[...] *= 1.01",
     "buffers": "with torch.no_grad(): [b.mul_(2) for b in model.buffers()]",
     "anneal": "anneal(model)",
     "draw": "torch.rand(3); random.random(); np.random.rand()",
@@ -71,6 +74,7 @@ BETWEEN = {
     "second": "loss_of(run(x)).backward()",
     "validate": "with torch.no_grad(): run(x)",
 }
+UNSEEN = ("data", "fused", "numpy", "refill")  # writes that leave no version
 FLOWS = {
     "tensor": "",
     "pair": "pair",
@@ -234,6 +238,11 @@ def assign(model: nn.Module) -> None:
     """Give a model other parameter objects."""
     model.load_state_dict({k: 0.9 * v for k, v in model.state_dict().items()}, assign=True)
 ''',
+    "fused_step(": """
+def fused_step(model: nn.Module) -> None:
+    given = [p for p in model.parameters() if p.grad is not None]
+    torch.optim.SGD(given or [nn.Parameter(torch.ones(1))], lr=0.1, fused=True).step()
+""",
     "in_autocast(": """
 def in_autocast(run: Any, x: Tensor) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
@@ -312,7 +321,8 @@ def text(case: Case) -> str:
     body = _unrolled(case) if case.front == "unroll" else _trained(case)
     helpers = [source for name, source in _HELP.items() if name in body]
     used = dict.fromkeys(case.blocks)
-    sources = ["Square"] if "Custom" in used else []
+    functions = {"Custom": "Square", "EnablesGrad": "RunsAgain"}
+    sources = [function for block, function in functions.items() if block in used]
     classes = [_source(name) for name in [*sources, *used]]
     parts = [
         _HEAD.format(seed=case.seed, front=case.front),
@@ -378,7 +388,7 @@ def wrap(model: Any, x: Tensor) -> Any:
         )
     before = [f"if step > 0:\n            {BEFORE[e]}" for e in case.before]
     # Whether a write to `.data` reaches what is offloaded is left open.
-    known = [e for e in case.between if e != "data" or case.front != "offload"]
+    known = [e for e in case.between if e not in UNSEEN or case.front != "offload"]
     between = [BETWEEN[e] for e in known]
     train = f"""
 def train(wrap: Any) -> dict[str, Any]:
@@ -522,7 +532,8 @@ def _unrolled(case: Case) -> str:
         for e in case.before
         if e not in ("smaller", "lengths", "gaps", "expanded", "double", "validate")
     ]
-    between = [BETWEEN[e] for e in case.between if e not in ("second", "validate", "again")]
+    skipped = ("second", "validate", "again", "fused", "numpy", "refill")
+    between = [BETWEEN[e] for e in case.between if e not in skipped]
     between = [line.replace("x.mul_", "xs.mul_") for line in between]
     head = _SEQUENCE if case.inputs == "own" else ""
     context = {
