@@ -153,12 +153,12 @@ class Play:
             seen.found("an adjoint step returned None, and nothing was raised", self._beside)
         most, size = self.operators.tapes.most, self.operators.tape_bytes
         room = planned.state_bytes(case) * case.slots + (case.in_bytes or 0)
-        # An adjoint may be a part of its tape; to measure, two tapes are held once.
-        two = case.adjoint == "of the tape" or case.costs == "measured"
+        # An adjoint may be a part of its tape, or keep it; to measure, two are held once.
+        two = case.adjoint == "of the tape" or case.costs == "measured" or case.keeps == "given"
         working = (case.block or 1) * (2 if two else 1)
         over = (most - working) * size - room
         # Beside the checkpoints: the live state, the one before it, the last one; those in a block.
-        beside = 3 + case.block
+        beside = 3 + case.block + (case.keeps == "given")
         states = self.operators.states.most - beside
         if states * planned.state_bytes(case) > room and not case.until:
             seen.found(f"over the budget: {states} states and {beside} more lived", self._beside)
