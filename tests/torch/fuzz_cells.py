@@ -29,7 +29,18 @@ class Step(nn.Module):
 
     def __init__(self, chance: random.Random, before: list[int], after: list[int]) -> None:
         super().__init__()
-        self.kind = chance.choice(["plain", "noise", "norm", "passes", "in place", "gated"])
+        kinds = [
+            "plain",
+            "noise",
+            "norm",
+            "passes",
+            "in place",
+            "gated",
+            "hooks",
+            "columns",
+            "gaps",
+        ]
+        self.kind = chance.choice(kinds)
         self.speaks = chance.random() < 0.6
         self.first = nn.Linear(before[0], after[0])
         self.second = nn.Linear(before[1], after[1])
@@ -38,7 +49,9 @@ class Step(nn.Module):
         self.same = before[1] == after[1]
 
     def forward(self, state: dict[str, Tensor], x: Tensor | None) -> Any:
-        h, c = self.first(state["h"]), state["c"]
+        if self.kind == "hooks" and state["h"].requires_grad:
+            state["h"].register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        h, c = self.first(state["h"] + state["h"].mean(1, keepdim=True)), state["c"]
         if x is not None:
             h = h + self.of_x(x).mean(0)
         match self.kind:
@@ -52,7 +65,12 @@ class Step(nn.Module):
                 h = torch.tanh(h) * torch.sigmoid(h)
         # Some hand the same tensor on: then it lies in several states.
         c = c if self.kind == "passes" and self.same else torch.tanh(self.second(c)) + h.mean()
-        after = {"h": torch.tanh(h), "c": c}
+        h = torch.tanh(h)
+        if self.kind == "columns":
+            h = torch.cat([h, h], 1)[:, h.shape[1] :]
+        elif self.kind == "gaps":
+            h = torch.stack([h, h], -1)[..., 0]
+        after = {"h": h, "c": c}
         if not self.speaks:
             return after
         return after, {"loss": h.square().mean(), "sum": after["h"].sum(1, keepdim=True)}
