@@ -78,7 +78,7 @@ def overwritten(error: BaseException, slots: object) -> BaseException:
     )
     if ours and len(ours) == len(locked):
         return StateError(told)
-    if ours:
+    if locked:  # perhaps a state from a store, whose arrays are read-only from the beginning
         error.add_note(f"If this is not an array of your own that is read-only: {told}.")
     return error
 

@@ -197,6 +197,12 @@ class Play:
                 seen.found(f"{raised!r} became {name}: {error}", self._beside)
             elif not self.case.odd:
                 seen.found(f"refused: {name}: {error}", self._beside)
+        elif type(error) is ValueError and "read-only" in str(error):
+            # NumPy's, for arrays that are read-only for two reasons or for the case's own.
+            seen.outcomes["refused by NumPy"] += 1
+            own = "readonly" in (*self.case.manners, *self.case.starts)
+            if not (own or getattr(error, "__notes__", None)):
+                seen.found(f"a read-only array is not told: {error}", self._beside)
         else:
             cause = error
             while cause is not None and cause is not raised:
