@@ -61,8 +61,8 @@ FAULTS: tuple[Mutant, ...] = (
     ),
     of(
         "states/references.py",
-        "made = made.copy() if type",
-        "made = made if type",
+        "return made.copy()\n    return made.state",
+        "return made\n    return made.state",
         "test_ownership.py",
     ),
     of(

@@ -96,8 +96,8 @@ FAULTS: tuple[Mutant, ...] = (
     ),
     of(
         "backends/remote.py",
-        "    wait(jobs)\n        for job in jobs:\n            job.result()",
-        "    wait(jobs)",
+        "for job in jobs:\n                        job.result()\n",
+        "pass\n",
         "backends/test_remote.py",
     ),
     of(

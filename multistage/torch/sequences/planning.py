@@ -180,17 +180,16 @@ def planned(
         measured = _measured.put(kind, _Measured(found, facts.weight, inputs.steps))
     samples = [each for each in measured.samples if each.chunk <= inputs.steps]
     limit_bytes = budget.bytes_of(lambda: keep_bytes(samples, inputs.steps))
-    tier = None
+    tier, travelling = None, None
     if store is not None:
         tier = _tiers.got(
             (settings.tiers, chain.device, layout.nbytes),
             lambda: tier_of(store, layout, chain.first(leaves).tensors),
         )
-    travelling = None
-    if store is not None and tapes and samples[-1].saved is not None:
-        page = _page_tier(store, chain.device, settings)
-        if page is not None:
-            travelling = offloaded(samples, inputs.steps, TRAVELS_BYTES, page, PAGE_BYTES)
+        if tapes and samples[-1].saved is not None:
+            page = _page_tier(store, chain.device, settings)
+            if page is not None:
+                travelling = offloaded(samples, inputs.steps, TRAVELS_BYTES, page, PAGE_BYTES)
     plan = choose(
         samples,
         inputs.steps,
@@ -203,8 +202,7 @@ def planned(
         offload=travelling,
     )
     again = kind, plan.plan is not None
-    checked = None if fresh else _checked.get(again)
-    if checked is None:
+    if fresh or (checked := _checked.get(again)) is None:
         checked = _checked.put(again, check(plan))
     plan = replace(plan, checked=checked, by_values=any(each.by_values for each in samples))
     return _plans.put(key, _Known(measured, plan)).plan
