@@ -170,7 +170,7 @@ class StageRunner:
         self._wants[i] = wants_of(leaves)
         trait = self.traits[i]
         around = self._around[i] = Environment(
-            self._scopes[i], f"stage {trait.name}", trait.buffers, by_value=True
+            self._scopes[i], f"stage {trait.name}", trait.buffers, by_value=hooks is not None
         )
         devices = {x.device for x in leaves if isinstance(x, Tensor)}
         self._watch(devices | around.found.devices(), around.found.generators)
