@@ -151,6 +151,44 @@ def test_an_adjoint_that_keeps_the_tree_is_refused(container: str) -> None:
         swept(chain, trees[container](begun()))
 
 
+def test_an_adjoint_that_keeps_a_container_it_put_into_its_state_is_refused() -> None:
+    kept: list[Any] = [[np.ones(4)]]
+
+    def reverse(state: Any, adjoint: Any, i: int) -> Any:
+        state["l"] = [state["l"][0].copy()]
+        kept.append(state["l"])
+        return np.asarray(digest([state["l"][0], kept[-2][0]], int(adjoint), i))
+
+    chain = InPlaceChain(lambda s, i, j: forward(s["l"][0], i, j), reverse)
+    with pytest.raises(StateError, match="the adjoint of step 8 kept a reference"):
+        swept(chain, {"l": [begun()]})
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_operators_may_keep_scalars_and_empty_tuples_of_their_state(checked: bool) -> None:
+    """Nothing overwrites these."""
+
+    def chain() -> Any:
+        kept: list[Any] = []
+
+        def advance(s: Any, start: int, stop: int) -> None:
+            for i in range(start, stop):
+                forward(s["x"], i, i + 1)
+                kept.append(s["t"])
+                s["t"] = s["t"] + np.float64(0.5)
+
+        def reverse(s: Any, adjoint: Any, i: int) -> Any:
+            kept.extend((s["t"], s["none"]))
+            return np.asarray(digest([s["x"], np.asarray(s["t"])], int(adjoint), i))
+
+        return InPlaceChain(advance, reverse)
+
+    def state() -> Any:
+        return {"x": begun(), "t": np.float64(0), "none": ()}
+
+    assert swept(chain(), state(), checked=checked) == oracle(chain(), state())
+
+
 class Box:
     def __init__(self, x: Any) -> None:
         self.x = x

@@ -89,8 +89,9 @@ class Checked(Generic[State, Adjoint]):
     def _lent(self, state: object, step: int) -> Iterator[None]:
         """Raise StateError if a step keeps a reference to a state that it overwrites."""
         # A step may put others in place of inner containers, which are not held here.
-        parts = [state, *optree.tree_leaves(cast(Any, state), none_is_leaf=True)]
-        parts = parts if self.in_place else []
+        leaves = optree.tree_leaves(cast(Any, state), none_is_leaf=True)
+        arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+        parts = [state, *arrays] if self.in_place else []
         before = counts(parts)
         yield
         if stays(lambda: any(map(operator.gt, counts(parts), before))):

@@ -20,6 +20,7 @@ from .sharing import (
     Frozen,
     Memory,
     counts,
+    is_known,
     lone_owners,
     overlap,
     parts_of,
@@ -144,7 +145,11 @@ class InPlace(Copies):
         parts = parts_of(self._tree)
         before = counts(parts)
         adjoint = self._memory_of(self._tree).visibly_apart(reverse(tape, adjoint, step))
-        if counts(parts) != before and stays(lambda: any(map(operator.gt, counts(parts), before))):
+
+        def grew() -> bool:
+            return any(map(operator.gt, counts(parts), before)) or is_known(self._tree, parts)
+
+        if counts(parts) != before and stays(grew):
             raise StateError(
                 KEPT.format(f"the adjoint of step {step}")
                 + ", and return arrays, or tuples, lists, dicts or dataclasses of arrays"

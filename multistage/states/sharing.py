@@ -371,13 +371,17 @@ def _thaw(entries: dict[int, list[object]]) -> None:
 
 
 def parts_of(tree: object) -> list[object]:
-    """Return the containers and the leaves of a tree."""
+    """Return the containers and the arrays of a tree.
+
+    NumPy scalars and empty tuples, which nothing overwrites, are left out.
+    """
     if type(tree) is np.ndarray:
         return [tree]
     parts: list[object] = []
 
     def enter(part: object) -> bool:
-        parts.append(part)
+        if not isinstance(part, np.generic) and (type(part) is not tuple or part):
+            parts.append(part)
         return False  # look into it
 
     optree.tree_leaves(cast(Any, tree), is_leaf=enter, none_is_leaf=True)
@@ -395,6 +399,23 @@ def counts(parts: Sequence[object]) -> list[int]:
         else getrefcount(part) + getrefcount(owner(part))
         for part in parts
     ]
+
+
+def is_known(tree: object, before: Sequence[object]) -> bool:
+    """Whether more than a tree refers to a container that came into it.
+
+    Parameters
+    ----------
+    before : sequence
+        What `parts_of` returned for the tree then.
+    """
+    old = set(map(id, before))
+    new = [part for part in parts_of(tree) if id(part) not in old]
+    new = [part for part in new if not isinstance(part, np.ndarray | tuple)]
+    # One from this list, one from where it is in the tree.
+    return any(
+        references(new, k) > 2 * sum(part is new[k] for part in new) for k in range(len(new))
+    )
 
 
 def stays(grew: Callable[[], bool]) -> bool:
