@@ -90,6 +90,41 @@ def test_hooks_on_the_given_state_see_its_whole_gradient(hook: Any, how: dict[st
     assert all(torch.equal(a, b) for a, b in zip(plain, mine, strict=True))
 
 
+@pytest.mark.parametrize("how", PLANS, ids=str)
+@pytest.mark.parametrize("hook", [on_both, where_it_may])
+def test_hooks_on_state_0_are_there_from_the_forward_sweep_on(
+    hook: Any, how: dict[str, Any]
+) -> None:
+    """The backward of one sequence meets the hooks of another that began where it did."""
+
+    def gradients(run: Callable[[Any, Tensor, Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        net, h = Net(hook), torch.randn(2, 4, requires_grad=True)
+        x = torch.randn(STEPS, 2, 4)
+        losses, found = [run(net, h, x), run(net, h, 2 * x)], []
+        h.register_hook(lambda gradient: gradient + 1)
+        for loss in losses:
+            loss.backward()
+            assert h.grad is not None
+            found.append(h.grad.clone())
+        return found
+
+    def plainly(net: Any, h: Tensor, x: Tensor) -> Tensor:
+        state, losses = (h, torch.ones(2, 4)), []
+        for x_t in x:
+            state, y = net(state, x_t)
+            losses.append(y)
+        return torch.stack(losses).sum()
+
+    def by_plan(net: Any, h: Tensor, x: Tensor) -> Tensor:
+        options = {name: value for name, value in how.items() if name != "several"}
+        cell = [net] * STEPS if "several" in how else net
+        return mst.unroll(cell, (h, torch.ones(2, 4)), x, **options).outputs.sum()
+
+    plain, mine = gradients(plainly), gradients(by_plan)
+    assert all(torch.equal(a, b) for a, b in zip(plain, mine, strict=True))
+
+
 def on_nodes(net: Net, h: Tensor, x: Tensor) -> None:
     if h.grad_fn is not None:
         h.grad_fn.register_prehook(lambda gradients: gradients)

@@ -100,8 +100,8 @@ class Facts:
     draws : tuple of bool
         For each generator whether it draws from it.
     graded : bool
-        Whether it must be run with a graph to give the same bits: some kernels
-        are others under `no_grad`.
+        Whether it must be run with a graph to give the same bits, as some kernels
+        are others under `no_grad`, or to set its hooks on the state.
     buffers : tuple of (module, name)
         Buffers it changes.
     parameters : tuple of Tensor

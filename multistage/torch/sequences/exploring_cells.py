@@ -92,6 +92,8 @@ class Look:
         Leaves of the graph that were not known.
     weight : (int, int)
         See `Facts`.
+    hooked : bool
+        Whether the step set hooks on its state.
     used : set
         For `uses`, which tells the parameters that the step's graph leads to.
     """
@@ -108,6 +110,7 @@ class Look:
     found: list[Tensor]
     weight: tuple[int, int]
     x_kinds: tuple[Kind, ...]
+    hooked: bool
     used: Used
 
     @property
@@ -213,9 +216,22 @@ class Explorer:
         leaves, spec = self._state_of(result[0] if returns_y else result)
         ys, y_spec = self._outputs(result[1]) if returns_y else ([], None)
         no, silent = (False,) * len(leaves), (False,) * len(ys)
-        draws, nothing = (False,) * len(self._random), (0, 0)
+        draws, none = (False,) * len(self._random), (0, 0)
         return Look(
-            spec, leaves, returns_y, y_spec, ys, silent, no, draws, (), [], nothing, (), set()
+            spec,
+            leaves,
+            returns_y,
+            y_spec,
+            ys,
+            silent,
+            no,
+            draws,
+            (),
+            [],
+            none,
+            (),
+            False,
+            set(),
         )
 
     @contextlib.contextmanager
@@ -253,7 +269,7 @@ class Explorer:
             return checksum([t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)])
 
         seen = checksum(looked.results)
-        if cell.is_compiled():
+        if cell.is_compiled() or looked.hooked:  # which state 0 has from the forward sweep on
             return True
         if step(self._leaves, None) != seen:
             if self._check != "off" and step(self._leaves, wants) != seen:
@@ -354,6 +370,7 @@ class Explorer:
             found,
             graph_weight(roots, begun, [t.grad_fn for t in copies]),
             tuple(kind_of(t) for t in tensors_of(x)),
+            any(t._backward_hooks for t in copies),
             walked.used,
         )
 

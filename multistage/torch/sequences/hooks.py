@@ -33,7 +33,15 @@ class HandedDown:
     def __init__(self) -> None:
         self.state_0: Sequence[Tensor] | None = None
         self._waiting: dict[tuple[int, int], list[Hook]] = {}  # by chunk below, and leaf
-        self._reached: set[int] = set()  # leaves of state 0 that have theirs
+        self._reached: set[tuple[int, bool]] = set()  # leaves of state 0 that have theirs
+
+    def first(self, given: Sequence[Tensor], own: Iterable[int], name: str) -> None:
+        """Hand those of the first chunk to state 0, in the forward sweep as plain autograd does.
+
+        Other backward passes through that tensor may come before the one of this sequence.
+        """
+        for number in own:
+            self._reach(number, _taken(given[number], name), handed=False)
 
     def enter(self, k: int, leaves: Sequence[Tensor]) -> None:
         """Set those from the chunk above on the state that chunk k has returned."""
@@ -47,19 +55,17 @@ class HandedDown:
         """Take the hooks on the state before chunk k, on those of its leaves that are its own."""
         for number in own:
             hooks = _taken(given[number], name)
-            if not hooks or self.state_0 is None:
-                continue
-            if k:
+            if not k:  # of later chunks, where the first one returns the tensor as it is
+                self._reach(number, hooks, handed=True)
+            elif hooks and self.state_0 is not None:
                 self._waiting[k - 1, number] = hooks
-            else:
-                self._reach(number, self.state_0[number], hooks)
 
-    def _reach(self, number: int, tensor: Tensor, hooks: Sequence[Hook]) -> None:
-        if number in self._reached:  # by a backward before
-            return
-        self._reached.add(number)
+    def _reach(self, number: int, hooks: Sequence[Hook], *, handed: bool) -> None:
+        if not hooks or self.state_0 is None or (number, handed) in self._reached:
+            return  # or it has them: the first chunk was run before
+        self._reached.add((number, handed))
         for hook in hooks:
-            tensor.register_hook(hook)
+            self.state_0[number].register_hook(hook)
 
 
 def refuse_hooks_on_inputs(name: str, leaves: Iterable[Tensor]) -> None:

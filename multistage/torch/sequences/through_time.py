@@ -184,6 +184,7 @@ class ThroughTime:
                         self.collector.add(*found)
 
                 leaves = self._run_steps(user, (first, last), x, take)
+                self._hand_first_hooks_down(k, given)
                 self._note(k, given, leaves, ys)
                 if versions != [y._version for _, of_step in ys for y in of_step]:
                     refuse_written(self.cell.name, (first, last))
@@ -312,9 +313,15 @@ class ThroughTime:
             refuse_unknown(self.cell.name, held_elsewhere(unknown, collect=True), self._steps(k))
         return result
 
+    def _hand_first_hooks_down(self, k: int, given: Sequence[Tensor]) -> None:
+        if not k:
+            own = [i for i in range(len(given)) if self._is_own(0, i)]
+            self.hooks.first(given, own, self.cell.name)
+
     def _hand_hooks_down(self, k: int, again: ChunkGraph) -> None:
         """Set hooks on the tensors whose whole gradients they are to see."""
         given, name = again.given, self.cell.name
+        self._hand_first_hooks_down(k, given)
         self.hooks.enter(k, again.leaves)
         self.hooks.leave(k, given, [i for i in range(len(given)) if self._is_own(k, i)], name)
         if not isinstance(self.inputs.given, Tensor):  # whose steps are views, used once each

@@ -204,6 +204,7 @@ class VariedThroughTime(ThroughTime):
             self.collector.add(*found)
 
         given, leaves, xs, begun = self._with_graph(before, k, take)
+        self._hand_first_hooks_down(k, given)
         self._note(k, given, leaves, ys)
         if versions != [y._version for _, of_step in ys for y in of_step]:
             refuse_written(self.cell.name, (first, last))
