@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,10 @@ import pytest
 from multistage import native
 
 TESTS = Path(__file__).parent
+# Without PyTorch, `import torch` would find the folder of its tests, which has no file of its own.
+_found = importlib.util.find_spec("torch")
+if _found is not None and _found.origin is None:
+    sys.modules["torch"] = None  # type: ignore[assignment]
 
 
 def pytest_configure(config: pytest.Config) -> None:

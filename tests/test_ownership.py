@@ -189,7 +189,7 @@ def test_a_scalar_stays_a_scalar(dtype: Any, tmp_path: Path) -> None:
     """`x**3` of a scalar and of a 0-d array differ in the last bit."""
 
     def step(x: Any, i: int) -> Any:
-        return abs(x) ** 3 * dtype(0.9) + dtype(0.1 + i / 99)
+        return dtype(abs(x) ** 3 * dtype(0.9) + dtype(0.1 + i / 99))
 
     def adjoint(x: Any, a: Any, i: int) -> Any:
         return told(np.asarray(x**3), a, i)

@@ -21,7 +21,6 @@ same to the last bit.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterator
 from typing import Generic, TypeVar, cast
 
@@ -30,6 +29,7 @@ from ..states.apart import apart_from
 from ..states.arrays import ArrayStates
 from ..states.layout import Array, Layout
 from ..states.slots import Kept, Slots, guarded, no_adjoint, told_of
+from ..support.values import whole_or_none
 from .chain import Chain
 
 State = TypeVar("State")
@@ -179,10 +179,7 @@ def _borrowed(slots: Slots[State, Array]) -> Iterator[None]:
 
 
 def _count(name: str, value: int) -> int:
-    try:
-        count = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        count = -1
-    if count < 1:
+    count = whole_or_none(value)
+    if count is None or count < 1:
         raise ArgumentError(f"{name}={value!r} must be an int, at least 1")
     return count

@@ -26,7 +26,6 @@ here                     there
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Self
@@ -35,7 +34,7 @@ from tabulate import tabulate
 
 from ..errors import ArgumentError
 from ..support.units import format_bytes, format_seconds
-from ..support.values import seconds, shown, whole
+from ..support.values import seconds, shown, whole, whole_or_none
 from .cost_model import CostModel
 from .costs import Costs
 from .tier import Tier
@@ -251,10 +250,9 @@ class StageCosts(CostModel):
 
 
 def _size(value: object, name: str) -> int:
-    try:
-        size = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ArgumentError(f"{name}={shown(value)} must be a number of bytes") from None
+    size = whole_or_none(value)
+    if size is None:
+        raise ArgumentError(f"{name}={shown(value)} must be a number of bytes")
     if not 0 <= size <= MAX_BYTES:
         raise ArgumentError(f"{name}={shown(size)} must be from 0 to 2^60 bytes")
     return size

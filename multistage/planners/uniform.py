@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -16,7 +15,7 @@ from ..model.costs import Costs
 from ..model.tier import Tier
 from ..schedule.simulation import Jitter, Simulation, simulate
 from ..support.units import format_bytes, format_seconds
-from ..support.values import shown
+from ..support.values import shown, whole_or_none
 from .base import Plan, gap_of
 from .bound import lower_bound
 
@@ -275,11 +274,8 @@ def require_steps(n_steps: int | None, planner: str) -> int:
         raise ArgumentError(
             f"planner {planner!r} must know n_steps beforehand; use planner 'online'"
         )
-    try:
-        n = -1 if isinstance(n_steps, bool) else operator.index(n_steps)  # NumPy's ints too
-    except TypeError:
-        n = -1
-    if not 1 <= n <= MOST_STEPS:
+    n = whole_or_none(n_steps)
+    if n is None or not 1 <= n <= MOST_STEPS:
         raise ArgumentError(f"n_steps={shown(n_steps)} must be an int, at least 1 and at most 2^40")
     return n
 

@@ -34,7 +34,7 @@ def seconds(value: object, name: str) -> float:
 
 def number(value: object, name: str, unit: str = "") -> float:
     """Return a real number as a float.  Raises ArgumentError for anything else."""
-    if not isinstance(value, bool | str | bytes):
+    if not isinstance(value, str | bytes) and not _is_flag(value):
         try:
             return float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError, OverflowError):
@@ -56,10 +56,7 @@ def whole(value: object, name: str, least: int = 0, most: int = MOST) -> int:
     >>> whole(3, "slots")
     3
     """
-    try:
-        found = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        found = None
+    found = whole_or_none(value)
     if found is None:
         raise ArgumentError(f"{name}={shown(value)} must be a whole number, at least {least}")
     if found < least:
@@ -68,6 +65,25 @@ def whole(value: object, name: str, least: int = 0, most: int = MOST) -> int:
     if found > most:
         raise ArgumentError(f"{name}={shown(found)} must be at most {most}")
     return found
+
+
+def whole_or_none(value: object) -> int | None:
+    """Return a whole number, NumPy's too, as an int; None for anything else, and for True.
+
+    Examples
+    --------
+    >>> whole_or_none(3), whole_or_none(3.5), whole_or_none(True)
+    (3, None, None)
+    """
+    try:
+        return None if _is_flag(value) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _is_flag(value: object) -> bool:
+    """Whether a value is True or False, also as NumPy has them."""
+    return isinstance(value, bool) or getattr(getattr(value, "dtype", None), "kind", "") == "b"
 
 
 def several(value: object) -> bool:

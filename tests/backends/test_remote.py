@@ -102,13 +102,14 @@ def test_capacity_is_honoured_to_the_byte() -> None:
 
 def test_objects_left_open_are_removed_at_exit() -> None:
     code = """if True:
-        import atexit, numpy as np, fsspec
+        import atexit
+        def look():
+            print(seen, len(memory.find("/")))
+        atexit.register(look)  # called after what is registered later, as by imports
+        import numpy as np, fsspec
         from multistage.backends import RemoteStore
         from multistage.states.layout import Layout
         memory = fsspec.filesystem("memory")
-        def look():
-            print(seen, len(memory.find("/")))
-        atexit.register(look)  # called after what is registered later
         store = RemoteStore("memory://tests", buffer_bytes=0)
         store.open(Layout.of(np.zeros(1000)))
         store.put(1, [np.zeros(1000)], block=True)

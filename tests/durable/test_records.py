@@ -338,7 +338,7 @@ def test_equal_states_have_equal_digests() -> None:
 
 def test_different_states_have_different_digests() -> None:
     quiet, other_nan, zero = np.array([np.nan]), np.array([np.nan]), np.array([0.0])
-    other_nan.view(np.uint64)[0] ^= 1
+    other_nan.view(np.uint64)[0] ^= np.uint64(1)
     assert digest(quiet) != digest(other_nan)
     assert digest(zero) != digest(-zero)
     assert digest(VALUES) != digest(VALUES.astype(">f8"))  # another dtype computes otherwise

@@ -74,6 +74,19 @@ def tripped(array: Any) -> list[Any]:
     return [duplicate(array), *given_back]
 
 
+# NumPy 1 chooses the kernels of some views by where input and output lie: no two runs agree.
+reproducible = pytest.mark.skipif(
+    np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="NumPy 1 rounds by address"
+)
+
+
+def _span(array: Any) -> int:
+    """Return the bytes from the first element in memory to the last."""
+    reach = sum((n - 1) * abs(by) for n, by in zip(array.shape, array.strides, strict=True))
+    return reach + array.itemsize if array.size else 0
+
+
+@reproducible
 @settings(max_examples=200, deadline=None)
 @given(views())
 def test_kernels_round_alike_before_and_after(array: Any) -> None:
@@ -97,15 +110,13 @@ def test_the_layout_of_a_copy_is_that_of_its_copy(array: Any) -> None:
     again = duplicate(array)
     assert again.strides == geometry(array).strides
     assert geometry(again) == geometry(array)
-    low = np.lib.array_utils.byte_bounds(again)
-    assert low[1] - low[0] <= max(4 * array.nbytes, 0)
+    assert _span(again) <= 4 * array.nbytes
 
 
 @pytest.mark.parametrize("columns", [3, 1000])
 def test_a_column_of_a_matrix_takes_twice_its_bytes_at_most(columns: int) -> None:
     column = np.zeros((500, columns))[:, 1]
-    low, high = np.lib.array_utils.byte_bounds(duplicate(column))
-    assert high - low < 2 * column.nbytes
+    assert _span(duplicate(column)) < 2 * column.nbytes
     assert duplicate(column).strides == (16,)
 
 
@@ -154,6 +165,7 @@ def _back(s: Any, a: Any, i: int) -> Any:
     return np.cbrt(a) * np.exp(x) + np.expm1(x) * (x @ x) / 999 + a
 
 
+@reproducible
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_of_views_are_those_of_store_all(name: str, tree: bool, tmp_path: Path) -> None:

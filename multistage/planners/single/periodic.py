@@ -107,8 +107,8 @@ def periodic(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
 
     Examples
     --------
-    >>> periodic(Costs(1.0, 2.0), slots=20, n_steps=100).parameters["segments"]
-    6
+    >>> periodic(Costs(1.0, 2.0), slots=20, n_steps=100).parameters
+    {'segments': 17, 'length': 6}
     """
     n = require_steps(n_steps, "periodic")
     weight = costs.tape_slots
