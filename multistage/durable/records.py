@@ -109,8 +109,7 @@ class OrderedLayout(Layout):
             put_in_order(each, keys[-1])
         if tuple(keys) == self.keys:
             return packing
-        spec = optree.tree_structure(cast(Any, tree), none_is_leaf=True)
-        return Reordered(packing, tuple(keys), spec)
+        return Reordered(packing, tuple(keys))
 
     def split(self, record: Array) -> list[Array] | None:
         """Return the packed arrays of a record as views; None if it is none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar, cast
@@ -18,6 +18,7 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 Packing = Sequence[Geometry | Literal["scalar"] | None]
 SCALAR: Final = "scalar"
 ItemT = TypeVar("ItemT")
+T = TypeVar("T")
 _ALIGN = 64
 Keys = tuple[tuple[Hashable, ...], ...]
 
@@ -33,15 +34,13 @@ class Reordered(list[Any]):
     ----------
     keys : tuple of tuples
         What `key_orders` returns for the state.
-    spec : optree.PyTreeSpec
-        Of the state; it makes dicts with their keys in that order.
     """
 
-    __slots__ = ("keys", "spec")
+    __slots__ = ("keys",)
 
-    def __init__(self, items: Iterable[object], keys: Keys, spec: optree.PyTreeSpec) -> None:
+    def __init__(self, items: Iterable[object], keys: Keys) -> None:
         super().__init__(items)
-        self.keys, self.spec = keys, spec
+        self.keys = keys
 
 
 def ordered_as(items: Sequence[ItemT], state: Sequence[object]) -> list[ItemT]:
@@ -53,7 +52,7 @@ def ordered_as(items: Sequence[ItemT], state: Sequence[object]) -> list[ItemT]:
         The arrays of a state that has that order.
     """
     if type(state) is Reordered:
-        return Reordered(items, state.keys, state.spec)
+        return Reordered(items, state.keys)
     return list(items)
 
 
@@ -123,6 +122,9 @@ class Layout:
         flat = spec.type in (tuple, list, dict) and all(c.is_leaf() for c in spec.children())
         self.flat = spec.type if flat else None
         self.keys = keys
+        # Those that the tree would lack as optree makes it: an OrderedDict's after `move_to_end`.
+        made = key_orders(spec.unflatten(range(len(leaves)))) if keys else keys
+        self._turned = keys if made != keys else None
         self._kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
         self._plain = [c_strides(leaf.shape, leaf.dtype.itemsize) for leaf in leaves]
 
@@ -179,10 +181,12 @@ class Layout:
         state_index = where if isinstance(where, int) else None
         if spec != self.spec:
             where = f"state {where}" if isinstance(where, int) else where
+            linked = _is_linked(spec)
             raise _differs(
                 state_index,
                 f"{where} changed its structure from {self.spec} to {spec}; "
-                "every state must have the tree of the first",
+                "every state must have the tree of the first"
+                + (" (an OrderedDict: use a dict, whose order may change)" if linked else ""),
             )
         arrays = []
         for leaf, value in zip(self.leaves, values, strict=True):
@@ -199,7 +203,7 @@ class Layout:
         if self.keys:
             keys = key_orders(state)
             if keys != self.keys:
-                return Reordered(arrays, keys, spec)
+                return Reordered(arrays, keys)
         return arrays
 
     def example(self) -> object:
@@ -221,13 +225,13 @@ class Layout:
 
     def state(self, arrays: Sequence[Array]) -> object:
         """Return the state made of `arrays`, the inverse of `arrays()`: a tree of its own."""
-        if type(arrays) is Reordered:
-            return arrays.spec.unflatten(arrays)
         if self.single is not None:
             return arrays[0]
         if self.flat is tuple:
             return tuple(arrays)
-        return optree.tree_unflatten(self.spec, arrays)
+        made: object = self.spec.unflatten(arrays)
+        keys = arrays.keys if type(arrays) is Reordered else self._turned
+        return made if keys is None else in_order(made, keys)
 
     def views(self, record: Array) -> list[Array]:
         """Return the arrays of a record as views into its bytes (uint8, at least `nbytes`)."""
@@ -276,15 +280,47 @@ def dicts_in(tree: object) -> Iterator[dict[Hashable, object]]:
                     yield from dicts_in(value)
 
 
+def in_order(tree: T, keys: Keys) -> T:
+    """Return a tree with the keys of its dicts put into the order that `key_orders` gave."""
+    for each, order in zip(dicts_in(tree), keys, strict=True):
+        if tuple(each) != order:
+            put_in_order(each, order)
+    return tree
+
+
 def put_in_order(tree: dict[Hashable, object], keys: Sequence[Hashable]) -> None:
     """Put the keys of a dict, which these are, into an order."""
+    if type(tree) is OrderedDict:  # for optree its keys stay in the order they came in
+        for key in keys:
+            tree.move_to_end(key)
+        return
     items = [(key, tree[key]) for key in keys]
     tree.clear()
     tree.update(items)
 
 
+def rebuilt(tree: T, spec: optree.PyTreeSpec, leaves: Iterable[object]) -> T:
+    """Return a tree of other leaves, with the keys of each OrderedDict in the order they have.
+
+    Parameters
+    ----------
+    spec : optree.PyTreeSpec
+        Of the tree.
+    """
+    made: Any = spec.unflatten(leaves)
+    return in_order(made, key_orders(tree)) if _is_linked(spec) else cast(T, made)
+
+
+def _is_linked(spec: optree.PyTreeSpec) -> bool:
+    """Whether there is an OrderedDict in a tree, whose order optree does not see."""
+    if spec.type is OrderedDict:
+        return True
+    # Most have no containers in them.
+    return spec.num_nodes > spec.num_leaves + 1 and any(map(_is_linked, spec.children()))
+
+
 def _is_dict(value: object) -> bool:
-    return type(value) in (dict, defaultdict)
+    return type(value) in (dict, defaultdict, OrderedDict)
 
 
 def packed(

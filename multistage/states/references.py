@@ -18,7 +18,7 @@ import numpy as np
 import optree
 
 from .apart import apart_from
-from .layout import Array, Layout
+from .layout import Array, Layout, rebuilt
 from .sharing import Frozen, Memory, lone_owners, owner, thaw
 from .slots import Kept
 from .strides import duplicate
@@ -162,7 +162,7 @@ def keep_tape(
     arrays += found
     for array in arrays:
         frozen.hold(array)
-    return _kept(Kept, (spec.unflatten(leaves), arrays))
+    return _kept(Kept, (rebuilt(tree, spec, leaves), arrays))
 
 
 def _is_view(leaf: object) -> bool:

@@ -25,7 +25,7 @@ import numpy as np
 import optree
 
 from ..errors import StateError
-from .layout import Array
+from .layout import Array, rebuilt
 from .strides import duplicate
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class Memory:
         if all(map(operator.is_, apart, found)):
             return tree
         spec = optree.tree_structure(cast(Any, tree), none_is_leaf=True)
-        return cast(T, spec.unflatten(apart))
+        return rebuilt(tree, spec, apart)
 
     def apart(self, tree: T, said: str) -> T:
         """Return a tree with what shares this memory copied, or refused if it is no array.
@@ -113,7 +113,7 @@ class Memory:
             If an object in it that is no array shares this memory.
         """
         leaves, spec = optree.tree_flatten(cast(Any, tree), none_is_leaf=True)
-        return cast(T, spec.unflatten([self.leaf(leaf, said, strict=False) for leaf in leaves]))
+        return rebuilt(tree, spec, [self.leaf(leaf, said, strict=False) for leaf in leaves])
 
     def _visible(self, leaf: object) -> object:
         if is_record(leaf):
@@ -167,9 +167,12 @@ class Memory:
         )
         for name in names:
             if hasattr(leaf, name):
-                leaves, spec = optree.tree_flatten(getattr(leaf, name), none_is_leaf=True)
+                tree = getattr(leaf, name)
+                leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
                 inner = f"{said}, in {_name(type(leaf))}.{name},"
-                value = spec.unflatten([self.leaf(each, inner, strict=strict) for each in leaves])
+                value = rebuilt(
+                    tree, spec, [self.leaf(each, inner, strict=strict) for each in leaves]
+                )
                 object.__setattr__(made, name, value)
         return made
 
