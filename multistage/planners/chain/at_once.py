@@ -17,7 +17,6 @@ from .ladder import MORE, Ladder
 from .memory import actions_of, plain_use, store_all
 from .periodic import periodic, too_small
 from .plan import ChainPlan, ChainPlanner
-from .short import MAX_STAGES, search_short
 from .sizes import Sizes
 from .smallest import smallest
 from .table import default_threads
@@ -87,9 +86,6 @@ def plan_at_once(
     if rates is None:
         return best
     no_tier_s, _, offload_s = (None if plan is None else plan.makespan_s for plan in rivals)
-    if len(costs.stages) <= MAX_STAGES:
-        actions = search_short(true, within, rates, best.makespan_s)
-        best = best if actions is None else fastest([best, made(actions, rates)])
     return replace(best, tier=rates, no_tier_s=no_tier_s, offload_s=offload_s)
 
 

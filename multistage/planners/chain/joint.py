@@ -26,8 +26,7 @@ Search
 
 Known gaps: recomputation writes nothing to the tier; the next segment does not
 run forward while a read is awaited; schedules are persistent.  No optimality is
-claimed; `planners.chain.joint_bound` bounds the gap.  Chains of a few stages are
-searched by `planners.chain.short` as well, which knows none of these gaps.
+claimed; `planners.chain.joint_bound` bounds the gap.
 """
 
 from __future__ import annotations
