@@ -6,18 +6,22 @@ Counts what the style guide limits, by parsing the source; nothing is run or tim
 
 Of the package:
 
-- `median_lines`, `files_over_700`: lines of a file, blank ones and docstrings included;
+- `package_lines`, `median_lines`, `files_over_700`, `files_under_60`: lines of files, blank ones
+  and docstrings included; empty files and `__init__.py` are not counted as short;
+- `classes`, `functions`: all of them, methods and those inside of others too;
+- `import_lines`: lines of import statements;
+- `twins`: modules that do in Python what the C core does;
 - `longest_function`, `functions_over_60`: lines of a function or method without its
   docstring and decorators;
-- `import_cycles`: groups of modules that import one another; imports inside of functions
-  count, imports for the type checker alone do not;
+- `import_cycles`: groups of modules that import one another; imports inside of functions and
+  those for the type checker alone count;
 - `same_level_imports`: groups of files and folders of one folder that import one another,
   in folders at any depth;
 - `public_any`: `Any` in the signature of a public function or method (constructors and
   operators too), in a public attribute or in a public alias of a type;
 - `isinstance_of_stores`, `getattr_of_stores`: where code outside of the stores' folders asks
   for the class of a store, or for an attribute that it may lack;
-- `share_of_source_in_tests`: lines of `tests/` over lines of `tests/` and `multistage/`.
+- `test_lines`: lines of `tests/`.
 
 `long_benchmarks` and `long_c_files` list other files above 700 lines, without xxhash's header.
 """
@@ -124,7 +128,7 @@ def long_files(folder: Path, pattern: str) -> dict[str, int]:
 
 
 def imports(trees: Mapping[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
-    """Return which modules of the package each module imports when it runs.
+    """Return which modules of the package each module imports.
 
     `trees` holds for each dotted name its syntax tree and whether it is a package.
     """
@@ -139,7 +143,7 @@ def imports(trees: Mapping[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]
 
 def _imported(tree: ast.AST, name: str, is_package: bool) -> Iterator[tuple[str, str]]:
     """Yield (module, attribute) of each import, "" for the module itself."""
-    for node in _that_run(tree):
+    for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
                 yield from ((alias.name, "") for alias in names)
@@ -148,22 +152,20 @@ def _imported(tree: ast.AST, name: str, is_package: bool) -> Iterator[tuple[str,
                 parts = parts[: len(parts) - level + is_package] if level else []
                 base = ".".join([*parts, *([module] if module else [])])
                 yield from ((base, alias.name) for alias in names)
-            case ast.Call(args=[ast.Constant(value=str(module)), *_]):
+            case ast.Call(func=func, args=[ast.Constant(value=str(module)), *_]) if _name(func) in (
+                "import_module",
+                "__import__",
+            ):
                 yield module, ""
 
 
-def _that_run(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield imports, by statement or by `import_module`, those for the type checker left out."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        elif isinstance(node, ast.If) and _name(node.test) == "TYPE_CHECKING":
-            for each in node.orelse:
-                yield from _that_run(ast.Module([each], []))
-        else:
-            if isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__"):
-                yield node
-            yield from _that_run(node)
+def import_lines(tree: ast.AST) -> int:
+    """Return the lines of import statements."""
+    return sum(
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    )
 
 
 def cycles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
@@ -353,6 +355,8 @@ def measured() -> tuple[Samples, dict[str, float]]:
     graph = imports({source.module: (source.tree, source.is_package) for source in found})
     stores = classes_of_stores(found)
     samples: Samples = {
+        "files_under_60": {s.path: s.lines for s in found if s.lines < 60 and not s.is_package},
+        "twins": [source.path for source in found if source.path.endswith("_twin.py")],
         "long_files": long_files(PACKAGE, "*.py"),
         "long_benchmarks": long_files(ROOT / "benchmarks", "*.py"),
         "long_c_files": long_files(PACKAGE, "native/*.[ch]"),
@@ -365,16 +369,18 @@ def measured() -> tuple[Samples, dict[str, float]]:
         ],
         "getattr_of_stores": [x for s in found for x in getattr_of_stores(s.path, s.tree)],
     }
-    in_package = sum(source.lines for source in found)
-    in_tests = sum(lines_of_files(ROOT / "tests", "*.py").values())
     names = {"long_files": "files_over_700", "long_functions": "functions_over_60"}
     figures: dict[str, float] = {
         "files": len(found),
+        "package_lines": sum(source.lines for source in found),
+        "classes": sum(isinstance(n, ast.ClassDef) for s in found for n in ast.walk(s.tree)),
+        "functions": len(lengths),
+        "import_lines": sum(import_lines(source.tree) for source in found),
         # An `__init__.py` of one line is its docstring.
         "median_lines": statistics.median(s.lines for s in found if s.lines > 1),
         "longest_function": max(lengths.values()),
         **{names.get(what, what): len(each) for what, each in samples.items()},
-        "share_of_source_in_tests": in_tests / (in_tests + in_package),
+        "test_lines": sum(lines_of_files(ROOT / "tests", "*.py").values()),
     }
     return samples, figures
 

@@ -13,7 +13,7 @@ from ..actions import Get, Offer, Put
 from ..errors import ArgumentError
 from ..model.tier import Tier
 from ..support.values import number, shown
-from .accounting import ByteAccounting
+from .machine_state import ByteAccounting
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,7 @@ from ..actions import (
 from ..errors import ArgumentError
 from ..model.stages import StageCosts
 from ..support.units import format_bytes
-from .accounting import ByteAccounting
-from .machine_state import MachineState, told
+from .machine_state import ByteAccounting, MachineState, told
 from .step_rules import advance, end_forward, free, load, reverse, save, tape
 from .transfer_rules import await_transfer, drop, evict, may_await, may_write, read, token_of, write
 

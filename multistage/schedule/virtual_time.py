@@ -27,8 +27,8 @@ from ..actions import (
 from ..errors import ArgumentError, ScheduleError
 from ..model.costs import Costs
 from ..model.stages import StageCosts
-from .accounting import ByteAccounting
 from .channels import Channels
+from .machine_state import ByteAccounting
 from .rules import Rules
 from .timeline import Timeline
 

@@ -36,13 +36,13 @@ FAULTS: tuple[Mutant, ...] = (
         "schedule/test_accounting.py",
     ),
     of(
-        "schedule/accounting.py",
+        "schedule/machine_state.py",
         "before = left + self.state[i + 1]",
         "before = left",
         "schedule/test_accounting.py",
     ),
     of(
-        "schedule/accounting.py",
+        "schedule/machine_state.py",
         "if self.starts.get(step) is gone and step not in self.late:",
         "if False:",
         "schedule/test_accounting.py",
