@@ -24,10 +24,12 @@ import stat
 import time
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from ..errors import StoreError
 from ..states.layout import Array
+from ..support.interrupts import Shield
 from .headers import (
     IDENTITY_BYTES,
     PRELUDE,
@@ -38,7 +40,7 @@ from .headers import (
     parse_prelude,
     run_of,
 )
-from .new_file import CHUNK, SAFE, NewFile, synchronize
+from .new_file import CHUNK, SAFE, NewFile, OpenFile, synchronize
 
 RUN, LAST, LOCK = "run", "last", "lock"
 LEFTOVERS = ("tmp-", "probe-")  # of no use to a resumed run
@@ -95,18 +97,22 @@ class Folder:
         self.run = bytes(16)
         self.made = False
         self._nameless = hasattr(os, "O_TMPFILE")
-        self._lock = -1
-        self.fd = -1
+        self._descriptors: list[int] = []  # the folder's, and that of its lock
+        # Also of one that is dropped, as where Ctrl-C comes before it has a name.
+        self._closing = weakref.finalize(self, _close, self._descriptors)
+        self._closing.atexit = False
         while self.fd < 0:
             there = False
             try:
-                if create:
-                    try:
-                        path.mkdir(0o700)
-                        self.made = True
-                    except FileExistsError:
-                        there = True
-                self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | SAFE)
+                with Shield(up=True):
+                    if create:
+                        try:
+                            path.mkdir(0o700)
+                            self.made = True
+                        except FileExistsError:
+                            there = True
+                    flags = os.O_RDONLY | os.O_DIRECTORY | SAFE
+                    self._descriptors.append(os.open(path, flags))
             except FileNotFoundError as error:
                 if not there or path.is_symlink():
                     raise self.refused(_reason(path, error, create)) from error
@@ -128,12 +134,15 @@ class Folder:
         """Return the error that says why this folder cannot be used."""
         return StoreError(f"durable folder {str(self.path)!r} is refused: {reason}")
 
+    @property
+    def fd(self) -> int:
+        """Its descriptor, -1 once it is closed."""
+        return self._descriptors[0] if self._descriptors else -1
+
     def close(self) -> None:
         """Give lock and descriptor back.  May be called twice."""
-        for fd in (self._lock, self.fd):
-            if fd >= 0:
-                os.close(fd)
-        self._lock = self.fd = -1
+        with Shield(up=True):
+            self._closing()
 
     # -------------------------------------------------------------------- lock
 
@@ -150,20 +159,10 @@ class Folder:
         """
         until = time.monotonic() + _PATIENCE_S
         while True:
-            fd = -1
             try:
-                fd = self._lock_file()
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except FileExistsError:  # made by another at the same moment
-                continue
-            except OSError as error:
-                if fd < 0:
-                    if not self._is_there():
-                        return False
-                    raise self.refused(f"its lock cannot be opened: {error.strerror}") from error
-                os.close(fd)
-                if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
-                    raise self.refused(f"it cannot be locked: {error.strerror}") from error
+                with Shield(up=True):  # what is locked is also known to be
+                    taken = self._locked()
+            except BlockingIOError as error:
                 if time.monotonic() < until:
                     time.sleep(_PATIENCE_S / 20)
                     continue
@@ -171,19 +170,43 @@ class Folder:
                     f"it is in use by {self.holder()}; wait for that run to end, or name another "
                     "folder"
                 ) from error
-            # Its last user may have removed the file between our opening and
-            # locking it: then no process holds the lock, and we try again.
-            if os.fstat(fd).st_nlink:
-                self._lock = fd
-                _LOCKED.add(self)
-                try:
-                    found = self.owner(RUN) or run_of(os.pread(fd, IDENTITY_BYTES, 0))
-                    assert found is not None  # as when it was opened: a lock is never replaced
-                    self.number(found)
-                except OSError as error:
-                    raise self.refused(f"its lock cannot be written: {error.strerror}") from error
-                return True
+            if taken is not None:
+                return taken
+
+    def _locked(self) -> bool | None:
+        """Take the folder; None if that is to be tried again at once.
+
+        Raises BlockingIOError if another process has it.
+        """
+        try:
+            fd = self._lock_file()
+        except FileExistsError:  # made by another at the same moment
+            return None
+        except OSError as error:
+            if not self._is_there():
+                return False
+            raise self.refused(f"its lock cannot be opened: {error.strerror}") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
             os.close(fd)
+            if isinstance(error, BlockingIOError):
+                raise
+            raise self.refused(f"it cannot be locked: {error.strerror}") from error
+        # Its last user may have removed the file between our opening and
+        # locking it: then no process holds the lock, and we try again.
+        if not os.fstat(fd).st_nlink:
+            os.close(fd)
+            return None
+        self._descriptors.append(fd)
+        _LOCKED.add(self)
+        try:
+            found = self.owner(RUN) or run_of(os.pread(fd, IDENTITY_BYTES, 0))
+            assert found is not None  # as when it was opened: a lock is never replaced
+            self.number(found)
+        except OSError as error:
+            raise self.refused(f"its lock cannot be written: {error.strerror}") from error
+        return True
 
     def _is_there(self) -> bool:
         """Whether the folder's path still leads to it."""
@@ -195,10 +218,13 @@ class Folder:
     def _lock_file(self) -> int:
         """Return a descriptor of the lock, made if there is none.  Raises OSError, StoreError."""
         try:
-            fd, _ = self.open(LOCK, os.O_RDWR)
+            with self.open(LOCK, os.O_RDWR) as file:
+                if run_of(os.pread(file.fd, IDENTITY_BYTES, 0)) is not None:
+                    return file.keep()
         except FileNotFoundError:
             self.run = os.urandom(16)
             with self._new(LOCK) as file:
+                self._nameless = file.nameless
                 # Locked before it appears, so that no other takes it for a leftover.
                 fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.write(lock_of(self.run))
@@ -209,18 +235,16 @@ class Folder:
                 return file.keep()
         except BadFile as error:
             raise self.refused(f"its file {LOCK!r} cannot be used: {error}") from error
-        if run_of(os.pread(fd, IDENTITY_BYTES, 0)) is None:
-            os.close(fd)
-            raise self.refused(
-                f"its file {LOCK!r} was not written by a durable run; name another folder"
-            )
-        return fd
+        raise self.refused(
+            f"its file {LOCK!r} was not written by a durable run; name another folder"
+        )
 
     def number(self, run: bytes) -> None:
         """Say in the lock which run has the folder, before it writes a file."""
         self.run = run
-        os.pwrite(self._lock, lock_of(self.run), 0)
-        synchronize(self._lock)
+        lock = self._descriptors[1]
+        os.pwrite(lock, lock_of(self.run), 0)
+        synchronize(lock)
 
     def holder(self) -> str:
         """Return the holder of the lock, as far as its file names it."""
@@ -233,15 +257,13 @@ class Folder:
         if self.owner(LOCK) is None:
             return False
         try:
-            fd, _ = self.open(LOCK)
+            with self.open(LOCK) as file:
+                try:
+                    fcntl.flock(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except OSError:
+                    return True
         except (OSError, BadFile):
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(fd)
+            pass
         return False
 
     # ------------------------------------------------------------------- files
@@ -266,19 +288,16 @@ class Folder:
         if not temporary and not _FINAL.fullmatch(name):
             return None
         try:
-            fd, _ = self.open(name)
+            with self.open(name) as file:
+                found = os.fstat(file.fd)
+                # One that was not finished may hold nothing yet: its name says whose it is.
+                run = (
+                    bytes.fromhex(temporary[1])
+                    if temporary
+                    else run_of(os.pread(file.fd, IDENTITY_BYTES, 0))
+                )
         except (OSError, BadFile):
             return None
-        try:
-            found = os.fstat(fd)
-            # One that was not finished may hold nothing yet: its name says whose it is.
-            run = (
-                bytes.fromhex(temporary[1])
-                if temporary
-                else run_of(os.pread(fd, IDENTITY_BYTES, 0))
-            )
-        finally:
-            os.close(fd)
         return None if run is None else (run, found)
 
     def known(self) -> bytes | None:
@@ -298,16 +317,19 @@ class Folder:
             if _FINAL.fullmatch(name) and (run is None or self.owner(name) != run)
         ]
 
-    def open(self, name: str, flags: int = os.O_RDONLY) -> tuple[int, int]:
-        """Return a descriptor of a file, and its length.
+    def open(self, name: str, flags: int = os.O_RDONLY) -> OpenFile:
+        """Return a file for a block in which it is open.
 
         Raises
         ------
         OSError
-            If there is none.
+            From the block's beginning, if there is none.
         BadFile
-            If it is no plain file of this user.
+            Likewise, if it is no plain file of this user.
         """
+        return OpenFile(partial(self._descriptor, name, flags))
+
+    def _descriptor(self, name: str, flags: int) -> int:
         try:
             fd = os.open(name, flags | SAFE, dir_fd=self.fd)
         except OSError as error:
@@ -320,32 +342,27 @@ class Folder:
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             os.close(fd)
             raise BadFile(_NO_PLAIN)
-        return fd, found.st_size
+        return fd
 
     def header(self, name: str) -> tuple[Header, bytes]:
         """Return header and table of a file.  Raises OSError, BadFile."""
-        fd, size = self.open(name)
-        try:
-            header = parse_prelude(os.pread(fd, PRELUDE.size, 0), size)
-            return header, os.pread(fd, header.table_bytes, PRELUDE.size)
-        finally:
-            os.close(fd)
+        with self.open(name) as file:
+            header = parse_prelude(os.pread(file.fd, PRELUDE.size, 0), file.nbytes)
+            return header, os.pread(file.fd, header.table_bytes, PRELUDE.size)
 
     def read(self, name: str, file_bytes: int, offset: int, record: Array) -> None:
         """Fill `record` from a file that must still have `file_bytes`.  Raises OSError, BadFile."""
-        fd, size = self.open(name)
-        try:
+        with self.open(name) as file:
+            size = file.nbytes
             if size != file_bytes:
                 raise BadFile(f"it has {size} bytes, not {file_bytes}: it was changed")
             view = memoryview(record)  # type: ignore[arg-type]
             while view:
-                done = os.preadv(fd, [view[:CHUNK]], offset)
+                done = os.preadv(file.fd, [view[:CHUNK]], offset)
                 if done <= 0:
                     raise OSError(errno.EIO, "the file ends before its record does")
                 offset += done
                 view = view[done:]
-        finally:
-            os.close(fd)
 
     def publish(self, name: str, pieces: Sequence[bytes | Array], *, settled: bool = True) -> None:
         """Write a file and let it appear under `name` when its bytes are on the disk.
@@ -369,9 +386,7 @@ class Folder:
     def _new(self, name: str) -> NewFile:
         """Return a new file, which shows under `name` later."""
         temporary = f"tmp-{self.run.hex()}-{name}"
-        file = NewFile(self.fd, name, temporary, self.unlink, nameless=self._nameless)
-        self._nameless = file.nameless
-        return file
+        return NewFile(self.fd, name, temporary, self.unlink, nameless=self._nameless)
 
     def _is_ours(self, name: str) -> bool:
         return self.owner(name) == self.run
@@ -409,6 +424,12 @@ class Folder:
             self.unlink(LOCK)
             if self._is_there():
                 self.path.rmdir()
+
+
+def _close(descriptors: list[int]) -> None:
+    """Close what is open, each once: the lock before its folder."""
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _reason(path: Path, error: OSError, create: bool) -> str:

@@ -1,7 +1,7 @@
-"""A file of a durable folder that is being written, and shows only once it is complete.
+"""Files of a durable folder that are open: to be read, or to be written.
 
-It is written without a name and then linked; where the file system cannot do that,
-it is written under a name that holds the number of the run.
+One that is written shows only once it is complete.  It is written without a name and then
+linked; where the file system cannot do that, under a name that holds the number of the run.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable
-from types import TracebackType
+from functools import partial
 
 from ..states.layout import Array
+from ..support.interrupts import Opened
 
 CHUNK = 4 << 20
 # Flags that platforms may lack.  Without NONBLOCK a FIFO in place of a file would hang us.
 SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_NEW = os.O_RDWR | SAFE
+_NAMELESS: int = getattr(os, "O_TMPFILE", 0)  # asked for only where there are such
 # What a file system answers that has no files without a name, or cannot link them.
 _NO_LINKS = {
     errno.EOPNOTSUPP,
@@ -31,8 +34,47 @@ _NO_LINKS = {
 }
 
 
-class NewFile:
-    """A file on its way into a folder; a context that closes it.
+class OpenFile(Opened):
+    """A file that is open in a block, closed after it wherever Ctrl-C comes.
+
+    Parameters
+    ----------
+    opener : callable
+        Returns its descriptor.
+
+    Attributes
+    ----------
+    fd : int
+    """
+
+    __slots__ = ("_opener", "fd")
+
+    def __init__(self, opener: Callable[[], int]) -> None:
+        super().__init__(opener, opener)
+        self._opener = opener
+        self.fd = -1
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the file."""
+        return os.fstat(self.fd).st_size
+
+    def keep(self) -> int:
+        """Return the descriptor, which is the caller's from now on."""
+        fd, self.fd = self.fd, -1
+        return fd
+
+    def _begin(self) -> None:
+        self.fd = self._opener()
+
+    def _end(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class NewFile(OpenFile):
+    """A file on its way into a folder.
 
     Parameters
     ----------
@@ -48,14 +90,16 @@ class NewFile:
 
     Attributes
     ----------
-    fd : int
     nameless : bool
         Whether files without a name work here, as far as this one has shown.
 
     Raises
     ------
     OSError
+        From the block's beginning.
     """
+
+    __slots__ = ("_folder_fd", "_has_name", "_name", "_temporary", "_unlink", "nameless")
 
     def __init__(
         self,
@@ -66,37 +110,28 @@ class NewFile:
         *,
         nameless: bool,
     ) -> None:
+        super().__init__(partial(os.open, ".", _NEW | _NAMELESS, 0o600, dir_fd=folder_fd))
         self._folder_fd, self._name = folder_fd, name
         self._temporary, self._unlink = temporary, unlink
-        self.nameless = nameless
-        self.fd, self._has_name = self._opened()
+        self.nameless, self._has_name = nameless, False
 
-    def _opened(self) -> tuple[int, bool]:
-        """Return a descriptor, and whether the file has the temporary name."""
-        flags = os.O_RDWR | SAFE
+    def _begin(self) -> None:
         if self.nameless:
             try:
-                return os.open(".", flags | os.O_TMPFILE, 0o600, dir_fd=self._folder_fd), False
+                super()._begin()
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
                 self.nameless = False
+            else:
+                return
         self._unlink(self._temporary)
-        flags |= os.O_CREAT | os.O_EXCL
-        return os.open(self._temporary, flags, 0o600, dir_fd=self._folder_fd), True
+        flags = _NEW | os.O_CREAT | os.O_EXCL
+        self.fd = os.open(self._temporary, flags, 0o600, dir_fd=self._folder_fd)
+        self._has_name = True
 
-    def __enter__(self) -> NewFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+    def _end(self) -> None:
+        super()._end()
         if self._has_name:
             with contextlib.suppress(OSError):
                 self._unlink(self._temporary)
@@ -113,11 +148,6 @@ class NewFile:
     def synchronize(self) -> None:
         """Return when the bytes are on the disk.  Raises OSError."""
         synchronize(self.fd)
-
-    def keep(self) -> int:
-        """Return the descriptor, which is the caller's from now on."""
-        fd, self.fd = self.fd, -1
-        return fd
 
     def appear(self, replace: Callable[[str], bool] | None) -> bool:
         """Give the written file its name; False if another file keeps it.
@@ -169,7 +199,7 @@ class NewFile:
         with NewFile(
             self._folder_fd, self._name, self._temporary, self._unlink, nameless=False
         ) as copy:
-            for at in range(0, os.fstat(self.fd).st_size, CHUNK):
+            for at in range(0, self.nbytes, CHUNK):
                 copy.write(os.pread(self.fd, CHUNK, at))
             copy.synchronize()
             return copy.appear(replace)

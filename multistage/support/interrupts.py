@@ -142,7 +142,7 @@ class Opened(Shield):
     def __enter__(self) -> Self:
         super().__enter__()
         try:
-            self._opening()
+            self._begin()
             self._is_open = True
             self.up = False
             self.let_go()
@@ -160,9 +160,15 @@ class Opened(Shield):
         self.up = True
         try:
             if self._is_open:
-                self._close()
+                self._end()
         finally:
             super().__exit__(kind, error, trace)
+
+    def _begin(self) -> None:
+        self._opening()
+
+    def _end(self) -> None:
+        self._close()
 
 
 _CLOSING = Opened.__exit__.__code__

@@ -29,6 +29,7 @@ from multistage.backends.arena import _came_back
 from multistage.backends.extents import Extent, Index
 from multistage.backends.files import available_engines
 from multistage.durable.folder import Folder
+from multistage.durable.headers import Kind, encode
 from multistage.durable.store import DurableStore
 from multistage.measurement.store import probe_store
 from multistage.states.layout import Layout
@@ -318,6 +319,44 @@ def test_a_store_opens_and_closes_whole(name: str, what: str, tmp_path: Path) ->
     assert at > 10
     if folder is not None:
         folder.close()
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_files_of_a_durable_folder_are_closed(
+    nameless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C between the opening of a file and its name left a descriptor, or a lock."""
+    if not nameless:
+        monkeypatch.delattr("os.O_TMPFILE", raising=False)
+    before, at = _left(), 1
+
+    def used() -> None:
+        folder = Folder(tmp_path / "run", create=True)
+        try:
+            assert folder.lock()
+            folder.publish("last", [header_of(folder), b"abc"])
+            assert folder.header("last")[0].run == folder.run
+            folder.clear()
+        finally:
+            folder.close()
+
+    while True:
+        interrupt = Signal(at)
+        try:
+            with interrupt:
+                used()
+        except KeyboardInterrupt:
+            assert interrupt.left <= 0
+        assert _left() == before, at
+        used()  # it is not locked
+        if interrupt.left > 0:
+            break
+        at += 1
+    assert at > 100
+
+
+def header_of(folder: Folder) -> bytes:
+    return encode(Kind.STATES, folder.run, b"", 3)
 
 
 def _left() -> dict[object, None]:

@@ -84,8 +84,8 @@ def test_a_file_of_another_user_is_not_read(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.publish("run", [b"abc"])
     os.chown(tmp_path / "run", 12345, 12345)
-    with pytest.raises(BadFile, match="no plain file of yours"):
-        folder.open("run")
+    with pytest.raises(BadFile, match="no plain file of yours"), folder.open("run"):
+        pass
     folder.close()
 
 
@@ -95,8 +95,8 @@ def test_links_are_not_followed(tmp_path: Path, name: str) -> None:
     target.write_bytes(b"precious")
     folder = Folder(tmp_path / "run", create=True)
     (folder.path / name).symlink_to(target)
-    with pytest.raises(BadFile, match="symbolic link"):
-        folder.open(name)
+    with pytest.raises(BadFile, match="symbolic link"), folder.open(name):
+        pass
     if name == "lock":
         with pytest.raises(StoreError, match=r"its file 'lock' cannot be used: .* symbolic link"):
             folder.lock()
@@ -118,8 +118,8 @@ def test_links_are_not_followed(tmp_path: Path, name: str) -> None:
 def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     folder = Folder(tmp_path)
-    with pytest.raises(BadFile, match="no plain file"):
-        folder.open(name)
+    with pytest.raises(BadFile, match="no plain file"), folder.open(name):
+        pass
     if name == "lock":
         with pytest.raises(StoreError, match=r"its file 'lock' cannot be used: .* no plain file"):
             folder.lock()
