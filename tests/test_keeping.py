@@ -5,13 +5,15 @@ The oracle keeps deep copies of every state and tape.
 
 from __future__ import annotations
 
+import contextvars
 import copy
+import functools
 import gc
 import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -298,7 +300,84 @@ class Record:
         return self.own * STATE
 
 
+class Shared:
+    """Keeps the state in a class."""
+
+    field: Any = None
+    fields: ClassVar[dict[str, Any]] = {}
+
+    def read(self) -> Any:
+        return self.field
+
+    def look_up(self) -> Any:
+        return type(self).fields["x"]
+
+
+class Heir(Shared):
+    pass
+
+
+class Static:
+    @staticmethod
+    def read() -> Any:
+        return STATE
+
+
+class OfClass:
+    @classmethod
+    def read(cls) -> Any:
+        return STATES["x"]
+
+
+class Descriptor:
+    def __get__(self, owner: object, kind: type) -> Any:
+        return STATE
+
+
+class Described:
+    found = Descriptor()
+
+    def read(self) -> Any:
+        return self.found
+
+
+class Wrapping:
+    @functools.wraps(len)
+    def read(self) -> Any:
+        return STATE
+
+
+class ByString:
+    def read(self) -> Any:
+        return globals()["STATE"]
+
+
+class Named(NamedTuple):
+    own: Any
+
+    def read(self) -> Any:
+        return self.own * STATE
+
+
+VARIABLE: contextvars.ContextVar[Any] = contextvars.ContextVar("VARIABLE")
+
+
+class InContext:
+    def read(self) -> Any:
+        return VARIABLE.get()
+
+
 REACHING: dict[str, Callable[[Any], Any]] = {
+    "a class": lambda x: Shared(),
+    "a class above": lambda x: Heir(),
+    "the class itself": lambda x: Shared,
+    "a static method": lambda x: Static(),
+    "a class method": lambda x: OfClass(),
+    "a descriptor": lambda x: Described(),
+    "a wrapper": lambda x: Wrapping(),
+    "a string": lambda x: ByString(),
+    "a method of a named tuple": lambda x: Named(x.copy()),
+    "a context variable": lambda x: InContext(),
     "a lambda": lambda x: lambda a: a * STATE,
     "a function": lambda x: scaled,
     "a function that calls it": lambda x: lambda a: scaled(a),
@@ -323,6 +402,9 @@ def test_a_tape_that_reaches_the_state_through_a_global_is_refused(
     monkeypatch.setitem(STATES, "x", x)
     monkeypatch.setattr(BOX, "x", x)
     monkeypatch.setattr(elsewhere, "STATE", x, raising=False)
+    monkeypatch.setattr(Shared, "field", x)
+    monkeypatch.setitem(Shared.fields, "x", x)
+    VARIABLE.set(x)
 
     def tape(x: Any, i: int) -> Any:
         made = wrap(x)
@@ -398,6 +480,76 @@ def _an_older_view_of_a_tape() -> Any:
     return InPlaceChain(forward, told, tape)
 
 
+class Solver:
+    """Knows the arrays of state 0, as solvers do, and more of them than its adjoint reads."""
+
+    def __init__(self, x: Any) -> None:
+        self.x, self.scale = x, np.full(4, 0.5)
+        self.model = Box(x)
+        self.all = [x, self.scale]
+
+    def forward(self, x: Any, start: int, stop: int) -> None:
+        forward(self.x, start, stop)
+
+    def tape(self, x: Any, i: int) -> Any:
+        kept = self.x.copy()
+        self.forward(x, i, i + 1)
+        return kept
+
+    @property
+    def now(self) -> Any:
+        return self.x
+
+    def scaled(self, t: Any, adjoint: Any, i: int) -> Any:
+        self.work = t * self.scale
+        return told(self.work, adjoint, i)
+
+    def sound(self, t: Any, adjoint: Any, i: int) -> Any:
+        return self.scaled(t, adjoint, i)
+
+    def _read(self) -> Any:
+        return self.x
+
+    def __call__(self, t: Any, adjoint: Any, i: int) -> Any:
+        return told(t * self._read(), adjoint, i)
+
+    def by_a_property(self, t: Any, adjoint: Any, i: int) -> Any:
+        return told(t * self.now, adjoint, i)
+
+    def in_an_object(self, t: Any, adjoint: Any, i: int) -> Any:
+        return told(t * self.model.x, adjoint, i)
+
+    def in_a_list(self, t: Any, adjoint: Any, i: int) -> Any:
+        return told(t * self.all[0], adjoint, i)
+
+
+def _of_solver(adjoint_of: Callable[[Any], Any]) -> Callable[[], Any]:
+    def made() -> Any:
+        solver = Solver(STATE)
+        return InPlaceChain(solver.forward, adjoint_of(solver), solver.tape)
+
+    return made
+
+
+SOUND: dict[str, Callable[[Any], Any]] = {
+    "a method": lambda solver: solver.sound,
+    "a function": lambda solver: lambda t, adjoint, i: solver.sound(t, adjoint, i),
+    "a partial": lambda solver: functools.partial(Solver.sound, solver),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_checked_run_of_a_solver_that_knows_its_state(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an object that an adjoint names only the attributes that it reads count."""
+    make = _of_solver(SOUND[name])
+    monkeypatch.setitem(globals(), "STATE", begun())
+    expected = oracle(make(), STATE)
+    monkeypatch.setitem(globals(), "STATE", begun())
+    assert swept(make(), STATE, 3, checked=True) == expected
+
+
 def _a_global() -> Any:
     def tape(x: Any, i: int) -> Any:
         kept = x.copy()
@@ -407,13 +559,26 @@ def _a_global() -> Any:
     return InPlaceChain(forward, lambda t, a, i: told(t * STATE, a, i), tape)
 
 
+_READS = r"the adjoint operator, called with the tape of step \d, reads the arrays of the live"
 BREACHES: dict[str, tuple[Callable[[], Any], str]] = {
     "counting": (_counting, r"state \d differs from what it was when step \d ran first"),
     "counting in place": (_counting_in_place, r"state \d differs from what it was"),
     "drawing": (_drawing, r"state \d differs from what it was"),
     "an older view": (_an_older_view, r"state \d was written to since it was made"),
     "of a tape": (_an_older_view_of_a_tape, r"the tape of step \d was written to since"),
-    "a global": (_a_global, r"the adjoint operator, called with the tape of step \d, holds"),
+    "a global": (_a_global, _READS),
+    "a method": (_of_solver(lambda solver: solver.__call__), _READS),
+    "a callable": (_of_solver(lambda solver: solver), _READS),
+    "a partial": (_of_solver(lambda solver: functools.partial(Solver.__call__, solver)), _READS),
+    "an argument": (
+        _of_solver(lambda solver: functools.partial(lambda x, t, a, i: told(x, a, i), solver.x)),
+        _READS,
+    ),
+    "a default": (_of_solver(lambda solver: lambda t, a, i, x=solver.x: told(x, a, i)), _READS),
+    "a function": (_of_solver(lambda solver: lambda t, a, i: solver(t, solver.now, i)), _READS),
+    "a property": (_of_solver(lambda solver: solver.by_a_property), _READS),
+    "an object": (_of_solver(lambda solver: solver.in_an_object), _READS),
+    "a list": (_of_solver(lambda solver: solver.in_a_list), _READS),
 }
 
 

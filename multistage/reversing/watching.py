@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import types
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar, cast
 
@@ -19,6 +18,7 @@ from ..durable.records import value_bytes
 from ..errors import StateError
 from ..model.chain import Chain
 from ..states.layout import Array, key_orders
+from ..states.naming import read_by
 from ..states.sharing import KEPT, Memory, Unseen, arrays_in, counts, stays
 
 State = TypeVar("State")
@@ -33,6 +33,10 @@ _WRITTEN = (
     "{} was written to since it was made; operators may write to the state of an InPlaceChain "
     "while they are called with it, and to nothing else that they returned or were given, views of "
     "it included"
+)
+_READ = (
+    "the adjoint operator, called with the tape of step {}, reads the arrays of the live state by "
+    "name, which are overwritten by then; give it copies in the tape"
 )
 
 
@@ -105,11 +109,10 @@ class Checked(Generic[State, Adjoint]):
 
     def _require_apart(self, state: object, step: int) -> None:
         """Raise StateError if the adjoint operator names an array of the state, not its tape's."""
-        reverse: Any = self._chain.reverse
-        function = getattr(reverse, "__func__", reverse)
-        if isinstance(function, types.FunctionType):
-            live = Memory(optree.tree_leaves(cast(Any, state), none_is_leaf=True))
-            live.leaf(function, f"the adjoint operator, called with the tape of step {step},")
+        live = Memory(optree.tree_leaves(cast(Any, state), none_is_leaf=True))
+        for value in read_by(self._chain.reverse):
+            if any(map(live.meets, _arrays(value))):
+                raise StateError(_READ.format(step))
 
 
 def _digest(tree: object) -> bytes:

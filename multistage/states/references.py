@@ -11,7 +11,7 @@ each load makes new ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -19,6 +19,7 @@ import optree
 
 from .apart import apart_from
 from .layout import Array, Layout, rebuilt
+from .naming import has_methods
 from .sharing import Frozen, Memory, lone_owners, owner, thaw
 from .slots import Kept
 from .strides import duplicate
@@ -144,6 +145,8 @@ def keep_tape(
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
     if memory is not None:
         leaves = [memory.leaf(leaf, said) for leaf in leaves]
+        for kind in _classes(spec):
+            memory.leaf(kind, said)
     arrays: list[Any] = []
     found = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
     if not all(array.flags.owndata for array in found):
@@ -163,6 +166,16 @@ def keep_tape(
     for array in arrays:
         frozen.hold(array)
     return _kept(Kept, (rebuilt(tree, spec, leaves), arrays))
+
+
+def _classes(spec: optree.PyTreeSpec) -> Iterator[type]:
+    """Yield the classes of a tree's containers that have methods."""
+    kind = spec.type
+    if kind is not None and has_methods(kind):
+        yield kind
+    if spec.num_nodes > spec.num_leaves + 1:
+        for each in spec.children():
+            yield from _classes(each)
 
 
 def _is_view(leaf: object) -> bool:

@@ -10,6 +10,7 @@ is refused, as is one that nothing can be seen of.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import gc
@@ -26,6 +27,7 @@ import optree
 
 from ..errors import StateError
 from .layout import Array, rebuilt
+from .naming import is_foreign, named_by
 from .strides import duplicate
 
 T = TypeVar("T")
@@ -42,9 +44,6 @@ KEPT = (
     "object, and that state is overwritten; keep copies, as in state.copy(), or know the arrays "
     "of state 0 before forward()"
 )
-_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement, among others
-# Packages whose functions do not know a user's arrays by name.
-_FOREIGN = sys.stdlib_module_names | {"numpy", "scipy", "torch", "jax", "numba", "multistage"}
 
 
 def owner(array: Array) -> Array:
@@ -229,15 +228,17 @@ def arrays_in(root: object, *, named: bool = False) -> Iterator[Array]:
             left.extend(value.flat if value.dtype.hasobject else ())
             left.extend(getattr(value, "__dict__", {}).values())
             continue
+        if named:
+            globals_ += named_by(value)
         if isinstance(value, (type, types.ModuleType, types.CodeType, np.dtype, np.generic)):
             continue
         if isinstance(value, types.FunctionType):
-            left += [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
-            if named:
-                globals_ += _named_by(value)
+            if strict or not is_foreign(value.__globals__.get("__name__")):
+                left += [value.__closure__, value.__defaults__]
+                left += [value.__kwdefaults__, value.__dict__]
             continue
-        if kind is weakref.ref:
-            left.append(value())
+        if kind is weakref.ref or kind is contextvars.ContextVar:
+            left.append(value() if kind is weakref.ref else value.get(None))
             continue
         lent = _lent(value)
         if lent is not None:
@@ -246,31 +247,9 @@ def arrays_in(root: object, *, named: bool = False) -> Iterator[Array]:
             if strict:
                 raise Unseen(_name(kind))
             continue
-        if named and kind.__flags__ & _HEAP:
-            members = [member for each in kind.__mro__ for member in vars(each).values()]
-            members = [getattr(member, "fget", member) for member in members]  # of a property
-            globals_ += [each for each in members if isinstance(each, types.FunctionType)]
         if isinstance(value, dict) and "__builtins__" in value and "__name__" in value:
             continue  # the globals of a module
         left.extend(gc.get_referents(value))
-
-
-def _named_by(function: types.FunctionType) -> Iterator[object]:
-    """Yield the globals that a function names, and what it may name in modules."""
-    if function.__module__ is None or function.__module__.partition(".")[0] in _FOREIGN:
-        return
-    codes, names = [function.__code__], set[str]()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    for name in names:
-        value = function.__globals__.get(name)
-        if isinstance(value, types.ModuleType):
-            if value.__name__.partition(".")[0] not in _FOREIGN:
-                yield from (vars(value).get(each) for each in names)
-        elif value is not None:
-            yield value
 
 
 def _lent(value: Any) -> Array | None:
