@@ -38,7 +38,7 @@ from .sequences.collector import Collector, Outputs
 from .sequences.exploring_cells import FEW, StateVaries, explore_cell
 from .sequences.inputs import Given, Inputs
 from .sequences.plain_steps import checked_against_plain, run_plainly
-from .sequences.planning import TRAVELS_BYTES, Settings, planned
+from .sequences.planning import TRAVELS_BYTES, Settings, planned, samples_of
 from .sequences.results import Unrolled as Unrolled
 from .sequences.running_steps import looking
 from .sequences.surroundings import Surroundings
@@ -327,6 +327,7 @@ def _alike(
         sequence.expect(facts.x_kinds, 1)
     involved = [*leaves, *sequence.held(), *facts.parameters]
     device, around = cuda_or_cpu(involved), Surroundings(known, facts, generators, involved)
+    around.compared = check != "off"
     store = open_tiers(settings.tiers, device)
     collector = Collector(facts, sequence.steps, outputs, known.fused)
     chain = ThroughTime(known, facts, sequence, collector, around, 1, device)
@@ -376,6 +377,7 @@ def _run(
         return Unrolled(result.state, result.loss, result.outputs, chosen)
     refuse_hidden_draws(known.scope.modules, known.name)
     chain.chunk, chain.allowance = chosen.chunk, allowed
+    chain.samples = samples_of(known, chain.n_steps)
     if not chosen.plan.writes:
         store = None
     states, bars = TensorStates(names), Bars(settings.progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -70,6 +70,10 @@ class Cell:
                 return state, state[0] if isinstance(state, tuple) else state
 
             self.call = single
+
+    def parts(self) -> Sequence[Cell]:
+        """Return the cells that it consists of."""
+        return (self,)
 
     def is_compiled(self) -> bool:
         """Whether `torch.compile` made it, or a part of it."""

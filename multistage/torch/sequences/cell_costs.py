@@ -85,7 +85,7 @@ def sample_chunks(
     found: list[Sample] = []
     began = time.perf_counter()
     sizes = [1 << k for k in range(20)] if chunk is None else [1, min(chunk, inputs.steps)]
-    with chain.replaying():
+    with chain.around.measuring():
         for size in sizes:
             if size > inputs.steps or (found and size == found[-1].chunk):
                 break

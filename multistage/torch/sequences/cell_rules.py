@@ -5,7 +5,8 @@ Steps are the first of a chunk and the one behind its last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from torch import Tensor
@@ -86,9 +87,37 @@ def refuse_written(name: str, steps: tuple[int, int]) -> NoReturn:
     )
 
 
-def refuse_other_numbers(check: Check, name: str, steps: tuple[int, int]) -> None:
-    """Raise StateError, or warn, as `check` has it: steps gave other numbers in a second run."""
+@contextlib.contextmanager
+def refusing_writes(name: str, steps: tuple[int, int]) -> Iterator[None]:
+    """Raise StateError where a cell writes to its state, a leaf where a chunk begins."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "a leaf Variable that requires grad is being used in an in-place" not in str(error):
+            raise
+        raise StateError(
+            f"{name} writes to the state it is given, or to a parameter, by an inplace operation "
+            f"at steps {steps[0]} to {steps[1] - 1}; it must return new tensors"
+        ) from error
+
+
+def refuse_other_numbers(
+    check: Check, name: str, steps: tuple[int, int], late: Sequence[str]
+) -> None:
+    """Raise StateError, or warn, as `check` has it: steps gave other numbers in a second run.
+
+    `late` are names of buffers that they changed, and the first step did not.
+    """
     first, last = steps
+    if late:
+        complain(
+            check,
+            f"{name} returned other numbers at steps {first} to {last - 1} when they were run "
+            f"again than at first: results depend on {', '.join(late[:4])}, which changes at later "
+            "steps and not in the first, so that it is no part of the state; change it from the "
+            "first step on, or return it in the state",
+        )
+        return
     complain(
         check,
         f"{name} returned other numbers at steps {first} to {last - 1} when they "

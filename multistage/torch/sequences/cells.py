@@ -74,6 +74,10 @@ class Cells(Cell):
     def _together(state: object, x: object) -> object:
         raise AssertionError("each step has a cell of its own")
 
+    def parts(self) -> Sequence[Cell]:
+        """Return those that differ."""
+        return self.each
+
     def is_compiled(self) -> bool:
         """Whether `torch.compile` made one of them, or a part of it."""
         return any(one.is_compiled() for one in self.each)

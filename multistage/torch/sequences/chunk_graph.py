@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...errors import StateError
 from .inputs import Place
+from .samples import Watch
 
 Ys: TypeAlias = list[tuple[int, list[Tensor]]]  # of steps: t, leaves
 Gradients: TypeAlias = tuple[Tensor | None, ...]
@@ -29,6 +30,10 @@ class ChunkGraph:
     ys : list of (t, leaves of y)
     begun : int
         Sequence number of autograd's first node in it.
+    watch : Watch or None
+        Of what it has written to.
+    repeated : bool
+        Whether it was run before.
     """
 
     given: list[Tensor]
@@ -36,6 +41,8 @@ class ChunkGraph:
     xs: list[tuple[Place, Tensor]]
     ys: Ys
     begun: int
+    watch: Watch | None = None
+    repeated: bool = False
 
 
 def gradients_of(

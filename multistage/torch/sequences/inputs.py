@@ -125,6 +125,10 @@ class Inputs:
             return [self.given]
         return [t for t in self._elements[0][0] if isinstance(t, Tensor)] if self._elements else []
 
+    def everything(self) -> list[Tensor]:
+        """Return all tensors that were given."""
+        return [tensor for tensor, _ in self._versions]
+
     def shared_with(self, leaves: Sequence[Tensor]) -> None:
         """Take note of state 0: a tensor that is in it too gets contributions from either use."""
         within = {id(leaf) for leaf in leaves}

@@ -68,7 +68,7 @@ def measured_kind(
     device : torch.device
     """
     trial = _Trial(cells, facts, kind, inputs, around, device)
-    with trial.chain.replaying(), around.settled(keep=False):
+    with around.measuring(), around.settled(keep=False):
         first = trial.chain.first(leaves)
         rest = sum(t.nbytes for t in first.tensors[len(leaves) :])
         took = trial.seconds(first)

@@ -18,6 +18,7 @@ from .inputs import Inputs
 from .results import Unrolled as Unrolled
 from .results import results_of
 from .running_steps import run_steps
+from .samples import Samples
 from .sweeping import Sweep, through
 from .through_time import ThroughTime
 from .unroll_plan import UnrollPlan
@@ -57,6 +58,7 @@ def checked_against_plain(
         collector = Collector(facts, count, mode, cell.fused)
         part = ThroughTime(cell, facts, few, collector, chain.around, size, chain.device)
         part.check = chain.check
+        part.samples = Samples.every(part.n_steps, watch=not cell.is_compiled())
         names = part.names([f"leaf {k} of the state" for k in range(len(leaves))])
         first = part.first(leaves)
         run = Sweep(part, first, plan, None, None, TensorStates(names), Bars(False))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType, MethodType
 from typing import Generic, TypeVar
 
 import torch
@@ -18,12 +20,14 @@ from ...model.budget import Budget
 from ...model.stages import StageCosts
 from ...model.tier import Tier
 from ...support.free_memory import default_budget_bytes
+from ..environment.holders import inside
 from ..measurement.checking import Check, Checked
 from ..tensors.states import TensorLayout, kind_of
 from ..tiers.paging import PAGE_BYTES
 from .cell import Cell
 from .cell_costs import Sample, keep_bytes, offloaded, sample_chunks, tier_of
 from .choosing_chunks import choose
+from .samples import Samples
 from .through_time import ThroughTime
 from .unroll_plan import UnrollPlan, UnrollPlanner
 
@@ -129,6 +133,14 @@ _measured: Memory[_Measured] = Memory()  # by kind
 _checked: Memory[Checked] = Memory()  # by kind, and whether steps run again
 _plans: Memory[_Known] = Memory(512)  # by kind and length
 _tiers: Memory[Tier] = Memory()
+_sequences: Memory[int] = Memory(512)  # how many there were, by the objects of their cells
+
+
+def samples_of(cells: Cell, chunks: int) -> Samples:
+    """Return the chunks of the next sequence of some cells that are looked at more closely."""
+    kind = tuple([_object_of(each.given) for each in cells.parts()])
+    number = _sequences.put(kind, (_sequences.get(kind) or 0) + 1) - 1
+    return Samples(number, chunks, watch=not cells.is_compiled())
 
 
 def planned(
@@ -248,6 +260,18 @@ def identity(cell: Cell) -> object:
     # No object that keeps the cell, or what it refers to, alive.
     function = getattr(given, "func", given)  # of a partial
     return getattr(function, "__code__", type(function))
+
+
+def _object_of(given: object) -> object:
+    """Return what distinguishes cells by what they refer to; a function may be made each time."""
+    match given:
+        case FunctionType():
+            return given.__code__, tuple([id(inside(each)) for each in given.__closure__ or ()])
+        case MethodType():
+            return id(given.__self__), _object_of(given.__func__)
+        case functools.partial():
+            return _object_of(given.func), tuple(map(id, given.args))
+    return id(given)
 
 
 def _kinds(leaves: Sequence[Tensor]) -> object:

@@ -4,22 +4,31 @@ Generators that the cell draws from and buffers it changes are part of every
 checkpoint; a chunk that is run again gets them back.  All else that the cell
 refers to (see `environment`) must be the same at every step: it is compared
 after each chunk of the first run, and reinstalled around the backward.
+
+Buffers that steps change which the first step left alone, such as statistics of a batch norm
+of each step, are part of no checkpoint: runs in the backward pass find their last values, and
+they are put back at its end.  Results that depend on those values differ from those of the
+first run, which is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from ...errors import StateError
 from ..environment.captured import Environment
-from ..environment.copies import cloned
+from ..environment.copies import cloned, put_back, version_of
 from ..environment.randomness import Generators, State, device_types
 from ..environment.settings import Settings
 from ..environment.turns import TURN
+from ..tensors.checksums import digest
 from ..tensors.states import copied
 from .cell import Cell, Facts
 from .hooks import hooks_on, refuse_hooks_on_parameters
@@ -43,7 +52,7 @@ class Surroundings:
     ) -> None:
         self._cell, self._facts, self._generators = cell, facts, generators
         self.settings = Settings.capture(device_types(involved))
-        self._environment = Environment(cell.scope, cell.name, facts.buffers, keep_values=False)
+        self._environment = self._captured(())
         self._versions = [(p, p._version) for p in facts.parameters]
         self._hooks = hooks_on(facts.parameters)
         # A buffer of several modules is one tensor, and stays one.
@@ -54,6 +63,13 @@ class Surroundings:
         storages = [b.untyped_storage()._cdata for b in self._buffers()]
         self._overlap = len(set(storages)) < len(storages)
         self._random: Sequence[State] = ()
+        self.compared = True  # whether results of repeated runs are
+        self._late: list[_Late] = []
+        self._still: list[_Late] = []  # others, while first runs are looked at
+
+    def _captured(self, late: Iterable[tuple[torch.nn.Module, str]]) -> Environment:
+        changing = [*self._facts.buffers, *late]
+        return Environment(self._cell.scope, self._cell.name, changing, keep_values=False)
 
     def turn(self) -> contextlib.AbstractContextManager[None]:
         """Wait until no other thread uses what the cell shares with it."""
@@ -96,6 +112,10 @@ class Surroundings:
             for module, key in group:
                 module._buffers[key] = copy
 
+    def tensors(self) -> list[Tensor]:
+        """Return parameters and all buffers, those of the chunk that runs."""
+        return [*self._facts.parameters, *(b for _, _, b in self._cell.scope.buffers())]
+
     def _buffers(self) -> list[Tensor]:
         found = [group[0][0]._buffers[group[0][1]] for group in self._groups]
         return [buffer.detach() for buffer in found if buffer is not None]
@@ -123,16 +143,77 @@ class Surroundings:
                         "draws from it meanwhile, give that thread a generator of its own)"
                     )
         when = f"at steps {first} to {last - 1}"
-        refuse_changes(self._cell.name, self._environment, when)
+        refuse_changes(self._cell.name, self._environment, when, self._written_late())
         if hooks_on(self._facts.parameters) != self._hooks:
             refuse_hooks_on_parameters(self._cell.name, when)
         return found
 
     def refuse_graphs(self, first: int, last: int) -> None:
         """Raise StateError if a buffer carries a graph on to the next chunk."""
-        for group in self._groups:
-            module, key = group[0]
+        late = [(each.module, each.key) for each in self._late]
+        for module, key in [*(group[0] for group in self._groups), *late]:
             refuse_graph(self._cell.name, module, key, f"at steps {first} to {last - 1}")
+
+    def refuse_statistics(self, written: Sequence[Tensor], first: int, last: int) -> None:
+        """Raise StateError if some tensors that kernels wrote to are not buffers of modules."""
+        if written:
+            known = {b.untyped_storage()._cdata for _, _, b in self._cell.scope.buffers()}
+            for tensor in written:
+                if tensor.untyped_storage()._cdata not in known:
+                    raise StateError(
+                        f"{self._cell.name} updates statistics of batch norm, of shape "
+                        f"{tuple(tensor.shape)}, that are no buffer of a module of it (at steps "
+                        f"{first} to {last - 1}), and would once more when it is run again; "
+                        "register them as buffers (register_buffer)"
+                    )
+
+    def late_buffers(self) -> list[str]:
+        """Return the names of buffers that steps changed and the first step did not."""
+        return [each.name for each in self._late]
+
+    def _others(self) -> list[_Late]:
+        """Return the buffers that are not known to change."""
+        known = {(id(m), k) for m, k in self._facts.buffers}
+        known |= {(id(each.module), each.key) for each in self._late}
+        name_of = self._environment.found.name_of
+        return [
+            _Late(module, key, name_of(buffer), buffer, version_of(buffer))
+            for module, key, buffer in self._cell.scope.buffers()
+            if (id(module), key) not in known and not buffer.is_inference()
+        ]
+
+    def _written_late(self) -> list[str]:
+        """Note buffers that a chunk wrote to first, if results are compared; return all names."""
+        if self.compared and self._still:
+            moved = [each for each in self._still if each.is_written()]
+            if moved:
+                self._late += moved
+                self._still = [each for each in self._still if each not in moved]
+        return self.late_buffers()
+
+    @contextlib.contextmanager
+    def _finding_late(self) -> Iterator[None]:
+        """Find the buffers that a first run changes, with a new version or, by bits, without."""
+        self._still = self._others()
+        bits = [digest(each.buffer) for each in self._still]
+        before = list(zip(self._still, bits, strict=True))
+        yield
+        moved = [e for e, was in before if e not in self._late and digest(e.buffer) != was]
+        if moved and not self.compared:
+            refuse_buffer(self._cell.name, moved[0].name)
+        self._late += moved
+        self._still = []
+        if self._late:
+            self._environment = self._captured([(each.module, each.key) for each in self._late])
+
+    @contextlib.contextmanager
+    def _late_put_back(self, each: Sequence[_Late]) -> Iterator[None]:
+        kept = [(b, b.detach().clone(), version_of(b)) for b in (late.buffer for late in each)]
+        try:
+            yield
+        finally:
+            for buffer, value, version in kept:
+                put_back(buffer, value, version)
 
     # ------------------------------------------------------------ running again
 
@@ -154,8 +235,18 @@ class Surroundings:
         with (
             self._environment.again(buffers=False, random=False),
             self.settled(keep=False, known=True),
+            self._late_put_back(self._late),
         ):
             yield
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Run some steps to see what they cost; everything is put back."""
+        with self.replaying(), self._late_put_back(others := self._others()):
+            self._still = others
+            yield
+            self._still = []
+        self._environment = self._captured([(each.module, each.key) for each in self._late])
 
     @contextlib.contextmanager
     def settled(self, *, keep: bool, known: bool = False) -> Iterator[None]:
@@ -169,7 +260,7 @@ class Surroundings:
         owned = [[(m, k, m._buffers[k]) for m, k in group] for group in self._groups]
         random = None if keep else self._generators.capture()
         try:
-            with self.settings.context():
+            with self.settings.context(), self._finding_late() if keep else nullcontext():
                 yield
         finally:
             if random is not None:
@@ -186,9 +277,35 @@ class Surroundings:
                         buffer.copy_(value)
 
 
-def refuse_changes(name: str, environment: Environment, when: str) -> None:
-    """Raise StateError if a cell changed what it refers to."""
-    found = environment.differences()
+@dataclass(frozen=True, slots=True, eq=False)
+class _Late:
+    """A buffer that the first step left alone."""
+
+    module: torch.nn.Module
+    key: str
+    name: str
+    buffer: Tensor
+    version: int
+
+    def is_written(self) -> bool:
+        """Whether it is the same tensor, and was written to."""
+        same = self.module._buffers.get(self.key) is self.buffer
+        return same and version_of(self.buffer) != self.version
+
+
+def refuse_buffer(name: str, buffer: str) -> NoReturn:
+    """Raise StateError: a buffer is changed where results are not compared."""
+    raise StateError(
+        f"{name} changes {buffer} at later steps, and not in its first; this needs results of "
+        "repeated runs to be compared: leave out check='off'"
+    )
+
+
+def refuse_changes(
+    name: str, environment: Environment, when: str, allowed: Sequence[str] = ()
+) -> None:
+    """Raise StateError if a cell changed what it refers to, but for what is allowed by name."""
+    found = [each for each in environment.differences() if each not in allowed]
     if found:
         raise StateError(
             f"{name} changes {', '.join(found[:4])} when it runs ({when}), and would once more "

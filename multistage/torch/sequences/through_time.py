@@ -19,7 +19,7 @@ from ...errors import StateError
 from ..environment.turns import TURN
 from ..measurement.checking import Check
 from ..tensors.checksums import Checksums
-from ..tensors.graphs import Walked, graph_begins, held_elsewhere, leaves_below
+from ..tensors.graphs import Walked, graph_begins, held_elsewhere, leaves_below, statistics_in
 from ..tensors.states import TensorState
 from .allowances import Allowance
 from .boundaries import Boundaries
@@ -29,6 +29,7 @@ from .cell_rules import (
     refuse_other_tensors,
     refuse_unknown,
     refuse_written,
+    refusing_writes,
     require_known_wants,
     require_like,
 )
@@ -38,6 +39,7 @@ from .hooks import HandedDown, refuse_hooks_on_inputs
 from .inputs import InputGradients, Inputs, Place
 from .results import single_results
 from .running_steps import run_steps, without_hooks
+from .samples import Samples, Watch
 from .sums import Sums
 from .surroundings import Surroundings
 
@@ -84,6 +86,7 @@ class ThroughTime:
         self.check: Check = "error"
         self.allowance: Allowance | None = None  # for graphs that are larger than planned for
         self.output_gradients: Sequence[Tensor | None] = ()
+        self.samples: Samples | None = None  # none while it is measured
         self.hooks = HandedDown()
         self.around, self.device = around, device
 
@@ -167,11 +170,12 @@ class ThroughTime:
         """Return the state after these chunks, without a graph."""
         x = self.inputs.many if self.cell.fused else self.inputs.at
         self.require_checksums()
-        with torch.set_grad_enabled(self.facts.graded):
-            for k in range(start, stop):
+        for k in range(start, stop):
+            graph = self.facts.graded or (self.samples is not None and self.samples.graphed(k))
+            with torch.set_grad_enabled(graph):
                 new = k >= self.front
                 self.front = max(self.front, k + 1)
-                given = self._given(state, k, graph=self.facts.graded)
+                given = self._given(state, k, graph=graph)
                 first, last = self._steps(k)
                 user = pytree.tree_unflatten(list(given), self._spec(k))
                 ys: Ys = []
@@ -183,13 +187,14 @@ class ThroughTime:
                     if new:  # noqa: B023
                         self.collector.add(*found)
 
-                leaves = self._run_steps(user, (first, last), x, take)
+                with refusing_writes(self.cell.name, (first, last)):
+                    leaves = self._run_steps(user, (first, last), x, take)
                 self._hand_first_hooks_down(k, given)
                 self._note(k, given, leaves, ys)
                 if versions != [y._version for _, of_step in ys for y in of_step]:
                     refuse_written(self.cell.name, (first, last))
                 if new and self.checksums is not None:
-                    self.checksums.note(k, [*leaves, *(ys[-1][1] if ys else ())])
+                    self.checksums.note(k, results_in(leaves, ys))
                 state.checked()
                 rest = self.around.after(first, last) if new else self.around.now()
                 state = TensorState([*(t.detach() for t in leaves), *rest])
@@ -269,7 +274,7 @@ class ThroughTime:
         """
         facts = self.facts
         again = held.pop()
-        given, xs = again.given, again.xs
+        given, xs, watch = again.given, again.xs, again.watch
         self._hand_hooks_down(k, again)
         roots: list[tuple[Tensor, Tensor | None]]
         roots = list(zip(again.leaves, adjoint, strict=True)) + self._of_outputs(k, again)
@@ -281,6 +286,8 @@ class ThroughTime:
         below = [t for t, _ in roots]
         walked = Walked()
         unknown += leaves_below(below, own, facts.parameters, again.begun, self.cell.name, walked)
+        if again.repeated:
+            self.around.refuse_statistics(statistics_in(walked.found), *self._steps(k))
         if chosen is None and self.allowance is not None and not unknown:
             self.allowance.hold(self._steps(k), len(walked.found), below, again.begun)
             self.allowance.release(self._steps(k)[0])  # the only one
@@ -311,6 +318,8 @@ class ThroughTime:
         walked.release()
         if unknown:  # the cell's own leaves went with the graph
             refuse_unknown(self.cell.name, held_elsewhere(unknown, collect=True), self._steps(k))
+        if watch is not None:
+            watch.refuse_written(self.cell.name, self._steps(k))
         return result
 
     def _hand_first_hooks_down(self, k: int, given: Sequence[Tensor]) -> None:
@@ -331,29 +340,38 @@ class ThroughTime:
         """Run a chunk again, with a graph; check that it did the same."""
         first, last = self._steps(k)
         ys: Ys = []
-        given, leaves, xs, begun = self._with_graph(before, k, ys.append)
-        results = [*leaves, *(ys[-1][1] if ys else ())]
-        if self.checksums is not None and self.checksums.differs(k, results):
+        watch = None
+        if self.samples is not None and self.samples.watched(k):
+            watch = Watch([*before.tensors, *self.inputs.everything()])
+        given, leaves, xs, begun = self._with_graph(before, k, ys.append, watch)
+        if self.checksums is not None and self.checksums.differs(k, results_in(leaves, ys)):
             self._refuse_other(k)
         self.around.refuse_graphs(first, last)
         self._check_wants(k, leaves, ys)
         self._note(k, given, leaves, ys)
-        return ChunkGraph(given, leaves, xs, ys, begun)
+        return ChunkGraph(given, leaves, xs, ys, begun, watch, repeated=True)
 
     def _with_graph(
-        self, before: TensorState, k: int, take: Callable[[tuple[int, list[Tensor]]], None]
+        self,
+        before: TensorState,
+        k: int,
+        take: Callable[[tuple[int, list[Tensor]]], None],
+        watch: Watch | None = None,
     ) -> tuple[list[Tensor], list[Tensor], list[tuple[Place, Tensor]], int]:
         """Run a chunk with a graph; return the state before and after, inputs, where it began."""
         inputs, fused = self.inputs, self.cell.fused
         given = self._given(before, k, graph=True)
         xs: list[tuple[Place, Tensor]] = []
+        x: Callable[..., object]
+        x = (lambda t, end: inputs.many(t, end, xs)) if fused else lambda t: inputs.at(t, xs)
+        if watch is not None:
+            watch.knows(self.around.tensors())
+            x = watch.unseen(x)
         begun = graph_begins()
-        leaves = self._run_steps(
-            pytree.tree_unflatten(given, self._spec(k)),
-            self._steps(k),
-            (lambda t, until: inputs.many(t, until, xs)) if fused else lambda t: inputs.at(t, xs),
-            take,
-        )
+        with contextlib.nullcontext() if watch is None else watch:
+            state = pytree.tree_unflatten(given, self._spec(k))
+            with refusing_writes(self.cell.name, self._steps(k)):
+                leaves = self._run_steps(state, self._steps(k), x, take)
         return given, leaves, xs, begun
 
     def verify(self) -> None:
@@ -364,7 +382,7 @@ class ThroughTime:
 
     def _refuse_other(self, k: int) -> None:
         check, self.checksums = self.check, None  # one warning is enough
-        refuse_other_numbers(check, self.cell.name, self._steps(k))
+        refuse_other_numbers(check, self.cell.name, self._steps(k), self.around.late_buffers())
 
     def _is_own(self, k: int, i: int) -> bool:
         """Whether leaf i of the state before a chunk is neither an earlier leaf nor a parameter."""
@@ -382,3 +400,8 @@ class ThroughTime:
         """Raise StateError if a result takes part in the gradient that was not known to."""
         wants, stop = self._wants(k + 1), self._stop_of(k)
         require_known_wants(self.cell.name, self.facts, wants, leaves, ys, stop)
+
+
+def results_in(leaves: Sequence[Tensor], ys: Ys) -> list[Tensor]:
+    """Return all that the steps of a chunk have returned: the last state and each output."""
+    return [*leaves, *(y for _, of_step in ys for y in of_step)]

@@ -38,9 +38,10 @@ from .chunks import Steps
 from .collector import Collector, Outputs
 from .inputs import Inputs
 from .kinds import Survey
-from .planning import Memory, Settings, identity
+from .planning import Memory, Settings, identity, samples_of
 from .results import Unrolled, results_of
 from .running_steps import looking
+from .samples import Samples
 from .surroundings import Surroundings
 from .sweeping import Sweep, rules_of, through
 from .unroll_plan import UnrollPlan
@@ -86,6 +87,7 @@ def unroll_varied(
     inputs.known_as(facts.parameters)
     involved = [*leaves, *inputs.held(), *facts.parameters]
     device, around = cuda_or_cpu(involved), Surroundings(cells, facts, generators, involved)
+    around.compared = settings.check != "off"
     # States of any size go by way of host memory.
     store = open_tiers(settings.tiers, torch.device("cpu"))
 
@@ -228,6 +230,10 @@ class _Program:
         if settings is not None and not given:
             chain.allowance = allowance(chosen, self.facts, self.inputs)
         chain.check = "error" if settings is None else settings.check
+        if settings is None:  # of the check
+            chain.samples = Samples.every(chain.n_steps, watch=not self.cells.is_compiled())
+        else:
+            chain.samples = samples_of(self.cells, chain.n_steps)
         names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
         bars = Bars(False if settings is None else settings.progress)
         assert chosen.plan is not None

@@ -38,7 +38,7 @@ from .collector import Collector
 from .inputs import Inputs
 from .sums import Sums
 from .surroundings import Surroundings
-from .through_time import ThroughTime
+from .through_time import ThroughTime, results_in
 
 
 class Graph:
@@ -210,7 +210,7 @@ class VariedThroughTime(ThroughTime):
             refuse_written(self.cell.name, (first, last))
         self.require_checksums()
         if self.checksums is not None:
-            self.checksums.note(k, [*leaves, *(ys[-1][1] if ys else ())])
+            self.checksums.note(k, results_in(leaves, ys))
         before.checked()
         self.around.refuse_graphs(first, last)
         self._check_wants(k, leaves, ys)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
+import types
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -133,11 +135,44 @@ def leaves_below(
         walked.found.append(node)
         if node._sequence_nr() < begun:
             raise ArgumentError(
-                f"{name} uses a tensor that was computed outside of it ({node.name()}) and takes "
+                f"{name} uses a tensor that was computed outside of it ({_said(node)}) and takes "
                 "part in the gradient; give it in parameters=[...], or return it in the state if "
                 "an earlier step computed it"
             )
         stack += node.next_functions
+
+
+def _said(node: Node) -> str:
+    """Return what a node made, and where that is held as far as Python's collector knows."""
+    made = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and x.grad_fn is node]
+    shapes = [tuple(t.shape) for t in made[:1]] or [tuple(node._input_metadata[0].shape)]
+    places = [place for holder in gc.get_referrers(*made) if (place := _place_in(holder, made))]
+    return ", ".join([f"shape {shapes[0]}", *places[:1], f"made by {node.name()}"])
+
+
+def _place_in(holder: object, made: list[Any]) -> str:
+    """Return which entry of a container is among some tensors, "" if that is no place to name."""
+    if holder is made or isinstance(holder, types.FrameType):
+        return ""
+    entries: Iterable[tuple[object, object]] = ()
+    if isinstance(holder, dict):
+        entries = holder.items()
+    elif isinstance(holder, list | tuple | collections.deque):
+        entries = enumerate(holder)
+    for key, value in entries:
+        if any(value is tensor for tensor in made):
+            return f"entry {key!r} of a {type(holder).__name__} of {len(holder)}"  # type: ignore[arg-type]
+    return "" if entries else f"held by a {type(holder).__name__}"
+
+
+def statistics_in(nodes: Iterable[Node]) -> list[Tensor]:
+    """Return the statistics that batch norm's kernels have written to: no version says so."""
+    found = []
+    for node in nodes:
+        if "BatchNorm" in type(node).__name__ and getattr(node, "_saved_training", True):
+            saved: Tensor | None = getattr(node, "_saved_running_mean", None)
+            found += [] if saved is None else [saved]
+    return found
 
 
 def uses(used: Used, parameter: Tensor) -> bool:

@@ -1,0 +1,160 @@
+"""Chunks of a sequence that are looked at more closely, since no other run would show it.
+
+A cell may keep a state in a place that nothing can find: a slot of an object, a long list,
+a closure of a method.  Plain autograd leads a gradient through it.  A chunk that was first
+run without a graph leaves a tensor without history there, and the chunk that reads it when
+it is run again gets the same numbers, and no gradient goes back.  With a graph the tensor
+has its history, and the graph of every chunk that is run again is walked: what is older
+than the chunk is an error.  Therefore all chunks of the first sequences of a cell, and a
+seeded sample of those of later ones, are run with a graph each time.
+
+What a chunk writes to and does not own is seen by a dispatch mode, in a sample as well.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...errors import StateError
+from ..tensors.meter import storages_of
+
+_WHOLE = 2  # first sequences of a cell, all of whose chunks are run with a graph
+_GRAPHED, _WATCHED = 16, 32  # one chunk of so many in later ones
+# Batch norm's kernels write to these arguments, and their schemas do not say so.
+_WRITTEN = {"running_mean", "running_var"}
+_TRAINING = {"training", "train"}
+
+
+class Samples:
+    """The chunks of one sequence that are looked at more closely.
+
+    Parameters
+    ----------
+    number : int
+        Of the sequence, among those of its cell.
+    chunks : int
+    watch : bool
+        Whether a dispatch mode may see the operations: compiled cells run otherwise then.
+    """
+
+    @classmethod
+    def every(cls, chunks: int, *, watch: bool) -> Samples:
+        """Return a sample of all chunks."""
+        found = cls(0, chunks)
+        found._watched = frozenset(range(chunks) if watch else ())
+        return found
+
+    def __init__(self, number: int, chunks: int, *, watch: bool = True) -> None:
+        draw = random.Random(number)
+        self._whole = number < _WHOLE
+        # One at least; of those that are watched as many on the average.
+        self._graphed = frozenset(draw.sample(range(chunks), -(-chunks // _GRAPHED)))
+        count = -(-chunks // 4) if self._whole else (chunks + number % _WATCHED) // _WATCHED
+        self._watched = frozenset(draw.sample(range(chunks), count) if watch else ())
+
+    def graphed(self, k: int) -> bool:
+        """Whether chunk k is run with a graph each time."""
+        return self._whole or k in self._graphed
+
+    def watched(self, k: int) -> bool:
+        """Whether chunk k is watched when it is run again for its gradient."""
+        return k in self._watched
+
+
+class Watch(TorchDispatchMode):
+    """Sees what a chunk writes to that is neither its own nor known.
+
+    Parameters
+    ----------
+    known : iterable of Tensor
+        Those that it may write to, as the caller sees to it: buffers, state, inputs.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        # By storages' addresses: of an earlier storage, seen here, one may be used again.
+        self._own: set[int] = set()
+        self.knows(known)
+        self._looks = True
+        self._foreign: set[int] = set()
+        self._written: list[tuple[weakref.ref[torch.UntypedStorage], str]] = []
+
+    def knows(self, tensors: Iterable[Tensor]) -> None:
+        """Let a chunk write to some more tensors."""
+        self._own |= {key for tensor in tensors for key in storages_of(tensor)}
+
+    def unseen(self, call: Callable[..., object]) -> Callable[..., object]:
+        """Return a function whose operations are not looked at: x_t may be made in a buffer."""
+
+        def unseen(*given: object) -> object:
+            self._looks = False
+            try:
+                return call(*given)
+            finally:
+                self._looks = True
+
+        return unseen
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if not self._looks:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip([a.name for a in func._schema.arguments], args, strict=False))
+        given |= kwargs or {}
+        training = any(given.get(name) is True for name in _TRAINING)
+        for argument in func._schema.arguments:
+            value = given.get(argument.name)
+            alias = argument.alias_info
+            writes = alias is not None and alias.is_write
+            writes = writes or (training and argument.name in _WRITTEN)
+            for tensor in _tensors(value):
+                self._read(tensor, str(func) if writes else None)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._own.update(storages_of(tensor).keys() - self._foreign)
+        return result
+
+    def _read(self, tensor: Tensor, written_by: str | None) -> None:
+        for key, storage in storages_of(tensor).items():
+            if key in self._own:
+                continue
+            self._foreign.add(key)
+            if written_by is not None:
+                what = f"a tensor of shape {tuple(tensor.shape)} (by {written_by})"
+                self._written.append((weakref.ref(storage), what))
+
+    def refuse_written(self, name: str, steps: tuple[int, int]) -> None:
+        """Raise StateError if something else holds what was written to; its own has gone."""
+        first, last = steps
+        for storage, what in self._written:
+            if storage() is not None:
+                raise StateError(
+                    f"{name} writes to {what} that is kept outside of it at steps {first} to "
+                    f"{last - 1}, and would once more when it is run again; register it as a "
+                    "buffer of a module, or return it in the state"
+                )
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, for seconds
+
+
+def _tensors(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return []

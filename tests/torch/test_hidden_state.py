@@ -1,0 +1,263 @@
+"""What a cell keeps where nothing can find it: exact, or an error that names it."""
+
+from __future__ import annotations
+
+import functools
+from collections import UserList, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multistage.torch as mst
+from multistage.errors import ArgumentError, StateError
+from multistage.torch.sequences.samples import Samples, Watch
+
+STEPS, WIDTH = 60, 6
+
+
+class Slots:
+    __slots__ = ("rows",)
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = [None] * STEPS
+
+    def __getitem__(self, t: int) -> Any:
+        return self.rows[t]
+
+    def __setitem__(self, t: int, value: Any) -> None:
+        self.rows[t] = value
+
+
+class Closed:
+    """Methods whose closures hold the memory."""
+
+    def __init__(self) -> None:
+        rows: list[Any] = [None] * STEPS
+        self.get, self.put = rows.__getitem__, rows.__setitem__
+
+    def __getitem__(self, t: int) -> Any:
+        return self.get(t)
+
+    def __setitem__(self, t: int, value: Any) -> None:
+        self.put(t, value)
+
+
+class Within:
+    """A generator whose frame holds the memory."""
+
+    def __init__(self) -> None:
+        self.run = self._run()
+        next(self.run)
+
+    @staticmethod
+    def _run() -> Iterator[Any]:
+        rows: list[Any] = [None] * STEPS
+        answer = None
+        while True:
+            t, value = yield answer
+            answer = rows[t]
+            rows[t] = answer if value is None else value
+
+    def __getitem__(self, t: int) -> Any:
+        return self.run.send((t, None))  # type: ignore[attr-defined]
+
+    def __setitem__(self, t: int, value: Any) -> None:
+        self.run.send((t, value))  # type: ignore[attr-defined]
+
+
+MEMORIES: dict[str, Callable[[], Any]] = {
+    "list": lambda: [None] * 100,
+    "dict": lambda: dict.fromkeys(range(100)),
+    "object array": lambda: np.empty(100, dtype=object),
+    "UserList": lambda: UserList([None] * 100),
+    "deque": lambda: deque([None] * 2000),
+    "slots": Slots,
+    "closures of methods": Closed,
+    "generator": Within,
+    "tensors": lambda: [torch.zeros(2, WIDTH) for _ in range(100)],
+}
+
+
+@pytest.mark.parametrize("distance", [1, 5, 30])  # the check compares twelve steps
+@pytest.mark.parametrize("chunk", [4, None])
+@pytest.mark.parametrize("name", MEMORIES)
+def test_states_in_hidden_places_are_refused(name: str, chunk: int | None, distance: int) -> None:
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
+    memory = MEMORIES[name]()
+
+    def cell(state: tuple[Tensor, Tensor], x: Tensor) -> Any:
+        h, t = torch.tanh(state[0] @ weight + x), int(state[1])
+        if t >= distance:
+            h = h + 0.5 * memory[t - distance]
+        if name == "tensors":
+            memory[t].copy_(h)
+        else:
+            memory[t] = h
+        return (h, state[1] + 1), h.square().mean()
+
+    start = torch.zeros(2, WIDTH), torch.zeros((), dtype=torch.int64)
+    x = torch.randn(STEPS, 2, WIDTH)
+    message = r"outside of it \(shape \(2, 6\).*or return it|shape \(2, 6\).*is kept outside of it"
+    with pytest.raises((ArgumentError, StateError), match=message):
+        out = mst.unroll(cell, start, x, memory="20 KiB", planner="recompute", chunk=chunk)
+        assert out.loss is not None
+        out.loss.backward()
+
+
+def test_the_place_of_a_hidden_state_is_named() -> None:
+    weight, rows = torch.ones(WIDTH, requires_grad=True), [None] * 100
+
+    def cell(h: Tensor, x: Tensor) -> Tensor:
+        h = h * weight + x
+        if rows[7] is None:
+            rows[7] = h  # type: ignore[call-overload]
+        return h + rows[7]
+
+    x = torch.randn(STEPS, 2, WIDTH)
+    with pytest.raises(ArgumentError, match="entry 7 of a list of 100"):
+        mst.unroll(cell, x[0], x, memory="20 KiB", planner="recompute", chunk=4).state.sum()
+
+
+def test_a_sample_of_chunks_is_looked_at_in_every_sequence() -> None:
+    first, later = Samples(0, 100), [Samples(number, 100) for number in range(2, 322)]
+    assert all(first.graphed(k) for k in range(100))
+    assert all(sum(map(each.graphed, range(100))) == 7 for each in later)
+    assert all(any(each.graphed(k) for each in later) for k in range(100))
+    assert sum(each.watched(k) for each in later for k in range(100)) == 1000
+    assert Samples(5, 1).graphed(0)
+    assert [Samples(9, 50).graphed(k) for k in range(50)] == [
+        Samples(9, 50).graphed(k) for k in range(50)
+    ]
+
+
+def test_writes_to_what_is_kept_elsewhere_are_seen() -> None:
+    kept, row = torch.zeros(3), torch.randn(2, 3)
+    watch = Watch([row])
+    with watch:
+        own = torch.ones(3)
+        own[0].add_(1)
+        row.add_(own)
+        watch.refuse_written("the cell", (0, 4))
+        kept[1:].mul_(2)
+    with pytest.raises(StateError, match=r"shape \(2,\) .*mul_.*at steps 0 to 3"):
+        watch.refuse_written("the cell", (0, 4))
+    passing = torch.from_numpy(np.zeros(3))
+    with (watch := Watch([])):
+        passing.add_(1)
+    del passing
+    watch.refuse_written("the cell", (0, 4))
+    with (watch := Watch([])):
+        watch.unseen(lambda t: kept.add_(t))(1)
+    watch.refuse_written("the cell", (0, 4))
+
+
+class Norms(nn.Module):
+    """Batch norm from some step on, or with statistics for each step."""
+
+    def __init__(self, late: int | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
+        self.late = late
+        count = STEPS if late is None else 1
+        self.norms = nn.ModuleList([nn.BatchNorm1d(WIDTH) for _ in range(count)])
+
+    def forward(self, state: tuple[Tensor, Tensor], x: Tensor) -> Any:
+        h, t = torch.tanh(state[0] @ self.weight + x), int(state[1])
+        if self.late is None:
+            h = self.norms[t](h)
+        elif t >= self.late:
+            norm = self.norms[0]
+            h = nn.functional.batch_norm(h, norm.running_mean, norm.running_var, training=True)
+        return (h, state[1] + 1), h.square().mean()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"planner": "keep"},
+        {"planner": "recompute", "chunk": 4},
+        {"planner": "recompute", "memory": "30 KiB"},
+        {"planner": "recompute", "memory": "30 KiB", "unequal": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("late", [None, 20])
+def test_statistics_that_change_late_are_counted_once(late: int | None, how: Any) -> None:
+    x = torch.randn(STEPS, 4, WIDTH)
+    found = []
+    for ours in (False, True):
+        torch.manual_seed(1)
+        cell = Norms(late)
+        state: Any = torch.zeros(4, WIDTH), torch.zeros((), dtype=torch.int64)
+        if ours:
+            loss = mst.unroll(cell, state, x, **how).loss
+            assert loss is not None
+        else:
+            losses = []
+            for each in x:
+                state, y = cell(state, each)
+                losses.append(y)
+            loss = functools.reduce(torch.add, losses)
+        loss.backward()
+        found.append([loss.detach(), cell.weight.grad, *cell.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_results_that_depend_on_a_buffer_changed_late_are_refused() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+            self.register_buffer("scale", torch.ones(WIDTH))
+
+        def forward(self, state: tuple[Tensor, Tensor], x: Tensor) -> Any:
+            h, t = state
+            if t >= 20:
+                self.scale.add_(0.1)
+            h = torch.tanh(h * self.weight * self.scale + x)
+            return (h, t + 1), h.square().mean()
+
+    x = torch.randn(STEPS, 2, WIDTH)
+    start = x[0], torch.zeros((), dtype=torch.int64)
+    cell = Scaled()
+    loss = mst.unroll(cell, start, x, planner="recompute", chunk=4).loss
+    assert loss is not None
+    with pytest.raises(StateError, match="depend on buffer 'scale', which changes at later steps"):
+        loss.backward()
+    with pytest.raises(StateError, match="changes buffer 'scale'"):
+        mst.unroll(Scaled(), start, x, planner="recompute", chunk=4, check="off")
+
+
+def test_statistics_of_batch_norm_outside_of_modules_are_refused() -> None:
+    means, variances = [torch.zeros(WIDTH)] * 100, [torch.ones(WIDTH)] * 100
+    weight = torch.ones(WIDTH, requires_grad=True)
+
+    def cell(h: Tensor, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(h * weight + x, means[0], variances[0], training=True)
+
+    x = torch.randn(STEPS, 4, WIDTH)
+    with pytest.raises(StateError, match=r"statistics of batch norm.*no buffer of a module"):
+        mst.unroll(cell, x[0], x, planner="recompute", chunk=4)
+
+
+@pytest.mark.parametrize("unequal", [False, True])
+def test_every_output_of_a_repeated_chunk_is_compared(unequal: bool) -> None:
+    weight, seen = torch.ones(WIDTH, requires_grad=True), [0] * 100
+
+    def cell(state: tuple[Tensor, Tensor], x: Tensor) -> Any:
+        h, t = torch.tanh(state[0] * weight + x), int(state[1])
+        seen[t] += 1
+        return (h, state[1] + 1), h.mean() * (seen[t] if t == 13 else 1)
+
+    x = torch.randn(STEPS, 2, WIDTH)
+    start = x[0], torch.zeros((), dtype=torch.int64)
+    loss = mst.unroll(
+        cell, start, x, memory="6 KiB", planner="recompute", chunk=4, unequal=unequal
+    ).loss
+    assert loss is not None
+    with pytest.raises(StateError, match="returned other numbers at steps"):
+        loss.backward()
