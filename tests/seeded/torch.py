@@ -211,9 +211,15 @@ FAULTS: tuple[Mutant, ...] = (
     ),
     of(
         "torch/chains/stages.py",
-        "if alone and not self._are_alike(first, caught.kinds):",
+        "if stops and not self._are_alike(first, caught.kinds):",
         "if False:",
         "torch/test_sequential.py",
+    ),
+    of(
+        "torch/chains/stages.py",
+        "        if caught.sums != self._sums[i][: len(caught.sums)]:\n",
+        "        if False:\n",
+        "torch/test_repeated_runs.py",
     ),
     of(
         "torch/planning/choosing.py",

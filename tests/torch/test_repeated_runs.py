@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
-from collections.abc import Callable
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import multistage.torch as mst
-from multistage.errors import ArgumentError, MultistageError, StateError
+from multistage.errors import ArgumentError, DifferenceWarning, MultistageError, StateError
 from multistage.torch.planning import fitting
 
 
@@ -176,6 +178,139 @@ def test_other_memory_under_torch_distributed_is_refused() -> None:
             y.sum().backward()
     finally:
         dist.destroy_process_group()
+
+
+# ------------------------------------------------- what a stage depends on unseen
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
+TABLE = [1.0] * 100
+LOOKED_UP = dict.fromkeys(range(100), 1.0)
+SLOTTED = Slotted()
+MEMORY = bytearray(b"\1" * 8)
+
+
+def unseen(x: Tensor) -> Tensor:
+    factor = TABLE[90] * LOOKED_UP[90] * SLOTTED.factor * MEMORY[3]
+    return x * factor * float(os.environ.get("MULTISTAGE_TEST_FACTOR", "1"))
+
+
+def _change_table() -> None:
+    TABLE[90] = 1.5
+
+
+def _change_dict() -> None:
+    LOOKED_UP[90] = 1.5
+
+
+def _change_slot() -> None:
+    SLOTTED.factor = 1.5
+
+
+def _change_memory() -> None:
+    MEMORY[3] = 2
+
+
+def _change_environment() -> None:
+    os.environ["MULTISTAGE_TEST_FACTOR"] = "1.5"
+
+
+UNSEEN = [_change_table, _change_dict, _change_slot, _change_memory, _change_environment]
+
+
+@pytest.fixture
+def unseen_put_back() -> Iterator[None]:
+    yield
+    TABLE[90] = LOOKED_UP[90] = SLOTTED.factor = 1.0
+    MEMORY[3] = 1
+    os.environ.pop("MULTISTAGE_TEST_FACTOR", None)
+
+
+@pytest.mark.usefixtures("unseen_put_back")
+@pytest.mark.parametrize("change", UNSEEN)
+def test_other_numbers_in_what_a_stage_depends_on_unseen_are_refused(
+    change: Callable[[], None],
+) -> None:
+    stages, x = [Block(unseen) for _ in range(10)], torch.randn(64, 16)
+    model = mst.Sequential(stages, memory=0.5, planner="periodic")
+    model(x).sum().backward()
+    y = model(x)
+    change()
+    with pytest.raises(StateError, match=r"stage .* saved other numbers for its gradient"):
+        y.sum().backward()
+    model(x).sum().backward()  # all of it with the new value
+
+
+@pytest.mark.usefixtures("unseen_put_back")
+def test_other_numbers_are_told_of_or_not_compared_where_the_user_says_so() -> None:
+    stages, x = [Block(unseen) for _ in range(10)], torch.randn(64, 16)
+    for check in ("warn", "off"):
+        model = mst.Sequential(stages, memory=0.5, planner="periodic", check=check)
+        model(x).sum().backward()
+        y = model(x)
+        _change_table()
+        expected = pytest.warns(DifferenceWarning, match="saved other numbers")
+        with expected if check == "warn" else contextlib.nullcontext():
+            y.sum().backward()
+        TABLE[90] = 1.0
+
+
+def test_sparse_tensors_written_to_without_a_version_are_refused() -> None:
+    for layout in (torch.sparse_coo, torch.sparse_csr):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # on the state of sparse layouts
+            table = torch.eye(16).to_sparse(layout=layout)
+
+        def through(x: Tensor, table: Tensor = table) -> Tensor:
+            return (table @ x.T).T
+
+        x = torch.randn(64, 16)
+        model = mst.Sequential([Block(through) for _ in range(10)], x, memory=0.5)
+        y = model(x)
+        values = table._values() if layout is torch.sparse_coo else table.values()
+        values.numpy()[...] *= 2
+        with pytest.raises(StateError, match="other numbers"):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("check", ["error", "off"])
+def test_a_kernel_may_fill_what_was_saved_before(check: Literal["error", "off"]) -> None:
+    torch.manual_seed(0)
+    own = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.RReLU()) for _ in range(8)])
+    model, x = mst.Sequential(own, memory=0.7, check=check), torch.randn(64, 16)
+    for _ in range(3):
+        found = []
+        for each in (own, model):
+            torch.manual_seed(1)
+            found.append(gradients_of(each, x, list(own.parameters())))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert model.plan is not None and not model.plan.keeps_all
+
+
+def test_workspaces_that_kernels_do_not_fill_are_not_compared() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.LSTM(16, 16, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.cells(x)[0]
+            return made
+
+    own, x = nn.Sequential(*[Recurrent() for _ in range(6)]), torch.randn(3, 17, 16)
+    model = mst.Sequential(own, x, memory=0.8)
+    for number in range(4):
+        y = model(x)
+        junk = [torch.full((size,), float(number)) for size in (1000, 5000, 20_000)]
+        del junk
+        y.sum().backward()
+    assert model.plan is not None and not model.plan.keeps_all
 
 
 # ------------------------------------------------------------ what stages may contain

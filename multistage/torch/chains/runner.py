@@ -37,6 +37,7 @@ from ...execute.detour import Deadlines
 from ...execute.sweep import Sweep
 from ...states.slots import Kept
 from ..environment.states import KeptState, refuse_shared, tensors_in
+from ..measurement.checking import Check
 from ..measurement.joining import Calls
 from ..measurement.traits import Traits as Traits
 from ..measurement.watching import Metered
@@ -65,6 +66,8 @@ class Run:
         What to ask when writes are late; of the plan that the actions are of.
     metered : Metered, optional
         Meters this iteration.
+    check : {"error", "warn", "off"}
+        What to do where a run again saves other numbers than the first.
     """
 
     def __init__(
@@ -77,8 +80,10 @@ class Run:
         watchful: bool = True,
         deadlines: Deadlines | None = None,
         metered: Metered | None = None,
+        check: Check = "off",
     ) -> None:
-        self._stages, self._script = StageRunner(stages, traits, watchful=watchful), Script(actions)
+        self._stages = StageRunner(stages, traits, watchful=watchful, check=check)
+        self._script = Script(actions)
         self._deadlines, self._metered = deadlines, metered
         self._berth = berth
         self._streams = any(isinstance(action, Put) for action in actions)

@@ -22,10 +22,12 @@ from ..environment.scope import Scope
 from ..environment.settings import Settings
 from ..environment.states import KeptState, leaves_of, tensors_in, wants_of
 from ..environment.turns import TURN
+from ..measurement.checking import Check, complain
 from ..measurement.joining import Calls, Joined
 from ..measurement.saved import Caught, Complete, Kind, difference, kind_of, nodes_made
 from ..measurement.sizes import Count, OnceMore, counting
 from ..measurement.traits import Traits
+from ..tensors.checksums import Digests
 from ..tensors.streams import Home
 from .inside import Inside
 
@@ -47,6 +49,9 @@ class StageRunner:
     watchful : bool
         Whether every stage is watched for draws of random numbers, rather than all those
         between two that are known to draw.
+    check : {"error", "warn", "off"}
+        What to do where a run again saves other numbers than the first: they are compared by
+        checksums, of tensors in host memory.
     """
 
     def __init__(
@@ -55,10 +60,11 @@ class StageRunner:
         traits: Sequence[Traits],
         *,
         watchful: bool = False,
+        check: Check = "off",
     ) -> None:
         # What was written to cannot be undone.
         self._watchful = watchful or traits[0].changes_input
-        self._stages, self.traits = stages, traits
+        self._stages, self.traits, self._check = stages, traits, check
         self._scopes = [t.scope or Scope.of(s) for s, t in zip(stages, traits, strict=True)]
         self._around: dict[int, Environment] = {}
         self._settings: Settings | None = None  # of the forward sweep
@@ -70,6 +76,7 @@ class StageRunner:
         self._random: tuple[State, ...] = ()  # of the generators, between two stages
         self._captured = 0  # before this stage
         self._kinds: dict[int, list[Kind]] = {}  # of the tensors each stage saved under hooks
+        self._sums: dict[int, list[int | None]] = {}  # of these tensors
         self._wants: dict[int, tuple[bool, ...]] = {}  # of the leaves of each state, at first
         self._counts: dict[int, Count] = {}  # of the stage that runs, if its sizes are not known
         self._home = Home()
@@ -221,6 +228,10 @@ class StageRunner:
             Returns a tensor by its number, in the backward pass.
         """
         kinds: list[Kind] = []
+        sums: list[int | None] = []
+        # What a tier has is run again only if it is lost.
+        compares = self._check != "off" and caught is None and not self.traits[i].fills
+        digests = Digests() if compares else None
         begun = nodes_made()
         # Until it is through.
         inside: Inside | None = Inside(self.traits[i].name, self.traits[i].differentiates)
@@ -233,6 +244,8 @@ class StageRunner:
             if i in self._counts:
                 self._counts[i].add(tensor)
             kinds.append(kind_of(tensor, places, begun))
+            if digests is not None:
+                sums.append(_sum_of(tensor, kinds[-1], digests))
             if filling is not None:
                 # A parameter may be given other memory, which autograd would see.
                 itself = tensor.is_leaf and tensor.requires_grad
@@ -245,12 +258,12 @@ class StageRunner:
         def give(number: int) -> Tensor:
             return unpack(number) if inside is None else inside.give(number)
 
-        self._kinds[i] = kinds
+        self._kinds[i], self._sums[i] = kinds, sums
         filling = caught  # the graph refers to these hooks, which must not hold the tape
         try:
             return self.first(i, box, torch.autograd.graph.saved_tensors_hooks(pack, give))
         finally:
-            inside = filling = None
+            inside = filling = digests = None
 
     @contextlib.contextmanager
     def as_at_first(self) -> Iterator[None]:
@@ -287,8 +300,9 @@ class StageRunner:
             If it saves something else than when it first ran.
         """
         first = self._kinds[i]
-        caught, output = self._catch(i, state, len(first) if alone else None)
-        if alone and not self._are_alike(first, caught.kinds):
+        stops = alone and not self.traits[i].fills
+        caught, output = self._catch(i, state, len(first) if stops else None)
+        if stops and not self._are_alike(first, caught.kinds):
             # Or it would have saved more: look at all it saves.
             del caught, output
             caught, output = self._catch(i, state, None)
@@ -297,9 +311,24 @@ class StageRunner:
                 f"stage {self.traits[i].name} saved other tensors when it was run again than at "
                 f"first ({difference(first, caught.kinds)}); a stage must do the same every time"
             )
+        if caught.sums != self._sums[i][: len(caught.sums)]:
+            self._complain(i, caught)
         kept = None if alone else KeptState.of(output)
         TURN.moved()
         return caught, kept
+
+    def _complain(self, i: int, caught: Caught) -> None:
+        """Say that stage i saved other numbers than at first."""
+        pairs = enumerate(zip(caught.sums, self._sums[i], strict=False))
+        number = next(number for number, (now, before) in pairs if now != before)
+        complain(
+            self._check,
+            f"stage {self.traits[i].name} saved other numbers for its gradient when it was run "
+            f"again than at first (number {number}, of shape {tuple(caught.kinds[number][0])}): "
+            "the stage, or one that made its input again, depends on what is not seen, such as a "
+            "large container, an object of an extension, a file or a clock; make that part of the "
+            "state, keep it in a buffer or an attribute, or continue with check='warn'",
+        )
 
     def _are_alike(self, first: Sequence[Kind], again: Sequence[Kind]) -> bool:
         """Whether saved tensors agree, and the numbers of nodes made before each."""
@@ -319,6 +348,7 @@ class StageRunner:
         begun = 0
 
         inside = Inside(self.traits[i].name, self.traits[i].differentiates)
+        digests = Digests() if self._sums[i] else None
 
         def catch(tensor: Tensor) -> int:
             if len(tape) == enough:  # the stage has suppressed what should have ended it
@@ -326,6 +356,8 @@ class StageRunner:
             tape.append(tensor.detach())
             versions.append(tensor._version)
             kinds.append(kind_of(tensor, places, begun))
+            if digests is not None:
+                caught.sums.append(_sum_of(tensor, kinds[-1], digests))
             inside.keep(tensor)
             if len(tape) == enough:
                 raise Complete
@@ -348,6 +380,16 @@ class StageRunner:
     def storages(self, i: int) -> set[int]:
         """Return the addresses of storages of the environment of stage i."""
         return storages_of_all(self._around[i].tensors)
+
+
+def _sum_of(tensor: Tensor, kind: Kind, digests: Digests) -> int | None:
+    """Return a checksum of what a stage saves; None for parameters, which have theirs.
+
+    Nor of the workspaces of kernels (oneDNN's LSTM), which they do not fill.
+    """
+    if kind[3] is not None or (tensor.dtype is torch.uint8 and tensor.dim() == 1):
+        return None
+    return digests.of(tensor)
 
 
 def storages_of_all(tensors: Iterable[Tensor]) -> set[int]:

@@ -413,9 +413,9 @@ class Environment:
 
 
 def _sums_of(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
-    """Return sizes and checksums of tensors in host memory, None for others."""
+    """Return numbers of elements and checksums of tensors in host memory, None for others."""
     found = [(tensor, digest(tensor)) for tensor in tensors]
-    return [None if bits is None else (tensor.nbytes, bits) for tensor, bits in found]
+    return [None if bits is None else (tensor.numel(), bits) for tensor, bits in found]
 
 
 _REMEDY = "it cannot be run again as it was: call backward first"

@@ -55,6 +55,11 @@ class Checked:
     outcome: str
     seconds: float = 0.0
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether repeated runs are to be bit-identical: no difference was found."""
+        return not self.outcome.startswith(("agrees", "differs"))
+
     def __str__(self) -> str:
         return f"{self.outcome} ({self.seconds:.2g} s)" if self.seconds else self.outcome
 

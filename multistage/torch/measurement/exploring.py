@@ -14,20 +14,23 @@ from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from ..environment.captured import Environment, exchanges_memory, generators_of, undo_of
-from ..environment.copies import cloned, put_back, version_of
+from ..environment.copies import address, cloned, put_back, version_of
 from ..environment.randomness import Generators, State
-from ..environment.scope import Scope
+from ..environment.scope import Scope, buffers_among
 from ..environment.states import wants_of
+from ..tensors.checksums import digest
 from ..tensors.fingerprints import same_bits
 from ..tensors.meter import storages_of
 from .traits import Traits
 
 Call: TypeAlias = Callable[..., object]  # of a state
 _State = TypeVar("_State")
+_FILLS = ("RreluWithNoiseBackward",)
 
 
 def tensors_of(state: object) -> list[Tensor]:
@@ -152,6 +155,7 @@ class _Grading:
     graded: bool = False
     differentiates: bool = False
     unhooked: bool = False
+    fills: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +195,14 @@ def _look_with_graph(
     numbers and put back the state, or seeded a generator with the state that it had.
     """
     kept: list[list[Tensor]] = []
+    bits: list[tuple[int | None, int]] = []  # of those, and their versions
+    buffers: set[int] = set()  # statistics, which batch norm saves before it updates them
     drawn, seeded = found.draws, set[str]()
 
     # Not the tensor itself: an output that its own node keeps is a cycle nothing collects.
     def pack(tensor: Tensor) -> list[Tensor]:
         kept.append([tensor])
+        bits.append((None if address(tensor) in buffers else digest(tensor), tensor._version))
         found.unhooked = found.unhooked or tensor.is_nested
         return kept[-1]
 
@@ -205,6 +212,8 @@ def _look_with_graph(
 
     def run(disturbed: AbstractContextManager[object]) -> list[Tensor]:
         with around.again(), disturbed, torch.enable_grad():
+            buffers.update(address(b) for _, _, b in buffers_among(around.found.modules))
+            buffers.discard(0)  # of those whose memory is not seen
             return tensors_of(stage(_wanting(given, wants)))
 
     try:
@@ -215,6 +224,13 @@ def _look_with_graph(
             raise
         found.unhooked = True
         again = run(random.disturbed(drawn, seeded))
+    now = [
+        (None if before is None else digest(tensor), tensor._version)
+        for (tensor,), (before, _) in zip(kept, bits, strict=True)
+    ]
+    changed = any(a != b and a[1] == b[1] for a, b in zip(bits, now, strict=True))
+    # By name too: memory used before may hold what is filled in.
+    found.fills = changed or has_node(again, _FILLS)
     for box in kept:
         box.clear()
     plain = tensors_of(result)
@@ -229,6 +245,20 @@ def _look_with_graph(
             seeded |= {*random.generators.names} - drawn
     found.draws = drawn | seeded
     return wants_of(again)
+
+
+def has_node(result: Sequence[Tensor], names: tuple[str, ...]) -> bool:
+    """Whether a graph has nodes whose names begin in one of these ways."""
+    left: list[Node | None] = [t.grad_fn for t in result]
+    seen: set[Node] = set()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            if node.name().startswith(names):
+                return True
+            seen.add(node)
+            left += [inner for inner, _ in node.next_functions]
+    return False
 
 
 def _all_equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -285,6 +315,7 @@ def _groups(
                 graded=any(graded[i].graded for i in group),
                 differentiates=any(graded[i].differentiates for i in group),
                 unhooked=any(graded[i].unhooked for i in group),
+                fills=any(graded[i].fills for i in group),
                 changes_input=changes_first and number == 0,
                 scope=scopes[group[0]] if len(group) == 1 else Scope([stages[i] for i in group]),
             )

@@ -156,8 +156,9 @@ class Running:
 def stretched(stages: Calls, traits: Sequence[Traits], actions: Sequence[Action]) -> Stretches:
     """Return stages joined where a plan never parts them, and its actions by their numbers.
 
-    Stages that need a graph to run, that differentiate, or that write to the chain's input
-    stay alone: what is kept while they run is theirs.  So do all where a tier takes part.
+    Stages that need a graph to run, that differentiate, that have kernels fill what they saved,
+    or that write to the chain's input stay alone: what is kept while they run is theirs.  So do
+    all where a tier takes part.
     """
     starts = _starts(traits, actions)
     if len(starts) == len(stages) or any(isinstance(action, Put) for action in actions):
@@ -180,8 +181,8 @@ def _starts(traits: Sequence[Traits], actions: Sequence[Action]) -> list[int]:
     """Return the first stages of the longest stretches that no action parts."""
     n = len(traits)
     parted = {0, n}
-    for i, trait in enumerate(traits):
-        if trait.graded or trait.differentiates or trait.unhooked or trait.changes_input:
+    for i, t in enumerate(traits):
+        if t.graded or t.differentiates or t.unhooked or t.fills or t.changes_input:
             parted |= {i, i + 1}
     before: tuple[type, int] | None = None  # what ran last, and where it stood when done
     now: tuple[type, int, int]

@@ -27,6 +27,8 @@ class Caught:
 
     Attributes
     ----------
+    sums : list of int or None
+        Checksums of it; empty if nothing is compared.
     parts : list of int
         Of stages run as one: how much was saved by the end of each but the last.
     """
@@ -34,6 +36,7 @@ class Caught:
     tape: list[Tensor | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
+    sums: list[int | None] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
 
     def part(self, number: int, state: object) -> None:

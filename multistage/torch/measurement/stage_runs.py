@@ -13,17 +13,17 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from ...model.stages import Stage
 from ..environment.captured import Environment
 from ..environment.randomness import Generators
 from ..environment.scope import Scope
+from ..tensors.checksums import digest
 from ..tensors.meter import Meter, OperationsMeter, storages_of
 from .boxes import Saved
 from .clocks import Clock, Moment, seconds_of
-from .exploring import Call, tensors_of
+from .exploring import Call, has_node, tensors_of
 from .saved import Kind, kind_of
 from .sizes import Sizes, bytes_of
 from .traits import Traits
@@ -33,6 +33,8 @@ _MOST_ROUNDS = 50
 _SHARDED_ROUNDS = 4
 _Meter = TypeVar("_Meter", Meter, OperationsMeter)
 _ENGINE_ROUNDS = 20
+_DIGEST_BYTES = 1 << 22
+_CHECKPOINTS = ("CheckpointFunctionBackward",)  # reentrant ones of torch
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ class StageRun:
         self._own = scope.look().tensors  # whose storages the stand-ins share
         self._by_all = stand_ins is None
         self._scope = scope
-        self._saved = 0  # tensors that it saves
+        self._saved = self._saved_bytes = 0  # tensors that it saves
         self.sizes = Sizes()
         self.hidden_bytes = 0  # that it leaves behind, though nothing that it saves is kept
 
@@ -119,7 +121,7 @@ class StageRun:
             meter.reset_peak()
             if result:
                 del output
-                self._by_all = self._by_all or _has_checkpoints(result)
+                self._by_all = self._by_all or has_node(result, _CHECKPOINTS)
                 stand_ins = self._stand_ins or ()
                 hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in stand_ins]
                 self._differentiation(result, gradients, wanted)()
@@ -128,7 +130,7 @@ class StageRun:
             given_gradient = bytes_held(t.grad for t in wanted if t.grad is not None)
             reverse_bytes = max(0, meter.peak_bytes - before - given_gradient)
             operations = meter.operations()
-        self._saved = saved.count
+        self._saved, self._saved_bytes = saved.count, saved.nbytes
         saved.close()  # the graph's hooks refer to it
         self.sizes.saved_bytes = None if self._trait.unhooked else saved.nbytes
         del wanted, result, gradients, inputs
@@ -205,8 +207,8 @@ class StageRun:
     def overhead_s(self) -> float:
         """Return the seconds of a run under a plan that are not the stage's own.
 
-        To capture its environment and put it back, to read the generators, and to hand each
-        tensor that it saves to a hook and back.
+        To capture its environment and put it back, to read the generators, to hand each
+        tensor that it saves to a hook and back, and to take its checksum.
         """
         generators = Generators() if self._trait.draws else None
 
@@ -222,7 +224,8 @@ class StageRun:
 
         cpu = torch.device("cpu")
         both_s = min(seconds_of(twice, cpu) for _ in range(2))
-        return both_s / 2 + self._saved * _hook_s()
+        summed_s = self._saved_bytes * _digest_s() if self._device.type == "cpu" else 0.0
+        return both_s / 2 + self._saved * _hook_s() + summed_s
 
     def time(self, found: Times, seconds: float) -> None:
         """Add rounds to the times of the stage: two in all, and more that fit into the seconds."""
@@ -309,6 +312,14 @@ def engine_s() -> float:
 
 
 @functools.cache
+def _digest_s() -> float:
+    """Return the seconds that a checksum takes for each byte."""
+    tensor = torch.zeros(_DIGEST_BYTES, dtype=torch.uint8)
+    found = min(seconds_of(partial(digest, tensor), torch.device("cpu")) for _ in range(5))
+    return found / _DIGEST_BYTES
+
+
+@functools.cache
 def _hook_s() -> float:
     """Return the seconds to hand a saved tensor to a hook that keeps its kind, and back."""
     tensor, count = torch.zeros(1, requires_grad=True), 64
@@ -335,20 +346,6 @@ def _hook_s() -> float:
     cpu = torch.device("cpu")
     plain_s, hooked_s = (min(seconds_of(f, cpu) for _ in range(5)) for f in (run, hooked))
     return max(0.0, hooked_s - plain_s) / count
-
-
-def _has_checkpoints(result: Sequence[Tensor]) -> bool:
-    """Whether a graph has reentrant checkpoints of torch in it."""
-    left: list[Node | None] = [t.grad_fn for t in result]
-    seen: set[Node] = set()
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            if node.name() == "CheckpointFunctionBackward":
-                return True
-            seen.add(node)
-            left += [inner for inner, _ in node.next_functions]
-    return False
 
 
 def _same(tensor: Tensor) -> Tensor:

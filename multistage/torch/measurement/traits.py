@@ -31,6 +31,9 @@ class Traits:
     unhooked : bool
         Whether it fails under saved-tensor hooks, as `torch.func` does, or when it is run
         again, as nested tensors do, so that its tape must be kept.
+    fills : bool
+        Whether it saves memory that a kernel fills afterwards, without a new version, as random
+        leaky ReLU does with its slopes: the bits that it saves are not known when it saves them.
     scope : Scope, optional
         What it refers to; searched for if not given.
     sizes : Sizes, optional
@@ -44,5 +47,6 @@ class Traits:
     changes_input: bool = False
     differentiates: bool = False
     unhooked: bool = False
+    fills: bool = False
     scope: Scope | None = None
     sizes: Sizes | None = None

@@ -10,11 +10,14 @@ from __future__ import annotations
 import ctypes
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .meter import parts_of
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
@@ -52,29 +55,74 @@ def digest(tensor: Tensor) -> int | None:
     True
     >>> digest(torch.zeros(3)) == digest(torch.ones(3))
     False
+    >>> digest(torch.eye(3).to_sparse()) == digest(torch.eye(3).to_sparse() * 2)
+    False
     """
-    if type(tensor) not in _IN_MEMORY or not tensor.is_cpu or tensor.layout is not torch.strided:
+    if type(tensor) not in _IN_MEMORY or not tensor.is_cpu or tensor.is_nested:
         return None
-    if tensor.is_nested:
-        return None
-    if not tensor.is_contiguous():
-        tensor = _dense(tensor.detach())
-    address = tensor.data_ptr()
-    if not address:  # of sharded parameters, whose memory comes and goes
-        return 0 if not tensor.numel() else None
-    return xxhash.xxh3_64_intdigest((ctypes.c_byte * tensor.nbytes).from_address(address))
+    if tensor.layout is not torch.strided:
+        return hash(tuple([digest(part) for part in parts_of(tensor)]))
+    if tensor.is_contiguous():
+        address = tensor.data_ptr()
+        if not address:  # of sharded parameters, whose memory comes and goes
+            return 0 if not tensor.numel() else None
+        return xxhash.xxh3_64_intdigest(_memory(tensor))
+    found = xxhash.xxh3_64()
+    for piece in _pieces(_ordered(tensor.detach())):
+        found.update(_memory(piece))
+    return found.intdigest()
 
 
 _IN_MEMORY = {Tensor, nn.Parameter, nn.Buffer}
+_PIECE_BYTES = 1 << 20  # of a tensor with gaps, copied at a time
+_SMALL_BYTES = 1 << 14  # of which a checksum takes no longer than to find that it is known
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    """Return the elements in the order of memory; a copy only where there are gaps."""
+def _memory(tensor: Tensor) -> ctypes.Array[ctypes.c_byte]:
+    return (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
+
+
+def _ordered(tensor: Tensor) -> Tensor:
+    """Return the elements in the order of memory, those of an expanded tensor once."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:  # expanded
             tensor = tensor.narrow(dim, 0, 1)
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).contiguous()
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor piece by piece, copied where it has gaps."""
+    if tensor.is_contiguous() or tensor.nbytes <= _PIECE_BYTES:
+        yield tensor.contiguous()
+        return
+    while tensor.shape[0] == 1:
+        tensor = tensor[0]
+    rows = max(1, tensor.shape[0] * _PIECE_BYTES // tensor.nbytes)
+    for piece in tensor.split(rows):
+        yield from _pieces(piece)
+
+
+class Digests:
+    """Checksums of the tensors that one run saves; of one that is saved twice, taken once."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[StorageWeakRef, int, int | None]] = {}
+
+    def of(self, tensor: Tensor) -> int | None:
+        """Return a tensor's checksum; see `digest`."""
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return digest(tensor)
+        if tensor.nbytes <= _SMALL_BYTES or not tensor.is_cpu:
+            return digest(tensor)
+        storage, version = tensor.untyped_storage(), tensor._version
+        key = storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        known = self._known.get(key)
+        # A weak reference keeps the address of a storage from being used again.
+        if known is None or known[0].expired() or known[1] != version:
+            known = self._known[key] = StorageWeakRef(storage), version, digest(tensor)
+        return known[2]
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -179,22 +179,26 @@ def _end_last_task(device: torch.device) -> None:
         torch.autograd.grad(leaf.clone(), leaf, torch.ones(0, device=device))
 
 
-def storages_of(tensor: Tensor) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of a tensor, or of its parts if it is sparse, by their addresses."""
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the tensor, or its parts if it is sparse."""
     match tensor.layout:
         case torch.strided:
-            parts = [tensor]
+            return [tensor]
         case torch.sparse_coo:
-            parts = [tensor._indices(), tensor._values()]
+            return [tensor._indices(), tensor._values()]
         case torch.sparse_csr | torch.sparse_bsr:
-            parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
         case torch.sparse_csc | torch.sparse_bsc:
-            parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
         case torch.jagged:
-            parts = [tensor._values, tensor._offsets]  # type: ignore[attr-defined, list-item]
+            return [tensor._values, tensor._offsets]  # type: ignore[attr-defined, list-item]
         case _:  # of oneDNN: no memory that can be seen
-            parts = []
-    found = [part.untyped_storage() for part in parts]
+            return []
+
+
+def storages_of(tensor: Tensor) -> dict[int, torch.UntypedStorage]:
+    """Return the storages of a tensor, or of its parts if it is sparse, by their addresses."""
+    found = [part.untyped_storage() for part in parts_of(tensor)]
     return {storage._cdata: storage for storage in found}
 
 
