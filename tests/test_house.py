@@ -158,7 +158,8 @@ def test_classes_of_stores_are_known_by_their_methods_or_bases() -> None:
     assert house.classes_of_stores([house.Source("model/a.py", code, 9)]) == set()
 
 
-# What is not yet as it should be; a bar is only ever lowered.
+# What is not yet as it should be; a bar is only ever lowered, but that of the tests was
+# raised once, by the twins of kernels that became their oracles.
 BARS = {
     "files_over_700": 0,
     "longest_function": 60,
@@ -169,13 +170,13 @@ BARS = {
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
     "median_lines": 168,
-    "package_lines": 69_500,
-    "classes": 560,
-    "functions": 4150,
+    "package_lines": 68_700,
+    "classes": 556,
+    "functions": 4110,
     "files_under_60": 33,
     "import_lines": 4650,
-    "twins": 5,
-    "test_lines": 56_500,
+    "twins": 1,
+    "test_lines": 57_700,
 }
 
 

@@ -1,7 +1,7 @@
 """The C core, loaded through ctypes: plain functions on arrays, declared in core.h.
 
-`LIBRARY` is None where the core was not built; every kernel has a plain
-Python twin that then takes over, and the first one to do so warns.
+`LIBRARY` is None where the core was not built; a kernel's plain Python twin then
+takes over, and the first one to do so warns.  What has no twin is refused (`require`).
 
 The environment variable MULTISTAGE_CORE, looked at when the package is built
 and again when it is imported, is "off" to do without the core and "required"
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from ..errors import SlowWarning
+from ..errors import ArgumentError, SlowWarning
 from .header import Header, sum_of_sources
 
 _HERE = Path(__file__).parent
@@ -157,6 +157,19 @@ def _warn(why: str) -> None:
         SlowWarning,
         stacklevel=3,
     )
+
+
+def require(what: str, instead: str) -> None:
+    """Raise ArgumentError where the C core is missing, of which there is no Python twin.
+
+    Parameters
+    ----------
+    what, instead : str
+        What needs it, and what can be done without it.
+    """
+    if LIBRARY is None:
+        why = _WHY or "MULTISTAGE_CORE=off switches it off"
+        raise ArgumentError(f"{what} needs the C core ({why}); {_INSTALL}; or {instead}")
 
 
 def library() -> ctypes.CDLL:

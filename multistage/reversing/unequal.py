@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Generic, TypeVar
 
+from .. import native
 from ..actions import Action, Put, Schedule
 from ..backends.base import Store
 from ..backends.paged import PagedStore
@@ -35,6 +36,7 @@ from ..model.costs import Costs
 from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..planners.chain.heterogeneous import ChainPlan
+from ..planners.chain.joint_core import require_core
 from ..planners.chain.memory import use_of
 from ..planners.chain.pieces import PersistentPlanner, chain_plan, survey
 from ..planners.uniform import UniformPlan
@@ -111,7 +113,7 @@ class Unequal(Generic[State, Adjoint]):
     Raises
     ------
     ArgumentError, BudgetError
-        If given costs do not fit the chain or the budget.
+        If given costs do not fit the chain or the budget; for a tier without the C core.
     """
 
     resumed: Resumed | None = None  # durable runs have uniform steps
@@ -127,6 +129,8 @@ class Unequal(Generic[State, Adjoint]):
         self._opened, self._bars, self._checked = opened, bars, given.checked
         self._store: Store | None = given.first_store
         self._rates: Tier | None = None
+        if self._store is not None:
+            require_core()
         if self._store is not None and one_tape(chain):
             raise ArgumentError(
                 "steps that differ, with only the latest tape (one_tape), are not streamed to a "
@@ -385,6 +389,8 @@ def faster_plan(
     """
     chain, n_steps = given.chain, given.n_steps
     assert n_steps is not None
+    if given.first_store is not None and native.LIBRARY is None:
+        return None  # steps that differ have no tier then
     times = sorted(min(pair) for pair in zip(seen.forward_s, seen.tape_s, strict=True))[:n_steps]
     # The spread but for a few outliers: one step may have met a garbage collection.
     tenth = n_steps // 10

@@ -12,6 +12,7 @@ from ..backends.urls import Tiers, open_store, tier_names
 from ..errors import ArgumentError
 from ..model.stages import StageCosts
 from ..planners.chain.heterogeneous import ChainPlan, ChainPlanner
+from ..planners.chain.joint_core import require_core
 from .adopting import YieldingProperty, adopt, yielding
 from .measurement.checking import Check, Checked, checked_choice
 from .measurement.exploring import tensors_of
@@ -392,6 +393,7 @@ def _tiered(tiers: Tiers | None, planner: ChainPlanner) -> Tiered | None:
         return None
     if planner != "optimal":
         raise ArgumentError(f"tiers go with planner 'optimal', not with {planner!r}")
+    require_core()
     for name in names:
         if isinstance(name, str) and name.partition(":")[0] == "pinned":
             continue

@@ -8,11 +8,13 @@ from oracles.chain_exact import exact_chain_makespan
 
 from multistage import native
 from multistage.model.stages import Stage, StageCosts
-from multistage.planners.chain import heterogeneous
+from multistage.planners.chain import ladder
 from multistage.planners.chain.bound import ChainBound
 from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
 from multistage.planners.chain.sizes import Sizes
 from multistage.planners.chain.table import Table
+
+pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 
 
 def chain(length, seed):
@@ -48,8 +50,6 @@ def test_the_bound_of_revolve_is_below_its_plans(seed):
 
 
 def test_few_tables_are_solved_where_stages_are_as_many_as_slots(monkeypatch):
-    if not native.available():
-        pytest.skip("no C core")
     solved = []
 
     class Counted(Table):
@@ -57,10 +57,10 @@ def test_few_tables_are_solved_where_stages_are_as_many_as_slots(monkeypatch):
             solved.append(given)
             super().__init__(*given, **named)
 
-    monkeypatch.setattr(heterogeneous, "Table", Counted)
+    monkeypatch.setattr(ladder, "Table", Counted)
     costs = StageCosts.uniform(150, Stage("layer", 1.0, 2.0, 10, 30), 10)
     plan = plan_chain(costs, 0.8, resolution=150)
-    assert len(solved) <= 3
+    assert 1 <= len(solved) <= 3
     # Running the first 31 stages again, from one state, takes 1.069 of plain training;
     # that states are smaller than half a slot must not make one be kept for each stage.
     assert plan.makespan_s < 1.08 * plan.plain_s

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from multistage import native
 from multistage.errors import ArgumentError, MultistageError, ScheduleError
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
@@ -40,6 +41,7 @@ def test_fates() -> None:
     assert offloading.fates() == ["tape to tier"] * 3 + ["tape kept"]
 
 
+@pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 def test_the_text_gives_time_memory_stalls_bound_and_alternatives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

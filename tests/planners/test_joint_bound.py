@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 from oracles.chain_exact import exact_chain_makespan
+from oracles.joint_dual_twin import DualTwin
 
 from multistage import native
 from multistage.model.stages import Stage, StageCosts
@@ -15,6 +16,7 @@ from multistage.planners.chain.joint_bound import Dual, _merged, joint_lower_bou
 from multistage.planners.chain.sizes import Sizes
 from multistage.planners.chain.table import Table
 
+pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 SLOW = Tier.of_rates(1e-3, 1e-3)
 
 
@@ -99,11 +101,9 @@ def test_a_limit_that_no_schedule_fits_has_no_finite_bound():
 @pytest.mark.parametrize("tapes", [True, False])
 @pytest.mark.parametrize("room", [30_000, 14_000])
 def test_the_kernel_equals_its_twin(prices, tapes, room):
-    if not native.available():
-        pytest.skip("no C core")
     true = without_loss(Sizes.of(chain(23, 4, spared=True, megabytes=1000)))
     rates = Tier.of_rates(700.0, 900.0, latency_s=0.1, tapes=tapes)
-    values = [Dual(true, room, rates, 45, 1, native).at(prices) for native in (True, False)]
+    values = [kind(true, room, rates, 45, 1).at(prices) for kind in (Dual, DualTwin)]
     assert values[0] == values[1]
     assert math.isfinite(values[0])
 
@@ -119,8 +119,6 @@ def test_a_long_chain_merges_for_the_search_alone():
 
 @pytest.mark.parametrize("instructions", ["baseline", "avx2", "avx512"])
 def test_a_table_with_moves_equals_its_twin(instructions):
-    if not native.available():
-        pytest.skip("no C core")
     sizes = without_loss(Sizes.of(chain(37, 6, spared=True)))
     draw = np.random.default_rng(6)
     moves = draw.uniform(0, 3, 37), draw.uniform(0, 5, 37)

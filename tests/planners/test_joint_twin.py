@@ -1,16 +1,16 @@
-"""The Python twins of the joint planner's kernels: the same plans and the same numbers."""
+"""The joint planner's kernels and their plain twins: the same plans and the same numbers."""
 
 import itertools
 import random
 
 import numpy as np
 import pytest
+from oracles.joint_twin import Twin
 from test_joint import random_chain, random_tier, with_fixed_times
 
 from multistage import native
 from multistage.planners.chain.joint import GRID, extremes, programs
 from multistage.planners.chain.joint_core import Core, Program
-from multistage.planners.chain.joint_twin import Twin
 from multistage.planners.chain.sizes import Sizes
 from multistage.planners.chain.table import Table
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +133,19 @@ def test_plans_of_both_kinds_come_back_and_are_as_they_were_predicted(made: Plan
 
 
 @pytest.mark.parametrize(
-    "made",
+    "make",
     [
-        plan(COSTS, "5 slots", 20),
-        plan_chain(
+        lambda: plan(COSTS, "5 slots", 20),
+        lambda: plan_chain(
             StageCosts.uniform(5, Stage("a", 1.0, 2.0, 10, 30), 10), 0.7, tiers="write=9B/s"
         ),
     ],
     ids=["uniform", "chain"],
 )
-def test_both_kinds_of_plans_have_the_same_interface(made: Plan, tmp_path: Path) -> None:
+def test_both_kinds_of_plans_have_the_same_interface(
+    make: Callable[[], Plan], tmp_path: Path
+) -> None:
+    made = make()
     assert str(made).startswith(made.summary())
     assert made.table() in str(made)
     assert made.title == f"{made.planner}: {made.n_steps} {made.UNIT}"

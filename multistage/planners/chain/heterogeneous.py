@@ -52,6 +52,7 @@ from ...support.values import shown
 from ...support.values import whole as whole_number
 from .at_once import SLOTS as SLOTS
 from .at_once import least_memory, most_stages, plan_at_once, table_bytes
+from .joint_core import require_core
 from .ladder import MORE
 from .memory import plain_use
 from .pieces import BLOCKS, in_blocks, least_in_pieces, plan_in_pieces
@@ -108,7 +109,7 @@ def plan_chain(
         If no schedule of this planner fits; the message names the smallest
         limit that works.
     ArgumentError
-        For arguments out of range.
+        For arguments out of range; for a tier without the C core.
 
     Examples
     --------
@@ -167,6 +168,8 @@ def _tier_for(planner: str, tiers: Tier | str | Sequence[Tier | str] | None) -> 
     rates = _first_tier(tiers)
     if rates is not None and planner != "optimal":
         raise ArgumentError(f"tiers go with planner 'optimal', not {planner!r}")
+    if rates is not None:
+        require_core()
     return rates
 
 

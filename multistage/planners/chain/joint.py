@@ -38,7 +38,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ... import native
 from ...actions import Action
 from ...model.tier import Tier
 from ...support.arrays import Bytes
@@ -53,7 +52,6 @@ from .joint_core import (
     Core,
     Program,
 )
-from .joint_twin import Twin
 from .sizes import Sizes, need_to_tape
 from .table import Table
 
@@ -144,8 +142,7 @@ def plan_joint(
     """
     if not _plannable(true):
         return None, None
-    kind = Core if native.available() else Twin
-    core = kind(true, table, unit_bytes, limit, rates)
+    core = Core(true, table, unit_bytes, limit, rates)
     pool = search(core, true, limit, unit_bytes, rates)
     offload = Pool(core.judge)
     offload.offer(next(extremes(true)))
@@ -186,7 +183,7 @@ def smallest_with_tier(true: Sizes, rates: Tier) -> int:
     return least
 
 
-def search(core: Core | Twin, true: Sizes, limit: int, unit_bytes: float, rates: Tier) -> Pool:
+def search(core: Core, true: Sizes, limit: int, unit_bytes: float, rates: Tier) -> Pool:
     """Return the best plans found, limit and tier being those of the core.
 
     Parameters
@@ -230,7 +227,7 @@ def search(core: Core | Twin, true: Sizes, limit: int, unit_bytes: float, rates:
     return more
 
 
-def _begun(core: Core | Twin, plans: Iterable[Bytes], pool: Pool) -> list[tuple[float, Bytes]]:
+def _begun(core: Core, plans: Iterable[Bytes], pool: Pool) -> list[tuple[float, Bytes]]:
     """Offer plans to a pool; return the best of them, if one fits."""
     own = Pool(core.judge)
     for fates in plans:
@@ -240,7 +237,7 @@ def _begun(core: Core | Twin, plans: Iterable[Bytes], pool: Pool) -> list[tuple[
     return own.found[:1]
 
 
-def cross(core: Core | Twin, pool: Pool, moves: int) -> None:
+def cross(core: Core, pool: Pool, moves: int) -> None:
     """Improve plans by those that begin as one of them and continue as another.
 
     Stages far apart hardly affect each other, so plans of searches with different starts

@@ -36,6 +36,7 @@ import numpy as np
 from ...model.stages import StageCosts
 from ...model.tier import Tier
 from ...support.arrays import Integers, Reals
+from .joint_core import require_core
 from .joint_dual import Dual as Dual
 from .joint_dual import Prices
 from .sizes import Sizes
@@ -100,7 +101,6 @@ def joint_lower_bound(
     *,
     slots: int = SLOTS,
     threads: int = 1,
-    native_kernel: bool | None = None,
 ) -> float:
     """Return seconds that no nested schedule within the memory and with the tier undercuts.
 
@@ -119,12 +119,15 @@ def joint_lower_bound(
     slots : int
         Of memory, at least 1; more make the bound tighter.
     threads : int
-    native_kernel : bool, optional
-        Whether to use the C kernel; where it was built, if None.
+
+    Raises
+    ------
+    ArgumentError
+        Without the C core.
 
     Notes
     -----
-    Deterministic: evaluations are counted.  0.5 s for 339 stages with the C core.
+    Deterministic: evaluations are counted.  0.5 s for 339 stages.
 
     Examples
     --------
@@ -134,6 +137,7 @@ def joint_lower_bound(
     >>> [round(joint_lower_bound(costs, 200, rates), 2) for rates in (fast, slow)]
     [36.0, 42.26]
     """
+    require_core()
     true = without_loss(Sizes.of(costs))
     plain_s = float(true.forward_s.sum() + true.reverse_s.sum())
     if memory_bytes is None or len(true) > _MOST_STAGES:
@@ -144,7 +148,7 @@ def joint_lower_bound(
 
     best, starts = -math.inf, _STARTS
     for sizes, cells, evaluations, step, directions in _stages(true, min(slots, room)):
-        dual = Dual(sizes, room, rates, cells, threads, native_kernel)
+        dual = Dual(sizes, room, rates, cells, threads)
         if rates.shared and len(directions) > _FIRST_SWEEP:
             directions += _SHARED
         value, prices = _search(dual, starts, directions, step, evaluations)

@@ -19,7 +19,6 @@ from ...actions import (
 from ...support.arrays import Bytes
 from .joint_core import APART, KEEPS_TAPE, RESERVE_AT, STARTS, STATE_AWAY, TAPE_AWAY, Core
 from .joint_detour import Held
-from .joint_twin import Twin
 
 _SHARES = 5  # of what was evicted, as candidates for reading back
 # Candidates of each share that are improved: of chains of no more stages, and of longer ones.
@@ -31,7 +30,7 @@ class Choice:
     """The plans that continue from what is held, and the best of them."""
 
     def __init__(
-        self, actions: Sequence[Action], alone: Bytes | None, core: Core | Twin, held: Held
+        self, actions: Sequence[Action], alone: Bytes | None, core: Core, held: Held
     ) -> None:
         self.core, self.held, self.n = core, held, core.n
         self.made = fates_of(actions, self.n)

@@ -93,6 +93,11 @@ class Laid:
     waited_s: float
 
 
+def require_core() -> None:
+    """Raise ArgumentError where chains cannot be planned with a tier: without the C core."""
+    native.require("a tier for stages or steps that differ", "plan without a tier")
+
+
 class Core:
     """Plans of one chain within one limit and with one tier, in the C core.
 
@@ -109,6 +114,7 @@ class Core:
     def __init__(
         self, true: Sizes, table: Table, unit_bytes: float, limit: int, rates: Tier
     ) -> None:
+        require_core()
         self.n, self.table = len(true), table
         slots, none, values = table.solved()
         capacity = rates.capacity_bytes

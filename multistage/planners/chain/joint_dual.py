@@ -74,12 +74,10 @@ class Dual:
         rates: Tier,
         slots: int,
         threads: int,
-        use_native: bool | None = None,
     ) -> None:
-        use_native = native.available() if use_native is None else use_native
         self.true, self.room, self.rates, self.slots = true, room, rates, slots
         self.unit = room / slots
-        self.threads, self.native = threads, use_native
+        self.threads = threads
         self.sizes = sizes = _in_slots(true, room, slots)
         self.total = float(true.forward_s.sum()) or 1.0
         self.before = np.concatenate(([0.0], np.cumsum(true.forward_s)))
@@ -87,8 +85,7 @@ class Dual:
         self.taping = np.maximum(sizes.tape + sizes.taping, reversing)
         self.passing = _passing(sizes)
         self.waits = _Waits.of(true, room, rates)
-        if use_native:
-            self._area = np.empty(native.library().ms_joint_dual_len(len(sizes), slots))
+        self._area = np.empty(native.library().ms_joint_dual_len(len(sizes), slots))
 
     def allows(self, prices: Prices) -> bool:
         """Whether the prices leave none below 0."""
@@ -155,7 +152,6 @@ class Dual:
             self.sizes,
             self.slots,
             threads=self.threads,
-            native_kernel=self.native,
             work=work,
             moves=(again_state, again_tape),
         )
@@ -177,8 +173,6 @@ class Dual:
     ) -> float:
         """Return the least priced seconds within so many slots, all of them unless given."""
         slots = self.slots if slots is None else slots
-        if not self.native:
-            return _twin(self, work, planes, prices, slots)
         sizes = self.sizes
         arrays = (sizes.state, sizes.tape, self.taping, self.passing, planes, self.before)
         call = native.JointDual(
@@ -224,45 +218,3 @@ def _passing(sizes: Sizes) -> Reals:
         run[1:2] -= sizes.state[s]
         rows.append(np.maximum.accumulate(run))
     return np.concatenate(rows)
-
-
-def _twin(dual: Dual, work: float, planes: Reals, prices: tuple[Reals, ...], slots: int) -> float:
-    """Return what `ms_joint_dual` returns."""
-    fast_state, fast_tape, move_state, move_tape, late_state, again_state, *waits = prices
-    wait_taped, wait_passed = waits
-    sizes, n = dual.sizes, len(dual.sizes)
-    memories = np.arange(slots + 1)
-    right: list[Reals] = [np.empty(0)] * n
-
-    def shifted(values: Reals, by: int) -> Reals:
-        out = np.full(slots + 1, math.inf)
-        if by <= slots:
-            out[by:] = values[: slots + 1 - by]
-        return out
-
-    taped = np.where(memories >= dual.taping[n - 1], 0.0, math.inf)
-    passed = np.full(slots + 1, math.inf)
-    for s in range(n - 1, -1, -1):
-        state = int(sizes.state[s])
-        moved = np.full(slots + 1, math.inf)
-        if s < n - 1:
-            fast = shifted(np.minimum(taped, passed), int(sizes.tape[s])) + fast_tape[s]
-            away = np.minimum(taped + wait_taped[s], passed + wait_passed[s])
-            taped = np.minimum(fast, away + move_tape[s])
-            taped[: dual.taping[s]] = math.inf
-            moved = taped + move_state[s]
-        passed = np.full(slots + 1, math.inf)
-        row = s * n - s * (s - 1) // 2 - s
-        for k in range(s + 1, n):
-            u = work * (dual.before[k] - dual.before[s])
-            passing = int(dual.passing[row + k])
-            later = dual.total * planes[:, row + k - 1].reshape(-1)[: slots + 1].astype(float)
-            here = later + right[k] + u
-            passed[passing:] = np.minimum(passed, here)[passing:]
-            held = later + shifted(right[k], state) + late_state[s]
-            left = np.minimum(shifted(later, state), later + again_state[s])
-            here = np.minimum(held, left + right[k] + move_state[s]) + u
-            moved[passing:] = np.minimum(moved, here)[passing:]
-        kept = np.minimum(taped, passed)
-        right[s] = np.minimum(shifted(kept, state) + fast_state[s], moved)
-    return float(min(taped[slots], passed[slots]))

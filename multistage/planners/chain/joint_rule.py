@@ -32,7 +32,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
-from ... import native
 from ...actions import (
     EndForward,
     Evict,
@@ -47,7 +46,6 @@ from .joint_choice import Choice, fates_of
 from .joint_core import Core
 from .joint_detour import Detour as Detour
 from .joint_detour import Held, first_to_wait, joined, judged, replayed, seconds_with
-from .joint_twin import Twin
 from .memory import use_of
 from .sizes import Sizes
 from .table import Table
@@ -141,8 +139,7 @@ class DeadlineRule:
         limit = self.limit
         if not cancels and held.written:
             limit -= held.bytes_of(held.written[0], self.true)
-        kind = Core if native.available() else Twin
-        core = kind(self.true, self.table, self.unit, limit, rates)
+        core = Core(self.true, self.table, self.unit, limit, rates)
         waiting_s = math.inf
         if slower < math.inf:
             waiting_s = use_of(actions, plan.costs, (rates,)).makespan_s

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ... import native
 from ...support.progress import counting
 from .bound import SLOTS as BOUND_SLOTS
 from .bound import ChainBound
@@ -63,13 +64,15 @@ class Ladder:
         self, limit: int, least: tuple[Trace, float, int], top: float, tick: Callable[[], object]
     ) -> Trace:
         best, best_s, least_peak = least
-        bound = ChainBound(
-            self.true, max(1, limit), tapes=self.tapes, threads=self.threads, tick=tick
-        )
+        bound = None  # which spares solving rungs, if there is the C core
+        if native.LIBRARY is not None:
+            bound = ChainBound(
+                self.true, max(1, limit), tapes=self.tapes, threads=self.threads, tick=tick
+            )
         margin_s = FLOAT_ERROR * float(self.true.forward_s.sum())
         while top * MORE >= max(1, least_peak):
             cap = min(limit, math.floor(top * MORE))
-            if bound.seconds(cap) - margin_s >= best_s:
+            if bound is not None and bound.seconds(cap) - margin_s >= best_s:
                 break  # and so it is for all rungs below
             table = self._first or self._table(top, tick)
             self._first = None

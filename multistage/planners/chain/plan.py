@@ -28,8 +28,6 @@ from .table import default_threads
 # What `plan_chain` offers; plans that `pieces` makes of chains too long for it or not known.
 ChainPlanner = Literal["auto", "optimal", "revolve", "periodic", "store-all", "pieces", "survey"]
 CHAIN_PLANNERS: tuple[ChainPlanner, ...] = ("auto", "optimal", "revolve", "periodic", "store-all")
-# Longest chain that the Python twin of the bound is solved for, in some seconds.
-_TWIN_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +182,7 @@ class ChainPlan(Plan):
     def lower_bound_s(self) -> float | None:
         """Seconds that no nested schedule within the limit and with the tier undercuts.
 
-        None without a tier, and of more than 8 stages where the C core is missing.
+        None without a tier, and where the C core is missing.
         Calculated when it is first asked for, in 0.1 to 1 s; see `planners.chain.joint_bound`.
         """
         if self.tier is None:
@@ -353,7 +351,7 @@ class ChainPlan(Plan):
 
 @lru_cache(maxsize=64)
 def _bound_s(costs: StageCosts, memory_bytes: int | None, tier: Tier) -> float | None:
-    if not native.available() and len(costs.stages) > _TWIN_STAGES:
+    if native.LIBRARY is None:
         return None
     found = joint_lower_bound(costs, memory_bytes, tier, threads=default_threads())
     return found if math.isfinite(found) else None

@@ -13,6 +13,7 @@ from ...errors import ArgumentError, BudgetError
 from ...model.budget import Budget
 from ...model.stages import StageCosts
 from ...planners.chain.heterogeneous import plan_chain
+from ...planners.chain.joint_core import require_core
 from ...reversing.described import described
 from ...support.units import format_bytes
 from ..measurement.checking import Checked
@@ -226,6 +227,7 @@ def choose_varied(
         if store is None and planner == "stream":
             raise ArgumentError("planner 'stream' needs a tier, as in tiers=['file:///scratch']")
         if store is not None and not any(entry.planner == "keep" for entry in found):
+            require_core()
             found += search.streamed(store, settings, recomputed, by_name=planner == "stream")
     if not found:
         raise search.too_small(planner)

@@ -1,4 +1,4 @@
-"""The Python twin of `native/joint.c`: slower, with the same numbers."""
+"""The plain twin of `native/joint*.c` but the program: judge, improve and cross plans alike."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...model.tier import Tier
-from ...support.arrays import Bytes
-from .joint_core import (
+from multistage.model.tier import Tier
+from multistage.planners.chain.joint_core import (
     ADVANCE,
     APART,
     KEEPS_TAPE,
@@ -30,20 +29,22 @@ from .joint_core import (
     Thing,
     may_travel,
 )
-from .joint_moves_twin import Draw, move
-from .joint_program_twin import solve
-from .joint_segments_twin import Operation, operations
-from .sizes import Sizes
-from .table import INFEASIBLE, Table
+from multistage.planners.chain.sizes import Sizes
+from multistage.planners.chain.table import INFEASIBLE, Table
+from multistage.support.arrays import Bytes
+from oracles.joint_program_twin import solve
 
 # As in joint.c.
 _MORE_SLOTS, _MOST_TRIES = 4, 48
 _OPS = 1 << 20
 _WORD = (1 << 64) - 1
+_TRACE_OPS = 1 << 18  # as in joint_work.h
+
+Operation = tuple[int, int, int]  # need, kind, stage
 
 
 class Twin:
-    """What `joint_core.Core` is, without the C core; parameters as there."""
+    """What `joint_core.Core` is, in plain Python; parameters as there."""
 
     def __init__(
         self, true: Sizes, table: Table, unit_bytes: float, limit: int, rates: Tier
@@ -379,3 +380,110 @@ class _Layout:
                 written[put] = free[0]
                 put += 1
         return now, stalled
+
+
+# ---------------------------------------------------------------- segments
+
+
+def operations(true: Sizes, table: Table, s: int, t: int, m: int) -> list[Operation] | None:
+    """Return the operations that reverse s..t within m slots, the input not counted."""
+    slots = table.sizes
+    out: list[Operation] = []
+    stack: list[tuple[int, int, int, int]] = [(s, t, m, 0)]
+    while stack:
+        i, stop, have, held = stack.pop()
+        if len(out) + 2 >= _TRACE_OPS:
+            return None
+        tape = int(true.tape[i])
+        if stop < 0:
+            need = held + tape + int(true.gradient[i + 1]) + int(true.gradient[i])
+            out.append((need + int(true.reverse[i]), REVERSE, i))
+            continue
+        k = table.choice(i, stop, have)
+        if k == INFEASIBLE:
+            return None
+        gradient = int(true.gradient[stop + 1])
+        if k == i:
+            kind = TAPE_LAST if i == stop else TAPE
+            out.append((held + tape + gradient + int(true.taping[i]), kind, i))
+            stack.append((i, -1, have, held))
+            if i < stop:
+                stack.append((i + 1, stop, have - int(slots.tape[i]), held + tape))
+            continue
+        if len(out) + k - i >= _TRACE_OPS:
+            return None
+        for j in range(i, k):
+            need = held + gradient + (0 if j == i else int(true.state[j]))
+            out.append((need + int(true.state[j + 1]) + int(true.advance[j]), ADVANCE, j))
+        stack.append((i, k - 1, have, held))
+        stack.append((k, stop, have - int(slots.state[k]), held + int(true.state[k])))
+    return out
+
+
+# ------------------------------------------------------------ random moves
+
+
+class Draw:
+    """Random whole numbers, as `drawn` of joint_search.c makes them."""
+
+    def __init__(self, state: int) -> None:
+        self.state = state
+
+    def below(self, most: int) -> int:
+        """Return the next number, below `most`."""
+        state = self.state
+        state ^= (state << 13) & _WORD
+        state ^= state >> 7
+        state ^= (state << 17) & _WORD
+        self.state = state
+        return (state >> 20) % most
+
+
+def _set(fates: Bytes, i: int, mask: int, flags: int) -> None:
+    fates[i] = (int(fates[i]) & ~mask & 255) | flags
+
+
+def move(fates: Bytes, n: int, draw: Draw) -> bool:
+    """Change a plan a little; False if the move has no place here."""
+    i, kind = draw.below(n), draw.below(11)
+    j = min(n - 1, i + draw.below(n if n - 1 < 8 else 9))
+    each = 3 << RESERVE_AT
+    match kind:
+        case 0 | 1 | 2:
+            fates[i] ^= (TAPE_AWAY, STATE_AWAY, STARTS)[kind]
+        case 3:
+            fates[i] = (int(fates[i]) ^ KEEPS_TAPE) | STARTS
+            if i + 1 < n:
+                fates[i + 1] |= STARTS
+        case 4 | 5:
+            away = (TAPE_AWAY if draw.below(2) else 0) if kind == 5 else 0
+            for z in range(i, j + 1):
+                if kind == 4:
+                    _set(fates, z, KEEPS_TAPE | STARTS, STARTS if z == i else 0)
+                else:
+                    _set(fates, z, TAPE_AWAY, KEEPS_TAPE | STARTS | away)
+            if j + 1 < n:
+                fates[j + 1] |= STARTS
+        case 6:
+            _set(fates, i, each, draw.below(4) << RESERVE_AT)
+        case 7:
+            reserve = draw.below(4) << RESERVE_AT
+            for z in range(n):
+                _set(fates, z, each, reserve)
+        case 8:
+            both = TAPE_AWAY | STATE_AWAY
+            away = both if draw.below(2) else 0
+            for z in range(i, j + 1):
+                _set(fates, z, both, away)
+        case 9:
+            far = 1 + draw.below(2)
+            o = i + far if draw.below(2) else i - far
+            if i < 1 or o < 1 or o >= n or not (int(fates[i]) | int(fates[o])) & STARTS:
+                return False
+            both = STARTS | STATE_AWAY
+            mine, other = int(fates[i]) & both, int(fates[o]) & both
+            _set(fates, i, both, other)
+            _set(fates, o, both, mine)
+        case _:
+            fates[i] = (int(fates[i]) ^ APART) | STARTS
+    return True

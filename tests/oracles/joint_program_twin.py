@@ -1,4 +1,4 @@
-"""The Python twin of `native/joint_program.c`: slower, with the same plans."""
+"""The plain twin of `native/joint_program.c`: slower, with the same plans."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 
 import numpy as np
 
-from ...model.tier import Tier
-from ...support.arrays import Bytes, Integers, Reals
-from .joint_core import (
+from multistage.model.tier import Tier
+from multistage.planners.chain.joint_core import (
     APART,
     KEEPS_TAPE,
     MAY_STATE,
@@ -18,8 +17,9 @@ from .joint_core import (
     TAPE_AWAY,
     Program,
 )
-from .sizes import Sizes
-from .table import Table
+from multistage.planners.chain.sizes import Sizes
+from multistage.planners.chain.table import Table
+from multistage.support.arrays import Bytes, Integers, Reals
 
 _MOST_ENDS = 120  # as in joint_program.h
 _FLOAT = np.float32
