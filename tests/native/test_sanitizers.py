@@ -110,6 +110,7 @@ def test_kernels_under_sanitizers(tmp_path: Path) -> None:
             TESTS.parent,
             "-c",
             TESTS.parent / "pyproject.toml",
+            "--timeout=800",  # of one test, on a busy machine
         ),
         *("-k", " and ".join(f"not {name}" for name in LONG)),
         *files,
