@@ -293,6 +293,28 @@ def test_a_kernel_may_fill_what_was_saved_before(check: Literal["error", "off"])
     assert model.plan is not None and not model.plan.keeps_all
 
 
+class Unrolls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = mst.unroll(
+            self.cell, torch.zeros_like(x), [x] * 6, memory="100 KiB", chunk=2
+        ).state
+        return made
+
+
+def test_chunks_of_a_sequence_that_are_looked_at_are_no_part_of_a_stage_around_it() -> None:
+    torch.manual_seed(0)
+    own = nn.Sequential(*[Unrolls() if k == 3 else nn.Sequential(*[Block()] * 8) for k in range(6)])
+    model, x = mst.Sequential(own, memory=0.7, planner="revolve"), torch.randn(64, 16)
+    for _ in range(6):  # other chunks each time
+        plain, ours = (gradients_of(each, x, list(own.parameters())) for each in (own, model))
+        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert model.plan is not None and 3 not in model.plan.kept
+
+
 def test_workspaces_that_kernels_do_not_fill_are_not_compared() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:

@@ -64,16 +64,24 @@ def looking() -> Iterator[None]:
     """Run steps to look at them: in this thread's turn, and unseen by hooks on saved tensors.
 
     Buffers and generators are put back, which other threads must not use meanwhile.
-    What runs here is no part of the computation: a checkpoint around it would count the
-    tensors that are saved, which are others when it runs again.
+    """
+    with unseen(), TURN.taken():
+        yield
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Run steps whose graph is no part of the computation unseen by hooks on saved tensors.
+
+    A checkpoint or a chain around would count the tensors that are saved, which are others when
+    it runs again.
     """
     hooks = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
         torch._C._autograd._pop_saved_tensors_default_hooks()
     try:
-        with TURN.taken():
-            yield
+        yield
     finally:
         for pack, unpack in reversed(hooks):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -38,7 +38,7 @@ from .collector import Collector
 from .hooks import HandedDown, refuse_hooks_on_inputs
 from .inputs import InputGradients, Inputs, Place
 from .results import single_results
-from .running_steps import run_steps, without_hooks
+from .running_steps import run_steps, unseen, without_hooks
 from .samples import Samples, Watch
 from .sums import Sums
 from .surroundings import Surroundings
@@ -172,7 +172,8 @@ class ThroughTime:
         self.require_checksums()
         for k in range(start, stop):
             graph = self.facts.graded or (self.samples is not None and self.samples.graphed(k))
-            with torch.set_grad_enabled(graph):
+            # Of the chunks that are looked at, the graph is dropped.
+            with torch.set_grad_enabled(graph), unseen() if graph else contextlib.nullcontext():
                 new = k >= self.front
                 self.front = max(self.front, k + 1)
                 given = self._given(state, k, graph=graph)
