@@ -62,10 +62,8 @@ class Reversal(Generic[State, Adjoint]):
         A key of `PLANNERS`, or `"auto"` for the fastest prediction; an existing
         plan; or a planner of your own, `(costs, slots, n_steps) -> UniformPlan`.
     costs : Costs or StageCosts, optional
-        Assumed costs, such as `costs` of a run before; measured with a few steps
-        at the first `forward` if not given (`step` is then called some extra times,
-        `adjoint_step` never; with `until`, perhaps for an i beyond the end; a chain
-        of which only the latest tape exists is timed in the sweep itself).
+        Assumed costs, such as `costs` of a run before; if not given, the first
+        `forward` times its own first steps, measures the tiers and plans the rest.
         Times are corrected by those that each sweep shows; a plan as `planner`
         is followed as it is.
         StageCosts are for steps that differ, one Stage per step; without them,
@@ -223,7 +221,11 @@ class Reversal(Generic[State, Adjoint]):
         self._sweeps.end(keep=False)
 
     def prepare(self, state: State) -> UniformPlan:
-        """Measure, plan and open the tier, as the first `forward` would; return the plan.
+        """Measure, plan and open the tier before the first `forward`; return the plan.
+
+        Without `costs`, some steps are run on copies of `state`, to be measured: `step` is
+        called some extra times, `adjoint_step` never, perhaps for an i beyond the end that
+        `until` will find.
 
         Raises
         ------

@@ -217,6 +217,11 @@ class DurableRun:
         return self._folder is not None
 
     @property
+    def begun(self) -> bool:
+        """Whether the folder holds a run to be resumed."""
+        return self._begun
+
+    @property
     def taken(self) -> bool:
         """Whether a sweep of this process has resumed the run: the next one starts again.
 
@@ -315,7 +320,7 @@ class DurableRun:
                 raise folder.refused(f"nothing can be written to it: {error}") from error
 
         number = self._peers.gather(lambda: folder.run)[0]
-        self._peers.gather(published)  # no rank takes a step before all have begun
+        self._peers.gather(published)  # no rank writes a state before all have begun
         self._begun = True
         return None
 

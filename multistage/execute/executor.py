@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -327,6 +328,33 @@ class Executor(Generic[State, Adjoint]):
         assert self._sweep is not None
         live: State = self._sweep.live
         return live
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out of the times of a sweep what its schedule does in this block."""
+        sweep, began = self._sweep, self._clock()
+        assert sweep is not None and sweep.ledger is not None
+        sweep.flush()
+        try:
+            yield
+        finally:
+            spent_s = self._clock() - began
+            sweep.ledger.begin_s += spent_s
+            self.counts.elapsed_s -= spent_s
+            sweep.begin_window()
+
+    def go_on(self, chain: Chain[State, Adjoint], tape_slots: float) -> None:
+        """Run another chain, which does the same, after the forward sweep in progress.
+
+        Each tape beyond the first takes `tape_slots` from now on.
+        """
+        sweep = self._sweep
+        assert sweep is not None
+        self._chain = chain
+        sweep.take(chain)
+        self.tape_slots = sweep.tape_slots = tape_slots
+        if self._rules is not None:
+            self._rules.tape_slots = tape_slots
 
     def let_go(self) -> None:
         """Forget the sweep in progress, and the copies whose memory the next would reuse."""

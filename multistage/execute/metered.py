@@ -187,7 +187,7 @@ class Metered(Generic[State, Adjoint]):
         self._weigh(after, step + 1)
         if not self.one_tape and self._states is not None:
             if self.in_place:
-                nbytes = own_bytes(tape, after) + _shared_bytes(tape, after)
+                nbytes = own_bytes(tape, after) + shared_bytes(tape, after)
             else:
                 nbytes = own_bytes(tape, (state, after, self._tape))
                 self._tape = tape
@@ -232,7 +232,7 @@ class Metered(Generic[State, Adjoint]):
             )
 
 
-def _shared_bytes(tape: object, state: object) -> int:
+def shared_bytes(tape: object, state: object) -> int:
     """Return the bytes of arrays in a tape that are a state's: they are copied for it."""
     mine = {id(owner(a)) for a in _arrays(state)}
     return sum(a.nbytes for a in _arrays(tape) if id(owner(a)) in mine)

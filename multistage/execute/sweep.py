@@ -124,12 +124,10 @@ class Sweep:
         self.look: Callable[[Any, int], object] | None = look
         self.ledger = ledger
         self.clock = time.perf_counter if ledger is None else ledger.clock
-        self.advance_by: Callable[[Any, int, int], Any] = chain.advance
-        self.tape_by: Callable[[Any, int], tuple[Any, object]] = chain.tape
-        self.reverse_by: Callable[[object, Any, int], Any] = guarded(slots, chain.reverse)
+        self.slots: Slots[Any, Any] = slots
+        self.take(chain)
         self.copies, self.state_is_tape = chain.in_place, chain.state_is_tape
         self.one_tape = not chain.state_is_tape and bool(getattr(chain, "one_tape", False))
-        self.slots: Slots[Any, Any] = slots
         self.shared = slots.shared
         # Whether adjoints are computed from a slot's state as it is.
         self.lends = chain.state_is_tape and slots.shared and not chain.in_place
@@ -154,6 +152,12 @@ class Sweep:
         self.window = self.last = self.due = 0.0
         self.forward_steps = self.reverse_steps = 0
         self.forward_s = self.reverse_s = 0.0
+
+    def take(self, chain: Operators[State, Adjoint]) -> None:
+        """Run this chain, in the part of the sweep that begins next."""
+        self.advance_by: Callable[[Any, int, int], Any] = chain.advance
+        self.tape_by: Callable[[Any, int], tuple[Any, object]] = chain.tape
+        self.reverse_by: Callable[[object, Any, int], Any] = guarded(self.slots, chain.reverse)
 
     def forward(self) -> None:
         """Perform actions up to `EndForward`.
@@ -269,7 +273,7 @@ class Sweep:
 
     def _perform(self, pulls: bool) -> bool:
         """Perform actions up to `EndForward` or what is asked for; False if there are no more."""
-        self._begin_window()
+        self.begin_window()
         if self.ledger is not None:
             self.peak = max(self.peak, self.ledger.counts.peak_slots)
         try:
@@ -289,7 +293,8 @@ class Sweep:
             if self.ledger is not None:
                 self.ledger.counts.reverse_steps += 1
 
-    def _begin_window(self) -> None:
+    def begin_window(self) -> None:
+        """Count steps and their times from now on."""
         self.window = self.last = now = self.clock()
         self.due = now + _WINDOW_S
         self.forward_steps = self.reverse_steps = 0

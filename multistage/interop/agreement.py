@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Generic, TypeVar
 
 from ..backends.base import Store
@@ -89,7 +90,7 @@ class Agreement(Generic[State, Adjoint]):
         self.plan: UniformPlan | None = None
 
     def prepared(
-        self, state: State, matches: Callable[[], None], call: str
+        self, state: State, matches: Callable[[], None], call: str, *, sweeps: bool
     ) -> Sweeps[State, Adjoint]:
         """Return the sweeps to run, new ones if states or costs are others than before.
 
@@ -99,6 +100,8 @@ class Agreement(Generic[State, Adjoint]):
             Raises ArgumentError if the call does not go with this rank's arguments.
         call : str
             The method that every rank must have called.
+        sweeps : bool
+            Whether a sweep follows, whose first steps may show what a step takes.
         """
         ranks = self._ranks
 
@@ -109,13 +112,14 @@ class Agreement(Generic[State, Adjoint]):
             if last is None or not layout.same_as(last):
                 self._forget()
                 self._layout, self.costs = layout, None
-            return {"the number of arrays in a state": len(layout.leaves)}, self.sweeps is None
+            arrays: dict[str, object] = {"the number of arrays in a state": len(layout.leaves)}
+            return arrays, self.sweeps is None or self.costs is None
 
         found = ranks.gather(facts, call)
         ranks.same([one for one, _ in found], "states have the same tree on every rank")
         if any(changed for _, changed in found):
             self._forget()
-            self.sweeps = self._planned(state)
+            self.sweeps = self._planned(state, sweeps=sweeps)
         assert self.sweeps is not None
         return self.sweeps
 
@@ -125,8 +129,12 @@ class Agreement(Generic[State, Adjoint]):
             self.sweeps.let_go()
         self.sweeps = self.plan = None
 
-    def _planned(self, state: State) -> Sweeps[State, Adjoint]:
-        """Measure what is not known and agree on slots, costs and the plan."""
+    def _planned(self, state: State, *, sweeps: bool) -> Sweeps[State, Adjoint]:
+        """Agree on slots, costs and the plan.
+
+        Costs that are not known are measured, or shown by the first steps of the sweep that
+        follows; the ranks then agree on them, and the plan, in that sweep.
+        """
         ranks, store, layout = self._ranks, self.store, self._layout
         assert layout is not None
         if self._durable is not None:
@@ -136,9 +144,14 @@ class Agreement(Generic[State, Adjoint]):
                 self.costs = self._durable.costs
         buffers = 0 if store is None else store.buffer_bytes(layout)
         slots = min(ranks.gather(lambda: self._budget.slots_for(layout.nbytes, buffers)))
-        # Where one rank's states are new, all measure again.
+        # Where one rank's states are new, the costs of all are.
         if not all(ranks.gather(lambda: self.costs is not None)):
-            self.costs = self._slowest(self._given or self._measured(state, layout))
+            self.costs = None
+            begun = self._durable is not None and self._durable.begun
+            if self._given is not None:
+                self.costs = self._slowest(self._given)
+            elif not sweeps or begun:
+                self.costs = self._slowest(self._measured(state, layout))
         given: Arguments[State, Adjoint] = Arguments.of(
             self._chain,
             n_steps=self._n_steps,
@@ -149,27 +162,16 @@ class Agreement(Generic[State, Adjoint]):
             checked=self._checked,
             durable=self._durable,
             states=self._states,
-            corrects=False,
+            agreement=self,
         )
-        sweeps = Sweeps(given, self._progress)
-        if self._n_steps is not None:
-
-            def drawn_up() -> dict[str, object]:
-                plan = sweeps.prepare(state)
-                figures = (plan.planner, plan.forward_steps, plan.makespan_s, plan.parameters)
-                return {"the plan": str(figures)}
-
-            # Equal costs make equal plans, unless the ranks' arithmetic differs.
-            found = ranks.gather(drawn_up)
-            ranks.same(found, "run the same version of everything on every rank")
-            self.plan = sweeps.plan
-        return sweeps
+        made = Sweeps(given, self._progress)
+        if self._n_steps is not None and self.costs is not None:
+            self.planned(partial(made.prepare, state))
+        return made
 
     def _measured(self, state: State, layout: Layout) -> Costs:
         """Return this rank's costs: steps in step with the others, its tier by itself."""
         ranks, store = self._ranks, self._own_store
-        if self._durable is not None:
-            store = self._durable.probe
         most = self._n_steps or 10_000
         share = _PROBE_S if store is None else 2 / 3 * _PROBE_S
         costs = measure(
@@ -184,12 +186,45 @@ class Agreement(Generic[State, Adjoint]):
         if store is None:
             return costs
 
-        def probed() -> Tier:
-            sweep_s = most * costs.forward_step_s
-            return probe_store(store, layout, seconds=_PROBE_S - share, most=most, sweep_s=sweep_s)
-
-        tier = ranks.gather(probed)[ranks.rank]
+        sweep_s = most * costs.forward_step_s
+        tier = self.own_tier(
+            partial(
+                probe_store, layout=layout, seconds=_PROBE_S - share, most=most, sweep_s=sweep_s
+            )
+        )
         return with_driver(replace(costs, tiers=(tier,)), layout)
+
+    def most(self, value: float) -> float:
+        """Return the largest of all ranks' values."""
+        return self._ranks.most(value)
+
+    def own_tier(self, probe: Callable[[Store], Tier]) -> Tier:
+        """Return what `probe` finds of this rank's store; raise on all ranks what one raised."""
+        store = self._own_store if self._durable is None else self._durable.probe
+        assert store is not None
+        return self._ranks.gather(lambda: probe(store))[self._ranks.rank]
+
+    def slowest(self, mine: Costs) -> Costs:
+        """Return the costs that all ranks plan with, after those that one has seen."""
+        self.costs = self._slowest(mine)
+        return self.costs
+
+    def planned(self, make: Callable[[], UniformPlan]) -> UniformPlan:
+        """Return the plan that `make` returns; raise on all ranks unless it is the same.
+
+        Equal costs make equal plans, unless the ranks' arithmetic differs.
+        """
+        made: list[UniformPlan] = []
+
+        def figures() -> dict[str, object]:
+            made.append(plan := make())
+            told = (plan.planner, plan.forward_steps, plan.makespan_s, plan.parameters)
+            return {"the plan": str(told)}
+
+        remedy = "run the same version of everything on every rank"
+        self._ranks.same(self._ranks.gather(figures), remedy)
+        self.plan = made[0]
+        return made[0]
 
     def _slowest(self, mine: Costs) -> Costs:
         if self.store is None:

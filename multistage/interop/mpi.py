@@ -338,13 +338,15 @@ class MPIReversal(Generic[State, Adjoint]):
         self._require_in_step()
         self._ready = False
         with self._guarded():
-            sweeps = self._prepared(state, until is not None, "forward()")
+            sweeps = self._prepared(state, until is not None, "forward()", sweeps=True)
             last = sweeps.forward(state, until)
         self._ready = True
         return last
 
     def prepare(self, state: State) -> UniformPlan:
-        """Agree, measure, plan and open the tiers, as the first `forward` would.
+        """Agree, measure, plan and open the tiers before the first `forward`; return the plan.
+
+        Steps are run to be measured as `Reversal.prepare` says, the same on all ranks.
 
         Raises
         ------
@@ -353,7 +355,7 @@ class MPIReversal(Generic[State, Adjoint]):
         """
         self._require_in_step()
         with self._guarded():
-            sweeps = self._prepared(state, self._n_steps is None, "prepare()")
+            sweeps = self._prepared(state, self._n_steps is None, "prepare()", sweeps=False)
             return sweeps.prepare(state) if self.plan is None else self.plan
 
     def reverse(self, adjoint: Adjoint) -> Adjoint:
@@ -380,7 +382,9 @@ class MPIReversal(Generic[State, Adjoint]):
             self._agreement.ended(self._sweeps.plan, self._report.seen)
         return result
 
-    def _prepared(self, state: State, online: bool, call: str) -> Sweeps[State, Adjoint]:
+    def _prepared(
+        self, state: State, online: bool, call: str, *, sweeps: bool
+    ) -> Sweeps[State, Adjoint]:
         """Return the sweeps to run, once all ranks have agreed on them."""
 
         def matches() -> None:
@@ -390,7 +394,7 @@ class MPIReversal(Generic[State, Adjoint]):
                     + ("both" if online else "neither")
                 )
 
-        return self._agreement.prepared(state, matches, call)
+        return self._agreement.prepared(state, matches, call, sweeps=sweeps)
 
     @property
     def _sweeps(self) -> Sweeps[State, Adjoint] | None:

@@ -43,7 +43,7 @@ Adjoint = TypeVar("Adjoint")
 
 # How much longer an adjoint step is taken to be than a forward step until it
 # was measured: two products with the Jacobian's pieces for one.
-_GUESSED_RATIO = 2.0
+GUESSED_RATIO = 2.0
 _LEAST_S = 5e-3  # shortest time worth measuring
 
 
@@ -128,14 +128,14 @@ def _measure(
         forward_s, count = _per_item(start, steps, n_steps, share, agree)
         tick("forward steps")
         if any(map(compressions, stores)):
-            arrays = sample(chain, start(), slots, layout, count)
+            arrays = sample(chain.advance(start(), 0, count), count, slots, layout)
         tape_s: float | None = None
         tape_bytes = 0
         if not chain.state_is_tape:
             tape_s, tape_bytes = _measure_tapes(chain, start, n_steps, share / 2, slots, agree)
             tick("tapes")
         if adjoint is None:
-            reverse_s = _GUESSED_RATIO * forward_s
+            reverse_s = GUESSED_RATIO * forward_s
         else:
             executor: Executor[State, Adjoint] = Executor(chain, (), states=states)
             forward_s, reverse_s = _short_run(executor, start, adjoint, n_steps, share, agree)
@@ -192,18 +192,12 @@ def _restore(kept: Kept, state: State, slots: Slots[State, Array]) -> None:
             raise
 
 
-def sample(
-    chain: Chain[State, Adjoint],
-    state: State,
-    slots: Slots[State, Array],
-    layout: Layout,
-    steps: int,
-) -> list[Array]:
-    """Return the arrays of the state some steps on, for a store that compresses.
+def sample(state: State, step: int, slots: Slots[State, Array], layout: Layout) -> list[Array]:
+    """Return the arrays of a state, for a store that compresses.
 
-    Noise is larger when compressed, and a first state of zeros is nothing.
+    Of one some steps on: noise is larger when compressed, and a first state of zeros is nothing.
     """
-    kept = slots.keep(chain.advance(state, 0, steps), steps)  # slots know where the arrays are
+    kept = slots.keep(state, step)  # slots know where the arrays are
     try:
         held: Sequence[Any] = kept.arrays
         arrays, _ = layout.pack(held)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from ..backends.base import Store, require_distinct
 from ..backends.urls import Tiers, open_store, tier_names
@@ -17,6 +17,7 @@ from ..model.budget import Budget
 from ..model.chain import Chain, FunctionChain
 from ..model.costs import Costs
 from ..model.stages import StageCosts
+from ..model.tier import Tier
 from ..planners import Planner, UniformPlan
 from ..planners.uniform import require_steps
 from ..states.arrays import ArrayStates
@@ -29,6 +30,29 @@ from .watching import Checked
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
+
+
+class Agreement(Protocol):
+    """What the ranks of an MPI program agree on in a sweep whose first steps are timed.
+
+    Every method is called by all ranks.
+    """
+
+    def most(self, value: float, /) -> float:
+        """Return the largest of all ranks' values."""
+        ...
+
+    def own_tier(self, probe: Callable[[Store], Tier], /) -> Tier:
+        """Return what `probe` finds of this rank's store; raise on all ranks what one raised."""
+        ...
+
+    def slowest(self, mine: Costs, /) -> Costs:
+        """Return the costs that all ranks plan with, after those that one has seen."""
+        ...
+
+    def planned(self, make: Callable[[], UniformPlan], /) -> UniformPlan:
+        """Return the plan that `make` returns; raise on all ranks unless it is the same."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +78,8 @@ class Arguments(Generic[State, Adjoint]):
         The chain, where its operators are checked.
     may_differ : bool
         Whether steps that turn out to be unequal are planned as such.
-    corrects : bool
-        Whether costs are corrected by those that sweeps show; the ranks of an MPI program
-        agree on that themselves.
+    agreement : Agreement or None
+        Of the ranks of an MPI program, which also correct costs themselves.
     """
 
     chain: Chain[State, Adjoint]
@@ -71,7 +94,7 @@ class Arguments(Generic[State, Adjoint]):
     checked: bool
     watched: Checked[State, Adjoint] | None
     may_differ: bool
-    corrects: bool
+    agreement: Agreement | None
 
     @classmethod
     def of(
@@ -90,7 +113,7 @@ class Arguments(Generic[State, Adjoint]):
         durable: str | os.PathLike[str] | DurableRun | None = None,
         durable_every_s: float = 60.0,
         durable_label: str = "",
-        corrects: bool = True,
+        agreement: Agreement | None = None,
     ) -> Self:
         """Return the arguments of a `Reversal`; its documentation describes them.
 
@@ -136,8 +159,8 @@ class Arguments(Generic[State, Adjoint]):
             durable=run,
             checked=checked,
             watched=watched,
-            may_differ=not said and planner == "auto",
-            corrects=corrects,
+            may_differ=not said and planner == "auto" and agreement is None,
+            agreement=agreement,
         )
 
     @property

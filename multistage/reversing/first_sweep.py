@@ -1,8 +1,8 @@
 """The first sweep of steps whose costs are not known: its own first steps are timed.
 
-No step is run to be measured alone, since an operator may count its runs, and more than
-arrays may change in it.  The first steps keep their states, so that the plan that is made
-then finds at hand what it would have kept or written of them; it goes on where they ended.
+No step is run to be measured alone, since an operator may count its runs, or change more than
+arrays.  The first steps keep their states, so that the plan that is made then finds at hand what
+it would have kept or written of them; it goes on where they ended.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from ..actions import (
     Save,
     Schedule,
 )
+from ..execute.metered import shared_bytes
 from ..measurement.driver import settled
+from ..measurement.given import one_tape
 from ..model.chain import Chain
+from ..model.costs import NOT_KEPT
+from ..states.tapes import own_bytes
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -33,35 +37,99 @@ GUESSED_STEP_S = 1e-3  # until one was timed
 _MOST_STEPS = 64
 _ENOUGH_S = 5e-3  # timed, from the third step on
 _LEAST_STEPS = 3  # the first ones compile and touch memory
+_FEW = 6  # times, of which the least says more than their median
 
 
 class FirstSteps(Generic[State, Adjoint]):
-    """A chain whose runs are timed until it is told to `stop`.
+    """A chain whose steps are timed until it is told to `stop`.
+
+    Where steps make tapes, every other pair of them is run keeping its tape, which is
+    weighed beside the one before.
+
+    Parameters
+    ----------
+    chain : Chain
+    agree : callable, optional
+        Turns a time into that of all ranks whose steps communicate.
 
     Attributes
     ----------
-    samples : list of float
-        Seconds per step.
+    in_place, state_is_tape, one_tape : bool
+        As the chain has them.
+    tape_bytes : int
+        0 if none was weighed, `NOT_KEPT` where only the latest exists.
+    spent_s : float
+        Seconds of the steps from the third on.
     """
 
-    def __init__(self, chain: Chain[State, Adjoint]) -> None:
-        self._chain = chain
+    def __init__(
+        self,
+        chain: Chain[State, Adjoint],
+        agree: Callable[[float], float] | None = None,
+    ) -> None:
+        self._chain, self._agree = chain, agree
         self.in_place, self.state_is_tape = chain.in_place, chain.state_is_tape
         self.one_tape = bool(getattr(chain, "one_tape", False))
-        self.tape, self.reverse = chain.tape, chain.reverse
-        self.samples: list[float] = []
+        self.tape_bytes = NOT_KEPT if one_tape(chain) else 0
+        self._tapes = not chain.state_is_tape and not self.one_tape
+        self.spent_s = 0.0
+        self._plain_s: list[float] = []
+        self._taped_s: list[float] = []
+        self._tape: object = None
+        self._timed = True
 
     def advance(self, state: State, start: int, stop: int) -> State:
         """Run steps start..stop-1; return the state after them."""
+        if not self._timed:
+            return self._chain.advance(state, start, stop)
+        done = len(self._plain_s) + len(self._taped_s)
         began = perf_counter()
-        state = self._chain.advance(state, start, stop)
-        self.samples.append((perf_counter() - began) / (stop - start))
-        return state
+        tape: object = None
+        taping = self._tapes and done % 4 < 2
+        if taping:
+            after, tape = self._chain.tape(state, start)
+        else:
+            after = self._chain.advance(state, start, stop)
+        took = perf_counter() - began
+        if taping:
+            self._weigh(tape, after)
+        times = self._taped_s if taping else self._plain_s
+        times.append(took if self._agree is None else self._agree(took))
+        if done >= _LEAST_STEPS - 1:
+            self.spent_s += times[-1]
+        return after
 
-    def stop(self) -> float:
-        """Return the typical seconds per step; later sweeps run the chain itself."""
-        self.advance = self._chain.advance  # type: ignore[method-assign]
-        return max(1e-9, settled(self.samples)) if self.samples else GUESSED_STEP_S
+    def _weigh(self, tape: object, after: State) -> None:
+        """Note the bytes of a tape that the one before it does not hold."""
+        beside, self._tape = self._tape, tape
+        if self.in_place:  # what is of the state is copied for each tape
+            self.tape_bytes = own_bytes(tape, (after, beside)) + shared_bytes(tape, after)
+        else:
+            self.tape_bytes = own_bytes(tape, beside)
+
+    def tape(self, state: State, step: int) -> tuple[State, object]:
+        """Run one step keeping its tape."""
+        return self._chain.tape(state, step)
+
+    def reverse(self, tape: object, adjoint: Adjoint, step: int) -> Adjoint:
+        """Return the adjoint of the state before `step`."""
+        return self._chain.reverse(tape, adjoint, step)
+
+    @property
+    def typical_s(self) -> tuple[float, float]:
+        """The typical seconds of a step, and of one that keeps its tape."""
+        taped, plain = self._taped_s or self._plain_s, self._plain_s or self._taped_s
+        return _typical(plain), _typical(taped)
+
+    def stop(self, chain: Chain[State, Adjoint]) -> None:
+        """Time no more; run this chain, which does the same."""
+        self._timed, self._tape, self._chain = False, None, chain
+
+
+def _typical(samples: list[float]) -> float:
+    if not samples:
+        return GUESSED_STEP_S
+    return max(1e-9, settled(samples) if len(samples) >= _FEW else min(samples))
 
 
 def first_sweep(
@@ -69,7 +137,7 @@ def first_sweep(
     slots: int,
     n_steps: int | None,
     is_last: Callable[[int], bool] | None,
-    make: Callable[[float, Callable[[int], bool] | None], Schedule],
+    make: Callable[[int, Callable[[int], bool] | None], Schedule],
 ) -> Schedule:
     """Time the first steps, then follow the schedule that is made for the costs they show.
 
@@ -81,7 +149,8 @@ def first_sweep(
     n_steps, is_last
         As for an executor; one of them is None.
     make : callable
-        `make(step_s, is_last)` returns the schedule of the whole sweep.
+        `make(reached, is_last)` returns the schedule of the whole sweep, of which so many steps
+        were run.
     """
     reached, ended, held = 0, False, set[int]()
     yield Save(0)
@@ -95,14 +164,14 @@ def first_sweep(
         if len(held) < slots:
             yield Save(reached)
             held.add(reached)
-        if sum(first.samples[_LEAST_STEPS - 1 :]) > _ENOUGH_S:
+        if first.spent_s > _ENOUGH_S:
             break
 
     def known(i: int) -> bool:
         assert is_last is not None
         return (ended and i == reached) if i <= reached else is_last(i)
 
-    schedule = make(first.stop(), None if is_last is None else known)
+    schedule = make(reached, None if is_last is None else known)
     yield from _followed(schedule, reached, held, slots)
 
 

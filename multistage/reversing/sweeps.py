@@ -161,7 +161,7 @@ class Sweeps(Generic[State, Adjoint]):
             before = executor.counts
             self._drawn = steps.plan
             is_last = self.length.begin(self.given.n_steps, until, executor)
-            schedule = steps.schedule(is_last)
+            schedule = steps.schedule(is_last, executor)
             if steps.resumed is not None:
                 assert self._durable is not None
                 self.length.steps = self._durable.length or 0

@@ -242,13 +242,17 @@ class Unequal(Generic[State, Adjoint]):
         """Release a plan that does not hold; the next sweep is surveyed."""
         self.chain_plan = self.costs = self.metered.costs = self.tier = self.late = None
 
-    def schedule(self, is_last: Callable[[int], bool] | None) -> Schedule:
-        """Return the schedule of the next sweep, for the executor.
+    def schedule(
+        self, is_last: Callable[[int], bool] | None, executor: Executor[State, Adjoint]
+    ) -> Schedule:
+        """Return the schedule of the next sweep.
 
         Parameters
         ----------
         is_last : callable, optional
             For a number of steps that is not known; see `survey`.
+        executor : Executor
+            What runs it.
         """
         if self.chain_plan is not None and is_last is None:
             return schedule_of(self.chain_plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -22,7 +23,7 @@ from ..errors import BudgetError
 from ..execute.executor import Counts, Executor
 from ..execute.metered import Metered
 from ..execute.resumed import Resumed
-from ..measurement.chain import measure
+from ..measurement.chain import GUESSED_RATIO, measure, sample, starting
 from ..measurement.compression import choose_compression
 from ..measurement.driver import action_seconds, with_driver
 from ..measurement.given import one_tape, planned
@@ -31,6 +32,7 @@ from ..measurement.store import probe_store
 from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import NOT_KEPT, Costs
+from ..model.tier import Tier
 from ..planners import PLANNERS, UniformPlan, online_schedule, plan
 from ..planners.chain.pieces import MOST_AT_ONCE
 from ..planners.streaming.resumed import durable_online_schedule, durable_plan, resumed_schedule
@@ -49,6 +51,8 @@ State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 
 _UNKNOWN_STEPS = 10_000  # a sweep of unknown length is measured for so many
+_PROBE_S = 1.0  # for all tiers, less with few of them
+_SAMPLE_STEPS = 64  # how far on the state lies that is compressed
 
 
 class Uniform(Generic[State, Adjoint]):
@@ -111,11 +115,11 @@ class Uniform(Generic[State, Adjoint]):
         layout = self._look_at(state, executor)
         if self._first is not None:  # an error came before they had shown what a step takes
             self._first = self.costs = None
-        if self.costs is None and sweeps and self._may_time_first():
-            self._first = FirstSteps(self._arguments.chain)
+        durable, agreement = self._arguments.durable, self._arguments.agreement
+        if self.costs is None and sweeps and not (durable is not None and durable.begun):
+            agree = None if agreement is None else agreement.most
+            self._first = FirstSteps(self._metered(), agree)
             self.costs, self._needs_executor = self._guessed(layout), True
-            if self._arguments.n_steps is not None and self._arguments.planner != "auto":
-                self._planned(self.costs, self._arguments.n_steps)  # or it raises: before a step
         elif self.costs is None:
             self.costs = self._measured(state)
         unplanned = self.plan is None or self._stale
@@ -166,67 +170,121 @@ class Uniform(Generic[State, Adjoint]):
             self.plan = None
 
     def _measured(self, state: State) -> Costs:
-        """Return the costs of steps and tiers, measured."""
+        """Return the costs of steps and tiers, measured on steps that are run for it."""
         given = self._arguments
         chain, states, most = given.chain, given.states, given.n_steps or _UNKNOWN_STEPS
-        probed: tuple[Store, ...] = given.stores
-        if given.durable is not None:
-            probed = (given.durable.probe,)
+        probed = given.stores if given.durable is None else (given.durable.probe,)
         costs = measure(chain, state, most, probed, states=states, progress=self._bars.shown)
         if any(each.scheme == "auto" for tier in given.stores for each in compressions(tier)):
-            costs = choose_compression(
-                chain, state, most, costs, given.stores, states, self._predicted
-            )
+            layout, count = states.layout(state), min(most, _SAMPLE_STEPS)
+            slots = states.slots(layout)
+            with starting(chain, state, slots) as start:
+                arrays = sample(chain.advance(start(), 0, count), count, slots, layout)
+            costs = choose_compression(costs, given.stores, layout, arrays, most, self._predicted)
         return costs
 
-    def _may_time_first(self) -> bool:
-        """Whether a plan needs nothing of steps but their time, which the first ones show.
-
-        Operators with arrays of their own (`one_tape`) may count their runs.
-        The bytes of tapes, and what compresses a state, are measured on steps run for it.
-        """
-        given = self._arguments
-        levels = any(store.levels or compressions(store) for store in given.stores)
-        return one_tape(given.chain) and given.durable is None and not levels
-
     def _guessed(self, layout: Layout) -> Costs:
-        """Return the costs of tiers and the driver, measured, and guessed ones of steps."""
-        stores = self._arguments.stores
-        most = self._arguments.n_steps or _UNKNOWN_STEPS
-        seconds = 1.0 / (2 + len(stores))
-        tiers = tuple(probe_store(each, layout, seconds=seconds, most=most) for each in stores)
+        """Return costs for the first steps, which show what they really are.
+
+        What a planner that is named refuses, it refuses before a step.
+        """
+        given, step_s = self._arguments, GUESSED_STEP_S
+        chain = given.chain
         costs = Costs(
-            forward_step_s=GUESSED_STEP_S,
-            reverse_step_s=2 * GUESSED_STEP_S,
-            tape_step_s=GUESSED_STEP_S,
+            forward_step_s=step_s,
+            reverse_step_s=2 * step_s,
+            tape_step_s=None if chain.state_is_tape else step_s,
             state_bytes=max(1, layout.nbytes),
-            tape_bytes=NOT_KEPT,
-            tiers=tiers,
+            tape_bytes=NOT_KEPT if one_tape(chain) else 0,
+            tiers=tuple(Tier(store.name, step_s, step_s) for store in given.stores),
+        )
+        named = isinstance(given.planner, str) and given.planner != "auto"
+        if named and given.n_steps is not None and (chain.state_is_tape or one_tape(chain)):
+            self._planned(costs, given.n_steps)
+        return costs
+
+    def _first_sweep(
+        self, is_last: Callable[[int], bool] | None, executor: Executor[State, Adjoint]
+    ) -> Schedule:
+        """Return the schedule of a sweep whose own first steps are timed, then planned for."""
+        assert self._first is not None
+        running = weakref.ref(executor)  # which has this schedule
+
+        def make(reached: int, is_last: Callable[[int], bool] | None) -> Schedule:
+            executor = running()
+            assert executor is not None
+            with executor.paused():
+                self._learn(executor, reached)
+                return self._made_schedule(is_last)
+
+        return first_sweep(self._first, self._slots, self._arguments.n_steps, is_last, make)
+
+    def _learn(self, executor: Executor[State, Adjoint], reached: int) -> None:
+        """Measure the tiers; take the costs of steps from those that were run."""
+        given, first, layout = self._arguments, self._first, self._layout
+        assert first is not None and layout is not None and self.costs is not None
+        step_s, tape_s = first.typical_s
+        if step_s < LEAST_TIMED_S:
+            self._timed = None
+        chain = self._timed or given.chain
+        first.stop(chain)
+        costs = replace(
+            self.costs,
+            forward_step_s=step_s,
+            reverse_step_s=GUESSED_RATIO * step_s,
+            tape_step_s=None if given.chain.state_is_tape else tape_s,
+            tape_bytes=first.tape_bytes,
             action_s=action_seconds(),
         )
-        return with_driver(costs, layout) if stores else costs
+        if given.stores:
+            costs = self._with_tiers(costs, executor.live, reached, layout)
+        if given.agreement is not None:
+            costs = given.agreement.slowest(costs)
+        self.costs, self._first = costs, None
+        executor.go_on(self._bars.watch(chain, step_s), costs.tape_slots)
 
-    def _first_sweep(self, is_last: Callable[[int], bool] | None) -> Schedule:
-        """Return the schedule of a sweep whose own first steps are timed, then planned for."""
-        first, n, slots = self._first, self._arguments.n_steps, self._slots
-        assert first is not None
+    def _with_tiers(self, costs: Costs, state: State, step: int, layout: Layout) -> Costs:
+        """Return the costs with those of the tiers, measured by the live state."""
+        given, durable = self._arguments, self._arguments.durable
+        n, arrays = given.n_steps or _UNKNOWN_STEPS, None
+        if any(map(compressions, given.stores)):
+            arrays = sample(state, step, given.states.slots(layout), layout)
+        if durable is None:
+            self._opened.close_stores()
 
-        def make(step_s: float, is_last: Callable[[int], bool] | None) -> Schedule:
-            assert self.costs is not None
-            self._first = None
-            self.costs = replace(
-                self.costs, forward_step_s=step_s, reverse_step_s=2 * step_s, tape_step_s=step_s
+        sweep_s, seconds = n * costs.forward_step_s, _PROBE_S / (2 + len(given.stores))
+
+        def probed(store: Store) -> Tier:
+            return probe_store(
+                store, layout, seconds=seconds, most=n, arrays=arrays, sweep_s=sweep_s
             )
-            if is_last is not None:
-                return online_schedule(self.costs, slots, is_last)
-            assert n is not None
-            plan = self._planned(self.costs, n)
-            self.plan, self._stale = plan, False
-            if plan.sealed and not self._arguments.checked:
-                return plan.schedule()
-            return each_judged(plan.schedule(), self._rules(self.costs)())
 
-        return first_sweep(first, slots, n, is_last, make)
+        agreed = given.agreement
+        if agreed is None:
+            tiers = tuple(map(probed, given.stores if durable is None else [durable.probe]))
+        else:
+            tiers = (agreed.own_tier(probed),)
+        costs = with_driver(replace(costs, tiers=tiers), layout)
+        if agreed is None and arrays is not None:
+            costs = choose_compression(costs, given.stores, layout, arrays, n, self._predicted)
+        self._opened.open(given.stores, layout)
+        return costs
+
+    def _made_schedule(self, is_last: Callable[[int], bool] | None) -> Schedule:
+        """Return the schedule of a whole sweep, planned for what its first steps have shown."""
+        given, costs, n = self._arguments, self.costs, self._arguments.n_steps
+        assert costs is not None
+        if given.durable is not None:
+            given.durable.begin(costs)
+        if is_last is not None:
+            return self._online(is_last)
+        assert n is not None
+        plan = partial(self._planned, costs, n)
+        self.plan = plan() if given.agreement is None else given.agreement.planned(plan)
+        self._stale = False
+        if self.plan.sealed and not given.checked:
+            return self.plan.schedule()
+        return each_judged(self.plan.schedule(), self._rules())
 
     # ------------------------------------------------------------------ planning
 
@@ -255,13 +313,17 @@ class Uniform(Generic[State, Adjoint]):
         assert self.costs is not None
         return cache(partial(PLANNERS["online"], self.costs, self._slots, n_steps))
 
-    def schedule(self, is_last: Callable[[int], bool] | None) -> Schedule:
+    def schedule(
+        self, is_last: Callable[[int], bool] | None, executor: Executor[State, Adjoint]
+    ) -> Schedule:
         """Return the schedule of the next sweep; where a durable run is resumed, of the rest.
 
         Parameters
         ----------
         is_last : callable, optional
             For an unknown number of steps: whether state i is the last.
+        executor : Executor
+            What runs it.
 
         Raises
         ------
@@ -271,7 +333,8 @@ class Uniform(Generic[State, Adjoint]):
         costs, slots, durable = self.costs, self._slots, self._arguments.durable
         assert costs is not None
         if self._first is not None:
-            return self._first_sweep(is_last)
+            self.resumed = None
+            return self._first_sweep(is_last, executor)
         self.resumed = None if durable is None else durable.begin(costs)
         if self.resumed is not None:
             assert durable is not None
@@ -280,8 +343,14 @@ class Uniform(Generic[State, Adjoint]):
         if is_last is None:
             assert self.plan is not None
             return self.plan.schedule()
-        make = online_schedule if durable is None else durable_online_schedule
-        return make(costs, slots, is_last)
+        return self._online(is_last)
+
+    def _online(self, is_last: Callable[[int], bool]) -> Schedule:
+        """Return the schedule of a sweep of unknown length."""
+        assert self.costs is not None
+        durable = self._arguments.durable is not None
+        make = durable_online_schedule if durable else online_schedule
+        return make(self.costs, self._slots, is_last)
 
     def judges(self, *, online: bool) -> bool:
         """Whether every action is judged before it is performed: strangers' always are."""
@@ -296,27 +365,32 @@ class Uniform(Generic[State, Adjoint]):
 
     def _made_executor(self, costs: Costs) -> Executor[State, Adjoint]:
         given = self._arguments
-        chain: Chain[State, Adjoint] = self._first or given.chain
-        if self._times_steps(costs):
-            self._timed = Metered(chain, None)
+        chain: Chain[State, Adjoint] = self._first or self._metered(costs)
         return Executor(
-            self._bars.watch(self._timed or chain, costs.forward_step_s),
+            self._bars.watch(chain, costs.forward_step_s),
             given.stores,
             tape_slots=costs.tape_slots,
             slots=self._slots,
             heavier=self._correct_tapes,
-            rules=self._rules(costs),
+            rules=self._rules,
             progress=self._bars.update if self._bars.shown else None,
             states=given.states,
         )
 
-    def _rules(self, costs: Costs) -> partial[Rules]:
+    def _metered(self, costs: Costs | None = None) -> Chain[State, Adjoint]:
+        """Return the chain, its steps timed one by one where that may show a faster plan."""
         given = self._arguments
-        return partial(
-            Rules,
+        self._timed = Metered(given.chain, None) if self._times_steps(costs) else None
+        return self._timed or given.chain
+
+    def _rules(self) -> Rules:
+        """Return what judges the next sweep."""
+        given = self._arguments
+        assert self.costs is not None
+        return Rules(
             given.n_steps,
             self._slots,
-            costs.tape_slots,
+            self.costs.tape_slots,
             state_is_tape=given.chain.state_is_tape,
             in_place=given.chain.in_place,
             one_tape=one_tape(given.chain),
@@ -340,7 +414,7 @@ class Uniform(Generic[State, Adjoint]):
         assert drawn is not None
         if self.resumed is None:
             seen = seen_costs(self.costs, timeline, counts)
-            if self._arguments.corrects and drifted(self.costs, seen):
+            if self._arguments.agreement is None and drifted(self.costs, seen):
                 self.costs, self._stale = seen, True
         return drawn
 
@@ -353,8 +427,11 @@ class Uniform(Generic[State, Adjoint]):
         self.costs = replace(self.costs, tape_bytes=math.ceil(nbytes * share))
         self._stale = True
 
-    def _times_steps(self, costs: Costs) -> bool:
-        """Whether the first sweep shows what each step takes, for the plan of the next."""
+    def _times_steps(self, costs: Costs | None) -> bool:
+        """Whether the first sweep shows what each step takes, for the plan of the next.
+
+        Without costs it does until they are known.
+        """
         given = self._arguments
         return (
             given.may_differ
@@ -362,7 +439,7 @@ class Uniform(Generic[State, Adjoint]):
             and not self._looked
             and given.n_steps is not None
             and 2 < given.n_steps <= MOST_AT_ONCE
-            and costs.forward_step_s >= LEAST_TIMED_S
+            and (costs is None or costs.forward_step_s >= LEAST_TIMED_S)
         )
 
     def next_steps(self) -> Uniform[State, Adjoint] | Unequal[State, Adjoint]:

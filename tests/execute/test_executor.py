@@ -635,3 +635,31 @@ def test_ctrl_c_between_keeping_state_0_and_the_run(
     executor.abort()
     assert all(array.flags.writeable for array in Layout.of(state).arrays(state))
     run_once(executor, plan, chain)
+
+
+def test_what_a_schedule_does_meanwhile_takes_no_time_of_the_sweep() -> None:
+    """A plan made in a sweep, after seconds of measuring, would be taken for slow steps."""
+    now = 0.0
+
+    def step(x: Any, i: int) -> Any:
+        nonlocal now
+        now += 1.0
+        return np.sin(x)
+
+    def schedule() -> Schedule:
+        nonlocal now
+        for action in PLANNERS["revolve"](Costs(1.0, 2.0), 3, 5).schedule():
+            yield action
+            if action == Advance(1, 2):
+                with executor.paused():
+                    now += 100.0
+
+    chain: FunctionChain[Any, Any] = FunctionChain(step, lambda x, a, i: np.cos(x) * a)
+    executor = Executor(chain, (), clock=lambda: now)
+    executor.forward(schedule(), np.ones(3))
+    assert executor.counts.elapsed_s == executor.counts.forward_s == 5.0
+    executor.reverse(np.ones(3))
+    assert executor.counts.elapsed_s == executor.counts.forward_steps == now - 100.0
+    spans = [span for span in executor.timeline.lanes["compute"] if span.kind == "forward"]
+    assert executor.timeline.end_forward_s == 5.0
+    assert spans[-1].stop_s == executor.counts.forward_steps

@@ -26,6 +26,7 @@ from multistage.model.chain import FunctionChain
 from multistage.model.costs import Costs
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
+from multistage.reversing import first_sweep, uniform
 from multistage.support import free_memory as limits
 
 pytestmark = pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
@@ -80,8 +81,10 @@ def test_gradient_is_that_of_one_rank(size: int, tier: str | None, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_measured_ranks_run_the_same_probe_steps_and_plan_alike(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("tier", [None, "memory:", "memory:1MiB > memory:"])
+def test_ranks_time_the_same_steps_and_plan_alike(
+    prepared: bool, tier: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank's clock says something else; steps that communicate would not match."""
     own = threading.local()
@@ -91,24 +94,59 @@ def test_measured_ranks_run_the_same_probe_steps_and_plan_alike(
 
     def work(comm: Comm) -> Any:
         own.speed = 10.0**comm.rank
-        wave, reversal = waves(comm, costs=None, tiers="memory:")
+        wave, reversal = waves(comm, costs=None, tiers=tier)
         with reversal as run:
-            plan = run.prepare(wave.start)
-            probed = wave.steps
+            if prepared:
+                plan = run.prepare(wave.start)
+                assert wave.steps > 0
+                wave.steps = 0
             run.forward(wave.start)
+            assert run.plan is not None
+            if prepared:
+                assert run.plan == plan
             adjoint = run.reverse(wave.seed)
             assert run.costs is not None
-        return probed, str(plan.parameters), run.costs.forward_step_s, adjoint
+            plan, counts = run.report().plan, run.report().counts
+            assert wave.steps == counts.forward_steps  # none was run to be measured alone
+        return str((plan.parameters, plan.makespan_s)), counts.forward_steps, adjoint
 
     for module in (chain, driver, store):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=perf_counter))
+    monkeypatch.setattr(first_sweep, "perf_counter", perf_counter)
     found = succeed(run_ranks(3, work))
-    assert found[0][0] > 0
-    assert len({one[:3] for one in found}) == 1
+    assert len({one[:2] for one in found}) == 1
     assert whole([adjoint for *_, adjoint in found]).tobytes() == store_all(N).tobytes()
 
 
-def test_tapes_are_probed_in_step() -> None:
+def test_a_tier_that_fails_on_one_rank_while_it_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks raise, and may call again: the first steps are timed anew."""
+    own = threading.local()
+
+    def work(comm: Comm) -> Any:
+        own.rank = comm.rank
+        wave, reversal = waves(comm, costs=None, tiers="memory:")
+        with reversal as run:
+            with pytest.raises(StoreError, match="rank 1: no more room"):
+                run.forward(wave.start)
+            run.forward(wave.start)
+            return run.reverse(wave.seed)
+
+    failed = threading.Event()
+
+    def probe(each: Any, *given: Any, **options: Any) -> Tier:
+        if own.rank == 1 and not failed.is_set():
+            failed.set()
+            raise StoreError("no more room")
+        return store.probe_store(each, *given, **options)
+
+    monkeypatch.setattr(uniform, "probe_store", probe)
+    found = succeed(run_ranks(3, work))
+    assert whole(found).tobytes() == store_all(N).tobytes()
+
+
+def test_tapes_are_weighed_in_step() -> None:
     def work(comm: Comm) -> Any:
         wave = Wave(comm)
 
@@ -121,6 +159,7 @@ def test_tapes_are_probed_in_step() -> None:
             run.forward(wave.start)
             adjoint = run.reverse(wave.seed)
             assert run.costs is not None and run.costs.tape_step_s is not None
+            assert run.costs.tape_bytes > 0
         return adjoint
 
     found = succeed(run_ranks(3, work))
@@ -128,8 +167,6 @@ def test_tapes_are_probed_in_step() -> None:
 
 
 def test_costs_that_drifted_on_one_rank_are_learned_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    assumed = Costs(1e-9, 1e-9, state_bytes=10)
-
     def work(comm: Comm) -> Any:
         wave, reversal = waves(comm, costs=None, memory="3 slots")
         with reversal as run:
@@ -141,7 +178,7 @@ def test_costs_that_drifted_on_one_rank_are_learned_by_all(monkeypatch: pytest.M
                 found.append((run.plan.costs.forward_step_s, run.costs.forward_step_s))
         return found
 
-    monkeypatch.setattr(agreement, "measure", lambda *args, **options: assumed)
+    monkeypatch.setattr(first_sweep, "_typical", lambda samples: 1e-9)
     monkeypatch.setattr(agreement, "drifted", lambda old, new: old.forward_step_s == 1e-9)
     found = succeed(run_ranks(3, work))
     (first, learned), (second, _) = found[0][1], found[0][3]

@@ -222,9 +222,14 @@ def test_measured_costs_put_the_arrays_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("memory", ["4 slots", "9 slots", "60 slots"])
-@pytest.mark.parametrize("tiers", [None, "memory:?buffers=0"])
+@pytest.mark.parametrize(
+    "tiers",
+    [None, "memory:?buffers=0", "memory:?compress=auto&buffers=0", "memory:1MiB > memory:"],
+)
 def test_no_step_runs_to_be_measured(memory: str, tiers: str | None) -> None:
     """An operator that sums a misfit sees each step as often as under the plan that is given."""
+    if "compress" in (tiers or ""):
+        pytest.importorskip("blosc2")
     problem, planner = Problem(), "revolve" if tiers is None else "h-revolve"
     with ours.Revolver(
         *problem.operators(), None, NT, memory=memory, tiers=tiers, planner=planner

@@ -16,8 +16,7 @@ from multistage.model.chain import FunctionChain
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.reversal import Reversal
-from multistage.states.arrays import ArrayStates
-from multistage.states.layout import Array
+from multistage.states.layout import Array, Layout
 
 pytest.importorskip("blosc2")
 pytest.importorskip("zfpy")
@@ -41,6 +40,9 @@ def smooth() -> Any:
     return np.repeat(np.linspace(0, 1, SIZE // 100), 100)
 
 
+LAYOUT = Layout.of(smooth())
+
+
 def chain() -> FunctionChain[Any, Any]:
     return FunctionChain(lambda x, i: np.sin(x), lambda x, a, i: np.cos(x) * a)
 
@@ -55,7 +57,7 @@ def test_the_smaller_prediction_wins(better: str) -> None:
         return 1.0 if store.choice == better else 2.0
 
     costs = Costs(1e-3, 2e-3, state_bytes=8 * SIZE, tiers=(Tier("memory", 5.0, 5.0),))
-    found = choose_compression(chain(), smooth(), 10, costs, (store,), ArrayStates(False), predict)
+    found = choose_compression(costs, (store,), LAYOUT, [smooth()], 10, predict)
     assert [choice for choice, _ in seen] == ["none", "blosc"]
     assert store.choice == better
     assert found is dict(seen)[better]
@@ -69,7 +71,7 @@ def test_equal_predictions_leave_it() -> None:
     upper, lower = CompressedStore(MemoryStore(8 << 20), "auto"), CompressedStore(MemoryStore())
     store = CascadeStore(upper, lower)
     costs = Costs(1e-3, 2e-3, state_bytes=8 * SIZE, tiers=(Tier("memory", 5.0, 5.0),))
-    choose_compression(chain(), smooth(), 10, costs, (store,), ArrayStates(False), lambda _: 1.0)
+    choose_compression(costs, (store,), LAYOUT, [smooth()], 10, lambda _: 1.0)
     assert (upper.choice, lower.choice) == ("none", "blosc")
     assert upper.why and not lower.why
 

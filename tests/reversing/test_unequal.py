@@ -50,7 +50,6 @@ from multistage.errors import (
     StoreError,
 )
 from multistage.execute.metered import Metered, of_chain
-from multistage.measurement.chain import measure
 from multistage.model.stages import Stage
 from multistage.model.tier import Tier
 from multistage.planners.chain.heterogeneous import smallest_memory
@@ -61,7 +60,7 @@ from multistage.reversing.unequal import Unequal, largest_state
 
 @pytest.fixture(autouse=True)
 def _measured_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uniform, "measure", partial(measure, seconds=0.01))
+    monkeypatch.setattr(uniform, "_PROBE_S", 0.01)
     monkeypatch.setattr(streamed, "_PROBE_S", 0.01)
 
 

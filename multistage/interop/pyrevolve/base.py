@@ -209,8 +209,7 @@ class BaseRevolver:
         May be called again for another sweep, after the operators' arrays were
         set to the initial state.  With `memory`, `tiers` or `planner` and no
         `costs`, the first steps of the first call are timed, and the rest is
-        planned.  On several ranks, and with tiers that compress or are
-        cascades, a few steps are run before, and the arrays put back.
+        planned.
 
         Raises
         ------
