@@ -26,7 +26,7 @@ from multistage.model.stages import Stage, StageCosts
 from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
 from multistage.planners.chain.memory import use_of
 from multistage.planners.chain.sizes import Sizes, need_to_pass
-from multistage.planners.chain.traces import Trace, judge
+from multistage.planners.chain.table import Trace, judge
 
 SLOTS = 500
 # Section 3.1: F1ck F2 F3ck F4all F5all B5 B4 F3all B3 F1all F2all B2 B1, for L = 4.

@@ -54,8 +54,7 @@ from multistage.errors import BudgetError
 from multistage.model.stages import StageCosts
 from multistage.planners.chain.heterogeneous import ChainPlan
 from multistage.planners.chain.joint import extremes
-from multistage.planners.chain.joint_actions import actions_of_laid
-from multistage.planners.chain.joint_core import Core
+from multistage.planners.chain.joint_core import Core, actions_of_laid
 from multistage.planners.chain.memory import use_of
 from multistage.planners.chain.sizes import Sizes
 from multistage.planners.chain.table import Table

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from .base import Plan as Plan
 from .base import enter
-from .chain.plan import ChainPlan
-from .chain.reading import read_chain
+from .chain.plan import ChainPlan, read_chain
 from .pictures import plans as _pictures
 from .ranking import PLANNERS as PLANNERS
 from .ranking import RANKED as RANKED

@@ -8,8 +8,8 @@ from oracles.chain_exact import exact_chain_makespan
 
 from multistage import native
 from multistage.model.stages import Stage, StageCosts
-from multistage.planners.chain import ladder
-from multistage.planners.chain.bound import ChainBound
+from multistage.planners.chain import at_once
+from multistage.planners.chain.at_once import ChainBound
 from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
 from multistage.planners.chain.sizes import Sizes
 from multistage.planners.chain.table import Table
@@ -57,7 +57,7 @@ def test_few_tables_are_solved_where_stages_are_as_many_as_slots(monkeypatch):
             solved.append(given)
             super().__init__(*given, **named)
 
-    monkeypatch.setattr(ladder, "Table", Counted)
+    monkeypatch.setattr(at_once, "Table", Counted)
     costs = StageCosts.uniform(150, Stage("layer", 1.0, 2.0, 10, 30), 10)
     plan = plan_chain(costs, 0.8, resolution=150)
     assert 1 <= len(solved) <= 3

@@ -22,9 +22,7 @@ from multistage.model.stages import Stage, StageCosts
 from multistage.planners.chain.heterogeneous import memory_curve, plan_chain, smallest_memory
 from multistage.planners.chain.memory import actions_of, use_of
 from multistage.planners.chain.sizes import Sizes
-from multistage.planners.chain.smallest import smallest
-from multistage.planners.chain.table import Table
-from multistage.planners.chain.traces import judge
+from multistage.planners.chain.table import Table, judge, smallest
 
 needs_native = pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
 
@@ -161,7 +159,7 @@ def test_judges_agree(seed: int, length: int, tapes: bool) -> None:
         assert (trace is None) == math.isinf(seconds[memory])
         if trace is None:
             continue
-        use = use_of(actions_of(trace, len(true)), costs)
+        use = use_of(actions_of(trace), costs)
         assert judge(true, trace) == (seconds[memory], peaks[memory])
         assert use.peak_bytes == peaks[memory] + costs.input_bytes
         assert use.makespan_s == pytest.approx(seconds[memory])

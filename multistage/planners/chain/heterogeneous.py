@@ -50,19 +50,16 @@ from ...model.tier import Tier
 from ...support.units import format_bytes
 from ...support.values import shown
 from ...support.values import whole as whole_number
+from .at_once import MORE, least_memory, most_stages, plan_at_once, table_bytes
 from .at_once import SLOTS as SLOTS
-from .at_once import least_memory, most_stages, plan_at_once, table_bytes
 from .joint_core import require_core
-from .ladder import MORE
 from .memory import plain_use
 from .pieces import BLOCKS, in_blocks, least_in_pieces, plan_in_pieces
 from .plan import CHAIN_PLANNERS as CHAIN_PLANNERS
 from .plan import ChainPlan as ChainPlan
 from .plan import ChainPlanner as ChainPlanner
 from .sizes import Sizes
-from .smallest import smallest
-from .table import Table, default_threads
-from .traces import judge
+from .table import Table, default_threads, judge, smallest
 
 _MOST_SLOTS, _MOST_THREADS = 1 << 20, 1024
 

@@ -41,7 +41,6 @@ import numpy as np
 from ...actions import Action
 from ...model.tier import Tier
 from ...support.arrays import Bytes
-from .joint_actions import actions_of_laid
 from .joint_core import (
     APART,
     KEEPS_TAPE,
@@ -51,6 +50,7 @@ from .joint_core import (
     TAPE_AWAY,
     Core,
     Program,
+    actions_of_laid,
 )
 from .sizes import Sizes, need_to_tape
 from .table import Table

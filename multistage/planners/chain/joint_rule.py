@@ -41,9 +41,8 @@ from ...errors import ArgumentError, BudgetError, ScheduleError
 from ...model.tier import Tier
 from ...support.values import number
 from .heterogeneous import ChainPlan, plan_chain
-from .joint_actions import actions_of_laid
 from .joint_choice import Choice, fates_of
-from .joint_core import Core
+from .joint_core import Core, actions_of_laid
 from .joint_detour import Detour as Detour
 from .joint_detour import Held, first_to_wait, joined, judged, replayed, seconds_with
 from .memory import use_of

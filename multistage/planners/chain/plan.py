@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from tabulate import tabulate
 
@@ -18,9 +18,10 @@ from ...model.stages import StageCosts
 from ...model.tier import Tier
 from ...schedule.simulation import Jitter, Simulation, simulate
 from ...support.units import format_bytes, format_seconds
-from ...support.values import MOST
+from ...support.values import MOST, shown, whole
+from ...support.values import seconds as a_time
 from ..base import Plan
-from ..written import actions_to_lists
+from ..written import actions_from_lists, actions_to_lists
 from .joint_bound import joint_lower_bound
 from .memory import plain_use
 from .table import default_threads
@@ -366,3 +367,37 @@ def _runs(actions: Sequence[Action], stages: int) -> list[int]:
         elif isinstance(action, Tape):
             counts[action.step] += 1
     return counts[:-1]
+
+
+_KNOWN = ("no_tier_s", "offload_s")
+_READ = ("planner", "memory_bytes", "tier", "costs", "actions", *_KNOWN)
+
+
+def read_chain(data: Mapping[str, object]) -> ChainPlan:
+    """Return the plan that `ChainPlan.to_dict` described, its schedule judged again.
+
+    Raises
+    ------
+    ArgumentError
+        Naming what is missing or wrong.
+    ScheduleError
+        Naming the first action that is illegal or exceeds `memory_bytes`.
+    """
+    ChainPlan.require(data, _READ)
+    planners: tuple[ChainPlanner, ...] = get_args(ChainPlanner)
+    planner = next((known for known in planners if known == data["planner"]), None)
+    if planner is None:
+        raise ArgumentError(
+            f"planner {shown(data['planner'])} is not known; it is one of {planners}"
+        )
+    costs = StageCosts.from_dict(data["costs"])
+    tier = None if data["tier"] is None else Tier.from_dict(data["tier"])
+    limit = data["memory_bytes"]
+    limit = None if limit is None else whole(limit, "memory_bytes")
+    actions = actions_from_lists(data["actions"])
+    seconds = {name: _seconds(data[name], name) for name in _KNOWN}
+    return ChainPlan.judged(planner, costs, limit, actions, tier, **seconds)
+
+
+def _seconds(value: object, name: str) -> float | None:
+    return None if value is None else a_time(value, name)

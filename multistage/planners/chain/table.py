@@ -1,12 +1,13 @@
-"""The dynamic program over a heterogeneous chain, in slots of memory.
+"""The dynamic programs over a heterogeneous chain: for the least time, and for the least memory.
 
 Beaumont et al. 2019 (RR-9302), theorem 1 with its errata (see
-`planners.chain.heterogeneous`): for every pair of stages (s, t) and every memory m the
-least forward work done again.  The C kernel solves it; its Python twin (`table_twin`)
-does the same float32 additions in the same order and is its oracle.
+`planners.chain.heterogeneous`): for every pair of stages (s, t) and every memory m, in
+slots, the least forward work done again; or, with the peak in place of the time, the
+smallest memory in bytes.  C kernels solve them; their Python twins, for machines without
+a compiler, do the same float32 additions in the same order and are their oracles.
 
 Complexity: O(L^3 S / 6) additions and O(L^2 S / 2) floats for L stages, S slots;
-O(L^2 S) additions where stages are equal.
+O(L^2 S) additions where stages are equal.  O(L^3 / 6) for the smallest memory.
 """
 
 from __future__ import annotations
@@ -15,16 +16,47 @@ import ctypes
 import math
 import os
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from ... import native
 from ...support.arrays import Integers, Reals
-from . import table_twin
 from .equal import EqualRows, equal_rows, inside_equal
 from .sizes import MAX_SLOTS, Sizes, chain_in_core, in_core, need_to_pass, need_to_tape
-from .traces import Trace, judge
+
+# (s, t, choice): stage s keeps its tape where choice == s (always where s == t),
+# else state `choice` is the next one kept and s..choice-1 run forward.
+Trace: TypeAlias = list[tuple[int, int, int]]
+
+
+def judge(true: Sizes, trace: Trace) -> tuple[float, int]:
+    """Return seconds and peak bytes of a trace, the chain's input not counted.
+
+    The twin of the C kernel's; `planners.chain.memory` is the independent judge.
+    """
+    held, peak, seconds = 0, 0, 0.0
+    waiting: list[int] = []
+    for s, t, k in trace:
+        if k == s or s == t:
+            peak = max(peak, held + need_to_tape(true, s, t))
+            seconds += float(true.forward_s[s]) + float(true.reverse_s[s])
+            if s == t:
+                seconds -= float(true.spared_s[s])
+                held = waiting.pop() if waiting else 0
+            else:
+                held += int(true.tape[s])
+            continue
+        for j in range(s, k):
+            before = 0 if j == s else int(true.state[j])
+            need = int(true.gradient[t + 1]) + before
+            need += int(true.state[j + 1]) + int(true.advance[j])
+            peak = max(peak, held + need)
+            seconds += float(true.forward_s[j])
+        waiting.append(held)
+        held += int(true.state[k])
+    return seconds, min(peak, int(np.iinfo(np.int64).max))
+
 
 INFEASIBLE = -2
 PLANE = 16
@@ -108,7 +140,7 @@ class Table:
         elif rows is not None:
             self._values = rows.pairs()
         else:
-            self._values = table_twin.solved(sizes, slots, tapes, self.prefix, leaf, self._moves)
+            self._values = _solved_plainly(sizes, slots, tapes, self.prefix, leaf, self._moves)
 
     # ------------------------------------------------------------- C kernel
 
@@ -330,3 +362,117 @@ class Table:
 def default_threads() -> int:
     """Return the threads a large chain is solved with: the cores at hand, at most 8."""
     return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))
+
+
+def _solved_plainly(
+    sizes: Sizes,
+    slots: int,
+    tapes: bool,
+    prefix: Reals,
+    leaf: Reals,
+    moves: tuple[Reals, Reals] | None,
+) -> dict[tuple[int, int], Reals]:
+    """Return the excess of each pair of stages for memories 0..slots, as `Table` has it."""
+    n, memories = len(sizes), np.arange(slots + 1)
+    excess: dict[tuple[int, int], Reals] = {}
+
+    def shifted(s: int, t: int, by: int) -> Reals:
+        out = np.full(slots + 1, np.inf, np.float32)
+        if by <= slots:
+            out[by:] = excess[s, t][: slots + 1 - by]
+        return out
+
+    for s in range(n - 1, -1, -1):
+        for t in range(s, n):
+            fits = memories >= need_to_tape(sizes, s, t)
+            if s == t:
+                excess[s, t] = np.where(fits, leaf[s], np.float32(np.inf))
+                continue
+            best = np.full(slots + 1, np.inf, np.float32)
+            for k in range(s + 1, t + 1):
+                right = shifted(k, t, int(sizes.state[k])) + prefix[k]
+                if moves is not None:
+                    right = np.minimum(right, excess[k, t] + (prefix[k] + moves[0][k]))
+                best = np.minimum(best, excess[s, k - 1] + right)
+            passes = memories >= need_to_pass(sizes, s, t)
+            best = np.where(passes, best - prefix[s], np.float32(np.inf))
+            if tapes:
+                taped = shifted(s + 1, t, int(sizes.tape[s]))
+                if moves is not None:
+                    taped = np.minimum(taped, excess[s + 1, t] + moves[1][s])
+                best = np.minimum(best, np.where(fits, taped, np.float32(np.inf)))
+            excess[s, t] = best.astype(np.float32)
+    return excess
+
+
+def smallest(
+    true: Sizes, *, tapes: bool = True, native_kernel: bool | None = None
+) -> tuple[int, Trace]:
+    """Return the smallest peak of any persistent schedule in bytes, and one with it.
+
+    Exact, in O(L^3 / 6): theorem 1 with the peak in place of the time.  The
+    chain's input is not counted.
+    """
+    n = len(true)
+    use_native = native.available() if native_kernel is None else native_kernel
+    choice: Callable[[int, int], int]
+    if use_native:
+        cells = n * (n + 1) // 2
+        peaks, choices = np.empty(cells, np.int64), np.empty(cells, np.int32)
+        prefix = np.zeros(n + 1, np.float32)
+        chain = chain_in_core(true, prefix, tapes, np.zeros(n, np.float32))
+        rows = max(1, int(3e8 / max(1, n * n)))
+        for last in range(n - 1, -1, -rows):
+            native.library().ms_chain_smallest(
+                ctypes.byref(chain),
+                max(0, last - rows + 1),
+                last,
+                peaks.ctypes.data,
+                choices.ctypes.data,
+            )
+
+        def choice(s: int, t: int) -> int:
+            return int(choices[s * n - s * (s - 1) // 2 + t - s])
+
+        peak = int(peaks[n - 1])
+    else:
+        found = _smallest_twin(true, tapes)
+
+        def choice(s: int, t: int) -> int:
+            return found[s, t][1]
+
+        peak = found[0, n - 1][0]
+    trace: Trace = []
+    stack = [(0, n - 1)]
+    while stack:
+        s, t = stack.pop()
+        k = choice(s, t)
+        trace.append((s, t, k))
+        if s == t:
+            continue
+        if k == s:
+            stack.append((s + 1, t))
+        else:
+            stack.append((s, k - 1))
+            stack.append((k, t))
+    return peak, trace
+
+
+def _smallest_twin(true: Sizes, tapes: bool) -> dict[tuple[int, int], tuple[int, int]]:
+    n = len(true)
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for s in range(n - 1, -1, -1):
+        for t in range(s, n):
+            tape_peak = need_to_tape(true, s, t)
+            if s == t:
+                found[s, t] = tape_peak, s
+                continue
+            options = []
+            if tapes:
+                options.append((max(tape_peak, int(true.tape[s]) + found[s + 1, t][0]), s))
+            none = need_to_pass(true, s, t)
+            for k in range(s + 1, t + 1):
+                right = int(true.state[k]) + found[k, t][0]
+                options.append((max(none, right, found[s, k - 1][0]), k))
+            found[s, t] = min(options, key=lambda option: option[0])
+    return found
