@@ -399,6 +399,48 @@ def test_a_stage_may_enable_gradients_where_its_input_has_none(
     assert str(model.checked).startswith("equal")
 
 
+class Skips(nn.Module):
+    """Keeps its output for a later stage, which takes it."""
+
+    def __init__(self, kept: dict[int, Tensor], number: int, puts: bool) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(16, 16), kept
+        self.number, self.puts = number, puts
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.tanh(self.linear(x))
+        if not self.puts:
+            return y + self.kept.pop(self.number)
+        self.kept[self.number] = y
+        return y
+
+
+def test_stages_may_take_what_others_keep() -> None:
+    torch.manual_seed(0)
+    kept: dict[int, Tensor] = {}
+    own = nn.Sequential(*[Skips(kept, min(k, 7 - k), k < 4) for k in range(8)])
+    x = torch.randn(64, 16)
+    plain = gradients_of(own, x, list(own.parameters()))
+    model = mst.Sequential(own, memory=0.9)
+    for _ in range(3):
+        ours = gradients_of(model, x, list(own.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+        assert not kept
+    assert model.plan is not None and not model.plan.keeps_all
+
+
+def test_nested_tensors_of_strided_layout_inside_a_stage_keep_its_tape() -> None:
+    def pads(x: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the prototype
+            nested = torch.nested.nested_tensor([x[:10], x[10:]])
+        return torch.nested.to_padded_tensor(nested, 0.0)[:, :32].reshape(64, 16)
+
+    stages, x = [Block(pads if k == 3 else None) for k in range(8)], torch.randn(64, 16)
+    model = mst.Sequential(stages, x, memory=1.0)
+    model(x).sum().backward()
+
+
 def test_double_backward_is_refused_in_one_sentence() -> None:
     model, x = _rerunning()
     with pytest.raises(MultistageError, match="double backward"):

@@ -313,9 +313,7 @@ class Environment:
 
     def undo(self) -> None:
         """Undo the first run: put back attributes, buffers and generators as captured."""
-        for holder, before in zip(self._found.holders, self._found.contents, strict=True):
-            if not is_same(before, holder.read()):
-                holder.write(before)
+        self._found.put_back()
         for (module, key), value, version in zip(
             self._changing, self._kept, self._kept_versions, strict=True
         ):
@@ -456,8 +454,6 @@ def undo_of(scope: Scope, tensors: Sequence[Tensor]) -> Callable[[], None]:
 
     def undo() -> None:
         generators.restore(states)
-        for holder, contents in zip(found.holders, found.contents, strict=True):
-            if not is_same(contents, holder.read()):
-                holder.write(contents)
+        found.put_back()
 
     return undo

@@ -95,6 +95,12 @@ class Found:
             for name in holder.differences(before, now)
         ]
 
+    def put_back(self) -> None:
+        """Make the holders hold this again."""
+        for holder, contents in zip(self.holders, self.contents, strict=True):
+            if not is_same(contents, holder.read()):
+                holder.write(contents)
+
     def name_of(self, tensor: Tensor) -> str:
         """Return what a tensor is called, for messages."""
         for holder, values in zip(self.holders, self.contents, strict=True):

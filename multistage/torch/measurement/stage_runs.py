@@ -85,7 +85,8 @@ class StageRun:
         self._call, self._trait, self._state = call, trait, state
         self._device, self._stand_ins = device, stand_ins
         self._given = tensors_of(state)
-        self._own = scope.look().tensors  # whose storages the stand-ins share
+        self._found = scope.look()  # what it refers to, as it is before it runs
+        self._own = self._found.tensors  # whose storages the stand-ins share
         self._by_all = stand_ins is None
         self._scope = scope
         self._saved = self._saved_bytes = 0  # tensors that it saves
@@ -93,7 +94,12 @@ class StageRun:
         self.hidden_bytes = 0  # that it leaves behind, though nothing that it saves is kept
 
     def _fresh(self) -> object:
-        """Return the state: leaves, or copies of them for a stage that writes to it."""
+        """Return the state: leaves, or copies of them for a stage that writes to it.
+
+        What an earlier run took from a list or dict is there again.
+        """
+        if self._stand_ins is not None:
+            self._found.put_back()
         leaves = pytree.tree_map(_detached, self._state)
         return leaves if not self._trait.changes_input else pytree.tree_map(_clone, leaves)
 

@@ -164,7 +164,8 @@ class OperationsMeter(Meter):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._operations += [x.shape for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        self._operations += [x.numel() if x.is_nested else x.shape for x in made]
         self._operations.append(func)
         return result
 
