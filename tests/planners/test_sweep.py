@@ -7,11 +7,10 @@ import pytest
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners.predict import simulated
+from multistage.planners.streaming.form import Form, timed
 from multistage.planners.streaming.reserve import Reservation
-from multistage.planners.streaming.streaming import Form, streaming
-from multistage.planners.streaming.sweep import Sweep
-from multistage.planners.streaming.sweep_memory import SweepMemory
-from multistage.planners.streaming.timed import timed
+from multistage.planners.streaming.streaming import streaming
+from multistage.planners.streaming.sweep import Sweep, SweepMemory
 from multistage.schedule.simulation import simulate
 
 

@@ -17,7 +17,7 @@ from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS, plan
 from multistage.planners.predict import Prediction, simulated
-from multistage.planners.streaming import timed
+from multistage.planners.streaming.form import Form, ring_prediction, timed
 from multistage.planners.streaming.interval import (
     _over,
     interval,
@@ -27,7 +27,7 @@ from multistage.planners.streaming.interval import (
 )
 from multistage.planners.streaming.online import _Levels, checkpoints_after
 from multistage.planners.streaming.reserve import Reservation
-from multistage.planners.streaming.streaming import Form, _forms, ring_prediction
+from multistage.planners.streaming.streaming import _forms
 from multistage.planners.streaming.sweep import Sweep
 from multistage.schedule.simulation import simulate
 
@@ -74,13 +74,13 @@ def test_the_kernel_equals_the_simulation(
     if forms:
         form = data.draw(st.sampled_from(forms))
         sweep = form.sweep(costs, slots, n, Reservation(costs))
-        found = timed.timed(sweep, costs, n)
+        found = timed(sweep, costs, n)
         run = simulated(simulate(sweep.schedule(n), n, costs, slots))
         same(found, run)
         assert run.peak_slots <= found.peak_slots <= slots
     ring = Form(data.draw(st.sampled_from([1.0, 2.3, 7.0])), None, online=True)
     sweep = ring.sweep(costs, slots, n, Reservation(costs))
-    found = timed.timed(sweep, costs, n, online=True)
+    found = timed(sweep, costs, n, online=True)
     same(found, simulated(simulate(sweep.schedule(None, lambda i: i == n), None, costs, slots)))
 
 
@@ -94,7 +94,7 @@ def test_the_kernel_moves_single_positions(
     tail = data.draw(st.one_of(st.none(), st.integers(1, n - 1)))
     depth = costs.tiers[0].queue_depth
     sweep = Sweep(slots, 3.0, tail, 4, depth, extra=data.draw(steps), skip=data.draw(steps))
-    same(timed.timed(sweep, costs, n), simulated(simulate(sweep.schedule(n), n, costs, slots)))
+    same(timed(sweep, costs, n), simulated(simulate(sweep.schedule(n), n, costs, slots)))
 
 
 @settings(max_examples=100, deadline=None)
@@ -144,7 +144,7 @@ def test_rings_of_many_slots_are_timed_by_shorter_ones(form: Form, rho: float, s
     costs = Costs(1.0, 1.0, tiers=(Tier(write_s=rho, read_s=2 * rho),))
     for n in (8 * slots, 20 * slots):
         found = ring_prediction(form, costs, slots, n)
-        whole = timed.timed(form.sweep(costs, slots, n, Reservation(costs)), costs, n)
+        whole = timed(form.sweep(costs, slots, n, Reservation(costs)), costs, n)
         error = 3e-3 if form.spacing < 100 else 1e-2
         assert found.makespan_s == pytest.approx(whole.makespan_s, rel=error)
         assert found.peak_slots <= slots
@@ -207,7 +207,7 @@ def test_online_predictions_of_a_tier_that_gets_full(capacity: int, rho: float) 
 def work(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Count the steps and states that streaming schedules are timed on."""
     counted: list[float] = []
-    original: Callable[..., Prediction] = timed.timed
+    original: Callable[..., Prediction] = timed
 
     def counting(sweep: Sweep, costs: Costs, n_steps: int, **options: Any) -> Prediction:
         kept = n_steps - sweep.keep_from if sweep.tail_start is None else 0
@@ -217,7 +217,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         counted.append(min(n_steps / sweep.spacing, 1e9 if room is None else room) + kept)
         return original(sweep, costs, n_steps, **options)
 
-    monkeypatch.setattr(sys.modules["multistage.planners.streaming.streaming"], "timed", counting)
+    for name in ("form", "online", "streaming"):
+        monkeypatch.setattr(sys.modules[f"multistage.planners.streaming.{name}"], "timed", counting)
     return counted
 
 

@@ -78,13 +78,13 @@ FAULTS: tuple[Mutant, ...] = (
         "planners/test_planners.py",
     ),
     of(
-        "planners/streaming/sweep_memory.py",
+        "planners/streaming/sweep.py",
         "while len(self.writing) > self.sweep.queue_depth:",
         "while len(self.writing) > self.sweep.queue_depth + 1:",
         "planners/test_planners.py",
     ),
     of(
-        "planners/streaming/sweep_memory.py",
+        "planners/streaming/sweep.py",
         "        if (yield Await(token)) is False:\n            self.stored.discard(step)",
         "        if (yield Await(token)) is None:\n            self.stored.discard(step)",
         "execute/test_executor.py",

@@ -33,9 +33,9 @@ from ..predict import SIMULATED_STEPS, Prediction, simulated
 from ..single.binomial import beta, nu, repetitions, reverse_actions
 from ..single.revolve import ACTIONS_PER_STEP, revolve_seconds
 from ..uniform import UniformPlan, require_steps
+from .form import Form, ring_prediction, timed
 from .reserve import Reservation
-from .streaming import SPACINGS, Form, ring_prediction, streaming_spacing
-from .timed import timed
+from .streaming import SPACINGS, streaming_spacing
 
 IsLast = Callable[[int], bool]
 

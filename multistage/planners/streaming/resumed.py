@@ -25,13 +25,11 @@ from ...model.costs import Costs
 from ...model.tier import Tier
 from ..bound import lower_bound
 from ..uniform import UniformPlan
-from .forward_sweep import ring_forward
+from .form import Form, ring_prediction
 from .online import IsLast
 from .reserve import Reservation
-from .reverse_sweep import reverse_sweep
-from .streaming import Form, ring_prediction, streaming, streaming_spacing
-from .sweep import Sweep
-from .sweep_memory import SweepMemory
+from .streaming import streaming, streaming_spacing
+from .sweep import Sweep, SweepMemory, reverse_sweep, ring_forward
 
 # The share of the forward sweep that unneeded writes may take from it, inverted.
 _SHARE = 20

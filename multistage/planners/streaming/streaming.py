@@ -50,13 +50,10 @@ from ..predict import Prediction
 from ..single.binomial import beta, nu
 from ..single.revolve import revolve
 from ..uniform import UniformPlan, require_steps
-from .form import Form as Form
-from .form_prediction import SIMULATED, prediction, run_form
-from .form_prediction import ring_prediction as ring_prediction
+from .form import SIMULATED, Form, prediction, run_form, timed
 from .interval import interval
 from .reserve import Reservation
 from .sweep import Sweep
-from .timed import timed
 
 # Lengths up to this are searched harder: every tail start, single positions moved.
 _SHORT = 24

@@ -28,14 +28,32 @@ drops out of the list, so that its interval merges with the one before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from array import array
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
-from ...actions import EndForward, Reverse, Schedule, Tape
-from .forward_sweep import ring_forward, tail_forward
+from ...actions import (
+    Action,
+    Advance,
+    Answer,
+    Await,
+    Drop,
+    EndForward,
+    Free,
+    Get,
+    Load,
+    Offer,
+    Reverse,
+    Save,
+    Schedule,
+    Tape,
+)
+from ...support.step_sets import StepSet
+from ..single.binomial import reverse_actions
 from .reserve import Reservation
-from .reverse_sweep import reverse_sweep
-from .sweep_memory import SweepMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +116,461 @@ class Sweep:
         live whether it is the last.
         """
         return _schedule(self, n_steps, is_last)
+
+
+class SweepMemory:
+    """The states of one sweep: what is held where.
+
+    Its generators yield actions, and note what became of them.
+
+    Parameters
+    ----------
+    sweep : Sweep
+
+    Attributes
+    ----------
+    used, staged : int
+        Slots taken, and those of them that only feed a write.
+    ended : bool
+        Whether the forward sweep has ended.
+    depth : int
+        Most reads in flight or landed ahead of their use, now.
+    """
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep = sweep
+        self.used = 0
+        self.staged = 0
+        self.held: list[int] = []  # steps in fast slots, ascending
+        self.written: deque[int] = deque()  # held, and known to be in the tier
+        self.writing: deque[tuple[int, int, bool]] = deque()  # token, step, staged
+        self.pinned: set[int] = set()  # held steps whose write was not awaited
+        self.queued: deque[int] = deque()  # in slots until the tier takes them, ascending
+        self.parked: set[int] = set()  # queued ones it took: staged in the slots they had
+        self.stored = StepSet()  # steps in the tier
+        self.readable = array("q")  # steps in the tier and in no slot, ascending
+        self.pending: deque[tuple[int, int]] = deque()  # step, token of reads, descending
+        self.leftover: deque[tuple[int, int]] = deque()  # used up but pinned: step, adjoint then
+        self.ended = False
+        self.depth = sweep.depth
+
+    # ------------------------------------------------------------------ writes
+
+    def offer(self, step: int, held: bool) -> Schedule:
+        """Offer live state `step`; record the write if it is taken."""
+        token = yield Offer(step)
+        if token is None:
+            return
+        self.writing.append((int(token), step, not held))
+        self.stored.add(step)
+        if held:
+            self.pinned.add(step)
+        else:
+            if self.queued and self.queued[0] == step:
+                self.parked.add(self.queued.popleft())
+            else:
+                self.used += 1
+            self.staged += 1
+            self.readable.append(step)
+        # Transfers are first in, first out, and this one was accepted because
+        # fewer than q were waiting: all but the last q are done.
+        while len(self.writing) > self.sweep.queue_depth:
+            yield from self.settle()
+
+    def settle(self) -> Schedule:
+        """Await the oldest write."""
+        token, step, staged = self.writing.popleft()
+        if (yield Await(token)) is False:
+            self.stored.discard(step)
+            if staged and step in self.readable:
+                self.readable.remove(step)
+        elif not staged:
+            self.written.append(step)
+        if staged:
+            if step in self.parked:
+                self.parked.remove(step)
+                yield Free(step)
+            self.used -= 1
+            self.staged -= 1
+        else:
+            self.pinned.remove(step)
+
+    def send_queued(self) -> Schedule:
+        """Offer what is queued, the oldest first, until the tier refuses."""
+        left = -1
+        while self.queued and len(self.queued) != left:
+            left = len(self.queued)
+            yield from self.offer(self.queued[0], held=False)
+
+    def hold(self, step: int) -> None:
+        """Keep a parked state where it is: what needs it comes before its write is over."""
+        self.parked.remove(step)
+        self.readable.remove(step)
+        self.staged -= 1
+        insort(self.held, step)  # the next anchor may be held already, and this one not
+        self.pinned.add(step)
+        self.writing = deque(
+            (token, each, staged and each != step) for token, each, staged in self.writing
+        )
+
+    def queue(self, step: int) -> Schedule:
+        """Keep live state `step` until the tier takes it, if slots allow."""
+        if len(self.queued) < self.sweep.backlog and self.used < self.sweep.slots:
+            yield Save(step)
+            self.used += 1
+            self.queued.append(step)
+
+    def oldest_unwritten(self) -> Generator[Action, Answer, int]:
+        """Choose the oldest state without a write; where all are being written, await one."""
+        while len(self.pinned) == len(self.held):
+            yield from self.settle()
+        if self.written:
+            gone = self.written.popleft()
+            self.readable.append(gone)
+            return gone
+        return next(step for step in self.held if step not in self.pinned)
+
+    # ------------------------------------------------------------------- reads
+
+    def prefetch(self) -> Schedule:
+        """Begin to read the highest state that no slot has."""
+        step = self.readable.pop()
+        token = yield Get(step)
+        assert token is not None
+        self.used += 1
+        self.pending.append((step, int(token)))
+
+    def release(self, anchor: int, end: int) -> Schedule:
+        """Give back the slot, and the stored copy if any, of a held anchor that is done with."""
+        if anchor in self.pinned:
+            self.leftover.append((anchor, end))
+            return
+        yield Free(anchor)
+        self.used -= 1
+        if anchor in self.stored:
+            if self.written and self.written[-1] == anchor:
+                self.written.pop()
+            self.stored.discard(anchor)
+            yield Drop(anchor)
+
+    # ------------------------------------------------------------------- slots
+
+    def room(self) -> Schedule:
+        """Free a slot if none is, waiting for a write if need be."""
+        yield from self.send_queued()
+        while self.used >= self.sweep.slots:
+            if self.leftover:
+                yield from self.clear_leftover()
+            elif self.queued and not self.writing:  # the tier is full
+                yield Free(self.queued.popleft())
+                self.used -= 1
+            else:
+                yield from self.settle()
+                yield from self.send_queued()
+
+    def clear_leftover(self) -> Schedule:
+        """Give back the slot of a used-up state whose write may still be in flight."""
+        step, _ = self.leftover.popleft()
+        while step in self.pinned:
+            yield from self.settle()
+        if step in self.written:
+            self.written.remove(step)
+        yield Free(step)
+        self.used -= 1
+        if step in self.stored:
+            self.stored.discard(step)
+            yield Drop(step)
+
+    def reclaimable(self) -> int:
+        """Slots that are free, or become so by waiting for writes."""
+        return self.sweep.slots - self.used + self.staged + len(self.leftover) + len(self.queued)
+
+    def clear_all(self) -> Schedule:
+        """Give back all that a finished sweep has left behind."""
+        while self.leftover:
+            yield from self.clear_leftover()
+        while self.writing:
+            yield from self.settle()
+        for step in self.stored:
+            yield Drop(step)
+
+
+# ---------------------------------------------------------------- intervals
+
+
+def segment(memory: SweepMemory, start: int, end: int) -> Schedule:
+    """Reverse start..end-1, state `start` live and loadable, queueing reads on the way."""
+    sweep, need = memory.sweep, end - start - 1
+    if memory.ended:
+        while (
+            memory.readable
+            and sweep.slots - memory.used > need
+            and len(memory.pending) < memory.depth
+        ):
+            yield from memory.prefetch()
+    if not (memory.pending or memory.held) and memory.readable:
+        if sweep.reservation is not None:
+            end = yield from _down_the_spine(memory, start, end, sweep.reservation)
+        if memory.ended and memory.reclaimable() > 0:
+            yield from memory.room()
+            if memory.readable and memory.readable[-1] in memory.parked:
+                memory.hold(memory.readable[-1])
+            elif memory.readable:  # unless the write just awaited was lost
+                yield from memory.prefetch()
+    yield from revolve(memory, start, end, memory.reclaimable())
+
+
+def _down_the_spine(
+    memory: SweepMemory, start: int, end: int, reservation: Reservation
+) -> Generator[Action, Answer, int]:
+    """Reverse the upper parts of the segment with every slot; return where to read ahead."""
+    while advance := reservation.advance(end - start, memory.reclaimable()):
+        middle = start + advance
+        yield Advance(start, middle)
+        yield from revolve(memory, middle, end, memory.reclaimable(), keep_first=False)
+        yield Load(start)
+        end = middle
+    return end
+
+
+def revolve(
+    memory: SweepMemory, start: int, end: int, free: int, keep_first: bool = True
+) -> Schedule:
+    """Reverse start..end-1 by Revolve in `free` slots; `keep_first` as for `reverse_actions`."""
+    for action in reverse_actions(start, end, free, keep_first=keep_first):
+        kind = type(action)
+        if kind is Save:
+            yield from memory.room()
+            memory.used += 1
+        elif kind is Free:
+            memory.used -= 1
+        elif kind is Reverse and not memory.ended:
+            assert isinstance(action, Reverse)
+            yield from first_reverse(memory, action.step)
+            continue
+        yield action
+
+
+def first_reverse(memory: SweepMemory, step: int) -> Schedule:
+    """End the forward sweep with the last step, and reverse it."""
+    yield Tape(step)
+    yield EndForward()
+    memory.ended = True
+    yield Reverse(step)
+
+
+# ----------------------------------------------------------- forward sweeps
+
+
+def ring_forward(
+    memory: SweepMemory,
+    n: int | None,
+    is_last: Callable[[int], bool] | None = None,
+    start: int = 0,
+    first: float = 0.0,
+) -> Generator[Action, Answer, int]:
+    """Run forward as a ring; return the step at which the reverse sweep starts.
+
+    Parameters
+    ----------
+    memory : SweepMemory
+    n : int or None
+        Steps; None asks `is_last(i)` when state i is live whether it is the last.
+    is_last : callable, optional
+    start : int
+        The live state.
+    first : float
+        The nominal position of the first offer.
+    """
+    sweep = memory.sweep
+    extra, skip, spacing, slots = sweep.extra, sweep.skip, sweep.spacing, sweep.slots
+    held, stored = memory.held, memory.stored
+    i, at = yield from _offer_until(memory, min(sweep.keep_from, (n or 1) - 1), start, first)
+    end_start = n if sweep.end_start is None else sweep.end_start
+    while n is None or i < n - 1:
+        if i == end_start:
+            spacing = sweep.end_spacing
+        while memory.used >= slots:
+            # A written state goes first, the oldest.
+            if memory.written:
+                gone = memory.written.popleft()
+                memory.readable.append(gone)
+            elif memory.staged and not held:
+                yield from memory.settle()
+                continue
+            else:
+                gone = yield from memory.oldest_unwritten()
+            held.remove(gone)
+            memory.used -= 1
+            yield Free(gone)
+        yield Save(i)
+        memory.used += 1
+        held.append(i)
+        if i >= int(at) or i in extra:
+            if i not in skip:
+                yield from memory.offer(i, held=True)
+            if i in skip or i in stored:
+                at = max(at + spacing, i + spacing - 1)
+        yield Advance(i, i + 1)
+        i += 1
+        if is_last is not None and is_last(i):
+            yield EndForward()
+            memory.ended = True
+            return i
+    yield from first_reverse(memory, i)
+    return i
+
+
+def tail_forward(memory: SweepMemory, n: int, tail_start: int) -> Schedule:
+    """Run forward to `tail_start`, and reverse the `n` - `tail_start` steps from there on."""
+    yield from _offer_until(memory, tail_start)
+    yield from _tail(memory, tail_start, n)
+    # What the tail left no time to write stays in its slot.
+    for _, step, _ in tuple(memory.writing):
+        if step in memory.parked:
+            memory.hold(step)
+    memory.held.extend(memory.queued)
+    memory.queued.clear()
+
+
+def _offer_until(
+    memory: SweepMemory, stop: int, start: int = 0, first: float = 0.0
+) -> Generator[Action, Answer, tuple[int, float]]:
+    """Advance from state `start` to `stop`, offering states from `first` on, keeping none.
+
+    Returns `stop` and the next nominal position.
+    """
+    sweep = memory.sweep
+    end_start = math.inf
+    if sweep.backlog and sweep.end_start is not None:
+        end_start = sweep.end_start
+    extras = sorted(sweep.extra)
+    live, at = start, first
+    position = max(live, int(at))
+    while position < stop:
+        if position > live:
+            yield Advance(live, position)
+            live = position
+        if position not in sweep.skip:
+            yield from memory.send_queued()
+            if not memory.queued:
+                yield from memory.room()
+                yield from memory.offer(position, held=False)
+            if position not in memory.stored:
+                yield from memory.queue(position)
+        taken = position in memory.stored or position in sweep.skip or position in memory.queued
+        if position >= int(at) and taken:
+            before, at = at, max(at + sweep.spacing, position + sweep.spacing - 1)
+            if at > end_start:
+                spacing = sweep.end_spacing
+                at = max(end_start, before + spacing, position + spacing - 1)
+        while extras and extras[0] <= position:
+            extras.pop(0)
+        position = max(position + 1, min(int(at), extras[0] if extras else int(at)))
+    if stop > live:
+        yield Advance(live, stop)
+    return max(stop, live), at
+
+
+def _tail(memory: SweepMemory, start: int, n: int) -> Schedule:
+    """Reverse the tail by Revolve; its first descent is the end of the forward sweep."""
+    if start == n - 1:
+        yield from first_reverse(memory, start)
+        return
+    yield from memory.room()
+    yield Save(start)
+    memory.used += 1
+    yield from segment(memory, start, n)
+    yield Free(start)
+    memory.used -= 1
+
+
+# -------------------------------------------------------- the reverse sweep
+
+
+def reverse_sweep(memory: SweepMemory, end: int) -> Schedule:
+    """Reverse all steps before `end`, and give back what is left.
+
+    Where every checkpoint is lost the rest is reversed from the caller's state 0.
+    """
+    yield from _down(memory, end)
+    yield from memory.clear_all()
+
+
+def _down(memory: SweepMemory, end: int) -> Schedule:
+    held, pending, readable = memory.held, memory.pending, memory.readable
+    slots = memory.sweep.slots
+    while end > 0:
+        while memory.leftover and memory.leftover[0][1] - end >= memory.sweep.drain_steps:
+            yield from memory.clear_leftover()
+        top = held[-1] if held else -1
+        coming = pending[0][0] if pending else (readable[-1] if readable else -1)
+        anchor = max(top, coming)
+        if anchor < 0:  # every checkpoint is lost: Revolve from the caller's state 0
+            yield Load(0)
+            yield from revolve(memory, 0, end, memory.reclaimable())
+            return
+        if coming > top:
+            if not pending:
+                yield from memory.room()
+                if not readable or readable[-1] != anchor:
+                    continue  # its write was awaited to make room, and was lost
+                yield from memory.prefetch()
+            if (yield Await(pending.popleft()[1])) is False:
+                memory.used -= 1
+                memory.stored.discard(anchor)
+                continue
+            while memory.writing and memory.writing[0][1] <= anchor:
+                yield from memory.settle()  # done: the read came behind them
+        yield Load(anchor)
+        if coming > top and (part := _again(memory, end - anchor)):
+            yield from _upper_part(memory, anchor, anchor + part, end)
+            end = anchor + part
+            continue
+        if end - anchor > 1:
+            yield from segment(memory, anchor, end)
+        else:
+            while readable and memory.used < slots and len(pending) < memory.depth:
+                yield from memory.prefetch()
+            yield Reverse(anchor)
+        memory.depth = memory.sweep.depth
+        if coming > top:
+            yield Free(anchor)
+            memory.used -= 1
+            if anchor in memory.stored:
+                memory.stored.discard(anchor)
+                yield Drop(anchor)
+        else:
+            held.pop()
+            yield from memory.release(anchor, end)
+        end = anchor
+
+
+def _again(memory: SweepMemory, length: int) -> int:
+    """Return after how many steps the anchor, just read, leaves its slot; 0 to keep it."""
+    reservation = memory.sweep.reservation
+    if reservation is None or memory.pending or memory.held:
+        return 0
+    return reservation.again(length, memory.reclaimable())
+
+
+def _upper_part(memory: SweepMemory, anchor: int, start: int, end: int) -> Schedule:
+    """Reverse start..end-1 with the slot of the live anchor too, and have it read again.
+
+    Intervals that are divided so want every slot: until this one is
+    reversed, however short its last parts, only the next state is read.
+    """
+    memory.depth = 1
+    yield Free(anchor)
+    memory.used -= 1
+    memory.readable.append(anchor)
+    yield Advance(anchor, start)
+    yield from memory.room()
+    yield Save(start)
+    memory.used += 1
+    yield from segment(memory, start, end)
+    yield Free(start)
+    memory.used -= 1
 
 
 def _schedule(sweep: Sweep, n: int | None, is_last: Callable[[int], bool] | None) -> Schedule:
