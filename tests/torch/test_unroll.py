@@ -781,7 +781,7 @@ def test_a_slow_machine_separates_the_costs_of_steps_from_single_costs(monkeypat
     start = torch.zeros(1, 64), torch.zeros(1, 64)
     out = mst.unroll(cell, start, torch.randn(500, 1, 64), memory="1 MiB")
     assert out.plan is not None
-    assert out.plan.keep_bytes < 8 << 20
+    assert out.plan.keep_bytes < 12 << 20
 
 
 @pytest.mark.parametrize("planner", ["keep", "recompute"])

@@ -43,7 +43,7 @@ def allowance(plan: UnrollPlan, facts: Facts, inputs: Inputs, *, looked_at: int 
     def weight(first: int, last: int) -> tuple[int, int]:
         if isinstance(facts, VariedFacts):
             of_steps = [facts.kind(t).weight for t in range(first, last)]
-            return sum(nodes for nodes, _ in of_steps), sum(nbytes for _, nbytes in of_steps)
+            return sum(each[0] for each in of_steps), sum(each[1] for each in of_steps)
         count = -(-(last - first) // looked_at)
         return count * facts.weight[0], count * facts.weight[1]
 

@@ -110,9 +110,9 @@ class Facts:
         Buffers it changes.
     parameters : tuple of Tensor
         Those whose gradients are required.
-    weight : (int, int)
-        Nodes of a step's graph, and bytes of what they return: cells that differ
-        in neither code nor parameters may differ here.
+    weight : (int, int, int)
+        Nodes of a step's graph, bytes of what they return, and bytes of what they save:
+        cells that differ in neither code nor parameters may differ here.
     x_kinds : tuple of (shape, dtype, device)
         Of the tensors of the inputs looked at.
     """
@@ -127,7 +127,7 @@ class Facts:
     graded: bool
     buffers: Buffers
     parameters: tuple[Tensor, ...]
-    weight: tuple[int, int]
+    weight: tuple[int, int, int]
     x_kinds: tuple[Kind, ...]
 
     def wants_at(self, chunk: int) -> tuple[bool, ...]:

@@ -27,6 +27,10 @@ _LONGEST_S = 0.05  # a chunk of this length hides every overhead
 # Three at least: what comes once, or twice from two steps on (gradients of parameters that are
 # added up), would be taken to come with every step.
 _LEAST = 3
+# A node of autograd's, with the objects of the tensors that it saves: 870 to 1050 bytes by
+# glibc's count (mallinfo2) over steps of tanh, GRUCell and LSTMCell.
+_NODE_BYTES = 1024
+_NODES_FREE = 4 << 20  # bytes of nodes that are held at once, which are not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class Sample:
         None if that is not known, or hooks on saved tensors are not possible.
     by_values : bool
         Whether the values of tensors decide what operators take.
+    node_bytes : int
+        Of the nodes of one time step's graph.
     """
 
     chunk: int
@@ -56,6 +62,12 @@ class Sample:
     peak_bytes: int
     saved: tuple[int, ...] | None = None
     by_values: bool = False
+    node_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """The peak, and the nodes of the graph beyond those that no limit counts."""
+        return self.peak_bytes + beyond_free(self.chunk * self.node_bytes)
 
 
 def sample_chunks(
@@ -177,14 +189,25 @@ def _ones(
     return adjoint, outputs
 
 
+def node_bytes(nodes: float, device: torch.device) -> int:
+    """Return what nodes of a graph take beside their tensors; 0 where the limit is on a device."""
+    return int(nodes * _NODE_BYTES) if device.type == "cpu" else 0
+
+
+def beyond_free(nbytes: int) -> int:
+    """Return what nodes that are held at once take beyond 4 MiB, which no limit counts."""
+    return max(0, nbytes - _NODES_FREE)
+
+
 def keep_bytes(samples: Sequence[Sample], steps: int) -> int:
     """Return the bytes plain autograd takes for a sequence."""
     last = samples[-1]
+    nodes = beyond_free(steps * last.node_bytes)
     if len(samples) == 1:
-        return steps * last.peak_bytes // last.chunk
+        return steps * last.peak_bytes // last.chunk + nodes
     before = samples[-2]
     slope = max(0.0, last.peak_bytes - before.peak_bytes) / (last.chunk - before.chunk)
-    return int(last.peak_bytes + slope * (steps - last.chunk))
+    return int(last.peak_bytes + slope * (steps - last.chunk)) + nodes
 
 
 def tier_of(store: Store, layout: TensorLayout, state: Sequence[Tensor]) -> Tier:
@@ -232,7 +255,7 @@ def offloaded(
     staying = sum(n for n in sample.saved if n < least)
     on_the_way = 9 * max((n for n in sample.saved if n >= least), default=0)  # or fetched ahead
     peak = int(staying * steps / sample.chunk) + on_the_way + sample.peak_bytes // sample.chunk
-    return seconds * steps / samples[-1].chunk, peak
+    return seconds * steps / samples[-1].chunk, peak + beyond_free(steps * sample.node_bytes)
 
 
 def _offloaded_seconds(sample: Sample, least: int, page: Tier, page_bytes: int) -> float:

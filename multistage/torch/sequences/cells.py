@@ -135,7 +135,7 @@ class StepKind:
     graded : bool
         See `Facts`.
     buffers : tuple of (module, name)
-    weight : (int, int)
+    weight : (int, int, int)
         See `Facts`.
     parameters : tuple of int
         Those that its graph leads to.
@@ -156,7 +156,7 @@ class StepKind:
     draws: tuple[bool, ...]
     graded: bool
     buffers: tuple[tuple[nn.Module, str], ...]
-    weight: tuple[int, int]
+    weight: tuple[int, int, int]
     parameters: tuple[int, ...]
     first: int
     name: str

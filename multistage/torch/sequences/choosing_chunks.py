@@ -65,7 +65,7 @@ def choose(
             if name == "stream" and sample.chunk >= steps:
                 continue  # one chunk, which leaves no state to write
             # The live state and its adjoint, beside one chunk's graph.
-            fixed = sample.peak_bytes + 2 * state_bytes + (buffer_bytes if tiers else 0)
+            fixed = sample.held_bytes + 2 * state_bytes + (buffer_bytes if tiers else 0)
             slots = (memory - fixed) // state_bytes
             least.append(fixed + state_bytes)
             if slots < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from ..measurement.checking import Check, complain
 from ..measurement.exploring import tensors_of
 from ..tensors.checksums import checksum
 from ..tensors.graphs import Used, Walked, graph_begins, graph_weight, held_elsewhere, leaves_below
+from ..tensors.meter import storages_of
 from ..tensors.states import Kind, copied, kind_of, said
 from .cell import Buffers, Cell, Facts
 from .hooks import (
@@ -108,7 +110,7 @@ class Look:
     draws: tuple[bool, ...]
     buffers: Buffers
     found: list[Tensor]
-    weight: tuple[int, int]
+    weight: tuple[int, int, int]
     x_kinds: tuple[Kind, ...]
     hooked: bool
     used: Used
@@ -150,6 +152,7 @@ class Explorer:
         alike: bool = True,
     ) -> None:
         self._check, self._alike = check, alike
+        self._unhooked = False  # whether the step allows no hooks on saved tensors
         self._cell, self._leaves, self._spec = cell, leaves, spec
         self._x, self._generators, self._known = x, generators, known
         self._random = generators.capture()
@@ -216,7 +219,7 @@ class Explorer:
         leaves, spec = self._state_of(result[0] if returns_y else result)
         ys, y_spec = self._outputs(result[1]) if returns_y else ([], None)
         no, silent = (False,) * len(leaves), (False,) * len(ys)
-        draws, none = (False,) * len(self._random), (0, 0)
+        draws, none = (False,) * len(self._random), (0, 0, 0)
         return Look(
             spec,
             leaves,
@@ -288,11 +291,20 @@ class Explorer:
     def _look(self, wants: Sequence[bool]) -> Look:
         parameters = [p for p in self._cell.scope.parameters() if p.is_leaf]
         hooks = hooks_on(parameters)
-        with self._no_backward(parameters), self.untouched(), torch.enable_grad():
-            looked = self._looked(wants)
+        try:
+            looked = self._looked_once(parameters, wants)
+        except RuntimeError as error:  # as `torch.func` has it
+            if self._unhooked or "saved tensor hooks" not in str(error):
+                raise
+            self._unhooked = True
+            looked = self._looked_once(parameters, wants)
         if hooks_on(parameters) != hooks:
             refuse_hooks_on_parameters(self._cell.name, "in its first step")
         return looked
+
+    def _looked_once(self, parameters: Sequence[Tensor], wants: Sequence[bool]) -> Look:
+        with self._no_backward(parameters), self.untouched(), torch.enable_grad():
+            return self._looked(wants)
 
     @contextlib.contextmanager
     def _no_backward(self, parameters: Sequence[Tensor]) -> Iterator[None]:
@@ -326,7 +338,9 @@ class Explorer:
         # Copies, so that a cell that writes to its state is found out, not stopped by autograd.
         copies: list[Tensor] = [_Copy.apply(t) for t in given]
         versions = [t._version for t in copies]
-        result: Any = cell.call(pytree.tree_unflatten(copies, spec), x)
+        saved = Saved([*copies, *self._known, *tensors_of(x)])
+        with contextlib.nullcontext() if self._unhooked else saved:
+            result: Any = cell.call(pytree.tree_unflatten(copies, spec), x)
         for tensor, version in zip(copies, versions, strict=True):
             if tensor._version != version:
                 raise StateError(
@@ -368,7 +382,7 @@ class Explorer:
             tuple([name in drawn for name in self._generators.names]),
             changed,
             found,
-            graph_weight(roots, begun, [t.grad_fn for t in copies]),
+            (*graph_weight(roots, begun, [t.grad_fn for t in copies]), saved.nbytes),
             tuple(kind_of(t) for t in tensors_of(x)),
             any(t._backward_hooks for t in copies),
             walked.used,
@@ -449,6 +463,41 @@ class Explorer:
             buffer = module._buffers[key]
             if buffer is not None:
                 yield module, key, buffer
+
+
+class Saved:
+    """A context that counts the bytes of what graphs save that live at its end, each storage once.
+
+    Inside a checkpoint nothing is saved for the graph, though it has the same nodes.
+
+    Parameters
+    ----------
+    known : sequence of Tensor
+        Not counted.
+    """
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        self.nbytes = 0
+        self._known = {key for tensor in known for key in storages_of(tensor)}
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        self._seen |= {key: weakref.ref(each) for key, each in storages_of(tensor).items()}
+        # Not itself: an output that its own node keeps is a cycle that nothing collects.
+        return tensor.detach()
+
+    def __enter__(self) -> None:
+        torch._C._autograd._push_saved_tensors_default_hooks(self._note, _same)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        for key in self._seen.keys() - self._known:
+            storage = self._seen[key]()
+            self.nbytes += 0 if storage is None else storage.nbytes()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class _Copy(torch.autograd.Function):

@@ -259,7 +259,7 @@ class Survey:
             graded=any(kind.graded for kind in kinds),
             buffers=tuple(buffers),
             parameters=tuple(self.known),
-            weight=(sum(k.weight[0] for k in kinds), sum(k.weight[1] for k in kinds)),
+            weight=tuple([sum(column) for column in zip(*[k.weight for k in kinds], strict=True)]),
             x_kinds=(),
             kinds=tuple(kinds),
             states=tuple(self.states),

@@ -25,8 +25,9 @@ from ..measurement.checking import Check, Checked
 from ..tensors.states import TensorLayout, kind_of
 from ..tiers.paging import PAGE_BYTES
 from .cell import Cell
-from .cell_costs import Sample, keep_bytes, offloaded, sample_chunks, tier_of
+from .cell_costs import Sample, keep_bytes, node_bytes, offloaded, sample_chunks, tier_of
 from .choosing_chunks import choose
+from .exploring_cells import FEW
 from .samples import Samples
 from .through_time import ThroughTime
 from .unroll_plan import UnrollPlan, UnrollPlanner
@@ -93,17 +94,17 @@ class _Measured:
     Attributes
     ----------
     samples : sequence of Sample
-    weight : (int, int)
+    weight : (int, int, int)
         Of the cell that was measured.
     steps : int
         Of the sequence it was measured in.
     """
 
     samples: Sequence[Sample]
-    weight: tuple[int, int]
+    weight: tuple[int, int, int]
     steps: int
 
-    def serves(self, weight: tuple[int, int], steps: int, chunk: int | None) -> bool:
+    def serves(self, weight: tuple[int, int, int], steps: int, chunk: int | None) -> bool:
         """Whether it holds of a cell of some weight, and for sequences of some length.
 
         In sequences more than twice as long larger chunks may pay than were measured.
@@ -190,7 +191,7 @@ def planned(
         most = 1 << 62 if budget.bytes is None else budget.bytes
         found = sample_chunks(chain, leaves, chunk=settings.chunk, most_bytes=most, tapes=tapes)
         measured = _measured.put(kind, _Measured(found, facts.weight, inputs.steps))
-    samples = [each for each in measured.samples if each.chunk <= inputs.steps]
+    samples = _counted(measured, chain)
     limit_bytes = budget.bytes_of(lambda: keep_bytes(samples, inputs.steps))
     tier, travelling = None, None
     if store is not None:
@@ -218,6 +219,14 @@ def planned(
         checked = _checked.put(again, check(plan))
     plan = replace(plan, checked=checked, by_values=any(each.by_values for each in samples))
     return _plans.put(key, _Known(measured, plan)).plan
+
+
+def _counted(measured: _Measured, chain: ThroughTime) -> list[Sample]:
+    """Return the samples of chunks that a sequence may have, with the nodes of its graphs."""
+    steps = chain.inputs.steps
+    looked_at = min(FEW, steps) if chain.cell.fused else 1
+    nodes = node_bytes(chain.facts.weight[0] / looked_at, chain.device)
+    return [replace(each, node_bytes=nodes) for each in measured.samples if each.chunk <= steps]
 
 
 def _key(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..environment.turns import TURN
 from .cell import Cell, Facts
+from .cell_rules import require_like
 
 
 def run_steps(
@@ -20,22 +21,50 @@ def run_steps(
     x: Callable[..., object],
     take: Callable[[tuple[int, list[Tensor]]], None],
 ) -> list[Tensor]:
-    """Run time steps; hand t and the leaves of y of each to `take`; return the state's leaves."""
+    """Run time steps; hand t and the leaves of y of each to `take`; return the state's leaves.
+
+    Raises
+    ------
+    StateError
+        If a step returns a larger state than it was given, or something of other structure:
+        at that step, before the next ones run, which would exceed the memory limit.
+    """
     call, name = cell.call, cell.name
     start, stop = steps
+    nbytes = _bytes_of(state)
     if cell.fused:
         state, y = facts.split(call(state, x(start, stop)), name, start)
         if facts.y_spec is not None:
             take((start, facts.y_leaves(y, name, start)))
     elif not facts.returns_y:
         for t in range(start, stop):
-            state = call(state, x(t))
+            before, state = state, call(state, x(t))
+            if _bytes_of(state) > nbytes:
+                _refuse_larger(facts, name, before, state, t)
     else:
         for t in range(start, stop):
+            before = state
             state, y = facts.split(call(state, x(t)), name, t)
+            if _bytes_of(state) > nbytes:
+                _refuse_larger(facts, name, before, state, t)
             if facts.y_spec is not None:
                 take((t, facts.y_leaves(y, name, t)))
     return facts.leaves(state, name, stop - 1)
+
+
+def _bytes_of(state: object) -> int:
+    """Return the bytes of a tensor or a tuple of tensors; 0 for other trees, which cost time."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    total = 0
+    for leaf in state if type(state) is tuple else ():
+        total += leaf.nbytes if isinstance(leaf, Tensor) else 0
+    return total
+
+
+def _refuse_larger(facts: Facts, name: str, before: object, state: object, t: int) -> None:
+    given, leaves = facts.leaves(before, name, t - 1), facts.leaves(state, name, t)
+    require_like(name, given, leaves, (t, t + 1))
 
 
 @contextlib.contextmanager

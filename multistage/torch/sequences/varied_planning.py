@@ -17,6 +17,7 @@ from ...planners.chain.joint_core import require_core
 from ...reversing.described import described
 from ...support.units import format_bytes
 from ..measurement.checking import Checked
+from .cell_costs import beyond_free, node_bytes
 from .cells import Cells, StepKind, VariedFacts
 from .chunks import Steps
 from .kind_costs import KindCost, measured_kind
@@ -61,6 +62,13 @@ def steps_of(
             cost = measured_kind(cells, facts, kind, before, inputs, around, device)
             _measured.put(key, cost)
         found.append(cost)
+    nodes = sum(facts.kinds[number].weight[0] for number in facts.steps)
+    taken = beyond_free(node_bytes(nodes, device))
+    if taken:
+        found = [
+            _with_nodes(cost, taken * kind.weight[0] // nodes)
+            for cost, kind in zip(found, facts.kinds, strict=True)
+        ]
     each = [found[number] for number in facts.steps]
     overhead_s = min(cost.overhead_s for cost in found)
     rest = sum(t.nbytes for t in around.now())
@@ -77,6 +85,11 @@ def steps_of(
         overhead_s,
     )
     return steps, found
+
+
+def _with_nodes(cost: KindCost, nbytes: int) -> KindCost:
+    stage = replace(cost.stage, tape_bytes=cost.stage.tape_bytes + nbytes)
+    return replace(cost, stage=stage, graph_bytes=cost.graph_bytes + nbytes)
 
 
 def steps_by_costs(costs: StageCosts, facts: VariedFacts) -> Steps:
