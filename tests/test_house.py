@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from textwrap import dedent
 
 import pytest
@@ -177,6 +178,15 @@ BARS = {
     "twins": 0,
     "test_lines": 57_700,
 }
+
+
+def test_subjects_of_commits_are_short() -> None:
+    """Those before this bar was kept are not looked at, nor a checkout without history."""
+    log = ["git", "log", "--no-merges", "--format=%s", "e59d73b384e7..HEAD"]
+    done = subprocess.run(log, cwd=house.PACKAGE.parent, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("no history")
+    assert [subject for subject in done.stdout.splitlines() if len(subject) > 72] == []
 
 
 def test_the_package_keeps_its_bars() -> None:

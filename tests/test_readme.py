@@ -179,6 +179,19 @@ def test_quoted_messages_are_those_of_the_code() -> None:
             assert part.strip() in said, row
 
 
+def test_pages_quote_the_figures_of_the_measurements() -> None:
+    measured = (DOCS / "reference/measurements.md").read_text()
+    table = re.findall(r"^\|.*(?: µs| ms| a step).*\|$", (ROOT / "README.md").read_text(), re.M)
+    assert len(table) == 5
+    for row in table:
+        assert row in measured
+    compared = (DOCS / "explanation/comparison.md").read_text()
+    figures = re.findall(r"\b[\d.]+ (?:µs|MiB)\b", compared)
+    assert len(figures) >= 7
+    for figure in figures:
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}", measured), figure
+
+
 @pytest.mark.parametrize("name", ["multistage", "multistage.torch", "multistage.backends"])
 def test_every_public_name_is_in_the_reference(name: str) -> None:
     if name == "multistage.torch":

@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     """Make the plan, print it and write the files that were asked for."""
     if args.curve:
         leave_out(args, ("save",), "--curve shows no single plan")
-    require_writable((args.save, (".json",)), (args.html, (".html",)), (args.picture, SUFFIXES))
+    files = (args.save, (".json",)), (args.html, (".html",)), (args.picture, SUFFIXES)
+    require_writable(*files, (args.save_costs, ()))
     if args.load is not None:
         leave_out(args, ("rates", "save"), "--load shows a plan as it is")
     made = made_by(args)

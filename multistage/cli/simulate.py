@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
         leave_out(args, ("n_steps", "memory", "costs"), "--load simulates a plan as it is")
     if args.jitter is None:
         leave_out(args, ("seed",), "without --jitter nothing is drawn")
-    require_writable((args.html, (".html",)), (args.picture, SUFFIXES), (args.trace, ()))
+    files = (args.html, (".html",)), (args.picture, SUFFIXES), (args.trace, ())
+    require_writable(*files, (args.save_costs, ()))
     jitter = None if args.jitter is None else Jitter.parse(args.jitter)
     made = made_by(args)
     if args.rates is not None and args.load is not None:

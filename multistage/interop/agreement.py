@@ -18,7 +18,6 @@ from ..measurement.store import probe_store
 from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import Costs
-from ..model.tier import Tier
 from ..planners import Planner, UniformPlan
 from ..reversing.arguments import Arguments
 from ..reversing.sweeps import Sweeps
@@ -82,6 +81,8 @@ class Agreement(Generic[State, Adjoint]):
         elif tier is not None:
             self._own_store = open_store(tier)
         self.store = None if self._own_store is None else AgreedStore(self._own_store, ranks)
+        self._probed = self._own_store if durable is None else durable.probe
+        self.most = ranks.most
         self._planner, self._given = planner, costs
         self._checked, self._progress, self._states = checked, progress, states
         self._layout: Layout | None = None
@@ -148,11 +149,11 @@ class Agreement(Generic[State, Adjoint]):
         if not all(ranks.gather(lambda: self.costs is not None)):
             self.costs = None
             begun = self._durable is not None and self._durable.begun
-            if self._given is not None:
-                self.costs = self._slowest(self._given)
+            if (given := self._given) is not None:
+                self.slowest(lambda: given)
             elif not sweeps or begun:
-                self.costs = self._slowest(self._measured(state, layout))
-        given: Arguments[State, Adjoint] = Arguments.of(
+                self._measure(state, layout)
+        arguments: Arguments[State, Adjoint] = Arguments.of(
             self._chain,
             n_steps=self._n_steps,
             memory=Budget(slots=slots),
@@ -163,16 +164,16 @@ class Agreement(Generic[State, Adjoint]):
             durable=self._durable,
             states=self._states,
             agreement=self,
+            probed=self._probed,
         )
-        made = Sweeps(given, self._progress)
+        made = Sweeps(arguments, self._progress)
         if self._n_steps is not None and self.costs is not None:
             self.planned(partial(made.prepare, state))
         return made
 
-    def _measured(self, state: State, layout: Layout) -> Costs:
-        """Return this rank's costs: steps in step with the others, its tier by itself."""
-        ranks, store = self._ranks, self._own_store
-        most = self._n_steps or 10_000
+    def _measure(self, state: State, layout: Layout) -> None:
+        """Measure costs: steps in step with the others, this rank's tier by itself."""
+        most, store = self._n_steps or 10_000, self._probed
         share = _PROBE_S if store is None else 2 / 3 * _PROBE_S
         costs = measure(
             self._chain,
@@ -180,33 +181,28 @@ class Agreement(Generic[State, Adjoint]):
             most,
             seconds=share,
             states=self._states,
-            agree=ranks.most,
+            agree=self.most,
             progress=self._progress,
         )
-        if store is None:
-            return costs
 
-        sweep_s = most * costs.forward_step_s
-        tier = self.own_tier(
-            partial(
-                probe_store, layout=layout, seconds=_PROBE_S - share, most=most, sweep_s=sweep_s
-            )
-        )
-        return with_driver(replace(costs, tiers=(tier,)), layout)
+        def mine() -> Costs:
+            if store is None:
+                return costs
+            left_s, sweep_s = _PROBE_S - share, most * costs.forward_step_s
+            tier = probe_store(store, layout, seconds=left_s, most=most, sweep_s=sweep_s)
+            return with_driver(replace(costs, tiers=(tier,)), layout)
 
-    def most(self, value: float) -> float:
-        """Return the largest of all ranks' values."""
-        return self._ranks.most(value)
+        self.slowest(mine)
 
-    def own_tier(self, probe: Callable[[Store], Tier]) -> Tier:
-        """Return what `probe` finds of this rank's store; raise on all ranks what one raised."""
-        store = self._own_store if self._durable is None else self._durable.probe
-        assert store is not None
-        return self._ranks.gather(lambda: probe(store))[self._ranks.rank]
-
-    def slowest(self, mine: Costs) -> Costs:
-        """Return the costs that all ranks plan with, after those that one has seen."""
-        self.costs = self._slowest(mine)
+    def slowest(self, mine: Callable[[], Costs]) -> Costs:
+        """Return the costs that all ranks plan with, after those that each has seen."""
+        found = self._ranks.gather(mine if self.store else lambda: mine().without_tiers())
+        facts: list[dict[str, object]] = [
+            {"the tiers in costs": len(costs.tiers), "tape_step_s in costs": costs.state_is_tape}
+            for costs in found
+        ]
+        self._ranks.same(facts, "give every rank costs of the same kind")
+        self.costs = slowest(found, self._ranks.rank)
         return self.costs
 
     def planned(self, make: Callable[[], UniformPlan]) -> UniformPlan:
@@ -226,17 +222,6 @@ class Agreement(Generic[State, Adjoint]):
         self.plan = made[0]
         return made[0]
 
-    def _slowest(self, mine: Costs) -> Costs:
-        if self.store is None:
-            mine = mine.without_tiers()
-        found = self._ranks.gather(lambda: mine)
-        facts: list[dict[str, object]] = [
-            {"the tiers in costs": len(costs.tiers), "tape_step_s in costs": costs.state_is_tape}
-            for costs in found
-        ]
-        self._ranks.same(facts, "give every rank costs of the same kind")
-        return slowest(found, self._ranks.rank)
-
     def settle(self) -> None:
         """Learn the fate of the last transfers, together with the other ranks."""
         if self.store is not None and self.sweeps is not None:
@@ -249,8 +234,10 @@ class Agreement(Generic[State, Adjoint]):
             self.store.settle()
         if self._durable is not None:  # its folder is the run's
             return
-        assert self.costs is not None and self.sweeps is not None
-        seen = self._slowest(seen)
-        if drifted(self.costs, seen):
+        costs = self.costs
+        assert costs is not None and self.sweeps is not None
+        if drifted(costs, self.slowest(lambda: seen)):
             self.sweeps.end(keep=False)
-            self.costs, self.sweeps = seen, None
+            self.sweeps = None
+        else:
+            self.costs = costs

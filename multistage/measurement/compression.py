@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -26,7 +25,8 @@ from .store import probe_store
 
 _CHOICES: tuple[Literal["none", "blosc"], ...] = ("none", "blosc")  # of equals the first
 _SECONDS = 0.3  # for each measurement
-_STEPS = 64  # computed with the store at work, and at rest
+_NUMBERS = 1 << 17  # multiplied in 50 to 100 us
+_TURN = 64  # multiplications with the store at work, and at rest
 
 
 def choose_compression(
@@ -51,8 +51,7 @@ def choose_compression(
     predict : callable
         The makespan, in seconds, that is planned for some costs.
     """
-    step_s = costs.forward_step_s
-    sweep_s = n_steps * step_s
+    sweep_s = n_steps * costs.forward_step_s
     for number, store in enumerate(stores):
         base = costs.tiers[number]
 
@@ -65,7 +64,7 @@ def choose_compression(
                 arrays=arrays,
                 sweep_s=sweep_s,
             )
-            lost_s = _lost_per_write(step_s, store, layout, arrays)
+            lost_s = _lost_per_write(store, layout, arrays)
             return replace(
                 tier,
                 write_overhead_s=base.write_overhead_s + lost_s,
@@ -100,27 +99,27 @@ def _why(plain: tuple[float, Costs], packed: tuple[float, Costs], number: int) -
     )
 
 
-def _lost_per_write(step_s: float, store: Store, layout: Layout, arrays: Sequence[Array]) -> float:
+def _lost_per_write(store: Store, layout: Layout, arrays: Sequence[Array]) -> float:
     """Return the seconds that computing beside a busy store loses per state written.
 
-    What is computed is arithmetic that takes about as long as a step, since steps may not
-    be run that no schedule asks for.  With the store at work and at rest it takes turns, so
-    that what else the machine does falls on both.
+    What is computed is arithmetic of no use, since steps may not be run that no schedule asks
+    for.  With the store at work and at rest it takes turns, so that what else the machine does
+    falls on both.
     """
     spent = {True: 0.0, False: 0.0}
     taken = {True: 0, False: 0}
     key = 0
-    compute = _arithmetic(step_s)
+    numbers, result = np.ones(_NUMBERS), np.empty(_NUMBERS)
     with Opened(lambda: store.open(layout), store.close):
         began = time.perf_counter()
         while time.perf_counter() - began < _SECONDS or not taken[False]:
             for busy in (True, False):
                 first = key
-                for _ in range(_STEPS):
+                for _ in range(_TURN):
                     if busy and store.put(key, arrays):
                         key += 1
                     before = time.perf_counter()
-                    compute()
+                    np.multiply(numbers, numbers, out=result)
                     spent[busy] += time.perf_counter() - before
                     taken[busy] += 1
                     if time.perf_counter() - began > 2 * _SECONDS:
@@ -132,18 +131,3 @@ def _lost_per_write(step_s: float, store: Store, layout: Layout, arrays: Sequenc
         return 0.0
     lost_s = spent[True] - spent[False] / taken[False] * taken[True]
     return max(0.0, lost_s) / key
-
-
-def _arithmetic(seconds: float) -> Callable[[], None]:
-    """Return a function that computes for about so long, at most a tenth of a second."""
-    numbers, result = np.ones(1 << 15), np.empty(1 << 15)
-
-    def compute(times: int) -> None:
-        for _ in range(times):
-            np.multiply(numbers, numbers, out=result)
-
-    compute(10)
-    began = time.perf_counter()
-    compute(10)
-    each_s = (time.perf_counter() - began) / 10
-    return partial(compute, max(1, round(min(seconds, 0.1) / each_s)))

@@ -17,7 +17,6 @@ from ..model.budget import Budget
 from ..model.chain import Chain, FunctionChain
 from ..model.costs import Costs
 from ..model.stages import StageCosts
-from ..model.tier import Tier
 from ..planners import Planner, UniformPlan
 from ..planners.uniform import require_steps
 from ..states.arrays import ArrayStates
@@ -42,12 +41,11 @@ class Agreement(Protocol):
         """Return the largest of all ranks' values."""
         ...
 
-    def own_tier(self, probe: Callable[[Store], Tier], /) -> Tier:
-        """Return what `probe` finds of this rank's store; raise on all ranks what one raised."""
-        ...
+    def slowest(self, mine: Callable[[], Costs], /) -> Costs:
+        """Return the costs that all ranks plan with, after those that each has seen.
 
-    def slowest(self, mine: Costs, /) -> Costs:
-        """Return the costs that all ranks plan with, after those that one has seen."""
+        What `mine` raises on one rank is raised on all.
+        """
         ...
 
     def planned(self, make: Callable[[], UniformPlan], /) -> UniformPlan:
@@ -66,6 +64,8 @@ class Arguments(Generic[State, Adjoint]):
     budget : Budget
     stores : tuple of Store
         The slow tiers, closed.
+    probed : tuple of Store
+        What is measured for them.
     planner : str or Planner
     costs : Costs or None
         Of uniform steps, as given.
@@ -86,6 +86,7 @@ class Arguments(Generic[State, Adjoint]):
     n_steps: int | None
     budget: Budget
     stores: tuple[Store, ...]
+    probed: tuple[Store, ...]
     planner: str | Planner
     costs: Costs | None
     stages: StageCosts | None
@@ -114,6 +115,7 @@ class Arguments(Generic[State, Adjoint]):
         durable_every_s: float = 60.0,
         durable_label: str = "",
         agreement: Agreement | None = None,
+        probed: Store | None = None,
     ) -> Self:
         """Return the arguments of a `Reversal`; its documentation describes them.
 
@@ -140,7 +142,7 @@ class Arguments(Generic[State, Adjoint]):
         own, run = states is not None, None
         if durable is not None:
             run, tiers = _durable_run(durable, tiers, states, durable_every_s, durable_label)
-            chain, states = run.chain(chain), OrderedStates(chain.in_place)
+            chain, states, probed = run.chain(chain), OrderedStates(chain.in_place), run.probe
         resolved = planner_of(planner, n_steps)
         _require_states(states)
         budget, stores = _checked_budget(memory), _checked_stores(tiers)
@@ -152,6 +154,7 @@ class Arguments(Generic[State, Adjoint]):
             n_steps=n_steps,
             budget=budget,
             stores=stores,
+            probed=stores if probed is None else (probed,),
             planner=resolved,
             costs=costs,
             stages=stages,

@@ -70,6 +70,7 @@ class FirstSteps(Generic[State, Adjoint]):
         self._chain, self._agree = chain, agree
         self.in_place, self.state_is_tape = chain.in_place, chain.state_is_tape
         self.one_tape = bool(getattr(chain, "one_tape", False))
+        self.tape, self.reverse = chain.tape, chain.reverse
         self.tape_bytes = NOT_KEPT if one_tape(chain) else 0
         self._tapes = not chain.state_is_tape and not self.one_tape
         self.spent_s = 0.0
@@ -106,14 +107,6 @@ class FirstSteps(Generic[State, Adjoint]):
             self.tape_bytes = own_bytes(tape, (after, beside)) + shared_bytes(tape, after)
         else:
             self.tape_bytes = own_bytes(tape, beside)
-
-    def tape(self, state: State, step: int) -> tuple[State, object]:
-        """Run one step keeping its tape."""
-        return self._chain.tape(state, step)
-
-    def reverse(self, tape: object, adjoint: Adjoint, step: int) -> Adjoint:
-        """Return the adjoint of the state before `step`."""
-        return self._chain.reverse(tape, adjoint, step)
 
     @property
     def typical_s(self) -> tuple[float, float]:

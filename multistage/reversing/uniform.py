@@ -15,7 +15,6 @@ from functools import cache, partial
 from typing import Generic, TypeVar
 
 from ..actions import Schedule
-from ..backends.base import Store
 from ..backends.compressed import compressions
 from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
@@ -173,14 +172,13 @@ class Uniform(Generic[State, Adjoint]):
         """Return the costs of steps and tiers, measured on steps that are run for it."""
         given = self._arguments
         chain, states, most = given.chain, given.states, given.n_steps or _UNKNOWN_STEPS
-        probed = given.stores if given.durable is None else (given.durable.probe,)
-        costs = measure(chain, state, most, probed, states=states, progress=self._bars.shown)
-        if any(each.scheme == "auto" for tier in given.stores for each in compressions(tier)):
+        costs = measure(chain, state, most, given.probed, states=states, progress=self._bars.shown)
+        if any(each.scheme == "auto" for tier in given.probed for each in compressions(tier)):
             layout, count = states.layout(state), min(most, _SAMPLE_STEPS)
             slots = states.slots(layout)
             with starting(chain, state, slots) as start:
                 arrays = sample(chain.advance(start(), 0, count), count, slots, layout)
-            costs = choose_compression(costs, given.stores, layout, arrays, most, self._predicted)
+            costs = choose_compression(costs, given.probed, layout, arrays, most, self._predicted)
         return costs
 
     def _guessed(self, layout: Layout) -> Costs:
@@ -236,38 +234,29 @@ class Uniform(Generic[State, Adjoint]):
             tape_bytes=first.tape_bytes,
             action_s=action_seconds(),
         )
-        if given.stores:
-            costs = self._with_tiers(costs, executor.live, reached, layout)
-        if given.agreement is not None:
-            costs = given.agreement.slowest(costs)
-        self.costs, self._first = costs, None
-        executor.go_on(self._bars.watch(chain, step_s), costs.tape_slots)
+        measured = partial(self._with_tiers, costs, executor.live, reached, layout)
+        if given.durable is None:
+            self._opened.close_stores()
+        self.costs = measured() if given.agreement is None else given.agreement.slowest(measured)
+        self._opened.open(given.stores, layout)
+        self._first = None
+        executor.go_on(self._bars.watch(chain, step_s), self.costs.tape_slots)
 
     def _with_tiers(self, costs: Costs, state: State, step: int, layout: Layout) -> Costs:
         """Return the costs with those of the tiers, measured by the live state."""
-        given, durable = self._arguments, self._arguments.durable
-        n, arrays = given.n_steps or _UNKNOWN_STEPS, None
-        if any(map(compressions, given.stores)):
+        given, arrays = self._arguments, None
+        if not given.probed:
+            return costs
+        n = given.n_steps or _UNKNOWN_STEPS
+        if any(map(compressions, given.probed)):
             arrays = sample(state, step, given.states.slots(layout), layout)
-        if durable is None:
-            self._opened.close_stores()
-
-        sweep_s, seconds = n * costs.forward_step_s, _PROBE_S / (2 + len(given.stores))
-
-        def probed(store: Store) -> Tier:
-            return probe_store(
-                store, layout, seconds=seconds, most=n, arrays=arrays, sweep_s=sweep_s
-            )
-
-        agreed = given.agreement
-        if agreed is None:
-            tiers = tuple(map(probed, given.stores if durable is None else [durable.probe]))
-        else:
-            tiers = (agreed.own_tier(probed),)
-        costs = with_driver(replace(costs, tiers=tiers), layout)
-        if agreed is None and arrays is not None:
-            costs = choose_compression(costs, given.stores, layout, arrays, n, self._predicted)
-        self._opened.open(given.stores, layout)
+        seconds, sweep_s = _PROBE_S / (2 + len(given.probed)), n * costs.forward_step_s
+        probed = partial(
+            probe_store, layout=layout, seconds=seconds, most=n, arrays=arrays, sweep_s=sweep_s
+        )
+        costs = with_driver(replace(costs, tiers=tuple(map(probed, given.probed))), layout)
+        if arrays is not None:
+            costs = choose_compression(costs, given.probed, layout, arrays, n, self._predicted)
         return costs
 
     def _made_schedule(self, is_last: Callable[[int], bool] | None) -> Schedule:

@@ -216,6 +216,8 @@ def test_demo_differentiates_and_tests(capsys, tmp_path: Path, options: list[str
         (["simulate", *NUMBERS, "--html=page.txt"], "'page.txt' must end in .html"),
         (["simulate", *NUMBERS, "--trace=no/where.json"], "its folder does not exist"),
         (["plan", *NUMBERS, "--html=no/where.html"], "its folder does not exist"),
+        (["plan", *NUMBERS, "--save-costs=no/where.json"], "its folder does not exist"),
+        (["simulate", *NUMBERS, "--save-costs=no/where.json"], "its folder does not exist"),
         (["probe", "--sizes=64KiB"], "leave --sizes out"),
         (["plan", *NUMBERS, "--save=plan.html"], "must end in .json"),
         (["plan", *NUMBERS, "--save=plan.json", "--curve"], "leave --save out"),
