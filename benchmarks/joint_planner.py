@@ -38,7 +38,6 @@ from multistage.planners.chain.heterogeneous import ChainPlan, plan_chain, small
 from multistage.planners.chain.joint import Pool
 from multistage.planners.chain.joint_bound import joint_lower_bound
 from multistage.planners.chain.joint_core import STARTS, STATE_AWAY, Core
-from multistage.planners.chain.joint_rule import DeadlineRule
 from multistage.planners.chain.sizes import Sizes
 from multistage.planners.chain.table import Table
 
@@ -52,11 +51,9 @@ CHAINS = (
 MEMORIES = (0.1, 0.2, 0.4, 0.6, 0.8)
 RHOS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 LATENCY_S = 2e-5
-SLOWER = (1.5, 3.0, 10.0)
 EXACT_CHAINS = 500
 EXACT_STATES = 2_000_000  # the exact search gives up beyond
 MIB = 2.0**20
-LATE_STAGES = 100  # of the longest chain that meets a late tier
 NEARBY = (1.0, 1.02, 1.04, 1.08)  # of memory, or of the tier's rates
 NEARBY_SETTINGS, NEARBY_STAGES = 40, 60
 SLOTS = 250  # of the table that equal segments are reversed by
@@ -163,18 +160,6 @@ def replayed(plan: ChainPlan, rates: Tier) -> tuple[float, int]:
     return abs(as_planned.now / plan.makespan_s - 1), over
 
 
-def late(plan: ChainPlan) -> list[dict[str, float]]:
-    """Return what tiers slower than planned cost: with the deadline rule, and waiting."""
-    run_late = from_tests("oracles.late").run_late
-    rule, found = DeadlineRule(plan), []
-    for slower in SLOWER:
-        judge, _ = run_late(plan, slower, rule=rule)
-        assert plan.memory_bytes is None or judge.peak <= plan.memory_bytes
-        waiting, _ = run_late(plan, slower, rule=None)
-        found.append({"slower": slower, "makespan_s": judge.now, "waiting_s": waiting.now})
-    return found
-
-
 def grid(thin: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield one row per chain, memory and rho; of `thin` settings one."""
     number = 0
@@ -214,8 +199,6 @@ def grid(thin: int, seed: int) -> Iterator[dict[str, Any]]:
                 if plan is not None:
                     row["offload_s"] = math.inf if plan.offload_s is None else plan.offload_s
                     row["replay_off"], row["over_limit"] = replayed(plan, rates)
-                    if length <= LATE_STAGES and _seconds(plan) < _seconds(alone) < math.inf:
-                        row["late"] = late(plan)
                 yield row
 
 

@@ -11,10 +11,6 @@ run
     if it were uniform, interleaved.  Uniform means that every state counts as the
     largest and every step as the mean, under the same planner and the same memory.
 
-late
-    The same on a larger mesh, with a tier that is ten times slower than it was when
-    measured: one sweep without the tier, waiting for it, and with detours from the plan.
-
 Each gradient is compared bit for bit with that of storing everything.
 
     python -m benchmarks.unequal_steps [--quick] [--json FILE] [--plot FILE]
@@ -33,7 +29,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks._common import finish, from_tests, interleaved, options
-from benchmarks._late_tier import late_rows
 from multistage import FunctionChain, Reversal, Stage, StageCosts
 from multistage.execute.metered import of_chain
 from multistage.planners.chain.pieces import chain_plan
@@ -211,16 +206,6 @@ def timed(mesh: Mesh, run: Reversal[Any, Any], answer: bytes) -> float:
     return seconds
 
 
-def late_samples(quick: bool, seed: int) -> dict[str, list[float]]:
-    """Return the seconds of sweeps with a tier that is slower than it was."""
-    mesh = Mesh(24 if quick else 48, seed, scale=60)
-    answer, costs = mesh.store_all(), measured(mesh, 2)
-    last = np.ones(mesh.points[-1])
-    return late_rows(
-        mesh.step, mesh.adjoint_step, mesh.start(), last, costs, answer, 3 if quick else 5
-    )
-
-
 def main() -> None:
     """Run the benchmark."""
     args = options(__doc__).parse_args()
@@ -256,10 +241,6 @@ def main() -> None:
             f"as uniform {best['as uniform']:.3f} s",
             flush=True,
         )
-    late = late_samples(args.quick, args.seed)
-    over = {name: np.array(late[name]) / np.median(late["no tier"]) for name in late}
-    for name, shares in over.items():
-        print(f"{name}: {np.median(shares):.3f} of no tier", flush=True)
     factors = [min(r["seconds"]["as uniform"]) / min(r["seconds"]["unequal"]) for r in rows]
     seconds = [stage.forward_s for stage in costs.stages]
     every = [row["over_every_schedule"] for row in gaps if "over_every_schedule" in row]
@@ -269,13 +250,10 @@ def main() -> None:
         "every_schedule_gap_worst": max(every),
         "uniform_over_unequal_mean": float(np.exp(np.mean(np.log(factors)))),
         "uniform_over_unequal_least": min(factors),
-        "late_tier_over_no_tier": float(np.median(over["detour"])),
-        "late_tier_waiting_over_no_tier": float(np.median(over["waits"])),
-        "tier_as_planned_over_no_tier": float(np.median(over["as planned"])),
         "step_cost_spread": max(seconds) / min(seconds),
         "state_size_spread": max(mesh.points) / min(mesh.points),
     }
-    finish(args, "unequal_steps", {"exact": gaps, "run": rows, "late": late}, ratios)
+    finish(args, "unequal_steps", {"exact": gaps, "run": rows}, ratios)
     if args.plot:
         _plot(mesh, rows, args.plot)
 

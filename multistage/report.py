@@ -248,8 +248,8 @@ class Report:
 
     def _notes(self) -> list[str]:
         notes = [f"{use.name}: {note}" for use in self.tiers for note in use.notes]
-        if self.counts.detour:
-            notes.append(f"{self.counts.detour[:1].upper()}{self.counts.detour[1:]}.")
+        if self.counts.late:
+            notes.append(f"{self.counts.late[:1].upper()}{self.counts.late[1:]}.")
         return [f"{self.ended[:1].upper()}{self.ended[1:]}.", *notes] if self.ended else notes
 
     def to_dict(self) -> dict[str, object]:

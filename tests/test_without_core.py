@@ -4,12 +4,10 @@ import numpy as np
 import pytest
 
 from multistage import Reversal, native, plan_chain
-from multistage.actions import EndForward
 from multistage.cli import main
 from multistage.errors import ArgumentError
 from multistage.model.chain import FunctionChain
 from multistage.model.stages import Stage, StageCosts
-from multistage.planners.chain.joint_rule import DeadlineRule
 from multistage.planners.chain.plan import ChainPlan
 
 LAYERS = StageCosts.uniform(12, Stage("layer", 1.0, 2.0, 10, 40), 10)
@@ -80,8 +78,6 @@ def test_a_plan_from_a_machine_with_the_core_is_read(monkeypatch):
     monkeypatch.setattr(native, "_WHY", "")
     read = ChainPlan.from_dict(plan.to_dict() | {"lower_bound_s": None})
     assert read.actions == plan.actions
-    with pytest.raises(ArgumentError, match=REFUSED):
-        DeadlineRule(read).at_deadline(plan.actions.index(EndForward()))
 
 
 def test_training_with_a_tier_is_refused(without_core):

@@ -129,6 +129,11 @@ class LandingPool:
         self._lent[number] = weakref.ref(buffer, back)
         return buffer
 
+    def trim(self) -> None:
+        """Free the memory to which nothing refers, but for what small buffers share."""
+        if not self._shared:
+            self._idle.clear()
+
     def _new(self) -> tuple[mmap.mmap, int]:
         """Return memory for a buffer; for small ones, keep that of the others."""
         nbytes = _paged(self._nbytes)

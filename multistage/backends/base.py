@@ -238,8 +238,11 @@ class Store(Protocol):
         """
         ...
 
-    def waits(self) -> bool:
-        """Whether a `put` with `block` would wait for other writes now, as far as is known."""
+    def waits(self, lengths: Sequence[int] = ()) -> bool:
+        """Whether a `put` with `block` would wait for other writes now, as far as is known.
+
+        Of arrays of so many bytes, where things of any size are put.
+        """
         ...
 
     def prefetch(self, key: int) -> None:
@@ -259,10 +262,18 @@ class Store(Protocol):
         """
         ...
 
+    def arrived(self, key: int, timeout_s: float) -> bool:
+        """Wait for the read of `key`, no longer than so many seconds; return whether it ended.
+
+        0 s: without waiting; a read that was not queued is.  Where it has ended, `get` does
+        not wait.  A store that cannot tell answers True at once; so does any for an unknown key.
+        """
+        ...
+
     def drop(self, key: int) -> None:
         """Free the tier's copy of `key`, being read or not; unknown keys are ignored.
 
-        Never blocks.
+        Never blocks.  A read that has not begun is not made.
         """
         ...
 
@@ -359,10 +370,14 @@ class BaseStore:
         """Answer True: `wait_written` waits."""
         return True
 
+    def arrived(self, key: int, timeout_s: float) -> bool:
+        """Answer True: `get` waits."""
+        return True
+
     def cancel(self, key: int) -> None:
         """Do nothing: the write is made."""
 
-    def waits(self) -> bool:
+    def waits(self, lengths: Sequence[int] = ()) -> bool:
         """Answer False: `put` waits if it must."""
         return False
 

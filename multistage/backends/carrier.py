@@ -72,6 +72,10 @@ class Carrier(Protocol):
         """Have the write of an extent fail (ECANCELED) at its next chunk, if there is one."""
         ...
 
+    def cancel_read(self, extent: Extent) -> None:
+        """Have the read of an extent, whose bytes are not needed, fail where it can."""
+        ...
+
     def wait_for(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool | None:
         """Block until `ready()`, which is asked again after every transfer.
 
@@ -92,7 +96,8 @@ class Carrier(Protocol):
 class _Flight:
     """One transfer that was queued."""
 
-    __slots__ = ("began", "behind", "checksum", "data", "done", "ended", "error", "extent")
+    __slots__ = ("began", "behind", "cancelled", "checksum", "data", "done", "ended", "error",
+                 "extent")  # fmt: skip
 
     def __init__(self, extent: Extent, data: Array | None, behind: _Flight | None = None) -> None:
         self.extent = extent
@@ -101,6 +106,7 @@ class _Flight:
         self.checksum = extent.checksum
         self.began = self.ended = 0.0
         self.error: Exception | None = None
+        self.cancelled = False  # of a read: it need not begin
         self.done = False
 
 
@@ -211,6 +217,8 @@ class _Threads:
     def _read(self, flight: _Flight) -> None:
         extent, landing, behind = flight.extent, flight.data, flight.behind
         assert landing is not None
+        if flight.cancelled:
+            raise OSError(errno.ECANCELED, "it was cancelled")
         if behind is not None:
             if behind.error is not None:
                 raise OSError(f"write failed: {behind.error}")
@@ -234,7 +242,8 @@ class ThreadCarrier:
     Notes
     -----
     The threads work on flights, whose `done` they set, and look at nothing of
-    an extent that may change meanwhile but whether its write was cancelled.
+    an extent that may change meanwhile but whether its write was cancelled; of a flight,
+    whether its read was.
 
     Ctrl-C may come between any two instructions of the computing thread.  It
     takes no lock, which an interrupt could make it keep; it reports a flight before
@@ -289,6 +298,12 @@ class ThreadCarrier:
     def cancel(self, extent: Extent) -> None:
         """Have the write of an extent fail at its next chunk; see `Carrier`."""
         extent.cancelled = True
+
+    def cancel_read(self, extent: Extent) -> None:
+        """Have the read of an extent fail unless it has begun; see `Carrier`."""
+        for flight in self._reading:
+            if flight.extent is extent:
+                flight.cancelled = True
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool | None:
         """Block until `ready()`; see `Carrier`."""

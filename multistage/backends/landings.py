@@ -57,7 +57,19 @@ class Landings:
         extent.read_state = TransferState.DONE if error is None else TransferState.FAILED
         if error is None:
             self._stats.bytes_read += extent.nbytes
+        if error is None or extent.live:  # not of one that was given up: it took no time
+            self._note(extent, began, ended)
+
+    def _note(self, extent: Extent, began: float, ended: float) -> None:
         self._transfers.append(TransferRecord("read", extent.first, began, ended, extent.nbytes))
+
+    def cancel(self, extent: Extent) -> None:
+        """Have a read that is not needed any more fail where it can.
+
+        What it lands in stays in use until then: no other memory is kept idle beside it.
+        """
+        self._carrier.cancel_read(extent)
+        self._pool.trim()
 
     def took(self, extent: Extent) -> None:
         """Note that a state is taken from an extent: others that were read may go.

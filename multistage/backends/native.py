@@ -210,6 +210,12 @@ class NativeFile:
         if isinstance(extent.carried, native.Job):  # or Ctrl-C came before it was queued
             self._held.ms_io_cancel(extent.carried)
 
+    def cancel_read(self, extent: Extent) -> None:
+        """Have the read of an extent fail at its next chunk; see `Carrier`."""
+        for flight in self._flights[_READ]:
+            if flight.extent is extent:
+                self._held.ms_io_cancel(flight.job)
+
     def wait_for(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool | None:
         """Block until `ready()`; see `Carrier`."""
         wait, engine = self._library.ms_io_wait, self._engine

@@ -261,7 +261,7 @@ class PagedStore(WrapperStore):
         if not any(map(len, lines)):
             yield self._copy()
 
-    def waits_for(self, lengths: Sequence[int]) -> bool:
+    def waits(self, lengths: Sequence[int] = ()) -> bool:
         """Whether a `put` with `block` of arrays of so many bytes would wait for others now.
 
         Where the store below cannot tell which writes have ended, this waits for copies as
@@ -306,6 +306,15 @@ class PagedStore(WrapperStore):
         ends_s = time.perf_counter() + timeout_s
         return thing is None or all(
             self.store.ended(number, max(0.0, ends_s - time.perf_counter()))
+            for number in thing.pages
+        )
+
+    def arrived(self, key: int, timeout_s: float) -> bool:
+        """Wait for all pages of `key`, no longer than so many seconds; see `Store.arrived`."""
+        thing = self._things.get(key)
+        ends_s = time.perf_counter() + timeout_s
+        return thing is None or all(
+            self.store.arrived(number, max(0.0, ends_s - time.perf_counter()))
             for number in thing.pages
         )
 

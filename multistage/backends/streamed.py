@@ -283,7 +283,11 @@ class StreamedStore(BaseStore):
         """Wait for a write, no longer than so many seconds; see `Store.ended`."""
         return self._opened().ended(key, timeout_s)
 
-    def waits(self) -> bool:
+    def arrived(self, key: int, timeout_s: float) -> bool:
+        """Wait for a read, no longer than so many seconds; see `Store.arrived`."""
+        return self._opened().arrived(key, timeout_s)
+
+    def waits(self, lengths: Sequence[int] = ()) -> bool:
         """Whether a `put` with `block` would wait now."""
         return self._opened().waits(self.queue_depth)
 

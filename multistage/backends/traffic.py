@@ -258,6 +258,22 @@ class Traffic:
         self._stats.reads += 1
         return self._layout.views(record)
 
+    def arrived(self, key: int, timeout_s: float) -> bool:
+        """Wait for a read, no longer than some seconds; return whether it has ended."""
+        self.poll()
+        entry = self.index.find(key)
+        if entry is None or entry[0].buffer is not None:
+            return True
+        extent = entry[0]
+        if extent.read_state is None:
+            self.prefetch(key)
+        if extent.read_state is not TransferState.QUEUED:
+            return True
+        ended = self._carrier.wait_for(
+            lambda: extent.read_state is not TransferState.QUEUED, timeout_s
+        )
+        return ended is not None
+
     def _landed_record(self, key: int, extent: Extent, place: int) -> Array:
         """Return one state of an extent, once that has been read."""
         if extent.read_state is None:
@@ -289,6 +305,8 @@ class Traffic:
         if extent is self._filling:
             extent.filled = 0  # every state in it is gone: fill it again
         else:
+            if extent.read_state is TransferState.QUEUED:
+                self._landings.cancel(extent)
             self._zombies.append(extent)
             self._bury()
 

@@ -86,13 +86,17 @@ class WrapperStore:
         """Wait for the inner store's write, no longer than so many seconds."""
         return self._inner.ended(key, timeout_s)
 
+    def arrived(self, key: int, timeout_s: float) -> bool:
+        """Wait for the inner store's read, no longer than so many seconds."""
+        return self._inner.arrived(key, timeout_s)
+
     def cancel(self, key: int) -> None:
         """Ask the inner store to give up a write."""
         self._inner.cancel(key)
 
-    def waits(self) -> bool:
+    def waits(self, lengths: Sequence[int] = ()) -> bool:
         """Whether a `put` with `block` would wait in the inner store now."""
-        return self._inner.waits()
+        return self._inner.waits(lengths)
 
     def read_in_order(self, depth: int) -> None:
         """Prepare the inner store for records that are read in the order they were written."""

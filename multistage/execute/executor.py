@@ -11,6 +11,7 @@ a store refuses an `Offer`      the schedule continues without that checkpoint
 a store refuses a `Put`         as a write that fails; warned
 a write fails                   `Await` answers False; warned
 a read fails                    `Await` answers False; warned
+a transfer is late              the rest is a schedule without the tiers; see `late`
 a schedule loads a lost state   it is computed again from the nearest one at hand
 an operator raises, Ctrl-C      all is given back, the exception reaches the caller
 ==============================  ==============================================
@@ -28,7 +29,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ..actions import Action, EndForward, Evict, Put, Schedule
+from ..actions import Action, Await, Evict, Put, Schedule
 from ..backends.base import Store, require_distinct
 from ..backends.lifetimes import Birth
 from ..errors import MultistageError, ScheduleError
@@ -41,7 +42,7 @@ from ..states.slots import Slots, StateLayout, States, overwritten
 from ..states.tapes import own_bytes
 from ..support import switching
 from ..support.interrupts import Shield
-from .late import TakenWhenLate
+from .late import Late
 from .ledger import Counts as Counts
 from .ledger import Ledger
 from .occupied import leave, occupy
@@ -146,7 +147,7 @@ class Executor(Generic[State, Adjoint]):
         resumed: Resumed | None = None,
         *,
         judged: bool = True,
-        late: TakenWhenLate | None = None,
+        late: Late | None = None,
     ) -> State:
         """Run the schedule up to its `EndForward`; return the last state.
 
@@ -159,8 +160,8 @@ class Executor(Generic[State, Adjoint]):
             What is there already.
         judged : bool
             Whether the legality machine, if there is one, judges this schedule.
-        late : TakenWhenLate, optional
-            What is asked where writes are late; for the schedule of its plan.
+        late : Late, optional
+            What is asked where transfers are late; without it the sweep waits.
 
         Raises
         ------
@@ -191,8 +192,8 @@ class Executor(Generic[State, Adjoint]):
             self.timeline, self.counts = ledger.timeline, ledger.counts
             ledger.begin_s = self._clock()
             if late is not None:
-                late.begin(transfers, ledger)
-                sweep.detour = partial(self._detour, late)
+                late.begin(transfers)
+                sweep.late = partial(_asked, late, self._rules, transfers)
         except BaseException:
             if not ours:
                 self._transfers = None  # nothing of ours is in the stores
@@ -201,18 +202,6 @@ class Executor(Generic[State, Adjoint]):
         self._guarded(sweep.forward, forward=True)
         last: State = sweep.live
         return last
-
-    def _detour(
-        self, late: TakenWhenLate, sweep: Sweep, action: Put | Evict | EndForward
-    ) -> Schedule | None:
-        """Return the schedule to follow from here on, judged as the one before; None to stay."""
-        taken = late(sweep, action)
-        if taken is None:
-            return None
-        schedule, rules = taken
-        self.counts.detour = late.told()
-        self._rules = None if self._rules is None else rules
-        return schedule if self._rules is None else each_judged(schedule, rules)
 
     def _begun(
         self, schedule: Schedule | Iterable[Action], state: State
@@ -432,3 +421,18 @@ def _weigh(
     if heavier is not None:
         heavier(step, nbytes)
     return taken
+
+
+def _asked(
+    late: Late,
+    rules: Rules | None,
+    transfers: Transfers,
+    sweep: Sweep,
+    action: Put | Evict | Await,
+) -> Schedule | None:
+    """Return the schedule to follow from here on, judged as the one before; None to stay."""
+    schedule = late(sweep, action)
+    if schedule is None or rules is None:
+        return schedule
+    rules.leave(sweep.held.keys(), sweep.tapes.keys(), transfers.stuck)
+    return each_judged(schedule, rules)

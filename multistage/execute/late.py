@@ -1,264 +1,188 @@
-"""How a sweep of unequal steps leaves its plan, where writes to the tier are late."""
+"""What a sweep does about a tier that is late: it waits a little, then goes on without it.
+
+What is elsewhere may be lost at any time, and what does not arrive in time is lost.  A
+sweep waits for transfers in `Await`, `Evict` and `Put`.  Before it does, `Late` asks whether
+to go on without the tiers is faster than to go on waiting, by the rates seen; it may wait
+a bounded time to find that out, a share of what going on without them takes.  If so, all
+transfers are cancelled, all that is in the tiers is given up, and the rest of the sweep is
+a schedule of fast memory alone, from what is held there: see `planners.single.rest` and
+`planners.chain.rest`.
+
+So a tier costs at most that share, and what was computed for it in vain.  A store that
+cannot tell whether a transfer has ended, as one on which ranks agree, is waited for.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import TypeAlias
 
-from ..actions import Action, EndForward, Evict, Put, Schedule
-from ..backends.paged import PagedStore
-from ..errors import ScheduleError
+from ..actions import Await, Evict, Put, Schedule
 from ..model.tier import Tier
-from ..planners.chain.heterogeneous import ChainPlan
-from ..planners.chain.joint_rule import Detour
-from ..planners.chain.performing import begun, diverted
-from ..schedule.rules import Rules
-from .detour import Deadlines
-from .ledger import Ledger
+from ..planners.single.rest import Rest
+from .late_stages import Elsewhere, Stages
 from .sweep import Sweep
 from .transfers import Transfers
 
-_NAP_S, _LONG_S = 1e-3, 1.0
+# Of what going on without the tiers takes: a wait that is worth a question, the longest for
+# one transfer whose end is not in sight, and all that the forward sweep waits.
+_WORTH, _LONGEST, _FORWARD = 0.01, 0.07, 0.15
+_PATIENCE = 0.02  # the longest that writes may take to stop
+_LEAST_S = 1e-3  # of one wait between two questions
+_GAIN = 0.97  # of the time with waiting, the most that going on without the tiers may take
 
 
-class PagedWrites:
-    """The writes of one sweep to a store of things of any size, for `Deadlines`.
-
-    Parameters
-    ----------
-    store : PagedStore
-    transfers : Transfers
-    ledger : Ledger
-    """
-
-    def __init__(self, store: PagedStore, transfers: Transfers, ledger: Ledger) -> None:
-        self._store, self._transfers, self._ledger = store, transfers, ledger
-        self._put_s: dict[int, float] = {}
-
-    def put(self, step: int) -> None:
-        """Note when a state is put."""
-        self._put_s[step] = self._ledger.clock()
-
-    def written(self, step: int, tape: bool, timeout_s: float) -> bool:
-        """Wait for the write of a state, no longer than so many seconds."""
-        before = self._ledger.clock()
-        done = self._store.ended(step, timeout_s)
-        self._ledger.stalled(before)
-        return done
-
-    def has_room(self, lengths: Sequence[int], timeout_s: float) -> bool:
-        """Wait until arrays of so many bytes can be put at once, no longer than some seconds."""
-        if not self._store.waits_for(lengths):
-            return True
-        oldest = self._oldest()
-        if oldest is not None:
-            self.written(oldest, False, timeout_s)
-        elif timeout_s:
-            time.sleep(_NAP_S)  # for a write of several small states, which no key tells of
-        return not self._store.waits_for(lengths)
-
-    def _oldest(self) -> int | None:
-        """Return the first state whose write has not ended."""
-        steps = self._transfers.writing()
-        return next((step for step in steps if not self._store.ended(step, 0.0)), None)
-
-    def slower(self, tier: Tier) -> float:
-        """Return the seconds that pages took over those planned, at least 1.
-
-        The one in flight counts from when it was put, or the one before it ended, but not
-        as faster than planned.
-        """
-        took_s, planned_s = self._took(tier)
-        return max(1.0, took_s / planned_s) if planned_s else 1.0
-
-    def seen_s(self) -> float:
-        """Return the seconds that writes have taken so far."""
-        return self._took(None)[0]
-
-    def _took(self, tier: Tier | None) -> tuple[float, float]:
-        """Return the seconds of writing so far, and those that a tier would have taken."""
-        ledger = self._ledger
-        ledger.drain()
-        timeline = ledger.timeline
-        took_s, moved = timeline.totals_s["write"], timeline.bytes["write"]
-        planned_s = tier.writing_s(moved) if moved and tier else 0.0
-        oldest = self._oldest()
-        if oldest is not None or self._store.waits():
-            expected_s = tier.writing_s(self._store.page_bytes) if tier else 0.0
-            put_s = self._put_s.get(-1 if oldest is None else oldest, ledger.begin_s)
-            took_s += max(expected_s, ledger.clock() - max(put_s, ledger.wrote_s))
-            planned_s += expected_s
-        return took_s, planned_s
-
-    def computed_s(self) -> float:
-        """Return the seconds since the sweep began that were no waiting."""
-        return self._ledger.clock() - self._ledger.begin_s - self._ledger.counts.stall_s
-
-    def cancel(self, timeout_s: float) -> bool:
-        """Cancel all writes; return whether the page in flight has ended within a time."""
-        ledger, steps = self._ledger, self._transfers.writing()
-        for step in reversed(steps):
-            self._store.cancel(step)
-        before = ledger.clock()
-        ends_s = before + timeout_s
-        ended = all(self._store.ended(step, max(0.0, ends_s - ledger.clock())) for step in steps)
-        # A store may not be able to tell what has ended: then this waits.
-        for step in steps if ended else ():
-            self._store.wait_written(step)
-        ledger.stalled(before)
-        return ended
-
-    def under_way_bytes(self) -> int:
-        """Return the bytes of the page in flight, 0 if there is none."""
-        return 0 if self._oldest() is None else self._store.page_bytes
-
-    def resume(self) -> bool:
-        """Answer False once all writes have ended: what was given up is not queued again."""
-        for step in self._transfers.writing():
-            while not self.written(step, False, _LONG_S):
-                pass
-        return False
+Wait: TypeAlias = Put | Evict | Await
 
 
-class TakenWhenLate:
-    """Takes a detour from a plan if one is faster than to wait for writes.
+class Late:
+    """Decides for one sweep after the other whether to wait.
 
     Parameters
     ----------
-    plan : ChainPlan
-        With a tier and a limit; its schedule is performed as `performed` has it.
-    store : PagedStore
-        The tier.
-    rules : callable
-        Makes the legality machine of the plan's schedule.
-    deadlines : callable
-        Makes what decides; for tests.
+    course : EqualSteps or Stages
 
     Attributes
     ----------
-    detour : Detour or None
-        The one taken in the last sweep.
-    slower : float
-        How many times slower than planned the tier was then.
-    left_at : int
-        The state that was live then.
-    peak_bytes : int
-        The most memory of a sweep that took it.
+    why : str
+        What a report says of the last sweep, if it went on without its tiers; else empty.
+    """
+
+    def __init__(self, course: EqualSteps | Stages) -> None:
+        self.course = course
+        self.why = ""
+
+    def begin(self, elsewhere: Elsewhere) -> None:
+        """Prepare for a sweep."""
+        self.why, self._waits, self._waited_s = "", elsewhere, 0.0
+        self.course.begin(elsewhere)
+
+    def __call__(self, sweep: Sweep, action: Wait) -> Schedule | None:
+        """Wait for what an action waits for.
+
+        Returns
+        -------
+        generator of actions or None
+            What to do in place of the action and all after it; None to perform it.
+        """
+        done = self._waits.awaited(sweep, action)
+        if done is None or done(0.0):
+            course = self.course
+            if not isinstance(action, Put) or not isinstance(course, Stages):
+                return None
+            is_early = course.is_early(action, sweep)
+            return self._left(sweep, action, sweep.clock()) if is_early else None
+        sweep.flush()
+        began, clock = sweep.clock(), sweep.clock
+        planned_s, without_s = self.course.planned_s(action, sweep), -1.0
+        wait_s = _LEAST_S
+        while not done(wait_s):
+            waited_s = clock() - began
+            if waited_s < self.course.ask_s:
+                continue
+            if without_s < 0:
+                without_s = self.course.without_s(action, sweep)
+            wait_s = max(_LEAST_S, _WORTH * without_s)
+            late_s = waited_s - planned_s
+            if late_s < _WORTH * without_s or not self._is_worth(sweep, action, late_s, without_s):
+                continue
+            return self._left(sweep, action, began)
+        self._waited_s += max(0.0, clock() - began - planned_s)
+        self._waits.stalled(began)
+        return None
+
+    def _is_worth(self, sweep: Sweep, action: Wait, late_s: float, without_s: float) -> bool:
+        """Whether to go on without the tiers is faster."""
+        if late_s > _LONGEST * without_s:
+            return True
+        if sweep.is_forward and self._waited_s + late_s > _FORWARD * without_s:
+            return True
+        return without_s < _GAIN * self.course.waiting_s(action, sweep)
+
+    def _left(self, sweep: Sweep, action: Wait, since: float) -> Schedule | None:
+        """Return what is left to do without the tiers, None to wait: then that cannot be."""
+        what, where = self._waits.said(action)
+        waited_s = sweep.clock() - since
+        waited = f", after {waited_s:.3g} s of waiting for it," if waited_s >= _LEAST_S else ""
+        told = (
+            f"tier {where!r} was late: from {what} on{waited} the sweep went on without the tier, "
+            "and more was computed again"
+        )
+        schedule = self.course.leave(action, sweep)
+        self.why = "" if schedule is None else told
+        self._waits.stalled(since, self.why)
+        return schedule
+
+
+class EqualSteps:
+    """The rest of a sweep of equal steps: Revolve in the slots left.
+
+    Parameters
+    ----------
+    n_steps : int or None
+        None if that shows only at the end: then a forward sweep waits.
+    slots : int
+        Of the budget.
+    tiers : tuple of Tier
+        What transfers take by the plan.
+    state_is_tape : bool
     """
 
     def __init__(
-        self,
-        plan: ChainPlan,
-        store: PagedStore,
-        rules: Callable[[], Rules],
-        deadlines: Callable[..., Deadlines] = Deadlines,
+        self, n_steps: int | None, slots: int, tiers: tuple[Tier, ...], state_is_tape: bool
     ) -> None:
-        self.plan, self._store, self._make_rules = plan, store, rules
-        self._deadlines = deadlines(plan, accepts=self._accepts)
-        turn = plan.actions.index(EndForward())
-        self._places: dict[Action, int] = {}
-        for at, action in enumerate(plan.actions[: turn + 1]):
-            self._places.setdefault(action, at)
-        self._n_steps = len(plan.costs.stages)
+        self._n_steps, self._slots, self._tiers = n_steps, slots, tiers
+        self._state_is_tape = state_is_tape
+        self.ask_s = 0.0
 
-    def begin(self, transfers: Transfers, ledger: Ledger) -> None:
-        """Prepare for a forward sweep."""
-        self._deadlines.begin()
-        self.detour: Detour | None = None
-        self.slower, self.left_at, self.peak_bytes = 1.0, -1, 0
+    def begin(self, transfers: Elsewhere) -> None:
+        """Prepare for a sweep."""
+        assert isinstance(transfers, Transfers)
         self._transfers = transfers
-        self._writes = PagedWrites(self._store, transfers, ledger)
 
-    def told(self) -> str:
-        """Return what a report says of the detour."""
-        return (
-            f"the tier's writes took {self.slower:.3g} times as long as planned: from state "
-            f"{self.left_at} on nothing was written, and more was computed again"
+    def planned_s(self, action: Wait, sweep: Sweep) -> float:
+        """Return the seconds of one transfer as planned."""
+        tier, is_write = self._transfers.tier_of(action)
+        costs = self._tiers[tier]
+        return costs.write_s if is_write else costs.read_s
+
+    def without_s(self, action: Wait, sweep: Sweep) -> float:
+        """Return the seconds that the rest takes in fast memory alone."""
+        n = self._n_steps
+        if n is None and sweep.is_forward:
+            n = max(1, sweep.at)
+        rest = self._rest(sweep, n or sweep.end)
+        step_s, back_s = self._transfers.step_s()
+        left = rest.n_steps if rest.end is None else rest.end
+        return rest.forward_steps() * step_s + left * (back_s or 2 * step_s)
+
+    def waiting_s(self, action: Wait, sweep: Sweep) -> float:
+        """Return the seconds that it takes to read all that is stored, in the reverse sweep."""
+        if sweep.is_forward:
+            return 0.0
+        read_s, count = self._transfers.to_read(sweep)
+        return read_s * count
+
+    def leave(self, action: Wait, sweep: Sweep) -> Schedule | None:
+        """Give up what is in the tiers; return Revolve from what is held."""
+        n = self._n_steps
+        if n is None and sweep.is_forward:
+            return None
+        sweep.flush()
+        stuck = self._transfers.cancel(_PATIENCE * self.without_s(action, sweep))
+        if not self._rest(sweep, n or sweep.end, stuck).fits:
+            return None
+        self._transfers.abandon(sweep)
+        return self._rest(sweep, n or sweep.end, stuck).schedule()
+
+    def _rest(self, sweep: Sweep, n_steps: int, stuck: int = 0) -> Rest:
+        held = sorted(step for step, kept in sweep.held.items() if kept is not None)
+        return Rest(
+            n_steps,
+            self._slots - stuck,
+            at=sweep.at,
+            end=None if sweep.is_forward else sweep.end,
+            held=held,
+            tapes=sorted(sweep.tapes),
+            tape_slots=sweep.tape_slots,
+            state_is_tape=self._state_is_tape,
         )
-
-    def __call__(
-        self, sweep: Sweep, action: Put | Evict | EndForward
-    ) -> tuple[Schedule, Rules] | None:
-        """Return what to perform in place of an action and the rest of the plan, None if nothing.
-
-        The tapes that it discards are given up.  With it comes the machine that has judged
-        what was performed so far.
-        """
-        if self.detour is not None:
-            return None
-        self._at = at = self._places[action]
-        if isinstance(action, EndForward):
-            detour = self._deadlines.at_turn(self._writes)
-        elif isinstance(action, Evict):
-            detour = self._deadlines.at_eviction(at, action.step, False, self._writes)
-        else:
-            detour = self._at_put(sweep, action)
-        if detour is None:
-            return None
-        rules = self._so_far(at)
-        actions = self._performed(at, detour, rules.live)
-        assert actions is not None
-        rules.divert((), detour.discard)
-        self.detour, self.slower, self.left_at = detour, self._deadlines.slower, sweep.at
-        self.peak_bytes = self._peak_with(at, detour) or 0
-        for step in detour.discard:
-            tape = sweep.tapes.pop(step)
-            if sweep.tapes:
-                sweep.used -= sweep.tape_slots
-            sweep.release(tape)
-        return _playing(actions), rules
-
-    def _at_put(self, sweep: Sweep, action: Put) -> Detour | None:
-        kept = sweep.held.get(action.step)
-        if kept is None:
-            return None
-        arrays: Sequence[Any] = kept.arrays  # of NumPy or of torch
-        room = partial(self._writes.has_room, [array.nbytes for array in arrays])
-        detour = self._deadlines.at_wait(self._at, room, self._writes)
-        if detour is None:
-            detour = self._deadlines.at_put(self._at, self._writes)
-        self._writes.put(action.step)
-        return detour
-
-    def _performed(self, at: int, detour: Detour, live: int | None) -> list[Action] | None:
-        assert live is not None  # in a forward sweep there is always one
-        _, beside = begun(self.plan.actions, at, self._n_steps)
-        return diverted(self.plan.actions[:at], detour, self._n_steps, beside, live)
-
-    def _so_far(self, at: int) -> Rules:
-        """Return the legality machine after what is performed before an action of the plan."""
-        rules, stored = self._make_rules(), self._transfers.stored[0]
-        for action in begun(self.plan.actions, at, self._n_steps)[0]:
-            answer = rules.usual_answer(action)
-            if isinstance(action, Evict) and self._places[action] < self._at:
-                answer = action.step in stored
-            rules.apply(action, answer)
-        return rules
-
-    def _accepts(self, at: int, detour: Detour, memory_bytes: int) -> bool:
-        """Whether the executor can take a detour there within a limit."""
-        return self._peak_with(at, detour, memory_bytes) is not None
-
-    def _peak_with(self, at: int, detour: Detour, memory_bytes: int | None = None) -> int | None:
-        """Return the most memory of a sweep that takes a detour there, None if it cannot."""
-        rules = self._so_far(at)
-        actions = self._performed(at, detour, rules.live)
-        if actions is None:
-            return None
-        assert rules.memory is not None
-        rules.memory.limit_bytes = memory_bytes
-        try:
-            rules.divert((), detour.discard)
-            for action in actions:
-                rules.apply(action, rules.usual_answer(action))
-            rules.finish()
-        except ScheduleError:
-            return None
-        return rules.memory.peak_bytes
-
-
-def _playing(actions: list[Action]) -> Schedule:
-    for action in actions:
-        _ = yield action  # answers are not looked at

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,8 +47,8 @@ class Counts:
         Steps run again because a checkpoint was lost.
     elapsed_s : float
         Seconds inside `forward` and `reverse`.
-    detour : str
-        Why and where the sweep left its plan; empty if it did not.
+    late : str
+        Why the sweep went on without its tiers; empty if it did not.
     """
 
     forward_steps: int = 0
@@ -64,7 +63,7 @@ class Counts:
     lost: int = 0
     recovered_steps: int = 0
     elapsed_s: float = 0.0
-    detour: str = ""
+    late: str = ""
 
 
 class Ledger:
@@ -83,8 +82,8 @@ class Ledger:
     ----------
     begin_s : float
         When the sweep began, by the clock.
-    wrote_s : float
-        When the last write ended of those in the timeline.
+    seen_s : dict of kind to float
+        Seconds that transfers took for a byte, the last ones above all; 0 if there were none.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Ledger:
         self._stores = stores
         self._layout: StateLayout[Any, Any, Any] = layout
         self.begin_s = clock()
-        self.wrote_s = -math.inf
+        self.seen_s = {"write": 0.0, "read": 0.0}
 
     def record(self, sweep: Sweep) -> None:
         """Enter a window of computing into the timeline, and what the stores did meanwhile."""
@@ -136,8 +135,9 @@ class Ledger:
             records = store.transfers
             while records:
                 kind, key, start_s, stop_s, nbytes = records.popleft()
-                if kind == "write":
-                    self.wrote_s = max(self.wrote_s, stop_s)
+                if nbytes:
+                    before_s, now_s = self.seen_s[kind], (stop_s - start_s) / nbytes
+                    self.seen_s[kind] = now_s if not before_s else (3 * before_s + now_s) / 4
                 self.timeline.add(
                     kind, kind, start_s - begin, stop_s - begin, first=key, nbytes=nbytes
                 )

@@ -36,8 +36,8 @@ from .adjoints import close_adjoint, open_adjoint, skip_adjoint
 if TYPE_CHECKING:
     from .sweep import Sweep
 
-# Where a sweep may leave its plan, since it would wait for writes.
-_LATE = frozenset([Put, Evict, EndForward])
+# What a sweep may wait for transfers in.
+_WAITS = frozenset([Put, Evict, Await])
 
 
 def perform(sweep: Sweep, pulls: bool) -> bool:
@@ -262,7 +262,7 @@ def _rare(sweep: Sweep, action: Any) -> Iterable[Action] | None:
     """Perform an action that is not frequent; return those that follow, None to stop there."""
     kind, elsewhere = type(action), sweep.elsewhere
     answer: Answer = None
-    if sweep.detour is not None and kind in _LATE and _takes_detour(sweep, action):
+    if sweep.late is not None and kind in _WAITS and _leaves_tiers(sweep, action):
         return sweep.schedule
     if kind is Offer or kind is Put:
         answer = elsewhere.write(sweep, action)
@@ -297,11 +297,12 @@ def _answered(schedule: Schedule, answer: Answer) -> Iterable[Action]:
         return ()
 
 
-def _takes_detour(sweep: Sweep, action: Put | Evict | EndForward) -> bool:
-    """Whether another schedule continues in place of this action: writes are late."""
-    assert sweep.detour is not None
-    schedule = sweep.detour(sweep, action) if sweep.is_forward else None
+def _leaves_tiers(sweep: Sweep, action: Put | Evict | Await) -> bool:
+    """Whether another schedule goes on in place of this action, whose transfer is late."""
+    assert sweep.late is not None
+    schedule = sweep.late(sweep, action)
     if schedule is None:
         return False
-    sweep.schedule = schedule
+    sweep.schedule.close()
+    sweep.schedule, sweep.late = schedule, None
     return True

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from ..actions import EndForward, Evict, Put, Schedule
+from ..actions import Await, Evict, Put, Schedule
 from ..errors import MultistageError, ScheduleError
 from ..states.slots import Kept, Slots, guarded
 from ..states.tapes import WEIGHED
@@ -61,9 +61,9 @@ class Sweep:
         `weigh(step, tape, beside, tape_slots)`: slots that a tape takes beside another, if
         more than `tape_slots`.  Called for some tapes; None if tapes are not weighed.
 
-    detour : callable, optional
-        `detour(sweep, action)`, asked before a `Put` or `Evict` of the forward sweep and its
-        `EndForward`: the schedule to perform in their place, None to perform them.
+    late : callable, optional
+        `late(sweep, action)`, asked before a `Put`, `Evict` or `Await`: the schedule to perform
+        in its place and after it, None to perform it.  See `multistage.execute.late`.
 
     Attributes
     ----------
@@ -87,9 +87,9 @@ class Sweep:
 
     __slots__ = (
         "__weakref__", "adjoint", "advance_by", "apart", "aside", "at", "begun", "check", "clock",
-        "copies", "detour", "due", "elsewhere", "end", "forward_s", "forward_steps", "given",
-        "hand", "held", "hold", "is_forward", "keep", "last", "ledger", "lends", "limit", "live",
-        "look", "lost", "one_tape", "opened", "origin", "peak", "release", "reverse_by",
+        "copies", "due", "elsewhere", "end", "forward_s", "forward_steps", "given", "hand", "held",
+        "hold", "is_forward", "keep", "last", "late", "ledger", "lends", "limit", "live", "look",
+        "lost", "one_tape", "opened", "origin", "peak", "release", "reverse_by",
         "reverse_s", "reverse_steps", "schedule", "shared", "slots", "state_is_tape", "tape_by",
         "tape_slots", "tapes", "until", "used", "used_up", "wanted", "weigh", "weighed", "window",
     )  # fmt: skip
@@ -108,7 +108,7 @@ class Sweep:
         limit: float = math.inf,
         tape_slots: float = 1.0,
         weigh: Callable[[int, object, object, float], float] | None = None,
-        detour: Callable[[Sweep, Put | Evict | EndForward], Schedule | None] | None = None,
+        late: Callable[[Sweep, Put | Evict | Await], Schedule | None] | None = None,
     ) -> None:
         self.schedule, self.elsewhere, self.origin = schedule, elsewhere, origin
         # Of the chain's types, or None where it is used up.
@@ -138,7 +138,7 @@ class Sweep:
         self.hold = not_held if self.one_tape else slots.keep_tape
         self.used_up: Callable[[Any], Any] | None = getattr(slots, "used_up", None)
         self.check: Callable[[Any, int], None] | None = None
-        self.weigh, self.detour = weigh, detour
+        self.weigh, self.late = weigh, late
         self.weighed: Collection[int] = () if weigh is None else WEIGHED
         self.adjoint: Any = None
         self.wanted = False  # None is the adjoint of operators that keep it themselves

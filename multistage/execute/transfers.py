@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from ..actions import Answer, Await, Drop, Evict, Get, Offer, Put
+from ..actions import Action, Answer, Await, Drop, Evict, Get, Offer, Put, Schedule
 from ..backends.base import CheckpointLost, Store
 from ..errors import CheckpointWarning
 from ..states.slots import Kept, StateLayout
@@ -21,10 +23,11 @@ from .sweep import Sweep
 State = TypeVar("State")
 ArrayT = TypeVar("ArrayT")
 PackingT = TypeVar("PackingT")
+_NAP_S, _PATIENCE_S = 1e-3, 5.0
 TransferT = TypeVar("TransferT")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pending:
     step: int
     tier: int
@@ -68,6 +71,7 @@ class Transfers:
         self._tokens: dict[int, _Pending] = {}
         self._next_token = 0
         self._packings: dict[tuple[int, int], Any] = {}
+        self._stuck: list[_Pending] = []  # writes that were cancelled, and have not ended
 
     # ----------------------------------------------------------------- actions
 
@@ -106,10 +110,160 @@ class Transfers:
         sweep.used -= 1
         return written
 
-    def writing(self) -> list[int]:
-        """Return the states that were put, in order, and not awaited or evicted since."""
-        pending = self._tokens.values()
-        return [each.step for each in pending if each.is_write and not each.failed]
+    # -------------------------------------------------------------- what is late
+
+    def awaited(self, sweep: Sweep, action: Put | Evict | Await) -> Callable[[float], bool] | None:
+        """Return what waits, no longer than some seconds, until an action would not wait.
+
+        It answers whether that is so.  None if the action does not wait.
+        """
+        if isinstance(action, Put):
+            return self._room(sweep, action)
+        transfer = self._transfer(action)
+        if transfer is None or transfer.failed:
+            return None
+        store = self._stores[transfer.tier]
+        return partial(store.ended if transfer.is_write else store.arrived, transfer.step)
+
+    def _room(self, sweep: Sweep, action: Put) -> Callable[[float], bool] | None:
+        """Return what waits until a state can be put."""
+        store, kept = self._stores[action.tier], sweep.held.get(action.step)
+        arrays: Sequence[Any] = () if kept is None else kept.arrays  # of NumPy or of torch
+        waits = partial(store.waits, [array.nbytes for array in arrays])
+        if not waits():
+            return None
+
+        def has_room(timeout_s: float) -> bool:
+            writes = [t for t in self._tokens.values() if t.is_write and t.tier == action.tier]
+            oldest = next((t.step for t in writes if not store.ended(t.step, 0.0)), None)
+            if oldest is not None:
+                store.ended(oldest, timeout_s)
+            elif timeout_s:
+                time.sleep(min(timeout_s, _NAP_S))  # for small states, which no key tells of
+            return not waits()
+
+        return has_room
+
+    def _transfer(self, action: Evict | Await) -> _Pending | None:
+        if isinstance(action, Await):
+            return self._tokens.get(action.token)
+        return next((each for each in self._tokens.values() if _is_write_of(each, action)), None)
+
+    def tier_of(self, action: Put | Evict | Await) -> tuple[int, bool]:
+        """Return the tier that an action waits for, and whether for a write."""
+        if isinstance(action, Put | Evict):
+            return action.tier, True
+        transfer = self._tokens[action.token]
+        return transfer.tier, transfer.is_write
+
+    def said(self, action: Put | Evict | Await) -> tuple[str, str]:
+        """Return what an action waits for, and the name of its tier."""
+        tier, is_write = self.tier_of(action)
+        step = self._tokens[action.token].step if isinstance(action, Await) else action.step
+        return f"the {'write' if is_write else 'read'} of state {step}", self._stores[tier].name
+
+    def moved(self, action: Put | Evict | Await) -> tuple[int, bool, bool]:
+        """Return what an action waits for: the step, whether a tape, whether a write."""
+        step = self._tokens[action.token].step if isinstance(action, Await) else action.step
+        return step, False, self.tier_of(action)[1]
+
+    def seen_s(self, *, writes: bool) -> float:
+        """Return the seconds that transfers take for a byte now; 0 if unknown."""
+        self._ledger.drain()
+        return self._ledger.seen_s["write" if writes else "read"]
+
+    def is_behind(self) -> bool:
+        """Whether a write has not ended, as far as its store can tell."""
+        writes = (each for each in self._tokens.values() if each.is_write and not each.failed)
+        return any(not self._stores[each.tier].ended(each.step, 0.0) for each in writes)
+
+    def played(self, actions: Iterable[Action]) -> Schedule:
+        """Return actions as a schedule."""
+        yield from actions  # answers are not looked at
+
+    def busier(self, planned_s: float) -> float:
+        """Return how much longer than planned the forward steps have taken that took so long."""
+        return self._ledger.counts.forward_s / planned_s if planned_s else 1.0
+
+    def step_s(self) -> tuple[float, float]:
+        """Return the seconds of a forward and of a reverse step so far."""
+        counts = self._ledger.counts
+        return (
+            counts.forward_s / max(1, counts.forward_steps),
+            counts.reverse_s / max(1, counts.reverse_steps),
+        )
+
+    def to_read(self, sweep: Sweep) -> tuple[float, int]:
+        """Return the seconds that the read of a state takes now, and how many are to be read."""
+        reads = sum(not each.is_write for each in self._tokens.values())
+        stored = {step for steps in self.stored for step in steps.descending(sweep.end)}
+        return (
+            self.seen_s(writes=False) * self._layout.nbytes,
+            reads + len(stored - sweep.held.keys()),
+        )
+
+    def stalled(self, since: float, late: str = "") -> None:
+        """Enter what computing has waited since then, and why the tiers were left, if they were."""
+        self._ledger.stalled(since)
+        self._ledger.counts.late = late
+
+    def cancel(self, timeout_s: float) -> int:
+        """Cancel all writes; return how many have not ended within some seconds.
+
+        Their arrays may be read until they have: they take their room until then.
+        """
+        clock, writes = self._ledger.clock, []
+        for each in self._tokens.values():
+            if each.is_write and not each.failed:
+                writes.append(each)
+                self._stores[each.tier].cancel(each.step)
+        ends_s = clock() + timeout_s
+        self._stuck = [
+            each
+            for each in writes
+            if not self._stores[each.tier].ended(each.step, max(0.0, ends_s - clock()))
+        ]
+        return len(self._stuck)
+
+    @property
+    def stuck(self) -> list[int]:
+        """States whose writes had not ended when they were cancelled."""
+        return [each.step for each in self._stuck]
+
+    def hold(self, sweep: Sweep, saved: frozenset[int], tapes: frozenset[int]) -> None:
+        """Hold these states and tapes, which are held, and nothing else."""
+        for step in sweep.held.keys() - saved:
+            kept = sweep.held.pop(step)
+            if kept is not None:
+                sweep.release(kept)
+            sweep.used -= 1
+        for step in sweep.tapes.keys() - tapes:
+            sweep.release(sweep.tapes.pop(step))
+            if sweep.tapes:
+                sweep.used -= sweep.tape_slots
+
+    def abandon(self, sweep: Sweep) -> None:
+        """Give up all that is in the tiers or on its way, once writes were cancelled."""
+        for transfer in self._tokens.values():
+            stuck = transfer in self._stuck
+            if transfer.is_write:
+                if not transfer.failed and not stuck:
+                    self._stores[transfer.tier].wait_written(transfer.step)
+                if transfer.staged is not None and not stuck:
+                    sweep.release(transfer.staged)
+                sweep.used -= transfer.took
+            else:
+                del sweep.held[transfer.step]
+                sweep.used -= 1
+        self._tokens.clear()
+        self._packings.clear()
+        sweep.lost.clear()
+        for tier, steps in enumerate(self.stored):
+            for step in steps:
+                self._stores[tier].drop(step)
+            self.stored[tier] = StepSet()
+
+    # -------------------------------------------------------------- in this sweep
 
     def _require(self, action: Offer | Put | Get | Drop | Evict) -> None:
         if action.tier >= len(self._stores):
@@ -251,11 +405,14 @@ class Transfers:
     def settle(self) -> None:
         """End a sweep: wait for its writes, whose arrays may only then be given back.
 
+        A write that does not end is left to its store after some seconds: it may go on
+        reading arrays that are used again, as what it writes is not read.
         Reads are left to the stores, whose memory they go to.  `get` may need
         other processes, and after an error those are elsewhere.
         """
+        self.cancel(_PATIENCE_S)
         for transfer in self._tokens.values():
-            if transfer.is_write and not transfer.failed:
+            if transfer.is_write and not transfer.failed and transfer not in self._stuck:
                 self._stores[transfer.tier].wait_written(transfer.step)
         for tier, steps in enumerate(self.stored):
             for step in steps:

@@ -201,10 +201,14 @@ class AgreedStore(WrapperStore):
         """Answer True: `wait_written` waits.  A clock of one rank must not decide for all."""
         return True
 
+    def arrived(self, key: int, timeout_s: float) -> bool:
+        """Answer True: `get` waits, for the same reason."""
+        return True
+
     def cancel(self, key: int) -> None:
         """Do nothing: ranks agree on what is written, and one alone gives up none of it."""
 
-    def waits(self) -> bool:
+    def waits(self, lengths: Sequence[int] = ()) -> bool:
         """Answer False: `put` waits if it must."""
         return False
 

@@ -188,7 +188,7 @@ typedef struct job {
     uint64_t sum;     /* XXH3 of the record: a write's result, what a read must find */
     int64_t start_ns, stop_ns; /* CLOCK_MONOTONIC */
     int64_t error;             /* errno; EBADMSG if the sum is another */
-    _Atomic int64_t cancelled; /* a write fails at its next chunk */
+    _Atomic int64_t cancelled; /* it fails at its next chunk */
     _Atomic int64_t state;
 } job_t;
 

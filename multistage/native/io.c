@@ -102,7 +102,7 @@ int64_t ms_io_state(const job_t *job)
     return atomic_load_explicit(&((job_t *)job)->state, memory_order_acquire);
 }
 
-/* Have a write fail (ECANCELED) at its next chunk, if there is one.  Takes no lock. */
+/* Have a transfer fail (ECANCELED) at its next chunk, if there is one.  Takes no lock. */
 void ms_io_cancel(job_t *job)
 {
     atomic_store_explicit(&job->cancelled, 1, memory_order_relaxed);
@@ -248,6 +248,8 @@ static void *read_front(void *argument)
             int64_t nbytes = min64(job->nbytes - offset, io->o.chunk_bytes);
             char *data = job->data + offset;
             take(&lane->room);
+            if (!error && atomic_load_explicit(&job->cancelled, memory_order_relaxed))
+                error = ECANCELED;
             if (!error)
                 error = io_transfer(io->o.pread, io->o.fd, data, pages_of(nbytes),
                                  job->position + offset, ENODATA);

@@ -171,7 +171,7 @@ class Sweeps(Generic[State, Adjoint]):
                 self.given.watched.begin()
             where = "in the forward sweep"
             judged = steps.judges(online=online)
-            late = steps.late if isinstance(steps, Unequal) and not online else None
+            late = None if isinstance(steps, Unequal) and online else steps.late
             last = executor.forward(schedule, state, steps.resumed, judged=judged, late=late)
             self._drawn = steps.plan  # which the first steps may have shown
             if self._durable is not None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Generic, TypeVar
 
 from .. import native
@@ -27,7 +27,8 @@ from ..backends.base import Store
 from ..backends.paged import PagedStore
 from ..errors import ArgumentError, BudgetError
 from ..execute.executor import Counts, Executor
-from ..execute.late import TakenWhenLate
+from ..execute.late import Late
+from ..execute.late_stages import Stages
 from ..execute.metered import LargerThanPlanned, Metered, Seen, of_chain
 from ..execute.resumed import Resumed
 from ..measurement.given import one_tape
@@ -38,6 +39,7 @@ from ..model.tier import Tier
 from ..planners.chain.heterogeneous import ChainPlan
 from ..planners.chain.joint_core import require_core
 from ..planners.chain.memory import use_of
+from ..planners.chain.performing import performed
 from ..planners.chain.pieces import PersistentPlanner, chain_plan, survey
 from ..planners.uniform import UniformPlan
 from ..schedule.rules import Rules
@@ -107,8 +109,8 @@ class Unequal(Generic[State, Adjoint]):
         Whether the plan is to be made again, by other costs.
     tier : PagedStore or None
         What that sweep needs open, on the slow tier.
-    late : TakenWhenLate or None
-        What is asked where writes to it are late.
+    late : Late or None
+        What is asked where its transfers are late.
 
     Raises
     ------
@@ -125,7 +127,7 @@ class Unequal(Generic[State, Adjoint]):
         self.chain_plan: ChainPlan | None = None
         self.stale = False
         self.tier: PagedStore | None = None
-        self.late: TakenWhenLate | None = None
+        self.late: Late | None = None
         self._opened, self._bars, self._checked = opened, bars, given.checked
         self._store: Store | None = given.first_store
         self._rates: Tier | None = None
@@ -236,7 +238,8 @@ class Unequal(Generic[State, Adjoint]):
         if written and self._store is not None:
             # All may be waiting: a plan counts on no write but that of what it evicts.
             self.tier = PagedStore(self._store, largest_state(costs), things=written)
-            self.late = TakenWhenLate(self.chain_plan, self.tier, self.rules)
+            actions = partial(performed, n_steps=len(costs.stages))
+            self.late = Late(Stages(self.chain_plan, self.rules, actions, inside=False))
 
     def forget(self) -> None:
         """Release a plan that does not hold; the next sweep is surveyed."""
@@ -319,15 +322,18 @@ class Unequal(Generic[State, Adjoint]):
 
         Once that is asked, `counts` have the peak that sizes as seen come to.
         """
-        plan, actions, late = self.chain_plan, tuple(self._surveyed), self.late
-        diverted = 0 if late is None else late.peak_bytes
+        plan, actions = self.chain_plan, tuple(self._surveyed)
+        left = 0
+        if self.late is not None and self.late.why:
+            assert isinstance(self.late.course, Stages)
+            left = self.late.course.peak_bytes
         seen = self._learn(n_steps, timeline)
 
         def made() -> UniformPlan:
             drawn = plan or surveyed(seen, actions)
             found = described(drawn)
             tiers = () if drawn.tier is None else (drawn.tier,)
-            peak_bytes = diverted or use_of(drawn.actions, seen, tiers).peak_bytes
+            peak_bytes = left or use_of(drawn.actions, seen, tiers).peak_bytes
             counts.peak_slots = peak_bytes / found.costs.state_bytes
             return found
 
@@ -338,9 +344,9 @@ class Unequal(Generic[State, Adjoint]):
         seen = self.metered.seen.costs(n_steps, self._chain)
         if self.tier is not None and self._rates is not None:
             rates = seen_rates(self._rates, timeline)
-            if self.late is not None and self.late.detour is not None:
-                writes = max(1.0, self._rates.write_bytes_per_s / self.late.slower)
-                rates = replace(rates, write_bytes_per_s=min(rates.write_bytes_per_s, writes))
+            if self.late is not None and self.late.why:
+                assert isinstance(self.late.course, Stages)
+                rates = self.late.course.slowed(rates)
             if rates is not self._rates:
                 self._rates, self.stale = rates, True
         if self._n_steps is not None:

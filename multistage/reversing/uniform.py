@@ -20,6 +20,7 @@ from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
 from ..errors import BudgetError
 from ..execute.executor import Counts, Executor
+from ..execute.late import EqualSteps, Late
 from ..execute.metered import Metered
 from ..execute.resumed import Resumed
 from ..measurement.chain import GUESSED_RATIO, measure, sample, starting
@@ -351,6 +352,15 @@ class Uniform(Generic[State, Adjoint]):
         return not self.plan.sealed
 
     # ----------------------------------------------------------------- executing
+
+    @property
+    def late(self) -> Late | None:
+        """What the next sweep asks where transfers are late; None if it waits."""
+        given, costs = self._arguments, self.costs
+        if not given.stores or costs is None or self.resumed is not None:
+            return None
+        tape = given.chain.state_is_tape
+        return Late(EqualSteps(given.n_steps, self._slots, costs.tiers, tape))
 
     def _made_executor(self, costs: Costs) -> Executor[State, Adjoint]:
         given = self._arguments

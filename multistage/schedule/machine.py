@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeAlias, assert_never
@@ -28,7 +28,7 @@ from ..actions import (
 from ..errors import ArgumentError
 from ..model.stages import StageCosts
 from ..support.units import format_bytes
-from .machine_state import ByteAccounting, MachineState, told
+from .machine_state import ByteAccounting, MachineState, Transfer, told
 from .step_rules import advance, end_forward, free, load, reverse, save, tape
 from .transfer_rules import await_transfer, drop, evict, may_await, may_write, read, token_of, write
 
@@ -193,37 +193,62 @@ class Rules(MachineState):
             case _:
                 return None
 
-    def divert(self, save: Iterable[int], discard: Iterable[int]) -> None:
-        """Leave a plan for a detour of `planners.chain.joint_rule`; in a machine that counts bytes.
+    def leave(self, held: Set[int], tapes: Set[int], stuck: Iterable[int] = ()) -> None:
+        """Go on without the tiers: what is there or on its way is given up.
 
-        Writes in flight are cancelled, their copies in the tier to be dropped; states at
-        hand are kept, as by `Save`; tapes are given up, with the state inside if it is not
-        kept.
+        Parameters
+        ----------
+        held, tapes : set of int
+            The states and tapes that are in fast memory from now on.  Others are given up;
+            where bytes are counted, states at hand may be among them that were not kept.
+        stuck : iterable of int
+            States whose writes go on: they take their room to the end.
 
         Raises
         ------
         ScheduleError
-            If such a state or tape is not at hand; the machine is unchanged.
+            If such a state or tape is not at hand.
         """
         memory = self.memory
-        assert memory is not None
-        for step in save:
-            if step in self.held or not memory.has(step, self):
-                self.fail(f"a detour keeps state {step}, which is not at hand or is kept already")
-        for step in discard:
-            if self.tapes.get(step, -1) is not None:
-                self.fail(f"a detour gives up tape {step}, which is not held")
-        for token, transfer in list(self.tokens.items()):
-            if transfer.is_write and not transfer.staged:
-                del self.tokens[token]
-                self.unpin(transfer.item)
-                self.stored[transfer.item, transfer.tier] = None
-        for step in save:
+        for transfer in self.tokens.values():
+            self._give_up(transfer)
+        for where in (self.tokens, self.stored, self.unwritten, self.unread, self.tier_used):
+            where.clear()
+        for step in sorted(held - self.held.keys()):
+            if memory is None or not memory.has(step, self):
+                self.fail(f"state {step} is kept without the tiers, but it is not at hand")
             memory.keep(step, self)
             self.held[step] = None
-        for step in discard:
+        for step in sorted(tapes - self.tapes.keys()):
+            self.fail(f"tape {step} is kept without the tiers, but it is not at hand")
+        for step in sorted(self.tapes.keys() - tapes):
             self.end_tape(step)
-            memory.give_up(step)
+            if memory is not None:
+                memory.give_up(step)
+        for step in sorted(self.held.keys() - held):
+            free(self, Free(step), None)
+            if memory is not None:
+                memory.settle(Free(step), None, self, None)
+        for step in stuck:
+            self.slots -= 1
+            if memory is not None and memory.limit_bytes is not None:
+                memory.limit_bytes -= memory.bytes_of(step)
+
+    def _give_up(self, transfer: Transfer) -> None:
+        """Forget a transfer, and what it was to bring."""
+        item, memory = transfer.item, self.memory
+        if transfer.is_write and not transfer.staged:
+            self.unpin(item)
+            return
+        if not transfer.is_write and item < 0:
+            self.end_tape(~item)
+        else:
+            self.used -= 1
+            self.staged -= transfer.is_write
+        if not transfer.is_write and item >= 0:
+            del self.held[item]
+        if memory is not None:
+            memory.settle(Await(0), False, self, transfer)
 
 
 def _in_bytes(machine: MachineState, action: Action, answer: Answer) -> None:

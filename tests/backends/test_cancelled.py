@@ -283,7 +283,7 @@ def test_a_copy_stays_until_a_store_that_cannot_tell_is_done_with_it() -> None:
     store = PagedStore(inner, 100, 1024)
     store.open()
     for key in range(30):
-        assert not store.waits_for([80])
+        assert not store.waits([80])
         assert store.put(key, [np.arange(10.0)], block=True)
     assert inner.most <= 9  # eight copies wait, no more, and one is put
     assert all(store.wait_written(key) for key in range(30))

@@ -192,7 +192,7 @@ FAULTS: tuple[Mutant, ...] = (
         "torch/test_tiers.py",
     ),
     of(
-        "torch/chains/detours.py",
+        "torch/chains/late.py",
         "        self._memory.leaving = set()  # nothing leaves any more",
         "        pass",
         "torch/test_late_tiers.py",

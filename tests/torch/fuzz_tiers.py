@@ -4,8 +4,8 @@
     python tests/torch/fuzz_tiers.py --case 12345
 
 A case follows from one integer: the stages, the plan, the store and what fails in it, how
-fast the tier is beside computing, whether writes are late, so that detours are taken, and
-what is done with the graph.  Outputs, gradients,
+fast the tier is beside computing, whether it is said to be late, so
+that runs go on without it, and what is done with the graph.  Outputs, gradients,
 buffers and the random state must be those of plain training bit for bit, or an error says
 why not.  Memory that awaits bytes from the tier is filled with NaN, so that whoever uses
 it too early is found.  The exit status is 1 if anything else was found.
@@ -29,8 +29,10 @@ from typing import Any
 import torch
 from tierfuzz.chains import WIDTH, Spoil, Spoils, random_chain
 from tierfuzz.faults import Flaky, FlakyFile, Interrupts, Pace, flaky_rows, poisoned
-from tierfuzz.late import as_planned, asking, by_chance, said_late
+from tierfuzz.late import as_planned, course
 from tierfuzz.plans import random_plan
+
+from leaving import by_chance, said_late  # isort: skip
 from torch import Tensor, nn
 
 from multistage.actions import (
@@ -144,7 +146,7 @@ def bound(
 ) -> Callable[[Tensor], Tensor] | None:
     """Return the chain under a plan; None where its stages do not go alone.
 
-    Given as a `ChainPlan` too, it is left where writes are late.
+    Given as a `ChainPlan` too, its tier is left where it is late.
     """
     x = torch.randn(8, WIDTH, requires_grad=True)
     with untouched(Scope(list(model)), x):
@@ -153,8 +155,8 @@ def bound(
         return None
 
     def call(x: Tensor) -> Tensor:
-        deadlines = None if plan is None else asking(plan)
-        return Run(list(model), traits, actions, berth, deadlines=deadlines).forward(x)
+        asked = None if plan is None else course(plan)
+        return Run(list(model), traits, actions, berth, course=asked).forward(x)
 
     return call
 
@@ -222,10 +224,7 @@ def play(seed: int) -> tuple[str, bool]:
             Spoil.on = True
         interrupts = Interrupts.by_chance(rng, rng.randrange(1, 4))
         if late:
-            slower = [1.0, 1.5, 3.0, 10.0, 1e6]
-            refuses = by_chance(rng, rng.choice([0.0, 0.5]))
-            is_late = said_late(by_chance(rng, late), lambda: rng.choice(slower), refuses)
-            stack.enter_context(is_late)
+            stack.enter_context(said_late(by_chance(rng, late)))
         for context in (poisoned(), Pace(rng, pace).kept(), interrupts.strike()):
             stack.enter_context(context)
         close = berth.close if what == "close" else nothing

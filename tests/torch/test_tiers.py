@@ -24,9 +24,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fuzz_tiers import CPU, INPLACE, PAGE, play, same  # noqa: E402
+from leaving import on_time  # noqa: E402
 from tierfuzz.chains import Residual, Spoils, chain  # noqa: E402
 from tierfuzz.faults import Flaky, Interrupts, poisoned  # noqa: E402
-from tierfuzz.late import said_late  # noqa: E402
 from tierfuzz.plans import random_plan  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
@@ -767,8 +767,8 @@ def test_rows_that_fail_cost_time_and_no_bits(
     model.load_state_dict(deep().state_dict())
     monkeypatch.setattr(rows, "put", failing_put)
     monkeypatch.setattr(rows, "read", failing_read)
-    on_time = said_late(lambda: False, lambda: 1.0)  # no detour, which may give up what failed
-    with on_time, pytest.warns(CheckpointWarning, match="computed again"):
+    waits = on_time()  # else what failed may be given up
+    with waits, pytest.warns(CheckpointWarning, match="computed again"):
         assert same(results(model, model, rows=ROWS), expected)
     model.close()
     assert not list(tmp_path.iterdir())
@@ -784,7 +784,7 @@ def test_a_file_that_is_damaged_between_the_sweeps_costs_time_only(
     model.load_state_dict(deep().state_dict())
 
     def call(x: Tensor) -> Tensor:
-        with said_late(lambda: False, lambda: 1.0):
+        with on_time():
             y: Tensor = model(x)
         for each in Path("/proc/self/fd").iterdir():  # it has no name
             if each.is_file() and str(each.readlink()).startswith(str(tmp_path)):

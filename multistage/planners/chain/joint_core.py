@@ -356,7 +356,7 @@ def _work(laid: Laid, table: Table) -> tuple[dict[int, list[Action]], dict[int, 
 def _segment(trace: Trace, node: Node) -> Iterator[list[Action]]:
     """Yield for each operation of a segment what is done before it; its input stays."""
     before: list[Action] = []
-    for action in actions_of(trace, node.start):
+    for action in actions_of(trace, inside=(node.start,)):
         match action:
             case EndForward():
                 continue

@@ -7,7 +7,7 @@ the accounting in bytes: it knows nothing of how schedules are made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from ...actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
@@ -37,20 +37,34 @@ def use_of(actions: Iterable[Action], costs: StageCosts, tiers: Sequence[Tier] =
     return simulate(actions, None, costs, tiers=tiers, checked=False)
 
 
-def actions_of(trace: Iterable[tuple[int, int, int]], first: int = 0) -> Iterator[Action]:
-    """Yield the actions of a trace whose first state stays where it is.
+def actions_of(
+    trace: Iterable[tuple[int, int, int]],
+    *,
+    held: Iterable[int] = (),
+    inside: Container[int] = (0,),
+    ended: bool = False,
+) -> Iterator[Action]:
+    """Yield the actions of a trace.
 
     A saved state is freed when the tape that starts from it is made: from then
     on that tape holds it.
+
+    Parameters
+    ----------
+    held : iterable of int
+        States that are saved already.
+    inside : container of int
+        States that need not be saved.
+    ended : bool
+        Whether the forward sweep has ended before; if not, it does with the first adjoint.
     """
     # What is to do after the right part of a pair: reverse a stage, or load a
     # state for the left part.
     after: list[tuple[str, int]] = []
-    saved: set[int] = set()
-    ended = False
+    saved = set(held)
     for s, t, k in trace:
         if k != s and s != t:
-            if s not in saved and s != first:
+            if s not in saved and s not in inside:
                 saved.add(s)
                 yield Save(s)
             yield Advance(s, k)

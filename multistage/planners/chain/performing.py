@@ -6,7 +6,7 @@ loss, makes a tape that is used at once within `Reverse`, and knows nothing of w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 
 from ...actions import (
     Action,
@@ -24,7 +24,6 @@ from ...actions import (
     Save,
     Tape,
 )
-from .joint_detour import Detour
 
 
 def performed(actions: Iterable[Action], n_steps: int) -> Iterator[Action]:
@@ -36,56 +35,6 @@ def performed(actions: Iterable[Action], n_steps: int) -> Iterator[Action]:
     """
     left = [action for action in actions if not is_loss(action, n_steps)]
     return _from(left, 0, _within(left), set())
-
-
-def begun(actions: Sequence[Action], at: int, n_steps: int) -> tuple[list[Action], set[int]]:
-    """Return what is performed of a plan before `actions[at]`, of its forward sweep.
-
-    Returns
-    -------
-    performed : list of Action
-    beside : set of int
-        States saved beside the tapes that they are in.
-    """
-    left = [action for action in actions if not is_loss(action, n_steps)]
-    count = sum(not is_loss(action, n_steps) for action in actions[:at])
-    beside: set[int] = set()
-    return list(_from(left[:count], 0, _within(left), beside)), beside
-
-
-def diverted(
-    before: Iterable[Action], detour: Detour, n_steps: int, beside: Set[int], live: int
-) -> list[Action] | None:
-    """Return what an executor performs on a detour, None if it cannot take it.
-
-    It cannot where the detour keeps or loads a state that only a tape holds.
-
-    Parameters
-    ----------
-    before : iterable of Action
-        Of the plan, up to where it is left.
-    detour : Detour
-        The executor gives up the tapes it discards before it performs the actions.
-    n_steps : int
-    beside : set of int
-        As `begun` returns it.
-    live : int
-        The state that is live there.
-    """
-    planned = [action for action in before if not is_loss(action, n_steps)]
-    kept: list[Action] = [Save(i) for i in detour.save]
-    rest = [action for action in detour.actions if not is_loss(action, n_steps)]
-    left, start = [*planned, *kept, *rest], len(planned)
-    within = _within(left)
-    needed = {i for i, places in within.items() if min(places) < start}
-    # What the plan itself keeps, and was not saved twice.
-    needed |= beside & {action.step for action in planned if isinstance(action, Save)}
-    wanted = needed | set(detour.save)
-    if not wanted <= {*beside, live}:
-        return None
-    actions: list[Action] = [Free(i) for i in sorted(beside - wanted)]
-    actions += [Save(live)] if live in wanted - beside else []
-    return [*actions, *_from(left, start + len(kept), within, needed)]
 
 
 def _from(

@@ -61,7 +61,7 @@ class ChainPlan(Plan):
         Of the makespan, spent waiting for transfers.
     given_up : int
         Tapes that the last run made again, as the tier was slower than planned; see
-        `multistage.execute.detour`.
+        `multistage.execute.late`.
 
     Examples
     --------

@@ -38,7 +38,7 @@ Adjoint = TypeVar("Adjoint")
 
 
 class Script:
-    """The actions of a plan or of a detour from it, and how far they have been performed.
+    """The actions of a plan or of what replaces it, and how far they have been performed.
 
     Attributes
     ----------
@@ -56,16 +56,13 @@ class Script:
 
     def play(self) -> Schedule:
         """Return the actions of the plan."""
-        return self._from(self._planned)
+        self.is_forward = True
+        return self.leave(self._planned)
 
     def leave(self, actions: Sequence[Action]) -> Schedule:
         """Return other actions, in place of the rest of the plan."""
-        return self._from(actions)
-
-    @property
-    def has_left(self) -> bool:
-        """Whether it is on a detour."""
-        return self.actions is not self._planned
+        self.actions, self.next = actions, 0
+        return self._left()
 
     def leaving(self) -> set[int]:
         """Return the states that fast memory releases, alone or inside of a tape.
@@ -98,10 +95,6 @@ class Script:
                 case EndForward():
                     break
         return found
-
-    def _from(self, actions: Sequence[Action]) -> Schedule:
-        self.actions, self.next, self.is_forward = actions, 0, True
-        return self._left()
 
     def _left(self) -> Schedule:
         while self.next < len(self.actions):

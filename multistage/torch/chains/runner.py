@@ -26,14 +26,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ...actions import Action, Put, Schedule
 from ...errors import MultistageError
-from ...execute.detour import Deadlines
+from ...execute.late import Late
+from ...execute.late_stages import Stages
 from ...execute.sweep import Sweep
 from ...states.slots import Kept
 from ..environment.states import KeptState, refuse_shared, tensors_in
@@ -44,8 +45,8 @@ from ..measurement.watching import Metered
 from ..tiers.parcels import Origins
 from ..tiers.stowage import Berth, Stowage
 from .away import Away
-from .detours import TakenWhenLate
 from .held import HeldTape
+from .late import LateAway
 from .links import FastMemory, Links, Script, StageSlots
 from .stages import StageRunner, storages_of_all
 
@@ -62,8 +63,10 @@ class Run:
         The tier of a plan that sends something there.
     watchful : bool
         Whether every stage is watched for draws of random numbers; see `StageRunner`.
-    deadlines : Deadlines, optional
-        What to ask when writes are late; of the plan that the actions are of.
+    course : Stages, optional
+        What to ask when transfers are late; of the plan that the actions are of.
+    left : callable, optional
+        Called without arguments where the run goes on without its tier.
     metered : Metered, optional
         Meters this iteration.
     check : {"error", "warn", "off"}
@@ -78,13 +81,14 @@ class Run:
         berth: Berth | None = None,
         *,
         watchful: bool = True,
-        deadlines: Deadlines | None = None,
+        course: Stages | None = None,
+        left: Callable[[], None] = lambda: None,
         metered: Metered | None = None,
         check: Check = "off",
     ) -> None:
         self._stages = StageRunner(stages, traits, watchful=watchful, check=check)
         self._script = Script(actions)
-        self._deadlines, self._metered = deadlines, metered
+        self._course, self._left, self._metered = course, left, metered
         self._berth = berth
         self._streams = any(isinstance(action, Put) for action in actions)
         self._lock = threading.RLock()
@@ -123,7 +127,7 @@ class Run:
                 self._away,
                 Kept(first, ()),
                 [state],
-                detour=self._detour(),
+                late=self._late(),
             )
             self._memory.held, self._memory.tapes = self._sweep.held, self._sweep.tapes
             del state, first
@@ -154,16 +158,16 @@ class Run:
                 self._berth.leave()
             raise
 
-    def _detour(self) -> TakenWhenLate | None:
-        """Return what is asked where writes are late."""
-        if self._deadlines is None or not self._streams:
+    def _late(self) -> Late | None:
+        """Return what is asked where transfers are late."""
+        if self._course is None or not self._streams:
             return None
-        return TakenWhenLate(self._deadlines, self._script, self._memory, self._away)
+        late: Late = Late(self._course)
+        late.begin(LateAway(self._script, self._memory, self._away, self._left))
+        return late
 
     def _play(self) -> Schedule:
         """Return the actions of the plan, from the first one on."""
-        if self._deadlines is not None:
-            self._deadlines.begin()
         self._memory.leaving = self._script.leaving()
         return self._script.play()
 
@@ -171,6 +175,7 @@ class Run:
         """Release what is away; return the actions of the plan."""
         self._away.clear()
         self._memory.origins = Origins()
+        self._sweep.late = self._late()
         return self._play()
 
     # ---------------------------------------------------------------- backward

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 from ...errors import BudgetError
-from ...execute.detour import Deadlines
+from ...execute.late_stages import Stages
 from ...planners.chain.heterogeneous import ChainPlan
+from ...schedule.rules import Rules
 from ..chains.runner import Run
 from ..chains.stages import UnforeseenError
 from ..environment.hidden_draws import refuse_hidden_draws
@@ -60,14 +62,16 @@ def run(
         try:
             berth = _berth(sequential, planned.plan)
             # Ranks that run stages together cannot leave their plan one by one.
-            late = None if berth is None or collective else Deadlines(planned.plan)
+            late = None if berth is None or collective else _course(planned.plan)
+            left = partial(_note_left, chain, planned.plan, late)
             run = Run(
                 stages,
                 traits,
                 actions,
                 berth,
                 watchful=watchful,
-                deadlines=late,
+                course=late,
+                left=left,
                 metered=metered,
                 # The check itself compares results.
                 check=chain.check if trains and planned.checked.is_exact else "off",
@@ -86,8 +90,6 @@ def run(
             larger = error.with_traceback(None)  # which holds the tensors of the run
         else:
             planned.sizes.counted(way, 0)
-            if late is not None and late.detour is not None:
-                _note_detour(chain, planned.plan, late)
             return result
         planned, metered = for_larger(sequential, planned, state, larger), None
     raise BudgetError(
@@ -97,9 +99,18 @@ def run(
     )
 
 
-def _note_detour(chain: Limited, plan: ChainPlan, late: Deadlines) -> None:
-    """Log that a run left its plan; the next one is planned for the tier as it is."""
-    chain.plan = replace(plan, given_up=late.given_up)
-    _log.info("tier %.3g times slower than planned: %d tapes given up", late.slower, late.given_up)
+def _course(plan: ChainPlan) -> Stages | None:
+    """Return what is asked where the tier is late; None for a plan without a limit."""
+    if plan.tier is None or plan.memory_bytes is None:
+        return None
+    rules = partial(Rules.in_bytes, plan.costs, None, plan.memory_bytes)
+    return Stages(plan, rules, lambda actions: actions, inside=True)
+
+
+def _note_left(chain: Limited, plan: ChainPlan, course: Stages | None) -> None:
+    """Log that a run went on without its tier; the next one is planned for the tier as it is."""
+    assert course is not None
+    chain.plan = replace(plan, given_up=course.given_up)
+    _log.info("tier %.3g times slower than planned: the run goes on without it", course.slower)
     if chain.tiered is not None:
-        chain.tiered.was_late(late.slower)
+        chain.tiered.was_late(course.slower)

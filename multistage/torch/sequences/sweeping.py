@@ -17,7 +17,7 @@ from ...backends.base import Store
 from ...backends.lifetimes import Birth, Ending, end
 from ...errors import MultistageError
 from ...execute.executor import Executor
-from ...execute.late import TakenWhenLate
+from ...execute.late import Late
 from ...planners.chain.plan import ChainPlan
 from ...planners.uniform import UniformPlan
 from ...schedule.rules import Rules, check
@@ -67,10 +67,10 @@ class Sweep:
     states : States
         What the chain's states are made of.
     bars : Bars
-    late : TakenWhenLate, optional
-        What is asked where writes to the tier are late.
+    late : Late, optional
+        What is asked where the tier is late.
     was_late : callable, optional
-        `was_late(slower)`, called after a forward sweep that has left its plan.
+        Called without arguments after a sweep that went on without its tier.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Sweep:
         record: Layout | None,
         states: States[TensorState, Tensor, LayoutT],
         bars: Bars,
-        late: TakenWhenLate | None = None,
-        was_late: Callable[[float], None] | None = None,
+        late: Late | None = None,
+        was_late: Callable[[], None] | None = None,
     ) -> None:
         self.chain = chain
         self._late, self._was_late = late, was_late
@@ -127,10 +127,14 @@ class Sweep:
         assert self._plan.plan is not None
         late, schedule = self._late, self._plan.plan.schedule()
         last = self._executor.forward(schedule, self._first, late=late)
-        if late is not None and late.detour is not None and self._was_late is not None:
-            _log.info("%s", late.told())
-            self._was_late(late.slower)
+        self._note_late()
         return last
+
+    def _note_late(self) -> None:
+        """Log that a sweep went on without its tier; the next one is planned for that."""
+        if self._late is not None and self._late.why and self._was_late is not None:
+            _log.info("%s", self._late.why)
+            self._was_late()
 
     def backward(
         self, adjoint: tuple[Tensor | None, ...], outputs: Sequence[Tensor | None]
@@ -148,6 +152,7 @@ class Sweep:
             with contextlib.closing(self._bars) as bars:
                 bars.back(self._plan.plan.n_steps)
                 gradients: tuple[Tensor | None, ...] = self._executor.reverse(adjoint)
+            self._note_late()
             chain.verify()
             return gradients
 

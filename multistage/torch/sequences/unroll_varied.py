@@ -16,11 +16,12 @@ from ...actions import Action, Advance, EndForward, Load, Reverse, Tape
 from ...backends.base import Store
 from ...backends.paged import PagedStore
 from ...errors import BudgetError
-from ...execute.late import TakenWhenLate
+from ...execute.late import Late
+from ...execute.late_stages import Stages
 from ...model.budget import Budget
 from ...model.stages import Stage, StageCosts
-from ...model.tier import Tier
 from ...planners.chain.heterogeneous import plan_chain
+from ...planners.chain.performing import performed
 from ...reversing.described import described
 from ...schedule.simulation import simulate
 from ...support.progress import Bars
@@ -46,7 +47,7 @@ from .surroundings import Surroundings
 from .sweeping import Sweep, rules_of, through
 from .unroll_plan import UnrollPlan
 from .varied_planning import plan_again, planned_varied
-from .varied_search import pages_for, seen_writing
+from .varied_search import pages_for, seen_slower
 from .varied_time import VariedTensors, VariedThroughTime
 
 _weighed: Memory[bool] = Memory()  # sequences whose graphs were seen to hold to given costs
@@ -237,13 +238,16 @@ class _Program:
         names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
         bars = Bars(False if settings is None else settings.progress)
         assert chosen.plan is not None
-        paged = late = was_late = None
+        paged = was_late = None
+        late: Late | None = None
         if store is not None and settings is not None and chosen.plan.writes:
             paged = pages_for(store, costs, chosen.plan.writes)
             if chosen.chain.tier is not None and chosen.chain.memory_bytes is not None:
                 rules = partial(rules_of, chosen.chain, chosen.plan)
-                late = TakenWhenLate(chosen.chain, paged, rules)
-                was_late = partial(_plan_for_slower, chosen, settings, paged, chosen.chain.tier)
+                actions = partial(performed, n_steps=chosen.plan.n_steps)
+                course = Stages(chosen.chain, rules, actions, inside=False)
+                late = Late(course)
+                was_late = partial(_plan_for_slower, chosen, settings, paged, course)
         run = Sweep(
             chain,
             chain.first(leaves),
@@ -260,11 +264,11 @@ class _Program:
 
 
 def _plan_for_slower(
-    chosen: UnrollPlan, settings: Settings, paged: PagedStore, planned: Tier, slower: float
+    chosen: UnrollPlan, settings: Settings, paged: PagedStore, course: Stages
 ) -> None:
-    """Plan the next sequence for a tier whose writes took so many times as long as planned."""
+    """Plan the next sequence for a tier as slow as it was when this one went on without it."""
     # Of what was planned, not of what is known by now: a second backward tells it again.
-    seen_writing(settings, paged, planned.write_bytes_per_s / slower)
+    seen_slower(settings, paged, course.slowed)
     plan_again(chosen)
 
 

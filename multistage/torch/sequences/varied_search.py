@@ -238,13 +238,12 @@ def pages_for(store: Store, costs: StageCosts, things: int | None = None) -> Pag
     return PagedStore(store, largest, things=things)
 
 
-def seen_writing(settings: Settings, paged: PagedStore, bytes_per_s: float) -> None:
-    """Take pages to be written no faster than that, in plans to come."""
+def seen_slower(settings: Settings, paged: PagedStore, slowed: Callable[[Tier], Tier]) -> None:
+    """Take pages to travel as `slowed` makes of their rates, in plans to come."""
     key = settings.tiers, paged.page_bytes
     rates = _rates.get(key)
     if rates is not None:
-        writes = min(rates.write_bytes_per_s, max(1.0, bytes_per_s))
-        _rates.put(key, replace(rates, write_bytes_per_s=writes))
+        _rates.put(key, slowed(rates))
 
 
 def _streaming(costs: StageCosts, room: int, rates: Tier, *, by_name: bool) -> ChainPlan:

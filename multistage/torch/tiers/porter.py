@@ -252,16 +252,11 @@ class Porter:
         return trip.awaited
 
     def cancel(self, trip: Trip) -> None:
-        """Let a write end as lost: before it begins, or between two of its pages.
+        """Let a transfer end as lost: before it begins, or a write between two of its pages.
 
         Never blocks.  Where `trip.done` is set the lines are not referred to any more.
         """
         self._work.cancel(trip)
-
-    def resume(self, trip: Trip) -> Trip | None:
-        """Let a cancelled write continue; return None if it has ended, as lost."""
-        trip.cancelled = False
-        return None if trip.row.error else trip
 
     def drop(self, row: Row) -> None:
         """Free the tier's copy of a row; never blocks, and is called by finalizers."""

@@ -19,7 +19,6 @@ import torch
 from ...backends.base import Store
 from ...backends.lifetimes import Birth, end
 from ...errors import CheckpointWarning, MultistageError
-from ...model.tier import Tier
 from ...support.interrupts import Shield
 from .paging import PAGE_BYTES
 from .parcels import Parcel
@@ -27,6 +26,7 @@ from .porter import Porter, Trip
 
 # How long a run waits for a tier that it is done with, which may have stopped forever.
 PATIENCE_S = 5.0
+_LAST = 4  # transfers, whose rate is that of now
 
 
 class Berth:
@@ -182,60 +182,78 @@ class Stowage:
         self.stall_s += time.perf_counter() - began
         return done
 
-    def slower(self, tier: Tier) -> float:
-        """Return the seconds that writes took over those planned, at least 1.
+    def read(self, step: int, tape: bool, timeout_s: float) -> bool:
+        """Wait for a parcel to have come back or to be lost, no longer than so many seconds."""
+        stowed = self._stowed[step, tape]
+        if stowed.lost:
+            return True
+        began = time.perf_counter()
+        trips = [stowed.trip, *stowed.parcel.fillers()]
+        done = all(
+            trip.done.wait(max(0.0, began + timeout_s - time.perf_counter())) for trip in trips
+        )
+        self.stall_s += time.perf_counter() - began
+        return done or not self._porter.is_alive
 
-        The first that is not done counts from when it was queued, or the one before it
-        ended, but not as faster than planned.
+    def moved(self, token: int) -> tuple[int, bool, bool]:
+        """Return what a transfer moves: the step, whether a tape, and whether to the tier."""
+        return *self._tokens[token], token in self._writes
+
+    @property
+    def name(self) -> str:
+        """The name of the tier."""
+        return self._berth.store.name
+
+    def seen_s(self, *, writes: bool) -> float:
+        """Return the seconds that transfers take for a byte now; 0 if unknown.
+
+        The one in flight counts if it has taken longer than the others did.
         """
-        took_s = planned_s = before_s = 0.0
-        for trip in self._sent():
-            expected_s = tier.writing_s(trip.row.nbytes)
-            planned_s += expected_s
-            if not trip.done.is_set():
-                since_s = max(trip.queued_s, before_s)
-                took_s += max(expected_s, time.perf_counter() - since_s)
-                break
-            took_s += trip.seconds
-            before_s = trip.ended_s
-        return max(1.0, took_s / planned_s) if planned_s else 1.0
-
-    def seen_s(self) -> float:
-        """Return the seconds that writes have taken so far."""
-        return sum(trip.seconds for trip in self._sent() if trip.done.is_set())
+        trips = [each.trip for each in self._stowed.values() if each.trip.is_write == writes]
+        done = sorted(
+            (trip for trip in trips if trip.done.is_set() and not trip.row.error),
+            key=lambda trip: trip.ended_s,
+        )
+        last = done[-_LAST:]
+        nbytes = sum(trip.row.nbytes for trip in last)
+        seen_s = sum(trip.seconds for trip in last) / nbytes if nbytes else 0.0
+        under_way = [t for t in trips if t.begun and not t.done.is_set() and t.row.nbytes]
+        if under_way:
+            before_s = done[-1].ended_s if done else 0.0
+            since_s = max(under_way[0].queued_s, before_s)
+            took_s = (time.perf_counter() - since_s) / under_way[0].row.nbytes
+            seen_s = max(seen_s, took_s)
+        return seen_s
 
     def computed_s(self) -> float:
         """Return the seconds since this sweep began that were no waiting."""
         waited_s = self.stall_s - self._stalled_s
         return time.perf_counter() - self._began_s - waited_s
 
-    def _sent(self) -> list[Trip]:
-        """Return the writes of things that are in the tier, in order."""
-        sent = [self._stowed[item] for token, item in enumerate(self._tokens)
-                if token in self._writes and item in self._stowed]  # fmt: skip
-        return [stowed.trip for stowed in sent if stowed.trip.is_write]
+    def writing(self) -> list[Trip]:
+        """Return the writes that have not ended."""
+        trips = (each.trip for each in self._stowed.values())
+        return [trip for trip in trips if trip.is_write and not trip.done.is_set()]
 
     def cancel(self, timeout_s: float) -> bool:
-        """Cancel the writes; return whether the one in flight has ended within a time."""
-        under_way = [trip for trip in self._sent() if not trip.done.is_set()]
+        """Cancel all transfers; return whether those in flight have ended within a time."""
+        under_way = [each.trip for each in self._stowed.values() if not each.trip.done.is_set()]
         for trip in reversed(under_way):
             self._porter.cancel(trip)
         began = time.perf_counter()
-        ended = all(trip.done.wait(timeout_s) for trip in under_way)
+        ended = all(
+            trip.done.wait(max(0.0, began + timeout_s - time.perf_counter())) for trip in under_way
+        )
         self.stall_s += time.perf_counter() - began
         return ended
 
-    def under_way_bytes(self) -> int:
-        """Return the bytes of the oldest write that is not done."""
-        return next((trip.row.nbytes for trip in self._sent() if not trip.done.is_set()), 0)
-
-    def resume(self) -> bool:
-        """Queue what `cancel` has cancelled again; True."""
-        for stowed in self._stowed.values():
-            trip = stowed.trip
-            if trip.is_write and trip.cancelled and self._porter.resume(trip) is None:
-                stowed.trip = self._porter.send(stowed.parcel.lines())
-        return True
+    def stuck(self) -> list[int]:
+        """Return the states, and the tapes as ~step, whose cancelled transfers have not ended."""
+        return [
+            ~step if tape else step
+            for (step, tape), each in self._stowed.items()
+            if each.trip.cancelled and not each.trip.done.is_set()
+        ]
 
     def get(self, step: int, tape: bool) -> None:
         """Make room for a parcel and queue its way back."""
@@ -317,7 +335,7 @@ class CannotTravel(MultistageError):
 
 
 def _end(trip: Trip, porter: Porter) -> None:
-    if trip.is_write and not trip.done.is_set():
+    if not trip.done.is_set():
         porter.cancel(trip)
     porter.drop(trip.row)
 

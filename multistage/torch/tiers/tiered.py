@@ -159,7 +159,7 @@ class Tiered:
         found = replace(
             self.rates,
             write_bytes_per_s=write or max(1e-3, self.rates.write_bytes_per_s / self._slower),
-            read_bytes_per_s=fetch or self.rates.read_bytes_per_s,
+            read_bytes_per_s=fetch or max(1e-3, self.rates.read_bytes_per_s / self._slower),
         )
         self._slower = 1.0
         pairs = (

@@ -1,22 +1,18 @@
-"""Tiers that are late, without a clock: what a run is told of its writes is made up."""
+"""Plans whose tiers are said to be late."""
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from unittest import mock
+from functools import partial
 
 from multistage.actions import Action
-from multistage.execute.detour import Deadlines
+from multistage.execute.late_stages import Stages
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
 from multistage.planners.chain.heterogeneous import ChainPlan, plan_chain
 from multistage.planners.chain.memory import use_of
-from multistage.torch.tiers.stowage import Stowage
-
-NOW = {"ask_s": 0.0, "wait_s": 1e-3, "cancel_s": 60.0}  # questions cost nothing
+from multistage.schedule.rules import Rules
 
 
 def random_costs(rng: random.Random, n: int) -> StageCosts:
@@ -47,41 +43,7 @@ def as_planned(rng: random.Random, actions: list[Action], n: int) -> ChainPlan:
     )
 
 
-def by_chance(rng: random.Random, odds: float) -> Callable[[], bool]:
-    return lambda: rng.random() < odds
-
-
-@contextlib.contextmanager
-def said_late(
-    late: Callable[[], bool],
-    slower: Callable[[], float],
-    refuses: Callable[[], bool] = lambda: False,
-) -> Iterator[None]:
-    """Say of writes that they are late, how much slower than planned, and that they continue.
-
-    Of one that is not said to be late the run waits for the end, as it does without a rule.
-    """
-    cancel = Stowage.cancel
-
-    def is_written(stowage: Stowage, step: int, tape: bool, timeout_s: float) -> bool:
-        return bool(timeout_s) or not late()
-
-    def is_slower(stowage: Stowage, tier: Tier) -> float:
-        return slower()
-
-    def cancels(stowage: Stowage, timeout_s: float) -> bool:
-        refused = refuses()
-        return cancel(stowage, 0.0 if refused else timeout_s) and not refused
-
-    with (
-        mock.patch.object(Stowage, "written", is_written),
-        mock.patch.object(Stowage, "slower", is_slower),
-        mock.patch.object(Stowage, "computed_s", lambda _: 0.0),
-        mock.patch.object(Stowage, "cancel", cancels),
-    ):
-        yield
-
-
-def asking(plan: ChainPlan) -> Deadlines:
-    """Return what asks the rule of a plan whenever a write is said to be late."""
-    return Deadlines(plan, **NOW)
+def course(plan: ChainPlan) -> Stages:
+    """Return what is asked where the tier of a plan is said to be late."""
+    rules = partial(Rules.in_bytes, plan.costs, None, plan.memory_bytes)
+    return Stages(plan, rules, lambda actions: actions, inside=True)

@@ -1,0 +1,223 @@
+"""Tiers that are late: a sweep goes on without them, to the bits of store-all."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import optree
+import pytest
+from chains import CHAINS, TAPED, raw, store_all
+from leaving import StoppingStore, by_chance, said_late, tier_for
+from unequal_chains import Case
+
+from multistage import Costs, Reversal, StageCosts, native
+from multistage.actions import Evict
+from multistage.backends import MemoryStore, Store
+from multistage.backends.testing import FaultyStore
+from multistage.errors import CheckpointWarning
+from multistage.execute.late import Late
+from multistage.execute.late_stages import Stages
+from multistage.model.tier import Tier
+from multistage.reversing import unequal
+
+KINDS = ("functional", "tape", "in-place", "in-place-tape")
+STREAMED = Costs(1e-3, 2e-3, tiers=(Tier("slow", write_s=3e-3, read_s=3e-3),))
+# Plans of unequal steps are made by a table, whose twin is slow.
+by_table = pytest.mark.skipif(native.LIBRARY is None, reason="the table's twin is slow")
+
+
+def swept(run: Reversal[Any, int], start: Any) -> tuple[bytes, int]:
+    last = raw(run.forward(start))
+    return last, run.reverse(1)
+
+
+def equal(name: str, n: int, store: Store, **given: Any) -> Reversal[Any, int]:
+    """Return the reversal of equal steps, planned for a tier three times slower than a step."""
+    chain, start = CHAINS[name]
+    nbytes = sum(leaf.nbytes for leaf in optree.tree_leaves(start()))
+    costs = replace(STREAMED, state_bytes=nbytes)
+    if name in TAPED:
+        costs = replace(costs, tape_step_s=1e-3, tape_bytes=nbytes)
+    given = {"planner": "streaming", "memory": "5 slots", "checked": True} | given
+    return Reversal(chain(), costs=costs, n_steps=n, tiers=store, **given)
+
+
+@pytest.mark.parametrize("name", ["large", "in-place", "in-place-tape", "tape"])
+@pytest.mark.parametrize(("stops", "after"), [("read", 0), ("read", 5), ("write", 0), ("write", 4)])
+def test_transfers_that_never_end_cost_nothing_but_time(name: str, stops: str, after: int) -> None:
+    store, n = StoppingStore(stops, after), 60
+    with equal(name, n, store) as run:
+        assert swept(run, CHAINS[name][1]()) == store_all(name, n)
+        assert not store.gate.is_set()
+        report, late = run.report(), run.report().counts.late
+        assert late or after  # later ones may not come: a busy machine writes less
+        assert not late or late.startswith("tier 'stopping' was late: from the ")
+        assert ("Tier 'stopping' was late" in str(report)) == bool(late)
+        assert report.counts.peak_slots <= 5
+
+
+@pytest.mark.parametrize("planner", ["disk-revolve", "h-revolve", "stumm-walther"])
+@pytest.mark.parametrize("stops", ["read", "write"])
+def test_a_schedule_that_looks_at_no_answers_is_not_made_up_for_bit_by_bit(
+    planner: str, stops: str
+) -> None:
+    """Else each state that was lost would be computed again from the nearest one: quadratic."""
+    name, n = "large", 80
+    store = StoppingStore(stops, 0)
+    with equal(name, n, store, planner=planner) as run:
+        assert swept(run, CHAINS[name][1]()) == store_all(name, n)
+        counts = run.report().counts
+        assert counts.late and not counts.lost and not counts.recovered_steps
+        assert counts.forward_steps < 6 * n
+
+
+@pytest.mark.parametrize("name", sorted(CHAINS))
+def test_a_sweep_goes_on_from_anywhere(name: str) -> None:
+    taken = 0
+    for seed in range(6):
+        rng = random.Random(seed)
+        n, odds = rng.choice([9, 33, 70]), rng.choice([0.05, 0.5])
+        planner = rng.choice(["streaming", "disk-revolve", "h-revolve"])
+        run = equal(name, n, MemoryStore(buffer_bytes=0), planner=planner)
+        with said_late(by_chance(rng, odds)) as found, run:
+            for _ in range(2):
+                assert swept(run, CHAINS[name][1]()) == store_all(name, n)
+        taken += len(found)
+    assert taken
+
+
+def test_a_sweep_of_unknown_length_waits_until_its_end_is_known() -> None:
+    chain, start = CHAINS["large"]
+    costs = replace(STREAMED, state_bytes=sum(a.nbytes for a in optree.tree_leaves(start())))
+    store = MemoryStore(buffer_bytes=0)
+    run: Any = Reversal(chain(), costs=costs, memory="5 slots", tiers=store, checked=True)
+    with said_late(lambda _: True) as found, run:
+        last = run.forward(start(), until=lambda state, i: i == 70)
+        assert not found
+        assert (raw(last), run.reverse(1)) == store_all("large", 70)
+    assert len(found) == 1
+
+
+def test_a_store_that_cannot_tell_is_waited_for() -> None:
+    """As one on which ranks agree: a clock of one must not decide for all."""
+
+    class Untold(MemoryStore):
+        def ended(self, key: int, timeout_s: float) -> bool:
+            return True
+
+        def arrived(self, key: int, timeout_s: float) -> bool:
+            return True
+
+    with (
+        equal("large", 60, Untold(buffer_bytes=0)) as run,
+        mock.patch.object(Late, "_left", side_effect=AssertionError),
+    ):
+        assert swept(run, CHAINS["large"][1]()) == store_all("large", 60)
+
+
+@pytest.mark.parametrize("stops", ["read", "write"])
+def test_a_wait_for_a_late_tier_can_be_interrupted(stops: str) -> None:
+    store = StoppingStore(stops, 2)
+    with equal("large", 60, store) as run:
+        with (
+            mock.patch.object(Late, "_is_worth", side_effect=KeyboardInterrupt),
+            mock.patch("multistage.execute.transfers._PATIENCE_S", 0.01),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            swept(run, CHAINS["large"][1]())
+        assert store.gate.is_set()
+        assert swept(run, CHAINS["large"][1]()) == store_all("large", 60)
+
+
+# ------------------------------------------------------------------------ unequal steps
+
+
+def unequal_run(case: Case, store: Store, memory: str, *, fast: bool = False) -> Reversal[Any, int]:
+    costs = case.costs
+    if fast:  # so that little is waited for
+        stages = [
+            replace(s, forward_s=1e-5 * s.forward_s, backward_s=1e-5 * s.backward_s)
+            for s in costs.stages
+        ]
+        costs = StageCosts(tuple(stages), costs.input_bytes)
+    return Reversal(case.chain(), costs=costs, memory=memory, tiers=store, checked=True)
+
+
+@by_table
+@pytest.mark.parametrize("kind", KINDS)
+def test_unequal_steps_go_on_from_anywhere(kind: str) -> None:
+    taken: list[Late] = []
+    for seed in range(8):
+        rng = random.Random(seed)
+        case, odds = Case(seed, kind, rng.choice([8, 12, 16])), rng.choice([0.05, 0.3, 1.0])
+        store, memory = MemoryStore(buffer_bytes=0), f"{rng.choice([1, 2, 3])} slots"
+        with (
+            mock.patch.object(unequal, "measured_rates", tier_for(case, rng.choice([0.3, 1.0]))),
+            said_late(by_chance(rng, odds)) as found,
+            unequal_run(case, store, memory) as run,
+        ):
+            for _ in range(2):
+                assert swept(run, case.start()) == case.store_all()
+                assert ("went on without" in str(run.report())) == bool(run.report().counts.late)
+        taken += found
+    assert taken
+    for late in taken:
+        course = late.course
+        assert isinstance(course, Stages)
+        assert course.plan.memory_bytes is not None
+        assert course.peak_bytes <= course.plan.memory_bytes
+
+
+@by_table
+@pytest.mark.parametrize(
+    ("stops", "after"), [("read", 0), ("read", 20), ("write", 0), ("write", 9)]
+)
+def test_transfers_of_unequal_steps_that_never_end(stops: str, after: int) -> None:
+    case, store = Case(3, "functional", 16), StoppingStore(stops, after)
+    fast = mock.patch.object(
+        unequal, "measured_rates", lambda _: Tier.of_rates(1e9, 1e9, tapes=False)
+    )
+    with fast, unequal_run(case, store, "2 slots", fast=True) as run:
+        assert swept(run, case.start()) == case.store_all()
+        assert not store.gate.is_set()
+        assert after or "was late" in str(run.report())
+
+
+@by_table
+def test_the_next_sweep_is_planned_for_the_tier_as_it_was() -> None:
+    case = Case(3, "functional", 16)
+    with (
+        mock.patch.object(unequal, "measured_rates", tier_for(case, 0.3)),
+        mock.patch.object(Stages, "_slower", lambda *_: 10.0),
+        said_late(lambda action: isinstance(action, Evict)) as found,
+        unequal_run(case, MemoryStore(), "2 slots") as run,
+    ):
+        assert swept(run, case.start()) == case.store_all()
+        assert found and run.chain_plan is not None and run.chain_plan.tier is not None
+        before = run.chain_plan.tier.write_bytes_per_s
+        assert swept(run, case.start()) == case.store_all()
+        assert run.chain_plan.tier.write_bytes_per_s == pytest.approx(before / 10)
+
+
+@by_table
+@pytest.mark.parametrize("fault", ["refuse", "lose_write", "lose_read"])
+def test_a_tier_that_is_late_and_loses_states(fault: str) -> None:
+    taken = 0
+    for seed in range(4):
+        rng, case = random.Random(seed), Case(seed, "functional", 14)
+        struck: Any = {fault: lambda number: number % 3 == 1}
+        store = FaultyStore(MemoryStore(buffer_bytes=0), **struck)
+        with (
+            mock.patch.object(unequal, "measured_rates", tier_for(case, 0.3)),
+            said_late(by_chance(rng, 0.2)) as found,
+            warnings.catch_warnings(),
+            unequal_run(case, store, "2 slots") as run,
+        ):
+            warnings.simplefilter("ignore", CheckpointWarning)
+            assert swept(run, case.start()) == case.store_all()
+        taken += len(found)
+    assert taken
