@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks._common import finish, interleaved, options
+from benchmarks.acoustic import Acoustic2D, build
 from benchmarks.devito_share import devito_share
-from multistage.demos.wave import Acoustic2D, build
 from multistage.interop import pyrevolve as ours
 
 MEMORY_STATES = 16

@@ -16,23 +16,75 @@ from typing import Any
 
 import numpy as np
 
-from multistage import Reversal
-from multistage.demos.wave import build
+from multistage import InPlaceChain, Reversal
 from multistage.interop.dask import map_shots
 from multistage.support.units import format_bytes, format_seconds
 
+Array = np.ndarray[Any, np.dtype[np.float64]]
 Item = tuple[int, int, int, int]  # rows, columns, steps, column of the source
-Result = tuple[float, Any, str]  # misfit, gradient, a line to print
+Result = tuple[float, Array, str]  # misfit, gradient, a line to print
+
+
+def lap(u: Array) -> Array:
+    """Return the five-point sum inside a ring of zeros; it is its own transpose."""
+    out = np.zeros_like(u)
+    out[1:-1, 1:-1] = u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:] - 4 * u[1:-1, 1:-1]
+    return out
+
+
+class Wave:
+    """u[i+1] = 2 u[i] - u[i-1] + m lap(u[i]) + source, as in `fwi_acoustic.py`.
+
+    A state is two time levels, shape (2, rows, columns); level i lies at index i % 2.  The data
+    are those of a lens, which is then removed.
+    """
+
+    def __init__(self, rows: int, columns: int, steps: int, source: int) -> None:
+        y, x = np.meshgrid(np.linspace(0, 1, rows), np.linspace(0, 1, columns), indexing="ij")
+        t = np.arange(steps) / 12 - 2.5
+        self.wavelet, self.source = (1 - 2 * t**2) * np.exp(-(t**2)), source
+        self.recorded, self.observed = np.zeros((2, steps, columns))
+        self.m = 0.2 + 0.05 * np.exp(-60 * ((x - 0.5) ** 2 + (y - 0.5) ** 2))
+        self.forward(self.start(), 0, steps)
+        self.observed[...] = self.recorded
+        self.m = np.full((rows, columns), 0.2)
+
+    def start(self) -> Array:
+        return np.zeros((2, *self.m.shape))
+
+    def start_adjoint(self) -> tuple[Array, Array]:
+        """Return the adjoint of the last state, zeros, and with it the gradient so far."""
+        return self.start(), np.zeros_like(self.m)
+
+    def forward(self, levels: Array, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            now, new = levels[i % 2], levels[1 - i % 2]  # new holds level i - 1 still
+            new *= -1
+            new += 2 * now + self.m * lap(now)
+            new[3, self.source] += self.wavelet[i]
+            self.recorded[i] = new[-4]
+
+    def reverse(self, levels: Array, adjoint: tuple[Array, Array], i: int) -> tuple[Array, Array]:
+        (fields, gradient), now = adjoint, levels[i % 2]
+        p, q = fields[1 - i % 2], fields[i % 2]  # adjoints of levels i + 1 and i
+        p[-4] += self.recorded[i] - self.observed[i]
+        gradient += p * lap(now)
+        q += 2 * p + lap(self.m * p)
+        p *= -1  # now that of level i - 1
+        return adjoint
+
+    def misfit(self) -> float:
+        return 0.5 * float(((self.recorded - self.observed) ** 2).sum())
 
 
 def shot(item: Item, memory: int | str, tiers: str) -> Result:
     """Return misfit and gradient of one shot; runs on a worker."""
-    rows, columns, steps, source = item
-    model = build(rows, columns, steps, source_column=source)
-    with Reversal(model.chain(), n_steps=steps, memory=memory, tiers=tiers) as run:
-        run.forward(model.start())
-        misfit = model.misfit()
-        gradient = model.gradient(run.reverse(model.start_adjoint()))
+    wave = Wave(*item)
+    chain = InPlaceChain(wave.forward, wave.reverse)
+    with Reversal(chain, n_steps=item[2], memory=memory, tiers=tiers) as run:
+        run.forward(wave.start())
+        misfit = wave.misfit()
+        _, gradient = run.reverse(wave.start_adjoint())
         report = run.report()
     line = (
         f"{report.plan.planner}, {report.plan.slots} slots, recompute "

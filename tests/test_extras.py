@@ -62,13 +62,6 @@ def _shots(tmp_path):
     map_shots(SimpleNamespace(asynchronous=False), lambda *_: 0, [1], memory="2 slots")
 
 
-def _torch_demo(tmp_path):
-    from multistage.cli import parser
-    from multistage.demos.torch_lstm import run
-
-    run(parser().parse_args(["demo", "torch-lstm"]))
-
-
 @pytest.mark.parametrize(
     ("extra", "module", "use", "error"),
     [
@@ -86,7 +79,6 @@ def _torch_demo(tmp_path):
         ("compress", "zfpy", _open("file:{}?compress=zfp&tolerance=1e-3"), ArgumentError),
         ("remote", "fsspec.core", _open("s3://bucket/run"), StoreError),
         ("remote", "s3fs", _open("s3://bucket/run"), StoreError),
-        ("torch", "torch", _torch_demo, ArgumentError),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(

@@ -98,24 +98,15 @@ def _offload(tier: str) -> None:
         pass
 
 
-def _demo(name: str) -> Callable[[str], None]:
-    def run(tier: str) -> None:
-        sizes = {
-            "lstm": ["--n-steps=9", "--width=2"],
-            "wave": ["--rows=75", "--columns=80", "--n-steps=5"],
-            "torch-lstm": ["--n-steps=9", "--width=2"],
-        }
-        assert main(["demo", name, *sizes[name], f"--tiers={tier}"]) == 2
-
-    return run
+def _demo(tier: str) -> None:
+    assert main(["demo", "lstm", "--n-steps=9", "--width=2", f"--tiers={tier}"]) == 2
 
 
 def _probe(tier: str) -> None:
     assert main(["probe", tier]) == 2
 
 
-ENTRIES = [_reversal, _pyrevolve, _unroll, _unroll_two, _offload, _probe]
-ENTRIES += [_demo("lstm"), _demo("wave"), _demo("torch-lstm")]
+ENTRIES = [_reversal, _pyrevolve, _unroll, _unroll_two, _offload, _probe, _demo]
 NAMES = [
     "Reversal",
     "pyrevolve",
@@ -123,9 +114,7 @@ NAMES = [
     "two tiers",
     "offload",
     "probe",
-    "lstm",
-    "wave",
-    "torch",
+    "demo",
 ]
 
 

@@ -10,7 +10,6 @@ from typing import TypeAlias
 from ..errors import ArgumentError
 from ..planners import PLANNERS
 from ..planners.chain.heterogeneous import CHAIN_PLANNERS
-from ..support.command_line import add_progress
 
 # What `add_subparsers` returns.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -80,6 +79,28 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print only JSON")
     add_progress(parser)
+
+
+def add_progress(parser: argparse.ArgumentParser) -> None:
+    """Add `--progress` and `--no-progress`."""
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="show progress bars (on a terminal, unless with --json)",
+    )
+
+
+def shown(args: argparse.Namespace) -> bool | None:
+    """Return what the options say of progress bars: None for the default.
+
+    Examples
+    --------
+    >>> shown(argparse.Namespace(progress=None, json=True))
+    False
+    """
+    given: bool | None = args.progress
+    return False if given is None and args.json else given
 
 
 def leave_out(args: argparse.Namespace, names: Sequence[str], why: str) -> None:

@@ -12,7 +12,6 @@ from tabulate import tabulate
 from ..errors import ArgumentError
 from ..planners import RANKED, Plan, UniformPlan
 from ..planners.chain.heterogeneous import ChainPlan, memory_curve
-from ..support.command_line import shown
 from ..support.units import format_bytes, format_seconds
 from ..view import SUFFIXES
 from .options import (
@@ -23,6 +22,7 @@ from .options import (
     leave_out,
     require_writable,
     say_written,
+    shown,
 )
 from .problem import made_by
 

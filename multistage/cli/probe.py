@@ -11,9 +11,8 @@ from pathlib import Path
 from tabulate import tabulate
 
 from ..errors import ArgumentError
-from ..support.command_line import add_progress, shown
 from ..support.units import format_bytes, format_seconds, parse_bytes
-from .options import Commands, leave_out
+from .options import Commands, add_progress, leave_out, shown
 
 _SIZES = "64KiB,1MiB,16MiB"
 

@@ -12,9 +12,8 @@ from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..planners import Plan, plan
 from ..planners.chain.heterogeneous import ChainPlanner, plan_chain
-from ..support.command_line import shown
 from ..support.units import parse_bytes, parse_seconds
-from .options import NUMBERS, TIER_NUMBERS, leave_out
+from .options import NUMBERS, TIER_NUMBERS, leave_out, shown
 
 
 def made_by(args: argparse.Namespace) -> Plan:

@@ -3,10 +3,14 @@
 The network of the paper's experiment (Kukreja et al. 2018, section 5): one
 layer, softmax over the characters, loss at every step.  One step of the
 schedule is one character of each stream.  The state is (h, c); the adjoint
-step starts from the state before it, so a state is its own tape.
+step starts from the state before it, so a state is its own tape.  The text is
+the source of Python's standard library, which every machine has.
 """
 
 from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +18,6 @@ import numpy.typing as npt
 from ..errors import ArgumentError
 from ..model.chain import FunctionChain
 from ..support.arrays import Bytes, Reals
-from .text import encode, standard_library
 
 State = tuple[Reals, Reals]
 Adjoint = dict[str, Reals]
@@ -110,14 +113,7 @@ class LSTM:
 
     def step(self, state: State, i: int) -> State:
         """Return the state after reading character i."""
-        h, c = state
-        w = self.width
-        gates, candidate = self._gates(h, i)
-        new_c = gates[:, w : 2 * w] * c
-        new_c += gates[:, :w] * candidate
-        new_h = np.tanh(new_c)
-        new_h *= gates[:, 2 * w :]
-        return new_h, new_c
+        return self.tape_step(state, i)[0]
 
     def tape_step(self, state: State, i: int) -> tuple[State, tuple[Reals, ...]]:
         """Return the state after reading character i, and what its adjoint step needs."""
@@ -248,3 +244,42 @@ def build(n_steps: int, width: int, batch: int, dtype: npt.DTypeLike, seed: int 
 def gradients_of(model: LSTM) -> dict[str, Reals]:
     """Return copies of the parameter gradients."""
     return {name: gradient.copy() for name, gradient in model.gradients.items()}
+
+
+def standard_library(characters: int) -> bytes:
+    """Return the first `characters` bytes of the standard library's source, files in order.
+
+    Raises
+    ------
+    ArgumentError
+        If there is not that much of it.
+    """
+    parts: list[bytes] = []
+    have = 0
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py")):
+        if have >= characters:
+            break
+        parts.append(path.read_bytes())
+        have += len(parts[-1])
+    if have < characters:
+        raise ArgumentError(
+            f"{characters} characters wanted, the standard library here has {have}; "
+            "use fewer steps or a smaller batch"
+        )
+    return b"".join(parts)[:characters]
+
+
+def encode(text: bytes, batch: int) -> tuple[Bytes, int]:
+    """Return the text as `batch` parallel streams of character numbers, and how many there are.
+
+    Returns
+    -------
+    streams : uint8, shape (steps + 1, batch)
+        Row i holds the characters of step i, row i + 1 what they should predict.
+    vocabulary : int
+    """
+    used, numbers = np.unique(np.frombuffer(text, np.uint8), return_inverse=True)
+    rows = len(text) // batch
+    streams = numbers[: rows * batch].astype(np.uint8).reshape(batch, rows)
+    return np.ascontiguousarray(streams.T), len(used)

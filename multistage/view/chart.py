@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 # Middle tones, told apart without red against green (after Okabe & Ito 2008,
 # jfly.uni-koeln.de/color) and 3:1 or more against white and against black, so
@@ -87,19 +87,7 @@ class Point:
     y: float
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
-    """A PNG file between two corners; see `multistage.view.fields`."""
-
-    label: str
-    png: bytes = field(repr=False)
-    left: float
-    right: float
-    top: float
-    bottom: float
-
-
-Mark = Bars | Line | Area | Strokes | Point | Image
+Mark = Bars | Line | Area | Strokes | Point
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +101,7 @@ class Panel:
     label : str
         Of the vertical axis.
     low, high : float
-        Ends of the vertical axis; `low` is at the bottom and may be the greater.
+        Ends of the vertical axis, `low` at the bottom.
     rows : tuple of (height, text)
         Named heights in place of numbers.
     share : float
@@ -122,8 +110,6 @@ class Panel:
         Whether the vertical axis is logarithmic.
     note : str
         A few words in the upper right corner.
-    title : str
-        Above the panel.
     """
 
     marks: tuple[Mark, ...]
@@ -134,7 +120,6 @@ class Panel:
     share: float = 1.0
     log: bool = False
     note: str = ""
-    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)

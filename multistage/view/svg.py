@@ -7,7 +7,6 @@ pages and dark ones.
 from __future__ import annotations
 
 import math
-from base64 import b64encode
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from xml.etree.ElementTree import Element, SubElement, tostring
@@ -18,7 +17,6 @@ from .chart import (
     Area,
     Bars,
     Chart,
-    Image,
     Line,
     Mark,
     Panel,
@@ -31,7 +29,7 @@ from .chart import (
 from .markup import writable
 
 _RIGHT, _FONT = 14.0, 12.0
-_GAP, _TITLE = 16.0, 12.0
+_GAP = 16.0  # between panels
 _EDGE = 10.0  # of white around a picture in a file of its own
 
 Place = Callable[[float], float]
@@ -82,11 +80,7 @@ def _draw(root: Element, chart: Chart) -> None:
     lines = _legend_lines(chart)
     start = 24.0 if chart.title else 6.0
     top = start + 18.0 * len(lines) + (16.0 if chart.rules else 6.0)
-    gap = _GAP
-    if any(panel.title for panel in chart.panels):
-        gap += _TITLE
-        top += _TITLE
-    inner = chart.height - top - 40.0 - gap * (len(chart.panels) - 1)
+    inner = chart.height - top - 40.0 - _GAP * (len(chart.panels) - 1)
     whole = sum(panel.share for panel in chart.panels)
     left, right = chart.margin, WIDTH - _RIGHT
     across = _scale(chart.low, chart.high, left, right, log=chart.log)
@@ -99,8 +93,8 @@ def _draw(root: Element, chart: Chart) -> None:
         bottom = y + inner * panel.share / whole
         up = _scale(panel.low, panel.high, bottom, y, log=panel.log)
         _panel(root, chart, panel, _Frame(left, right, y, bottom, across, up))
-        y = bottom + gap
-    bottom = y - gap
+        y = bottom + _GAP
+    bottom = y - _GAP
     for x, value in _along(chart, across):
         _text(root, x, bottom + 16, number(value), anchor="middle")
     _rules(root, chart, across, top, bottom)
@@ -217,17 +211,12 @@ def _panel(root: Element, chart: Chart, panel: Panel, frame: _Frame) -> None:
             _text(root, left - 6, at, line, anchor="end")
     if panel.label:
         _text(root, 12, (top + bottom) / 2, panel.label, anchor="middle", turned=True)
-    if panel.title:
-        _text(root, left, top - 6, panel.title)
     if panel.note:
         _text(root, right - 4, top + 13, panel.note, anchor="end")
 
 
 def _mark(root: Element, mark: Mark, frame: _Frame) -> None:
     across, up = frame.across, frame.up
-    if isinstance(mark, Image):
-        _image(root, mark, across, up)
-        return
     color = COLORS[mark.color]
     match mark:
         case Bars():
@@ -254,14 +243,6 @@ def _mark(root: Element, mark: Mark, frame: _Frame) -> None:
             place = {"cx": f"{across(mark.x):.1f}", "cy": f"{up(mark.y):.1f}", "r": "6"}
             style = {"fill": "none", "stroke": color, "stroke-width": "2.5"}
             SubElement(root, "circle", {**place, **style})
-
-
-def _image(root: Element, mark: Image, across: Place, up: Place) -> None:
-    x, y = across(mark.left), up(mark.top)
-    place = {"x": f"{x:.1f}", "y": f"{y:.1f}"}
-    size = {"width": f"{across(mark.right) - x:.1f}", "height": f"{up(mark.bottom) - y:.1f}"}
-    coded = {"href": f"data:image/png;base64,{b64encode(mark.png).decode('ascii')}"}
-    SubElement(root, "image", {**place, **size, "preserveAspectRatio": "none", **coded})
 
 
 def _area(root: Element, mark: Area, color: str, across: Place, up: Place) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.acoustic import build
 from multistage import Costs, Reversal, Tier, open_store
-from multistage.demos.wave import build
 from multistage.errors import ArgumentError, MultistageError, ShotError, StoreError
 from multistage.states.layout import Layout
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import builtins
 import itertools
 import math
 import re
 import struct
-import zlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +39,6 @@ from multistage.view.chart import (
     apart,
     ticks,
 )
-from multistage.view.fields import image_of
 from multistage.view.svg import to_svg
 from multistage.view.timeline import timeline_chart
 
@@ -318,31 +315,6 @@ def test_every_mark_is_drawn_within_the_picture() -> None:
         assert {chart.title, chart.label, *(panel.note for panel in chart.panels)} - {""} <= words
         for x in re.findall(r"[ML](-?[\d.]+) -?[\d.]+", to_svg(chart)):
             assert -1 <= float(x) <= 861, name
-
-
-def test_a_field_as_an_image() -> None:
-    """Its pixels are those of the palette, its corners those of the axes, which may fall."""
-    field = np.array([[-1.0, 0.0, 1.0], [9.0, -9.0, 0.5]])
-    image = image_of(field, "difference", (-1, 1), (0, 3, 0, 2), "field")
-    assert image.png.startswith(b"\x89PNG")
-    header = image.png.index(b"IHDR") + 4
-    assert struct.unpack(">II", image.png[header : header + 8]) == (3, 2)
-    (data,) = re.findall(rb"IDAT(.*)....\x00{4}IEND", image.png, re.S)
-    rows = np.frombuffer(zlib.decompress(data), np.uint8).reshape(2, 10)
-    assert not rows[:, 0].any()
-    pixels = rows[:, 1:].reshape(2, 3, 3).tolist()
-    blue, white, red = [5, 48, 97], [255, 255, 255], [103, 0, 31]
-    assert pixels == [[blue, white, red], [red, blue, [214, 96, 77]]]
-    panel = Panel((image, Point("source", "chosen", 1.5, 0.0)), "depth", 2, 0, title="a field")
-    root = ElementTree.fromstring(to_svg(Chart("", (panel, panel), "x", 0, 3), alone=True))
-    drawn = [element for element in root.iter() if element.tag.endswith("image")]
-    assert len(drawn) == 2
-    ring = next(element for element in root.iter() if element.tag.endswith("circle"))
-    assert ring.get("cy") == drawn[0].get("y")  # depth 0 is at the top
-    assert base64.b64decode(drawn[0].attrib["href"].partition(",")[2]) == image.png
-    titles = [float(e.attrib["y"]) for e in root.iter() if e.text == "a field"]
-    end = float(drawn[0].attrib["y"]) + float(drawn[0].attrib["height"])
-    assert titles[0] < float(drawn[0].attrib["y"]) and end < titles[1] - 10
 
 
 def test_bars_in_svg_stand_where_the_timeline_has_them() -> None:

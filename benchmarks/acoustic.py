@@ -23,9 +23,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ArgumentError
-from ..model.chain import InPlaceChain
-from ..support.arrays import Reals
+from multistage import InPlaceChain
+from multistage.errors import ArgumentError
+from multistage.support.arrays import Reals
 
 Adjoint = tuple[Reals, Reals]
 

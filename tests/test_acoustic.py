@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.acoustic import Acoustic2D, build, layered, taylor_test
 from multistage import PLANNERS, Blocks, Costs, Reversal, Tier
-from multistage.demos.wave import Acoustic2D, build, layered, taylor_test
-from multistage.demos.wave_demo import gradient_chart
 from multistage.errors import ArgumentError
 
 STEPS = 70
@@ -70,7 +69,7 @@ def test_steps_are_those_of_the_formula() -> None:
 def test_strips_do_not_change_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for strip_bytes in (1, 2_000, 1 << 30):
-        monkeypatch.setattr("multistage.demos.wave._STRIP_BYTES", strip_bytes)
+        monkeypatch.setattr("benchmarks.acoustic._STRIP_BYTES", strip_bytes)
         results.append(store_all(small()))
     for misfit, adjoint in results[1:]:
         assert misfit == results[0][0]
@@ -242,9 +241,3 @@ def test_a_velocity_that_is_unstable_is_refused() -> None:
         model.velocity = np.full(model.shape, 9000.0)
     with pytest.raises(ArgumentError, match="rows=0 must be at least 1"):
         build(0, 50, 9)
-
-
-def test_the_smallest_grid_is_drawn() -> None:
-    model = build(67, 67, 2)
-    chart = gradient_chart(model, np.zeros(model.shape), model.velocity)
-    assert len(chart.panels) == 4
