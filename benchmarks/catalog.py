@@ -73,6 +73,11 @@ CATALOG: tuple[Entry, ...] = (
     ),
     Entry("house", "The state of the source: lengths, import cycles, types", expected_s=5),
     Entry(
+        "late_tier",
+        "Sweeps on a tier that turns slow, beside no tier and beside waiting",
+        expected_s=110,
+    ),
+    Entry(
         "unequal_steps",
         "Steps of unequal cost and states of unequal size, NumPy",
         expected_s=45,

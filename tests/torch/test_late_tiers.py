@@ -36,7 +36,6 @@ from multistage.execute.late_stages import Stages  # noqa: E402
 from multistage.model.tier import Tier  # noqa: E402
 from multistage.planners.chain.heterogeneous import ChainPlan, plan_chain  # noqa: E402
 from multistage.torch.chains.away import Away  # noqa: E402
-from multistage.torch.chains.late import LateAway  # noqa: E402
 from multistage.torch.chains.runner import Run  # noqa: E402
 from multistage.torch.environment.scope import Scope  # noqa: E402
 from multistage.torch.measurement.exploring import explore, untouched  # noqa: E402
@@ -188,7 +187,7 @@ def test_a_tier_that_stops_is_left_alone(reads: bool, after: int) -> None:
     expected = results(plain := deep(), plain, 2, rows=ROWS)
     plan, model, tier = planned(0.45), deep(), Gate(reads=reads, after=after)
     berth = Berth(tier, CPU, PAGE)
-    with mock.patch.object(Late, "_is_worth", lambda *_: True):
+    with mock.patch.object(Late, "_is_worth", lambda _, sweep, *given: sweep.is_forward != reads):
         assert same(results(model, bound(model, plan, berth), 2, rows=ROWS), expected)
     assert tier.stopped == 1
     tier.gate.set()
@@ -201,7 +200,7 @@ def test_a_machine_that_is_busy_in_all_is_no_slow_tier() -> None:
     evict = next(action for action in plan.actions if isinstance(action, Evict))
     rate = plan.tier.write_bytes_per_s  # type: ignore[union-attr]
     for busier, slower in ((5.0, 1.2), (1.0, 6.0)):
-        away = mock.Mock(spec=LateAway)
+        away = mock.Mock()
         away.moved.return_value = evict.step, evict.tape, True
         away.seen_s.return_value, away.busier.return_value = 6 / rate, busier
         asked.begin(away)
