@@ -187,7 +187,11 @@ def test_a_tier_that_stops_is_left_alone(reads: bool, after: int) -> None:
     expected = results(plain := deep(), plain, 2, rows=ROWS)
     plan, model, tier = planned(0.45), deep(), Gate(reads=reads, after=after)
     berth = Berth(tier, CPU, PAGE)
-    with mock.patch.object(Late, "_is_worth", lambda _, sweep, *given: sweep.is_forward != reads):
+
+    def is_worth(late: Late, sweep: Any, *given: object) -> bool:
+        return tier.stopped > 0 or sweep.is_forward != reads
+
+    with mock.patch.object(Late, "_is_worth", is_worth):
         assert same(results(model, bound(model, plan, berth), 2, rows=ROWS), expected)
     assert tier.stopped == 1
     tier.gate.set()
