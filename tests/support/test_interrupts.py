@@ -151,10 +151,10 @@ def _counts(told: str) -> tuple[int, int]:
 
 
 def test_before_the_first_step(tmp_path: Path) -> None:
-    """While costs are measured: the operators are called then too."""
+    """Within step 0, which is timed so that the rest can be planned."""
     caught, told = child(tmp_path, "memory", where="forward", step=0, measured=True)
     assert caught
-    assert "no step to report: the run was interrupted before its first step" in told
+    assert "no step to report: the run was interrupted in the forward sweep" in told
 
 
 @pytest.mark.parametrize("engine", ["memory", "native", "direct", "aiofiles"])
