@@ -17,13 +17,7 @@ from multistage.actions import (
     Action,
     Advance,
     Answer,
-    Await,
-    Drop,
     EndForward,
-    Evict,
-    Free,
-    Load,
-    Put,
     Reverse,
     Save,
     Schedule,
@@ -32,7 +26,6 @@ from multistage.backends import MemoryStore, Store
 from multistage.backends.testing import FaultyStore
 from multistage.errors import CheckpointWarning, MultistageError, ScheduleError
 from multistage.execute.executor import Executor
-from multistage.execute.sweep import Sweep
 from multistage.model.chain import FunctionChain
 from multistage.model.costs import Costs, Tier
 from multistage.planners import PLANNERS, Plan
@@ -288,38 +281,3 @@ def test_illegal_schedules_are_refused(name: str) -> None:
         executor.reverse_until(1)
     with pytest.raises(MultistageError, match="needs a forward"):
         executor.reverse_until(0)
-
-
-@pytest.mark.parametrize("at", [EndForward(), Evict(2)], ids=["the turn", "an eviction"])
-def test_a_detour_continues_with_other_actions(at: Action) -> None:
-    """In place of an eviction or `EndForward`, and of all that is planned after it."""
-    planned = [Advance(0, 2), Save(2), Put(2), Advance(2, 4), Evict(2), EndForward()]
-    turned = [Await(0)] if isinstance(at, Evict) else []
-    others: list[Action] = [*turned, EndForward(), Load(0), Advance(0, 3), Reverse(3)]
-    for i in (2, 1, 0):
-        others += [Load(0), *([Advance(0, i)] if i else []), Reverse(i)]
-    others += [Drop(2), *([Free(2)] if isinstance(at, Evict) else [])]
-    asked: list[Action] = []
-
-    def detour(sweep: Sweep, action: Put | Evict | EndForward) -> Schedule | None:
-        asked.append(action)
-        return (a for a in others) if action == at and asked.count(at) == 1 else None
-
-    store = MemoryStore()
-    store.open(Layout.of(CHAINS["nested"][1]()))
-    executor: Executor[Any, Any] = Executor(CHAINS["nested"][0](), (store,))
-    begun = executor._begun
-
-    def with_detour(*given: Any) -> Any:
-        sweep, *rest = begun(*given)
-        sweep.detour = detour
-        return sweep, *rest
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "_begun", with_detour)
-        last = executor.forward(planned, CHAINS["nested"][1]())
-    assert raw(last) == store_all("nested", 4)[0]
-    assert executor.reverse(1) == store_all("nested", 4)[1]
-    store.close()
-    asked_at_turn = 2 if at == EndForward() else 1
-    assert asked == [Put(2), Evict(2), *[EndForward()] * asked_at_turn]
