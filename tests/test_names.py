@@ -146,7 +146,7 @@ def commands(path: Path) -> Iterator[list[str]]:
         text = "\n".join(
             re.findall(r"^```(?:console|sh)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
         )
-    pattern = r"(?:bin/|-m |\$ |^)multistage +([a-z][^\n|;>&#)]*)"
+    pattern = r"(?:bin/|-m |\$ |^)multistage\"? +([a-z][^\n|;>&#)]*)"
     for found in re.finditer(pattern, text, re.MULTILINE):
         yield found[1].split()
 
@@ -172,7 +172,15 @@ def test_options_of_commands_in_scripts_and_pages(capsys: pytest.CaptureFixture[
     assert seen > 15 and len(known) > 4
 
 
-def test_paths_in_scripts_and_in_the_contributors_page() -> None:
-    for path in [*SHELL, ROOT / "CONTRIBUTING.md"]:
-        for found in re.findall(r"\b(?:tests|benchmarks)/[\w/.]*\w", path.read_text()):
+def test_paths_and_modules_in_scripts_and_pages() -> None:
+    seen = set[str]()
+    for path in [*SHELL, *PAGES]:
+        if path.name == "CHANGELOG.md":  # names of then
+            continue
+        text = path.read_text()
+        named = re.findall(r"(?<![\w/])(?:tests|benchmarks|scripts)/[\w/.-]*\w", text)
+        modules = re.findall(r"-m (benchmarks(?:\.\w+)+)", text)
+        for found in [*named, *(each.replace(".", "/") + ".py" for each in modules)]:
             assert (ROOT / found).exists(), f"{path.relative_to(ROOT)} names {found}"
+            seen.add(found)
+    assert len(seen) > 40
