@@ -73,7 +73,10 @@ class Carrier(Protocol):
         ...
 
     def cancel_read(self, extent: Extent) -> None:
-        """Have the read of an extent, whose bytes are not needed, fail where it can."""
+        """Have the read of an extent, whose bytes are not needed, fail where it can.
+
+        One that has not begun refers to what it would land in no more.
+        """
         ...
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool | None:
@@ -96,17 +99,15 @@ class Carrier(Protocol):
 class _Flight:
     """One transfer that was queued."""
 
-    __slots__ = ("began", "behind", "cancelled", "checksum", "data", "done", "ended", "error",
-                 "extent")  # fmt: skip
+    __slots__ = ("began", "behind", "checksum", "data", "done", "ended", "error", "extent")
 
     def __init__(self, extent: Extent, data: Array | None, behind: _Flight | None = None) -> None:
         self.extent = extent
-        self.data = data
+        self.data = data  # None of a read: it was cancelled
         self.behind = behind  # the write of what is read, if it was in flight
         self.checksum = extent.checksum
         self.began = self.ended = 0.0
         self.error: Exception | None = None
-        self.cancelled = False  # of a read: it need not begin
         self.done = False
 
 
@@ -216,8 +217,7 @@ class _Threads:
 
     def _read(self, flight: _Flight) -> None:
         extent, landing, behind = flight.extent, flight.data, flight.behind
-        assert landing is not None
-        if flight.cancelled:
+        if landing is None:  # looked at once: it may be cancelled at any time
             raise OSError(errno.ECANCELED, "it was cancelled")
         if behind is not None:
             if behind.error is not None:
@@ -303,7 +303,7 @@ class ThreadCarrier:
         """Have the read of an extent fail unless it has begun; see `Carrier`."""
         for flight in self._reading:
             if flight.extent is extent:
-                flight.cancelled = True
+                flight.data = None  # the reading thread refers to it itself once it has begun
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool | None:
         """Block until `ready()`; see `Carrier`."""

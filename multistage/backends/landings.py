@@ -66,9 +66,11 @@ class Landings:
     def cancel(self, extent: Extent) -> None:
         """Have a read that is not needed any more fail where it can.
 
-        What it lands in stays in use until then: no other memory is kept idle beside it.
+        What it lands in stays in use until then, unless the read has not begun: no other
+        memory is kept idle beside it.
         """
         self._carrier.cancel_read(extent)
+        extent.landing = None  # the carrier's
         self._pool.trim()
 
     def took(self, extent: Extent) -> None:

@@ -212,9 +212,11 @@ class NativeFile:
 
     def cancel_read(self, extent: Extent) -> None:
         """Have the read of an extent fail at its next chunk; see `Carrier`."""
-        for flight in self._flights[_READ]:
-            if flight.extent is extent:
-                self._held.ms_io_cancel(flight.job)
+        reads = self._flights[_READ]
+        for at, flight in enumerate(reads):
+            if flight.extent is extent and self._held.ms_io_cancel(flight.job):
+                assert isinstance(flight.kept, tuple)
+                reads[at] = flight._replace(kept=flight.kept[1])  # without its landing
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool | None:
         """Block until `ready()`; see `Carrier`."""

@@ -188,7 +188,7 @@ typedef struct job {
     uint64_t sum;     /* XXH3 of the record: a write's result, what a read must find */
     int64_t start_ns, stop_ns; /* CLOCK_MONOTONIC */
     int64_t error;             /* errno; EBADMSG if the sum is another */
-    _Atomic int64_t cancelled; /* it fails at its next chunk */
+    _Atomic int64_t cancelled; /* 1: it fails at its next chunk; 2: a read that has begun */
     _Atomic int64_t state;
 } job_t;
 
@@ -208,7 +208,7 @@ typedef struct {
 EXPORT int64_t ms_io_len(void);
 EXPORT int64_t ms_io_start(io_t *io, const io_options_t *options);
 EXPORT void ms_io_submit(io_t *io, job_t *job, int64_t kind);
-EXPORT void ms_io_cancel(job_t *job);
+EXPORT int64_t ms_io_cancel(job_t *job);
 EXPORT int64_t ms_io_state(const job_t *job);
 EXPORT int64_t ms_io_wait(io_t *io, int64_t seen, int64_t timeout_ms);
 EXPORT void ms_io_stop(io_t *io);

@@ -102,10 +102,11 @@ int64_t ms_io_state(const job_t *job)
     return atomic_load_explicit(&((job_t *)job)->state, memory_order_acquire);
 }
 
-/* Have a transfer fail (ECANCELED) at its next chunk, if there is one.  Takes no lock. */
-void ms_io_cancel(job_t *job)
+/* Have a transfer fail (ECANCELED) at its next chunk, if there is one.  Takes no lock.
+ * Whether a read had not begun: then its memory is the caller's at once. */
+int64_t ms_io_cancel(job_t *job)
 {
-    atomic_store_explicit(&job->cancelled, 1, memory_order_relaxed);
+    return atomic_exchange(&job->cancelled, 1) == 0;
 }
 
 /* Wait until the count of completions is not `seen`, at most so long; returns the count.
@@ -244,11 +245,14 @@ static void *read_front(void *argument)
             job->sum = job->written->sum;
         }
         job->start_ns = now_ns();
+        int64_t fresh = 0;
+        if (!atomic_compare_exchange_strong(&job->cancelled, &fresh, 2))
+            error = ECANCELED;
         for (int64_t offset = 0, last = 0; !last;) {
             int64_t nbytes = min64(job->nbytes - offset, io->o.chunk_bytes);
             char *data = job->data + offset;
             take(&lane->room);
-            if (!error && atomic_load_explicit(&job->cancelled, memory_order_relaxed))
+            if (!error && atomic_load_explicit(&job->cancelled, memory_order_relaxed) == 1)
                 error = ECANCELED;
             if (!error)
                 error = io_transfer(io->o.pread, io->o.fd, data, pages_of(nbytes),
@@ -402,7 +406,7 @@ void ms_io_stop(io_t *io)
 int64_t ms_io_len(void) { return 1; }
 int64_t ms_io_start(io_t *io, const io_options_t *o) { return (void)io, (void)o, ENOSYS; }
 void ms_io_submit(io_t *io, job_t *job, int64_t kind) { (void)io, (void)job, (void)kind; }
-void ms_io_cancel(job_t *job) { (void)job; }
+int64_t ms_io_cancel(job_t *job) { (void)job; return 0; }
 int64_t ms_io_state(const job_t *job) { return (void)job, IO_FAILED; }
 int64_t ms_io_wait(io_t *io, int64_t seen, int64_t t) { return (void)io, (void)t, seen; }
 void ms_io_stop(io_t *io) { (void)io; }

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from multistage.backends import BaseStore, CheckpointLost, FileStore, MemoryStore, StoreStats
+from multistage.backends.arena import LandingPool
 from multistage.backends.files import available_engines
 from multistage.backends.medium import Ram
 from multistage.backends.native import NativeFile
@@ -83,6 +84,30 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
     for each in made:
         each.let_go()
         each.store.close()
+
+
+def test_reads_that_are_dropped_before_they_begin_free_what_they_would_land_in(
+    make: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, landings = make(), []
+
+    def take(pool: LandingPool) -> Array:
+        landings.append(weakref.ref(memory := taken(pool)))
+        return memory
+
+    taken = LandingPool.take
+    monkeypatch.setattr(LandingPool, "take", take)
+    store = held.store
+    store.open(LAYOUT)
+    for key in range(4):
+        assert store.put(key, [STATE + key])
+        store.prefetch(key)  # behind its write, which waits
+    held.begun.wait()
+    for key in range(1, 4):
+        store.drop(key)
+    assert [landing() is not None for landing in landings] == [True, False, False, False]
+    held.let_go()
+    assert np.array_equal(store.get(0)[0], STATE)
 
 
 def test_queued_writes_that_are_cancelled_are_not_made(make: Callable[..., Held]) -> None:
