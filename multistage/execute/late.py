@@ -14,6 +14,7 @@ cannot tell whether a transfer has ended, as one on which ranks agree, is waited
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 from ..actions import Await, Evict, Put, Schedule
@@ -81,6 +82,8 @@ class Late:
                 continue
             if without_s < 0:
                 without_s = self.course.without_s(action, sweep)
+            if without_s == math.inf:
+                break  # the action waits: nothing else can be done
             wait_s = max(_LEAST_S, _WORTH * without_s)
             late_s = waited_s - planned_s
             if late_s < _WORTH * without_s or not self._is_worth(sweep, action, late_s, without_s):

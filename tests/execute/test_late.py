@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from dataclasses import replace
@@ -19,8 +20,9 @@ from multistage.actions import Evict
 from multistage.backends import MemoryStore, Store
 from multistage.backends.testing import FaultyStore
 from multistage.errors import CheckpointWarning
-from multistage.execute.late import Late
+from multistage.execute.late import EqualSteps, Late
 from multistage.execute.late_stages import Stages
+from multistage.execute.transfers import Transfers
 from multistage.model.tier import Tier
 from multistage.reversing import unequal
 
@@ -115,6 +117,19 @@ def test_a_store_that_cannot_tell_is_waited_for() -> None:
     with (
         equal("large", 60, Untold(buffer_bytes=0)) as run,
         mock.patch.object(Late, "_left", side_effect=AssertionError),
+    ):
+        assert swept(run, CHAINS["large"][1]()) == store_all("large", 60)
+
+
+def test_a_sweep_that_has_no_way_without_its_tier_waits() -> None:
+    def not_yet(timeout_s: float) -> bool:
+        assert math.isfinite(timeout_s)  # none that a lock takes
+        return False
+
+    with (
+        equal("large", 60, MemoryStore(buffer_bytes=0)) as run,
+        mock.patch.object(Transfers, "awaited", lambda *_: not_yet),
+        mock.patch.object(EqualSteps, "without_s", lambda *_: math.inf),
     ):
         assert swept(run, CHAINS["large"][1]()) == store_all("large", 60)
 
