@@ -228,7 +228,9 @@ def _look_with_graph(
         (None if before is None else digest(tensor), tensor._version)
         for (tensor,), (before, _) in zip(kept, bits, strict=True)
     ]
-    changed = any(a != b and a[1] == b[1] for a, b in zip(bits, now, strict=True))
+    # Not those without memory for the moment, as sharded parameters are.
+    known = [(a, b) for a, b in zip(bits, now, strict=True) if None not in (a[0], b[0])]
+    changed = any(a != b and a[1] == b[1] for a, b in known)
     # By name too: memory used before may hold what is filled in.
     found.fills = changed or has_node(again, _FILLS)
     for box in kept:

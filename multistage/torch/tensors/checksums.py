@@ -62,10 +62,9 @@ def digest(tensor: Tensor) -> int | None:
         return None
     if tensor.layout is not torch.strided:
         return hash(tuple([digest(part) for part in parts_of(tensor)]))
+    if not tensor.untyped_storage().nbytes():  # of sharded parameters memory comes and goes
+        return 0 if not tensor.numel() else None
     if tensor.is_contiguous():
-        address = tensor.data_ptr()
-        if not address:  # of sharded parameters, whose memory comes and goes
-            return 0 if not tensor.numel() else None
         return xxhash.xxh3_64_intdigest(_memory(tensor))
     found = xxhash.xxh3_64()
     for piece in _pieces(_ordered(tensor.detach())):
