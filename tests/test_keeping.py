@@ -246,6 +246,33 @@ def test_operators_may_know_the_arrays_of_state_0() -> None:
         assert found == oracle(plain, begun())
 
 
+def test_frames_that_a_profiler_holds_for_a_moment_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Dask's does in a thread of its own, which goes on while this one waits."""
+    frames: list[types.FrameType] = []
+    monkeypatch.setattr("multistage.states.sharing.time.sleep", lambda _: frames.clear())
+
+    def back(x: Any, a: Any, i: int) -> Any:
+        frames.append(sys._getframe())
+        return told(x, a, i)
+
+    def replacing(state: Any, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            fresh = np.sin(state["x"] + i)
+            state["x"] = fresh[:] if i % 2 else fresh
+            frames.append(sys._getframe())
+
+    def of_dict(state: Any, a: Any, i: int) -> Any:
+        return told(state["x"], a, i)
+
+    expected = oracle(InPlaceChain(forward, told), begun())
+    assert swept(InPlaceChain(forward, back), begun()) == expected
+    expected = oracle(InPlaceChain(replacing, of_dict), {"x": begun()})
+    frames.clear()
+    assert swept(InPlaceChain(replacing, of_dict), {"x": begun()}) == expected
+
+
 def test_what_a_call_leaves_in_cycles_is_not_kept() -> None:
     def reverse(x: Any, adjoint: Any, i: int) -> Any:
         def count(k: int) -> float:

@@ -230,7 +230,7 @@ class InPlace(Copies):
             place = self._places.get(id(leaves[k]))
             if place is None:
                 # The tree and the list here.
-                if references(leaves, k) != 2:
+                if references(leaves, k) != 2 and stays(partial(_is_shared, leaves, k)):
                     raise self._refused(k, where, "another array, which something else refers to")
                 if not leaves[k].flags.owndata:
                     views.append(k)
@@ -240,9 +240,8 @@ class InPlace(Copies):
                 found.add(place)
                 if place != k and geometry(leaves[k]).strides != self._geometries[k].strides:
                     raise self._refused(k, where, "another leaf's array, of another memory layout")
-        lone = lone_owners([leaves[k] for k in views]) if views else ()
         for k in views:
-            if id(leaves[k].base) not in lone:
+            if stays(partial(_is_owned_elsewhere, leaves, views, k)):
                 raise self._refused(k, where, "a view of memory that something else refers to")
 
     def _refused(self, k: int, where: int | str, what: str) -> StateError:
@@ -336,3 +335,13 @@ def replaced(live: State, wanted: object) -> State:
         tree = leaves
     state: State = tree
     return state
+
+
+def _is_shared(leaves: Sequence[object], k: int) -> bool:
+    """Whether more refers to a leaf than its tree and the list of leaves."""
+    return references(leaves, k) != 2
+
+
+def _is_owned_elsewhere(leaves: Sequence[Array], views: Sequence[int], k: int) -> bool:
+    """Whether more than some views of these leaves refers to the memory of one of them."""
+    return id(leaves[k].base) not in lone_owners([leaves[each] for each in views])

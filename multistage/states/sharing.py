@@ -16,6 +16,7 @@ import dataclasses
 import gc
 import operator
 import sys
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -401,11 +402,17 @@ def is_known(tree: object, before: Sequence[object]) -> bool:
 
 
 def stays(grew: Callable[[], bool]) -> bool:
-    """Whether more refers to something than did before, also once garbage is collected.
+    """Whether more refers to something than did before, also a moment later.
 
-    What a call leaves in cycles refers to its arguments until then.
+    What a call leaves in cycles refers to its arguments until garbage is collected.  A profiler
+    in another thread, such as that of Dask's workers, holds the frames of calls while it
+    looks at them, and with them their arguments, though the calls have returned.
     """
-    return grew() and all(gc.collect(age) >= 0 and grew() for age in range(3))
+    return (
+        grew()
+        and all(gc.collect(age) >= 0 and grew() for age in range(3))
+        and all(time.sleep(wait_s) is None and grew() for wait_s in _WAITS_S)
+    )
 
 
 def references(values: Sequence[object], k: int) -> int:
@@ -419,6 +426,7 @@ def _calibrated() -> int:
 
 
 _CALLS = _calibrated()
+_WAITS_S = (1e-3, 1e-2, 0.1)  # before an error, for what looks at frames to let them go
 
 
 def lone_owners(views: Sequence[Array]) -> set[int]:
