@@ -408,11 +408,13 @@ def stays(grew: Callable[[], bool]) -> bool:
     in another thread, such as that of Dask's workers, holds the frames of calls while it
     looks at them, and with them their arguments, though the calls have returned.
     """
-    return (
-        grew()
-        and all(gc.collect(age) >= 0 and grew() for age in range(3))
-        and all(time.sleep(wait_s) is None and grew() for wait_s in _WAITS_S)
-    )
+    if not grew() or any(gc.collect(age) >= 0 and not grew() for age in range(3)):
+        return False
+    for wait_s in _WAITS_S:
+        time.sleep(wait_s)
+        if not grew():
+            return False
+    return True
 
 
 def references(values: Sequence[object], k: int) -> int:

@@ -141,8 +141,10 @@ def _large(seed: int, n: int, in_place: bool) -> tuple[Any, StageCosts, Any]:
 @pytest.mark.parametrize("what", ["given", "measured", "streamed"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_no_more_memory_than_budget_and_largest_step(
-    in_place: bool, what: str, tmp_path: Path
+    in_place: bool, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The rest of a sweep on a late tier is planned by a table, which is no state.
+    monkeypatch.setattr("multistage.execute.late.Late.__call__", lambda *_: None)
     known = what != "measured"
     # Of the sweep's own objects; all pages may be waiting to be written.
     slack = 150_000 if what == "streamed" else 100_000

@@ -29,6 +29,7 @@ from ..tensors.meter import storages_of
 from .traits import Traits
 
 Call: TypeAlias = Callable[..., object]  # of a state
+_Bits: TypeAlias = tuple[int | None, int]  # a checksum, None without memory, and a version
 _State = TypeVar("_State")
 _FILLS = ("RreluWithNoiseBackward",)
 
@@ -195,7 +196,7 @@ def _look_with_graph(
     numbers and put back the state, or seeded a generator with the state that it had.
     """
     kept: list[list[Tensor]] = []
-    bits: list[tuple[int | None, int]] = []  # of those, and their versions
+    bits: list[_Bits] = []  # of those
     buffers: set[int] = set()  # statistics, which batch norm saves before it updates them
     drawn, seeded = found.draws, set[str]()
 
@@ -228,11 +229,8 @@ def _look_with_graph(
         (None if before is None else digest(tensor), tensor._version)
         for (tensor,), (before, _) in zip(kept, bits, strict=True)
     ]
-    # Not those without memory for the moment, as sharded parameters are.
-    known = [(a, b) for a, b in zip(bits, now, strict=True) if None not in (a[0], b[0])]
-    changed = any(a != b and a[1] == b[1] for a, b in known)
     # By name too: memory used before may hold what is filled in.
-    found.fills = changed or has_node(again, _FILLS)
+    found.fills = _changed(bits, now) or has_node(again, _FILLS)
     for box in kept:
         box.clear()
     plain = tensors_of(result)
@@ -247,6 +245,12 @@ def _look_with_graph(
             seeded |= {*random.generators.names} - drawn
     found.draws = drawn | seeded
     return wants_of(again)
+
+
+def _changed(before: Sequence[_Bits], after: Sequence[_Bits]) -> bool:
+    """Whether tensors changed without a new version; of those that have memory now, too."""
+    pairs = zip(before, after, strict=True)
+    return any(a != b and a[1] == b[1] for a, b in pairs if None not in (a[0], b[0]))
 
 
 def has_node(result: Sequence[Tensor], names: tuple[str, ...]) -> bool:
