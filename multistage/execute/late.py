@@ -27,7 +27,7 @@ from .transfers import Transfers
 # Of what going on without the tiers takes: a wait that is worth a question, the longest for
 # one transfer whose end is not in sight, and all that the forward sweep waits.
 _WORTH, _LONGEST, _FORWARD = 0.01, 0.07, 0.15
-_PATIENCE = 0.02  # the longest that writes may take to stop
+_PATIENCE = 0.02  # the longest that writes may take to stop, if the rest has room beside them
 _LEAST_S = 1e-3  # of one wait between two questions
 _GAIN = 0.97  # of the time with waiting, the most that going on without the tiers may take
 
@@ -170,10 +170,14 @@ class EqualSteps:
         n = self._n_steps
         if n is None and sweep.is_forward:
             return None
-        sweep.flush()
-        stuck = self._transfers.cancel(_PATIENCE * self.without_s(action, sweep))
-        if not self._rest(sweep, n or sweep.end, stuck).fits:
+        if not self._rest(sweep, n or sweep.end).fits:
             return None
+        sweep.flush()
+        wait_s = max(_LEAST_S, _PATIENCE * self.without_s(action, sweep))
+        stuck = self._transfers.cancel(wait_s)
+        # What was cancelled is not there to stay for: the sweep leaves once there is room.
+        while not self._rest(sweep, n or sweep.end, stuck).fits:
+            stuck = self._transfers.cancel(wait_s)
         self._transfers.abandon(sweep)
         return self._rest(sweep, n or sweep.end, stuck).schedule()
 

@@ -23,7 +23,7 @@ _SLOWER = 1.2  # a tier that is late takes so many times as long as planned, at 
 # Of the makespan, what waiting must cost to leave a plan before it waits; of the time with
 # waiting, the most that leaving may take.
 _EARLY, _GAIN = 0.02, 0.95
-_PATIENCE = 0.02  # of the rest, the longest that writes may take to stop
+_PATIENCE = 0.02  # of the rest, the longest that writes may take to stop, if it has room beside
 
 
 class Elsewhere(Protocol):
@@ -172,11 +172,12 @@ class Stages:
         """Give up what is in the tier; return RR-9302 in the memory left."""
         if self.without_s(action, sweep) == math.inf:
             return None
-        slower = self._slower(action, sweep)
-        self._elsewhere.cancel(_PATIENCE * self.without_s(action, sweep))
-        rest = self._best(action, sweep) if self._elsewhere.stuck else self._found[1]
-        if rest is None:
-            return None
+        slower, found = self._slower(action, sweep), self._found[1]
+        wait_s = max(self.ask_s, _PATIENCE * self.without_s(action, sweep))
+        self._elsewhere.cancel(wait_s)
+        # What was cancelled is not there to stay for: the sweep leaves once there is room.
+        while (rest := self._best(action, sweep) if self._elsewhere.stuck else found) is None:
+            self._elsewhere.cancel(wait_s)
         before = self.plan.actions[: self._places[action]]
         made = {each.step for each in before if isinstance(each, Tape)}
         self.given_up = 0 if EndForward() in before else len(made - rest.tapes)

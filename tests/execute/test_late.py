@@ -16,7 +16,7 @@ from leaving import StoppingStore, by_chance, said_late, tier_for
 from unequal_chains import Case
 
 from multistage import Costs, Reversal, StageCosts, native
-from multistage.actions import Evict
+from multistage.actions import Await, Evict
 from multistage.backends import MemoryStore, Store
 from multistage.backends.testing import FaultyStore
 from multistage.errors import CheckpointWarning
@@ -119,6 +119,27 @@ def test_a_store_that_cannot_tell_is_waited_for() -> None:
         mock.patch.object(Late, "_left", side_effect=AssertionError),
     ):
         assert swept(run, CHAINS["large"][1]()) == store_all("large", 60)
+
+
+def test_a_sweep_without_room_beside_its_writes_leaves_once_they_end() -> None:
+    """They were cancelled: to stay would lose what they had."""
+    store, cancelled, cancel = StoppingStore("write", 0), 0, Transfers.cancel
+
+    def released(transfers: Transfers, timeout_s: float) -> int:
+        nonlocal cancelled
+        cancelled += 1
+        stuck = cancel(transfers, timeout_s)
+        store.gate.set()
+        return stuck
+
+    with (
+        said_late(lambda action: isinstance(action, Await) and not cancelled) as found,
+        mock.patch.object(Transfers, "cancel", released),
+        equal("large", 60, store, memory="2 slots") as run,
+    ):
+        assert swept(run, CHAINS["large"][1]()) == store_all("large", 60)
+        assert found and cancelled > 2  # the last one ends the sweep
+        assert run.report().counts.lost == 0
 
 
 def test_a_sweep_that_has_no_way_without_its_tier_waits() -> None:
