@@ -83,7 +83,7 @@ def test_an_incomplete_store_is_refused_by_its_missing_methods() -> None:
         put = open = close = get = drop = prefetch = wait_written = None
 
     with pytest.raises(
-        ArgumentError, match=r"lacks buffer_bytes, cancel, .*, transfers, waits, which every"
+        ArgumentError, match=r"lacks arrived, buffer_bytes, .*, transfers, waits, which every"
     ):
         open_store(Incomplete())  # type: ignore[arg-type]
 
