@@ -43,8 +43,16 @@ def start_child(code: str, *arguments: object) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # One heap: which threads have heaps of their own is chance, and so is what these keep.
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+        # One heap that keeps no free memory at its end: which threads have heaps of their own
+        # is chance, and so is what these keep.
+        env={
+            **os.environ,
+            "PYTHONPATH": root,
+            "OMP_NUM_THREADS": "1",
+            "MALLOC_ARENA_MAX": "1",
+            "MALLOC_TOP_PAD_": "0",
+            "MALLOC_TRIM_THRESHOLD_": "4096",
+        },
     )
 
 
