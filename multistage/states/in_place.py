@@ -240,8 +240,11 @@ class InPlace(Copies):
                 found.add(place)
                 if place != k and geometry(leaves[k]).strides != self._geometries[k].strides:
                     raise self._refused(k, where, "another leaf's array, of another memory layout")
+        lone = lone_owners([leaves[k] for k in views]) if views else ()
         for k in views:
-            if stays(partial(_is_owned_elsewhere, leaves, views, k)):
+            if id(leaves[k].base) not in lone and stays(
+                partial(_is_owned_elsewhere, leaves, views, k)
+            ):
                 raise self._refused(k, where, "a view of memory that something else refers to")
 
     def _refused(self, k: int, where: int | str, what: str) -> StateError:
