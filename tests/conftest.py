@@ -1,4 +1,4 @@
-"""The C core must be there; long tests come first; what was imported is frozen for gc."""
+"""The C core must be there; long tests are marked and come first; imports are frozen for gc."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Generator
 from doctest import UnexpectedException
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -45,37 +46,50 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         raise
 
 
-# Files with tests of five seconds and more, the longest first.
-LONG = (
+def is_long(item: pytest.Item) -> bool:
+    """Return whether a test is left to `scripts/test --all`.
+
+    `@pytest.mark.long` marks a test, `@pytest.mark.long(but="memory-*")` all of its cases but
+    those whose ids match a pattern, or one of several.
+    """
+    mark = item.get_closest_marker("long")
+    if mark is None or "but" not in mark.kwargs:
+        return mark is not None
+    patterns = mark.kwargs["but"]
+    name = item.callspec.id  # type: ignore[attr-defined]
+    return not any(
+        fnmatchcase(name, pattern)
+        for pattern in ([patterns] if isinstance(patterns, str) else patterns)
+    )
+
+
+# Files whose long tests take longest.
+FIRST = (
     "native/test_sanitizers.py",
     "torch/test_pretend.py",
+    "backends/test_faults.py",
     "test_examples.py",
     "backends/test_remote.py",
     "interop/test_mpi.py",
-    "interop/test_devito.py",
-    "interop/test_dask.py",
-    "torch/test_distributed.py",
     "torch/test_zoo.py",
-    "torch/test_offload_exact.py",
-    "torch/test_unroll.py",
-    "torch/test_pinned_faults.py",
-    "durable/test_kills.py",
-    "backends/test_load.py",
-    "backends/test_contract.py",
-    "test_readme.py",
 )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files of long tests.
+    """Take the mark from cases that are not long; begin with the files of long ones.
 
     Processes that share the tests take the last ones from each other: were a long one among
     them, the others would have nothing to do until it ends.
     """
-    ranks = {TESTS / name: rank for rank, name in enumerate(LONG)}
+    ranks = {TESTS / name: rank for rank, name in enumerate(FIRST)}
     assert all(path.is_file() for path in ranks)
-    items.sort(key=lambda item: ranks.get(item.path, len(LONG)))  # which keeps equals in order
+    for item in items:
+        if is_long(item):
+            ranks.setdefault(item.path, len(FIRST))
+        else:
+            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "long"]
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))  # which keeps equals in order
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -135,6 +135,7 @@ def test_the_gradient_has_a_remainder_of_order_two() -> None:
         assert wrong[-2][2] / wrong[-1][2] < 3.5  # a gradient 1 % off is seen
 
 
+@pytest.mark.long(but="*-float64-True")
 @pytest.mark.parametrize("taped", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("planner", PLANNERS)

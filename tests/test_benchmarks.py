@@ -135,6 +135,7 @@ def test_a_failing_benchmark_is_reported_and_the_rest_run(tiny: Any) -> None:
     assert "says &lt;this&gt; first" in text and "exit status 3" in text
 
 
+@pytest.mark.long
 def test_a_benchmark_that_takes_too_long_is_stopped_with_its_children(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +197,7 @@ def test_quick_ends_in_time(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--resume runs it" in data["benchmarks"]["d"]["reason"]
 
 
+@pytest.mark.long(but="2")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_resumes(tiny: Any, tmp_path: Path, how: signal.Signals) -> None:
     """Ctrl-C, or the end of a job, during the second of three: the first is kept."""

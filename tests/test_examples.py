@@ -43,7 +43,7 @@ def run(name: str, *options: str, tmp_path: Path) -> subprocess.CompletedProcess
 def names() -> list[object]:
     every = sorted(path.stem for path in EXAMPLES.glob("*.py"))
     return [
-        pytest.param(name, marks=[pytest.mark.slow] if name in NEEDS else [])
+        pytest.param(name, marks=[pytest.mark.long] if name in NEEDS else [])
         for name in every
         if name not in ELSEWHERE
     ]

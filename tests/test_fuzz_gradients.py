@@ -21,6 +21,7 @@ FUZZ = Path(__file__).with_name("fuzz_gradients.py")
 EACH = 20  # cases of each play
 
 
+@pytest.mark.long(but="call")
 @pytest.mark.parametrize("play", PLAYS)
 def test_random_cases_are_exact_or_refused(play: str, tmp_path: Path) -> None:
     outcomes: Counter[str] = Counter()
@@ -102,6 +103,7 @@ def test_leftovers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "file forgotten" in found and "switch interval" in found
 
 
+@pytest.mark.long
 def test_the_script(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, FUZZ, "--cases", "12", "--seed", "100"],

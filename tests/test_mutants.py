@@ -33,6 +33,7 @@ def test_every_planner_and_store_has_one() -> None:
     assert {Path(file).name for file in unharmed} <= thin
 
 
+@pytest.mark.long
 def test_a_fault_is_seen_and_none_is_not(tmp_path: Path) -> None:
     copy(tmp_path)
     fault = next(mutant for mutant in MUTANTS if mutant.path == "planners/single/binomial.py")

@@ -117,6 +117,7 @@ def resolved(files: list[Path]) -> str:
     return "" if done.returncode == 0 else done.stdout
 
 
+@pytest.mark.long
 def test_programs_and_modules_that_ci_does_not_run(tmp_path: Path) -> None:
     found = programs()
     assert len(found) > 20 and any("test_install" in name for name in found)

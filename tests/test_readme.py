@@ -93,7 +93,7 @@ def test_blocks_run(block: Block, tmp_path: Path, monkeypatch, capsys) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_tutorials_run(page: Path, tmp_path: Path, monkeypatch, capsys) -> None:
@@ -203,7 +203,7 @@ def test_every_public_name_is_in_the_reference(name: str) -> None:
     assert public - listed == set()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("furo")

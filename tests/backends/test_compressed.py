@@ -44,11 +44,13 @@ def waves(size: int, key: int = 0, dtype: Any = np.float64) -> Any:
     return np.sin(np.linspace(0, 3, size) + key).astype(dtype)
 
 
+@pytest.mark.long(but="auto")
 @pytest.mark.parametrize("name", STORES)
 def test_contract(name: str, tmp_path: Path) -> None:
     check_store(lambda: STORES[name](tmp_path))
 
 
+@pytest.mark.long(but=("*-500", "f8-700000"))
 @pytest.mark.parametrize("size", [500, 700_000])
 @pytest.mark.parametrize(
     "dtype", ["f2", "f4", "f8", ">f8", "c8", "c16", "i1", "u8", "?", "S300", "M8[s]", "f4,i2,f8"]
@@ -121,6 +123,7 @@ def test_compressed_bytes_that_change_are_noticed(scheme: Any) -> None:
 # ------------------------------------------------------------------------- zfp
 
 
+@pytest.mark.long(but=("300-*", "600000-float64"))
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [300, 600_000])
 def test_the_bound_holds(size: int, dtype: Any) -> None:

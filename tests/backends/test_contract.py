@@ -50,6 +50,17 @@ STORES: dict[str, Callable[[Path], Store]] = {
 }
 
 
+@pytest.mark.long(
+    but=(
+        "memory",
+        "memory, bounded",
+        "native, small buffers",
+        "direct",
+        "aiofiles",
+        "cascade",
+        "wrapped",
+    )
+)
 @pytest.mark.parametrize("name", STORES)
 def test_contract(name: str, tmp_path: Path) -> None:
     if name.startswith("native") and "native" not in available_engines():

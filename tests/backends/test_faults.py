@@ -21,6 +21,7 @@ def quick(tmp_path: Path) -> Iterator[Path]:
         assert list(Path(folder).iterdir()) == []
 
 
+@pytest.mark.long(but="memory-*")
 @pytest.mark.parametrize(("name", "fault"), faults.CASES)
 def test_a_fault_at_every_call(name: str, fault: str, quick: Path) -> None:
     total = faults.Outcome()

@@ -98,6 +98,7 @@ SHARING = """
 """
 
 
+@pytest.mark.long
 def test_eight_processes_share_a_folder(tmp_path: Path) -> None:
     engines = [FILE_ENGINES[k % len(FILE_ENGINES)] for k in range(8)]
     children = [start_child(SHARING, tmp_path, engine, k) for k, engine in enumerate(engines)]
@@ -139,6 +140,7 @@ LITTLE = """
 """
 
 
+@pytest.mark.long(but="revolve")
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts private memory on Linux")
 @pytest.mark.parametrize("kind", ["revolve", *FILE_ENGINES])
 def test_a_long_run_under_a_hard_limit(tmp_path: Path, kind: str) -> None:
@@ -197,6 +199,7 @@ SWEEPS = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", ["memory", "memory faulty", "memory reopened", *FILE_ENGINES, "direct reopened"]
 )

@@ -27,10 +27,11 @@ can_bind = pytest.mark.skipif(
 )
 
 
+@pytest.mark.long(but="None")
 @can_bind
-def test_contract() -> None:
-    check_store(lambda: NumaStore(0))
-    check_store(lambda: NumaStore(0, 24 << 20, buffer_bytes=48 << 10))
+@pytest.mark.parametrize("capacity_bytes", [None, 24 << 20])
+def test_contract(capacity_bytes: int | None) -> None:
+    check_store(lambda: NumaStore(0, capacity_bytes, buffer_bytes=48 << 10))
 
 
 @can_bind

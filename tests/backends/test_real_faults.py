@@ -60,6 +60,7 @@ def run_child(code: str, *arguments: object, **environment: str) -> Any:
 # --------------------------------------------------------------------- damaged files
 
 
+@pytest.mark.long(but="*-direct")
 @pytest.mark.parametrize("name", FILE_STORES)
 @pytest.mark.parametrize("damage", [*faults.DAMAGE, *faults.FOLDER_DAMAGE])
 def test_files_damaged_at_every_moment(quick: Path, name: str, damage: str) -> None:
@@ -122,6 +123,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.long(but="native-300000")
 @pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
 @pytest.mark.parametrize("state_bytes", [5 << 20, 300_000])
 @pytest.mark.parametrize("engine", faults.FILE_ENGINES)
@@ -147,6 +149,7 @@ def test_a_disk_that_fills_up(small: Path, engine: Any, state_bytes: int) -> Non
     assert store.stats.refused or store.stats.lost, "there was room for everything"
 
 
+@pytest.mark.long(but="native")
 @pytest.mark.parametrize("engine", faults.FILE_ENGINES)
 def test_a_neighbour_takes_the_room(small: Path, engine: Any) -> None:
     """At every moment of a run, all that is left of the disk is taken."""

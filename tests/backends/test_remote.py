@@ -58,6 +58,7 @@ def nothing_left(loop: None) -> Iterator[None]:
 # ------------------------------------------------------------ memory filesystem
 
 
+@pytest.mark.long(but="")
 @pytest.mark.parametrize(
     "options", ["", "?connections=3&capacity=24MiB", "?buffers=0&capacity=24MiB"]
 )
@@ -312,7 +313,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_s3_meets_the_contract(s3: Server, credentials: None) -> None:
     check_store(lambda: open_store(f"s3://bucket/run?endpoint={s3.url}&capacity=24MiB"))

@@ -14,6 +14,7 @@ MEMORY = Path("/dev/shm")
 LOOP = Path(__file__).parent.parent / "durable_kills.py"
 
 
+@pytest.mark.long(but="options2-15")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("options", "least"),

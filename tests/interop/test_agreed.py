@@ -300,6 +300,7 @@ def recorded(schedule: Any, log: list[Any]) -> Any:
         return
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(["streaming", "interval", "online"]),

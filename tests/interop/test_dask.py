@@ -205,6 +205,7 @@ def deadly(item: int, budget: Any, tier: str) -> int:
     return item
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 def test_a_shot_that_kills_every_worker_ends(
     client: Any, cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

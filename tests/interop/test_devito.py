@@ -90,6 +90,7 @@ def run(code: str, *args: str, install: str | None = "") -> str:
     return done.stdout
 
 
+@pytest.mark.long(but="float32")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_jacobian_adjoint_streams_and_is_exact(dtype: str, tmp_path: Path) -> None:
     code = """
@@ -117,6 +118,7 @@ print(report.counts.writes, report.counts.reads, report.counts.lost, report.plan
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_install_serves_devito_and_revolvers_are_reusable(tmp_path: Path) -> None:
     run(
         """
@@ -146,6 +148,7 @@ with ours.DiskRevolver(*made, 5, steps, filedir=tier.removeprefix("file://")) as
     )
 
 
+@pytest.mark.long
 def test_arrays_are_looked_up_once_per_time_level(tmp_path: Path) -> None:
     run(
         """
@@ -180,6 +183,7 @@ for kind in (DevitoCheckpoint, Own):
     )
 
 
+@pytest.mark.long
 def test_the_state_of_a_step_is_two_time_levels(tmp_path: Path) -> None:
     run(
         """

@@ -21,7 +21,7 @@ ROOT = Path(multistage.__file__).parent.parent
 BESIDE = Path(sys.executable).parent / "mpiexec"
 MPIEXEC = str(BESIDE) if BESIDE.exists() else shutil.which("mpiexec")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(
         MPIEXEC is None or importlib.util.find_spec("mpi4py") is None,
         reason="needs mpi4py and mpiexec",
@@ -62,6 +62,7 @@ def results(ranks: int, case: str, folder: Path) -> list[Any]:
     return [pickle.loads((folder / f"{rank}/result").read_bytes()) for rank in range(ranks)]
 
 
+@pytest.mark.long(but="2")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_and_actions(ranks: int, tmp_path: Path) -> None:
     found = results(ranks, "gradients", tmp_path)
@@ -84,6 +85,7 @@ def test_gradients_and_actions(ranks: int, tmp_path: Path) -> None:
             assert lost == reads or recovered > 0
 
 
+@pytest.mark.long(but="2")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_dropin_keeps_ranks_in_step(ranks: int, tmp_path: Path) -> None:
     found = results(ranks, "dropin", tmp_path)

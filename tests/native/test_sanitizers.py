@@ -94,6 +94,7 @@ def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=840, env=environment)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_kernels_under_sanitizers(tmp_path: Path) -> None:
     library = tmp_path / "_native.so"

@@ -38,7 +38,7 @@ def test_plans_of_some_chains_are_as_fast_as_recorded():
     assert worse(makespan_of_chain, SHORT, "chains") == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", range(1, 5))
 def test_plans_of_all_chains_are_as_fast_as_recorded(first):

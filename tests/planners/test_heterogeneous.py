@@ -74,6 +74,7 @@ def big_chain(seed: int, length: int) -> StageCosts:
 # --------------------------------------------------------------- optimality
 
 
+@pytest.mark.long(but="[0-3]")
 @pytest.mark.parametrize("seed", range(30))
 def test_theorem_1_is_the_persistent_optimum_in_whole_slots(seed: int) -> None:
     """Every memory from the smallest to plenty, against all valid persistent sequences."""
@@ -92,6 +93,7 @@ def test_theorem_1_is_the_persistent_optimum_in_whole_slots(seed: int) -> None:
         assert math.isfinite(exact) == (memory >= least)
 
 
+@pytest.mark.long(but="[0-2]")
 @pytest.mark.parametrize("seed", range(20))
 def test_plans_with_true_sizes_are_optimal_and_within_the_limit(seed: int) -> None:
     costs = random_chain(seed + 500, length=2 + seed % 4, largest=5)
@@ -330,6 +332,7 @@ def test_huge_sizes_and_costs_of_many_magnitudes() -> None:
     assert smallest_memory(costs) <= plan.peak_bytes
 
 
+@pytest.mark.long(but="[0-2]")
 @pytest.mark.parametrize("seed", range(15))
 def test_optimal_where_costs_span_twelve_orders_of_magnitude(seed: int) -> None:
     draw = random.Random(seed)

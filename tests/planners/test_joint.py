@@ -52,6 +52,7 @@ def layers(count, tape=40):
     return StageCosts.uniform(count, Stage("layer", 1.0, 2.0, 10, tape), 10)
 
 
+@pytest.mark.long
 @core
 def test_random_plans_hold_their_limits_and_their_makespans():
     rng = random.Random(16)

@@ -17,6 +17,7 @@ from multistage.planners.chain.table import Table
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 
 
+@pytest.mark.long(but="[0-3]")
 @pytest.mark.parametrize("seed", range(12))
 def test_twins_find_judge_and_improve_alike(seed):
     rng = random.Random(seed)

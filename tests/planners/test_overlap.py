@@ -52,6 +52,7 @@ def steps_run(schedule: object) -> list[Action]:
     return seen
 
 
+@pytest.mark.long
 @given(
     n=st.integers(1, 150),
     stored=st.integers(1, 40),

@@ -38,6 +38,7 @@ def few_at_once(monkeypatch):
     monkeypatch.setattr(pieces, "MOST_AT_ONCE", 40)
 
 
+@pytest.mark.long(but=("0.3-None", "0.6-write=200B/s,capacity=900B"))
 @core
 @pytest.mark.parametrize(
     "tiers", [None, "write=200B/s,latency=100ms", "write=200B/s,capacity=900B"]
@@ -99,7 +100,7 @@ def test_the_bound_of_a_long_chain_is_the_time_of_plain_training():
 
 
 @core
-@pytest.mark.slow
+@pytest.mark.long
 def test_five_thousand_stages_are_planned():
     costs = chain(5000)
     plan = plan_chain(costs, 0.3)

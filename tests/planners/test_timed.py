@@ -222,6 +222,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return counted
 
 
+@pytest.mark.long(but="0.01-2")
 @needs_core
 @pytest.mark.parametrize("slots", [1, 2, 1000, 20_000, 10**6])
 @pytest.mark.parametrize("rho", [0.01, 4.0, 1000.0])

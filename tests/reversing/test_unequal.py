@@ -508,6 +508,7 @@ def test_states_of_unequal_size_travel(name: str, kind: str, tmp_path: Path) -> 
                     assert run.report().counts.peak_slots <= run.plan.peak_slots * (1 + 1e-9)
 
 
+@pytest.mark.long(but="functional-*")
 @pytest.mark.parametrize("fault", ["refuse", "lose_write", "lose_read"])
 @pytest.mark.parametrize("kind", ["functional", "in-place-tape"])
 def test_a_fault_at_every_page_costs_time_only(

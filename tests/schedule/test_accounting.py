@@ -262,6 +262,7 @@ def possible(draw: random.Random, n: int, tokens: int) -> Action:
     return draw.choice(kinds)
 
 
+@pytest.mark.long(but="[0-1]")
 @pytest.mark.parametrize("seed", range(12))
 def test_random_actions_are_judged_and_counted_as_by_the_oracle(seed: int) -> None:
     draw = random.Random(seed)

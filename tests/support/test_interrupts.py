@@ -129,6 +129,7 @@ def child(folder: Path, engine: str, **what: Any) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.long(but="*-7-memory")
 @pytest.mark.parametrize("engine", ["memory", "aiofiles"])
 @pytest.mark.parametrize("step", [0, 7, 199])
 @pytest.mark.parametrize("where", ["forward", "reverse"])
@@ -157,12 +158,14 @@ def test_before_the_first_step(tmp_path: Path) -> None:
     assert "no step to report: the run was interrupted in the forward sweep" in told
 
 
+@pytest.mark.long(but="native")
 @pytest.mark.parametrize("engine", ["memory", "native", "direct", "aiofiles"])
 def test_at_any_moment(engine: str, tmp_path: Path) -> None:
     times, _ = child(tmp_path, engine, times=12, seed=7)
     assert times == 12
 
 
+@pytest.mark.long(but="durable")
 @pytest.mark.parametrize("name", ["native", "direct", "aiofiles", "cascade", "durable"])
 def test_while_stores_open_are_measured_and_close(name: str) -> None:
     """11 of 20 such processes ended in a crash while a native store opened, 3 in a hang."""
@@ -223,6 +226,7 @@ print("done")
 """
 
 
+@pytest.mark.long
 def test_a_durable_run_at_any_moment(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", DURABLE, str(tmp_path)], capture_output=True, text=True, timeout=280

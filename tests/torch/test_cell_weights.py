@@ -34,6 +34,7 @@ class Deep(nn.Module):
         return self.layers(h + x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("unequal", [False, True])
 def test_a_plan_measured_with_a_checkpoint_is_not_taken_without_it(unequal: bool) -> None:
     cell, x = Deep(), torch.randn(60, 64, WIDTH)

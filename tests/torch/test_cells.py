@@ -506,6 +506,7 @@ def test_no_cell_is_kept_alive() -> None:
     assert [reference() for reference in gone] == [None, None]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_a_compiled_cell() -> None:
     """By a compiler that makes the kernels of plain PyTorch."""

@@ -140,7 +140,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("job", JOBS)
 def test_gradients_are_those_of_plain_training(job: str, ranks: list[dict[str, Found]]) -> None:
     found = [each[job] for each in ranks]

@@ -21,6 +21,7 @@ from multistage.torch.chains.runner import Run
 EACH = 12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("front", FRONTS)
 def test_random_modules_are_exact_or_refused(front: str) -> None:
     ends = Counter(play(draw(seed, front)) for seed in range(EACH))
@@ -56,6 +57,7 @@ def test_a_wrong_gradient_is_found_and_made_simpler(monkeypatch: pytest.MonkeyPa
     assert play(replace(simple, check="error")).startswith("refused: the chain does not do what")
 
 
+@pytest.mark.long
 def test_a_program_runs_by_itself(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(text(Case(0, "to_chain", ("Dense", "Dropout", "Dense"), root=True)))

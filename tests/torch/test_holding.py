@@ -213,6 +213,7 @@ def _bfloat16() -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16)
 
 
+@pytest.mark.long(but=("plain", "several views"))
 @pytest.mark.parametrize("name", STAGES)
 def test_iterations_stay_within_the_limit_whatever_holds_memory(name: str) -> None:
     stages, x = STAGES[name](), torch.randn(ROWS, WIDTH)

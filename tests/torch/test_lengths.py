@@ -78,6 +78,7 @@ def _train(kind: type[nn.Module], memory: Any, lengths: Sequence[int]) -> list[T
     return found
 
 
+@pytest.mark.long(but="random-Attends")
 @pytest.mark.parametrize("kind", [Dense, Attends, Pads])
 @pytest.mark.parametrize("order", ["random", "rising", "falling"])
 def test_most_of_many_lengths_are_not_measured(

@@ -288,6 +288,7 @@ def test_programs() -> None:
     assert counts["same"] > 70
 
 
+@pytest.mark.long
 def test_operators() -> None:
     """Samples of a share of PyTorch's operators; `operators.py` takes them all."""
     counts, wrong = operators.run(math.inf, 0, "memory:", some=1, share=0.1)

@@ -75,6 +75,7 @@ STORES: dict[str, Callable[[Path], PinnedStore]] = {
 }
 
 
+@pytest.mark.long(but="bounded")
 @pytest.mark.parametrize("name", STORES)
 def test_contract(name: str, tmp_path: Path) -> None:
     check_store(lambda: AsArrays(STORES[name](tmp_path)))  # type: ignore[arg-type]

@@ -70,6 +70,7 @@ CASES += [(name, fault) for name in faults.FILE_ENGINES for fault in ANSWERED]
 CASES += [("pinned", fault) for fault in faults.STORE_FAULTS]
 
 
+@pytest.mark.long(but="memory-*")
 @pytest.mark.parametrize(("name", "fault"), CASES)
 def test_a_fault_at_every_call(name: str, fault: str, quick: Path) -> None:
     total = faults.Outcome()
@@ -82,6 +83,7 @@ def test_a_fault_at_every_call(name: str, fault: str, quick: Path) -> None:
     assert total.cases >= (1 if fault == "a hundred times slower" else 2)
 
 
+@pytest.mark.long(but="memory-*")
 @pytest.mark.parametrize("fault", faults.OPERATOR_FAULTS)
 @pytest.mark.parametrize("name", ["pinned", *ABOVE])
 def test_an_operator_raises_at_every_call(name: str, fault: str, quick: Path) -> None:

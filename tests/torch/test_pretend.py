@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / "build" / "pretend"
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.skipif(pretend.compiler() is None, reason="needs a C++ compiler"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA of its own"),

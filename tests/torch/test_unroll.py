@@ -487,6 +487,7 @@ def test_outputs_handed_to_a_function() -> None:
 # --------------------------------------------------------------------- memory
 
 
+@pytest.mark.long
 def test_memory_is_flat_and_within_the_limit() -> None:
     torch.manual_seed(0)
     cell, h = Plain(), torch.zeros(BATCH, WIDTH)
@@ -551,7 +552,7 @@ print("done")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_under_a_hard_limit_that_plain_autograd_does_not_fit() -> None:
     printed = {}
@@ -784,6 +785,7 @@ def test_a_slow_machine_separates_the_costs_of_steps_from_single_costs(monkeypat
     assert out.plan.keep_bytes < 12 << 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("planner", ["keep", "recompute"])
 def test_long_graphs_are_freed_without_recursion(planner: Any) -> None:
     """Nodes that were looked at from Python are freed within one another: a stack overflow."""

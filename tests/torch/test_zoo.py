@@ -60,7 +60,7 @@ def _called(model: nn.Module, x: Any) -> Tensor:
     return y if isinstance(y, Tensor) else y.last_hidden_state
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_public_models(name: str) -> None:
     make, least = MODELS[name]
