@@ -1,35 +1,115 @@
-"""Predict a long schedule from short ones: simulate, then extend along the period."""
+"""What a schedule of steps that are alike takes: counted, or extended from shorter ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from ..schedule.simulation import Simulation
+from ..actions import Schedule
+from ..model.costs import Costs
+from ..model.tier import Tier
+from ..schedule.simulation import Simulation, simulate
+from .uniform import UniformPlan
 
 # Steps that are simulated in full: some 20 000 actions, a tenth of a second.
 SIMULATED_STEPS = 4096
-
+# An advance, a load and a reverse per step, and a save and a free for most.
+ACTIONS_PER_STEP = 4.5
 
 # Among so many numbers of periods one is found that is nearly whole.
 _PHASES = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """The figures of a plan that come from running its schedule in virtual time."""
+@dataclass(slots=True)
+class Counts:
+    """What a schedule does that waits for every transfer, or that has none.
 
-    makespan_s: float
-    forward_steps: int
-    peak_slots: float
-    writes: int
-    reads: int
-    stall_s: float
+    Attributes
+    ----------
+    forward_steps : int
+        Steps run by `Advance` and `Tape`.
+    taped_steps : int
+        Those by `Tape`.
+    writes, reads : sequence of int
+        By tier.
+    peak_slots : float
+        Most fast slots taken.
+    """
+
+    forward_steps: int = 1
+    taped_steps: int = 1
+    writes: Sequence[int] = ()
+    reads: Sequence[int] = ()
+    peak_slots: float = 0
+
+    def take(self, costs: Costs, n_steps: int, actions: float) -> Simulation:
+        """Return what a schedule of so many steps and actions takes: a sum."""
+        moved = list(zip(costs.tiers, self.writes, self.reads, strict=False))
+        seconds = (self.forward_steps - self.taped_steps) * costs.forward_step_s
+        seconds += self.taped_steps * (costs.taping_s + costs.reverse_step_s)
+        seconds += (n_steps - self.taped_steps) * costs.turn_s + actions * costs.action_s
+        stall_s = 0.0
+        for tier, writes, reads in moved:
+            write_s, read_s = transfer_s(tier)
+            seconds += writes * write_s + reads * read_s
+            # The driver's own time for the `Await` passes while the transfer runs.
+            stall_s += writes * max(0.0, tier.write_s - costs.action_s)
+            stall_s += reads * max(0.0, tier.read_s - costs.action_s)
+        counts = sum(self.writes), sum(self.reads)
+        return Simulation(seconds, self.forward_steps, stall_s, *counts, self.peak_slots)
+
+
+def transfer_s(tier: Tier) -> tuple[float, float]:
+    """Return the seconds a write and a read take that stop the computing thread.
+
+    Examples
+    --------
+    >>> transfer_s(Tier(write_s=4.0, read_s=3.0, write_overhead_s=1.0))
+    (5.0, 3.0)
+    """
+    return tier.write_s + tier.write_overhead_s, tier.read_s + tier.read_overhead_s
+
+
+def with_actions(
+    use: Simulation, make: Callable[[], Schedule], costs: Costs, slots: int, n_steps: int
+) -> Simulation:
+    """Return a prediction whose seconds are exact where the driver's actions take time.
+
+    Up to `SIMULATED_STEPS` steps; more are predicted as they were.
+    """
+    if not costs.action_s or n_steps > SIMULATED_STEPS:
+        return use
+    run = simulate(make(), n_steps, costs, slots, checked=False)
+    return replace(use, makespan_s=run.makespan_s, stall_s=run.stall_s)
+
+
+def counted_plan(
+    planner: str,
+    costs: Costs,
+    slots: int,
+    n_steps: int,
+    make: Callable[[], Schedule],
+    counts: Counts,
+    *,
+    note: str,
+    parameters: Mapping[str, float | int | str] | None = None,
+) -> UniformPlan:
+    """Return the plan of a schedule whose actions are counted.
+
+    Exact; with `costs.action_s`, which not even the actions of a slot are
+    free of, exact up to `SIMULATED_STEPS` steps and close above.
+    """
+    # Get, Await, Load, Free and Drop against the Save, Load and Free of a slot.
+    actions = ACTIONS_PER_STEP * n_steps + 2 * (sum(counts.writes) + sum(counts.reads))
+    use = with_actions(counts.take(costs, n_steps, actions), make, costs, slots, n_steps)
+    return UniformPlan.predicted(
+        planner, costs, slots, n_steps, make, use, note=note, parameters=parameters
+    )
 
 
 def predict(
-    run: Callable[[int], Prediction], n_steps: int, *, period: float, head: int = 0
-) -> Prediction:
+    run: Callable[[int], Simulation], n_steps: int, *, period: float, head: int = 0
+) -> Simulation:
     """Return the figures of a schedule of `n_steps` steps.
 
     Up to `SIMULATED_STEPS` steps, or a dozen periods beyond `head`, the
@@ -60,29 +140,22 @@ def predict(
     return extended(run(long_steps - span), run(long_steps), repeats)
 
 
-def extended(short: Prediction, long: Prediction, repeats: float) -> Prediction:
+def extended(short: Simulation, long: Simulation, repeats: float) -> Simulation:
     """Return what so many more of the differences between two runs come to."""
 
     def grown(name: str) -> float:
         a, b = getattr(long, name), getattr(short, name)
         return float(a + repeats * (a - b))
 
-    return Prediction(
+    return Simulation(
         grown("makespan_s"),
         int(grown("forward_steps")),
-        long.peak_slots,
+        max(0.0, grown("stall_s")),
         int(grown("writes")),
         int(grown("reads")),
-        max(0.0, grown("stall_s")),
+        long.peak_slots,
     )
 
 
 def _phase(length: float) -> float:
     return round(abs(length - round(length)), 6)
-
-
-def simulated(run: Simulation) -> Prediction:
-    """Return the figures of one simulation."""
-    return Prediction(
-        run.makespan_s, run.forward_steps, run.peak_slots, run.writes, run.reads, run.stall_s
-    )

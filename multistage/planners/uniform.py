@@ -93,6 +93,37 @@ class UniformPlan(Plan):
     why: str = ""
     seal: tuple[object, ...] = field(default=(), repr=False, compare=False)
 
+    @classmethod
+    def predicted(
+        cls,
+        planner: str,
+        costs: Costs,
+        slots: int,
+        n_steps: int,
+        make: Callable[[], Schedule],
+        use: Simulation,
+        *,
+        note: str,
+        parameters: Mapping[str, float | int | str] | None = None,
+    ) -> UniformPlan:
+        """Return the plan of a schedule that takes what `use` says."""
+        return cls(
+            planner=planner,
+            n_steps=n_steps,
+            slots=slots,
+            costs=costs,
+            make=make,
+            makespan_s=use.makespan_s,
+            lower_bound_s=lower_bound(costs, slots, n_steps),
+            forward_steps=use.forward_steps,
+            peak_slots=use.peak_slots,
+            writes=use.writes,
+            reads=use.reads,
+            stall_s=use.stall_s,
+            note=note,
+            parameters=dict(parameters or {}),
+        )
+
     def schedule(self) -> Schedule:
         """Return a fresh, lazy schedule of this plan."""
         return self.make()

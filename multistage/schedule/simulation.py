@@ -54,7 +54,7 @@ _Driven: TypeAlias = Iterable[tuple[Action, Callable[[Answer], None]]]
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a simulated run did.
+    """What a run in virtual time takes, simulated or calculated.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class Simulation:
     peak_slots : float
         Most fast slots taken; 0 in an unchecked run.
     timeline : Timeline
-        Empty in an unchecked run.
+        Empty in an unchecked run, and where it was calculated.
     peak_bytes : int
         Most bytes in fast memory: of a chain of stages that differ with state 0, of uniform
         steps those of the fast slots.
@@ -76,11 +76,11 @@ class Simulation:
 
     makespan_s: float
     forward_steps: int
-    stall_s: float
-    writes: int
-    reads: int
-    peak_slots: float
-    timeline: Timeline = field(repr=False, compare=False)
+    stall_s: float = 0.0
+    writes: int = 0
+    reads: int = 0
+    peak_slots: float = 0.0
+    timeline: Timeline = field(default_factory=Timeline, repr=False, compare=False)
     peak_bytes: int = 0
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
-from multistage.planners.predict import simulated
 from multistage.planners.streaming.form import Form, timed
 from multistage.planners.streaming.reserve import Reservation
 from multistage.planners.streaming.streaming import streaming
@@ -43,7 +42,7 @@ def test_an_interval_reversed_in_parts_takes_what_was_planned(slots: int, read_s
     assert run.makespan_s == pytest.approx(timed(sweep, costs, n).makespan_s, rel=1e-12)
     assert run.peak_slots <= slots
     # Five states are stored; with quick reads and few slots some are read twice.
-    assert simulated(run).reads >= (8 if slots < 5 and read_s < 20 else 5)
+    assert run.reads >= (8 if slots < 5 and read_s < 20 else 5)
 
 
 def test_reading_again_pays_where_slots_are_few_and_reads_quick(monkeypatch) -> None:

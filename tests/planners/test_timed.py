@@ -15,8 +15,7 @@ from multistage import native
 from multistage.errors import ArgumentError, BudgetError
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
-from multistage.planners import PLANNERS, plan
-from multistage.planners.predict import Prediction, simulated
+from multistage.planners import PLANNERS, UniformPlan, plan
 from multistage.planners.streaming.form import Form, ring_prediction, timed
 from multistage.planners.streaming.interval import (
     _over,
@@ -29,7 +28,7 @@ from multistage.planners.streaming.online import _Levels, checkpoints_after
 from multistage.planners.streaming.reserve import Reservation
 from multistage.planners.streaming.streaming import _forms
 from multistage.planners.streaming.sweep import Sweep
-from multistage.schedule.simulation import simulate
+from multistage.schedule.simulation import Simulation, simulate
 
 needs_core = pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
 
@@ -57,7 +56,7 @@ def costs(actions: bool = True) -> st.SearchStrategy[Costs]:
     )
 
 
-def same(found: Prediction, run: Prediction) -> None:
+def same(found: Simulation | UniformPlan, run: Simulation) -> None:
     assert found.makespan_s == pytest.approx(run.makespan_s, rel=1e-9)
     assert found.stall_s == pytest.approx(run.stall_s, rel=1e-7, abs=1e-7 * run.makespan_s)
     counts = (found.forward_steps, found.writes, found.reads)
@@ -75,13 +74,13 @@ def test_the_kernel_equals_the_simulation(
         form = data.draw(st.sampled_from(forms))
         sweep = form.sweep(costs, slots, n, Reservation(costs))
         found = timed(sweep, costs, n)
-        run = simulated(simulate(sweep.schedule(n), n, costs, slots))
+        run = simulate(sweep.schedule(n), n, costs, slots)
         same(found, run)
         assert run.peak_slots <= found.peak_slots <= slots
     ring = Form(data.draw(st.sampled_from([1.0, 2.3, 7.0])), None, online=True)
     sweep = ring.sweep(costs, slots, n, Reservation(costs))
     found = timed(sweep, costs, n, online=True)
-    same(found, simulated(simulate(sweep.schedule(None, lambda i: i == n), None, costs, slots)))
+    same(found, simulate(sweep.schedule(None, lambda i: i == n), None, costs, slots))
 
 
 @needs_core
@@ -94,7 +93,7 @@ def test_the_kernel_moves_single_positions(
     tail = data.draw(st.one_of(st.none(), st.integers(1, n - 1)))
     depth = costs.tiers[0].queue_depth
     sweep = Sweep(slots, 3.0, tail, 4, depth, extra=data.draw(steps), skip=data.draw(steps))
-    same(timed(sweep, costs, n), simulated(simulate(sweep.schedule(n), n, costs, slots)))
+    same(timed(sweep, costs, n), simulate(sweep.schedule(n), n, costs, slots))
 
 
 @settings(max_examples=100, deadline=None)
@@ -207,9 +206,9 @@ def test_online_predictions_of_a_tier_that_gets_full(capacity: int, rho: float) 
 def work(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Count the steps and states that streaming schedules are timed on."""
     counted: list[float] = []
-    original: Callable[..., Prediction] = timed
+    original: Callable[..., Simulation] = timed
 
-    def counting(sweep: Sweep, costs: Costs, n_steps: int, **options: Any) -> Prediction:
+    def counting(sweep: Sweep, costs: Costs, n_steps: int, **options: Any) -> Simulation:
         kept = n_steps - sweep.keep_from if sweep.tail_start is None else 0
         room = costs.tiers[0].capacity_states
         if room is not None:  # once the tier is full the ring moves on at once
@@ -347,14 +346,6 @@ def test_the_shortest_interval_writes_where_a_state_has_room(
     assert (made is None) == (n == 1 or costs.tiers[0].capacity_states == 0)
     if made is not None:
         assert made.writes >= 1
-        found = Prediction(
-            made.makespan_s,
-            made.forward_steps,
-            made.peak_slots,
-            made.writes,
-            made.reads,
-            made.stall_s,
-        )
-        run = simulated(simulate(made.make(), n, costs, slots))
-        same(found, run)
-        assert run.peak_slots <= found.peak_slots <= slots
+        run = simulate(made.make(), n, costs, slots)
+        same(made, run)
+        assert run.peak_slots <= made.peak_slots <= slots

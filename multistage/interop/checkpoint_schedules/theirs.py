@@ -29,7 +29,6 @@ from ...errors import ArgumentError, ScheduleError
 from ...model.costs import Costs
 from ...model.tier import Tier
 from ...planners import Planner, UniformPlan
-from ...planners.bound import lower_bound
 from ...planners.streaming.overlap import overlap
 from ...planners.uniform import require_steps
 from ...schedule.rules import Rules
@@ -266,19 +265,13 @@ def _plan(
         )
 
     run = simulate(schedule(), n, costs, slots, checked=False)
-    return UniformPlan(
-        planner=name,
-        n_steps=n,
-        slots=slots,
-        costs=costs,
-        make=schedule,
-        makespan_s=run.makespan_s,
-        lower_bound_s=lower_bound(costs, slots, n),
-        forward_steps=rules.forward_steps,
-        peak_slots=min(slots, rules.peak),
-        writes=run.writes,
-        reads=run.reads,
-        stall_s=run.stall_s,
+    return UniformPlan.predicted(
+        name,
+        costs,
+        slots,
+        n,
+        schedule,
+        replace(run, peak_slots=min(slots, rules.peak)),
         note="A schedule of checkpoint_schedules; its transfers run beside the steps.",
     )
 

@@ -19,8 +19,8 @@ import numpy as np
 from ...actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Schedule, Tape
 from ...errors import BudgetError
 from ...model.costs import Costs
+from ...schedule.simulation import Simulation
 from ...support.arrays import Integers, Reals
-from ..bound import lower_bound
 from ..uniform import MOST_STEPS, UniformPlan, require_steps
 
 # Of the lengths, each up to this is tried, and of longer ones one in 1000.
@@ -127,16 +127,14 @@ def periodic(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     at = int(seconds.argmin())
     length = int(lengths[at])
     segments = -(-n // length)
-    return UniformPlan(
-        planner="periodic",
-        n_steps=n,
-        slots=slots,
-        costs=costs,
-        make=partial(periodic_schedule, length, n),
-        makespan_s=float(seconds[at]),
-        lower_bound_s=lower_bound(costs, slots, n),
-        forward_steps=n + (segments - 1) * (length - 1),
-        peak_slots=float(peaks[at]),
-        parameters={"segments": segments, "length": length},
+    forward_steps = n + (segments - 1) * (length - 1)
+    return UniformPlan.predicted(
+        "periodic",
+        costs,
+        slots,
+        n,
+        partial(periodic_schedule, length, n),
+        Simulation(float(seconds[at]), forward_steps, peak_slots=float(peaks[at])),
         note=f"{segments} segments of {length} steps, each taped once more in reverse.",
+        parameters={"segments": segments, "length": length},
     )

@@ -19,7 +19,8 @@ from typing import TypeAlias
 from ...actions import Action, Advance, Free, Load, Save, Schedule
 from ...errors import BudgetError
 from ...model.costs import Costs
-from ..bound import lower_bound
+from ...schedule.simulation import Simulation
+from ..predict import Counts
 from ..uniform import UniformPlan, require_steps
 from .binomial import forward_and_reverse
 from .periodic import ONE_TAPE, taped_segment
@@ -130,15 +131,10 @@ def _counter(weight: float, state_is_tape: bool) -> _Counter:
     return count
 
 
-def _seconds(counts: _Count, costs: Costs, n: int) -> float:
-    # A step that is taped on the way down is not taped again at its turn.
-    retaped_s = costs.turn_s - costs.reverse_step_s
-    return (
-        counts.advanced * costs.forward_step_s
-        + (counts.taped + 1) * (costs.taping_s - retaped_s)
-        + n * costs.turn_s
-        + (counts.actions + 2) * costs.action_s  # the last step's Tape, and EndForward
-    )
+def _take(counts: _Count, costs: Costs, n: int) -> Simulation:
+    taped = counts.taped + 1  # the last step's Tape, and EndForward, are two actions more
+    found = Counts(counts.advanced + taped, taped, peak_slots=counts.peak)
+    return found.take(costs, n, counts.actions + 2)
 
 
 def recursive(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
@@ -159,7 +155,7 @@ def recursive(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     weight = costs.tape_slots
     count = _counter(weight, costs.state_is_tape)
     found = [
-        (_seconds(counts, costs, n), branch, counts)
+        (_take(counts, costs, n), branch)
         for branch in sorted({*range(1, min(slots, 64) + 1), slots})
         if branch > 0 and (counts := count(n, slots, branch, True)) is not None
     ]
@@ -170,19 +166,16 @@ def recursive(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
             f"recursive needs about {math.ceil(math.log2(n + 1))} fast slots for {n} steps, "
             f"the budget has {slots}"
         )
-    makespan_s, branch, counts = min(found, key=lambda entry: entry[:2])
-    return UniformPlan(
-        planner="recursive",
-        n_steps=n,
-        slots=slots,
-        costs=costs,
-        make=partial(_recursive_schedule, n, slots, branch, weight),
-        makespan_s=makespan_s,
-        lower_bound_s=lower_bound(costs, slots, n),
-        forward_steps=counts.advanced + counts.taped + 1,
-        peak_slots=counts.peak,
-        parameters={"branch": branch},
+    use, branch = min(found, key=lambda entry: (entry[0].makespan_s, entry[1]))
+    return UniformPlan.predicted(
+        "recursive",
+        costs,
+        slots,
+        n,
+        partial(_recursive_schedule, n, slots, branch, weight),
+        use,
         note=f"Segments are cut in {branch + 1} again and again until their tapes fit.",
+        parameters={"branch": branch},
     )
 
 

@@ -7,25 +7,22 @@ counting taped ones.  The recompute factor grows with n without bound.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from ...actions import Advance, EndForward, Free, Load, Reverse, Save, Schedule, Tape
 from ...errors import ArgumentError
 from ...model.costs import Costs
-from ..bound import lower_bound
+from ...schedule.simulation import Simulation
+from ..predict import ACTIONS_PER_STEP, Counts
 from ..uniform import UniformPlan, require_steps
 from .binomial import forward_and_reverse, nu, reverse_actions
 
-# An advance, a load and a reverse per step, and a save and a free for most.
-ACTIONS_PER_STEP = 4.5
 
-
-def revolve_seconds(costs: Costs, slots: int, n_steps: int) -> float:
-    """Return Revolve's makespan: the first taped step belongs to the forward sweep."""
-    forward_s = nu(n_steps, slots) * costs.forward_step_s
-    driver_s = ACTIONS_PER_STEP * n_steps * costs.action_s
-    turns_s = costs.reverse_step_s + (n_steps - 1) * costs.turn_s
-    return forward_s + costs.taping_s + turns_s + driver_s
+def revolve_takes(costs: Costs, slots: int, n_steps: int) -> Simulation:
+    """Return what Revolve takes: the first taped step belongs to the forward sweep."""
+    counts = Counts(nu(n_steps, slots) + 1, peak_slots=min(slots, n_steps - 1))
+    return counts.take(costs, n_steps, ACTIONS_PER_STEP * n_steps)
 
 
 def revolve_schedule(slots: int, n_steps: int) -> Schedule:
@@ -43,18 +40,21 @@ def revolve(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     (3637, 5637.0)
     """
     n = require_steps(n_steps, "revolve")
-    return UniformPlan(
-        planner="revolve",
-        n_steps=n,
-        slots=slots,
-        costs=costs,
-        make=partial(revolve_schedule, slots, n),
-        makespan_s=revolve_seconds(costs, slots, n),
-        lower_bound_s=lower_bound(costs, slots, n),
-        forward_steps=nu(n, slots) + 1,
-        peak_slots=min(slots, n - 1),
+    return UniformPlan.predicted(
+        "revolve",
+        costs,
+        slots,
+        n,
+        partial(revolve_schedule, slots, n),
+        revolve_takes(costs, slots, n),
         note="Revolve keeps everything in fast slots and recomputes the rest, optimally.",
     )
+
+
+def plain_revolve(planner: str, costs: Costs, slots: int, n_steps: int, why: str) -> UniformPlan:
+    """Return Revolve's plan under the name of a planner that finds nothing to add to it."""
+    note = f"{why}: plain Revolve from the fast slots."
+    return replace(revolve(costs, slots, n_steps), planner=planner, note=note)
 
 
 def pyrevolve_schedule(slots: int, n_steps: int) -> Schedule:
@@ -105,16 +105,9 @@ def pyrevolve(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
             "planner 'pyrevolve' needs that package; "
             "pip install 'multistage-checkpointing[pyrevolve]'"
         ) from error
-    ours = revolve(costs, slots, n)
-    return UniformPlan(
+    return replace(
+        revolve(costs, slots, n),
         planner="pyrevolve",
-        n_steps=n,
-        slots=slots,
-        costs=costs,
         make=partial(pyrevolve_schedule, slots, n),
-        makespan_s=ours.makespan_s,
-        lower_bound_s=ours.lower_bound_s,
-        forward_steps=ours.forward_steps,
-        peak_slots=ours.peak_slots,
         note="Revolve as pyrevolve's own core schedules it.",
     )

@@ -7,7 +7,7 @@ from functools import partial
 from ...actions import EndForward, Reverse, Schedule, Tape
 from ...errors import BudgetError
 from ...model.costs import NOT_KEPT, Costs
-from ..bound import lower_bound
+from ..predict import Counts
 from ..uniform import UniformPlan, require_steps
 
 
@@ -39,15 +39,12 @@ def store_all(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
         raise BudgetError("store-all keeps all tapes, and of these operators only one exists")
     if peak > slots:
         raise BudgetError(f"store-all needs {peak:g} fast slots, the budget has {slots}")
-    return UniformPlan(
-        planner="store-all",
-        n_steps=n,
-        slots=slots,
-        costs=costs,
-        make=partial(store_all_schedule, n),
-        makespan_s=n * (costs.taping_s + costs.reverse_step_s) + (2 * n + 1) * costs.action_s,
-        lower_bound_s=lower_bound(costs, slots, n),
-        forward_steps=n,
-        peak_slots=peak,
+    return UniformPlan.predicted(
+        "store-all",
+        costs,
+        slots,
+        n,
+        partial(store_all_schedule, n),
+        Counts(n, n, peak_slots=peak).take(costs, n, 2 * n + 1),
         note="Every tape stays in fast memory; nothing is recomputed.",
     )

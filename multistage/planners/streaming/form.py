@@ -17,9 +17,9 @@ import numpy as np
 
 from ... import native
 from ...model.costs import Costs
-from ...schedule.simulation import simulate
+from ...schedule.simulation import Simulation, simulate
 from ..bound import lower_bound
-from ..predict import SIMULATED_STEPS, Prediction, extended, predict, simulated
+from ..predict import SIMULATED_STEPS, extended, predict
 from .reserve import Reservation
 from .sweep import Sweep
 
@@ -130,7 +130,7 @@ _MASK_STEPS = 64  # positions moved by hand lie below
 _FARTHEST = 2.0**53  # steps, beyond any end: the kernel counts them in integers
 
 
-def timed(sweep: Sweep, costs: Costs, n_steps: int, *, online: bool = False) -> Prediction:
+def timed(sweep: Sweep, costs: Costs, n_steps: int, *, online: bool = False) -> Simulation:
     """Return what `sweep` takes over `n_steps` steps.
 
     Parameters
@@ -149,11 +149,11 @@ def timed(sweep: Sweep, costs: Costs, n_steps: int, *, online: bool = False) -> 
             return found
     if online:
         schedule = sweep.schedule(None, lambda i: i == n_steps)
-        return simulated(simulate(schedule, None, costs, sweep.slots))
-    return simulated(simulate(sweep.schedule(n_steps), n_steps, costs, sweep.slots))
+        return simulate(schedule, None, costs, sweep.slots)
+    return simulate(sweep.schedule(n_steps), n_steps, costs, sweep.slots)
 
 
-def _by_kernel(sweep: Sweep, costs: Costs, n_steps: int, online: bool) -> Prediction | None:
+def _by_kernel(sweep: Sweep, costs: Costs, n_steps: int, online: bool) -> Simulation | None:
     tier = costs.tier
     assert tier is not None
     slots = min(sweep.slots, 2 * n_steps + _MASK_STEPS)  # more make no difference
@@ -199,7 +199,7 @@ def _by_kernel(sweep: Sweep, costs: Costs, n_steps: int, online: bool) -> Predic
     status = library.ms_sweep(ctypes.byref(call), room, work.ctypes.data, tables, out.ctypes.data)
     assert status == 0, f"{sweep} over {n_steps} steps ended with {status}"
     makespan_s, stall_s, forward_steps, writes, reads, peak = out.tolist()
-    return Prediction(makespan_s, int(forward_steps), peak, int(writes), int(reads), stall_s)
+    return Simulation(makespan_s, int(forward_steps), stall_s, int(writes), int(reads), peak)
 
 
 # Without the C core no more steps are judged than can be simulated.
@@ -211,14 +211,14 @@ _LONG_RING, _PERIODS, _WIDE = 2048, 32, 256.0
 
 def prediction(
     form: Form, costs: Costs, slots: int, n_steps: int, reservation: Reservation
-) -> Prediction:
+) -> Simulation:
     """Return what a form takes over `n_steps` steps."""
     run = partial(run_form, form, costs, slots, reservation)
     found = predict(run, n_steps, period=form.spacing, head=form.ends(slots))
     return _at_least(found, costs, slots, n_steps)
 
 
-def _at_least(found: Prediction, costs: Costs, slots: int, n_steps: int) -> Prediction:
+def _at_least(found: Simulation, costs: Costs, slots: int, n_steps: int) -> Simulation:
     """Return a prediction that rests on shorter runs, not below what is possible."""
     least_s = lower_bound(costs, slots, n_steps)
     return replace(
@@ -228,7 +228,7 @@ def _at_least(found: Prediction, costs: Costs, slots: int, n_steps: int) -> Pred
     )
 
 
-def ring_prediction(form: Form, costs: Costs, slots: int, n_steps: int) -> Prediction:
+def ring_prediction(form: Form, costs: Costs, slots: int, n_steps: int) -> Simulation:
     """Return what a ring takes over `n_steps` steps, though the tier be full before the end."""
     tier, reservation = costs.tier, Reservation(costs)
     assert tier is not None
@@ -238,7 +238,7 @@ def ring_prediction(form: Form, costs: Costs, slots: int, n_steps: int) -> Predi
 
     capacity = tier.capacity_states or 0
 
-    def run(states: int) -> Prediction:
+    def run(states: int) -> Simulation:
         # Fewer states before the tier is full; what follows them is the same.
         left = replace(costs, tiers=(replace(tier, capacity_states=states), *costs.tiers[1:]))
         steps = n_steps - round((capacity - states) * form.spacing)
@@ -253,7 +253,7 @@ def ring_prediction(form: Form, costs: Costs, slots: int, n_steps: int) -> Predi
 
 def run_form(
     form: Form, costs: Costs, slots: int, reservation: Reservation, n_steps: int
-) -> Prediction:
+) -> Simulation:
     """Return what a form takes, a long ring's by those of shorter ones.
 
     A ring of many slots looks like one of fewer slots and steps: what it
@@ -267,7 +267,7 @@ def run_form(
     if _WIDE * (1 + 1e-9) < form.spacing <= 4 * slots:
         share = _WIDE / form.spacing
 
-        def shrunk(part: float) -> Prediction:
+        def shrunk(part: float) -> Simulation:
             end = form.end_spacing and form.end_spacing * part
             smaller = replace(form, spacing=form.spacing * part, end_spacing=end)
             fewer, steps = max(1, round(slots * part)), max(2, round(n_steps * part))
@@ -277,7 +277,7 @@ def run_form(
     elif slots > max(_LONG_RING, _PERIODS * form.spacing):
         share = max(_LONG_RING, _PERIODS * form.spacing) / slots
 
-        def shrunk(part: float) -> Prediction:
+        def shrunk(part: float) -> Simulation:
             fewer, steps = int(slots * part), max(2, round(n_steps * part))
             return run_form(form, costs, fewer, reservation, steps)
 
@@ -300,7 +300,7 @@ def run_form(
 
 def timed_form(
     form: Form, costs: Costs, slots: int, reservation: Reservation, n_steps: int
-) -> Prediction:
+) -> Simulation:
     """Return what a form takes, timed over all steps."""
     sweep = form.sweep(costs, slots, n_steps, reservation)
     return timed(sweep, costs, n_steps, online=form.online)

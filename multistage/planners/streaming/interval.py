@@ -45,12 +45,11 @@ from ...actions import (
     Tape,
 )
 from ...model.costs import Costs
-from ...schedule.simulation import simulate
+from ...schedule.simulation import Simulation
 from ...support.arrays import Reals
-from ..bound import lower_bound
-from ..predict import SIMULATED_STEPS
+from ..predict import ACTIONS_PER_STEP, with_actions
 from ..single.binomial import NuTable, nu, reverse_actions
-from ..single.revolve import ACTIONS_PER_STEP, revolve
+from ..single.revolve import plain_revolve
 from ..uniform import UniformPlan, require_steps
 
 
@@ -219,8 +218,8 @@ _EVERY_LENGTH = 1 << 12
 
 
 def _revolve(costs: Costs, slots: int, n: int) -> UniformPlan:
-    note = "No interval pays, reaches the slow tier in time and fits there: Revolve."
-    return replace(revolve(costs, slots, n), planner="interval", note=note)
+    why = "No interval pays, reaches the slow tier in time and fits there"
+    return plain_revolve("interval", costs, slots, n, why)
 
 
 def _seconds(costs: Costs, slots: int, n: int, lengths: Reals) -> Reals:
@@ -287,28 +286,24 @@ def _over(costs: Costs, slots: int, n: int, length: int) -> UniformPlan:
         beside = slots - 1 if ahead else slots
         whole = starts - 2 - (above == 0)
         forward_steps += nu(pieces[0], beside) + whole * nu(length, beside)
-    reads = starts - (above == 0)
-    makespan_s = float(_seconds(costs, slots, n, np.array([length]))[0])
-    stall_s = _stall_s(costs, slots, n, length)
-    make = partial(interval_schedule, length, slots, tier.queue_depth, n)
-    if costs.action_s and n <= SIMULATED_STEPS:
-        run = simulate(make(), n, costs, slots, checked=False)
-        makespan_s, stall_s = run.makespan_s, run.stall_s
-    return UniformPlan(
-        planner="interval",
-        n_steps=n,
-        slots=slots,
-        costs=costs,
-        make=make,
-        makespan_s=makespan_s,
-        lower_bound_s=lower_bound(costs, slots, n),
-        forward_steps=forward_steps,
-        peak_slots=peak,
+    use = Simulation(
+        float(_seconds(costs, slots, n, np.array([length]))[0]),
+        forward_steps,
+        _stall_s(costs, slots, n, length),
         writes=starts,
-        reads=reads,
-        stall_s=stall_s,
-        parameters={"interval": length},
+        reads=starts - (above == 0),
+        peak_slots=peak,
+    )
+    make = partial(interval_schedule, length, slots, tier.queue_depth, n)
+    return UniformPlan.predicted(
+        "interval",
+        costs,
+        slots,
+        n,
+        make,
+        with_actions(use, make, costs, slots, n),
         note=f"State k * {length} is written; each interval is read back and reversed.",
+        parameters={"interval": length},
     )
 
 

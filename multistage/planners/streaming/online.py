@@ -26,12 +26,11 @@ import numpy as np
 from ... import native
 from ...actions import Advance, EndForward, Free, Load, Save, Schedule
 from ...model.costs import Costs
-from ...schedule.simulation import simulate
+from ...schedule.simulation import Simulation
 from ...support.arrays import Integers
-from ..bound import lower_bound
-from ..predict import SIMULATED_STEPS, Prediction, simulated
+from ..predict import ACTIONS_PER_STEP, Counts, with_actions
 from ..single.binomial import beta, nu, repetitions, reverse_actions
-from ..single.revolve import ACTIONS_PER_STEP, revolve_seconds
+from ..single.revolve import revolve_takes
 from ..uniform import UniformPlan, require_steps
 from .form import Form, ring_prediction, timed
 from .reserve import Reservation
@@ -141,7 +140,7 @@ def _ring(costs: Costs, slots: int) -> Form:
         return least
     count = int(math.log(most / (slots + 2)) / math.log(_LONGER)) + 1
     lengths = [int((slots + 2) * _LONGER**k) for k in range(count)]
-    shares = [1.0 / revolve_seconds(costs, slots, n) for n in lengths]
+    shares = [1.0 / revolve_takes(costs, slots, n).makespan_s for n in lengths]
     reservation = Reservation(costs)
 
     def taken(form: Form) -> float:
@@ -166,22 +165,16 @@ def online(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     if costs.tier is not None:
         run = ring_prediction(_ring(costs, slots), costs, slots, n)
     else:
-        run = _dynamic_prediction(costs, slots, n)
-    return UniformPlan(
-        planner="online",
-        n_steps=n,
-        slots=slots,
-        costs=costs,
-        make=make,
-        makespan_s=run.makespan_s,
-        lower_bound_s=lower_bound(costs, slots, n),
-        forward_steps=run.forward_steps,
-        peak_slots=run.peak_slots,
-        writes=run.writes,
-        reads=run.reads,
-        stall_s=run.stall_s,
-        parameters={"offline_steps": nu(n, slots) + 1},
+        run = with_actions(_dynamic_takes(costs, slots, n), make, costs, slots, n)
+    return UniformPlan.predicted(
+        "online",
+        costs,
+        slots,
+        n,
+        make,
+        run,
         note="Needs no knowledge of the number of steps.",
+        parameters={"offline_steps": nu(n, slots) + 1},
     )
 
 
@@ -225,12 +218,8 @@ def _all_at(slots: int, level: int) -> Integers:
     return np.cumsum(found)
 
 
-def _dynamic_prediction(costs: Costs, slots: int, n: int) -> Prediction:
-    """Return the figures of `dynamic_schedule`; the driver's actions are an estimate."""
-    if costs.action_s and n <= SIMULATED_STEPS:
-        schedule = dynamic_schedule(slots, partial(operator.eq, n))
-        run = simulated(simulate(schedule, None, costs, slots, checked=False))
-        return replace(run, peak_slots=min(slots, n))
+def _dynamic_takes(costs: Costs, slots: int, n: int) -> Simulation:
+    """Return what `dynamic_schedule` takes; the driver's actions are an estimate."""
     starts = checkpoints_after(slots, n - 1)
     gaps = np.diff(np.append(starts, n))
     # The k-th gap is reversed with its own slot and those of the gaps above it.
@@ -240,6 +229,5 @@ def _dynamic_prediction(costs: Costs, slots: int, n: int) -> Prediction:
     for length, left in zip(gaps[~once].tolist(), free[~once].tolist(), strict=True):
         recomputed += nu(length, left)
     # A save, an advance and a free for each state at first, then Revolve's.
-    driver_s = (3 + ACTIONS_PER_STEP) * n * costs.action_s
-    makespan_s = (n + recomputed) * costs.forward_step_s + n * costs.turn_s + driver_s
-    return Prediction(makespan_s, n + recomputed, min(slots, n), 0, 0, 0.0)
+    counts = Counts(n + recomputed, 0, peak_slots=min(slots, n))
+    return counts.take(costs, n, (3 + ACTIONS_PER_STEP) * n)

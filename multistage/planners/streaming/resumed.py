@@ -23,7 +23,6 @@ from functools import partial
 from ...actions import Advance, Await, Drop, EndForward, Free, Load, Reverse, Schedule, Tape
 from ...model.costs import Costs
 from ...model.tier import Tier
-from ..bound import lower_bound
 from ..uniform import UniformPlan
 from .form import Form, ring_prediction
 from .online import IsLast
@@ -50,22 +49,15 @@ def durable_plan(costs: Costs, slots: int, n_steps: int) -> UniformPlan:
     if plan.writes:
         return plan
     sweep = _sweep(costs, slots, n_steps)
-    predicted = ring_prediction(Form(sweep.spacing, None), costs, slots, n_steps)
-    return UniformPlan(
-        planner="streaming",
-        n_steps=n_steps,
-        slots=slots,
-        costs=costs,
-        make=partial(_ring, costs, slots, n_steps),
-        makespan_s=predicted.makespan_s,
-        lower_bound_s=lower_bound(costs, slots, n_steps),
-        forward_steps=predicted.forward_steps,
-        peak_slots=predicted.peak_slots,
-        writes=predicted.writes,
-        reads=predicted.reads,
-        stall_s=predicted.stall_s,
-        parameters={"spacing": sweep.spacing, "tail": -1},
+    return UniformPlan.predicted(
+        "streaming",
+        costs,
+        slots,
+        n_steps,
+        partial(_ring, costs, slots, n_steps),
+        ring_prediction(Form(sweep.spacing, None), costs, slots, n_steps),
         note=f"Fast slots would do; a state is written every {sweep.spacing:.4g} steps to resume.",
+        parameters={"spacing": sweep.spacing, "tail": -1},
     )
 
 

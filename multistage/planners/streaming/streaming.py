@@ -45,10 +45,9 @@ from itertools import product
 from ... import native
 from ...actions import Schedule
 from ...model.costs import Costs
-from ..bound import lower_bound
-from ..predict import Prediction
+from ...schedule.simulation import Simulation
 from ..single.binomial import beta, nu
-from ..single.revolve import revolve
+from ..single.revolve import plain_revolve
 from ..uniform import UniformPlan, require_steps
 from .form import SIMULATED, Form, prediction, run_form, timed
 from .interval import interval
@@ -101,11 +100,7 @@ def streaming(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     (3.75, 1.75)
     """
     n = require_steps(n_steps, "streaming")
-    fallback = replace(
-        revolve(costs, slots, n),
-        planner="streaming",
-        note="Streaming cannot pay here: plain Revolve from the fast slots.",
-    )
+    fallback = plain_revolve("streaming", costs, slots, n, "Streaming cannot pay here")
     tier = costs.tier
     # Where every state fits the slots, nothing can be spared.
     if tier is None or n <= max(2, slots + 1) or tier.capacity_states == 0:
@@ -140,21 +135,15 @@ def streaming(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
         return fallback
     if paper.makespan_s < predicted.makespan_s:
         return replace(paper, planner="streaming", note=f"The paper's rule. {paper.note}")
-    return UniformPlan(
-        planner="streaming",
-        n_steps=n,
-        slots=slots,
-        costs=costs,
-        make=make,
-        makespan_s=predicted.makespan_s,
-        lower_bound_s=lower_bound(costs, slots, n),
-        forward_steps=predicted.forward_steps,
-        peak_slots=predicted.peak_slots,
-        writes=predicted.writes,
-        reads=predicted.reads,
-        stall_s=predicted.stall_s,
-        parameters={"spacing": best.spacing, "tail": -1 if best.tail is None else best.tail},
+    return UniformPlan.predicted(
+        "streaming",
+        costs,
+        slots,
+        n,
+        make,
+        predicted,
         note=_note(best),
+        parameters={"spacing": best.spacing, "tail": -1 if best.tail is None else best.tail},
     )
 
 
@@ -164,7 +153,7 @@ def _best(
     slots: int,
     n_steps: int,
     reservation: Reservation,
-) -> tuple[Form, Prediction]:
+) -> tuple[Form, Simulation]:
     """Return the form to use and its prediction: those judged best, predicted in full."""
     tier = costs.tier
     assert tier is not None

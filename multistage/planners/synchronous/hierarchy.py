@@ -25,11 +25,12 @@ from ... import native
 from ...actions import Advance, Await, Drop, Free, Get, Load, Put, Schedule
 from ...model.costs import Costs
 from ...model.tier import Tier
+from ..predict import Counts, counted_plan, transfer_s
 from ..rows import PLAIN_PER_S, PLANNING_S, PRUNED_PER_S
-from ..single.binomial import nu, reverse_actions
+from ..single.binomial import forward_and_reverse, nu, reverse_actions
+from ..single.revolve import plain_revolve
 from ..uniform import UniformPlan, require_steps
 from .levels import ADVANCE, DROP, ORIGIN, READ, REVERSE, WRITE, Hierarchy, Level, solve, solving_s
-from .synchronous import Counts, reversed_piece, synchronous_plan, transfer_s, without_tier
 
 
 def hierarchy_schedule(hierarchy: Hierarchy, slots: int, tiers: tuple[int, ...]) -> Schedule:
@@ -54,7 +55,7 @@ def hierarchy_schedule(hierarchy: Hierarchy, slots: int, tiers: tuple[int, ...])
         if code == REVERSE:
             held = landed is not None
             piece = reverse_actions(a, b, slots - held, keep_first=held)
-            yield from reversed_piece(piece, first=not ended)
+            yield from (piece if ended else forward_and_reverse(piece))
             ended = True
             if held:
                 yield Free(a)
@@ -80,7 +81,7 @@ def hierarchy_schedule(hierarchy: Hierarchy, slots: int, tiers: tuple[int, ...])
 
 def count_operations(hierarchy: Hierarchy, slots: int, tiers: tuple[int, ...]) -> Counts:
     """Count what the schedule does when nothing is lost, piece by piece."""
-    counts = Counts(writes=[0] * len(tiers), reads=[0] * len(tiers))
+    counts, writes, reads = Counts(), [0] * len(tiers), [0] * len(tiers)
     for code, a, b in hierarchy.operations():
         if code == REVERSE:
             counts.forward_steps += nu(b - a, slots)
@@ -88,8 +89,9 @@ def count_operations(hierarchy: Hierarchy, slots: int, tiers: tuple[int, ...]) -
         elif code == ADVANCE:
             counts.forward_steps += b - a
         elif code in (WRITE, READ):
-            (counts.writes if code == WRITE else counts.reads)[tiers[a - 1]] += 1
+            (writes if code == WRITE else reads)[tiers[a - 1]] += 1
             counts.peak_slots = max(counts.peak_slots, 1)
+    counts.writes, counts.reads = writes, reads
     return counts
 
 
@@ -128,7 +130,7 @@ def _over_tiers(
     used = {
         f"writes to {tier.name}": count for tier, count in zip(tiers, counts.writes, strict=True)
     }
-    return synchronous_plan(
+    return counted_plan(
         planner,
         costs,
         slots,
@@ -171,7 +173,7 @@ def h_revolve(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """
     n = require_steps(n_steps, "h-revolve")
     if not costs.tiers:
-        return without_tier("h-revolve", costs, slots, n, "There is no slow tier")
+        return plain_revolve("h-revolve", costs, slots, n, "There is no slow tier")
     note = "Each state goes to the tier where it costs least; every transfer is waited for."
     return _over_tiers("h-revolve", costs, costs.tiers, slots, n, note)
 
@@ -195,6 +197,6 @@ def disk_revolve(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """
     n = require_steps(n_steps, "disk-revolve")
     if costs.tier is None:
-        return without_tier("disk-revolve", costs, slots, n, "There is no slow tier")
+        return plain_revolve("disk-revolve", costs, slots, n, "There is no slow tier")
     note = f"States go to {costs.tier.name} where that costs least; every transfer is waited for."
     return _over_tiers("disk-revolve", costs, costs.tiers[:1], slots, n, note)

@@ -33,10 +33,11 @@ from ... import native
 from ...actions import Advance, EndForward, Free, Load, Reverse, Save, Schedule, Tape
 from ...model.costs import Costs
 from ...support.arrays import Reals
+from ..predict import Counts, counted_plan
 from ..rows import MOST_S, PLAIN_PER_S, PLANNING_S, PRUNED_PER_S, Rows, affordable
 from ..single.binomial import nu
+from ..single.revolve import plain_revolve
 from ..uniform import UniformPlan, require_steps
-from .synchronous import Counts, synchronous_plan, without_tier
 
 # What "auto" spends on it, some tens of milliseconds each: seconds for the
 # table, steps for the walk.
@@ -200,12 +201,12 @@ def mixed(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     """
     n = require_steps(n_steps, "mixed")
     if costs.state_is_tape:
-        return without_tier("mixed", costs, slots, n, "A state is its own tape")
+        return plain_revolve("mixed", costs, slots, n, "A state is its own tape")
     table = solve_mixed(n, slots, _rounded_up(costs.tape_slots), most_s=PLANNING_S)
     make = partial(mixed_schedule, table, slots, n)
     counts = _count(make(), costs.tape_slots)
     kept = counts.taped_steps - 1
-    return synchronous_plan(
+    return counted_plan(
         "mixed",
         costs,
         slots,

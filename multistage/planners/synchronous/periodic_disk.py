@@ -24,9 +24,10 @@ import numpy as np
 
 from ...actions import Advance, Await, Drop, Free, Get, Load, Put, Schedule
 from ...model.costs import Costs
-from ..single.binomial import NuTable, beta, nu, reverse_actions
+from ..predict import Counts, counted_plan, transfer_s
+from ..single.binomial import NuTable, beta, forward_and_reverse, nu, reverse_actions
+from ..single.revolve import plain_revolve
 from ..uniform import UniformPlan, require_steps
-from .synchronous import Counts, reversed_piece, synchronous_plan, transfer_s, without_tier
 
 _ALL_PERIODS = 1 << 16
 
@@ -44,7 +45,7 @@ def periodic_disk_schedule(period: int, count: int, slots: int, n_steps: int) ->
             stored.append(start)
         yield Advance(start, start + period)
     end = count * period
-    yield from reversed_piece(reverse_actions(end, n_steps, slots), first=True)
+    yield from forward_and_reverse(reverse_actions(end, n_steps, slots))
     while end:
         start = -1
         while stored and start < 0:
@@ -130,11 +131,11 @@ def periodic_disk(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     n = require_steps(n_steps, "periodic-disk")
     tier = costs.tier
     if tier is None:
-        return without_tier("periodic-disk", costs, slots, n, "There is no slow tier")
+        return plain_revolve("periodic-disk", costs, slots, n, "There is no slow tier")
     both = sum(transfer_s(tier)) / costs.forward_step_s
     period, count = best_period(slots, n, both if both < inf else n, tier.capacity_states)
     if count == 0:
-        return without_tier("periodic-disk", costs, slots, n, "No period pays")
+        return plain_revolve("periodic-disk", costs, slots, n, "No period pays")
     last = n - count * period
     counts = Counts(
         forward_steps=1 + count * (period + nu(period, slots)) + nu(last, slots),
@@ -142,7 +143,7 @@ def periodic_disk(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
         reads=[count],
         peak_slots=max(1, min(slots, max(last, period) - 1)),
     )
-    return synchronous_plan(
+    return counted_plan(
         "periodic-disk",
         costs,
         slots,

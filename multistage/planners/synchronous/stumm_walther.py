@@ -46,9 +46,10 @@ from ...actions import (
 from ...errors import ArgumentError
 from ...model.costs import Costs
 from ...support.arrays import Flags, Integers, Reals
+from ..predict import Counts, counted_plan, transfer_s
 from ..single.binomial import TRAJECTORIES, Trajectory, accesses, first_advance, nu
+from ..single.revolve import plain_revolve
 from ..uniform import UniformPlan, require_steps
-from .synchronous import Counts, synchronous_plan, transfer_s, without_tier
 
 # Steps of all candidates together, about a second.
 _MOST_WORK = 1 << 25
@@ -189,9 +190,9 @@ def stumm_walther(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     n = require_steps(n_steps, "stumm-walther")
     tier = costs.tier
     if tier is None:
-        return without_tier("stumm-walther", costs, slots, n, "There is no slow tier")
+        return plain_revolve("stumm-walther", costs, slots, n, "There is no slow tier")
     if n == 1 or tier.capacity_states == 0:
-        return without_tier("stumm-walther", costs, slots, n, "No state goes to the tier")
+        return plain_revolve("stumm-walther", costs, slots, n, "No state goes to the tier")
     if n * len(TRAJECTORIES) * _CANDIDATES > _MOST_WORK:
         raise ArgumentError(
             f"n_steps={n} is more than planner 'stumm-walther' can count the accesses of, "
@@ -221,7 +222,7 @@ def stumm_walther(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
         reads=[int(reads[in_tier].sum())],
         peak_slots=int(fast_below[writes > 0].max()) + 1,
     )
-    return synchronous_plan(
+    return counted_plan(
         "stumm-walther",
         costs,
         slots,
