@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar, cast
+from dataclasses import replace
+from functools import cache, partial
+from typing import Generic, TypeVar
 
 from ..errors import ArgumentError, StateError, StoreError
 from ..execute.executor import Counts, Executor
 from ..execute.metered import LargerThanPlanned
 from ..execute.recovery import without_frames
 from ..planners import UniformPlan
-from ..report import Report
+from ..report import Report, TierUse
 from ..support.progress import Bars
 from .arguments import Arguments
-from .length import Stopped, SweepLength
 from .opened import OpenStores
-from .telling import Drawn, Reports, has_begun, plan_of
 from .unequal import Unequal
 from .uniform import Uniform
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 
+Drawn = Callable[[], UniformPlan]  # a plan, made when it is asked for
+
 
 _PREPARED = "; prepare(), with a state of another layout, has ended the sweep: call forward() again"
+
+
+class _Stopped(Exception):
+    """Carries a StopIteration of `until` out of a schedule, which would end by it."""
+
+    def __init__(self, error: StopIteration) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class Sweeps(Generic[State, Adjoint]):
@@ -43,18 +54,20 @@ class Sweeps(Generic[State, Adjoint]):
     executor : Executor or None
         What runs it; None before the first.
     bars : Bars
-    length : SweepLength
-        Of the last forward sweep.
+    length : int
+        Steps of the last forward sweep; 0 while their number is unknown.
     """
 
     def __init__(self, given: Arguments[State, Adjoint], progress: bool | None) -> None:
         self.given, self._durable = given, given.durable
         self.bars = Bars(progress)
         self._opened = OpenStores(given.durable)
-        self.length = SweepLength()
-        self._reports = Reports(given.stores)
-        self._drawn: Drawn = None
+        self.length = 0
+        self._drawn: Drawn | None = None
         self._ready, self._ended = False, ""
+        self._before = [replace(store.stats) for store in given.stores]  # counted before the sweep
+        self._report: Callable[[], Report] | None = None
+        self._stopped = ""  # what stopped the last sweep before its first step, and where
         self.executor: Executor[State, Adjoint] | None = None
         self.steps: Uniform[State, Adjoint] | Unequal[State, Adjoint]
         if given.stages is None:
@@ -65,9 +78,7 @@ class Sweeps(Generic[State, Adjoint]):
     @property
     def plan(self) -> UniformPlan | None:
         """The plan of the last sweep; of one of unknown length it is made when asked for."""
-        if self._drawn is not None:
-            self._drawn = plan_of(self._drawn)
-        return self._drawn
+        return None if self._drawn is None else self._drawn()
 
     def end(self, *, keep: bool) -> None:
         """Forget a sweep in progress, stop threads, remove files.
@@ -102,16 +113,16 @@ class Sweeps(Generic[State, Adjoint]):
             self.executor = steps.prepare(state, self.executor)
             if self._ready and not self.executor.stands:
                 self._ready, self._ended = False, _PREPARED
-            plan = steps.plan
-            if plan is None and isinstance(steps, Uniform):
-                plan = steps.plan_of(1)  # any number of steps may follow
-            self._drawn = plan
-            if plan is None:
+            drawn = steps.drawn
+            if drawn is None and isinstance(steps, Uniform):
+                drawn = partial(steps.plan_of, 1)  # any number of steps may follow
+            self._draw(drawn)
+            if self.plan is None:
                 raise ArgumentError(
                     "steps differ, and what they cost shows in a first sweep: forward(), then "
                     "reverse(); or give costs=StageCosts(...)"
                 )
-            return plan
+            return self.plan
         except BaseException:
             self.end(keep=True)
             raise
@@ -126,7 +137,7 @@ class Sweeps(Generic[State, Adjoint]):
         self._opened.require_own()
         try:
             return self._forward(state, until)
-        except Stopped as carried:
+        except _Stopped as carried:
             raise carried.error from None
         except (StateError, LargerThanPlanned) as error:
             if not self._measures_anew(error):
@@ -134,7 +145,7 @@ class Sweeps(Generic[State, Adjoint]):
             without_frames(error)
         try:
             return self._forward(state, until)
-        except Stopped as carried:
+        except _Stopped as carried:
             raise carried.error from None
 
     def _measures_anew(self, error: Exception) -> bool:
@@ -159,13 +170,13 @@ class Sweeps(Generic[State, Adjoint]):
         try:
             self.executor = executor = steps.prepare(state, self.executor, sweeps=True)
             before = executor.counts
-            self._drawn = steps.plan
-            is_last = self.length.begin(self.given.n_steps, until, executor)
+            self._draw(steps.drawn)
+            is_last = self._is_last(until, executor)
             schedule = steps.schedule(is_last, executor)
             if steps.resumed is not None:
                 assert self._durable is not None
-                self.length.steps = self._durable.length or 0
-            self._reports.begin()
+                self.length = self._durable.length or 0
+            self._before = [replace(store.stats) for store in self.given.stores]
             self.bars.start(self.given.n_steps)
             if self.given.watched is not None:
                 self.given.watched.begin()
@@ -173,9 +184,9 @@ class Sweeps(Generic[State, Adjoint]):
             judged = steps.judges(online=online)
             late = None if isinstance(steps, Unequal) and online else steps.late
             last = executor.forward(schedule, state, steps.resumed, judged=judged, late=late)
-            self._drawn = steps.plan  # which the first steps may have shown
+            self._draw(steps.drawn)  # which the first steps may have shown
             if self._durable is not None:
-                self._durable.ended(last, self.length.steps)
+                self._durable.ended(last, self.length)
         except BaseException as error:
             try:
                 self._note_stop(error, where, before)
@@ -183,7 +194,7 @@ class Sweeps(Generic[State, Adjoint]):
                 self.end(keep=True)
             raise
         self._ready, self._ended = True, ""
-        self.bars.turn(self.length.steps)
+        self.bars.turn(self.length)
         return last
 
     def reverse(self, adjoint: Adjoint) -> Adjoint:
@@ -217,8 +228,9 @@ class Sweeps(Generic[State, Adjoint]):
                 ) from error
             raise
         self.bars.close()
-        self._drawn = self.steps.ended(self.length.steps, executor.counts, executor.timeline)
-        self._reports.complete(self._drawn, cast("Executor[object, object]", executor))
+        self._draw(self.steps.ended(self.length, executor.counts, executor.timeline))
+        assert self._drawn is not None
+        self._remember(self._drawn, executor)
         self._plan_next()
         return result
 
@@ -229,9 +241,44 @@ class Sweeps(Generic[State, Adjoint]):
             if steps is not self.steps:
                 self.steps, self.executor = steps, None
 
+    def _is_last(
+        self, until: Callable[[State, int], bool] | None, executor: Executor[State, Adjoint]
+    ) -> Callable[[int], bool] | None:
+        """Return a function that says whether state i is the last, for `until`."""
+        self.length = self.given.n_steps or 0
+        if until is None:
+            return None
+        running = weakref.ref(self)  # a run that is dropped ends at once
+
+        def is_last(i: int) -> bool:
+            try:
+                found = until(executor.live, i)
+            except StopIteration as error:
+                raise _Stopped(error) from None
+            if found and (run := running()) is not None:
+                run.length = i
+            return bool(found)
+
+        return is_last
+
+    # ----------------------------------------------------------------- reporting
+
+    def _draw(self, drawn: Drawn | None) -> None:
+        self._drawn = None if drawn is None else cache(drawn)
+
     def report(self) -> Report:
-        """Return what the last sweeps did beside what was predicted."""
-        return self._reports.report()
+        """Return what the last sweeps did beside what was predicted.
+
+        Raises
+        ------
+        ArgumentError
+            If there is nothing to report.
+        """
+        if self._stopped:
+            raise ArgumentError(f"report() has no step to report: the run was {self._stopped}")
+        if self._report is None:
+            raise ArgumentError("report() needs a complete sweep: forward(), then reverse()")
+        return self._report()
 
     def _note_stop(self, error: BaseException, where: str, before: Counts | None) -> None:
         """Remember how far a sweep came that `error` ends, for `report`.
@@ -239,19 +286,41 @@ class Sweeps(Generic[State, Adjoint]):
         `before` are the counts of the sweep before it: the executor's still,
         if this one did not begin.
         """
-        steps, executor = self.steps, cast("Executor[object, object] | None", self.executor)
+        steps, executor, n = self.steps, self.executor, self.given.n_steps
+        how = f"stopped by {type(error).__name__}"
+        if isinstance(error, KeyboardInterrupt):
+            how = "interrupted"
         # What a survey would have come to is not known.
-        surveys = steps.plan is None and (isinstance(steps, Unequal) or self.given.n_steps)
-        if surveys or executor is None or not has_begun(executor, before):
-            self._reports.stopped_before_a_step(error, where)
+        surveys = steps.drawn is None and (isinstance(steps, Unequal) or n is not None)
+        counts = None if executor is None else executor.counts
+        if (
+            executor is None
+            or counts is None
+            or surveys
+            or counts is before
+            or not counts.elapsed_s
+        ):
+            self._report, self._stopped = None, f"{how} {where}"
             return
-        n, drawn = self.given.n_steps, self._drawn or steps.plan
+        drawn = self._drawn or steps.drawn
         if n is None and "reverse" in where:
-            n = self.length.steps
+            n = self.length
+        run = counts.forward_steps if n is None else min(counts.forward_steps, n)
+        if self.given.n_steps is None and isinstance(steps, Uniform):
+            drawn = steps.in_hindsight(n or max(1, run))
+        assert drawn is not None
+        of = "" if n is None else f" of {n}"
+        told = f"{run}{of} steps run forward, {counts.reverse_steps} reversed"
+        self._remember(drawn, executor, f"{how} {where}: {told}")
 
-        def plan_of_steps(n_steps: int) -> Drawn:
-            if self.given.n_steps is None and isinstance(steps, Uniform):
-                return steps.in_hindsight(n_steps)
-            return drawn
+    def _remember(self, drawn: Drawn, executor: Executor[State, Adjoint], ended: str = "") -> None:
+        """Remember sweeps; `ended` says how far those came that were stopped."""
+        timeline, counts = executor.timeline, executor.counts
+        uses = tuple(map(TierUse.of, self.given.stores, self._before))
+        self._report = cache(lambda: Report.of(drawn(), timeline, counts, uses, ended))
+        self._stopped = ""
 
-        self._reports.stopped(error, where, n, plan_of_steps, executor)
+
+def _has_begun(counts: Counts, before: Counts | None) -> bool:
+    """Whether a part of a sweep has run since an executor's counts were `before`."""
+    return counts is not before and bool(counts.elapsed_s)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Generic, TypeVar
 
 from .. import native
@@ -156,9 +156,9 @@ class Unequal(Generic[State, Adjoint]):
         return slots * largest if self._budget.bytes is None else self._budget.bytes - buffers
 
     @property
-    def plan(self) -> UniformPlan | None:
-        """The plan of the next sweep as one of uniform steps, None if it surveys."""
-        return None if self.chain_plan is None else described(self.chain_plan)
+    def drawn(self) -> Callable[[], UniformPlan] | None:
+        """Returns the plan of the next sweep as one of uniform steps; None if it surveys."""
+        return None if self.chain_plan is None else partial(described, self.chain_plan)
 
     def prepare(
         self, state: State, executor: Executor[State, Adjoint] | None, *, sweeps: bool = False
@@ -337,7 +337,7 @@ class Unequal(Generic[State, Adjoint]):
             counts.peak_slots = peak_bytes / found.costs.state_bytes
             return found
 
-        return cache(made)
+        return made
 
     def _learn(self, n_steps: int, timeline: Timeline) -> StageCosts:
         """Return what the sweep that has ended has shown; plan the next one by it."""

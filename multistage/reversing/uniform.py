@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Generic, TypeVar
 
 from ..actions import Schedule
@@ -293,15 +293,21 @@ class Uniform(Generic[State, Adjoint]):
             return sealing(durable_plan)(costs, slots, n_steps)
         return plan(costs, Budget(slots=slots), n_steps, planner, progress=self._bars.shown)
 
+    @property
+    def drawn(self) -> Callable[[], UniformPlan] | None:
+        """Returns the plan of the next sweep; None if its length is unknown."""
+        plan = self.plan
+        return None if plan is None else lambda: plan
+
     def plan_of(self, n_steps: int) -> UniformPlan:
         """Return the plan of some number of steps."""
         assert self.costs is not None
         return self._planned(self.costs, n_steps)
 
     def in_hindsight(self, n_steps: int) -> Callable[[], UniformPlan]:
-        """Return a function that plans a sweep of unknown length by its length, once."""
+        """Return a function that plans a sweep of unknown length by its length."""
         assert self.costs is not None
-        return cache(partial(PLANNERS["online"], self.costs, self._slots, n_steps))
+        return partial(PLANNERS["online"], self.costs, self._slots, n_steps)
 
     def schedule(
         self, is_last: Callable[[int], bool] | None, executor: Executor[State, Adjoint]
@@ -398,16 +404,14 @@ class Uniform(Generic[State, Adjoint]):
 
     # ------------------------------------------------------------------ learning
 
-    def ended(
-        self, n_steps: int, counts: Counts, timeline: Timeline
-    ) -> UniformPlan | Callable[[], UniformPlan]:
-        """Learn from a sweep that has ended; return its plan, or a function that makes it.
+    def ended(self, n_steps: int, counts: Counts, timeline: Timeline) -> Callable[[], UniformPlan]:
+        """Learn from a sweep that has ended; return what makes its plan.
 
         The gradient is known by now: nothing here takes long enough for a Ctrl-C to lose it,
         so a sweep of unknown length is only planned when its report is asked for.
         """
         assert self.costs is not None
-        drawn: UniformPlan | Callable[[], UniformPlan] | None = self.plan
+        drawn = self.drawn
         if self._arguments.n_steps is None:
             drawn = self.in_hindsight(n_steps)
         assert drawn is not None

@@ -81,7 +81,7 @@ def sweep(
     settings |= {"n_steps": None if until else n, "durable": folder}
     with Reversal(chain, memory=f"{slots} slots", **settings) as run:
         last = raw(run.forward(start(), (lambda _, i: i == n) if until else None))
-        assert run._sweeps.length.steps == n
+        assert run._sweeps.length == n
         adjoint = run.reverse([np.array(1)])
     return last, int(adjoint[0]), chain
 
