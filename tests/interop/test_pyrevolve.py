@@ -175,9 +175,7 @@ def test_the_number_of_forward_steps_is_that_of_revolve() -> None:
     problem.gradient(revolver)
     # One more right before each adjoint step.
     assert problem.forward_steps == nu(NT, 5) + NT
-    assert revolver.ratio == nu(NT, 5) / NT
-    assert len(revolver.storage_ckps()) == len(problem.saves)
-    assert sorted(set(revolver.storage_ckps())) == sorted(set(problem.saves))
+    assert revolver.plan.forward_steps == nu(NT, 5) + 1
 
 
 @pytest.mark.parametrize("scheme", ["blosc", "auto"])
@@ -215,7 +213,6 @@ def test_measured_costs_put_the_arrays_back(tmp_path: Path) -> None:
             revolver.plan  # noqa: B018
         assert np.array_equal(problem.gradient(revolver), EXACT)
         assert revolver.plan.n_steps == NT
-        assert revolver.makespan > 0
         # Only one tape exists: no plan may keep two.
         assert revolver.plan.costs.tape_slots > 1e6
         assert "of these operators only one exists" in str(revolver.plan)
@@ -289,17 +286,17 @@ def test_the_planner_is_chosen() -> None:
 
 def test_levels_follow_their_costs(tmp_path: Path) -> None:
     problem = Problem()
-    with ours.MultiLevelRevolver(*problem.operators(), NT, levels(problem, tmp_path)) as revolver:
-        assert problem.gradient(revolver) is not None
-        written = [revolver.storage_ckps(k) for k in range(3)]
-        assert all(written[:2])
-        small = revolver.makespan
-        # A cheaper disk is used, and the whole costs less.
-        revolver.storage_list[2].wd = revolver.storage_list[2].rd = 0.6
-        revolver.reload_scheduler()
-        assert revolver.makespan < small
-        problem.reset()
+    dear, cheap = levels(problem, tmp_path), levels(problem, tmp_path)
+    cheap[2].wd = cheap[2].rd = 0.6
+    with (
+        ours.MultiLevelRevolver(*problem.operators(), NT, dear) as revolver,
+        ours.MultiLevelRevolver(*problem.operators(), NT, cheap) as other,
+    ):
         assert np.array_equal(problem.gradient(revolver), EXACT)
+        assert len(revolver.report().tiers) == 2
+        assert other.plan.makespan_s < revolver.plan.makespan_s
+        problem.reset()
+        assert np.array_equal(problem.gradient(other), EXACT)
 
 
 def test_uf_and_ub_are_heeded(tmp_path: Path) -> None:
@@ -308,9 +305,9 @@ def test_uf_and_ub_are_heeded(tmp_path: Path) -> None:
         return ours.MultiLevelRevolver(*problem.operators(), NT, levels(problem, tmp_path), **costs)
 
     with made() as plain, made(ub=5.0) as slow, made(uf=10.0) as long:
-        assert slow.makespan == plain.makespan + 4 * NT
+        assert slow.plan.makespan_s == plain.plan.makespan_s + 4 * NT
         # Where a step costs ten transfers more states are kept.
-        assert long.ratio < plain.ratio
+        assert long.plan.forward_steps < plain.plan.forward_steps
 
 
 class Own(storage.Storage):
@@ -391,88 +388,27 @@ def test_compressed_arrays_come_back(scheme: str, dtype: Any) -> None:
         assert np.allclose(back, field, atol=1e-6)
 
 
-def test_storages_by_themselves(tmp_path: Path) -> None:
-    plain = compression.init_compression({"scheme": None})
-    stores = [
-        storage.NumpyStorage(7, 3, np.float64),
-        storage.DiskStorage(7, 3, np.float64, filedir=str(tmp_path / "new")),
-        storage.BytesStorage(56, 3, np.float64, plain),
-    ]
-    for store in stores:
-        first, second = np.zeros(3), np.zeros((2, 2))
-        for k in range(3):
-            store.push([np.arange(3.0) + k, np.full((2, 2), float(k))])
-        assert store.isFull()
-        with pytest.raises(StoreError, match="full"):
-            store.push([first, second])
-        for k in reversed(range(3)):
-            store.peek([first, second])
-            assert first[0] == k
-            assert (second == k).all()
-            store.pop()
-        assert store.isEmpty()
-        with pytest.raises(StoreError, match="empty"):
-            store.peek([first, second])
-        with pytest.raises(StateError, match="array 0"):
-            store.load(1, [np.zeros(4), second])
-        with pytest.raises(ArgumentError, match="key 3"):
-            store.save(3, [first, second])
+def test_a_compressed_storage_by_itself() -> None:
+    store = storage.BytesStorage(56, 3, np.float64, compression.init_compression({"scheme": None}))
+    store.save(1, [np.arange(3.0), np.full((2, 2), 5.0)])
+    first, second = np.zeros(3), np.zeros((2, 2))
+    store.load(1, [first, second])
+    assert first.tolist() == [0, 1, 2] and (second == 5).all()
+    with pytest.raises(StateError, match="array 0"):
+        store.load(1, [np.zeros(4), second])
+    with pytest.raises(ArgumentError, match="key 3"):
+        store.save(3, [first, second])
     with pytest.raises(StoreError, match="nothing under key 2"):
-        storage.NumpyStorage(7, 3, np.float64).load(2, [np.zeros(3)])
-    stores[1].close()  # type: ignore[attr-defined]
-    assert not list((tmp_path / "new").iterdir())
+        store.load(2, [first, second])
 
 
-# ------------------------------------------------------------------- controller
-
-
-def test_controller_numbers() -> None:
-    assert [ours.maxrange(3, r) for r in range(4)] == [1, 4, 10, 20]
-    assert ours.numforw(10, 3) == 15
-    assert ours.expense(10, 3) == 1.5
+def test_the_default_number_of_checkpoints_is_that_of_pyrevolve() -> None:
     assert [ours.adjust(n) for n in (1, 2, 3, 6, 7, 20, 21, 70, 71)] == [1, 1, 2, 2, 3, 3, 4, 4, 5]
-    for call in (lambda: ours.maxrange(-1, 2), lambda: ours.numforw(0, 2), lambda: ours.adjust(0)):
-        with pytest.raises(ArgumentError):
-            call()
-
-
-@pytest.mark.parametrize(("snapshots", "steps"), [(1, 1), (1, 9), (3, 10), (5, 70), (80, 70)])
-def test_controller_reverses(snapshots: int, steps: int) -> None:
-    controller = ours.CRevolve(snapshots, steps)
-    held: dict[int, int] = {}
-    live, left, advances, turned = 0, steps, 0, False
-    while (action := controller.revolve()) is not ours.Action.terminate:
-        match action:
-            case ours.Action.advance:
-                assert controller.oldcapo == live < controller.capo < left
-                advances += controller.capo - live
-                live = controller.capo
-            case ours.Action.takeshot:
-                assert 0 <= controller.check < snapshots
-                assert controller.capo == live
-                held[controller.check] = live
-            case ours.Action.restore:
-                live = held[controller.check]
-                assert controller.capo == live
-            case ours.Action.firstrun | ours.Action.youturn:
-                assert (action is ours.Action.youturn) == turned
-                turned = True
-                assert live == left - 1 == controller.capo == controller.fine
-                left -= 1
-    assert left == 0
-    assert advances == controller.advances == nu(steps, snapshots)
-    assert controller.revolve() is ours.Action.terminate
-
-
-def test_controller_agrees_with_pyrevolve() -> None:
+    with pytest.raises(ArgumentError):
+        ours.adjust(0)
     peer = pytest.importorskip("pyrevolve.crevolve")
     for n in [*range(2, 200), 1000, 5000]:
         assert ours.adjust(n) == peer.adjust(n)
-        for s in (1, 2, 5, 30):
-            assert ours.numforw(n, s) == peer.numforw(n, s)
-    for s in range(1, 6):
-        for r in range(1, 6):
-            assert ours.maxrange(s, r) == peer.maxrange(s, r)
 
 
 # ------------------------------------------------------------------- faults
@@ -582,14 +518,13 @@ def test_bad_arguments() -> None:
         ours.MultiLevelRevolver(*three, NT, None)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="uf=0"):
         ours.MultiLevelRevolver(*three, NT, [storage.NumpyStorage(1, 2, "f8")], uf=0)
-    with pytest.raises(ArgumentError, match="add one and call reload_scheduler"):
-        ours.MultiLevelRevolver(*three, NT, []).apply_forward()
+    with pytest.raises(ArgumentError, match="storage_list"):
+        ours.MultiLevelRevolver(*three, NT, [])
+    for size, cost in ((0, 1.0), (2, -1.0), (2, float("nan"))):
+        with pytest.raises(ArgumentError, match=f"level 0 has size {size}, wd={cost}"):
+            ours.MultiLevelRevolver(*three, NT, [storage.NumpyStorage(1, size, "f8", wd=cost)])
     with pytest.raises(ArgumentError, match="keepfiles"):
         storage.DiskStorage(1, 2, "f8", keepfiles=True)
-    with pytest.raises(ArgumentError, match="until"):
-        ours.CRevolve(3)
-    with pytest.raises(ArgumentError, match="MultiLevelRevolver"):
-        ours.CRevolve(3, 10, 2)
     with pytest.raises(BudgetError):
         ours.Revolver(*three, None, NT, memory=8).apply_forward()
     assert problem.forward_steps == 0

@@ -49,7 +49,7 @@ FAULTS: tuple[Mutant, ...] = (
     ),
     of(
         "interop/pyrevolve/revolvers.py",
-        "        self._slots = TRANSIT if self._on_disk else n_checkpoints",
+        "        self._slots = TRANSIT if on_disk else n_checkpoints",
         "        self._slots = n_checkpoints",
         "interop/test_pyrevolve.py",
     ),

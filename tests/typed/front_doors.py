@@ -236,4 +236,4 @@ def by_pyrevolve(u: Vector) -> float:
     revolver = MemoryRevolver(HeatState(u), Heat(u), Heat(u), None, 100, memory="4 slots")
     revolver.apply_forward()
     revolver.apply_reverse()
-    return revolver.ratio
+    return revolver.plan.makespan_s

@@ -42,51 +42,30 @@ from ...model.budget import Budget
 from ...model.costs import Costs
 from ...planners import Planner, UniformPlan
 from ..ranks import Communicator
-from . import compression, crevolve, profiling, pyrevolve, schedulers, storage, tools
+from . import compression, storage
 from .base import BaseRevolver as BaseRevolver
-from .compression import init_compression
-from .crevolve import Action as Action
-from .crevolve import CRevolve as CRevolve
-from .crevolve import RevolveError as RevolveError
-from .crevolve import adjust as adjust
-from .crevolve import expense as expense
-from .crevolve import maxrange as maxrange
-from .crevolve import numforw as numforw
+from .base import Options, set_defaults
+from .compression import init_compression as init_compression
 from .operators import Checkpoint as Checkpoint
 from .operators import Operator as Operator
-from .options import set_defaults
-from .profiling import Profiler as Profiler
+from .operators import Profiler as Profiler
+from .planners import adjust as adjust
 from .revolvers import DiskRevolver as DiskRevolver
 from .revolvers import MemoryRevolver as MemoryRevolver
 from .revolvers import MultiLevelRevolver as MultiLevelRevolver
 from .revolvers import Revolver as Revolver
 from .revolvers import SingleLevelRevolver as SingleLevelRevolver
-from .schedulers import Architecture as Architecture
-from .schedulers import HRevolve as HRevolve
-from .schedulers import base as _base_of_schedulers
-from .schedulers import crevolve as _crevolve_scheduler
-from .schedulers import hrevolve as _hrevolve_scheduler
 from .storage import BytesStorage as BytesStorage
 from .storage import DiskStorage as DiskStorage
 from .storage import NumpyStorage as NumpyStorage
 from .storage import Storage as Storage
-from .tools import OutputGrabber as OutputGrabber
 
-init = init_compression
 __version__ = "2.2.8"  # of the pyrevolve whose interface this is
 
 _MODULES: dict[str, ModuleType] = {
     "pyrevolve": sys.modules[__name__],
     "pyrevolve.compression": compression,
-    "pyrevolve.crevolve": crevolve,
-    "pyrevolve.profiling": profiling,
-    "pyrevolve.pyrevolve": pyrevolve,
-    "pyrevolve.schedulers": schedulers,
-    "pyrevolve.schedulers.base": _base_of_schedulers,
-    "pyrevolve.schedulers.crevolve": _crevolve_scheduler,
-    "pyrevolve.schedulers.hrevolve": _hrevolve_scheduler,
     "pyrevolve.storage": storage,
-    "pyrevolve.tools": tools,
 }
 
 
@@ -134,15 +113,13 @@ def install(
                     f"{name} was imported before install(); call install() first, "
                     "at the top of the program"
                 )
-    set_defaults(
-        memory=memory, tiers=tiers, planner=planner, costs=costs, progress=progress, comm=comm
-    )
+    set_defaults(Options(memory, tiers, planner, costs, progress, comm))
     sys.modules.update(_MODULES)
 
 
 def uninstall() -> None:
     """Undo `install()`: for imports still to come, and the options at once."""
-    set_defaults()
+    set_defaults(Options())
     for name, module in _MODULES.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]

@@ -1,14 +1,15 @@
-"""What all revolvers share: a checkpoint, two operators, and the `Reversal` that runs them."""
+"""What all revolvers share: operators, options, ranks, and the `Reversal` that runs them."""
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from ...actions import Answer, Await, Get, Put, Save
 from ...backends.base import Store
 from ...backends.urls import Tiers, open_store, tier_names
 from ...errors import ArgumentError
@@ -20,23 +21,49 @@ from ...planners.uniform import require_steps
 from ...report import Report
 from ...reversal import Reversal
 from ..mpi import MPIReversal
-from ..ranks import Communicator
-from .compression import Params, init_compression
+from ..ranks import Communicator, Ranks
 from .operators import (
     CheckpointLike,
     Compression,
     OperatorChain,
     OperatorLike,
     OperatorStates,
+    Profiler,
+    devito_checkpoint,
 )
-from .options import defaults
-from .profiling import Profiler
-from .ranks import ranks_of
-from .schedulers import Scheduler
-from .storage import BytesStorage, DiskStorage, NumpyStorage, Storage
 
 # States in memory on their way to or from a disk: two each way.
 TRANSIT = 4
+
+
+@dataclass(slots=True)
+class Options:
+    """What `install` gave for revolvers whose maker leaves the memory open."""
+
+    memory: Budget | int | str | None = None
+    tiers: Tiers | None = None
+    planner: str | UniformPlan | Planner | None = None
+    costs: Costs | None = None
+    progress: bool | None = None
+    comm: Communicator | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether it gave any."""
+        every = (self.memory, self.tiers, self.planner, self.costs, self.progress)
+        return any(value is not None for value in every)
+
+
+defaults = Options()
+
+
+def set_defaults(given: Options) -> None:
+    """Set the options of revolvers that are given none.
+
+    They hold for single-level revolvers in memory made with `n_checkpoints=None`; `comm` for all.
+    """
+    for option in fields(Options):
+        setattr(defaults, option.name, getattr(given, option.name))
 
 
 class BaseRevolver:
@@ -73,14 +100,10 @@ class BaseRevolver:
         rev_operator: OperatorLike,
         n_checkpoints: int | None,
         n_timesteps: int,
-        storage_list: Sequence[Storage] | None = None,
-        scheduler: object = None,
         timings: object = None,
         profiler: Profiler | None = None,
         comm: Communicator | None = None,
     ) -> None:
-        if scheduler is not None:
-            raise ArgumentError("scheduler= is not supported; give planner= or use a subclass")
         self.n_timesteps = require_steps(n_timesteps, "revolve")
         self.n_checkpoints = n_checkpoints
         self.checkpoint = checkpoint
@@ -88,7 +111,6 @@ class BaseRevolver:
         self.rev_operator = rev_operator
         self.timings = timings
         self.profiler = Profiler() if profiler is None else profiler
-        self.storage_list = list(storage_list or ())
         for name in ("save_checkpoint", "load_checkpoint", "remove_checkpoint"):
             if hasattr(self, name):
                 raise ArgumentError(
@@ -127,8 +149,6 @@ class BaseRevolver:
         `assumed` are the costs of a forward and of an adjoint step for a
         `planner` that needs no others.
         """
-        self.close()
-        self._assumed = None
         if assumed is not None:
             assert callable(planner) and not isinstance(planner, UniformPlan)
             self._assumed = own = planner
@@ -250,8 +270,7 @@ class BaseRevolver:
     def _ready(
         self,
     ) -> Reversal[CheckpointLike, None] | MPIReversal[CheckpointLike, None]:
-        if self._reversal is None:
-            raise ArgumentError("the revolver has no storage; add one and call reload_scheduler()")
+        assert self._reversal is not None
         if self._closer is not None and not getattr(self._closer, "alive", True):
             self._finalize()
         return self._reversal
@@ -283,109 +302,6 @@ class BaseRevolver:
 
     _slots = 0
 
-    @property
-    def makespan(self) -> float:
-        """The predicted cost of both sweeps, in forward steps where costs are assumed."""
-        return self.plan.makespan_s
-
-    @property
-    def ratio(self) -> float:
-        """Forward steps over time steps, those right before their adjoint not counted."""
-        return (self.plan.forward_steps - 1) / self.n_timesteps
-
-    def storage_ckps(self, k: int = 0) -> list[int]:
-        """Return the time steps of all checkpoints written to level k, in order."""
-        kind = Save if self._is_fast(k) else Put
-        first = not self._is_fast(0)
-        found: list[int] = []
-        token = 0
-        schedule = self.plan.schedule()
-        answer: Answer = None
-        while True:
-            try:
-                action = schedule.send(answer)
-            except StopIteration:
-                return found
-            answer = None
-            if isinstance(action, Put | Get):
-                answer, token = token, token + 1
-            elif isinstance(action, Await):
-                answer = True
-            at = k if first else k - 1
-            if isinstance(action, kind) and (kind is Save or getattr(action, "tier", 0) == at):
-                found.append(action.step)
-
-    def _is_fast(self, level: int) -> bool:
-        return level == 0
-
-    # ---------------------------------------------------------------- storages
-
-    def addStorage(self, new_storage: Storage) -> None:
-        """Append a storage, with which `reload_scheduler` plans.
-
-        Raises
-        ------
-        ArgumentError
-            If this revolver has one storage, whose kind it was made with.
-        """
-        self._require_levels()
-        self.storage_list.append(new_storage)
-
-    def removeStorage(self, st_idx: int) -> None:
-        """Remove the storage of that index, if there is one."""
-        self._require_levels()
-        if st_idx < len(self.storage_list):
-            del self.storage_list[st_idx]
-
-    def resetStorageList(self) -> None:
-        """Remove all storages."""
-        self._require_levels()
-        self.storage_list.clear()
-
-    def addDiskStorage(
-        self, filedir: str = "./", singlefile: bool = False, wd: float = 0, rd: float = 0
-    ) -> int:
-        """Append a `DiskStorage` for all time steps; return its index."""
-        size, dtype = self.checkpoint.size, self.checkpoint.dtype
-        self.addStorage(
-            DiskStorage(
-                size, self.n_timesteps, dtype, self.profiler, filedir, singlefile, wd=wd, rd=rd
-            )
-        )
-        return len(self.storage_list) - 1
-
-    def addNumpyStorage(self, compression_params: Params | None = None) -> int:
-        """Append a `NumpyStorage`, or a `BytesStorage` if it compresses; return its index."""
-        if compression_params is not None:
-            init_compression(compression_params)  # which checks them
-            if compression_params.get("scheme") is not None:
-                return self.addByteStorage(compression_params)
-        size, dtype = self.checkpoint.size, self.checkpoint.dtype
-        self.addStorage(NumpyStorage(size, self.n_timesteps, dtype, self.profiler))
-        return len(self.storage_list) - 1
-
-    def addByteStorage(self, compression_params: Params) -> int:
-        """Append a `BytesStorage`; return its index."""
-        compression = init_compression(compression_params)
-        nbytes, dtype = self.checkpoint.nbytes, self.checkpoint.dtype
-        self.addStorage(
-            BytesStorage(nbytes, self.n_timesteps, dtype, compression, profiler=self.profiler)
-        )
-        return len(self.storage_list) - 1
-
-    def _require_levels(self) -> None:
-        raise ArgumentError(
-            f"the storage of {type(self).__name__} is chosen when it is made: use DiskRevolver, "
-            "compression_params=, or MultiLevelRevolver for a list of storages"
-        )
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """A fresh scheduler of pyrevolve for these sweeps, to look at; nothing runs it."""
-        raise ArgumentError(
-            f"{type(self).__name__} has no scheduler; what it runs is plan.schedule()"
-        )
-
 
 def _only(tiers: Tiers | None) -> Store | None:
     """Return the only tier, if there is one: ranks agree on one.  Raises ArgumentError."""
@@ -396,3 +312,64 @@ def _only(tiers: Tiers | None) -> Store | None:
             "'memory:8GiB > file:///scratch'"
         )
     return open_store(names[0]) if names else None
+
+
+def ranks_of(checkpoint: object, comm: Communicator | None, *, decides: bool) -> Ranks | None:
+    """Return the ranks that run the same steps together; None if this process runs them alone.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Devito's own knows its grid, and so the communicator.
+    comm : mpi4py.MPI.Comm or None
+        As the user has given it.
+    decides : bool
+        Whether this process would decide by its own clock or its own disk what to run.
+
+    Raises
+    ------
+    ArgumentError
+        If it would, several ranks were started, and nothing tells whether they share the steps.
+    """
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if comm is None:
+        if mpi is None or not mpi.Is_initialized() or mpi.COMM_WORLD.Get_size() == 1:
+            return None
+        known = devito_checkpoint()
+        if known is not None and isinstance(checkpoint, known):
+            devitos: Any = checkpoint
+            comm = devitos.objects[0].grid.distributor.comm
+            if comm == mpi.COMM_NULL:  # Devito runs without MPI: each rank its own grid
+                return None
+        elif decides:
+            raise ArgumentError(
+                f"MPI started {mpi.COMM_WORLD.Get_size()} ranks, and with tiers or measured costs "
+                "each would run other steps than the others; give comm=, the communicator of the "
+                "ranks whose operators exchange data (MPI.COMM_SELF if none do), to the revolver "
+                "or to install()"
+            )
+        else:
+            return None
+    assert comm is not None
+    return None if comm.Get_size() == 1 else _shared(comm)
+
+
+def _shared(comm: Any) -> Ranks:
+    """Return the ranks of a communicator, one duplicate of it for all revolvers.
+
+    Freeing one is collective, and revolvers are dropped when the interpreter collects them,
+    at other moments on every rank.  It is kept with the communicator, whose handle may be
+    another's once it is freed.
+    """
+    found = comm.Get_attr(_key())
+    if found is None:
+        found = Ranks(comm)
+        comm.Set_attr(_key(), found)
+    assert isinstance(found, Ranks)
+    return found
+
+
+@cache
+def _key() -> Any:
+    mpi: Any = sys.modules["mpi4py.MPI"]
+    return mpi.Comm.Create_keyval()

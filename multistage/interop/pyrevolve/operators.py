@@ -1,4 +1,4 @@
-"""Operators and the arrays they work on, as pyrevolve's users write them, for our executor.
+"""Operators, the arrays they work on and what they took, as pyrevolve's users write them.
 
 The operators own their arrays and overwrite them; which arrays hold the state
 of time step t, `get_data(t)` and `get_data_location(t)` tell, since buffers of
@@ -22,7 +22,6 @@ from ...states.copies import Copies
 from ...states.layout import Array, Layout
 from ...states.slots import Kept
 from .compression import CompressedObject
-from .profiling import Meter
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -99,6 +98,67 @@ class Checkpoint:
     def nbytes(self) -> int:
         """The bytes of one checkpoint."""
         return int(self.size) * int(np.dtype(self.dtype).itemsize)
+
+
+class Profiler:
+    """Sums milliseconds and counts.
+
+    Attributes
+    ----------
+    timings : dict
+        Section -> action -> milliseconds.
+    counts : dict
+        Section -> action -> times.
+
+    """
+
+    def __init__(self) -> None:
+        self.timings: dict[str, dict[str, float]] = {}
+        self.counts: dict[str, dict[str, int]] = {}
+
+    def increment(self, section: str, action: str, elapsed: float, times: int = 1) -> None:
+        """Add `times` calls that took `elapsed` milliseconds together."""
+        timings = self.timings.setdefault(section, {})
+        timings[action] = timings.get(action, 0.0) + elapsed
+        counts = self.counts.setdefault(section, {})
+        counts[action] = counts.get(action, 0) + times
+
+    def summary(self) -> str:
+        """Return a text of all sums, in milliseconds, and counts."""
+        lines = ["****************"]
+        for section, timings in self.timings.items():
+            lines.append(f"In section {section}:")
+            lines += [
+                f"\tAction {action}: {elapsed:f} ({self.counts[section][action]})"
+                for action, elapsed in timings.items()
+            ]
+        return "\n".join([*lines, "****************"])
+
+    def get_dict(self) -> dict[str, str | int]:
+        """Return everything flat: `SECTION_ACTION_timing` and `SECTION_ACTION_counts`."""
+        flat: dict[str, str | int] = {
+            f"{section}_{action}_timing": f"{elapsed:.2f}"
+            for section, timings in self.timings.items()
+            for action, elapsed in timings.items()
+        }
+        for section, counts in self.counts.items():
+            flat.update({f"{section}_{action}_counts": n for action, n in counts.items()})
+        return flat
+
+
+class Meter:
+    """Seconds and calls of one kind, gathered where a profiler would be too slow."""
+
+    __slots__ = ("calls", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds, self.calls = 0.0, 0
+
+    def flush(self, profiler: Profiler, section: str, action: str) -> None:
+        """Hand over what was gathered, and start again."""
+        if self.calls:
+            profiler.increment(section, action, self.seconds * 1e3, self.calls)
+            self.seconds, self.calls = 0.0, 0
 
 
 class OperatorChain:

@@ -1,4 +1,4 @@
-"""Plans of DiskRevolver and MultiLevelRevolver: pyrevolve's schedules, transfers beside steps."""
+"""What revolvers are planned by: pyrevolve's schedules, transfers beside steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ...actions import Advance, Await, Drop, Free, Get, Load, Put, Save, Schedul
 from ...model.costs import Costs
 from ...planners import UniformPlan
 from ...planners.bound import lower_bound
-from ...planners.single.binomial import forward_and_reverse, nu, reverse_actions
+from ...planners.single.binomial import beta, forward_and_reverse, nu, reverse_actions
 from ...planners.single.revolve import revolve
 from ...planners.streaming.overlap import on_tier, overlap
 from ...planners.synchronous.levels import (
@@ -23,6 +23,28 @@ from ...planners.synchronous.levels import (
     solve,
 )
 from ...planners.uniform import require_steps
+
+
+def adjust(timesteps: int) -> int:
+    """Return a number of snapshots that keeps memory and recomputation both logarithmic.
+
+    About as many snapshots as runs of a step: the least such pair that
+    reaches `timesteps`.
+
+    Examples
+    --------
+    >>> adjust(20), adjust(21), adjust(1000)
+    (3, 4, 7)
+    """
+    n = require_steps(timesteps, "revolve")
+    snapshots = repeats = 1
+    while beta(snapshots, repeats) < n:
+        snapshots, repeats = snapshots + 1, repeats + 1
+    while True:
+        fewer = (snapshots - 1, repeats) if snapshots > repeats else (snapshots, repeats - 1)
+        if min(fewer) < 1 or beta(*fewer) < n:
+            return snapshots
+        snapshots, repeats = fewer
 
 
 def revolve_on_disk(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
 
 from ...backends.urls import Tiers
 from ...errors import ArgumentError
@@ -16,15 +15,11 @@ from ...planners.synchronous.levels import Level
 from ...planners.uniform import sealing
 from ...support.values import whole
 from ..ranks import Communicator
-from .base import TRANSIT, BaseRevolver
+from .base import TRANSIT, BaseRevolver, defaults
 from .compression import Params, init_compression
-from .crevolve import adjust
-from .operators import CheckpointLike, Compression, OperatorLike
-from .options import defaults
-from .planners import h_revolve_on_storages, revolve_on_disk
-from .profiling import Profiler
-from .schedulers import Architecture, CRevolve, HRevolve
-from .storage import BytesStorage, DiskStorage, NumpyStorage, Storage, open_folder
+from .operators import CheckpointLike, Compression, OperatorLike, Profiler
+from .planners import adjust, h_revolve_on_storages, revolve_on_disk
+from .storage import NumpyStorage, Storage, open_folder
 
 
 class SingleLevelRevolver(BaseRevolver):
@@ -95,13 +90,11 @@ class SingleLevelRevolver(BaseRevolver):
             n_checkpoints = _number_given(n_checkpoints, memory)
         self.n_checkpoints = n_checkpoints
         compression = _compression_of(compression_params, diskstorage or tiers is not None)
-        self._chosen = chosen = any(x is not None for x in (memory, tiers, planner, costs))
+        chosen = any(x is not None for x in (memory, tiers, planner, costs))
         if chosen and diskstorage and tiers is not None and filedir != "./":
             raise ArgumentError(f"filedir={filedir!r} and tiers={tiers!r}: give one of them")
         self.filedir, self.singlefile = filedir, singlefile
         self.compression_params = compression_params
-        self._on_disk = diskstorage and not chosen
-        self._add_description(compression)
         if chosen:
             if diskstorage and tiers is None:
                 tiers = open_folder(filedir)
@@ -114,46 +107,27 @@ class SingleLevelRevolver(BaseRevolver):
                 progress=progress,
             )
         else:
-            self._run_revolve(n_checkpoints, compression, progress)
+            self._run_revolve(n_checkpoints, diskstorage, compression, progress)
 
     def _run_revolve(
-        self, n_checkpoints: int, compression: Compression | None, progress: bool | None
+        self,
+        n_checkpoints: int,
+        on_disk: bool,
+        compression: Compression | None,
+        progress: bool | None,
     ) -> None:
         """Run as pyrevolve does, by Revolve, in memory or on disk."""
-        self._slots = TRANSIT if self._on_disk else n_checkpoints
+        self._slots = TRANSIT if on_disk else n_checkpoints
         self._run_on(
             memory=Budget(slots=self._slots),
-            tiers=open_folder(self.filedir) if self._on_disk else None,
+            tiers=open_folder(self.filedir) if on_disk else None,
             planner=sealing(partial(revolve_on_disk, n_checkpoints))
-            if self._on_disk
+            if on_disk
             else PLANNERS["revolve"],
             compression=compression,
             progress=progress,
             assumed=(1.0, 1.0),
         )
-
-    def _add_description(self, compression: Compression | None) -> None:
-        checkpoint, profiler = self.checkpoint, self.profiler
-        assert self.n_checkpoints is not None
-        size, count, dtype = checkpoint.size, self.n_checkpoints, checkpoint.dtype
-        self.storage_list = [
-            DiskStorage(size, count, dtype, profiler, self.filedir)
-            if self._on_disk
-            else NumpyStorage(size, count, dtype, profiler)
-            if compression is None
-            else BytesStorage(checkpoint.nbytes, count, dtype, compression, profiler=profiler)
-        ]
-
-    @property
-    def scheduler(self) -> CRevolve:
-        """A fresh scheduler of pyrevolve for these sweeps, to look at; nothing runs it."""
-        if self._chosen:
-            return cast(CRevolve, super().scheduler)  # which raises
-        assert self.n_checkpoints is not None
-        return CRevolve(self.n_checkpoints, self.n_timesteps)
-
-    def _is_fast(self, level: int) -> bool:
-        return level == 0 and not self._on_disk
 
 
 def _number_given(n_checkpoints: int, memory: object) -> int:
@@ -304,41 +278,28 @@ class MultiLevelRevolver(BaseRevolver):
         progress: bool | None = None,
         comm: Communicator | None = None,
     ) -> None:
-        if storage_list is None:
+        self.storage_list = list(storage_list or ())
+        if not self.storage_list:
             raise ArgumentError("storage_list must be a list of storages, fastest first")
+        for name, cost in (("uf", uf), ("ub", ub), ("up", up)):
+            if not 0 <= cost < float("inf") or (name == "uf" and cost == 0):
+                raise ArgumentError(f"{name}={cost} must be finite, and not negative (uf above 0)")
         super().__init__(
             checkpoint,
             fwd_operator,
             rev_operator,
             n_timesteps,
             n_timesteps,
-            storage_list=storage_list,
             timings=timings,
             profiler=profiler,
             comm=comm,
         )
-        self._progress = progress
-        self.arch: Architecture | None = None
         self.uf, self.ub, self.up = uf, ub, up
-        if self.storage_list:
-            self.reload_scheduler(uf, ub, up)
-
-    def reload_scheduler(self, uf: float = 1, ub: float = 1, up: float = 1) -> None:
-        """Plan again, for the storages as they are in `storage_list` now."""
-        for name, cost in (("uf", uf), ("ub", ub), ("up", up)):
-            if not 0 <= cost < float("inf") or (name == "uf" and cost == 0):
-                raise ArgumentError(f"{name}={cost} must be finite, and not negative (uf above 0)")
-        self.uf, self.ub, self.up = uf, ub, up
-        for storage in self.storage_list:
-            storage.profiler = self.profiler
-        self.arch = Architecture(self.storage_list)
-        levels = tuple(
-            Level(int(size), float(write), float(read))
-            for size, write, read in zip(self.arch.sizes, self.arch.wd, self.arch.rd, strict=True)
-        )
-        if self.arch.wd != sorted(self.arch.wd) or self.arch.rd != sorted(self.arch.rd):
+        levels = tuple(_level(k, storage) for k, storage in enumerate(self.storage_list))
+        writes, reads = [level.write_s for level in levels], [level.read_s for level in levels]
+        if writes != sorted(writes) or reads != sorted(reads):
             warnings.warn(
-                "H-Revolve is optimal only for costs that grow with the level", stacklevel=3
+                "H-Revolve is optimal only for costs that grow with the level", stacklevel=2
             )
         fast = type(self.storage_list[0]) is NumpyStorage
         slow = self.storage_list[1:] if fast else self.storage_list
@@ -348,18 +309,16 @@ class MultiLevelRevolver(BaseRevolver):
             memory=Budget(slots=max(1, self._slots)),
             tiers=[storage.tier() for storage in slow] or None,
             planner=sealing(partial(h_revolve_on_storages, levels, fast, float(uf))),
-            progress=self._progress,
+            progress=progress,
             assumed=(float(uf), float(ub)),
         )
 
-    @property
-    def scheduler(self) -> HRevolve:
-        """A fresh scheduler of pyrevolve for these storages, to look at; nothing runs it."""
-        n = self.n_timesteps
-        return HRevolve(n, n, Architecture(self.storage_list), self.uf, self.ub, self.up)
 
-    def _require_levels(self) -> None:
-        """Nothing: there may be any."""
-
-    def _is_fast(self, level: int) -> bool:
-        return level == 0 and type(self.storage_list[0]) is NumpyStorage
+def _level(number: int, storage: Storage) -> Level:
+    size, write, read = int(storage.n_ckp), float(storage.wd), float(storage.rd)
+    if size < 1 or not (0 <= write < float("inf") and 0 <= read < float("inf")):
+        raise ArgumentError(
+            f"level {number} has size {size}, wd={write}, rd={read}; "
+            "a size is at least 1, costs are finite and not negative"
+        )
+    return Level(size, write, read)
