@@ -18,7 +18,6 @@ import pytest
 
 from benchmarks import _timm, catalog, chain_theorem, claims, docs, facts, node, node_page, zoo
 from benchmarks import all as runner
-from benchmarks import page as pages
 from benchmarks.page import page
 from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
 
@@ -177,26 +176,6 @@ def test_benchmarks_without_their_packages_are_skipped_with_a_reason(
     assert data["benchmarks"]["gone"] == {"status": "skipped", "reason": reason}
 
 
-def test_quick_ends_in_time(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Benchmarks of ours start only while there is time; those of the papers always."""
-    out = tiny(a="", b="", c="", d="")
-    entries = (
-        catalog.Entry("a", "a", items="figure", expected_s=100),
-        catalog.Entry("b", "b", items="figure", expected_s=1000),
-        catalog.Entry("c", "c", expected_s=10),
-        catalog.Entry("d", "d", expected_s=1000),
-    )
-    monkeypatch.setattr(runner, "CATALOG", entries)
-    took = {"a": 250.0, "b": 250.0, "c": 25.0}  # a machine faster than expected at b
-    record = {"status": "done", "ratios": {}, "left_out": []}
-    monkeypatch.setattr(runner, "run", lambda entry, *rest: {**record, "seconds": took[entry.name]})
-    status, data = quick(out)
-    assert status == 0
-    statuses = [r["status"] for r in data["benchmarks"].values()]
-    assert statuses == ["done", "done", "done", "skipped"]
-    assert "--resume runs it" in data["benchmarks"]["d"]["reason"]
-
-
 @pytest.mark.long(but="2")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_resumes(tiny: Any, tmp_path: Path, how: signal.Signals) -> None:
@@ -236,20 +215,6 @@ def test_an_interrupted_run_resumes(tiny: Any, tmp_path: Path, how: signal.Signa
         names, "done"
     )
     assert ran.read_text().split() == list(names)
-
-
-def test_only_runs_the_named_and_keeps_the_rest(tiny: Any) -> None:
-    out = tiny(a="", b="")
-    quick(out)
-    tiny(a="raise SystemExit(1)", b="raise SystemExit(1)")
-    status, data = quick(out, "--only", "b")
-    assert status == 1
-    assert data["benchmarks"]["a"]["status"] == "done"
-    assert data["benchmarks"]["b"]["status"] == "failed"
-    # Failures are run again, and a run of the other mode keeps nothing.
-    tiny(a="", b="")
-    assert quick(out, "--resume")[1]["benchmarks"]["b"]["status"] == "done"
-    assert runner.finished(out / "all.json", "full") == {}
 
 
 @pytest.mark.parametrize(
@@ -326,14 +291,6 @@ def test_verdicts(
     assert not any(claims.holds(test, value, published) for value in bad)
 
 
-@pytest.mark.parametrize(
-    "test, published", [({}, 1.0), ({"about": 1}, 1.0), ({"relative": 0.1}, None)]
-)
-def test_a_claim_without_a_test_is_no_claim(test: dict[str, float], published: Any) -> None:
-    with pytest.raises(ValueError, match="test"):
-        claims.holds(test, 1.0, published)
-
-
 def test_verdicts_follow_the_data() -> None:
     name = "k-fig1-limit"
 
@@ -370,12 +327,6 @@ def test_a_page_of_every_claim_parses(tmp_path: Path) -> None:
         assert claim["item"].split("<")[0].strip() in text.replace("&lt;", "<")
 
 
-def test_a_number_of_the_other_sign_stands_at_the_edge() -> None:
-    claim = {"published": 0.172, "unit": "", "test": {"min": 0}}
-    assert pages._power(claims.Judged(claim, "differs", -0.23)) < -10
-    assert pages._power(claims.Judged(claim, "agrees", 0.344)) == pytest.approx(1)
-
-
 def test_the_docs_tables_are_rewritten_and_the_rest_is_left(tmp_path: Path) -> None:
     target = tmp_path / "reproduce.md"
     target.write_text((ROOT / "docs" / "reproduce.md").read_text())
@@ -395,19 +346,6 @@ def test_the_docs_tables_are_rewritten_and_the_rest_is_left(tmp_path: Path) -> N
     target.write_text("<!-- table: nobody-1900 -->\n<!-- end -->\n")
     with pytest.raises(ValueError, match="nobody-1900"):
         docs.rewrite(target, some_run())
-
-
-def test_report_judges_and_writes_again(tmp_path: Path) -> None:
-    data = some_run()
-    data["claims"] = []
-    (tmp_path / "all.json").write_text(json.dumps(data))
-    target = tmp_path / "page.md"
-    target.write_text("before\n<!-- table: kukreja-2018 -->\nOLD TABLE\n<!-- end -->\nafter\n")
-    assert runner.main(["--report", "--out", str(tmp_path), "--docs", str(target)]) == 0
-    text = target.read_text()
-    assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n")
-    assert "OLD TABLE" not in text and "| Figure 1, p. 2 |" in text
-    assert_page((tmp_path / "index.html").read_text())
 
 
 # -------------------------------------------------------------- the paper's models
@@ -546,14 +484,6 @@ def test_a_node_is_measured(
     assert "no such folder" in capsys.readouterr().err
 
 
-def test_overlap_of_a_tier_is_at_most_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "BESIDE_BYTES", 1 << 16)
-    monkeypatch.setattr(node.Work, "calibrate", lambda work, seconds: None)
-    found = node.beside("memory:", count=4)
-    assert set(found) == {"forward", "reverse"}
-    assert all(math.isfinite(share) for share in found.values())
-
-
 def test_a_run_beyond_free_memory_is_planned_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that holds few states is not planned as if it held all."""
     problem = {"name": "p", "state_bytes": 1 << 20, "steps": 500, "slots": 8, "step_s": 1e-3}
@@ -577,12 +507,6 @@ def test_pinned_memory_is_probed_as_other_tiers_are() -> None:
     (row,) = node.pinned(0.05, "cpu", sizes=(1 << 16,))
     assert row["state_bytes"] == 1 << 16
     assert row["write_bytes_per_s"] > 0 and row["read_bytes_per_s"] > 0
-
-
-def test_the_script_is_a_script() -> None:
-    script = ROOT / "scripts" / "bench-node"
-    assert os.access(script, os.X_OK)
-    subprocess.run(["bash", "-n", str(script)], check=True)
 
 
 # ------------------------------------------------------------------------ the zoo
@@ -639,12 +563,6 @@ def test_the_figures_of_the_zoo() -> None:
     assert math.isnan(zoo.ratios(ZOO[2:])["equal"])
 
 
-def test_models_that_work_are_not_run_again(tmp_path: Path) -> None:
-    path = tmp_path / "zoo.json"
-    path.write_text(json.dumps({"samples": ZOO}))
-    assert list(zoo.kept(path)) == ["timm a"] and zoo.kept(None) == {}
-
-
 def test_the_page_of_the_zoo(tmp_path: Path) -> None:
     path = tmp_path / "zoo.md"
     path.write_text("".join(f"<!-- table: {k} -->\nold\n<!-- end -->\n" for k in ZOO_TABLES))
@@ -660,14 +578,6 @@ def test_the_page_of_the_zoo(tmp_path: Path) -> None:
 
 ZOO_TABLES = ("run", "ratios", "models", "cells")
 ZOO_PAGE = ROOT / "docs" / "reference" / "zoo.md"
-
-
-def test_the_zoo_is_as_large_as_it_says() -> None:
-    pytest.importorskip("torch")
-    found = zoo.names()
-    assert len(found) == len(set(found)) and set(zoo.QUICK) <= set(found)
-    cells = [name for name in found if name.startswith("cell ")]
-    assert len(cells) >= 15 and len(found) - len(cells) >= 40
 
 
 def test_torchvision_is_nowhere_once_timm_is_loaded() -> None:

@@ -74,6 +74,7 @@ def sines_answer(n: int = N) -> tuple[list[float], list[float]]:
 # ------------------------------------------------------------------ gradients
 
 
+@pytest.mark.long(but=("auto-*", "streaming-*", "*-nested-*"))
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("planner", ["auto", *PLANNERS])

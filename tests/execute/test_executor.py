@@ -117,6 +117,7 @@ def test_without_a_tier(planner: str, chain: str) -> None:
         run_once(executor, plan, chain)
 
 
+@pytest.mark.long(but=("memory-streaming-*", "*-nested", "*-in-place"))
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("store", STORES)

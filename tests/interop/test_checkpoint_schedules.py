@@ -80,6 +80,7 @@ def test_theirs_are_legal(name: str, n: int) -> None:
     assert used.forward_steps >= n
 
 
+@pytest.mark.long(but=("0-*-Multistage", "*-nested-*"))
 @pytest.mark.parametrize("name", THEIRS)
 @pytest.mark.parametrize("kind", CHAINS)
 @pytest.mark.parametrize("more", [0, MORE])
