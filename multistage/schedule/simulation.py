@@ -42,12 +42,11 @@ from ..model.costs import Costs
 from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..support.values import several, shown, whole
-from .channels import Channels, factors
-from .channels import Jitter as Jitter
 from .machine_state import require_whole, told
 from .rules import Rules, byte_rules, run_arguments
 from .timeline import Timeline
-from .virtual_time import StageTime, UniformTime
+from .virtual_time import Channels, VirtualTime, factors
+from .virtual_time import Jitter as Jitter
 
 _Driven: TypeAlias = Iterable[tuple[Action, Callable[[Answer], None]]]
 
@@ -159,19 +158,17 @@ def simulate(
     factor = factors(jitter, whole(seed, "seed"))
     timeline = Timeline()
     driven: _Driven = drive(schedule)
-    clock: UniformTime | StageTime
     if isinstance(costs, StageCosts):
         rates = _rates(tiers, slots)
         rules = _stage_rules(costs, n_steps, rates, memory_bytes)
         channels = [Channels(tier, factor, by_bytes=True) for tier in rates]
-        clock = StageTime(costs, rules, channels, timeline if checked else None)
         driven = _stage_by_stage(driven, rules)
         curves = _Curves(timeline, rules, 0, rates)
     else:
         rules = _uniform_rules(costs, n_steps, slots, tiers, memory_bytes)
         channels = [Channels(tier, factor, costs.tape_slots) for tier in costs.tiers]
-        clock = UniformTime(costs, rules, channels, timeline if checked else None)
         curves = _Curves(timeline, rules, costs.state_bytes, costs.tiers)
+    clock = VirtualTime(costs, rules, channels, timeline if checked else None)
     counts_bytes = rules.memory is not None
     judged = checked and not counts_bytes  # where bytes are counted, the clock judges
     for action, send in driven:
@@ -213,7 +210,7 @@ def _refuse(action: Action, index: int | None, error: Exception) -> None:
         ) from error
 
 
-def _judged(action: Action, rules: Rules, clock: UniformTime | StageTime) -> Answer:
+def _judged(action: Action, rules: Rules, clock: VirtualTime) -> Answer:
     """Perform an action if it is legal; return its answer."""
     if type(action) in _TIMED_FIRST:
         answer = clock.perform(action)

@@ -6,31 +6,31 @@ from seeded.mutant import Mutant, of
 
 FAULTS: tuple[Mutant, ...] = (
     of(
-        "schedule/step_rules.py",
+        "schedule/machine.py",
         "elif step != machine.adjoint - 1:",
         "elif step > machine.adjoint - 1:",
         "test_actions.py",
     ),
     of(
-        "schedule/channels.py",
+        "schedule/virtual_time.py",
         "start = max(now, self.read_free, self.stored[item])",
         "start = max(now, self.read_free)",
         "schedule/test_simulation.py",
     ),
     of(
-        "schedule/channels.py",
+        "schedule/virtual_time.py",
         "            self.read_free = stop",
         "            pass",
         "schedule/test_simulation_of_stages.py",
     ),
     of(
-        "schedule/step_rules.py",
+        "schedule/machine.py",
         "if machine.pins and ~step in machine.pins:",
         "if False:",
         "schedule/test_accounting.py",
     ),
     of(
-        "schedule/transfer_rules.py",
+        "schedule/machine.py",
         "if machine.pins[item] > 1:",
         "if False:",
         "schedule/test_accounting.py",
@@ -84,7 +84,7 @@ FAULTS: tuple[Mutant, ...] = (
         "test_ownership.py",
     ),
     of(
-        "schedule/step_rules.py",
+        "schedule/machine.py",
         "if machine.tapes and not machine.state_is_tape:",
         "if False:",
         "schedule/test_rules.py",
