@@ -127,10 +127,7 @@ ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "segments": None,
         },
     ),
-    "smallest_memory": (
-        multistage.smallest_memory,
-        {"costs": CHAIN, "planner": "optimal"},
-    ),
+    "smallest_memory": (multistage.smallest_memory, {"costs": CHAIN, "planner": "optimal"}),
     "memory_curve": (
         multistage.memory_curve,
         {"costs": CHAIN, "planner": "optimal", "resolution": 50, "threads": 1},
@@ -141,14 +138,7 @@ ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "simulate": (
         simulate,
-        {
-            "schedule": ONE_STEP,
-            "n_steps": 1,
-            "costs": COSTS,
-            "slots": 0,
-            "jitter": None,
-            "seed": 0,
-        },
+        {"schedule": ONE_STEP, "n_steps": 1, "costs": COSTS, "slots": 0, "jitter": None, "seed": 0},
     ),
     "check": (
         check,

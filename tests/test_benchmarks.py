@@ -235,17 +235,7 @@ def test_bad_arguments(
 
 
 def test_every_benchmark_is_in_the_catalog() -> None:
-    parts = {
-        "acoustic",
-        "all",
-        "catalog",
-        "claims",
-        "docs",
-        "facts",
-        "node",
-        "node_page",
-        "page",
-    }
+    parts = {"acoustic", "all", "catalog", "claims", "docs", "facts", "node", "node_page", "page"}
     modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - parts
     there = {name for name in modules if not name.startswith("_")}
     assert {entry.name for entry in catalog.CATALOG} == there

@@ -107,15 +107,7 @@ def _probe(tier: str) -> None:
 
 
 ENTRIES = [_reversal, _pyrevolve, _unroll, _unroll_two, _offload, _probe, _demo]
-NAMES = [
-    "Reversal",
-    "pyrevolve",
-    "unroll",
-    "two tiers",
-    "offload",
-    "probe",
-    "demo",
-]
+NAMES = ["Reversal", "pyrevolve", "unroll", "two tiers", "offload", "probe", "demo"]
 
 
 @pytest.mark.parametrize("use", ENTRIES, ids=NAMES)

@@ -38,69 +38,15 @@ TWO = Costs(
 
 # Planner, costs, slots, steps, actions: the forward sweep, and what comes after it.
 UNIFORM: list[tuple[str, Costs, int, int, str]] = [
-    (
-        "store-all",
-        PLAIN,
-        5,
-        4,
-        "T0 T1 T2 T3 | R3 R2 R1 R0",
-    ),
-    (
-        "store-all",
-        TAPED,
-        4,
-        4,
-        "T0 T1 T2 T3 | R3 R2 R1 R0",
-    ),
-    (
-        "revolve",
-        PLAIN,
-        2,
-        5,
-        "S0 0>2 S2 2>4 T4 | R4 L2 2>3 R3 L2 F2 R2 L0 0>1 R1 L0 F0 R0",
-    ),
-    (
-        "revolve",
-        TAPED,
-        3,
-        5,
-        "S0 0>1 S1 1>2 S2 2>4 T4 | R4 L2 2>3 R3 L2 F2 R2 L1 F1 R1 L0 F0 R0",
-    ),
-    (
-        "pyrevolve",
-        PLAIN,
-        2,
-        5,
-        "S0 0>2 S2 2>4 T4 | R4 L2 2>3 R3 L2 R2 F2 L0 0>1 R1 L0 R0 F0",
-    ),
-    (
-        "pyrevolve",
-        TAPED,
-        3,
-        5,
-        "S0 0>1 S1 1>2 S2 2>4 T4 | R4 L2 2>3 R3 L2 R2 F2 L1 R1 F1 L0 R0 F0",
-    ),
-    (
-        "periodic",
-        PLAIN,
-        4,
-        6,
-        "S0 0>2 S2 2>4 T4 T5 | R5 R4 L2 F2 T2 R3 R2 L0 F0 T0 R1 R0",
-    ),
-    (
-        "periodic",
-        TAPED,
-        5,
-        9,
-        "S0 0>5 T5 T6 T7 T8 | R8 R7 R6 R5 L0 F0 T0 T1 T2 T3 R4 R3 R2 R1 R0",
-    ),
-    (
-        "recursive",
-        PLAIN,
-        3,
-        7,
-        "S0 0>4 T4 T5 T6 | R6 R5 R4 L0 F0 T0 T1 T2 R3 R2 R1 R0",
-    ),
+    ("store-all", PLAIN, 5, 4, "T0 T1 T2 T3 | R3 R2 R1 R0"),
+    ("store-all", TAPED, 4, 4, "T0 T1 T2 T3 | R3 R2 R1 R0"),
+    ("revolve", PLAIN, 2, 5, "S0 0>2 S2 2>4 T4 | R4 L2 2>3 R3 L2 F2 R2 L0 0>1 R1 L0 F0 R0"),
+    ("revolve", TAPED, 3, 5, "S0 0>1 S1 1>2 S2 2>4 T4 | R4 L2 2>3 R3 L2 F2 R2 L1 F1 R1 L0 F0 R0"),
+    ("pyrevolve", PLAIN, 2, 5, "S0 0>2 S2 2>4 T4 | R4 L2 2>3 R3 L2 R2 F2 L0 0>1 R1 L0 R0 F0"),
+    ("pyrevolve", TAPED, 3, 5, "S0 0>1 S1 1>2 S2 2>4 T4 | R4 L2 2>3 R3 L2 R2 F2 L1 R1 F1 L0 R0 F0"),
+    ("periodic", PLAIN, 4, 6, "S0 0>2 S2 2>4 T4 T5 | R5 R4 L2 F2 T2 R3 R2 L0 F0 T0 R1 R0"),
+    ("periodic", TAPED, 5, 9, "S0 0>5 T5 T6 T7 T8 | R8 R7 R6 R5 L0 F0 T0 T1 T2 T3 R4 R3 R2 R1 R0"),
+    ("recursive", PLAIN, 3, 7, "S0 0>4 T4 T5 T6 | R6 R5 R4 L0 F0 T0 T1 T2 R3 R2 R1 R0"),
     (
         "recursive",
         TAPED,
@@ -219,20 +165,8 @@ UNIFORM: list[tuple[str, Costs, int, int, str]] = [
         "P0 a0 0>3 S3 3>5 T5 | "
         "R5 L3 3>4 R4 L3 F3 R3 G0 a1 L0 F0 0>1 S1 1>2 R2 L1 F1 R1 G0 a2 L0 F0 D0 R0",
     ),
-    (
-        "mixed",
-        TAPED,
-        1,
-        4,
-        "S0 0>3 T3 | R3 L0 0>2 R2 L0 F0 T0 R1 R0",
-    ),
-    (
-        "mixed",
-        TAPED,
-        2,
-        6,
-        "S0 0>3 S3 3>5 T5 | R5 L3 F3 T3 R4 R3 L0 F0 T0 T1 R2 R1 R0",
-    ),
+    ("mixed", TAPED, 1, 4, "S0 0>3 T3 | R3 L0 0>2 R2 L0 F0 T0 R1 R0"),
+    ("mixed", TAPED, 2, 6, "S0 0>3 S3 3>5 T5 | R5 L3 F3 T3 R4 R3 L0 F0 T0 T1 R2 R1 R0"),
 ]
 
 
@@ -282,20 +216,8 @@ STATES = Tier.of_rates(20.0, 20.0, tapes=False)
 
 # Strategy, costs, bytes, tier, actions.
 CHAINS: list[tuple[Any, StageCosts, int | None, Tier | None, str]] = [
-    (
-        "optimal",
-        EQUAL,
-        100,
-        None,
-        "0>2 T2 T3 T4 | R4 R3 R2 L0 T0 T1 R1 R0",
-    ),
-    (
-        "optimal",
-        VARIED,
-        145,
-        None,
-        "0>2 T2 T3 T4 | R4 R3 R2 L0 0>1 T1 R1 L0 T0 R0",
-    ),
+    ("optimal", EQUAL, 100, None, "0>2 T2 T3 T4 | R4 R3 R2 L0 T0 T1 R1 R0"),
+    ("optimal", VARIED, 145, None, "0>2 T2 T3 T4 | R4 R3 R2 L0 0>1 T1 R1 L0 T0 R0"),
     (
         "revolve",
         EQUAL,
@@ -310,34 +232,10 @@ CHAINS: list[tuple[Any, StageCosts, int | None, Tier | None, str]] = [
         None,
         "0>1 S1 1>2 S2 2>3 S3 3>4 T4 | R4 L3 F3 T3 R3 L2 F2 T2 R2 L1 F1 T1 R1 L0 T0 R0",
     ),
-    (
-        "periodic",
-        EQUAL,
-        100,
-        None,
-        "0>2 T2 T3 T4 | R4 R3 R2 L0 T0 T1 R1 R0",
-    ),
-    (
-        "periodic",
-        VARIED,
-        200,
-        None,
-        "0>2 T2 T3 T4 | R4 R3 R2 L0 T0 T1 R1 R0",
-    ),
-    (
-        "store-all",
-        EQUAL,
-        None,
-        None,
-        "T0 T1 T2 T3 T4 | R4 R3 R2 R1 R0",
-    ),
-    (
-        "store-all",
-        VARIED,
-        None,
-        None,
-        "T0 T1 T2 T3 T4 | R4 R3 R2 R1 R0",
-    ),
+    ("periodic", EQUAL, 100, None, "0>2 T2 T3 T4 | R4 R3 R2 L0 T0 T1 R1 R0"),
+    ("periodic", VARIED, 200, None, "0>2 T2 T3 T4 | R4 R3 R2 L0 T0 T1 R1 R0"),
+    ("store-all", EQUAL, None, None, "T0 T1 T2 T3 T4 | R4 R3 R2 R1 R0"),
+    ("store-all", VARIED, None, None, "T0 T1 T2 T3 T4 | R4 R3 R2 R1 R0"),
     (
         "optimal",
         EQUAL,
@@ -346,13 +244,7 @@ CHAINS: list[tuple[Any, StageCosts, int | None, Tier | None, str]] = [
         "T0 P0t S1 P1 T1 P1t S2 E0t T2 E1 E1t T3 T4 | "
         "R4 R3 G1t R2 F2 G1 G0t a3 a4 R1 F1 D1 D1t a5 R0 D0t",
     ),
-    (
-        "optimal",
-        EQUAL,
-        90,
-        STATES,
-        "0>2 S2 P2 T2 T3 T4 | R4 E2 R3 G2 a1 R2 F2 D2 L0 T0 T1 R1 R0",
-    ),
+    ("optimal", EQUAL, 90, STATES, "0>2 S2 P2 T2 T3 T4 | R4 E2 R3 G2 a1 R2 F2 D2 L0 T0 T1 R1 R0"),
     (
         "optimal",
         VARIED,

@@ -6,7 +6,6 @@ import contextlib
 import heapq
 import io
 import signal
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -19,19 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multistage import native
-from multistage.actions import Action, Reverse
 from multistage.errors import ArgumentError
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS, RANKED, UniformPlan, plan
-from multistage.planners.rows import PLANNING_S, Rows
+from multistage.planners.rows import Rows
 from multistage.planners.single.binomial import (
     TRAJECTORIES,
     Trajectory,
     accesses,
     first_advance,
     nu,
-    nu_up_to,
 )
 from multistage.planners.synchronous.levels import (
     ADVANCE,
@@ -323,77 +320,6 @@ def test_capacities_are_kept_by_all_tiers_at_once() -> None:
     assert used.peak_slots == 2
 
 
-def test_parameters_count_the_writes_of_each_tier() -> None:
-    tiers = (tier(1.0, 1.0, 3, "host"), tier(9.0, 9.0, None, "file"))
-    made = PLANNERS["h-revolve"](Costs(1.0, 2.0, tiers=tiers), 2, 500)
-    assert set(made.parameters) == {"writes to host", "writes to file"}
-    assert sum(int(count) for count in made.parameters.values()) == made.writes
-    assert made.makespan_s < PLANNERS["disk-revolve"](made.costs, 2, 500).makespan_s
-    best = {name: PLANNERS[name](made.costs, 2, 500).makespan_s for name in SYNCHRONOUS}
-    assert min(best.values()) == best["h-revolve"]
-
-
-def test_two_plans_of_one_hierarchy_do_not_disturb_each_other() -> None:
-    made = PLANNERS["h-revolve"](Costs(1.0, 2.0, tiers=(tier(2.0, 2.0, 3),)), 2, 50)
-    one, other = made.schedule(), made.schedule()
-    next(one)
-    assert list(replay(made)) == list(replay(made))
-    next(other)
-    judged(made)
-
-
-def replay(made: UniformPlan) -> list[Action]:
-    actions: list[Action] = []
-    simulate(made.schedule(), made.n_steps, made.costs, made.slots, trace=actions.append)
-    return actions
-
-
-def test_golden_replay_of_two_levels() -> None:
-    """Five steps, one slot: state 0 to the tier, the upper part from the slot, state 0 again."""
-    made = PLANNERS["h-revolve"](Costs(1.0, 2.0, tiers=(tier(0.5, 0.5, 1),)), 1, 5)
-    assert [str(action) for action in replay(made)] == [
-        "Put(step=0, tier=0, tape=False)",
-        "Await(token=0)",
-        "Advance(start=0, stop=2)",
-        "Save(step=2)",
-        "Advance(start=2, stop=4)",
-        "Tape(step=4)",
-        "EndForward()",
-        "Reverse(step=4)",
-        "Load(step=2)",
-        "Advance(start=2, stop=3)",
-        "Reverse(step=3)",
-        "Load(step=2)",
-        "Free(step=2)",
-        "Reverse(step=2)",
-        "Get(step=0, tier=0, tape=False)",
-        "Await(token=1)",
-        "Load(step=0)",
-        "Drop(step=0, tier=0, tape=False)",
-        "Advance(start=0, stop=1)",
-        "Reverse(step=1)",
-        "Load(step=0)",
-        "Reverse(step=0)",
-        "Free(step=0)",
-    ]
-
-
-def test_golden_replay_of_a_mix() -> None:
-    made = PLANNERS["mixed"](Costs(1.0, 2.0, 1.5), 1, 3)
-    assert [str(action) for action in replay(made)] == [
-        "Save(step=0)",
-        "Advance(start=0, stop=2)",
-        "Tape(step=2)",
-        "EndForward()",
-        "Reverse(step=2)",
-        "Load(step=0)",
-        "Free(step=0)",
-        "Tape(step=0)",
-        "Reverse(step=1)",
-        "Reverse(step=0)",
-    ]
-
-
 # ---------------------------------------------------------------- the dynamic program
 
 
@@ -484,21 +410,6 @@ def test_every_instruction_set_gives_the_same_rows(
 
 
 @needs_native
-def test_skipping_candidates_does_not_change_the_rows() -> None:
-    """Uneven costs and lengths of many blocks: each row against plain minima."""
-    levels = (Level(4), Level(6, 7.7, 3.3))
-    table = solve(levels, 2000, 1.3).tables[1]
-    assert table is not None
-    ahead = np.arange(2001) * 1.3 + 3.3
-    below = nu_up_to(2000, 4) * 1.3
-    for slots in (1, 2, 6):
-        own, over = table.row(slots), table.over(slots - 1, 2001)
-        for length in (2, 63, 64, 65, 66, 129, 700, 1999, 2000):
-            sums = ahead[1:length] + own[1:length] + over[length - 1 : 0 : -1]
-            assert own[length] == pytest.approx(min(below[length], sums.min()), rel=1e-14)
-
-
-@needs_native
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_of_rough_costs_are_those_of_the_twin(seed: int) -> None:
     """Operands that ascend in leaps: the choice jumps from block to block, both ways."""
@@ -543,11 +454,6 @@ def test_enough_slots_are_as_good_as_no_bound() -> None:
     assert solve((Level(3), Level(needed - 1, 2.0, 2.0)), 400, 1.0).tables[1].slots == needed - 1  # type: ignore[union-attr]
 
 
-def test_nu_up_to_is_nu() -> None:
-    for slots in (1, 2, 3, 9, 100, 1000):
-        assert nu_up_to(300, slots).tolist() == [nu(length, slots) for length in range(301)]
-
-
 @pytest.mark.parametrize("trajectory", TRAJECTORIES)
 def test_every_trajectory_is_optimal_and_counted(
     trajectory: Trajectory, monkeypatch: pytest.MonkeyPatch
@@ -562,11 +468,6 @@ def test_every_trajectory_is_optimal_and_counted(
         with monkeypatch.context() as patch:
             patch.setattr(native, "LIBRARY", None)
             assert [array.tolist() for array in accesses(n, slots, trajectory)] == counted
-
-
-def test_trajectories_differ_in_their_reads() -> None:
-    reads = {t: accesses(200, 6, t)[1].tolist() for t in TRAJECTORIES}
-    assert len({tuple(counts) for counts in reads.values()}) >= 3
 
 
 # ------------------------------------------------------------------------- auto
@@ -589,12 +490,6 @@ def test_auto_finds_mixed_storage_and_predicts_right() -> None:
             assert runs[candidate.planner] == pytest.approx(candidate.makespan_s)
     assert "mixed" in chosen
     assert chosen <= {*RANKED, "mixed"}
-
-
-def test_auto_does_not_wait_for_mixed_storage() -> None:
-    costs = Costs(1.0, 2.0, 1.5)
-    assert not worth_trying(costs, 10, 10**9)
-    assert "mixed" not in {p.planner for p in plan(costs, "100 slots", 10**6).candidates}
 
 
 # ------------------------------------------------------------------------ the peers
@@ -710,30 +605,6 @@ def test_no_worse_than_their_split(trajectory: str) -> None:
         assert ours <= seconds + 1e-9, (n, ram, disk, write_s)
 
 
-@pytest.mark.parametrize(("writes", "better"), [((0.5, 2.0, 4.0), False), ((5.0, 6.0, 8.0), True)])
-def test_no_worse_than_pyrevolves_table(writes: tuple[float, ...], better: bool) -> None:
-    """Three levels with costs at level 0; their schedules are solved for unit steps.
-
-    Their splits leave out the last state, whose step could be reversed without
-    a write: where writes to level 0 are dear, ours is cheaper.
-    """
-    theirs = pytest.importorskip("pyrevolve.schedulers.hrevolve")
-
-    class Architecture:
-        nblevels = 3
-        sizes, wd, rd = (2, 2, 3), writes, (0.5, 1.0, 3.0)
-
-    parts = zip(Architecture.sizes, Architecture.wd, Architecture.rd, strict=True)
-    levels = tuple(Level(*part) for part in parts)
-    table = theirs.get_hopt_table(39, Architecture)[1][2]
-    lower = 0
-    for n in range(2, 41):
-        ours, seconds = solve(levels, n, 1.0).seconds, table[n - 1][3] - n
-        assert ours <= seconds + 1e-9
-        lower += ours < seconds - 1e-9
-    assert (lower > 0) == better
-
-
 # --------------------------------------------------------------------------- limits
 
 
@@ -780,31 +651,6 @@ def test_problems_that_take_too_long_are_refused() -> None:
     next(made.schedule())
 
 
-def test_rows_of_few_steps_count_too() -> None:
-    """59 871 rows of 212 steps took 1.5 s, Python's part of them."""
-    with pytest.raises(ArgumentError, match="use planner 'revolve'"):
-        solve_mixed(212, 59_871, 300, most_s=PLANNING_S, native_kernel=native.available())
-
-
-def test_a_mix_in_one_slot_finds_its_choices_at_once() -> None:
-    """Each was searched for: 11 s for 100 000 steps."""
-    table = solve_mixed(400, 1)
-    assert sum(isinstance(action, Reverse) for action in mixed_schedule(table, 1, 400)) == 400
-    assert len(table._choices) <= 1
-
-
-def test_long_periods_are_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four million were tried, which took 2.6 s."""
-
-    def cost(period: int, count: int) -> float:
-        last = 300_000 - count * period
-        return count * (period + 4e4 + nu(period, 40)) + nu(last, 40)
-
-    whole = cost(*best_period(40, 300_000, 4e4, None))
-    monkeypatch.setattr(sys.modules[best_period.__module__], "_ALL_PERIODS", 512)
-    assert cost(*best_period(40, 300_000, 4e4, None)) <= 1.001 * whole
-
-
 def test_levels_that_make_no_sense() -> None:
     for levels in ((), (Level(0),), (Level(0), Level(3, 1.0, 1.0))):
         with pytest.raises(ArgumentError, match="first level"):
@@ -824,12 +670,6 @@ def test_bad_steps_and_missing_tiers(name: str) -> None:
     assert made.planner == name
     assert "plain Revolve" in made.note
     assert made.makespan_s == PLANNERS["revolve"](made.costs, 3, 40).makespan_s
-
-
-def test_rows_start_blank() -> None:
-    rows = Rows(np.arange(4.0), np.zeros(4), 1.0)
-    assert rows.n == 3
-    assert rows.blank().tolist() == [0.0] * 4
 
 
 def test_a_mix_uses_no_more_slots_than_it_has() -> None:

@@ -9,28 +9,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from multistage.actions import (
-    Action,
-    Advance,
-    Await,
-    Drop,
-    EndForward,
-    Free,
-    Get,
-    Load,
     Offer,
     Put,
-    Reverse,
     Save,
-    Tape,
 )
 from multistage.errors import ArgumentError, BudgetError
 from multistage.model.costs import NOT_KEPT, Costs
 from multistage.model.tier import Tier
-from multistage.planners import PLANNERS, RANKED, UniformPlan, plan
+from multistage.planners import PLANNERS, RANKED, plan
 from multistage.planners.predict import SIMULATED_STEPS
-from multistage.planners.streaming.interval import corrected_factor, paper_interval, printed_factor
+from multistage.planners.streaming.interval import corrected_factor, printed_factor
 from multistage.planners.streaming.online import dynamic_schedule, online_schedule
-from multistage.planners.streaming.streaming import streaming, streaming_spacing
+from multistage.planners.streaming.streaming import streaming
 from multistage.schedule.rules import check
 from multistage.schedule.simulation import simulate
 
@@ -195,91 +185,6 @@ def test_the_papers_figures() -> None:
     assert [round(corrected_factor(i, 100), 3) for i in (8, 64, 1024)] == [1.875, 1.984, 2.9]
 
 
-def test_spacing_keeps_up_with_both_channels() -> None:
-    tier = Tier(write_s=2.0, read_s=11.0)
-    assert streaming_spacing(Costs(1.0, 2.0, tiers=(tier,))) == 4.0
-    assert streaming_spacing(Costs(1.0, 2.0, tiers=(Tier(write_s=0.1, read_s=0.1),))) == 1.0
-
-
-def replay(made: UniformPlan) -> list[Action]:
-    actions: list[Action] = []
-    simulate(
-        made.schedule(), made.n_steps, made.costs, made.slots, trace=actions.append, checked=False
-    )
-    return actions
-
-
-def test_golden_replay_of_the_interval_rule() -> None:
-    costs = Costs(1.0, 2.0, tiers=(Tier(write_s=2.0, read_s=2.0),))
-    assert [str(a) for a in replay(paper_interval(costs, 3, 4))] == [
-        "Put(step=0, tier=0, tape=False)",
-        "Advance(start=0, stop=2)",
-        "Put(step=2, tier=0, tape=False)",
-        "Advance(start=2, stop=3)",
-        "Tape(step=3)",
-        "EndForward()",
-        "Reverse(step=3)",
-        "Await(token=0)",
-        "Await(token=1)",
-        "Get(step=2, tier=0, tape=False)",
-        "Await(token=2)",
-        "Drop(step=2, tier=0, tape=False)",
-        "Load(step=2)",
-        "Get(step=0, tier=0, tape=False)",
-        "Reverse(step=2)",
-        "Free(step=2)",
-        "Await(token=3)",
-        "Drop(step=0, tier=0, tape=False)",
-        "Load(step=0)",
-        "Advance(start=0, stop=1)",
-        "Reverse(step=1)",
-        "Load(step=0)",
-        "Reverse(step=0)",
-        "Free(step=0)",
-    ]
-
-
-def test_golden_replay_of_the_ring() -> None:
-    """Five steps, three slots, a write takes two steps: states 1, 3 stay, 0, 2 are written."""
-    from multistage.planners.streaming.sweep import Sweep
-
-    costs = Costs(1.0, 2.0, tiers=(Tier(write_s=2.0, read_s=2.0),))
-    actions: list[Action] = []
-    simulate(Sweep(3, 2.0, None).schedule(5), 5, costs, 3, trace=actions.append)
-    assert actions == [
-        Save(0),
-        Offer(0),
-        Advance(0, 1),
-        Save(1),
-        Advance(1, 2),
-        Save(2),
-        Offer(2),
-        Advance(2, 3),
-        Free(1),
-        Save(3),
-        Advance(3, 4),
-        Tape(4),
-        EndForward(),
-        Reverse(4),
-        Load(3),
-        Reverse(3),
-        Free(3),
-        Load(2),
-        Reverse(2),
-        Await(0),
-        Await(1),
-        Free(2),
-        Drop(2),
-        Load(0),
-        Advance(0, 1),
-        Reverse(1),
-        Load(0),
-        Reverse(0),
-        Free(0),
-        Drop(0),
-    ]
-
-
 def test_idle_slots_hold_states_the_tier_has_not_accepted() -> None:
     """The tier writes until the tail's last checkpoint takes its slot; 646 s without a backlog."""
     costs = Costs(1.0, 1.0, tiers=(Tier(write_s=20.0, read_s=20.0),))
@@ -366,10 +271,6 @@ def test_plan_ranks_and_explains() -> None:
     assert plan(costs, "64 slots", 20).planner == "store-all"
 
 
-def test_without_a_tier_revolve_wins() -> None:
-    assert plan(Costs(1.0, 2.0), "10 slots", 1000).planner == "revolve"
-
-
 @pytest.mark.parametrize("n", [0, -1, 1.5, True])
 def test_bad_step_counts(n: object) -> None:
     with pytest.raises(ArgumentError, match=r"n_steps=.*at least 1"):
@@ -381,11 +282,3 @@ def test_bad_planner_names_the_others() -> None:
         plan(Costs(1.0, 2.0), "10 slots", 10, planner="magic")
     with pytest.raises(ArgumentError, match="must know n_steps"):
         PLANNERS["revolve"](Costs(1.0, 2.0), 10, None)
-
-
-def test_kinds_of_actions_used_by_no_tier_plans() -> None:
-    for name in ("store-all", "revolve", "periodic", "recursive"):
-        made = PLANNERS[name](Costs(1.0, 2.0), 30, 31)
-        kinds = {type(action) for action in replay(made)}
-        assert kinds <= {Advance, Tape, Reverse, Save, Load, Free, EndForward}
-    assert Get not in kinds

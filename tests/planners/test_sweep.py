@@ -9,23 +9,7 @@ from multistage.model.tier import Tier
 from multistage.planners.streaming.form import Form, timed
 from multistage.planners.streaming.reserve import Reservation
 from multistage.planners.streaming.streaming import streaming
-from multistage.planners.streaming.sweep import Sweep, SweepMemory
 from multistage.schedule.simulation import simulate
-
-
-def test_parked_states_are_held_in_ascending_order() -> None:
-    """The next anchor is held while a tail is reversed, those below it when the tail is over."""
-    memory = SweepMemory(Sweep(4, 2.0, 10, backlog=3))
-    for token, step in enumerate((3, 5, 7)):
-        memory.writing.append((token, step, True))
-        memory.readable.append(step)
-        memory.parked.add(step)
-    memory.used = memory.staged = 3
-    for step in (7, 3, 5):
-        memory.hold(step)
-    assert memory.held == [3, 5, 7]
-    assert not memory.readable and not memory.parked and memory.staged == 0
-    assert [staged for _, _, staged in memory.writing] == [False, False, False]
 
 
 def slow_tier(read_s: float, read_overhead_s: float = 0.0) -> Costs:
@@ -53,12 +37,6 @@ def test_reading_again_pays_where_slots_are_few_and_reads_quick(monkeypatch) -> 
     in_parts = makespan_s(slow_tier(10.0))
     monkeypatch.setattr(Reservation, "again", lambda self, length, free: 0)
     assert in_parts < 0.95 * makespan_s(slow_tier(10.0))
-
-
-def test_reads_that_cost_the_computing_thread_too_much_are_not_repeated() -> None:
-    assert Reservation(slow_tier(10.0)).again(40, 2) > 0
-    assert Reservation(slow_tier(10.0, read_overhead_s=100.0)).again(40, 2) == 0
-    assert Reservation(slow_tier(2_000.0)).again(40, 2) == 0
 
 
 def test_intervals_in_parts_are_planned() -> None:

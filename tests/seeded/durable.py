@@ -5,12 +5,7 @@ from __future__ import annotations
 from seeded.mutant import Mutant, of
 
 FAULTS: tuple[Mutant, ...] = (
-    of(
-        "durable/catalogue.py",
-        "if batch.least < needed_below or",
-        "if",
-        "durable/test_store.py",
-    ),
+    of("durable/catalogue.py", "if batch.least < needed_below or", "if", "durable/test_store.py"),
     of(
         "durable/new_file.py",
         "self._temporary, self._name, src_dir_fd",

@@ -77,46 +77,23 @@ FAULTS: tuple[Mutant, ...] = (
         "pass",
         "test_ownership.py",
     ),
-    of(
-        "execute/loop.py",
-        "if adjoint is None and sweep.wanted:",
-        "if False:",
-        "test_ownership.py",
-    ),
+    of("execute/loop.py", "if adjoint is None and sweep.wanted:", "if False:", "test_ownership.py"),
     of(
         "schedule/machine.py",
         "if machine.tapes and not machine.state_is_tape:",
         "if False:",
         "schedule/test_rules.py",
     ),
-    of(
-        "model/blocks.py",
-        'bool(getattr(chain, "one_tape", False))',
-        "False",
-        "test_ownership.py",
-    ),
-    of(
-        "reversing/uniform.py",
-        "not self.plan.sealed",
-        "False",
-        "measurement/test_given.py",
-    ),
+    of("model/blocks.py", 'bool(getattr(chain, "one_tape", False))', "False", "test_ownership.py"),
+    of("reversing/uniform.py", "not self.plan.sealed", "False", "measurement/test_given.py"),
     of(
         "measurement/given.py",
         "if theirs.state_is_tape != costs.state_is_tape:",
         "if False:",
         "measurement/test_given.py",
     ),
+    of("support/free_memory.py", "yield from inner.parents", "pass", "support/test_free_memory.py"),
     of(
-        "support/free_memory.py",
-        "yield from inner.parents",
-        "pass",
-        "support/test_free_memory.py",
-    ),
-    of(
-        "errors.py",
-        "functools.partial(_without_user, _USER), text",
-        "str, text",
-        "test_secrets.py",
+        "errors.py", "functools.partial(_without_user, _USER), text", "str, text", "test_secrets.py"
     ),
 )
