@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self, TypeAlias
+from typing import ClassVar, Literal, Protocol, Self, TypeAlias
 
 from ..actions import Action, Answer, Schedule
 from ..errors import ArgumentError
+from ..model.costs import Costs
+from ..model.stages import StageCosts
+from ..model.tier import Tier
+from ..schedule.simulation import Jitter, Simulation
 from ..support.values import shown
 from .written import read_json
-
-if TYPE_CHECKING:
-    from ..model.costs import Costs
-    from ..model.stages import StageCosts
-    from ..model.tier import Tier
-    from ..schedule.simulation import Jitter, Simulation
-
 
 Subject = Literal["schedule", "timeline", "trade-off"]
 Reader: TypeAlias = "Callable[[Mapping[str, object]], Plan]"
@@ -144,10 +142,30 @@ class Plan:
         seed: int = 0,
         timed: Callable[[Action, Answer, float], None] | None = None,
     ) -> Simulation:
-        """Run the plan in virtual time, with its own tier or another; see `multistage.simulate`."""
+        """Run the plan in virtual time, with its own tier or another; see `multistage.simulate`.
+
+        Memory is bounded by the plan's, whatever the tier's rates.
+
+        Examples
+        --------
+        >>> from multistage import Costs, Stage, StageCosts, plan, plan_chain
+        >>> made = plan(Costs(1.0, 2.0), "5 slots", 100)
+        >>> made.simulate().makespan_s == made.makespan_s
+        True
+        >>> costs = StageCosts.uniform(12, Stage("layer", 1.0, 2.0, 10, 40), 10)
+        >>> made = plan_chain(costs, 0.4, tiers="write=60B/s,read=60B/s")
+        >>> run = made.simulate(tiers="write=30B/s,read=30B/s")
+        >>> run.makespan_s > made.makespan_s, run.peak_bytes <= made.memory_bytes
+        (True, True)
+        """
+        plan = self if tiers is None else self.with_tier(tiers)
+        return plan._simulation()(jitter=jitter, seed=seed, timed=timed)
+
+    def _simulation(self) -> partial[Simulation]:
+        """Return a call of `simulate` without what scatters and watches the run."""
         raise NotImplementedError
 
-    def with_tier(self, tier: Tier | str) -> Plan:
+    def with_tier(self, tier: Tier | str) -> Self:
         """Return the plan with another tier in its place; the schedule stays.
 
         `lower_bound_s` is that of the new tier, all other predictions are those of the tier it
@@ -158,11 +176,24 @@ class Plan:
         ArgumentError
             If it has no tier, or several.
         """
+        if not self.tiers:
+            raise ArgumentError("the plan has no tier to replace; plan it with one")
+        if len(self.tiers) > 1:
+            raise ArgumentError(f"the plan has {len(self.tiers)} tiers; one can be replaced")
+        return self._on(Tier.parse(tier))
+
+    def _on(self, tier: Tier) -> Self:
         raise NotImplementedError
 
     def limits(self) -> dict[str, float | None]:
         """Return what fast memory and each tier may hold, in bytes; None without bound."""
-        raise NotImplementedError
+        limits: dict[str, float | None] = {"fast": self.memory_bytes}
+        for tier in self.tiers:
+            room = tier.capacity_bytes
+            if tier.capacity_states is not None and isinstance(self.costs, Costs):
+                room = tier.capacity_states * self.costs.state_bytes
+            limits[tier.name] = room
+        return limits
 
     def summary(self) -> str:
         """Return the plan in one line."""

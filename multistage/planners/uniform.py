@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ClassVar, ParamSpec, TypeAlias
 
 from tabulate import tabulate
 
-from ..actions import Action, Answer, Schedule
+from ..actions import Schedule
 from ..errors import ArgumentError
 from ..model.costs import Costs
 from ..model.tier import Tier
-from ..schedule.simulation import Jitter, Simulation, simulate
+from ..schedule.simulation import Simulation, simulate
 from ..support.units import format_bytes, format_seconds
 from ..support.values import shown, whole_or_none
 from .base import Plan, gap_of
@@ -29,31 +29,19 @@ Planner: TypeAlias = "Callable[[Costs, int, int | None], UniformPlan]"
 class UniformPlan(Plan):
     """A schedule of steps that are alike, where it comes from and what it is predicted to cost.
 
-    What it does besides, see `Plan`.
+    What it has and does besides, see `Plan`; `planner` is a key of `PLANNERS`.
 
     Attributes
     ----------
-    planner : str
-        Name of the planner, a key of `PLANNERS`.
-    n_steps : int
     slots : int
         Fast slots the plan may take.
     costs : Costs
         What the prediction assumes.
     make : callable
         Returns a fresh schedule; see `schedule`.
-    makespan_s : float
-        Predicted seconds from the start to the last adjoint step.
     lower_bound_s : float
-        No schedule with these slots and tiers can be faster.
-    forward_steps : int
-        Predicted steps run forward, the first sweep included.
     peak_slots : float
         Most fast slots the schedule takes.
-    writes, reads : int
-        Predicted transfers of states to and from the slow tiers.
-    stall_s : float
-        Predicted seconds the computing thread waits for transfers.
     note : str
         One sentence: what the planner does with these costs.
     parameters : mapping
@@ -161,48 +149,12 @@ class UniformPlan(Plan):
         """How far the makespan lies above the lower bound, 0 at best."""
         return gap_of(self.makespan_s, self.lower_bound_s)
 
-    def limits(self) -> dict[str, float | None]:
-        """Return what fast memory and each tier may hold, in bytes; None without bound."""
-        limits: dict[str, float | None] = {"fast": self.memory_bytes}
-        for tier in self.costs.tiers:
-            room = tier.capacity_states
-            limits[tier.name] = None if room is None else room * self.costs.state_bytes
-        return limits
-
-    def simulate(
-        self,
-        *,
-        tiers: Tier | str | None = None,
-        jitter: Jitter | None = None,
-        seed: int = 0,
-        timed: Callable[[Action, Answer, float], None] | None = None,
-    ) -> Simulation:
-        """Run the plan in virtual time, with its own tier or another; see `simulate`.
-
-        Examples
-        --------
-        >>> from multistage import plan
-        >>> made = plan(Costs(1.0, 2.0), "5 slots", 100)
-        >>> made.simulate().makespan_s == made.makespan_s
-        True
-        """
+    def _simulation(self) -> partial[Simulation]:
         known = None if self.planner == "online" else self.n_steps
-        costs = self.costs if tiers is None else self.with_tier(tiers).costs
-        return simulate(
-            self.schedule(), known, costs, self.slots, jitter=jitter, seed=seed, timed=timed
-        )
+        return partial(simulate, self.schedule(), known, self.costs, self.slots)
 
-    def with_tier(self, tier: Tier | str) -> UniformPlan:
-        """Return the plan with another tier in its place; the schedule stays.
-
-        Raises
-        ------
-        ArgumentError
-            If it has no tier, or several.
-        """
-        if len(self.tiers) != 1:
-            raise ArgumentError(f"the plan has {len(self.tiers)} tiers; one can be replaced")
-        costs = replace(self.costs, tiers=(Tier.parse(tier),))
+    def _on(self, tier: Tier) -> UniformPlan:
+        costs = replace(self.costs, tiers=(tier,))
         bound_s = lower_bound(costs, self.slots, self.n_steps)
         return replace(self, costs=costs, lower_bound_s=bound_s)
 

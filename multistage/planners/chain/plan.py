@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar, Literal, get_args
 
 from tabulate import tabulate
 
 from ... import native
-from ...actions import Action, Advance, Answer, EndForward, Get, Put, Reverse, Save, Schedule, Tape
+from ...actions import Action, Advance, EndForward, Get, Put, Reverse, Save, Schedule, Tape
 from ...errors import ArgumentError
 from ...model.stages import StageCosts
 from ...model.tier import Tier
-from ...schedule.simulation import Jitter, Simulation, simulate
+from ...schedule.simulation import Simulation, simulate
 from ...support.units import format_bytes, format_seconds
 from ...support.values import MOST, shown, whole
 from ...support.values import seconds as a_time
@@ -35,12 +35,10 @@ CHAIN_PLANNERS: tuple[ChainPlanner, ...] = ("auto", "optimal", "revolve", "perio
 class ChainPlan(Plan):
     """A schedule of a chain of stages that differ, and what it is predicted to take.
 
-    What it does besides, see `Plan`.
+    What it has and does besides, see `Plan`.
 
     Attributes
     ----------
-    planner : str
-    costs : StageCosts
     memory_bytes : int or None
         The limit it was made for.
     actions : tuple of Action
@@ -48,8 +46,6 @@ class ChainPlan(Plan):
     makespan_s, peak_bytes
         Of one forward and backward, by the byte-exact judge; the peak includes
         the chain's input.
-    forward_steps : int
-        Stages run forward.
     plain_s, plain_bytes
         The same with every tape kept, and without what the executor takes (`overhead_s`).
     tier : Tier or None
@@ -57,8 +53,6 @@ class ChainPlan(Plan):
     no_tier_s, offload_s : float or None
         The makespans of the alternatives, without the tier and with every tape sent
         to it; None where they do not fit, or no tier was given.
-    stall_s : float
-        Of the makespan, spent waiting for transfers.
     given_up : int
         Tapes that the last run made again, as the tier was slower than planned; see
         `multistage.execute.late`.
@@ -213,54 +207,14 @@ class ChainPlan(Plan):
                 found.append(state or ("recomputed" if i else "input kept"))
         return found
 
-    def simulate(
-        self,
-        *,
-        tiers: Tier | str | None = None,
-        jitter: Jitter | None = None,
-        seed: int = 0,
-        timed: Callable[[Action, Answer, float], None] | None = None,
-    ) -> Simulation:
-        """Run the plan in virtual time, with its own tier or another.
-
-        Memory is bounded by `memory_bytes` whatever the tier's rates.
-
-        Examples
-        --------
-        >>> from multistage import Stage, StageCosts, plan_chain
-        >>> costs = StageCosts.uniform(12, Stage("layer", 1.0, 2.0, 10, 40), 10)
-        >>> plan = plan_chain(costs, 0.4, tiers="write=60B/s,read=60B/s")
-        >>> run = plan.simulate(tiers="write=30B/s,read=30B/s")
-        >>> run.makespan_s > plan.makespan_s, run.peak_bytes <= plan.memory_bytes
-        (True, True)
-        """
-        return simulate(
-            self.actions,
-            None,
-            self.costs,
-            tiers=self.tiers if tiers is None else self.with_tier(tiers).tiers,
-            memory_bytes=self.memory_bytes,
-            jitter=jitter,
-            seed=seed,
-            timed=timed,
+    def _simulation(self) -> partial[Simulation]:
+        limit = self.memory_bytes
+        return partial(
+            simulate, self.actions, None, self.costs, tiers=self.tiers, memory_bytes=limit
         )
 
-    def with_tier(self, tier: Tier | str) -> ChainPlan:
-        """Return the plan with another tier in its place; the schedule stays.
-
-        Raises
-        ------
-        ArgumentError
-            If it has no tier.
-        """
-        if self.tier is None:
-            raise ArgumentError("the plan has no tier to replace; plan it with tiers=...")
-        return replace(self, tier=Tier.parse(tier).in_bytes())
-
-    def limits(self) -> dict[str, float | None]:
-        """Return what fast memory and the tier may hold, in bytes; None without bound."""
-        rooms = {tier.name: tier.capacity_bytes for tier in self.tiers}
-        return {"fast": self.memory_bytes, **rooms}
+    def _on(self, tier: Tier) -> ChainPlan:
+        return replace(self, tier=tier.in_bytes())
 
     def to_dict(self) -> dict[str, object]:
         """Return the plan as plain data, for JSON; `from_dict` reads it back.
