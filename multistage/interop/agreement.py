@@ -1,4 +1,4 @@
-"""What the ranks of an `MPIReversal` agree on before a sweep: slots, costs and the plan."""
+"""What the ranks of an `MPIReversal` agree on: arguments, slots, costs and the plan."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..backends.base import Store
 from ..backends.urls import open_store
 from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
+from ..errors import ArgumentError
 from ..measurement.chain import measure
 from ..measurement.driver import with_driver
 from ..measurement.seen import drifted
@@ -18,6 +19,7 @@ from ..measurement.store import probe_store
 from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import Costs
+from ..model.stages import StageCosts
 from ..planners import Planner, UniformPlan
 from ..reversing.arguments import Arguments
 from ..reversing.sweeps import Sweeps
@@ -30,6 +32,37 @@ State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 
 _PROBE_S = 1.0
+
+
+def facts_to_agree(
+    checked_here: partial[Arguments[State, Adjoint]], on_error: str
+) -> dict[str, object]:
+    """Check the arguments of this rank; return what must be the same on every rank.
+
+    Raises
+    ------
+    ArgumentError, BudgetError, StoreError
+        If an argument breaks its rule on this rank.
+    """
+    words = checked_here.keywords
+    if on_error not in ("abort", "raise"):
+        raise ArgumentError(f"on_error={on_error!r} must be 'abort' or 'raise'")
+    if isinstance(words["costs"], StageCosts):
+        raise ArgumentError(
+            "costs=StageCosts(...) are those of unequal steps, and MPIReversal plans "
+            "uniform ones; give Costs, or leave them out to have them measured"
+        )
+    given = checked_here()
+    same = ("n_steps", "durable_every_s", "durable_label")
+    planner = words["planner"]  # what one of the user's own makes is compared later
+    return {name: words[name] for name in same} | {
+        "planner": planner if isinstance(planner, str) else "one of your own",
+        "on_error": on_error,
+        "having a tier": words["tiers"] is not None,
+        "having a durable folder": words["durable"] is not None,
+        "having costs": words["costs"] is not None,
+        "having a tape": not given.chain.state_is_tape,
+    }
 
 
 class Agreement(Generic[State, Adjoint]):

@@ -45,8 +45,7 @@ from ..states.slots import States
 from ..support.free_memory import default_budget_bytes
 from ..support.progress import is_shown
 from .agreed import AgreedStore as AgreedStore
-from .agreement import Agreement
-from .checking import facts_to_agree
+from .agreement import Agreement, facts_to_agree
 from .ranks import Communicator as Communicator
 from .ranks import Ranks as Ranks
 from .ranks import slowest as slowest

@@ -24,7 +24,7 @@ FAULTS: tuple[Mutant, ...] = (
         "interop/test_mpi_reversal.py",
     ),
     of(
-        "interop/checkpoint_schedules/followed.py",
+        "interop/checkpoint_schedules/ours.py",
         "        seen.kept[index] = True",
         "        seen.kept[index] = False",
         "interop/test_checkpoint_schedules.py",

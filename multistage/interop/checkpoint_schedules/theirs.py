@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ...actions import (
@@ -33,10 +34,22 @@ from ...planners.streaming.overlap import overlap
 from ...planners.uniform import require_steps
 from ...schedule.rules import Rules
 from ...schedule.simulation import simulate
-from .package import theirs
 
 if TYPE_CHECKING:
     from checkpoint_schedules import CheckpointSchedule
+
+
+def theirs() -> ModuleType:
+    """Return checkpoint_schedules.  Raises ArgumentError if it is not installed."""
+    try:
+        import checkpoint_schedules
+    except ImportError as error:
+        raise ArgumentError(
+            "checkpoint_schedules is not installed; "
+            "pip install 'multistage-checkpointing[checkpoint-schedules]'"
+        ) from error
+    module: ModuleType = checkpoint_schedules
+    return module
 
 
 def actions_of(schedule: CheckpointSchedule, n_steps: int) -> Generator[Action, Answer, None]:
