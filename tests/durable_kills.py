@@ -32,7 +32,6 @@ import numpy as np
 
 from multistage import Costs, FunctionChain, InPlaceChain, Reversal, Tier
 from multistage.durable import folder as durable_folder
-from multistage.durable import new_file
 from multistage.durable.status import inspect
 
 # A step that takes some work, so that a run lasts long enough to be killed in.
@@ -235,7 +234,7 @@ def child(
         code = 1
         try:
             if last_call is not None:
-                durable_folder.os = new_file.os = Deadly(last_call)  # type: ignore[attr-defined]
+                durable_folder.os = Deadly(last_call)  # type: ignore[attr-defined]
             run(name, folder, writer, measured)
             code = 0
         except BaseException:

@@ -25,14 +25,13 @@ with atheris.instrument_imports(include=["multistage"]):
     from multistage import Costs, Stage, StageCosts, Tier
     from multistage.backends import open_store
     from multistage.durable.headers import (
-        PRELUDE,
         Kind,
         RunFacts,
         encode,
         parse_adjoint,
-        parse_prelude,
         parse_run,
         parse_states,
+        read_header,
         run_table,
     )
     from multistage.durable.records import OrderedLayout
@@ -49,18 +48,17 @@ CHAIN = StageCosts.uniform(2, Stage("layer", 1.0, 2.0, 10, 30), 10)
 
 def durable_file(data: bytes) -> None:
     """A file of a durable run, whatever its name."""
-    header = parse_prelude(data[: PRELUDE.size], len(data))
-    table = data[PRELUDE.size :][: header.table_bytes]
+    header = read_header(lambda count, at: data[at : at + count], len(data))
     match header.kind:
         case Kind.RUN:
-            facts, _ = parse_run(header, table)
+            facts, _ = parse_run(header)
             is_same = replace(facts, package=FACTS.package) == FACTS  # of whatever version
             assert facts.difference(FACTS) is None if is_same else facts.difference(FACTS)
         case Kind.STATES:
-            steps, checksums = parse_states(header, table, RECORD_BYTES)
+            steps, checksums = parse_states(header, RECORD_BYTES)
             assert len(steps) == len(checksums) > 0
         case Kind.ADJOINT:
-            assert len(parse_adjoint(header, table)[2]) == 16
+            assert len(parse_adjoint(header)[2]) == 16
 
 
 def forged_file(data: bytes) -> None:

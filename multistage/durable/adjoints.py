@@ -16,11 +16,10 @@ from ..backends.arena import pages
 from ..errors import ArgumentError, CheckpointWarning, StateError
 from ..model.chain import Chain
 from ..states.layout import Array
-from .agreement import Pace
+from .agreement import Pace, Peers
 from .folder import Folder
 from .headers import Kind, adjoint_table, encode
 from .journal import Snapshot, read_adjoint
-from .peers import Peers
 from .records import OrderedLayout, checksum_of
 from .store import DurableStore
 
@@ -58,9 +57,9 @@ class Adjoints:
         clock: Callable[[], float],
     ) -> None:
         self.on_disk: list[int] = []
-        self.clock = clock
-        self.due_s = 0.0  # when the next one is to be written
-        self.pace: Pace | None = None  # of several ranks
+        self._clock = clock
+        self._due_s = np.inf  # when the next one is to be written
+        self._pace: Pace | None = None  # of several ranks
         self._store, self._folder, self._peers = store, folder, peers
         self._every_s = every_s
         self._checked = False  # whether the layout was seen to stay
@@ -70,11 +69,6 @@ class Adjoints:
         self._failure = ""
         self._buffer: Array | None = None
         self._safe = 0  # the furthest adjoint on this rank's disk
-
-    @property
-    def together(self) -> bool:
-        """Whether several ranks write theirs at agreed steps."""
-        return self._peers.size > 1
 
     def prepare(self, adjoint: object, newest: Snapshot | None, remedy: str) -> None:
         """Take the layout of the adjoint that the caller gives.
@@ -117,38 +111,35 @@ class Adjoints:
         """Begin a reverse sweep at `step`, whose adjoint is known to be safe."""
         self._safe = step
         self._busy = False
-        self.due_s, self._checked = -np.inf, False
-        if self.together:
-            self.pace = Pace(step - 1, self._every_s, self.clock())
+        self._due_s, self._checked = -np.inf, False
+        if self._peers.size > 1:
+            self._pace = Pace(step - 1, self._every_s, self._clock())
+
+    def due(self, step: int) -> bool:
+        """Whether it is time to write the adjoint at `step`; the same on all ranks."""
+        pace = self._pace
+        return self._clock() >= self._due_s if pace is None else step <= pace.step
 
     def snapshot(self, adjoint: object, step: int) -> None:
-        """Copy the adjoint at `step` for the writer, unless that is still at the one before."""
-        if not self._checked:  # at the first step, not after hours
+        """Copy the adjoint at `step` for the writer, unless that is still at the one before.
+
+        Several ranks do so at a step where all of them do, and agree on the next one.
+        """
+        now, first = self._clock(), not self._checked
+        if first:  # at the first step, not after hours
             assert self._layout is not None
             self._layout.arrays(adjoint, f"the adjoint of step {step}")
             self._checked = True
-            self.due_s = self.clock() + self._every_s
-            if self._every_s:
-                return
-        self._tell()
-        if self._busy or not step:
-            return
-        self.due_s = self.clock() + self._every_s
-        self._copy(adjoint, step)
-
-    def snapshot_together(self, adjoint: object, step: int) -> None:
-        """Do the same at a step where all ranks do; agree on the next one."""
-        layout, pace = self._layout, self.pace
-        assert layout is not None and pace is not None
-        if not self._checked:
-            layout.arrays(adjoint, f"the adjoint of step {step}")
-            self._checked = True
-        now = self.clock()
-        mine = pace.says(step, now, busy=self._busy, safe=self._safe)
-        write, safe = pace.agreed(step, now, self._peers.most_of(mine))
-        self._store.release(safe)
+        write, safe = not self._busy, None
+        if self._pace is not None:
+            mine = self._pace.says(step, now, busy=self._busy, safe=self._safe)
+            write, safe = self._pace.agreed(step, now, self._peers.most_of(mine))
+            self._store.release(safe)
+        elif first and self._every_s:
+            self._due_s, write = now + self._every_s, False
         self._tell()
         if write and step:
+            self._due_s = now + self._every_s
             self._copy(adjoint, step, safe)
 
     def _copy(self, adjoint: object, step: int, safe: int | None = None) -> None:
@@ -217,31 +208,13 @@ class Recorded(Generic[State, Adjoint]):
         self.one_tape = bool(getattr(chain, "one_tape", False))  # chains of before it was required
         self.advance = chain.advance
         self.tape = chain.tape
-        step_back, clock, snapshot = chain.reverse, adjoints.clock, adjoints.snapshot
-        if adjoints.together:
-            self.reverse = _together(step_back, adjoints)
-            return
+        step_back, due, snapshot = chain.reverse, adjoints.due, adjoints.snapshot
 
         def reverse(tape: object, adjoint: Adjoint, step: int) -> Adjoint:
             adjoint = step_back(tape, adjoint, step)
             # An adjoint of None is the executor's to refuse.
-            if clock() >= adjoints.due_s and adjoint is not None:
+            if due(step) and adjoint is not None:
                 snapshot(adjoint, step)
             return adjoint
 
         self.reverse = reverse
-
-
-def _together(
-    step_back: Callable[..., Adjoint], adjoints: Adjoints
-) -> Callable[[object, Adjoint, int], Adjoint]:
-    """Return the adjoint step of one of several ranks, which act at agreed steps."""
-
-    def reverse(tape: object, adjoint: Adjoint, step: int) -> Adjoint:
-        adjoint = step_back(tape, adjoint, step)
-        pace = adjoints.pace
-        if pace is not None and step <= pace.step:
-            adjoints.snapshot_together(adjoint, step)
-        return adjoint
-
-    return reverse

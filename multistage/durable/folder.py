@@ -23,24 +23,22 @@ import re
 import stat
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from ..errors import StoreError
 from ..states.layout import Array
-from ..support.interrupts import Shield
+from ..support.interrupts import Opened, Shield
 from .headers import (
     IDENTITY_BYTES,
-    PRELUDE,
     BadFile,
     Header,
     holder_of,
     lock_of,
-    parse_prelude,
+    read_header,
     run_of,
 )
-from .new_file import CHUNK, SAFE, NewFile, OpenFile, synchronize
 
 RUN, LAST, LOCK = "run", "last", "lock"
 LEFTOVERS = ("tmp-", "probe-")  # of no use to a resumed run
@@ -55,6 +53,23 @@ SYSTEMS = re.compile(
 )
 _NO_PLAIN = "it is no plain file of yours"
 _PATIENCE_S = 0.5
+_CHUNK = 4 << 20
+# Flags that platforms may lack.  Without NONBLOCK a FIFO in place of a file would hang us.
+_SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_NEW = os.O_RDWR | _SAFE
+_NAMELESS: int = getattr(os, "O_TMPFILE", 0)  # asked for only where there are such
+# What a file system answers that has no files without a name, or cannot link them.
+_NO_LINKS = {
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.EACCES,
+    errno.EINVAL,
+    errno.EISDIR,
+    errno.ENOENT,
+    errno.EXDEV,
+    errno.EMLINK,
+}
 
 
 # A forked child shares our lock, and might outlive us: it must release it, or
@@ -85,6 +100,8 @@ class Folder:
         Number of the run that has the folder, known once it is locked.
     made : bool
         Whether it was made here.
+    nameless : bool
+        Whether files without a name work there, as far as is known.
 
     Raises
     ------
@@ -96,7 +113,7 @@ class Folder:
         self.path = path
         self.run = bytes(16)
         self.made = False
-        self._nameless = hasattr(os, "O_TMPFILE")
+        self.nameless = hasattr(os, "O_TMPFILE")
         self._descriptors: list[int] = []  # the folder's, and that of its lock
         # Also of one that is dropped, as where Ctrl-C comes before it has a name.
         self._closing = weakref.finalize(self, _close, self._descriptors)
@@ -111,7 +128,7 @@ class Folder:
                             self.made = True
                         except FileExistsError:
                             there = True
-                    flags = os.O_RDONLY | os.O_DIRECTORY | SAFE
+                    flags = os.O_RDONLY | os.O_DIRECTORY | _SAFE
                     self._descriptors.append(os.open(path, flags))
             except FileNotFoundError as error:
                 if not there or path.is_symlink():
@@ -223,14 +240,13 @@ class Folder:
                     return file.keep()
         except FileNotFoundError:
             self.run = os.urandom(16)
-            with self._new(LOCK) as file:
-                self._nameless = file.nameless
+            with NewFile(self, LOCK) as file:
                 # Locked before it appears, so that no other takes it for a leftover.
                 fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.write(lock_of(self.run))
                 file.synchronize()
                 # A lock is never replaced: it may be another's since a moment ago.
-                if not file.appear(None):
+                if not file.appear(replace=False):
                     raise FileExistsError(errno.EEXIST, "it was made just now") from None
                 return file.keep()
         except BadFile as error:
@@ -244,12 +260,12 @@ class Folder:
         self.run = run
         lock = self._descriptors[1]
         os.pwrite(lock, lock_of(self.run), 0)
-        synchronize(lock)
+        _synchronize(lock)
 
     def holder(self) -> str:
         """Return the holder of the lock, as far as its file names it."""
         with contextlib.suppress(OSError, BadFile):
-            return holder_of(*self.header(LOCK))
+            return holder_of(self.header(LOCK))
         return "another process"
 
     def in_use(self) -> bool:
@@ -331,7 +347,7 @@ class Folder:
 
     def _descriptor(self, name: str, flags: int) -> int:
         try:
-            fd = os.open(name, flags | SAFE, dir_fd=self.fd)
+            fd = os.open(name, flags | _SAFE, dir_fd=self.fd)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EMLINK):
                 raise BadFile("it is a symbolic link, which is not followed") from error
@@ -344,11 +360,10 @@ class Folder:
             raise BadFile(_NO_PLAIN)
         return fd
 
-    def header(self, name: str) -> tuple[Header, bytes]:
-        """Return header and table of a file.  Raises OSError, BadFile."""
+    def header(self, name: str) -> Header:
+        """Return the header of a file.  Raises OSError, BadFile."""
         with self.open(name) as file:
-            header = parse_prelude(os.pread(file.fd, PRELUDE.size, 0), file.nbytes)
-            return header, os.pread(file.fd, header.table_bytes, PRELUDE.size)
+            return read_header(partial(os.pread, file.fd), file.nbytes)
 
     def read(self, name: str, file_bytes: int, offset: int, record: Array) -> None:
         """Fill `record` from a file that must still have `file_bytes`.  Raises OSError, BadFile."""
@@ -358,7 +373,7 @@ class Folder:
                 raise BadFile(f"it has {size} bytes, not {file_bytes}: it was changed")
             view = memoryview(record)  # type: ignore[arg-type]
             while view:
-                done = os.preadv(file.fd, [view[:CHUNK]], offset)
+                done = os.preadv(file.fd, [view[:_CHUNK]], offset)
                 if done <= 0:
                     raise OSError(errno.EIO, "the file ends before its record does")
                 offset += done
@@ -372,24 +387,14 @@ class Folder:
         With `settled` return when its name is on the disk, too; else that is
         left to the next one that waits for it.  Raises OSError.
         """
-        with self._new(name) as file:
+        with NewFile(self, name) as file:
             for piece in pieces:
                 file.write(piece)
             file.synchronize()
-            appeared = file.appear(self._is_ours)
-            self._nameless = file.nameless
-            if not appeared:
+            if not file.appear():
                 raise OSError(errno.EEXIST, f"a file {name!r} is there that this run did not write")
         if settled:
             os.fsync(self.fd)
-
-    def _new(self, name: str) -> NewFile:
-        """Return a new file, which shows under `name` later."""
-        temporary = f"tmp-{self.run.hex()}-{name}"
-        return NewFile(self.fd, name, temporary, self.unlink, nameless=self._nameless)
-
-    def _is_ours(self, name: str) -> bool:
-        return self.owner(name) == self.run
 
     def unlink(self, name: str) -> bool:
         """Remove a file of this run; False if there is none, or another in its place.
@@ -424,6 +429,165 @@ class Folder:
             self.unlink(LOCK)
             if self._is_there():
                 self.path.rmdir()
+
+
+class OpenFile(Opened):
+    """A file that is open in a block, closed after it wherever Ctrl-C comes.
+
+    Parameters
+    ----------
+    opener : callable
+        Returns its descriptor.
+
+    Attributes
+    ----------
+    fd : int
+    """
+
+    __slots__ = ("_opener", "fd")
+
+    def __init__(self, opener: Callable[[], int]) -> None:
+        super().__init__(opener, opener)
+        self._opener = opener
+        self.fd = -1
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the file."""
+        return os.fstat(self.fd).st_size
+
+    def keep(self) -> int:
+        """Return the descriptor, which is the caller's from now on."""
+        fd, self.fd = self.fd, -1
+        return fd
+
+    def _begin(self) -> None:
+        self.fd = self._opener()
+
+    def _end(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class NewFile(OpenFile):
+    """A file on its way into a folder.
+
+    It shows only once it is complete.  It is written without a name and then linked; where
+    the file system cannot do that, under a name that holds the number of the run, from which
+    a leftover is removed before.
+
+    Parameters
+    ----------
+    folder : Folder
+        Whether files without a name work there is noted in it.
+    name : str
+        It shall have.
+
+    Raises
+    ------
+    OSError
+        From the block's beginning.
+    """
+
+    __slots__ = ("_folder", "_has_name", "_name", "_temporary")
+
+    def __init__(self, folder: Folder, name: str) -> None:
+        super().__init__(partial(os.open, ".", _NEW | _NAMELESS, 0o600, dir_fd=folder.fd))
+        self._folder, self._name = folder, name
+        self._temporary = f"tmp-{folder.run.hex()}-{name}"
+        self._has_name = False
+
+    def _begin(self) -> None:
+        if self._folder.nameless:
+            try:
+                super()._begin()
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                self._folder.nameless = False
+            else:
+                return
+        self._folder.unlink(self._temporary)
+        flags = _NEW | os.O_CREAT | os.O_EXCL
+        self.fd = os.open(self._temporary, flags, 0o600, dir_fd=self._folder.fd)
+        self._has_name = True
+
+    def _end(self) -> None:
+        super()._end()
+        if self._has_name:
+            with contextlib.suppress(OSError):
+                self._folder.unlink(self._temporary)
+
+    def write(self, piece: bytes | Array) -> None:
+        """Append bytes.  Raises OSError."""
+        view = memoryview(piece)  # type: ignore[arg-type]
+        while view:
+            done = os.write(self.fd, view[:_CHUNK])
+            if done <= 0:
+                raise OSError(errno.EIO, "the file took no more bytes")
+            view = view[done:]
+
+    def synchronize(self) -> None:
+        """Return when the bytes are on the disk.  Raises OSError."""
+        _synchronize(self.fd)
+
+    def appear(self, *, replace: bool = True) -> bool:
+        """Give the written file its name; False if another file keeps it.
+
+        Parameters
+        ----------
+        replace : bool
+            Whether a file of this run that has the name is replaced.
+
+        Raises
+        ------
+        OSError
+        """
+        source: tuple[str, int | None] = (f"/proc/self/fd/{self.fd}", None)
+        if self._has_name:
+            source = self._temporary, self._folder.fd
+        for _ in range(2):
+            try:
+                os.link(source[0], self._name, src_dir_fd=source[1], dst_dir_fd=self._folder.fd)
+            except FileExistsError:
+                if not replace or not self._folder.unlink(self._name):
+                    return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                return self._rename(replace)
+            else:
+                return True
+        return False
+
+    def _rename(self, replace: bool) -> bool:
+        """Do what `appear` does where files cannot be linked."""
+        if not self._has_name:  # no /proc, say: copy it into a file that has a name
+            return self._copied(replace)
+        folder = self._folder
+        try:
+            os.stat(self._name, dir_fd=folder.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            pass
+        else:
+            if not replace or folder.owner(self._name) != folder.run:
+                return False
+        os.rename(self._temporary, self._name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+        return True
+
+    def _copied(self, replace: bool) -> bool:
+        self._folder.nameless = False
+        with NewFile(self._folder, self._name) as copy:
+            for at in range(0, self.nbytes, _CHUNK):
+                copy.write(os.pread(self.fd, _CHUNK, at))
+            copy.synchronize()
+            return copy.appear(replace=replace)
+
+
+def _synchronize(fd: int) -> None:
+    """Return when the bytes of a file are on the disk.  Raises OSError."""
+    (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(fd)
 
 
 def _close(descriptors: list[int]) -> None:

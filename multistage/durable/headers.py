@@ -35,7 +35,7 @@ import re
 import socket
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from itertools import chain
@@ -78,19 +78,22 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A prelude whose sizes were compared with the length of its file."""
+    """What begins a file: its sizes are those of the file, and its table passed its checksum."""
 
     kind: Kind
     run: bytes
-    table_bytes: int
+    table: bytes
     payload_bytes: int
-    checksum: int
-    prelude: bytes
 
-    def verify(self, table: bytes) -> None:
-        """Raise BadFile unless `table` is the one that was written."""
-        if xxhash.xxh3_64_intdigest(self.prelude[:_SUMMED] + table) != self.checksum:
-            raise BadFile("its header fails its checksum: it was changed or cut")
+    @property
+    def offset(self) -> int:
+        """Where the payload begins."""
+        return PRELUDE.size + len(self.table)
+
+    @property
+    def file_bytes(self) -> int:
+        """How long the file is."""
+        return self.offset + self.payload_bytes
 
 
 def encode(kind: Kind, run: bytes, table: bytes, payload_bytes: int) -> bytes:
@@ -107,16 +110,22 @@ def run_of(prelude: bytes) -> bytes | None:
     return prelude[16:IDENTITY_BYTES]
 
 
-def parse_prelude(prelude: bytes, file_bytes: int) -> Header:
-    """Return the header that begins a file of `file_bytes`; its table is still to be verified.
+def read_header(read: Callable[[int, int], bytes], file_bytes: int) -> Header:
+    """Return the header of a file of `file_bytes`.
+
+    Parameters
+    ----------
+    read : callable
+        `read(count, offset)` returns bytes of the file.
 
     Raises
     ------
     BadFile
-        If it is no file of ours, or not as long as it says.
+        If it is no file of ours, not as long as it says, or fails its checksum.
     OtherVersion
         If another version of the format wrote it.
     """
+    prelude = read(PRELUDE.size, 0)
     if len(prelude) != PRELUDE.size or prelude[:8] != MAGIC:
         raise BadFile("it is no file of a durable run")
     _, version, kind, run, table_bytes, payload_bytes, _, checksum = PRELUDE.unpack(prelude)
@@ -129,11 +138,13 @@ def parse_prelude(prelude: bytes, file_bytes: int) -> Header:
             f"it has {file_bytes} bytes, its header says {PRELUDE.size + table_bytes} "
             f"and {payload_bytes}"
         )
+    table = read(table_bytes, PRELUDE.size)
+    if xxhash.xxh3_64_intdigest(prelude[:_SUMMED] + table) != checksum:
+        raise BadFile("its header fails its checksum: it was changed or cut")
     try:
-        known = Kind(kind)
+        return Header(Kind(kind), run, table, payload_bytes)
     except ValueError:
         raise BadFile(f"it is of unknown kind {kind}") from None
-    return Header(known, run, table_bytes, payload_bytes, checksum, prelude)
 
 
 # ------------------------------------------------------------------- tables
@@ -144,7 +155,7 @@ def states_table(steps: Sequence[int], checksums: Sequence[int]) -> bytes:
     return b"".join(_ENTRY.pack(*entry) for entry in zip(steps, checksums, strict=True))
 
 
-def parse_states(header: Header, table: bytes, record_bytes: int) -> tuple[array[int], array[int]]:
+def parse_states(header: Header, record_bytes: int) -> tuple[array[int], array[int]]:
     """Return the steps and checksums of a file of states of `record_bytes` each.
 
     Raises
@@ -152,14 +163,13 @@ def parse_states(header: Header, table: bytes, record_bytes: int) -> tuple[array
     BadFile
         If the payload is not that many records.
     """
-    header.verify(table)
-    count, rest = divmod(len(table), _ENTRY.size)
+    count, rest = divmod(len(header.table), _ENTRY.size)
     if header.kind is not Kind.STATES or rest or not count:
         raise BadFile("it holds no states")
     if header.payload_bytes != count * record_bytes:
         raise BadFile(f"its {count} states are not of {record_bytes} bytes")
     steps, checksums = array("q"), array("Q")
-    for step, checksum in _ENTRY.iter_unpack(table):
+    for step, checksum in _ENTRY.iter_unpack(header.table):
         steps.append(step)
         checksums.append(checksum)
     return steps, checksums
@@ -170,7 +180,7 @@ def adjoint_table(step: int, checksum: int, given: bytes) -> bytes:
     return _ENTRY.pack(step, checksum) + given
 
 
-def parse_adjoint(header: Header, table: bytes) -> tuple[int, int, bytes]:
+def parse_adjoint(header: Header) -> tuple[int, int, bytes]:
     """Return the step and checksum of an adjoint, and the digest of the one it came from.
 
     Raises
@@ -178,11 +188,10 @@ def parse_adjoint(header: Header, table: bytes) -> tuple[int, int, bytes]:
     BadFile
         If it is no adjoint.
     """
-    header.verify(table)
-    if header.kind is not Kind.ADJOINT or len(table) != _ENTRY.size + _GIVEN_BYTES:
+    if header.kind is not Kind.ADJOINT or len(header.table) != _ENTRY.size + _GIVEN_BYTES:
         raise BadFile("it holds no adjoint")
-    step, checksum = _ENTRY.unpack_from(table)
-    return step, checksum, table[_ENTRY.size :]
+    step, checksum = _ENTRY.unpack_from(header.table)
+    return step, checksum, header.table[_ENTRY.size :]
 
 
 # ----------------------------------------------------------------- the run
@@ -275,7 +284,7 @@ def run_table(facts: RunFacts, costs: Costs) -> bytes:
     return table
 
 
-def parse_run(header: Header, table: bytes) -> tuple[RunFacts, Costs | None]:
+def parse_run(header: Header) -> tuple[RunFacts, Costs | None]:
     """Return what a run's header says, and its costs if they are believable.
 
     Raises
@@ -283,11 +292,10 @@ def parse_run(header: Header, table: bytes) -> tuple[RunFacts, Costs | None]:
     BadFile
         If it is no header of a run.
     """
-    header.verify(table)
     if header.kind is not Kind.RUN or header.payload_bytes:
         raise BadFile("it is no header of a run")
     try:
-        data: Any = json.loads(table)
+        data: Any = json.loads(header.table)
         leaves = tuple((path, shape, dtype) for path, shape, dtype in data["leaves"])
         facts = RunFacts(
             **{name: data[name] for name in RunFacts.__slots__ if name != "leaves"}, leaves=leaves
@@ -345,9 +353,8 @@ def lock_of(run: bytes) -> bytes:
     return encode(Kind.LOCK, run, text.ljust(_HOLDER_BYTES), 0)
 
 
-def holder_of(header: Header, table: bytes) -> str:
+def holder_of(header: Header) -> str:
     """Return which process wrote a lock.  Raises BadFile."""
-    header.verify(table)
-    if found := re.fullmatch(rb"([0-9]{1,10}) ([A-Za-z0-9._-]{1,100})\s*", table):
+    if found := re.fullmatch(rb"([0-9]{1,10}) ([A-Za-z0-9._-]{1,100})\s*", header.table):
         return f"process {found[1].decode()} on {found[2].decode()}"
     raise BadFile("it names no process")

@@ -26,10 +26,11 @@ from ..backends.arena import pages
 from ..errors import StoreError
 from ..states.layout import Array
 from ..version import __version__
+from .agreement import Peers
 from .folder import LAST, SYSTEMS, Folder
-from .headers import BadFile, Kind, RunFacts, encode, parse_adjoint, parse_states, states_table
-from .peers import Peers
+from .headers import BadFile, Kind, RunFacts, encode, parse_adjoint, states_table
 from .records import OrderedLayout, checksum_of
+from .store import Batch, batch_in
 
 _CHUNK = 4 << 20
 CLEAN = "multistage clean --force"  # removes a run that is not complete
@@ -115,14 +116,13 @@ def snapshots(folder: Folder, run: bytes, n_steps: int | None) -> list[Snapshot]
         if not name.startswith("adjoint-"):
             continue
         try:
-            header, table = folder.header(name)
-            step, checksum, given = parse_adjoint(header, table)
+            header = folder.header(name)
+            step, checksum, given = parse_adjoint(header)
         except (OSError, BadFile):
             continue
         if header.run == run and step >= 0 and (n_steps is None or step <= n_steps):
-            offset = len(header.prelude) + len(table)
-            size = offset + header.payload_bytes
-            found.append(Snapshot(name, step, given, checksum, offset, size))
+            place = header.offset, header.file_bytes
+            found.append(Snapshot(name, step, given, checksum, *place))
     return sorted(found, key=lambda each: each.step)
 
 
@@ -142,10 +142,8 @@ def intact(folder: Folder, found: Snapshot) -> bool:
     return int(seen.intdigest()) == found.checksum
 
 
-def read_last(
-    folder: Folder, layout: OrderedLayout, n_steps: int | None
-) -> tuple[int, list[Array]] | None:
-    """Return the step of the last state and its arrays; None if it is not there.
+def last_in(folder: Folder, run: bytes, record_bytes: int, n_steps: int | None) -> Batch | None:
+    """Return the file of the last state, which is not read; None if it is not there.
 
     Parameters
     ----------
@@ -153,20 +151,37 @@ def read_last(
         The step it must have; None if the length is unknown.
     """
     try:
-        header, table = folder.header(LAST)
-        steps, checksums = parse_states(header, table, layout.record_bytes)
-        (step,) = steps if len(steps) == 1 else (0,)
-        if header.run != folder.run or step < 1 or n_steps not in (step, None):
-            return None
-        record = pages(layout.record_bytes, touch=False)[: layout.record_bytes]
-        offset = len(header.prelude) + len(table)
-        folder.read(LAST, offset + header.payload_bytes, offset, record)
+        found = batch_in(folder, LAST, run, record_bytes)
     except (OSError, BadFile):
         return None
-    arrays = layout.split(record)
-    if arrays is None or checksum_of([record]) != checksums[0]:
+    fits = len(found.steps) == 1 and found.least > 0 and n_steps in (found.least, None)
+    return found if fits else None
+
+
+def read_last(
+    folder: Folder, layout: OrderedLayout, n_steps: int | None
+) -> tuple[int, list[Array]] | None:
+    """Return the step of the last state and its arrays; None if it is not there."""
+    found = last_in(folder, folder.run, layout.record_bytes, n_steps)
+    try:
+        arrays = found and _arrays(folder, layout, found, found.checksums[0])
+    except (OSError, BadFile):
         return None
-    return step, layout.unpack(arrays, None)
+    return (found.least, arrays) if found and arrays else None
+
+
+def _arrays(
+    folder: Folder, layout: OrderedLayout, found: Batch | Snapshot, checksum: int
+) -> list[Array]:
+    """Return the arrays of the one record in a file.  Raises OSError, BadFile."""
+    if found.file_bytes != found.offset + layout.record_bytes:
+        raise BadFile("it is not of this layout")
+    record = pages(layout.record_bytes, touch=False)[: layout.record_bytes]
+    folder.read(found.name, found.file_bytes, found.offset, record)
+    arrays = layout.split(record)
+    if arrays is None or checksum_of([record]) != checksum:
+        raise BadFile("it was changed")
+    return layout.unpack(arrays, None)
 
 
 def write_last(folder: Folder, layout: OrderedLayout, last: object, step: int) -> None:
@@ -186,19 +201,12 @@ def read_adjoint(folder: Folder, layout: OrderedLayout, found: Snapshot) -> list
         If it has become unreadable.
     """
     try:
-        if found.file_bytes != found.offset + layout.record_bytes:
-            raise BadFile("it is not of this layout")
-        record = pages(layout.record_bytes, touch=False)[: layout.record_bytes]
-        folder.read(found.name, found.file_bytes, found.offset, record)
-        arrays = layout.split(record)
-        if arrays is None or checksum_of([record]) != found.checksum:
-            raise BadFile("it was changed")
+        return _arrays(folder, layout, found, found.checksum)
     except (OSError, BadFile) as error:
         raise StoreError(
             f"the adjoint at step {found.step} in {str(folder.path)!r} cannot be used: {error}; "
             "begin again with forward()"
         ) from error
-    return layout.unpack(arrays, None)
 
 
 def rank_name(rank: int) -> str:

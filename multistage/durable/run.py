@@ -23,7 +23,7 @@ from ..model.chain import Chain
 from ..model.costs import Costs
 from ..states.layout import Array
 from .adjoints import Adjoints, Recorded, warn_unwritten
-from .agreement import Found, agree
+from .agreement import Alone, Found, Peers, agree
 from .folder import LEFTOVERS, LOCK, RUN, Folder
 from .headers import BadFile, Kind, RunFacts, encode, parse_run, run_table
 from .journal import (
@@ -41,7 +41,6 @@ from .journal import (
     snapshots,
     write_last,
 )
-from .peers import Alone, Peers
 from .records import OrderedLayout
 from .store import LINGER_S, DurableStore
 
@@ -255,8 +254,8 @@ class DurableRun:
         self._stored, self._adjoints.on_disk = [], []
         self.length = self._n_steps
         try:
-            header, table = folder.header(RUN)
-            facts, costs = parse_run(header, table)
+            header = folder.header(RUN)
+            facts, costs = parse_run(header)
         except FileNotFoundError:
             anew(folder)  # killed before it began
             if others := [name for name in folder.others(folder.run) if name != LOCK]:

@@ -12,9 +12,10 @@ from pathlib import Path
 from tabulate import tabulate
 
 from ..support.units import format_bytes, format_seconds
-from .folder import LAST, LEFTOVERS, LOCK, RUN, Folder
-from .headers import BadFile, Header, OtherVersion, RunFacts, parse_run, parse_states, plain
-from .journal import RANK_NAME, intact, snapshots
+from .folder import LEFTOVERS, LOCK, RUN, Folder
+from .headers import BadFile, OtherVersion, RunFacts, parse_run, plain
+from .journal import RANK_NAME, intact, last_in, snapshots
+from .store import batch_in
 
 # Of a label or the name of a leaf so much is shown.
 _SHOWN = 44
@@ -174,41 +175,29 @@ def _inspect(folder: Folder) -> Status:
         changed_s=max(0.0, time.time() - newest),
     )
     try:
-        header, table = folder.header(RUN)
-        facts, _ = parse_run(header, table)
+        header = folder.header(RUN)
+        facts, _ = parse_run(header)
     except FileNotFoundError:
         return base
     except OtherVersion as error:
         return _with(base, reason=f"another version of the package wrote it: {error}")
     except (OSError, BadFile) as error:
         return _with(base, reason=f"its file {RUN!r} cannot be used: {error}")
-    return _progress(folder, base, header, facts)
+    return _progress(folder, base, header.run, facts)
 
 
-def _progress(folder: Folder, base: Status, header: Header, facts: RunFacts) -> Status:
-    n, states, states_bytes, forward = facts.n_steps, 0, 0, 0
-    ended = False
-    try:
-        last, table = folder.header(LAST)
-        (step, *_), _ = parse_states(last, table, facts.record_bytes)
-        ended = last.run == header.run and step > 0 and n in (step, None)
-        n = step if ended else n
-    except (OSError, BadFile):
-        pass
+def _progress(folder: Folder, base: Status, run: bytes, facts: RunFacts) -> Status:
+    n, states, forward = facts.n_steps, 0, 0
+    ended = last_in(folder, run, facts.record_bytes, n)
+    n = ended.least if ended else n
     for name in folder.names():
         if not name.startswith("states-"):
             continue
-        try:
-            found, table = folder.header(name)
-            if found.run != header.run:
-                continue
-            steps, _ = parse_states(found, table, facts.record_bytes)
-        except (OSError, BadFile):
-            continue
-        states += len(steps)
-        states_bytes += found.payload_bytes
-        forward = max(forward, *(step for step in steps if n is None or step < n), 0)
-    good = [each for each in snapshots(folder, header.run, n) if intact(folder, each)]
+        with contextlib.suppress(OSError, BadFile):
+            steps = batch_in(folder, name, run, facts.record_bytes).steps
+            states += len(steps)
+            forward = max(forward, *(step for step in steps if n is None or step < n), 0)
+    good = [each for each in snapshots(folder, run, n) if intact(folder, each)]
     adjoint = good[0].step if good and ended else None
     if folder.strangers():
         reason, resumable = "it holds files of others beside the run", False
@@ -235,7 +224,7 @@ def _progress(folder: Folder, base: Status, header: Header, facts: RunFacts) -> 
         forward_step=n if ended and n is not None else forward,
         adjoint_step=adjoint,
         states=states,
-        states_bytes=states_bytes,
+        states_bytes=states * facts.record_bytes,
         adjoints=len(good),
     )
 

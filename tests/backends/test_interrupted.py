@@ -336,7 +336,7 @@ def test_files_of_a_durable_folder_are_closed(
         try:
             assert folder.lock()
             folder.publish("last", [header_of(folder), b"abc"])
-            assert folder.header("last")[0].run == folder.run
+            assert folder.header("last").run == folder.run
             folder.clear()
         finally:
             folder.close()

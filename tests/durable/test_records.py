@@ -27,9 +27,9 @@ from multistage.durable.headers import (
     adjoint_table,
     encode,
     parse_adjoint,
-    parse_prelude,
     parse_run,
     parse_states,
+    read_header,
     run_table,
     states_table,
 )
@@ -72,18 +72,16 @@ def run() -> bytes:
 
 def read(data: bytes) -> Any:
     """Parse a file by its kind, as it would be read; return what it says."""
-    header = parse_prelude(data[: PRELUDE.size], len(data))
-    table = data[PRELUDE.size :][: header.table_bytes]
+    header = read_header(lambda count, at: data[at : at + count], len(data))
     match header.kind:
         case Kind.RUN:
-            return parse_run(header, table)
+            return parse_run(header)
         case Kind.STATES:
-            return parse_states(header, table, SIZE)
+            return parse_states(header, SIZE)
         case Kind.ADJOINT:
-            return parse_adjoint(header, table)
+            return parse_adjoint(header)
         case Kind.LOCK:
-            header.verify(table)
-            return (table,)
+            return (header.table,)
 
 
 def test_written_records_are_read_back() -> None:
@@ -215,8 +213,11 @@ def test_whatever_a_folder_holds_it_is_shown_and_adopted_or_refused(
 
 
 def test_a_long_table_is_not_read() -> None:
+    prelude = run()[:32] + (TABLE_LIMIT + 1).to_bytes(8, "little") + bytes(24)
+    asked: list[int] = []
     with pytest.raises(BadFile, match="longer than"):
-        parse_prelude(run()[:32] + (TABLE_LIMIT + 1).to_bytes(8, "little") + bytes(24), 10**12)
+        read_header(lambda count, at: asked.append(count) or prelude, 10**12)  # type: ignore[func-returns-value]
+    assert asked == [PRELUDE.size]
 
 
 def test_a_deep_description_is_refused() -> None:

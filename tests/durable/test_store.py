@@ -411,7 +411,7 @@ def test_drops_that_wait_for_an_adjoint_are_not_looked_at_each_time(folder: Fold
     for step in with_steps:
         assert store.put(step, packed(layout, step), block=True)
     store.flush()
-    store._catalogue._dead = Watched()
+    store._dead = Watched()
     for step in reversed(with_steps):
         store.drop(step)
     assert Watched.looks == 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 from seeded.mutant import Mutant, of
 
 FAULTS: tuple[Mutant, ...] = (
-    of("durable/catalogue.py", "if batch.least < needed_below or", "if", "durable/test_store.py"),
+    of("durable/store.py", "if batch.least < needed_below or", "if", "durable/test_store.py"),
     of(
-        "durable/new_file.py",
-        "self._temporary, self._name, src_dir_fd",
-        "self._temporary, self._name + '-', src_dir_fd",
+        "durable/folder.py",
+        "os.rename(self._temporary, self._name, src",
+        "os.rename(self._temporary, self._name + '-', src",
         "durable/test_folder.py",
     ),
     of(
@@ -45,20 +45,20 @@ FAULTS: tuple[Mutant, ...] = (
     ),
     of(
         "durable/journal.py",
-        "    if arrays is None or checksum_of([record]) != checksums[0]:",
+        "    if arrays is None or checksum_of([record]) != checksum:",
         "    if arrays is None:",
         "durable/test_run.py",
     ),
     of(
-        "durable/catalogue.py",
+        "durable/store.py",
         "        if batch.state is TransferState.FAILED or not self._lasting:",
         "        if not self._lasting:",
         "durable/test_store.py",
     ),
     of(
-        "durable/catalogue.py",
-        "return step < self.below and (self.kept is None or step in self.kept)",
-        "return step < self.below",
+        "durable/store.py",
+        "            if step not in steps:",
+        "            if False:",
         "durable/test_store.py",
     ),
 )
