@@ -69,16 +69,6 @@ def test_gradient_is_that_of_finite_differences(batch: int) -> None:
         assert slope == pytest.approx((above - below) / (2 * small), rel=1e-6), name
 
 
-def test_operators_leave_their_arguments_alone() -> None:
-    model = build(3, 4, 2, np.float64)
-    state = model.step(model.start(), 0)
-    adjoint = (np.ones((2, 4)), np.ones((2, 4)))
-    kept = [array.copy() for array in (*state, *adjoint)]
-    model.step(state, 1)
-    model.adjoint_step(state, adjoint, 1)
-    assert all(np.array_equal(a, b) for a, b in zip(kept, (*state, *adjoint), strict=True))
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("planner", sorted(set(PLANNERS) - {"pyrevolve"}))
 def test_gradients_equal_store_all_bit_for_bit(
@@ -105,23 +95,6 @@ def test_gradients_equal_store_all_bit_for_bit(
             assert model.loss == loss
             for name, gradient in expected.items():
                 assert np.array_equal(model.gradients[name], gradient), name
-
-
-def test_training_lowers_the_loss() -> None:
-    model = build(60, 16, 4, np.float32)
-    losses = []
-    for _ in range(8):
-        store_all(model, 60)
-        losses.append(model.loss)
-        model.update(60 * 4, 0.02)
-    assert losses[-1] < 0.9 * losses[0]
-
-
-def test_text_is_source_and_the_same_each_time() -> None:
-    text = standard_library(5_000)
-    assert len(text) == 5_000
-    assert text == standard_library(5_000)
-    assert b"import" in text
 
 
 def test_streams_are_columns_that_predict_the_next_row() -> None:

@@ -21,11 +21,10 @@ from multistage.actions import Advance, Await, Drop, EndForward, Free, Get, Load
 from multistage.errors import ArgumentError, BudgetError
 from multistage.planners import PLANNERS
 from multistage.planners.pictures.plans import plan_chart
-from multistage.planners.pictures.schedule import MOST_STEPS, chain_chart, course_chart, course_of
+from multistage.planners.pictures.schedule import MOST_STEPS, chain_chart, course_of
 from multistage.planners.pictures.trade_off import chain_trade_off_chart, trade_off_chart
 from multistage.planners.streaming.interval import paper_interval
 from multistage.planners.trade_off import trade_off
-from multistage.schedule.timeline import Timeline
 from multistage.view import save_chart
 from multistage.view.chart import (
     COLORS,
@@ -111,20 +110,6 @@ def test_a_stall_in_a_put_is_seen_too() -> None:
     assert [(line[0], line[2]) for line in course.stalls[:2]] == [(1.0, 9.0), (10.0, 18.0)]
 
 
-def test_a_limit_far_above_the_peak_is_given_as_text() -> None:
-    _, run = stalling()
-    chart = timeline_chart(run.timeline, limits={"SSD": 1 << 40})
-    assert [mark.label for mark in chart.panels[2].marks] == ["SSD"]
-    assert chart.panels[2].note.endswith("of 1.00 TiB")
-
-
-def test_an_empty_timeline_is_drawn(tmp_path: Path) -> None:
-    chart = timeline_chart(Timeline())
-    assert [panel.marks for panel in chart.panels] == [()] * 2  # lanes, and fast memory
-    save_chart(chart, tmp_path / "empty.svg")
-    assert ElementTree.parse(tmp_path / "empty.svg").getroot().tag.endswith("}svg")
-
-
 # ------------------------------------------------------------------- schedules
 
 
@@ -162,18 +147,6 @@ def test_a_schedule_by_hand() -> None:
     assert course.reverse == [(3.0, 3, 5.0, 2), (6.0, 2, 8.0, 1), (8.0, 1, 10.0, 0)]
     assert course.fast == [(0.0, 0, 8.0, 0)]
     assert (course.stalls, course.tiers, course.end_s) == ([], {}, 10.0)
-
-
-def test_marks_of_a_schedule_are_the_course() -> None:
-    made, _ = stalling()
-    course, _ = course_of(made)
-    chart = course_chart(made, course)
-    found = {mark.label: mark for mark in chart.panels[0].marks if isinstance(mark, Strokes)}
-    assert {"checkpoint in SSD", "checkpoint in a fast slot", "forward", "adjoint"} <= set(found)
-    assert found["checkpoint in SSD"].color != found["checkpoint in a fast slot"].color
-    for label, lines in (("forward", course.forward), ("adjoint", course.reverse)):
-        expected = [(1e3 * a, b, 1e3 * c, d) for a, b, c, d in lines]
-        assert close(found[label].segments, expected)
 
 
 def test_a_schedule_too_long_is_an_error(tmp_path: Path) -> None:
@@ -261,25 +234,6 @@ def test_the_trade_off_is_the_planners() -> None:
     assert point.y == made.recompute_factor
 
 
-def test_plans_far_too_slow_are_left_out_with_a_note() -> None:
-    costs = COSTS.without_tiers()
-    made = plan(costs, "20 slots", 120, "revolve")
-    curves = trade_off(costs, 120, ["revolve"], slots=[1, 20])
-    times = trade_off_chart(made, dict(curves)).panels[0]
-    assert [x for x, _ in times.marks[0].points] == [20]
-    assert times.note == "plans over 4 times the fastest: left out"
-
-
-def test_the_trade_off_of_a_chain_is_its_memory_curve() -> None:
-    made, curve = plan_chain(CHAIN, 0.4), memory_curve(CHAIN)
-    chart = chain_trade_off_chart(made, {"optimal": curve})
-    line = next(m for m in chart.panels[0].marks if isinstance(m, Line) and m.label == "optimal")
-    expected = [(peak / 2**20, 1e3 * s) for peak, s in curve]
-    assert close(line.points[:-1], expected)
-    (point,) = (mark for mark in chart.panels[0].marks if isinstance(mark, Point))
-    assert (point.x * 2**20, point.y / 1e3) == pytest.approx((made.peak_bytes, made.makespan_s))
-
-
 # ------------------------------------------------------------------- the drawing
 
 
@@ -315,18 +269,6 @@ def test_every_mark_is_drawn_within_the_picture() -> None:
         assert {chart.title, chart.label, *(panel.note for panel in chart.panels)} - {""} <= words
         for x in re.findall(r"[ML](-?[\d.]+) -?[\d.]+", to_svg(chart)):
             assert -1 <= float(x) <= 861, name
-
-
-def test_bars_in_svg_stand_where_the_timeline_has_them() -> None:
-    _, run = stalling()
-    svg = to_svg(timeline_chart(run.timeline))
-    color = "#d23b68"  # stalls
-    (path,) = re.findall(rf'<path d="([^"]*)" fill="{color}" />', svg)[:1]
-    x, width = map(float, re.match(r"M([\d.]+) [\d.]+h([\d.]+)", path).groups())
-    (stall,) = (s for s in run.timeline.lanes["compute"] if s.kind == "stall")
-    scale = (860 - 84 - 14) / run.makespan_s
-    assert x == pytest.approx(84 + scale * stall.start_s, abs=0.06)
-    assert width == pytest.approx(scale * (stall.stop_s - stall.start_s), abs=0.06)
 
 
 def test_long_schedules_stay_small() -> None:

@@ -143,19 +143,6 @@ def test_a_chain_as_a_page(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "c.json").read_text()) == made.to_dict()
 
 
-def test_a_chain_with_a_tier_as_a_page(tmp_path: Path) -> None:
-    costs = StageCosts.uniform(12, Stage("layer", 1e-3, 2e-3, 10, 40), 10)
-    made = plan_chain(costs, 0.4, tiers="write=90kB/s,read=90kB/s,name=<disk>")
-    made.save(tmp_path / "c.html")
-    text = (tmp_path / "c.html").read_text()
-    words = checked(text).words
-    fates = made.fates()
-    assert any("to tier" in fate for fate in fates)
-    assert [word for word in words if word in set(fates)] == fates
-    assert {"Timeline, predicted", "no tier", "every tape to the tier", "lower bound"} <= set(words)
-    assert text.count("<svg") == 3
-
-
 def test_hostile_names_are_text() -> None:
     """Of tiers, stages, curves and notes: nothing they say is run or fetched."""
     made = plan(costs(HOSTILE), "8 slots", 40, "interval")
@@ -184,22 +171,6 @@ def test_hostile_names_are_text() -> None:
     ElementTree.fromstring(svg.to_svg(timeline_chart(timeline, HOSTILE), alone=True))
 
 
-def test_parts_of_a_page() -> None:
-    table = page.Table(["a", "b", "c"], [[1, 2.5, "x"], ["y", "", 0]], marked=1, words=2)
-    html = page.fragment(
-        [table, page.Paragraph("one\n\ntwo", "alert"), page.Cards([("a", "b", "c")])]
-    )
-    checked(html)
-    text = re.sub(r">\s+<", "><", html)
-    assert (
-        '<tbody><tr><td class="first">1</td><td>2.5</td><td class="words">x</td></tr>'
-        '<tr class="marked"><td class="first">y</td><td></td><td class="words">0</td></tr>'
-    ) in text
-    assert '<th class="first">a</th><th>b</th><th class="words">c</th>' in text
-    assert '<p class="alert">one</p><p class="alert">two</p>' in text
-    assert "<div><span>a</span><b>b</b><span>c</span></div>" in text
-
-
 @pytest.mark.parametrize("steps", [10, 500, 501, 5_000])
 def test_notebooks_get_something_light(steps: int) -> None:
     made = plan(costs(), "20 slots", steps)
@@ -207,14 +178,6 @@ def test_notebooks_get_something_light(steps: int) -> None:
     assert made.planner in checked(html).words
     assert len(html) < 100_000
     assert ("<svg" in html) == (steps <= 500)
-
-
-def test_a_report_in_a_notebook() -> None:
-    html = a_report()._repr_html_()
-    assert "measured" in checked(html).words
-    assert html.count("<svg") == 1 and len(html) < 150_000
-    stages = StageCosts.uniform(200, Stage("layer", 1e-3, 2e-3, 10, 30), 10)
-    assert len(plan_chain(stages, 0.5)._repr_html_()) < 50_000
 
 
 def test_the_command_line_writes_pages(capsys: Any, tmp_path: Path) -> None:
