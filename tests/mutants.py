@@ -3,7 +3,7 @@
     python tests/mutants.py            # all, some seconds each
     python tests/mutants.py sweep io   # those whose file's name has one of these words
 
-Each fault is one line of the package replaced in a copy of it, on which the
+Each fault is a line of the package, found wherever it is, replaced in a copy; on it the
 tests named are run, without long ones but for faults that only these catch
 (`only_all`); they must fail, within two minutes.  Before that they must pass on
 an unharmed copy.  C sources are built again.  Exit 1 if a fault goes unseen.

@@ -2,271 +2,209 @@
 
 from __future__ import annotations
 
-from seeded.mutant import Mutant, of
+from seeded.mutant import faults
 
-FAULTS: tuple[Mutant, ...] = (
-    of(
-        "torch/tiers/shuttle.py",
-        "entry = self._order.popleft()",
-        "entry = self._order.pop()",
-        "torch/test_pinned.py",
-    ),
-    of(
-        "torch/tiers/copies.py",
-        "Entry(key, slot, written, sources)",
-        "Entry(key, slot, written)",
-        "torch/test_pinned.py",
-    ),
-    of(
-        "torch/tiers/pinned_memory.py",
-        "left -= nbytes",
-        "left -= count * size",
-        "torch/test_pinned.py",
-    ),
-    of(
-        "torch/chains/away.py",
-        "            sweep.lost.add(~step if is_tape else step)",
-        "            sweep.lost.add(step)",
-        "torch/test_tiers.py",
-    ),
-    of(
-        "torch/environment/states.py",
-        "new = leaf.detach().requires_grad_(wanted)\n                once[id(leaf)]",
-        "new = leaf.detach().requires_grad_(wanted)\n                once[id(new)]",
-        "torch/test_sequential.py",
-    ),
-    of(
-        "torch/environment/captured.py",
-        "                if tensor._version != version:\n                    self._refuse_written(tensor)",
-        "                pass",
-        "torch/test_environment.py",
-    ),
-    of(
-        "torch/sequences/inputs.py",
-        "return any(tensor._version != version for tensor, version in self._versions)",
-        "return False",
-        "torch/test_unroll.py",
-    ),
-    of(
-        "torch/sequences/surroundings.py",
-        "            copies = [copied(value) for value in rest]",
-        "            copies = rest",
-        "torch/test_cells.py",
-    ),
-    of(
-        "torch/sequences/varied_time.py",
-        "        most = self._costs.stages[step].tape_bytes\n        if nbytes > most:",
-        "        most = self._costs.stages[step].tape_bytes\n        if False:",
-        "torch/test_unequal_cells.py",
-    ),
-    of(
-        "torch/sequences/kinds.py",
-        "                    if self._exact and len(self.kinds) == MOST_KINDS:",
-        "                    if False:",
-        "torch/test_unequal_cells.py",
-    ),
-    of(
-        "torch/tiers/parcels.py",
-        "self.versions[number] = -1 if spoilt else tensor._version",
-        "self.versions[number] = tensor._version",
-        "torch/test_tiers.py",
-    ),
-    of(
-        "torch/tiers/stowage.py",
-        "    if not finished and not berth.runs and berth.opened is porter:",
-        "    if False:",
-        "torch/test_tiers.py",
-    ),
-    of(
-        "torch/measurement/sizes.py",
-        "        elif nbytes > self.output_bytes:",
-        "        elif False:",
-        "torch/test_sizes.py",
-    ),
-    of(
-        "torch/measurement/comparing.py",
-        "        if not (isinstance(inner, _Rounded) and inner.close(outer)):\n            return False",
-        "        if not isinstance(inner, _Rounded):\n            return False",
-        "torch/test_checking.py",
-    ),
-    of(
-        "torch/tiers/shelf.py",
-        "            if piece.waits:\n",
-        "            if False:\n",
-        "torch/test_offload.py",
-    ),
-    of(
-        "torch/planning/choosing.py",
-        "        input_bytes=costs.input_bytes + last.output_bytes,",
-        "        input_bytes=costs.input_bytes,",
-        "torch/test_sequential.py",
-    ),
-    of(
-        "torch/tensors/checksums.py",
-        "found = zlib.crc32(tensor.contiguous().numpy().data, found)",
-        "found = zlib.crc32(tensor.contiguous().numpy().data)",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/tensors/fingerprints.py",
-        ".mul_(_FACTOR).bitwise_or_(1)",
-        ".mul_(_FACTOR).mul_(2)",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/tensors/geometry.py",
-        "        if self.conj:\n",
-        "        if False:\n",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/tensors/geometry.py",
-        "return torch._neg_view(tensor) if self.neg else tensor",
-        "return tensor",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/tensors/meter.py",
-        "_freed(self, reference: _Reference) -> None:\n        self._live -= reference.nbytes",
-        "_freed(self, reference: _Reference) -> None:\n        pass",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/tensors/states.py",
-        "            if isinstance(part, Tensor) and part._version != version:\n                raise StateError",
-        "            if False:\n                raise StateError",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/sequences/collector.py",
-        "        whole[-1] = gradient",
-        "        whole[0] = gradient",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/sequences/collector.py",
-        "first = leaf if self._graph else leaf.clone()",
-        "first = leaf",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/sequences/inputs.py",
-        "            if len(places) > 1:",
-        "            if False:",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/environment/snapshots.py",
-        "            module._buffers[key] = buffer\n            undo_writes()",
-        "            module._buffers[key] = buffer",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/tiers/paging.py",
-        "        page[at:].zero_()  # not what lay there before",
-        "        pass",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/tiers/paging.py",
-        "                self._take_back(range(start, stop))\n                return None",
-        "                return None",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/tiers/porter.py",
-        "                self.pager.drop(keys)\n\n    def _drop",
-        "                pass\n\n    def _drop",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/tiers/porter.py",
-        "trip.lines.clear()  # before anybody hears of it: their memory must be gone",
-        "pass",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/chains/away.py",
-        "            kept.state.verify()",
-        "            pass",
-        "torch/test_tiers.py",
-    ),
-    of(
-        "torch/chains/late.py",
-        "        self._memory.leaving = set()  # nothing leaves any more",
-        "        pass",
-        "torch/test_late_tiers.py",
-    ),
-    of(
-        "torch/chains/runner.py",
-        "        if tape.is_input(number) and (state := self._memory.at_hand(i)) is not None:\n            state.verify()\n",
-        "",
-        "torch/test_tiers.py",
-    ),
-    of(
-        "torch/chains/stages.py",
-        "            around.let_graphs_go()",
-        "            pass",
-        "torch/test_review.py",
-    ),
-    of(
-        "torch/chains/stages.py",
-        "if stops and not self._are_alike(first, caught.kinds):",
-        "if False:",
-        "torch/test_sequential.py",
-    ),
-    of(
-        "torch/chains/stages.py",
-        "        if caught.sums != self._sums[i][: len(caught.sums)]:\n",
-        "        if False:\n",
-        "torch/test_repeated_runs.py",
-    ),
-    of(
-        "torch/planning/choosing.py",
-        "if sends(best[1]) and best[1].makespan_s <= PAYS * plan.makespan_s:",
-        "if sends(best[1]):",
-        "torch/test_tiers.py",
-    ),
-    of(
-        "torch/environment/holders.py",
-        "    owner.clear()  # the order counts, of parameters above all",
-        "    pass",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/environment/states.py",
-        "        if tensor.requires_grad and storages[tensor.untyped_storage()._cdata] > 1:",
-        "        if False:",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/sequences/chunks.py",
-        "others = every - own[used[number]]",
-        "others = 0",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/tiers/parcels.py",
-        "        if any(f is not o.filler for f, o in zip(fillers, memory, strict=True)):\n            return False\n",
-        "",
-        "torch/test_helpers.py",
-    ),
-    of(
-        "torch/tiers/stowage.py",
-        "            for trip in (stowed.trip, *stowed.parcel.fillers()):",
-        "            for trip in (stowed.trip,):",
-        "torch/test_tiers.py",
-    ),
-    of(
-        "torch/tracing/parts.py",
-        "        finally:\n            opened.close()",
-        "        finally:\n            pass",
-        "torch/test_tracing.py",
-    ),
-    of(
-        "torch/tracing/cutting.py",
-        "    return any(w is not None and order.get(w, len(order)) > number for w in writers)",
-        "    return False",
-        "torch/test_helpers.py",
-    ),
-)
+FAULTS = faults("""
+torch/test_pinned.py
+- entry = self._order.popleft()
++ entry = self._order.pop()
+
+torch/test_pinned.py
+- Entry(key, slot, written, sources)
++ Entry(key, slot, written)
+
+torch/test_pinned.py
+- left -= nbytes
++ left -= count * size
+
+torch/test_tiers.py
+-             sweep.lost.add(~step if is_tape else step)
++             sweep.lost.add(step)
+
+torch/test_sequential.py
+- new = leaf.detach().requires_grad_(wanted)
+-                 once[id(leaf)]
++ new = leaf.detach().requires_grad_(wanted)
++                 once[id(new)]
+
+torch/test_environment.py
+-                 if tensor._version != version:
+-                     self._refuse_written(tensor)
++                 pass
+
+torch/test_unroll.py
+- return any(tensor._version != version for tensor, version in self._versions)
++ return False
+
+torch/test_cells.py
+-             copies = [copied(value) for value in rest]
++             copies = rest
+
+torch/test_unequal_cells.py
+-         most = self._costs.stages[step].tape_bytes
+-         if nbytes > most:
++         most = self._costs.stages[step].tape_bytes
++         if False:
+
+torch/test_unequal_cells.py
+-                     if self._exact and len(self.kinds) == MOST_KINDS:
++                     if False:
+
+torch/test_tiers.py
+- self.versions[number] = -1 if spoilt else tensor._version
++ self.versions[number] = tensor._version
+
+torch/test_tiers.py
+-     if not finished and not berth.runs and berth.opened is porter:
++     if False:
+
+torch/test_sizes.py
+-         elif nbytes > self.output_bytes:
++         elif False:
+
+torch/test_checking.py
+-         if not (isinstance(inner, _Rounded) and inner.close(outer)):
+-             return False
++         if not isinstance(inner, _Rounded):
++             return False
+
+torch/test_offload.py
+-             if piece.waits:
+-
++             if False:
++
+
+torch/test_sequential.py
+-         input_bytes=costs.input_bytes + last.output_bytes,
++         input_bytes=costs.input_bytes,
+
+torch/test_helpers.py
+- found = zlib.crc32(tensor.contiguous().numpy().data, found)
++ found = zlib.crc32(tensor.contiguous().numpy().data)
+
+torch/test_helpers.py
+- .mul_(_FACTOR).bitwise_or_(1)
++ .mul_(_FACTOR).mul_(2)
+
+torch/test_helpers.py in torch/tensors/geometry.py
+-         if self.conj:
+-
++         if False:
++
+
+torch/test_helpers.py in torch/tensors/geometry.py
+- return torch._neg_view(tensor) if self.neg else tensor
++ return tensor
+
+torch/test_helpers.py
+- _freed(self, reference: _Reference) -> None:
+-         self._live -= reference.nbytes
++ _freed(self, reference: _Reference) -> None:
++         pass
+
+torch/test_helpers.py
+-             if isinstance(part, Tensor) and part._version != version:
+-                 raise StateError
++             if False:
++                 raise StateError
+
+torch/test_helpers.py
+-         whole[-1] = gradient
++         whole[0] = gradient
+
+torch/test_helpers.py
+- first = leaf if self._graph else leaf.clone()
++ first = leaf
+
+torch/test_helpers.py
+-             if len(places) > 1:
++             if False:
+
+torch/test_helpers.py
+-             module._buffers[key] = buffer
+-             undo_writes()
++             module._buffers[key] = buffer
+
+torch/test_helpers.py
+-         page[at:].zero_()  # not what lay there before
++         pass
+
+torch/test_helpers.py
+-                 self._take_back(range(start, stop))
+-                 return None
++                 return None
+
+torch/test_helpers.py
+-                 self.pager.drop(keys)
+-
+-     def _drop
++                 pass
++
++     def _drop
+
+torch/test_helpers.py
+- trip.lines.clear()  # before anybody hears of it: their memory must be gone
++ pass
+
+torch/test_tiers.py
+-             kept.state.verify()
++             pass
+
+torch/test_late_tiers.py
+-         self._memory.leaving = set()  # nothing leaves any more
++         pass
+
+torch/test_tiers.py
+-         if tape.is_input(number) and (state := self._memory.at_hand(i)) is not None:
+-             state.verify()
+-
+
+torch/test_review.py
+-             around.let_graphs_go()
++             pass
+
+torch/test_sequential.py
+- if stops and not self._are_alike(first, caught.kinds):
++ if False:
+
+torch/test_repeated_runs.py
+-         if caught.sums != self._sums[i][: len(caught.sums)]:
+-
++         if False:
++
+
+torch/test_tiers.py
+- if sends(best[1]) and best[1].makespan_s <= PAYS * plan.makespan_s:
++ if sends(best[1]):
+
+torch/test_helpers.py
+-     owner.clear()  # the order counts, of parameters above all
++     pass
+
+torch/test_helpers.py
+-         if tensor.requires_grad and storages[tensor.untyped_storage()._cdata] > 1:
++         if False:
+
+torch/test_helpers.py
+- others = every - own[used[number]]
++ others = 0
+
+torch/test_helpers.py
+-         if any(f is not o.filler for f, o in zip(fillers, memory, strict=True)):
+-             return False
+-
+
+torch/test_tiers.py
+-             for trip in (stowed.trip, *stowed.parcel.fillers()):
++             for trip in (stowed.trip,):
+
+torch/test_tracing.py
+-         finally:
+-             opened.close()
++         finally:
++             pass
+
+torch/test_helpers.py
+-     return any(w is not None and order.get(w, len(order)) > number for w in writers)
++     return False
+""")
