@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 import threading
 import tracemalloc
@@ -23,8 +22,6 @@ from multistage.errors import (
     ArgumentError,
     BudgetError,
     CheckpointWarning,
-    MultistageError,
-    ScheduleError,
     StateError,
 )
 from multistage.measurement.seen import drifted
@@ -202,12 +199,6 @@ def test_one_step() -> None:
     for planner in ("auto", *PLANNERS):
         with sines(1, tiers="memory:", planner=planner, checked=True) as run:
             assert sweep(run) == sines_answer(1)
-
-
-def test_a_number_of_steps_from_numpy_will_do() -> None:
-    with sines(np.int64(N)) as run:
-        assert sweep(run) == sines_answer()
-        assert json.loads(run.report().to_json())["n_steps"] == N
 
 
 def test_the_front_door_allows_another_layout() -> None:
@@ -438,11 +429,6 @@ def test_a_given_plan_stays() -> None:
         for _ in range(3):
             assert sweep(run) == sines_answer()
             assert run.plan is made
-
-
-def test_errors_share_a_root() -> None:
-    for error in (ArgumentError, BudgetError, StateError, ScheduleError):
-        assert issubclass(error, MultistageError)
 
 
 @pytest.mark.parametrize("view", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -349,20 +348,6 @@ def test_a_plan_that_only_tapes_is_their_own_class() -> None:
     assert Judge(schedule, 40).run().peak_slots == 39
 
 
-@pytest.mark.parametrize("name", sorted(set(PLANNERS) - {"pyrevolve"}))
-@pytest.mark.parametrize("slots", [4, 9])
-def test_iterating_over_an_export_ends(name: str, slots: int) -> None:
-    try:
-        schedule = as_schedule(PLANNERS[name](Costs(1.0, 2.0), slots, 6))
-    except BudgetError:
-        assert name == "store-all" and slots == 4
-        return
-    actions = list(itertools.islice(schedule, 100))
-    assert isinstance(actions[-1], their.EndReverse) and schedule.is_exhausted
-    with pytest.raises(ScheduleUsedError):
-        next(schedule)
-
-
 @pytest.mark.parametrize(
     ("actions", "message"),
     [
@@ -394,21 +379,6 @@ def test_plans_their_actions_cannot_express_are_refused(actions: list[Any], mess
 
 def _sent(actions: list[Any]) -> Any:
     yield from actions
-
-
-@pytest.mark.parametrize("name", ["Revolve", "HRevolve", "Multistage", "Mixed in RAM", "TwoLevel"])
-def test_there_and_back(name: str) -> None:
-    make, slots = THEIRS[name]
-    n = 33
-    costs = Costs(1.0, 2.0, tape_step_s=1.0, tiers=(Tier("disk", 1.0, 1.0),))
-    made = as_planner(lambda: make(n))(costs, slots + MORE, n)
-    Judge(as_schedule(made), n).run()
-    assert Driver(as_schedule(made), n).run() == exact(n)
-
-
-def test_a_plan_serves_any_number_of_schedules() -> None:
-    made = plan(COSTS["tier"], "5 slots", n_steps=40)
-    assert [str(a) for a in as_schedule(made)] == [str(a) for a in as_schedule(made)]
 
 
 def test_a_used_schedule_raises_an_error() -> None:
