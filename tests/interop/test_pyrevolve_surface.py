@@ -157,8 +157,6 @@ def test_arguments_that_would_have_no_effect_are_refused(tmp_path: Path) -> None
             ours.compression.init_compression(params)
     with pytest.raises(ArgumentError, match=r"no parameters \['schema'\]"):
         ours.Revolver(*three, 5, 9, compression_params={"schema": "blosc"})
-    with pytest.raises(TypeError):
-        ours.MemoryRevolver(*three, 3, 9, diskstorage=True)  # type: ignore[call-arg]
 
     class Own(ours.MemoryRevolver):
         def save_checkpoint(self, st_idx: int = 0) -> None:

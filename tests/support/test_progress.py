@@ -22,7 +22,7 @@ from multistage.measurement.store import probe_tier
 from multistage.model.chain import FunctionChain
 from multistage.planners.trade_off import trade_off
 from multistage.support import progress
-from multistage.support.progress import VARIABLE, Bars, counting, in_notebook, is_shown
+from multistage.support.progress import VARIABLE, in_notebook, is_shown
 
 COSTS = Costs(1.0, 2.0, state_bytes=10)
 
@@ -161,35 +161,6 @@ def test_long_runs_go_in_pieces(chain: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert sum(stop - start for start, stop in seen[:forward]) >= 32
 
 
-def test_the_forward_bar_counts_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces are counted as they come, then the executor's own count of the same steps."""
-    at: list[int] = []
-
-    class Counting:
-        n = 0
-
-        def update(self, by: int = 1) -> None:
-            self.n += by
-            at.append(self.n)
-
-        def close(self) -> None:
-            return
-
-    monkeypatch.setattr(progress, "_bar", lambda *_: Counting())
-    bars = Bars(True)
-    chain: Any = FunctionChain(lambda x, i: x + 1, lambda x, a, i: a)
-    watched = bars.watch(chain, 0.05)
-    bars.start(10)
-    assert watched.advance(0, 0, 10) == 10
-    assert at == [4, 8]
-    bars.update(10, 0)
-    assert at[-1] == 10
-    bars.turn(10)
-    bars.update(12, 3)
-    watched.advance(0, 0, 10)  # recomputation is no progress of the reverse bar
-    assert at[-1] == 3
-
-
 def test_an_exception_takes_the_bar_along(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
 
@@ -222,18 +193,6 @@ def test_measuring_planning_and_solving_show_bars(
     for what in ("measuring", "planning", "trade-off", "solving", "probing"):
         assert f"{what}:" in terminal.getvalue(), what
     assert "revolve" in terminal.getvalue()  # what it is at
-
-
-def test_counting_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = watched(monkeypatch)
-    with counting("things", 3, None, " things") as tick:
-        for name in "abc":
-            tick(name)
-    assert "1/3" in terminal.getvalue() and "3/3" in terminal.getvalue()
-    before = terminal.getvalue()
-    with counting("things", 3, False) as tick:
-        tick("a")
-    assert terminal.getvalue() == before
 
 
 PROGRAM = """

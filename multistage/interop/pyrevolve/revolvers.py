@@ -155,41 +155,6 @@ class MemoryRevolver(SingleLevelRevolver):
     Parameters are those of `SingleLevelRevolver`.
     """
 
-    def __init__(
-        self,
-        checkpoint: CheckpointLike,
-        fwd_operator: OperatorLike,
-        rev_operator: OperatorLike,
-        n_checkpoints: int | None,
-        n_timesteps: int,
-        timings: object = None,
-        profiler: Profiler | None = None,
-        compression_params: Params | None = None,
-        *,
-        memory: Budget | int | str | None = None,
-        tiers: Tiers | None = None,
-        planner: str | UniformPlan | Planner | None = None,
-        costs: Costs | None = None,
-        progress: bool | None = None,
-        comm: Communicator | None = None,
-    ) -> None:
-        super().__init__(
-            checkpoint,
-            fwd_operator,
-            rev_operator,
-            n_checkpoints,
-            n_timesteps,
-            timings,
-            profiler,
-            compression_params,
-            memory=memory,
-            tiers=tiers,
-            planner=planner,
-            costs=costs,
-            progress=progress,
-            comm=comm,
-        )
-
 
 class DiskRevolver(SingleLevelRevolver):
     """Revolve on disk, transfers beside the operators; with `memory`, streaming.
