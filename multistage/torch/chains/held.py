@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..environment.states import EmptyState, KeptState
-from ..measurement.saved import Caught
+from ..measurement.saved import Caught, written_to
 from ..tensors.geometry import Geometry, is_plain
 from ..tiers.parcels import Origin, Origins, Parcel, Watch
 
@@ -29,11 +29,12 @@ class HeldTape:
         The state that the stage made, if the tape holds it.
     """
 
-    __slots__ = ("_given", "_inputs", "_parcel", "_parts", "_spare", "_tensors", "_versions",
-                 "output", "state")  # fmt: skip
+    __slots__ = ("_given", "_inputs", "_parcel", "_parts", "_spare", "_stage", "_tensors",
+                 "_versions", "output", "state")  # fmt: skip
 
     def __init__(self, caught: Caught, state: KeptState | None) -> None:
         self._tensors, self._versions, self._parts = caught.tape, caught.versions, caught.parts
+        self._stage = caught.stage
         self._given: list[weakref.ref[Tensor] | None] = [None] * len(caught.tape)
         self._inputs: dict[int, tuple[Origin, Geometry, Watch]] = {}
         self._parcel: Parcel | None = None
@@ -107,16 +108,6 @@ class HeldTape:
         """Whether the `number`-th tensor lies in the state before, which is not held on to."""
         return number in self._inputs
 
-    def at_hand(self, number: int) -> Tensor | None:
-        """Return what `take` would where that takes nothing else, None where it may."""
-        tensor = self._tensors[number]
-        if tensor is None or tensor._version != self._versions[number]:
-            return None
-        if self._parts and number < self._parts[-1]:
-            return None
-        self._tensors[number], self._given[number] = None, weakref.ref(tensor)
-        return tensor
-
     def take(self, number: int) -> Tensor | None:
         """Return the tensor saved as the `number`-th and hold it no more; None if it is gone.
 
@@ -136,7 +127,7 @@ class HeldTape:
             if memory is None:
                 return None
             if watch.changed or origin.written:
-                raise RuntimeError("modified by an inplace operation")
+                raise written_to(self._stage)
             return watch.joined(origin.tensor(geometry, memory))
         tensor = self._tensors[number]
         if tensor is None:
@@ -146,7 +137,7 @@ class HeldTape:
             if tensor is None:
                 return None
         if tensor._version != self._versions[number]:
-            raise RuntimeError("modified by an inplace operation")
+            raise written_to(self._stage)
         # From here on it lives as long as the node that asked wants it.
         self._tensors[number], self._given[number] = None, weakref.ref(tensor)
         return tensor

@@ -8,7 +8,6 @@ they run again it is a `KeptState`.  A tape is a `HeldTape`, or None where a gra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
@@ -237,7 +236,7 @@ class Links:
             if self.unpack is None:
                 live = [self._stages.advance(i, live)]
             else:
-                live = [self._stages.hooked(i, live, None, partial(self.unpack, i))]
+                live = [self._stages.first(i, live, self.unpack)[0]]
         return live
 
     def tape(self, live: Box, i: int) -> tuple[Box, HeldTape | None]:
@@ -258,10 +257,9 @@ class Links:
     ) -> tuple[Box, HeldTape | None]:
         """Run stage i in the forward sweep; its tape is held here if it may leave."""
         if not self._streams:
-            return [self._stages.first(i, live)], None
+            return [self._stages.first(i, live)[0]], None
         state = self._memory.at_hand(i) or KeptState.of(live[0])
-        caught = Caught()
-        output = self._stages.hooked(i, live, caught, partial(unpack, i))
+        output, caught = self._stages.first(i, live, unpack, holds=True)
         return [output], self._tape_of(i, caught, state, KeptState.of(output))
 
     def _tape_of(

@@ -192,19 +192,33 @@ class Run:
             # Most are at hand, and nothing is to be done for them.
             tensor, sweep = None, self._sweep
             if i == sweep.begun and not self._streams and sweep.given is not None:
-                tensor = sweep.given.at_hand(number)
+                tensor = sweep.given.take(number)
             if tensor is None:
-                tensor = self._wanted(i, number)
+                with self._unless_it_fails():
+                    tensor = self._wanted(i, number)
             self._stages.hand(tensor)
             return tensor
 
     def _wanted(self, i: int, number: int) -> Tensor:
         """Return a tensor that stage i saved, of a tape that is to be made if need be."""
-        with self._unless_it_fails():
-            if i != self._sweep.begun or self._sweep.given is None:
-                with self._again():
-                    self._begin(i)
-            return self._take(i, number)
+        sweep = self._sweep
+        if i != sweep.begun or sweep.given is None:
+            with self._again():
+                tape = sweep.reverse_until(i, self._restart)
+                if tape is None:
+                    tape = sweep.given = self._away.tape_again(i, None)
+                assert isinstance(tape, HeldTape)
+                tape.begin()
+        tape = sweep.given
+        if tape.is_input(number) and (state := self._memory.at_hand(i)) is not None:
+            state.verify()
+        tensor: Tensor | None = tape.take(number)
+        if tensor is None:
+            with self._again():
+                tape = sweep.given = self._away.tape_again(i, tape)
+            tensor = tape.take(number)
+            assert tensor is not None
+        return tensor
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
@@ -214,30 +228,3 @@ class Run:
             if self._metered is not None:
                 stack.enter_context(self._metered.on(again=True))
             yield
-
-    def _begin(self, i: int) -> None:
-        """Have the tape of stage i given, and be done with those above."""
-        tape = self._sweep.reverse_until(i, self._restart)
-        assert tape is None or isinstance(tape, HeldTape)
-        if tape is None:
-            tape = self._sweep.given = self._away.tape_again(i, None)
-        tape.begin()
-
-    def _take(self, i: int, number: int) -> Tensor:
-        tape: HeldTape = self._sweep.given
-        if tape.is_input(number) and (state := self._memory.at_hand(i)) is not None:
-            state.verify()
-        try:
-            tensor = tape.take(number)
-        except RuntimeError as error:
-            # Autograd's own check, which hooks bypass.
-            raise RuntimeError(
-                f"a tensor that stage {self._stages.traits[i].name} saved for its gradient has "
-                "been modified by an inplace operation; plain training fails here too"
-            ) from error
-        if tensor is None:
-            with self._again():
-                tape = self._sweep.given = self._away.tape_again(i, tape)
-            tensor = tape.take(number)
-            assert tensor is not None
-        return tensor

@@ -24,20 +24,15 @@ from ..environment.states import KeptState, leaves_of, tensors_in, wants_of
 from ..environment.turns import TURN
 from ..measurement.checking import Check, complain
 from ..measurement.joining import Calls, Joined
-from ..measurement.saved import Caught, Complete, Kind, difference, kind_of, nodes_made
-from ..measurement.sizes import Count, OnceMore, counting
+from ..measurement.saved import Caught, Complete, Kind, Saved, difference, nodes_made
+from ..measurement.sizes import Count, OnceMore, UnforeseenError
 from ..measurement.traits import Traits
 from ..tensors.checksums import Digests
 from ..tensors.streams import Home
-from .inside import Inside
 
 # The live state, in a list of one: a stage takes it out, and nothing holds it while it runs.
 Box: TypeAlias = list[object]
 _HOST = frozenset({torch.device("cpu")})  # whose generators are always watched
-
-
-class UnforeseenError(OnceMore):
-    """A stage draws random numbers that is not known to."""
 
 
 class StageRunner:
@@ -75,10 +70,9 @@ class StageRunner:
         self._generators = Generators()
         self._random: tuple[State, ...] = ()  # of the generators, between two stages
         self._captured = 0  # before this stage
-        self._kinds: dict[int, list[Kind]] = {}  # of the tensors each stage saved under hooks
-        self._sums: dict[int, list[int | None]] = {}  # of these tensors
+        # Kinds and checksums of the tensors that each stage saved where its graph holds numbers.
+        self._first: dict[int, tuple[list[Kind], list[int | None]]] = {}
         self._wants: dict[int, tuple[bool, ...]] = {}  # of the leaves of each state, at first
-        self._counts: dict[int, Count] = {}  # of the stage that runs, if its sizes are not known
         self._home = Home()
         self._shares = any(trait.draws or trait.buffers for trait in traits)  # with other threads
 
@@ -126,7 +120,7 @@ class StageRunner:
     def _refuse_unforeseen(self) -> None:
         """Find out whether a stage drew random numbers that is not known to."""
         if not self._watchful and self._random != self._generators.capture():
-            raise UnforeseenError("a stage draws random numbers, and did not when it was profiled")
+            raise UnforeseenError
 
     def _undo(self) -> None:
         self._generators.restore(self._random)  # as they were before the stage that failed
@@ -160,24 +154,37 @@ class StageRunner:
     def _call(self, i: int, box: Box, between: Callable[[int, object], None] | None) -> object:
         """Run stage i from the state in a box, which is emptied."""
         stage = self._stages[i]
-        return stage(box, between) if isinstance(stage, Joined) else stage(box.pop())
+        return stage.run(box, between) if isinstance(stage, Joined) else stage(box.pop())
 
     def first(
         self,
         i: int,
         box: Box,
-        hooks: AbstractContextManager[object] | None = None,
-    ) -> object:
+        unpack: Callable[[int, int], Tensor] | None = None,
+        *,
+        holds: bool = False,
+    ) -> tuple[object, Caught]:
         """Run stage i in the forward sweep from the state in a box, which is emptied.
 
         Remembers and verifies its environment.
+
+        Parameters
+        ----------
+        i : int
+        box : list of one pytree
+            The state, which is taken out of it.
+        unpack : callable, optional
+            `unpack(i, number)` returns a tensor in the backward pass; the graph holds numbers.
+            By default it holds the tensors.
+        holds : bool
+            Whether what it saves is to be returned, rather than released.
         """
         leaves = leaves_of(box[0])
         self.returned(i, leaves)
         self._wants[i] = wants_of(leaves)
         trait = self.traits[i]
         around = self._around[i] = Environment(
-            self._scopes[i], f"stage {trait.name}", trait.buffers, by_value=hooks is not None
+            self._scopes[i], f"stage {trait.name}", trait.buffers, by_value=unpack is not None
         )
         devices = {x.device for x in leaves if isinstance(x, Tensor)}
         self._watch(devices | around.found.devices(), around.found.generators)
@@ -186,23 +193,18 @@ class StageRunner:
         count, sizes = None, trait.sizes
         if sizes is not None and not trait.unhooked:
             way = sizes.way(leaves, around.number)
-            if not sizes.knows(way):
-                count = self._counts[i] = Count(i, sizes)
-                if hooks is None:
-                    pack, unpack = counting(count, trait.name)
-                    hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+            count = None if sizes.knows(way) else Count(i, sizes)
         del leaves
-        stage, between = self._stages[i], None
-        if isinstance(stage, Joined):
+        stage, between, caught = self._stages[i], None, Caught(trait.name, holds=holds)
+        if isinstance(stage, Joined) and stage.sizes:
             between = partial(stage.look, self._devices | _HOST, count)
             if count is not None and stage.sizes[0] is not None:
                 count.begin(stage.sizes[0])
-        with hooks or contextlib.nullcontext():
+        with self._saved(i, caught, count, unpack):
             state = self._call(i, box, between)
         if sizes is not None and count is not None:
             count.end()
             sizes.counted(way, count.nbytes)
-            del self._counts[i]
         if trait.draws or self._watchful:
             before, self._random = self._random, self._generators.capture()
             self._captured = i + 1
@@ -210,60 +212,40 @@ class StageRunner:
                 self._shares = True
         around.verify()
         TURN.moved()
-        return state
+        return state, caught
 
-    def hooked(
-        self, i: int, box: Box, caught: Caught | None, unpack: Callable[[int], Tensor]
-    ) -> object:
-        """Run stage i in the forward sweep; its graph keeps numbers in place of tensors.
-
-        Parameters
-        ----------
-        i : int
-        box : list of one pytree
-            The state, which is taken out of it.
-        caught : Caught or None
-            Gets the tensors; None to release them.
-        unpack : callable
-            Returns a tensor by its number, in the backward pass.
-        """
-        kinds: list[Kind] = []
-        sums: list[int | None] = []
+    def _saved(
+        self,
+        i: int,
+        caught: Caught,
+        count: Count | None,
+        unpack: Callable[[int, int], Tensor] | None,
+    ) -> AbstractContextManager[object]:
+        """Return what sees what stage i saves as it first runs, if it runs under any hooks."""
+        if unpack is None:
+            if count is None:
+                return contextlib.nullcontext()
+            return Saved(count.add, through=True, stage=self.traits[i].name)
+        caught.places, caught.count = self._around[i].places(), count
         # What a tier has is run again only if it is lost.
-        compares = self._check != "off" and caught is None and not self.traits[i].fills
-        digests = Digests() if compares else None
-        begun = nodes_made()
-        # Until it is through.
-        inside: Inside | None = Inside(self.traits[i].name, self.traits[i].differentiates)
-        places: dict[int, int] | None = None
+        if self._check != "off" and not caught.holds and not self.traits[i].fills:
+            caught.digests = Digests()
+        self._first[i] = caught.kinds, caught.sums
+        caught.begun = nodes_made()
+        return Saved(caught.see, partial(unpack, i), self._refusing(i), stage=self.traits[i].name)
 
-        def pack(tensor: Tensor) -> int:
-            nonlocal places
-            if places is None:
-                places = self._around[i].places()
-            if i in self._counts:
-                self._counts[i].add(tensor)
-            kinds.append(kind_of(tensor, places, begun))
-            if digests is not None:
-                sums.append(_sum_of(tensor, kinds[-1], digests))
-            if filling is not None:
-                # A parameter may be given other memory, which autograd would see.
-                itself = tensor.is_leaf and tensor.requires_grad
-                filling.tape.append(tensor if itself else tensor.detach())
-                filling.versions.append(tensor._version)
-            if inside is not None:
-                inside.keep(tensor)
-            return len(kinds) - 1
+    def _refusing(self, i: int) -> Callable[[int], Tensor] | None:
+        """Return what refuses that stage i differentiates in forward; None if it is known to."""
+        trait = self.traits[i]
 
-        def give(number: int) -> Tensor:
-            return unpack(number) if inside is None else inside.give(number)
+        def refuse(number: int) -> Tensor:
+            raise StateError(
+                f"stage {trait.name} computes gradients inside of its forward, which it did not "
+                "do when it was profiled, or while it writes to its input; write it without the "
+                "operation in place, or raise the memory limit until its tape is kept"
+            )
 
-        self._kinds[i], self._sums[i] = kinds, sums
-        filling = caught  # the graph refers to these hooks, which must not hold the tape
-        try:
-            return self.first(i, box, torch.autograd.graph.saved_tensors_hooks(pack, give))
-        finally:
-            inside = filling = digests = None
+        return None if trait.differentiates else refuse
 
     @contextlib.contextmanager
     def as_at_first(self) -> Iterator[None]:
@@ -299,7 +281,7 @@ class StageRunner:
         StateError
             If it saves something else than when it first ran.
         """
-        first = self._kinds[i]
+        first, sums = self._first[i]
         stops = alone and not self.traits[i].fills
         caught, output = self._catch(i, state, len(first) if stops else None)
         if stops and not self._are_alike(first, caught.kinds):
@@ -311,15 +293,15 @@ class StageRunner:
                 f"stage {self.traits[i].name} saved other tensors when it was run again than at "
                 f"first ({difference(first, caught.kinds)}); a stage must do the same every time"
             )
-        if caught.sums != self._sums[i][: len(caught.sums)]:
-            self._complain(i, caught)
+        if caught.sums != sums[: len(caught.sums)]:
+            self._complain(i, caught, sums)
         kept = None if alone else KeptState.of(output)
         TURN.moved()
         return caught, kept
 
-    def _complain(self, i: int, caught: Caught) -> None:
+    def _complain(self, i: int, caught: Caught, first: Sequence[int | None]) -> None:
         """Say that stage i saved other numbers than at first."""
-        pairs = enumerate(zip(caught.sums, self._sums[i], strict=False))
+        pairs = enumerate(zip(caught.sums, first, strict=False))
         number = next(number for number, (now, before) in pairs if now != before)
         complain(
             self._check,
@@ -341,39 +323,18 @@ class StageRunner:
     def _catch(self, i: int, state: KeptState, enough: int | None) -> tuple[Caught, object]:
         """Run stage i again up to `enough` saved tensors, to the end if None."""
         # Not with the output in it, whose graph leads here.
-        caught = Caught()
-        tape, versions, kinds = caught.tape, caught.versions, caught.kinds
-        output = None
-        changes_input = self.traits[i].changes_input
-        begun = 0
-
-        inside = Inside(self.traits[i].name, self.traits[i].differentiates)
-        digests = Digests() if self._sums[i] else None
-
-        def catch(tensor: Tensor) -> int:
-            if len(tape) == enough:  # the stage has suppressed what should have ended it
-                raise Complete
-            tape.append(tensor.detach())
-            versions.append(tensor._version)
-            kinds.append(kind_of(tensor, places, begun))
-            if digests is not None:
-                caught.sums.append(_sum_of(tensor, kinds[-1], digests))
-            inside.keep(tensor)
-            if len(tape) == enough:
-                raise Complete
-            return len(tape) - 1
-
-        around = self._around[i]
-        places = around.places()
+        around, output = self._around[i], None
+        digests = Digests() if self._first[i][1] else None
+        name = self.traits[i].name
+        caught = Caught(name, around.places(), digests=digests, enough=enough)
         with (
             contextlib.suppress(Complete),
-            contextlib.closing(inside),
             torch.enable_grad(),
             around.again(),
-            torch.autograd.graph.saved_tensors_hooks(catch, inside.give),
+            Saved(caught.see, _never, self._refusing(i), stage=name),
         ):
-            given = [state.fresh(self._wants[i], changes_input)]
-            begun = nodes_made()
+            given = [state.fresh(self._wants[i], self.traits[i].changes_input)]
+            caught.begun = nodes_made()
             output = self._call(i, given, caught.part)
         return caught, output
 
@@ -382,14 +343,8 @@ class StageRunner:
         return storages_of_all(self._around[i].tensors)
 
 
-def _sum_of(tensor: Tensor, kind: Kind, digests: Digests) -> int | None:
-    """Return a checksum of what a stage saves; None for parameters, which have theirs.
-
-    Nor of the workspaces of kernels (oneDNN's LSTM), which they do not fill.
-    """
-    if kind[3] is not None or (tensor.dtype is torch.uint8 and tensor.dim() == 1):
-        return None
-    return digests.of(tensor)
+def _never(number: int) -> Tensor:
+    raise AssertionError("the graph of a run again is not differentiated")
 
 
 def storages_of_all(tensors: Iterable[Tensor]) -> set[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -26,6 +26,7 @@ from ..environment.states import wants_of
 from ..tensors.checksums import digest
 from ..tensors.fingerprints import same_bits
 from ..tensors.meter import storages_of
+from .saved import Saved, itself
 from .traits import Traits
 
 Call: TypeAlias = Callable[..., object]  # of a state
@@ -86,8 +87,7 @@ def explore(
     # References keep the addresses of storages from being used again.
     storages = [_storages(state)]
     starts = list(range(len(stages)))  # the first stage of the group that stage i is in
-    changed: list[list[tuple[nn.Module, str]]] = []
-    graded: list[_Grading] = []
+    traits: list[Traits] = []
     changes_first = False
     wants: Sequence[bool] | None = wants_of(tensors_of(sample))  # gradients; None if not known
     moved: set[int] = set()  # storages of buffers that some stage changes
@@ -106,38 +106,38 @@ def explore(
         after = generators.capture()
         around.drew(generators, random, after)
         around.verify()
-        changed.append(
-            [
-                (m, k)
-                for m, k, b, version, value in buffers
-                if m._buffers[k] is not b or b._version != version or not same_bits(b, value)
-            ]
-        )
-        for m, key, b, *_ in buffers:
-            if (m, key) in changed[i]:
-                moved |= storages_of(b).keys()
-        written: set[int] = set()
-        for tensor, version in zip(inputs, versions, strict=True):
-            if tensor._version != version:
-                written |= storages_of(tensor).keys()
+        changed = [
+            (m, k, b)
+            for m, k, b, version, value in buffers
+            if m._buffers[k] is not b or b._version != version or not same_bits(b, value)
+        ]
+        moved |= {key for *_, b in changed for key in storages_of(b)}
+        pairs = zip(inputs, versions, strict=True)
+        written = {key for t, version in pairs if t._version != version for key in storages_of(t)}
         if written:
             maker = _maker_of(written, storages[: i + 1])
             changes_first = changes_first or maker < 0
             for k in range(max(maker, 0), i + 1):
                 starts[k] = starts[max(maker, 0)]
         storages.append(_storages(state))
+        trait = Traits(
+            names[i],
+            tuple([(m, k) for m, k, _ in changed]),
+            frozenset(generators.drawn(random, after)),
+            scope=scopes[i],
+        )
+        look = partial(_look_with_graph, stage, given, wants, state, around)
         # What was written to cannot be run on again.
-        graded.append(_Grading(frozenset(generators.drawn(random, after))))
-        look = partial(_look_with_graph, graded[i], stage, given, wants, state, around)
-        wants = None if written else look(_Random(generators, random))
+        found = (trait, None) if written else look(_Random(generators, random), trait)
+        traits.append(found[0])
+        wants = found[1]
     # Who only reads a buffer that another stage changes must keep its values too.
-    for stage_changes, scope in zip(changed, scopes, strict=True):
-        stage_changes += [
-            (m, k)
-            for m, k, b in scope.buffers()
-            if storages_of(b).keys() & moved and (m, k) not in stage_changes
-        ]
-    return _groups(starts, stages, scopes, names, changed, graded, changes_first)
+    for i, (trait, scope) in enumerate(zip(traits, scopes, strict=True)):
+        shared = [(m, k) for m, k, b in scope.buffers() if storages_of(b).keys() & moved]
+        more = [each for each in shared if each not in trait.buffers]
+        traits[i] = replace(trait, buffers=(*trait.buffers, *more))
+    traits[0] = replace(traits[0], changes_input=changes_first)
+    return _groups(starts, stages, traits)
 
 
 def _maker_of(written: set[int], storages: Sequence[dict[int, StorageWeakRef]]) -> int:
@@ -146,17 +146,6 @@ def _maker_of(written: set[int], storages: Sequence[dict[int, StorageWeakRef]]) 
     while i >= 0 and storages[i].keys() & written:
         i -= 1
     return i
-
-
-@dataclass(slots=True)
-class _Grading:
-    """How a stage runs with a graph; see `Traits`."""
-
-    draws: frozenset[str]
-    graded: bool = False
-    differentiates: bool = False
-    unhooked: bool = False
-    fills: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,34 +171,34 @@ class _Random:
 
 
 def _look_with_graph(
-    found: _Grading,
     stage: Call,
     given: object,
     wants: Sequence[bool] | None,
     result: object,
     around: Environment,
     random: _Random,
-) -> Sequence[bool]:
+    trait: Traits,
+) -> tuple[Traits, Sequence[bool]]:
     """Run a stage with a graph, and compare: some kernels, such as oneDNN's LSTM, differ.
 
     The generators that it left as they were have other states then: it may have drawn
     numbers and put back the state, or seeded a generator with the state that it had.
+
+    Returns
+    -------
+    trait : Traits
+    wants : sequence of bool
+        Which tensors of its result require gradients.
     """
-    kept: list[list[Tensor]] = []
+    kept: list[Tensor] = []
     bits: list[_Bits] = []  # of those
     buffers: set[int] = set()  # statistics, which batch norm saves before it updates them
-    drawn, seeded = found.draws, set[str]()
+    drawn, seeded = trait.draws, set[str]()
+    plain = tensors_of(result)
 
-    # Not the tensor itself: an output that its own node keeps is a cycle nothing collects.
-    def pack(tensor: Tensor) -> list[Tensor]:
-        kept.append([tensor])
+    def see(tensor: Tensor) -> None:
+        kept.append(itself(tensor))
         bits.append((None if address(tensor) in buffers else digest(tensor), tensor._version))
-        found.unhooked = found.unhooked or tensor.is_nested
-        return kept[-1]
-
-    def unpack(box: list[Tensor]) -> Tensor:
-        found.differentiates = True
-        return box[0]
 
     def run(disturbed: AbstractContextManager[object]) -> list[Tensor]:
         with around.again(), disturbed, torch.enable_grad():
@@ -217,34 +206,39 @@ def _look_with_graph(
             buffers.discard(0)  # of those whose memory is not seen
             return tensors_of(stage(_wanting(given, wants)))
 
+    # Lengths of nested tensors have names, which are others each time they are made.
+    unhooked = any(t.is_nested for t in (*plain, *tensors_of(given)))
+    saved = Saved(see)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with saved:
             again = run(random.disturbed(drawn, seeded))
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):  # which torch.func does not support
             raise
-        found.unhooked = True
+        unhooked = True
         again = run(random.disturbed(drawn, seeded))
     now = [
         (None if before is None else digest(tensor), tensor._version)
-        for (tensor,), (before, _) in zip(kept, bits, strict=True)
+        for tensor, (before, _) in zip(kept, bits, strict=True)
     ]
-    # By name too: memory used before may hold what is filled in.
-    found.fills = _changed(bits, now) or has_node(again, _FILLS)
-    for box in kept:
-        box.clear()
-    plain = tensors_of(result)
-    # Their lengths have names, which are others each time they are made.
-    found.unhooked = found.unhooked or any(t.is_nested for t in (*plain, *tensors_of(given)))
+    graded = False
     # Ranks that run a stage together run it as often.
     if exchanges_memory() or not _all_equal(plain, again):
         # Twice: hidden state would make a stage differ from itself.
         undisturbed, once_more = (run(contextlib.nullcontext()) for _ in range(2))
-        found.graded = not _all_equal(plain, undisturbed)
+        graded = not _all_equal(plain, undisturbed)
         if _all_equal(undisturbed, once_more) and not _all_equal(undisturbed, again):
             seeded |= {*random.generators.names} - drawn
-    found.draws = drawn | seeded
-    return wants_of(again)
+    trait = replace(
+        trait,
+        draws=drawn | seeded,
+        graded=graded,
+        differentiates=saved.is_asked,
+        unhooked=unhooked or any(t.is_nested for t in kept),
+        # By name too: memory used before may hold what is filled in.
+        fills=_changed(bits, now) or has_node(again, _FILLS),
+    )
+    return trait, wants_of(again)
 
 
 def _changed(before: Sequence[_Bits], after: Sequence[_Bits]) -> bool:
@@ -296,13 +290,7 @@ def _storages(state: object) -> dict[int, StorageWeakRef]:
 
 
 def _groups(
-    starts: list[int],
-    stages: Sequence[Call],
-    scopes: Sequence[Scope],
-    names: Sequence[str],
-    changed: list[list[tuple[nn.Module, str]]],
-    graded: list[_Grading],
-    changes_first: bool,
+    starts: list[int], stages: Sequence[Call], traits: Sequence[Traits]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Traits, ...]]:
     groups: list[list[int]] = []
     for i, start in enumerate(starts):
@@ -310,20 +298,13 @@ def _groups(
             groups[-1].append(i)
         else:
             groups.append([i])
-    traits = []
-    for number, group in enumerate(groups):
-        buffers = {(id(m), k): (m, k) for i in group for m, k in changed[i]}
-        traits.append(
-            Traits(
-                name="+".join(names[i] for i in group),
-                buffers=tuple(buffers.values()),
-                draws=frozenset().union(*[graded[i].draws for i in group]),
-                graded=any(graded[i].graded for i in group),
-                differentiates=any(graded[i].differentiates for i in group),
-                unhooked=any(graded[i].unhooked for i in group),
-                fills=any(graded[i].fills for i in group),
-                changes_input=changes_first and number == 0,
-                scope=scopes[group[0]] if len(group) == 1 else Scope([stages[i] for i in group]),
-            )
+    return tuple(tuple(group) for group in groups), tuple(
+        traits[group[0]]
+        if len(group) == 1
+        else Traits.together(
+            "+".join(traits[i].name for i in group),
+            [traits[i] for i in group],
+            Scope([stages[i] for i in group]),
         )
-    return tuple(tuple(group) for group in groups), tuple(traits)
+        for group in groups
+    )

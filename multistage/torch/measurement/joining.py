@@ -22,17 +22,11 @@ from torch import Tensor
 from ...actions import Action, Advance, EndForward, Free, Load, Put, Reverse, Save, Tape
 from ..environment.scope import Found, Scope, merged
 from ..environment.states import leaves_of
-from .exploring import Call
-from .measure import Profile, grouped
-from .sizes import Count, OnceMore, Sizes
+from .sizes import ApartError, Count, Sizes
 from .traits import Traits
 
-Calls: TypeAlias = Sequence[Call]
+Calls: TypeAlias = Sequence[Callable[..., object]]
 _MOST_NAMES = 3  # in the name of a stretch
-
-
-class ApartError(OnceMore):
-    """Stages that were run as one have to be run one by one."""
 
 
 class Joined:
@@ -42,14 +36,20 @@ class Joined:
     ----------
     stages : sequence of callables
     sizes : sequence of Sizes or None
-        Of each.
+        Of each; empty for stages that no plan parts, whose states between are not looked at.
     """
 
-    def __init__(self, stages: Calls, sizes: Sequence[Sizes | None]) -> None:
+    def __init__(self, stages: Calls, sizes: Sequence[Sizes | None] = ()) -> None:
         self._stages, self.sizes = tuple(stages), tuple(sizes)
         self._values: list[tuple[object, ...] | None] = [None] * (len(self._stages) - 1)
 
-    def __call__(
+    def __call__(self, state: object) -> object:
+        """Run the stages from a state."""
+        box = [state]
+        del state
+        return self.run(box)
+
+    def run(
         self, box: list[object], between: Callable[[int, object], None] | None = None
     ) -> object:
         """Run the stages from the state in a box, which is emptied: nothing here holds it longer.
@@ -60,7 +60,7 @@ class Joined:
         last = len(self._stages) - 1
         for number, stage in enumerate(self._stages):
             state = stage(state)
-            if between is not None and number < last:
+            if between is not None and number < last and self.sizes:
                 between(number, state)
         return state
 
@@ -125,6 +125,14 @@ class Together(Scope):
         return merged([scope.look() for scope in self._scopes])
 
 
+def grouped(stages: Calls, groups: Sequence[Sequence[int]]) -> list[Callable[..., object]]:
+    """Return one callable for each group of stages."""
+    return [
+        stages[group[0]] if len(group) == 1 else Joined([stages[i] for i in group])
+        for group in groups
+    ]
+
+
 Stretches: TypeAlias = tuple[Calls, Sequence[Traits], Sequence[Action]]
 
 
@@ -142,13 +150,18 @@ class Running:
     _found: dict[bool, tuple[Sequence[Action], Stretches]] = field(default_factory=dict)
 
     def of(
-        self, stages: Calls, profile: Profile, actions: Sequence[Action], *, joins: bool
+        self,
+        stages: Calls,
+        groups: Sequence[Sequence[int]],
+        traits: Sequence[Traits],
+        actions: Sequence[Action],
+        *,
+        joins: bool,
     ) -> Stretches:
-        """Return stages, what they do, and the actions of their plan by their numbers."""
+        """Return stages, what groups of them do, and their plan's actions by their numbers."""
         found = self._found.get(joins)
         if found is None or found[0] is not actions:
-            calls = grouped(stages, profile.groups)
-            alone = calls, profile.traits, actions
+            alone = grouped(stages, groups), traits, actions
             found = self._found[joins] = actions, stretched(*alone) if joins else alone
         return found[1]
 
@@ -167,14 +180,20 @@ def stretched(stages: Calls, traits: Sequence[Traits], actions: Sequence[Action]
     place = {start: number for number, start in enumerate([*starts, len(stages)])}
     groups = list(zip(starts, ends, strict=True))
     return (
-        [stages[a] if b == a + 1 else _joined(stages[a:b], traits[a:b]) for a, b in groups],
-        [traits[a] if b == a + 1 else _traits(stages[a:b], traits[a:b]) for a, b in groups],
+        [
+            stages[a] if b == a + 1 else Joined(stages[a:b], [t.sizes for t in traits[a:b]])
+            for a, b in groups
+        ],
+        [traits[a] if b == a + 1 else _together(stages[a:b], traits[a:b]) for a, b in groups],
         [new for action in actions if (new := _renumbered(action, place)) is not None],
     )
 
 
-def _joined(stages: Calls, traits: Sequence[Traits]) -> Joined:
-    return Joined(stages, [trait.sizes for trait in traits])
+def _together(stages: Calls, traits: Sequence[Traits]) -> Traits:
+    names = [trait.name for trait in traits]
+    name = "+".join(names) if len(names) <= _MOST_NAMES else f"{names[0]} to {names[-1]}"
+    scope = Together([t.scope or Scope.of(s) for s, t in zip(stages, traits, strict=True)])
+    return Traits.together(name, traits, scope, _sum([trait.sizes for trait in traits]))
 
 
 def _starts(traits: Sequence[Traits], actions: Sequence[Action]) -> list[int]:
@@ -209,19 +228,6 @@ def _starts(traits: Sequence[Traits], actions: Sequence[Action]) -> list[int]:
                 parted.add(before[1])
         before = now[0], now[2]
     return sorted(parted - {n, n + 1})
-
-
-def _traits(stages: Calls, traits: Sequence[Traits]) -> Traits:
-    """Return what stages do together."""
-    names = [trait.name for trait in traits]
-    sizes = [trait.sizes for trait in traits]
-    return Traits(
-        name="+".join(names) if len(names) <= _MOST_NAMES else f"{names[0]} to {names[-1]}",
-        buffers=tuple({(id(m), k): (m, k) for t in traits for m, k in t.buffers}.values()),
-        draws=frozenset().union(*[trait.draws for trait in traits]),
-        scope=Together([t.scope or Scope.of(s) for s, t in zip(stages, traits, strict=True)]),
-        sizes=_sum(sizes),
-    )
 
 
 def _sum(sizes: Sequence[Sizes | None]) -> Sizes | None:

@@ -19,13 +19,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...errors import ArgumentError
 from ...model.stages import Stage, StageCosts
 from ..environment.scope import Scope
 from ..environment.settings import casting_anew, leave_hooks_alone
 from .exploring import Call, explore, fresh_copy, tensors_of, untouched
+from .joining import grouped
 from .sizes import Sizes, bytes_of
 from .stage_runs import StageRun, Times, bytes_held, engine_s
 from .stand_ins import hooks_silent, standing_in
@@ -51,31 +52,6 @@ class Profile:
     costs: StageCosts
     groups: tuple[tuple[int, ...], ...]
     traits: tuple[Traits, ...]
-
-
-def grouped(stages: Sequence[Call], groups: Sequence[Sequence[int]]) -> list[Call]:
-    """Return one callable per group of stages."""
-    return [
-        stages[group[0]] if len(group) == 1 else _Joined([stages[i] for i in group])
-        for group in groups
-    ]
-
-
-class _Joined(nn.Module):
-    """Stages run as one; registers them, for their modes, buffers and parameters."""
-
-    def __init__(self, stages: Sequence[Call]) -> None:
-        super().__init__()
-        self._calls = list(stages)
-        for number, stage in enumerate(stages):
-            if isinstance(stage, nn.Module):
-                self.add_module(str(number), stage)
-        self.training = any(m.training for m in self.children())
-
-    def forward(self, state: object) -> object:
-        for stage in self._calls:
-            state = stage(state)
-        return state
 
 
 def measure_stages(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..tensors.streams import Home
+from .saved import Complete, Saved, itself, written_to
 
 # The latest again with those before: a node may ask for its tensors in any order.
 _OVERLAP = 8
@@ -63,7 +64,6 @@ class Windowed:
     ) -> None:
         self._call, self._again = call, again
         self._room = room_bytes
-        self._forward = True
         self._count = 0  # of tensors saved in the first run
         self._free = {_storage(tensor)[0] for tensor in costs_nothing}
         self._window = _Window(room_bytes, self._free)
@@ -74,16 +74,9 @@ class Windowed:
     def forward(self) -> object:
         """Run; return the result."""
         self.runs = 1
-
-        # Not with the window in its closure: the graph holds this as long as the other hook.
-        def pack(tensor: Tensor) -> int:
-            self._count += 1
-            self._window.add(tensor)
-            return self._count - 1
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+        with Saved(self._window.add, self._unpack, self._window.held) as saved:
             result = self._call()
-        self._forward = False
+        self._count = saved.count
         return result
 
     @property
@@ -93,7 +86,7 @@ class Windowed:
 
     def _unpack(self, number: int) -> Tensor:
         if not self._window.first <= number < self._window.stop:
-            if self._forward or self.runs >= self.most_runs:
+            if self.runs >= self.most_runs:
                 raise TooDear
             overlap = min(_OVERLAP, len(self._window) // 4)
             self._fill(min(self._count, number + 1 + overlap))
@@ -108,18 +101,17 @@ class Windowed:
         self.runs += 1
         self._window = window = _Window(self._room, self._free)
 
-        def catch(tensor: Tensor) -> int:
+        def see(tensor: Tensor) -> None:
             if window.stop == stop:
-                raise _Caught
+                raise Complete
             window.add(tensor)
-            return window.stop - 1
 
         with (
             self._home.context(),
             self._again(),
-            contextlib.suppress(_Caught),
+            contextlib.suppress(Complete),
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(catch, window.held),
+            Saved(see, window.held, window.held),
         ):
             self._call()
 
@@ -129,12 +121,7 @@ def forgetting(
 ) -> AbstractContextManager[object]:
     """Return a context in which graphs hold the latest tensors alone; not to be walked later."""
     window = _Window(room_bytes, {_storage(tensor)[0] for tensor in costs_nothing})
-
-    def pack(tensor: Tensor) -> int:
-        window.add(tensor)
-        return window.stop - 1
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, window.held)
+    return Saved(window.add, window.held, window.held)
 
 
 class _Window:
@@ -156,7 +143,7 @@ class _Window:
         return self.first + len(self._tensors)
 
     def add(self, tensor: Tensor) -> None:
-        self._tensors.append((tensor.detach(), tensor._version))
+        self._tensors.append((itself(tensor), tensor._version))
         self._count(tensor, 1)
         while self._held > self._room and len(self._tensors) > 1:
             gone, _ = self._tensors.popleft()
@@ -186,11 +173,8 @@ class _Window:
 
     def get(self, number: int) -> Tensor:
         tensor, version = self._tensors[number - self.first]
-        if tensor._version != version:  # autograd's own check, which hooks bypass
-            raise RuntimeError(
-                "a tensor saved for the gradient has been modified by an inplace operation; "
-                "plain training fails here too"
-            )
+        if tensor._version != version:
+            raise written_to()
         return tensor
 
 
@@ -200,7 +184,3 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
         return storage._cdata, storage.nbytes()
     except (NotImplementedError, RuntimeError):  # sparse: none of its own
         return 0, 0
-
-
-class _Caught(BaseException):
-    """All that is needed is caught; no `except Exception` of the model must stop this."""

@@ -12,9 +12,8 @@ they serve to be compared with one another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,15 +22,22 @@ from ..environment.holders import LEAVES
 from ..tensors.meter import storages_of
 
 _MOST_KNOWN = 16  # ways to run of which the sizes are known
-# On saved tensors: the second takes what the first returned.
-Hooks: TypeAlias = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
 
 
 class OnceMore(BaseException):
-    """A forward sweep that was undone has to be run once more, another way.
+    """A forward sweep that is undone has to be run once more, another way.
 
-    No Exception, which a stage may catch for reasons of its own.
+    Raised in the middle of a stage, before it takes more memory.  No Exception, which a
+    stage may catch for reasons of its own.
     """
+
+
+class ApartError(OnceMore):
+    """Stages that were run as one have to be run one by one."""
+
+
+class UnforeseenError(OnceMore):
+    """A stage draws random numbers that is not known to: every stage is to be watched."""
 
 
 class LargerError(OnceMore):
@@ -190,36 +196,3 @@ class Count:
         most, seen = self._sizes.saved_bytes, self.nbytes - self._before
         if most is not None and seen > most:
             raise LargerError(self._number, "saves", most, seen)
-
-
-def counting(count: Count, name: str) -> Hooks:
-    """Return hooks that count what a stage saves and keep it as autograd does.
-
-    Hooks around them are called for each tensor, as they would be without these.
-    """
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-    def pack(tensor: Tensor) -> object:
-        count.add(tensor)
-        if outer is not None:
-            return outer[0](tensor)
-        # Not the tensor itself: an output that its own node keeps is a cycle nothing collects.
-        # A leaf is no output, and may be given other memory, as by `parameter.data = ...`.
-        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
-
-    def unpack(kept: object) -> Tensor:
-        if outer is not None:
-            returned: Tensor = outer[1](kept)
-            return returned
-        assert isinstance(kept, tuple)
-        tensor, version = kept
-        if tensor._version != version:
-            # Autograd's own check, which hooks bypass.
-            raise RuntimeError(
-                f"a tensor that stage {name} saved for its gradient has been modified by an "
-                "inplace operation; plain training fails here too"
-            )
-        saved: Tensor = tensor
-        return saved
-
-    return pack, unpack

@@ -21,11 +21,10 @@ from ..environment.randomness import Generators
 from ..environment.scope import Scope
 from ..tensors.checksums import digest
 from ..tensors.meter import Meter, OperationsMeter, storages_of
-from .boxes import Saved
-from .clocks import Clock, Moment, seconds_of
+from .clocks import Moment, moment, seconds_between, seconds_of
 from .exploring import Call, has_node, tensors_of
-from .saved import Kind, kind_of
-from .sizes import Sizes, bytes_of
+from .saved import Caught, Saved
+from .sizes import Count, Sizes, bytes_of
 from .traits import Traits
 
 _LEAST_ROUNDS = 2  # of timing a stage: the first pays for what is made once
@@ -108,14 +107,17 @@ class StageRun:
         output_bytes, advance_bytes, shared = self._count_untaped()
         inputs = self._fresh()
         wanted = [t for t in tensors_of(inputs) if t.requires_grad]
-        saved = Saved(0, self.sizes)
+        counted, unhooked = Count(0, self.sizes), self._trait.unhooked
+        saved = Saved(counted.add)
         with torch.enable_grad(), self._meter(OperationsMeter, inputs) as meter:
-            with saved.kept(self._trait):
+            with contextlib.nullcontext() if unhooked else saved:
                 output = self._call(inputs)
             made = meter.live_bytes()
             taping_bytes = max(0, meter.peak_bytes - made)
             tape_bytes = max(made + shared, output_bytes)
-            is_hiding = not self._trait.unhooked and meter.bytes_but(saved.tensors(output)) > 0
+            held = [*tensors_of(output), *saved.held()]
+            is_hiding = not unhooked and meter.bytes_but(held) > 0
+            del held
             self.sizes.varies = meter.sizes_vary
             if self._trait.differentiates or self._trait.graded:  # it keeps all it saves
                 advance_bytes = max(advance_bytes, tape_bytes + taping_bytes - output_bytes)
@@ -136,9 +138,8 @@ class StageRun:
             given_gradient = bytes_held(t.grad for t in wanted if t.grad is not None)
             reverse_bytes = max(0, meter.peak_bytes - before - given_gradient)
             operations = meter.operations()
-        self._saved, self._saved_bytes = saved.count, saved.nbytes
-        saved.close()  # the graph's hooks refer to it
-        self.sizes.saved_bytes = None if self._trait.unhooked else saved.nbytes
+        self._saved, self._saved_bytes = saved.count, counted.nbytes
+        self.sizes.saved_bytes = None if unhooked else counted.nbytes
         del wanted, result, gradients, inputs
         self.hidden_bytes = self._hidden_bytes() if is_hiding else 0
 
@@ -185,18 +186,10 @@ class StageRun:
         Such as tensors that an autograd Function keeps as attributes, or the stage does.
         """
         inputs = self._fresh()
-        kept: list[Tensor] = []
-
-        def pack(tensor: Tensor) -> int:
-            if self._trait.differentiates:
-                kept.append(tensor)
-            return len(kept) - 1
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, kept.__getitem__)
-        with torch.enable_grad(), self._meter(Meter, inputs) as meter, hooks:
+        saved = Saved(None, _never, None if self._trait.differentiates else _never)
+        with torch.enable_grad(), self._meter(Meter, inputs) as meter, saved:
             output = self._call(inputs)
         nodes = [t.grad_fn for t in tensors_of(output)]
-        kept.clear()
         del output, inputs
         hidden_bytes = max(0, meter.live_bytes())
         del nodes
@@ -254,17 +247,15 @@ class StageRun:
         with torch.no_grad():
             forward_s = seconds_of(partial(self._call, inputs), self._device)
         inputs = self._fresh()
-        clock = Clock(self._device)
         last: list[Moment] = []
 
-        def pack(tensor: Tensor) -> Tensor:
-            last[:] = [clock.now()]
-            return tensor
+        def see(tensor: Tensor) -> None:
+            last[:] = [moment(self._device)]
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, _same)
-        with torch.enable_grad(), contextlib.nullcontext() if self._trait.unhooked else hooks:
+        saved = contextlib.nullcontext() if self._trait.unhooked else Saved(see)
+        with torch.enable_grad(), saved:
             output = self._call(inputs)
-        spared_s = clock.between(last[0], clock.now()) if last else 0.0
+        spared_s = seconds_between(last[0], moment(self._device)) if last else 0.0
         result = [t for t in tensors_of(output) if t.requires_grad]
         if not result:
             return forward_s, spared_s, 0.0
@@ -329,14 +320,8 @@ def _digest_s() -> float:
 def _hook_s() -> float:
     """Return the seconds to hand a saved tensor to a hook that keeps its kind, and back."""
     tensor, count = torch.zeros(1, requires_grad=True), 64
-    kinds: list[Kind] = []
-
-    def pack(saved: Tensor) -> int:
-        kinds.append(kind_of(saved, {}, 0))
-        return len(kinds) - 1
 
     def run() -> None:
-        kinds.clear()
         with torch.enable_grad():
             made = tensor
             for _ in range(count):
@@ -345,8 +330,11 @@ def _hook_s() -> float:
                 (made,), (torch.ones(1),), False, False, (tensor,), True, accumulate_grad=False
             )
 
+    def given(number: int) -> Tensor:
+        return torch.ones(1)
+
     def hooked() -> None:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda _: torch.ones(1)):
+        with Saved(Caught(holds=False).see, given, given):
             run()
 
     cpu = torch.device("cpu")
@@ -354,8 +342,8 @@ def _hook_s() -> float:
     return max(0.0, hooked_s - plain_s) / count
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _never(number: int) -> Tensor:
+    raise AssertionError("nothing differentiates this run")
 
 
 def bytes_held(tensors: Iterable[Tensor]) -> int:

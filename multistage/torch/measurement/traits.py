@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -50,3 +51,21 @@ class Traits:
     fills: bool = False
     scope: Scope | None = None
     sizes: Sizes | None = None
+
+    @classmethod
+    def together(
+        cls, name: str, traits: Sequence[Traits], scope: Scope, sizes: Sizes | None = None
+    ) -> Traits:
+        """Return what stages do that run as one."""
+        return cls(
+            name=name,
+            buffers=tuple({(id(m), k): (m, k) for t in traits for m, k in t.buffers}.values()),
+            draws=frozenset().union(*[t.draws for t in traits]),
+            graded=any(t.graded for t in traits),
+            changes_input=traits[0].changes_input,
+            differentiates=any(t.differentiates for t in traits),
+            unhooked=any(t.unhooked for t in traits),
+            fills=any(t.fills for t in traits),
+            scope=scope,
+            sizes=sizes,
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
@@ -59,7 +59,7 @@ def chosen(
     unhooked = any(trait.unhooked for trait in profiles[0].traits)
     tiered = None if unhooked else sequential._multistage.tiered
     try:
-        profile, plan = plain = _planned_best(sequential, profiles, memory)
+        profile, plan = plain = _best_without(sequential, profiles, memory)
     except BudgetError as alone:
         if tiered is None:
             raise
@@ -91,81 +91,74 @@ def _best_with_tier(
     together: bool,
 ) -> Choice:
     """Return the fastest plan with a tier.  Raises BudgetError."""
-    limit = _in_bytes(profiles[0], memory)
-    device = device_of(sequential)
+    limit = within = _in_bytes(profiles[0], memory)
+    device, buffers = device_of(sequential), 0
     try:
-        return _best_within(tiered, profiles, limit, device, together)
+        rates = tiered.measured(device, limit)
+        if together:
+            tiered.rates = rates = of_rank_0(rates)
+        if limit is not None:
+            buffers = tiered.buffer_bytes(device, limit)
+            within = limit - buffers
+            if within <= 0:
+                raise BudgetError(
+                    f"memory={limit} bytes < {buffers + 1} bytes, as the buffers of the tier take "
+                    f"{buffers}; raise the limit, or give the tier fewer, as in "
+                    "'file:///folder?buffers=1MiB'"
+                )
+        try:
+            return _best(profiles, lambda costs: _streaming(costs, within, rates, tiered.slowdown))
+        except BudgetError as error:
+            if not buffers or error.least_bytes is None:
+                raise
+            least = error.least_bytes + buffers
+            raise BudgetError.below(
+                f"memory={limit} bytes < {least} bytes ({format_bytes(least)}), of which the "
+                f"buffers of the tier take {buffers}; raise the limit",
+                least,
+            ) from None
     except BaseException:
         tiered.leave()  # opened to be measured: no thread and no file is left
         raise
 
 
-def _best_within(
-    tiered: Tiered,
-    profiles: Sequence[Profile],
-    limit: int | None,
-    device: torch.device,
-    together: bool,
+def _best_without(
+    sequential: LimitedModule, profiles: Sequence[Profile], memory: int | str | float | None
 ) -> Choice:
-    rates = tiered.measured(device, limit)
-    if together:
-        tiered.rates = rates = of_rank_0(rates)
-    within = limit
-    if limit is not None:
-        buffers = tiered.buffer_bytes(device, limit)
-        within = limit - buffers
-        if within <= 0:
-            raise BudgetError(
-                f"memory={limit} bytes < {buffers + 1} bytes, as the buffers of the tier take "
-                f"{buffers}; raise the limit, or give the tier fewer, as in "
-                "'file:///folder?buffers=1MiB'"
-            )
+    """Return the fastest plan without a tier.  Raises BudgetError."""
+    chain = sequential._multistage
+    limit = _in_bytes(profiles[0], memory)  # a fraction is of what the first counts
+
+    def planned(costs: StageCosts) -> ChainPlan:
+        plan = plan_chain(costs, limit, chain.planner, segments=chain.segments)
+        # A plain one runs without the executor.
+        return replace(plan, makespan_s=plan.plain_s) if is_plain(plan) else plan
+
+    return _best(profiles, planned)
+
+
+def _best(profiles: Sequence[Profile], planned: Callable[[StageCosts], ChainPlan]) -> Choice:
+    """Return the fastest plan, with the profile it is for.
+
+    Raises
+    ------
+    BudgetError
+        Of the smallest limit that works, if there is none.
+    """
     found: list[tuple[float, int, ChainPlan]] = []
     refused: list[BudgetError] = []
     for number, profile in enumerate(profiles):
         try:
-            plan = _streaming(held_by_caller(profile.costs), within, rates, tiered.slowdown)
+            plan = planned(held_by_caller(profile.costs))
         except BudgetError as error:
             refused.append(error)
         else:
             found.append((plan.makespan_s, number, plan))
-    if not found:
-        smallest = min(refused, key=_least_of)
-        if limit is None or within is None or smallest.least_bytes is None or within == limit:
-            raise smallest
-        least = smallest.least_bytes + limit - within
-        raise BudgetError.below(
-            f"memory={limit} bytes < {least} bytes ({format_bytes(least)}), of which the buffers "
-            f"of the tier take {limit - within}; raise the limit",
-            least,
-        )
-    _, number, plan = min(found, key=lambda each: each[:2])
-    return profiles[number], plan
-
-
-def _planned_best(
-    sequential: LimitedModule, profiles: Sequence[Profile], memory: int | str | float | None
-) -> tuple[Profile, ChainPlan]:
-    """Return the fastest plan within a limit, with the profile it is for."""
-    chain = sequential._multistage
-    costs = [held_by_caller(profile.costs) for profile in profiles]
-    memory = _in_bytes(profiles[0], memory)  # a fraction is of what the first counts
-    found: list[tuple[float, int, ChainPlan]] = []
-    refused: list[BudgetError] = []
-    for number, each in enumerate(costs):
-        try:
-            plan = plan_chain(each, memory, chain.planner, segments=chain.segments)
-            if is_plain(plan):  # it runs without the executor
-                plan = replace(plan, makespan_s=plan.plain_s)
-        except BudgetError as error:
-            refused.append(error)
-        else:
-            found.append((plan.makespan_s, number, plan))
-            if plan.keeps_all:
+            if is_plain(plan):
                 break
     if not found:
         raise min(refused, key=_least_of)
-    _, number, plan = min(found)
+    _, number, plan = min(found, key=lambda each: each[:2])
     return profiles[number], plan
 
 
@@ -183,19 +176,19 @@ def _streaming(costs: StageCosts, memory: int | None, rates: Tier, slowdown: flo
 
 def _slower(costs: StageCosts, factor: float) -> StageCosts:
     """Return costs whose times are longer by a factor, and by catching tapes with hooks."""
-    return replace(costs, stages=tuple([_slower_stage(each, factor) for each in costs.stages]))
-
-
-def _slower_stage(stage: Stage, factor: float) -> Stage:
     caught_s = hooks_s()
-    more_s = (factor - 1) * (stage.forward_s + stage.backward_s)
-    return replace(
-        stage,
-        forward_s=stage.forward_s * factor + caught_s,
-        backward_s=stage.backward_s * factor,
-        spared_s=stage.spared_s * factor,
-        overhead_s=stage.overhead_s + more_s + caught_s,
-    )
+
+    def slower(stage: Stage) -> Stage:
+        more_s = (factor - 1) * (stage.forward_s + stage.backward_s)
+        return replace(
+            stage,
+            forward_s=stage.forward_s * factor + caught_s,
+            backward_s=stage.backward_s * factor,
+            spared_s=stage.spared_s * factor,
+            overhead_s=stage.overhead_s + more_s + caught_s,
+        )
+
+    return replace(costs, stages=tuple([slower(each) for each in costs.stages]))
 
 
 def _busy(plan: ChainPlan) -> float:

@@ -18,7 +18,7 @@ from ..measurement.checking import Checked
 from ..measurement.measure import SECONDS, Profile, measure_stages
 from ..measurement.sizes import LargerError, Sizes
 from .choosing import chosen, device_of, limit_of, of_rank_0
-from .limited import LimitedModule, Planned, names_of, stages_of, use
+from .limited import LimitedModule, Planned, names_of, replaced, stages_of
 
 _log = logging.getLogger(__name__)
 _BYTES = (
@@ -127,10 +127,7 @@ def for_larger(
             raise BudgetError(f"{cause}: {error}") from error
     anew = replace(anew, checked=planned.checked)
     _log.info("%s: planned again", cause)
-    for variants in chain.known.values():
-        variants[:] = [anew if v is planned else v for v in variants]
-    use(chain, anew)
-    return anew
+    return replaced(chain, planned, anew)
 
 
 def _at_least(now: Profile, before: Profile, larger: LargerError) -> Profile:

@@ -25,7 +25,7 @@ from ..tensors.meter import Meter
 from ..tiers.stowage import CannotTravel
 from .choosing import device_of, held_by_caller, is_collective
 from .fitting import fitted
-from .limited import Call, LimitedModule, Planned, sends, use, whole
+from .limited import Call, LimitedModule, Planned, replaced, sends, whole
 from .running import run
 
 _log = logging.getLogger(__name__)
@@ -139,7 +139,4 @@ def corrected(sequential: LimitedModule, planned: Planned, state: object) -> Pla
     with TURN.taken(), torch.enable_grad():
         anew = _reserving(sequential, planned, state, seen, planned.plan.peak_bytes)
         anew = within_limit(sequential, anew, state)
-    for variants in chain.known.values():
-        variants[:] = [anew if v is planned else v for v in variants]
-    use(chain, anew)
-    return anew
+    return replaced(chain, planned, anew)

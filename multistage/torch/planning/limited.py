@@ -185,6 +185,14 @@ def use(chain: Limited, planned: Planned) -> None:
         chain.traced, chain.calls = planned.traced, list(planned.traced.bare)
 
 
+def replaced(chain: Limited, planned: Planned, anew: Planned) -> Planned:
+    """Put another plan in the place of one that is known; return it, in use."""
+    for variants in chain.known.values():
+        variants[:] = [anew if v is planned else v for v in variants]
+    use(chain, anew)
+    return anew
+
+
 def run_plain(sequential: LimitedModule, state: object) -> object:
     """Run without a plan; what was traced runs as it is, whatever the shapes and modes."""
     traced = sequential._multistage.traced

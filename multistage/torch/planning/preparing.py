@@ -30,6 +30,7 @@ from .limited import (
     LimitedModule,
     Planned,
     names_of,
+    replaced,
     run_plain,
     sends,
     stages_of,
@@ -201,10 +202,7 @@ def replanned(sequential: LimitedModule, planned: Planned, state: object) -> Pla
     else:
         tiered.looked(took_s)
     anew = replace(planned, plan=found)
-    for variants in chain.known.values():
-        variants[:] = [anew if v is planned else v for v in variants]
-    use(chain, anew)
-    return anew
+    return replaced(chain, planned, anew)
 
 
 def _worth_changing(plan: ChainPlan, found: ChainPlan, tiered: Tiered) -> ChainPlan:

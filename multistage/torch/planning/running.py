@@ -11,13 +11,11 @@ from ...execute.late_stages import Stages
 from ...planners.chain.heterogeneous import ChainPlan
 from ...schedule.rules import Rules
 from ..chains.runner import Run
-from ..chains.stages import UnforeseenError
 from ..environment.hidden_draws import refuse_hidden_draws
 from ..environment.scope import Found
 from ..environment.states import leaves_of
 from ..measurement.exploring import tensors_of
-from ..measurement.joining import ApartError
-from ..measurement.sizes import LargerError, Sizes
+from ..measurement.sizes import ApartError, LargerError, Sizes, UnforeseenError
 from ..tiers.stowage import Berth
 from .choosing import device_of
 from .fitting import for_larger
@@ -56,42 +54,36 @@ def run(
             refuse_hidden_draws([sequential], "the chain")
         joins = planned.running.joins and not collective
         stages, traits, actions = planned.running.of(
-            planned.stages, profile, planned.plan.actions, joins=joins
+            planned.stages, profile.groups, profile.traits, planned.plan.actions, joins=joins
         )
-        watchful = chain.watchful or collective
         try:
             berth = _berth(sequential, planned.plan)
             # Ranks that run stages together cannot leave their plan one by one.
             late = None if berth is None or collective else _course(planned.plan)
-            left = partial(_note_left, chain, planned.plan, late)
-            run = Run(
+            result = Run(
                 stages,
                 traits,
                 actions,
                 berth,
-                watchful=watchful,
+                watchful=chain.watchful or collective,
                 course=late,
-                left=left,
+                left=partial(_note_left, chain, planned.plan, late),
                 metered=metered,
                 # The check itself compares results.
                 check=chain.check if trains and planned.checked.is_exact else "off",
-            )
-            result = run.forward(state)
-        except UnforeseenError:
-            chain.watchful = True
-            continue
-        except ApartError:
-            planned.running.joins = False
-            continue
-        except LargerError as error:
-            if joins:  # which of them it is shows when they run one by one
-                planned.running.joins = False
-                continue
-            larger = error.with_traceback(None)  # which holds the tensors of the run
-        else:
+            ).forward(state)
             planned.sizes.counted(way, 0)
             return result
-        planned, metered = for_larger(sequential, planned, state, larger), None
+        except UnforeseenError:
+            chain.watchful = True
+        except ApartError:
+            planned.running.joins = False
+        except LargerError as error:
+            larger = error.with_traceback(None)  # which holds the tensors of the run
+            if joins:  # which of them it is shows when they run one by one
+                planned.running.joins = False
+            else:
+                planned, metered = for_larger(sequential, planned, state, larger), None
     raise BudgetError(
         f"stage {planned.profile.traits[larger.stage].name} {larger.what}, though plans were made "
         f"for more {_MOST_PLANS} times a stage; sizes must not change from one run to the next on "

@@ -15,6 +15,7 @@ from ...measurement.store import probe_store
 from ...model.costs import Costs
 from ...model.tier import Tier
 from ..measurement.clocks import seconds_of
+from ..measurement.saved import Saved
 from ..tensors.meter import Meter
 from ..tensors.states import TensorLayout, TensorState
 from .cell import Facts
@@ -159,16 +160,13 @@ def _saved(
     known = {t.untyped_storage()._cdata for t in held if isinstance(t, Tensor)}
     sizes: dict[int, int] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def note(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in known:
             sizes[storage._cdata] = storage.nbytes()
-        # Not itself: an output that its own node keeps is a cycle that nothing collects, and
-        # backward does not come by the nodes below what the cell leaves unused.
-        return tensor.detach()
 
     try:
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with Saved(note):
             chain.reverse(first, adjoint, 0)
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):  # as `torch.func` has it
