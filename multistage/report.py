@@ -10,7 +10,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from .backends.base import Store, StoreStats
-from .execute.executor import Counts
+from .execute.ledger import Counts
 from .measurement.seen import seen_costs
 from .model.costs import Costs
 from .planners import UniformPlan

@@ -87,10 +87,8 @@ def test_imports_point_one_way(below: str, order: tuple[str, ...]) -> None:
 
 def test_no_circle_of_imports_at_any_depth() -> None:
     assert len(graph()) > 200
-    found = [group[0] for group in house.cycles(graph())]
-    assert found == [group[0] for group in house.same_level(graph())]
-    # A circle by imports for the type checker, whose modules are to be one.
-    assert found == ["multistage.execute.accounts"]
+    assert not house.cycles(graph())
+    assert not house.same_level(graph())
 
 
 def test_every_place_in_the_order_is_taken() -> None:

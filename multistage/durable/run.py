@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from ..errors import ArgumentError, StoreError
-from ..execute.resumed import Resumed
+from ..execute.executor import Resumed
 from ..model.chain import Chain
 from ..model.costs import Costs
 from ..states.layout import Array

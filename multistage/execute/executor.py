@@ -22,39 +22,97 @@ all else is per slot or per stored checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ..actions import Action, Await, Evict, Put, Schedule
+from ..actions import Action, Schedule
 from ..backends.base import Store, require_distinct
 from ..backends.lifetimes import Birth
-from ..errors import MultistageError, ScheduleError
+from ..errors import MultistageError, ScheduleError, StateError, StoreError
 from ..model.chain import Chain
 from ..schedule.rules import Rules, each_judged
 from ..schedule.timeline import Timeline
 from ..states.apart import apart_from
 from ..states.arrays import ArrayStates
+from ..states.in_place import InPlace
+from ..states.layout import Array
 from ..states.slots import Slots, StateLayout, States, overwritten
-from ..states.tapes import own_bytes
 from ..support import switching
 from ..support.interrupts import Shield
 from .late import Late
-from .ledger import Counts as Counts
-from .ledger import Ledger
-from .occupied import leave, occupy
-from .recovery import first_to_differ, given_back, sizes_differ
-from .resumed import Resumed
-from .sweep import Sweep
+from .ledger import Counts, Ledger
+from .metered import LargerThanPlanned
+from .sweep import Sweep, Wait
 from .transfers import Transfers
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 ArrayT = TypeVar("ArrayT")
 LayoutT = TypeVar("LayoutT")
+
+# Steps run again at most, to find the one whose state was the first of another layout.
+_RUN_AGAIN = 4096
+# The sweep in each store, by the store's identity: a sweep keeps its stores alive, and its entry
+# is gone when it is.  `Store.open` keeps a second run out of a store; this keeps a second sweep
+# out of one that its user opened himself.
+_sweeps: weakref.WeakValueDictionary[int, Sweep] = weakref.WeakValueDictionary()
+# Re-entrant: a garbage collection may end another sweep while it is held.
+_lock = threading.RLock()
+
+
+def _begin_anew() -> None:
+    """Renew the lock in a forked child, where no thread may be left to release it."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What an earlier process left of the same computation.
+
+    Attributes
+    ----------
+    stored : tuple of int
+        Checkpoints in the first tier.
+    last : list of arrays or None
+        The last state; None if the forward sweep is not over.
+    end : int or None
+        With `last`: where the adjoint stands; the schedule begins with `EndForward`.
+    """
+
+    stored: tuple[int, ...]
+    last: list[Array] | None = None
+    end: int | None = None
+
+    def take_up(self, sweep: Sweep, transfers: Transfers) -> None:
+        """Let a sweep begin where the earlier process stopped."""
+        for step in self.stored:
+            transfers.stored[0].add(step)
+        if self.last is not None and self.end is not None:
+            # The live state is the last one, whatever the adjoint has come to:
+            # the caller wants to see it, the schedule has no use for it.
+            slots = sweep.slots
+            sweep.live = slots.load(slots.adopt(self.last, -1), sweep.live)
+            sweep.at = self.end
+
+    def tell(self, rules: Rules) -> None:
+        """Let the rules begin where the run does."""
+        for step in self.stored:
+            rules.stored[step, 0] = None
+        rules.tier_used[0] = rules.tier_peak[0] = len(self.stored)
+        if self.end is not None:
+            rules.n_steps = rules.live = self.end
 
 
 class Executor(Generic[State, Adjoint]):
@@ -175,49 +233,50 @@ class Executor(Generic[State, Adjoint]):
         """
         self.abort()
         self._birth = Birth.here()
-        sweep, transfers, ledger = self._begun(schedule, state)
-        self._sweep, self._transfers = sweep, transfers
-        ours = False
+        sweep, transfers = self._begun(schedule, state)
+        self._sweep = sweep
         try:
-            occupy(self._stores, sweep)
-            ours = True
+            _occupy(self._stores, sweep)
+            self._transfers = transfers  # from here on what is in the stores is ours
+            self._rules = self._make_rules() if self._make_rules and judged else None
             if resumed is not None:
-                resumed.take_up(sweep, transfers, state)
-            self._rules = None
-            if self._make_rules is not None and judged:
-                self._rules = self._make_rules()
+                resumed.take_up(sweep, transfers)
+            if self._rules is not None:
                 if resumed is not None:
                     resumed.tell(self._rules)
                 sweep.schedule = each_judged(sweep.schedule, self._rules)
-            self.timeline, self.counts = ledger.timeline, ledger.counts
-            ledger.begin_s = self._clock()
             if late is not None:
                 late.begin(transfers)
                 sweep.late = partial(_asked, late, self._rules, transfers)
+            assert sweep.ledger is not None
+            self.timeline, self.counts = sweep.ledger.timeline, sweep.counts
+            sweep.ledger.begin_s = self._clock()
         except BaseException:
-            if not ours:
-                self._transfers = None  # nothing of ours is in the stores
             self.abort()
             raise
-        self._guarded(sweep.forward, forward=True)
-        last: State = sweep.live
+        last: State = self._guarded(partial(self._looked_at, sweep), forward=True)
         return last
+
+    def _looked_at(self, sweep: Sweep) -> object:
+        """Run the forward sweep; return the last state, which is of the layout of the first."""
+        assert self._layout is not None
+        sweep.forward()
+        self._layout.arrays(sweep.live, sweep.at)
+        return sweep.live
 
     def _begun(
         self, schedule: Schedule | Iterable[Action], state: State
-    ) -> tuple[Sweep, Transfers, Ledger]:
+    ) -> tuple[Sweep, Transfers]:
         """Keep state 0; return a sweep from there.  Raises StateError."""
         layout = self._states.layout(state)
         if self._layout is None or self._slots is None or not layout.same_as(self._layout):
             self._layout, self._slots = layout, self._states.slots(layout)
         layout, slots = self._layout, self._slots
-        if not hasattr(schedule, "send"):
-            schedule = (action for action in schedule)
         origin = slots.keep(state, 0)
         ledger = Ledger(layout, self._stores, self._clock, self._progress)
-        transfers = Transfers(self._stores, layout, ledger, self._chain.advance)
+        transfers = Transfers(self._stores, layout, ledger)
         sweep = Sweep(
-            schedule,  # type: ignore[arg-type]
+            schedule if isinstance(schedule, Generator) else _played(schedule),
             self._chain,
             slots,
             transfers,
@@ -225,12 +284,12 @@ class Executor(Generic[State, Adjoint]):
             # A functional step may put other arrays into its containers: not into the caller's.
             state if slots.shared or self._chain.in_place else slots.load(origin, state),
             ledger,
-            look=layout.arrays,
             limit=self._limit,
             tape_slots=self.tape_slots,
-            weigh=partial(_weigh, layout.nbytes, self._heavier),
+            slot_bytes=layout.nbytes,
+            heavier=self._heavier,
         )
-        return sweep, transfers, ledger
+        return sweep, transfers
 
     def reverse(self, adjoint: Adjoint) -> Adjoint:
         """Run the rest of the schedule; return the adjoint of state 0.
@@ -318,7 +377,7 @@ class Executor(Generic[State, Adjoint]):
         live: State = self._sweep.live
         return live
 
-    @contextmanager
+    @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Leave out of the times of a sweep what its schedule does in this block."""
         sweep, began = self._sweep, self._clock()
@@ -366,7 +425,7 @@ class Executor(Generic[State, Adjoint]):
                 if transfers is not None and not self._birth.foreign:
                     transfers.settle()
             finally:
-                leave(self._stores, sweep)
+                _leave(self._stores, sweep)
                 sweep.slots.release_all()
                 sweep.let_go()
 
@@ -384,12 +443,11 @@ class Executor(Generic[State, Adjoint]):
                 self.tape_slots = sweep.tape_slots
                 self.counts.elapsed_s += self._clock() - began
         except BaseException as error:
+            told = error
             try:
-                told = (
-                    first_to_differ(error, sweep, self._chain, self._layout) if forward else error
-                )
-                if forward and self._chain.in_place and sizes_differ(error):
-                    told = given_back(told, sweep)
+                if forward:
+                    told = _first_to_differ(error, sweep, self._layout)
+                    told = _given_back(told, sweep)
                 if told is error:
                     told = overwritten(error, self._slots)  # before its arrays are given back
             finally:
@@ -405,34 +463,115 @@ class Executor(Generic[State, Adjoint]):
             switching.restore(self)
 
 
-def _weigh(
-    state_bytes: int,
-    heavier: Callable[[int, int], None] | None,
-    step: int,
-    tape: object,
-    beside: object,
-    tape_slots: float,
-) -> float:
-    """Return the slots that a tape takes beside another one, `tape_slots` or more."""
-    nbytes = own_bytes(tape, beside)
-    taken = nbytes / state_bytes
-    if taken - tape_slots <= 1e-9:
-        return tape_slots
-    if heavier is not None:
-        heavier(step, nbytes)
-    return taken
+def without_frames(error: BaseException | None) -> None:
+    """Forget the frames of an error that is dealt with, and of those behind it.
+
+    They refer to states, and an error in a cycle with a frame stays until it is collected.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _given_back(error: BaseException, sweep: Sweep) -> BaseException:
+    """Put state 0 back where the caller of an in-place chain has it, if states are unlike planned.
+
+    The caller may start again then.  If it cannot be restored, the returned error says so.
+    """
+    differ = error.varies if isinstance(error, StateError) else isinstance(error, LargerThanPlanned)
+    if not differ or not isinstance(sweep.slots, InPlace):
+        return error
+    with contextlib.suppress(Exception):  # the first error matters more
+        if sweep.slots.given_back(sweep.live, sweep.origin):
+            return error
+    return StateError(
+        f"{str(error).split(';')[0]}; state 0 cannot be put back to measure such steps: in "
+        "place, give a dict or list of arrays that are not kept from being overwritten"
+    )
+
+
+def _first_to_differ(
+    error: BaseException, sweep: Sweep, layout: StateLayout[Any, Any, Any] | None
+) -> BaseException:
+    """Return the error that names the step whose state was the first of another layout.
+
+    A functional chain's states are looked at where they are kept, perhaps many steps after
+    the one that returned the first such state; a few steps are run again to find it.
+    """
+    if not isinstance(error, StateError) or error.state is None or layout is None:
+        return error
+    if sweep.in_place:
+        return error  # looked at after every advance, and overwritten since
+    held = [step for step, kept in sweep.held.items() if kept is not None and step < error.state]
+    start = max(held, default=0)
+    kept = sweep.held[start] if held else sweep.origin
+    if kept is None or error.state - start > _RUN_AGAIN:
+        return error
+    step, found = start, str(error)
+    if error.state - start > 1:
+        found = ""
+        try:
+            live, sweep.live = sweep.slots.load(kept, sweep.live), None
+            for step in range(start, error.state):
+                live = sweep.chain.advance(live, step, step + 1)
+                layout.arrays(live, step + 1)
+        except StateError as differs:
+            # The error itself would be in a cycle with this frame, and keep its states alive.
+            # The first that differs may be such as a survey takes.
+            if differs.state == step + 1 and differs.varies == error.varies:
+                found = str(differs)
+        except Exception:
+            pass  # what was wrong is known, if not where
+    if not found:
+        return error
+    told = StateError(f"step {step} returned a state unlike the first: {found}")
+    told.state, told.varies = error.state, error.varies
+    return told
 
 
 def _asked(
-    late: Late,
-    rules: Rules | None,
-    transfers: Transfers,
-    sweep: Sweep,
-    action: Put | Evict | Await,
+    late: Late, rules: Rules | None, transfers: Transfers, sweep: Sweep, action: Wait
 ) -> Schedule | None:
     """Return the schedule to follow from here on, judged as the one before; None to stay."""
-    schedule = late(sweep, action)
-    if schedule is None or rules is None:
+    actions = late(sweep, action)
+    if actions is None:
+        return None
+    schedule = _played(actions)
+    if rules is None:
         return schedule
-    rules.leave(sweep.held.keys(), sweep.tapes.keys(), transfers.stuck)
+    rules.leave(sweep.held.keys(), sweep.tapes.keys(), transfers.stuck())
     return each_judged(schedule, rules)
+
+
+def _played(actions: Iterable[Action]) -> Schedule:
+    """Return actions as a schedule."""
+    for action in actions:
+        _ = yield action  # answers are not looked at
+
+
+def _occupy(stores: Sequence[Store], sweep: Sweep) -> None:
+    """Take stores for a sweep; they are free again when it has left them, or is gone.
+
+    Raises
+    ------
+    StoreError
+        If another sweep is in progress in one of them; none is taken then.
+    """
+    with _lock:
+        for store in stores:
+            other = _sweeps.get(id(store))
+            if other is not None and other is not sweep:
+                raise StoreError(
+                    f"tier {store.name!r} holds the checkpoints of another sweep; end that one "
+                    "first with reverse() or abort(), or give each executor stores of its own"
+                )
+        for store in stores:
+            _sweeps[id(store)] = sweep
+
+
+def _leave(stores: Sequence[Store], sweep: Sweep) -> None:
+    """Give the stores back that a sweep has taken."""
+    with _lock:
+        for store in stores:
+            if _sweeps.get(id(store)) is sweep:
+                del _sweeps[id(store)]

@@ -15,13 +15,20 @@ cannot tell whether a transfer has ended, as one on which ranks agree, is waited
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import replace
 
-from ..actions import Await, Evict, Put, Schedule
+from ..actions import Action, Advance, EndForward, Put, Tape
+from ..errors import ScheduleError
 from ..model.tier import Tier
+from ..planners.chain.plan import ChainPlan
+from ..planners.chain.rest import Rest as ChainRest
+from ..planners.chain.rest import Rests, Standing
 from ..planners.single.rest import Rest
-from .late_stages import Elsewhere, Stages
-from .sweep import Sweep
+from ..schedule.rules import Rules
+from ..schedule.simulation import simulate
+from .sweep import Elsewhere, Moved, Sweep, Wait
 from .transfers import Transfers
 
 # Of what going on without the tiers takes: a wait that is worth a question, the longest for
@@ -29,10 +36,13 @@ from .transfers import Transfers
 _WORTH, _LONGEST, _FORWARD = 0.01, 0.07, 0.15
 _PATIENCE = 0.02  # the longest that writes may take to stop, if the rest has room beside them
 _LEAST_S = 1e-3  # of one wait between two questions
-_GAIN = 0.97  # of the time with waiting, the most that going on without the tiers may take
-
-
-Wait: TypeAlias = Put | Evict | Await
+# Of the time with waiting, the most that going on without the tiers may take; and that leaving
+# a plan before it waits may take.
+_GAIN, _EARLY_GAIN = 0.97, 0.95
+_EARLY = 0.02  # of the makespan, what waiting must cost to leave a plan before it waits
+_SLOWER = 1.2  # a tier that is late takes so many times as long as planned, at least
+# What a question takes at first: a table of RR-9302 for so many stages, and some choices.
+_PER_STAGE_S, _PER_PAIR_S = 3e-4, 5e-6
 
 
 class Late:
@@ -54,43 +64,40 @@ class Late:
 
     def begin(self, elsewhere: Elsewhere) -> None:
         """Prepare for a sweep."""
-        self.why, self._waits, self._waited_s = "", elsewhere, 0.0
+        self.why, self._elsewhere, self._waited_s = "", elsewhere, 0.0
         self.course.begin(elsewhere)
 
-    def __call__(self, sweep: Sweep, action: Wait) -> Schedule | None:
+    def __call__(self, sweep: Sweep, action: Wait) -> Iterable[Action] | None:
         """Wait for what an action waits for.
 
         Returns
         -------
-        generator of actions or None
+        iterable of actions or None
             What to do in place of the action and all after it; None to perform it.
         """
-        done = self._waits.awaited(sweep, action)
+        done, course = self._elsewhere.awaited(sweep, action), self.course
         if done is None or done(0.0):
-            course = self.course
-            if not isinstance(action, Put) or not isinstance(course, Stages):
-                return None
-            is_early = course.is_early(action, sweep)
-            return self._left(sweep, action, sweep.clock()) if is_early else None
+            if isinstance(action, Put) and course.is_early(action, sweep):
+                return self._left(sweep, action, sweep.clock())
+            return None
         sweep.flush()
         began, clock = sweep.clock(), sweep.clock
-        planned_s, without_s = self.course.planned_s(action, sweep), -1.0
+        planned_s, without_s = course.planned_s(self._elsewhere.moved(action)), -1.0
         wait_s = _LEAST_S
         while not done(wait_s):
             waited_s = clock() - began
-            if waited_s < self.course.ask_s:
+            if waited_s < course.ask_s:
                 continue
             if without_s < 0:
-                without_s = self.course.without_s(action, sweep)
+                without_s = course.without_s(action, sweep)
             if without_s == math.inf:
                 break  # the action waits: nothing else can be done
             wait_s = max(_LEAST_S, _WORTH * without_s)
             late_s = waited_s - planned_s
-            if late_s < _WORTH * without_s or not self._is_worth(sweep, action, late_s, without_s):
-                continue
-            return self._left(sweep, action, began)
+            if late_s >= wait_s and self._is_worth(sweep, action, late_s, without_s):
+                return self._left(sweep, action, began)
         self._waited_s += max(0.0, clock() - began - planned_s)
-        self._waits.stalled(began)
+        sweep.stalled(began)
         return None
 
     def _is_worth(self, sweep: Sweep, action: Wait, late_s: float, without_s: float) -> bool:
@@ -101,19 +108,19 @@ class Late:
             return True
         return without_s < _GAIN * self.course.waiting_s(action, sweep)
 
-    def _left(self, sweep: Sweep, action: Wait, since: float) -> Schedule | None:
+    def _left(self, sweep: Sweep, action: Wait, since: float) -> Iterable[Action] | None:
         """Return what is left to do without the tiers, None to wait: then that cannot be."""
-        what, where = self._waits.said(action)
-        waited_s = sweep.clock() - since
+        moved, waited_s = self._elsewhere.moved(action), sweep.clock() - since
         waited = f", after {waited_s:.3g} s of waiting for it," if waited_s >= _LEAST_S else ""
         told = (
-            f"tier {where!r} was late: from {what} on{waited} the sweep went on without the tier, "
-            "and more was computed again"
+            f"tier {moved.name!r} was late: from the {moved} on{waited} the sweep went on without "
+            "the tier, and more was computed again"
         )
-        schedule = self.course.leave(action, sweep)
-        self.why = "" if schedule is None else told
-        self._waits.stalled(since, self.why)
-        return schedule
+        actions = self.course.leave(action, sweep)
+        if actions is not None:
+            self.why = sweep.counts.late = told
+        sweep.stalled(since)
+        return actions
 
 
 class EqualSteps:
@@ -137,55 +144,51 @@ class EqualSteps:
         self._state_is_tape = state_is_tape
         self.ask_s = 0.0
 
-    def begin(self, transfers: Elsewhere) -> None:
+    def begin(self, elsewhere: Elsewhere) -> None:
         """Prepare for a sweep."""
-        assert isinstance(transfers, Transfers)
-        self._transfers = transfers
+        assert isinstance(elsewhere, Transfers)
+        self._transfers = elsewhere
 
-    def planned_s(self, action: Wait, sweep: Sweep) -> float:
+    def planned_s(self, moved: Moved) -> float:
         """Return the seconds of one transfer as planned."""
-        tier, is_write = self._transfers.tier_of(action)
-        costs = self._tiers[tier]
-        return costs.write_s if is_write else costs.read_s
+        tier = self._tiers[moved.tier]
+        return tier.write_s if moved.is_write else tier.read_s
 
     def without_s(self, action: Wait, sweep: Sweep) -> float:
         """Return the seconds that the rest takes in fast memory alone."""
-        n = self._n_steps
-        if n is None and sweep.is_forward:
-            n = max(1, sweep.at)
-        rest = self._rest(sweep, n or sweep.end)
-        step_s, back_s = self._transfers.step_s()
+        rest, counts = self._rest(sweep), sweep.counts
+        step_s = counts.forward_s / max(1, counts.forward_steps)
+        back_s = counts.reverse_s / max(1, counts.reverse_steps)
         left = rest.n_steps if rest.end is None else rest.end
         return rest.forward_steps() * step_s + left * (back_s or 2 * step_s)
 
     def waiting_s(self, action: Wait, sweep: Sweep) -> float:
         """Return the seconds that it takes to read all that is stored, in the reverse sweep."""
-        if sweep.is_forward:
-            return 0.0
-        read_s, count = self._transfers.to_read(sweep)
-        return read_s * count
+        return 0.0 if sweep.is_forward else self._transfers.reading_s(sweep)
 
-    def leave(self, action: Wait, sweep: Sweep) -> Schedule | None:
+    def is_early(self, action: Put, sweep: Sweep) -> bool:
+        """Answer False: Revolve gains nothing by states that are given up before a wait."""
+        return False
+
+    def leave(self, action: Wait, sweep: Sweep) -> Iterable[Action] | None:
         """Give up what is in the tiers; return Revolve from what is held."""
-        n = self._n_steps
-        if n is None and sweep.is_forward:
-            return None
-        if not self._rest(sweep, n or sweep.end).fits:
+        if (self._n_steps is None and sweep.is_forward) or not self._rest(sweep).fits:
             return None
         sweep.flush()
         wait_s = max(_LEAST_S, _PATIENCE * self.without_s(action, sweep))
-        stuck = self._transfers.cancel(wait_s)
+        self._transfers.cancel(wait_s)
         # What was cancelled is not there to stay for: the sweep leaves once there is room.
-        while not self._rest(sweep, n or sweep.end, stuck).fits:
-            stuck = self._transfers.cancel(wait_s)
+        while not self._rest(sweep).fits:
+            self._transfers.cancel(wait_s)
         self._transfers.abandon(sweep)
-        return self._rest(sweep, n or sweep.end, stuck).schedule()
+        return self._rest(sweep).schedule()
 
-    def _rest(self, sweep: Sweep, n_steps: int, stuck: int = 0) -> Rest:
+    def _rest(self, sweep: Sweep) -> Rest:
+        n_steps = self._n_steps or (max(1, sweep.at) if sweep.is_forward else sweep.end)
         held = sorted(step for step, kept in sweep.held.items() if kept is not None)
         return Rest(
             n_steps,
-            self._slots - stuck,
+            self._slots - len(self._transfers.stuck()),
             at=sweep.at,
             end=None if sweep.is_forward else sweep.end,
             held=held,
@@ -193,3 +196,190 @@ class EqualSteps:
             tape_slots=sweep.tape_slots,
             state_is_tape=self._state_is_tape,
         )
+
+
+class Stages:
+    """The rest of the sweeps by a plan.
+
+    Parameters
+    ----------
+    plan : ChainPlan
+        With a tier and a limit.
+    rules : callable
+        Makes the legality machine of what is performed.
+    performed : callable
+        Returns what is performed of some actions of a chain and its loss.
+    inside : bool
+        Whether a state can be taken out of a tape that includes it.
+
+    Attributes
+    ----------
+    slower : float
+        How many times slower than planned the tier was when it was left, else 1.
+    writes : bool
+        Whether that is of writes, not of reads.
+    given_up : int
+        Tapes and states of the plan that were in the tier then, or held and in the way.
+    peak_bytes : int
+        The most memory of a sweep that left its tier.
+    """
+
+    def __init__(
+        self,
+        plan: ChainPlan,
+        rules: Callable[[], Rules],
+        performed: Callable[[Iterable[Action]], Iterable[Action]],
+        *,
+        inside: bool,
+    ) -> None:
+        assert plan.tier is not None and plan.memory_bytes is not None
+        self.plan, self._make_rules, self._performed = plan, rules, performed
+        self._inside, self._tier = inside, plan.tier
+        self._rests: Rests | None = None
+        n = len(plan.costs.stages)
+        self.ask_s = _PER_STAGE_S * n + _PER_PAIR_S * n * n
+        self._places: dict[Action, int] = {}
+        self._forward_s: list[float] = []  # of computing, before each action
+        forward_s = 0.0
+        for at, action in enumerate(plan.actions):
+            self._places.setdefault(action, at)
+            self._forward_s.append(forward_s)
+            forward_s += _forward_s(plan, action)
+
+    def begin(self, elsewhere: Elsewhere) -> None:
+        """Prepare for a sweep."""
+        self._elsewhere = elsewhere
+        self.slower, self.given_up, self.peak_bytes = 1.0, 0, 0
+        self.writes = True
+        self._found: tuple[Action | None, ChainRest | None] = None, None
+        self._asked = 1.0  # how slow the tier was when it was asked about last, at a put
+
+    def planned_s(self, moved: Moved) -> float:
+        """Return the seconds of one transfer as planned."""
+        costs, step = self.plan.costs, moved.step
+        if moved.is_tape:
+            nbytes = costs.stages[step].tape_bytes
+        else:
+            nbytes = costs.stages[step - 1].output_bytes if step else costs.input_bytes
+        return self._tier.writing_s(nbytes) if moved.is_write else self._tier.reading_s(nbytes)
+
+    def without_s(self, action: Wait, sweep: Sweep) -> float:
+        """Return the seconds that the rest takes in fast memory alone."""
+        if self._found[0] != action:
+            self._found = action, self._best(action, sweep)
+        rest = self._found[1]
+        return math.inf if rest is None else rest.seconds
+
+    def waiting_s(self, action: Wait, sweep: Sweep) -> float:
+        """Return the seconds that the rest of the plan takes, by the rates seen."""
+        slower = self._slower(action, sweep)
+        if slower < _SLOWER:
+            return 0.0
+        ends = _ends(self.plan, slower)
+        return ends[-1] - ends[self._places[action] - 1]
+
+    def slowed(self, rates: Tier) -> Tier:
+        """Return the rates of a tier, in one way no faster than it was when it was left."""
+        name = "write_bytes_per_s" if self.writes else "read_bytes_per_s"
+        seen = max(1.0, getattr(self._tier, name) / self.slower)
+        return replace(rates, **{name: min(getattr(rates, name), seen)})
+
+    def is_early(self, action: Put, sweep: Sweep) -> bool:
+        """Whether to leave now is better than where the plan will wait: it keeps more."""
+        slower = self._slower(action, sweep) if self._elsewhere.is_behind() else 1.0
+        if slower < _SLOWER * self._asked:
+            return False
+        self._asked = slower
+        planned = _ends(self.plan, 1.0)
+        waiting_s = self.waiting_s(action, sweep)
+        lost_s = waiting_s - planned[-1] + planned[self._places[action] - 1]
+        if lost_s < max(self.ask_s, _EARLY * self.plan.makespan_s):
+            return False
+        return self.without_s(action, sweep) < _EARLY_GAIN * waiting_s
+
+    def leave(self, action: Wait, sweep: Sweep) -> Iterable[Action] | None:
+        """Give up what is in the tier; return RR-9302 in the memory left."""
+        if self.without_s(action, sweep) == math.inf:
+            return None
+        elsewhere, slower, found = self._elsewhere, self._slower(action, sweep), self._found[1]
+        wait_s = max(self.ask_s, _PATIENCE * self.without_s(action, sweep))
+        elsewhere.cancel(wait_s)
+        # What was cancelled is not there to stay for: the sweep leaves once there is room.
+        while (rest := self._best(action, sweep) if elsewhere.stuck() else found) is None:
+            elsewhere.cancel(wait_s)
+        before = self.plan.actions[: self._places[action]]
+        made = {each.step for each in before if isinstance(each, Tape)}
+        self.given_up = 0 if EndForward() in before else len(made - rest.tapes)
+        self.slower = max(_SLOWER, slower)
+        self.writes = elsewhere.moved(action).is_write
+        elsewhere.abandon(sweep)
+        sweep.hold(rest.saved, rest.tapes)
+        return self._performed(rest.actions)
+
+    def _slower(self, action: Wait, sweep: Sweep) -> float:
+        """Return how many times slower than planned the tier is now, and the machine is not."""
+        writes = self._elsewhere.moved(action).is_write
+        rate = self._tier.write_bytes_per_s if writes else self._tier.read_bytes_per_s
+        planned_s, busier = self._forward_s[self._places[action]], 1.0
+        if planned_s:
+            busier = max(1.0, sweep.counts.forward_s / planned_s)
+        return max(1.0, self._elsewhere.seen_s(writes=writes) * rate / busier)
+
+    def _best(self, action: Wait, sweep: Sweep) -> ChainRest | None:
+        """Return the fastest way to go on without the tier that is legal, None if none is."""
+        stuck = self._elsewhere.stuck()
+        here = self._so_far(action)
+        held = {step for step, kept in sweep.held.items() if kept is not None}
+        here.leave(held & here.held.keys(), sweep.tapes.keys() & here.tapes.keys())
+        assert here.memory is not None
+        if self._rests is None:
+            assert self.plan.memory_bytes is not None
+            self._rests = Rests(self.plan.costs, self.plan.memory_bytes, inside=self._inside)
+        room = sum(here.memory.bytes_of(item) for item in stuck)
+        for rest in self._rests.fastest(Standing.of(here), room):
+            tried = deepcopy(here, {id(here.memory.costs): here.memory.costs})
+            try:
+                tried.leave(rest.saved, rest.tapes, stuck)
+                for each in self._performed(rest.actions):
+                    tried.apply(each, None)
+                tried.finish()
+            except ScheduleError:
+                continue
+            assert tried.memory is not None
+            self.peak_bytes = tried.memory.peak_bytes
+            return rest
+        return None
+
+    def _so_far(self, action: Action) -> Rules:
+        """Return the legality machine before an action, as if no transfer had failed."""
+        rules = self._make_rules()
+        for each in self._performed(self.plan.actions):
+            if each == action:
+                break
+            rules.apply(each, rules.usual_answer(each))
+        return rules
+
+
+def _forward_s(plan: ChainPlan, action: Action) -> float:
+    """Return the seconds that an action runs stages forward."""
+    stages = plan.costs.stages
+    if isinstance(action, Advance):
+        return sum(stage.forward_s for stage in stages[action.start : action.stop])
+    if isinstance(action, Tape) and action.step < len(stages):
+        return stages[action.step].forward_s
+    return 0.0
+
+
+def _ends(plan: ChainPlan, slower: float) -> list[float]:
+    """Return when each action of a plan ends, on a tier so many times slower."""
+    assert plan.tier is not None
+    ends: list[float] = []
+
+    def timed(action: Action, answer: object, now: float) -> None:
+        planned = plan.actions[len(ends)]
+        if not isinstance(action, Advance) or action.stop == getattr(planned, "stop", None):
+            ends.append(now)
+
+    tiers = (plan.tier.slower(min(slower, 1e6)),)
+    simulate(plan.actions, None, plan.costs, tiers=tiers, checked=False, timed=timed)
+    return ends

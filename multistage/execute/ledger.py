@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ..backends.base import Store
 from ..schedule.timeline import Timeline
 from ..states.slots import StateLayout
 from ..states.varied import Layouts
-
-if TYPE_CHECKING:
-    from .sweep import Sweep
 
 State = TypeVar("State")
 ArrayT = TypeVar("ArrayT")
@@ -29,7 +26,7 @@ class Counts:
     Attributes
     ----------
     forward_steps : int
-        Steps run by `Advance`, `Tape` and recoveries.
+        Steps run by `Advance` and `Tape`.
     reverse_steps : int
     forward_s, reverse_s : float
         Seconds in those steps.
@@ -98,35 +95,49 @@ class Ledger:
         self._stores = stores
         self._layout: StateLayout[Any, Any, Any] = layout
         self.begin_s = clock()
+        self.begin(self.begin_s)
         self.seen_s = {"write": 0.0, "read": 0.0}
 
-    def record(self, sweep: Sweep) -> None:
-        """Enter a window of computing into the timeline, and what the stores did meanwhile."""
+    def begin(self, now: float) -> None:
+        """Begin a window of computing."""
+        counts = self.counts
+        self._since = now
+        self._steps = counts.forward_steps, counts.reverse_steps
+        self._seconds = counts.forward_s, counts.reverse_s
+
+    def record(self, now: float, at: int, end: int, used: float) -> None:
+        """Enter the window into the timeline, and what the stores did meanwhile; begin another.
+
+        Parameters
+        ----------
+        now : float
+            When it ended, by the clock.
+        at, end : int
+            The state and the adjoint that were reached.
+        used : float
+            Slots that are taken.
+        """
         counts, timeline, layout = self.counts, self.timeline, self._layout
-        counts.forward_steps += sweep.forward_steps
-        counts.reverse_steps += sweep.reverse_steps
-        counts.forward_s += sweep.forward_s
-        counts.reverse_s += sweep.reverse_s
+        forward_steps = counts.forward_steps - self._steps[0]
+        reverse_steps = counts.reverse_steps - self._steps[1]
+        forward_s = counts.forward_s - self._seconds[0]
+        reverse_s = counts.reverse_s - self._seconds[1]
         # Within the window the two kinds alternate: draw one after the other.
-        spent_s = sweep.forward_s + sweep.reverse_s
-        at = max(sweep.window, sweep.last - spent_s) - self.begin_s
-        turn = at + sweep.forward_s
-        if sweep.forward_steps:
-            count = sweep.forward_steps
-            timeline.add("compute", "forward", at, turn, first=sweep.at, count=count)
-        if sweep.reverse_steps:
-            count, stop = sweep.reverse_steps, turn + sweep.reverse_s
-            timeline.add("compute", "reverse", turn, stop, first=sweep.end, count=count)
-        now = sweep.last - self.begin_s
-        if isinstance(layout, Layouts):
-            timeline.sample("fast", now, layout.held_bytes)
-        else:
-            timeline.sample("fast", now, sweep.used * layout.nbytes)
+        start = max(self._since, now - forward_s - reverse_s) - self.begin_s
+        turn = start + forward_s
+        if forward_steps:
+            timeline.add("compute", "forward", start, turn, first=at, count=forward_steps)
+        if reverse_steps:
+            stop = turn + reverse_s
+            timeline.add("compute", "reverse", turn, stop, first=end, count=reverse_steps)
+        held = layout.held_bytes if isinstance(layout, Layouts) else used * layout.nbytes
+        timeline.sample("fast", now - self.begin_s, held)
         self.drain()
         for store in self._stores:
-            timeline.sample(store.name, now, store.stats.stored_bytes)
+            timeline.sample(store.name, now - self.begin_s, store.stats.stored_bytes)
         if self._progress is not None:
             self._progress(counts.forward_steps, counts.reverse_steps)
+        self.begin(now)
 
     def drain(self) -> None:
         """Move the stores' finished transfers into the timeline."""

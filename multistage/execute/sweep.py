@@ -1,39 +1,125 @@
-"""One sweep through a schedule, and what it holds in fast memory.
+"""One sweep through a schedule: what it holds in fast memory, and the loop that performs actions.
 
 What differs between executors is what a sweep calls: the operators of the chain, the
 slots that keep states and tapes, and `Elsewhere`, the slow tiers and what is done about
-what they lose.
+what they lose.  Adjoints are pushed, `reverse` computes them, or pulled:
+`reverse_until(step)` performs what comes before the adjoint of a step and returns what its
+caller computes it from.  One that is left out is not computed, and its tape is released.
 
-push
-    `reverse` calls the adjoint of each step.
-pull
-    `reverse_until(step)` performs what comes before the adjoint of a step and returns
-    what that adjoint is computed from; the caller computes it.  Steps are asked for in
-    descending order.  One that is left out is not computed, and its tape is released.
+The frequent actions do as little as they can: a step of the user's may take a microsecond.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Set
+from itertools import chain
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from ..actions import Await, Evict, Put, Schedule
-from ..errors import MultistageError, ScheduleError
-from ..states.slots import Kept, Slots, guarded
-from ..states.tapes import WEIGHED
-from .adjoints import close_adjoint, open_adjoint
-from .ledger import Ledger
-from .loop import perform
-from .protocols import Elsewhere, Operators
+from ..actions import (
+    Action,
+    Advance,
+    Answer,
+    Await,
+    Drop,
+    EndForward,
+    Evict,
+    Free,
+    Get,
+    Load,
+    Offer,
+    Put,
+    Reverse,
+    Save,
+    Schedule,
+    Tape,
+)
+from ..errors import BudgetError, MultistageError, ScheduleError
+from ..model.chain import Chain
+from ..states.apart import apart_from
+from ..states.slots import Kept, Slots, guarded, no_adjoint
+from ..states.tapes import WEIGHED, own_bytes
+from .ledger import Counts, Ledger
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 ArrayT = TypeVar("ArrayT")
 
+Wait: TypeAlias = Put | Evict | Await  # what a sweep may wait for transfers in
+
+_WAITS = frozenset([Put, Evict, Await])
 # Compute spans are recorded at most this often: a record takes 4 microseconds.
 _WINDOW_S = 1e-3
+
+
+class Moved(NamedTuple):
+    """What a transfer moves, and its tier."""
+
+    step: int
+    is_tape: bool
+    is_write: bool
+    tier: int
+    name: str
+
+    def __str__(self) -> str:
+        what = "tape" if self.is_tape else "state"
+        return f"{'write' if self.is_write else 'read'} of {what} {self.step}"
+
+
+class Elsewhere(Protocol):
+    """What is not in fast memory: slow tiers, and what they have lost.
+
+    Each of the first methods performs one action for a sweep, whose `held`, `tapes`, `lost`
+    and `used` it keeps up to date.
+    """
+
+    def write(self, sweep: Sweep, action: Offer | Put) -> Answer:
+        """Queue a write."""
+
+    def read(self, sweep: Sweep, action: Get) -> Answer:
+        """Queue a read."""
+
+    def wait(self, sweep: Sweep, action: Await) -> Answer:
+        """Wait for a transfer; whether it succeeded."""
+
+    def evict(self, sweep: Sweep, action: Evict) -> Answer:
+        """Wait for a write, then release what was written; whether it succeeded."""
+
+    def drop(self, sweep: Sweep, action: Drop) -> Answer:
+        """Free the tier's copy."""
+
+    def find(self, sweep: Sweep, step: int) -> Kept:
+        """Return a state that no slot holds: state 0, or one at hand or computed again."""
+
+    def find_tape(self, sweep: Sweep, step: int) -> object:
+        """Return a tape, in place of one that was lost."""
+
+    # What `multistage.execute.late` asks.
+
+    def awaited(self, sweep: Sweep, action: Wait) -> Callable[[float], bool] | None:
+        """Return what waits, no longer than some seconds, until an action would not wait.
+
+        It answers whether that is so.  None if the action does not wait.
+        """
+
+    def moved(self, action: Wait) -> Moved:
+        """Return what an action waits for."""
+
+    def is_behind(self) -> bool:
+        """Whether a write has not ended, as far as is known."""
+
+    def seen_s(self, *, writes: bool) -> float:
+        """Return the seconds that transfers take for a byte now; 0 if unknown."""
+
+    def cancel(self, timeout_s: float) -> None:
+        """Cancel all transfers; wait so many seconds for writes to end."""
+
+    def stuck(self) -> list[int]:
+        """Return states, and tapes as ~step, whose cancelled transfers go on all the same."""
+
+    def abandon(self, sweep: Sweep) -> None:
+        """Give up all that is there or on its way, once writes were cancelled."""
 
 
 class Sweep:
@@ -42,25 +128,22 @@ class Sweep:
     Parameters
     ----------
     schedule : generator of actions
-    chain : Operators
+    chain : Chain
     slots : Slots
-        Where states and tapes are kept.
     elsewhere : Elsewhere
     origin : Kept
         State 0.
     live : pytree
         The live state, equal to it.
     ledger : Ledger, optional
-    look : callable, optional
-        `look(state, step)`, called with the last state of the forward sweep; it may raise.
     limit : float
         Fast slots; a schedule that takes more is stopped.
     tape_slots : float
         Slots one tape beyond the first takes.
-    weigh : callable, optional
-        `weigh(step, tape, beside, tape_slots)`: slots that a tape takes beside another, if
-        more than `tape_slots`.  Called for some tapes; None if tapes are not weighed.
-
+    slot_bytes : int
+        Of a slot, by which some tapes are weighed; 0 if they are not.
+    heavier : callable, optional
+        `heavier(step, nbytes)`, called for a tape that takes more than `tape_slots`.
     late : callable, optional
         `late(sweep, action)`, asked before a `Put`, `Evict` or `Await`: the schedule to perform
         in its place and after it, None to perform it.  See `multistage.execute.late`.
@@ -71,48 +154,48 @@ class Sweep:
         Index of the live state, -1 when it is used up.
     end : int
         The next adjoint step is end - 1; 0 in the forward sweep.
-    begun : int or None
-        The step whose adjoint was asked for last.
-    given : tape
-        What that is computed from.
-    held : dict
-        Kept states; None for one on its way here.
-    tapes : dict
-        Kept tapes.
+    begun, given : int or None, tape
+        The step whose adjoint was asked for last, and what that is computed from.
+    held, tapes : dict
+        Kept states, None for one on its way here, and kept tapes.
     lost : set of int
         States read in vain, which a `Free` may still name; ~i stands for tape i.
     used : float
         Fast slots taken.
+    last : float
+        When the last action ended that took time, by the clock.
     """
 
     __slots__ = (
-        "__weakref__", "adjoint", "advance_by", "apart", "aside", "at", "begun", "check", "clock",
-        "copies", "due", "elsewhere", "end", "forward_s", "forward_steps", "given", "hand", "held",
-        "hold", "is_forward", "keep", "last", "late", "ledger", "lends", "limit", "live", "look",
-        "lost", "one_tape", "opened", "origin", "peak", "release", "reverse_by",
-        "reverse_s", "reverse_steps", "schedule", "shared", "slots", "state_is_tape", "tape_by",
-        "tape_slots", "tapes", "until", "used", "used_up", "wanted", "weigh", "weighed", "window",
+        "__weakref__", "_aside", "_checks", "_due", "_heavier", "_opened", "_reverse_by",
+        "_slot_bytes", "_until", "_wanted", "adjoint", "at", "begun", "chain", "clock", "counts",
+        "elsewhere", "end", "given", "held", "in_place", "is_forward", "last", "late", "ledger",
+        "limit", "live", "lost", "one_tape", "origin", "schedule", "slots", "state_is_tape",
+        "tape_slots", "tapes", "used",
     )  # fmt: skip
 
     def __init__(
         self,
         schedule: Schedule,
-        chain: Operators[State, Adjoint],
+        chain: Chain[State, Adjoint],
         slots: Slots[State, ArrayT],
         elsewhere: Elsewhere,
         origin: Kept,
         live: State,
         ledger: Ledger | None = None,
         *,
-        look: Callable[[State, int], object] | None = None,
         limit: float = math.inf,
         tape_slots: float = 1.0,
-        weigh: Callable[[int, object, object, float], float] | None = None,
-        late: Callable[[Sweep, Put | Evict | Await], Schedule | None] | None = None,
+        slot_bytes: int = 0,
+        heavier: Callable[[int, int], None] | None = None,
+        late: Callable[[Sweep, Wait], Schedule | None] | None = None,
     ) -> None:
         self.schedule, self.elsewhere, self.origin = schedule, elsewhere, origin
+        self.slots: Slots[Any, Any] = slots
         # Of the chain's types, or None where it is used up.
         self.live: Any = live
+        self.adjoint: Any = None
+        self.given: Any = None
         self.at = self.end = 0
         self.begun: int | None = None
         self.is_forward = True
@@ -121,54 +204,29 @@ class Sweep:
         self.lost: set[int] = set()
         self.used = 0.0
         self.tape_slots, self.limit = tape_slots, limit
-        self.look: Callable[[Any, int], object] | None = look
-        self.ledger = ledger
+        self.ledger, self.late = ledger, late
+        self.counts = Counts() if ledger is None else ledger.counts
         self.clock = time.perf_counter if ledger is None else ledger.clock
-        self.slots: Slots[Any, Any] = slots
         self.take(chain)
-        self.copies, self.state_is_tape = chain.in_place, chain.state_is_tape
+        self.in_place, self.state_is_tape = chain.in_place, chain.state_is_tape
         self.one_tape = not chain.state_is_tape and bool(getattr(chain, "one_tape", False))
-        self.shared = slots.shared
-        # Whether adjoints are computed from a slot's state as it is.
-        self.lends = chain.state_is_tape and slots.shared and not chain.in_place
-        self.keep: Callable[[Any, int], Kept] = slots.keep
-        self.release: Callable[[Kept], None] = slots.release
-        self.apart: Callable[[Any, Any], Any] = slots.apart
-        self.hold: Callable[[object, tuple[Any, Any], int], Kept]
-        self.hold = not_held if self.one_tape else slots.keep_tape
-        self.used_up: Callable[[Any], Any] | None = getattr(slots, "used_up", None)
-        self.check: Callable[[Any, int], None] | None = None
-        self.weigh, self.late = weigh, late
-        self.weighed: Collection[int] = () if weigh is None else WEIGHED
-        self.adjoint: Any = None
-        self.wanted = False  # None is the adjoint of operators that keep it themselves
-        self.until = -1  # the step whose adjoint is asked for
-        self.given: Any = None
-        self.opened: Kept | None = None  # what is given, where it is a state in a slot
-        self.aside: Kept | None = None  # the live state, whose arrays that is in
-        self.hand: list[Any] = []
-        self.peak = 0.0
-        # What was run since the ledger was last written to, and when.
-        self.window = self.last = self.due = 0.0
-        self.forward_steps = self.reverse_steps = 0
-        self.forward_s = self.reverse_s = 0.0
+        self._slot_bytes, self._heavier = slot_bytes, heavier
+        self._checks = False  # the next state that a step returns
+        self._wanted = False  # None is the adjoint of operators that keep it themselves
+        self._until = -1  # the step whose adjoint is asked for
+        self._opened: Kept | None = None  # what is given, where it is a state in a slot
+        self._aside: Kept | None = None  # the live state, whose arrays that is in
+        self.begin_window()
 
-    def take(self, chain: Operators[State, Adjoint]) -> None:
+    def take(self, chain: Chain[State, Adjoint]) -> None:
         """Run this chain, in the part of the sweep that begins next."""
-        self.advance_by: Callable[[Any, int, int], Any] = chain.advance
-        self.tape_by: Callable[[Any, int], tuple[Any, object]] = chain.tape
-        self.reverse_by: Callable[[object, Any, int], Any] = guarded(self.slots, chain.reverse)
+        self.chain: Chain[Any, Any] = chain
+        self._reverse_by: Callable[[object, Any, int], Any] = guarded(self.slots, chain.reverse)
 
     def forward(self) -> None:
-        """Perform actions up to `EndForward`.
-
-        Raises
-        ------
-        ScheduleError
-            If the schedule cannot be followed.
-        """
+        """Perform actions up to `EndForward`.  Raises ScheduleError if they cannot be."""
         # What a functional step returns is looked at once here, then where it is kept.
-        self.check = self.slots.check
+        self._checks = True
         if not self._perform(pulls=False):
             raise ScheduleError("the schedule ended without EndForward")
 
@@ -180,14 +238,11 @@ class Sweep:
     def reverse(self, adjoint: object) -> object:
         """Perform the rest of the schedule, adjoints included; return the last one.
 
-        Parameters
-        ----------
-        adjoint : pytree
-            Of the last state or, after `reverse_until(step)`, of the state before that step.
+        `adjoint` is that of the last state or, after `reverse_until(step)`, of the one before it.
         """
         self._close_pulled()
-        self.check = self.slots.check if self.copies else None
-        self.adjoint, self.wanted = adjoint, adjoint is not None
+        self._checks = self.in_place
+        self.adjoint, self._wanted = adjoint, adjoint is not None
         del adjoint
         try:
             self._perform(pulls=False)
@@ -196,7 +251,9 @@ class Sweep:
             self.adjoint = None
 
     def reverse_until(self, step: int, restart: Callable[[], Schedule] | None = None) -> object:
-        """Perform actions until the adjoint of a step may begin.
+        """Perform actions until the adjoint of a step may begin; return what it is computed from.
+
+        That is valid until the next step is asked for; asked for again, it is returned again.
 
         Parameters
         ----------
@@ -205,19 +262,8 @@ class Sweep:
             Lets go of what is elsewhere and returns the schedule from its beginning: for
             steps whose adjoint has begun before, and after an error.
 
-        Returns
-        -------
-        tape
-            What the adjoint is computed from: the step's tape or, where a state is its own
-            tape, the state before it.  Valid until the next step is asked for; asked for
-            the same step again, it is returned again.
-
-        Raises
-        ------
-        MultistageError
-            If the adjoint of that step or of one below it has begun, without `restart`.
-        ScheduleError
-            If the schedule cannot be followed, or ends before that step.
+        Raises MultistageError if the adjoint of that step or of one below it has begun, without
+        `restart`; ScheduleError if the schedule cannot be followed, or ends before that step.
         """
         if step == self.begun:
             return self.given
@@ -226,12 +272,12 @@ class Sweep:
         elif step >= self._left:
             self._start_over(restart)
         self._close_pulled()
-        self.check = self.slots.check if self.copies else None
+        self._checks = self.in_place
         self.begun = -1  # should an action fail, the next request starts over
-        self.until = step
+        self._until = step
         if not self._perform(pulls=True):
             raise ScheduleError(f"the schedule ended without Reverse({step})")
-        self.given = open_adjoint(self, step, self.tapes.pop(step, None))
+        self.given = self._open(step, self._take_tape(step))
         self.begun = step
         return self.given
 
@@ -251,65 +297,393 @@ class Sweep:
     def _start_over(self, restart: Callable[[], Schedule]) -> None:
         """Stand where the forward sweep ended, by running forward again."""
         self.begun = -1
-        self.held.clear()
-        self.tapes.clear()
+        self.let_go()
         self.lost.clear()
-        self.given = self.opened = self.aside = None
         self.schedule = restart()
         self.live = self.slots.load(self.origin, None)
         self.at, self.end, self.used = 0, 0, 0.0
+        self.counts.forward_s = 0.0  # `late` compares it with that of the plan so far
         self.is_forward = True
         self.forward()
         self.take_live()
         self.begun = None
 
-    def let_go(self) -> None:
-        """Forget all states, tapes and adjoints: tracebacks may refer to an aborted sweep."""
-        self.held.clear()
-        self.tapes.clear()
-        self.hand.clear()
-        self.live = self.adjoint = self.given = self.opened = self.aside = None
-        self.at = -1
-
-    def _perform(self, pulls: bool) -> bool:
-        """Perform actions up to `EndForward` or what is asked for; False if there are no more."""
-        self.begin_window()
-        if self.ledger is not None:
-            self.peak = max(self.peak, self.ledger.counts.peak_slots)
-        try:
-            return perform(self, pulls)
-        finally:
-            if self.ledger is not None:
-                counts = self.ledger.counts
-                counts.peak_slots = max(counts.peak_slots, self.peak)
-            self.flush()
-
     def _close_pulled(self) -> None:
         """Release the tape that was given to the caller."""
         if self.begun is not None and self.begun >= 0:
             given, self.given = self.given, None
-            close_adjoint(self, given, None)
+            self._close(given, None)
             self.end, self.begun = self.begun, None
-            if self.ledger is not None:
-                self.ledger.counts.reverse_steps += 1
+            self.counts.reverse_steps += 1
+
+    def hold(self, saved: Set[int], tapes: Set[int]) -> None:
+        """Hold these states and tapes, and nothing else."""
+        found = {i: self.elsewhere.find(self, i) for i in saved - self.held.keys()}
+        for i in self.held.keys() - saved:
+            if (kept := self.held.pop(i)) is not None:
+                self.slots.release(kept)
+            self.used -= 1
+        self.held.update(found)
+        for i in self.tapes.keys() - tapes:
+            if (tape := self._take_tape(i)) is not None:
+                self.slots.release(tape)
+
+    def let_go(self) -> None:
+        """Forget all states, tapes and adjoints: tracebacks may refer to an aborted sweep."""
+        self.held.clear()
+        self.tapes.clear()
+        self.live = self.adjoint = self.given = self._opened = self._aside = None
+        self.at = -1
 
     def begin_window(self) -> None:
-        """Count steps and their times from now on."""
-        self.window = self.last = now = self.clock()
-        self.due = now + _WINDOW_S
-        self.forward_steps = self.reverse_steps = 0
-        self.forward_s = self.reverse_s = 0.0
+        """Enter steps and their times into the timeline from now on."""
+        self.last = now = self.clock()
+        self._due = now + _WINDOW_S
+        if self.ledger is not None:
+            self.ledger.begin(now)
 
     def flush(self) -> None:
-        """Record the steps run since the last time."""
+        """Enter the steps run since the last time."""
         if self.ledger is not None:
-            self.ledger.record(self)
-        self.window = self.last
-        self.due = self.last + _WINDOW_S
-        self.forward_steps = self.reverse_steps = 0
-        self.forward_s = self.reverse_s = 0.0
+            self.ledger.record(self.last, self.at, self.end, self.used)
+        self._due = self.last + _WINDOW_S
+
+    def stalled(self, since: float) -> None:
+        """Count what computing has waited since then."""
+        if self.ledger is not None:
+            self.ledger.stalled(since)
+
+    def _perform(self, pulls: bool) -> bool:
+        """Perform actions up to `EndForward` or, if it `pulls`, the adjoint that is asked for.
+
+        False if they end before that.  Raises ScheduleError if they cannot be performed.
+        """
+        self.begin_window()
+        try:
+            return self._loop(pulls)
+        finally:
+            self.flush()
+
+    def _loop(self, pulls: bool) -> bool:
+        """Perform actions, the frequent ones here.
+
+        `for`, `type` and callables in local variables are used, since each call, `send`,
+        `isinstance` and call of an attribute takes a share of what an action costs.
+        """
+        held, tapes, counts, clock = self.held, self.tapes, self.counts, self.clock
+        slots, advance_by, reverse_by = self.slots, self.chain.advance, self._reverse_by
+        apart, keep = slots.apart, slots.keep
+        by_tape, one_tape, in_place = not self.state_is_tape, self.one_tape, self.in_place
+        actions: Iterable[Any] | None = self.schedule  # narrowed by `kind`
+        while actions is not None:
+            for action in actions:
+                kind = type(action)
+                if kind is Reverse and not pulls:
+                    step = action.step
+                    if by_tape or tapes or self.at != step or step != self.end - 1:
+                        adjoint = self._reverse(action)
+                    else:  # the frequent case of a state that is its own tape
+                        adjoint = apart(reverse_by(self.live, self.adjoint, step), self.live)
+                        self.at = -1
+                    if adjoint is None and self._wanted:
+                        raise no_adjoint(step)
+                    self.adjoint, self.end = adjoint, step
+                    counts.reverse_steps += 1
+                    now = clock()
+                    counts.reverse_s += now - self.last
+                elif kind is Advance:
+                    start, stop = action.start, action.stop
+                    if start != self.at or (one_tape and tapes):
+                        raise self._cannot(action)
+                    if stop - start == 1 or in_place:
+                        self.live = advance_by(self.live, start, stop)
+                    else:  # without a reference to the first state: memory may hold few
+                        hand, self.live = [self.live], None
+                        self.live = advance_by(hand.pop(), start, stop)
+                    self.at = stop
+                    if self._checks:  # of functional steps the first that a sweep makes
+                        slots.check(self.live, stop)
+                        self._checks = in_place
+                    counts.forward_steps += stop - start
+                    now = clock()
+                    counts.forward_s += now - self.last
+                else:
+                    if kind is Save and action.step == self.at:
+                        self.used = used = self.used + 1
+                        if used > counts.peak_slots or used > self.limit:
+                            self.reach(action, used)
+                        held[self.at] = keep(self.live, self.at)
+                    elif kind is Load:
+                        self._load(action)
+                    elif kind is Free:
+                        self._free(action)
+                    elif kind is Tape:
+                        self._tape(action)
+                    else:
+                        actions = self._rare(action)
+                        break
+                    continue
+                self.last = now
+                if now > self._due:
+                    self.flush()
+            else:
+                return False
+        return True
+
+    def _tape(self, action: Tape) -> None:
+        step, tapes, slots = action.step, self.tapes, self.slots
+        if step != self.at or (self.one_tape and tapes):
+            raise self._cannot(action)
+        if tapes:
+            if not self.state_is_tape:
+                slots.trim()
+            self.used += self.tape_slots
+            self.reach(action, self.used)
+        if self.state_is_tape:
+            tapes[step] = slots.keep(self.live, step)
+            self.live = self.chain.advance(self.live, step, step + 1)
+            if self.in_place:
+                slots.check(self.live, step + 1)
+        else:
+            before = self.live
+            self.live, tape = self.chain.tape(before, step)
+            self._weigh_beside(action, tape, len(tapes))
+            if self.one_tape:  # it is in the operators' own arrays
+                tapes[step] = Kept(tape, ())
+            else:
+                tapes[step] = slots.keep_tape(tape, (before, self.live), step)
+            del before, tape  # uncounted references would keep the states alive
+            slots.check(self.live, step + 1)  # a tape may hold on to it
+        self.at = step + 1
+        self.counts.forward_steps += 1
+        now = self.clock()
+        self.counts.forward_s += now - self.last
+        self.last = now
+        if now > self._due:
+            self.flush()
+
+    def _load(self, action: Load) -> None:
+        if self.one_tape and self.tapes:
+            raise self._cannot(action)
+        kept = self.held.get(action.step)
+        if kept is None:
+            kept = self.elsewhere.find(self, action.step)
+        self.at = action.step
+        self.live = kept.state if self.slots.shared else self.slots.load(kept, self.live)
+
+    def _free(self, action: Free) -> None:
+        step, held = action.step, self.held
+        if step in held:
+            kept = held.pop(step)
+            if kept is not None:  # it is not being read
+                self.slots.release(kept)
+            self.used -= 1
+        elif step in self.lost:
+            # Its slot went with the checkpoint: the schedule did not look.
+            self.lost.remove(step)
+        else:
+            raise illegal(action, "no slot holds it")
+
+    def _rare(self, action: Any) -> Iterable[Action] | None:
+        """Perform an action that is not frequent; return those that follow, None to stop there."""
+        kind, elsewhere = type(action), self.elsewhere
+        answer: Answer = None
+        if self.late is not None and kind in _WAITS:
+            schedule = self.late(self, action)
+            if schedule is not None:  # its transfer is late
+                self.schedule.close()
+                self.schedule, self.late = schedule, None
+                return schedule
+        if kind is Await:
+            answer = elsewhere.wait(self, action)
+        elif kind is Offer or kind is Put:
+            answer = elsewhere.write(self, action)
+        elif kind is Get:
+            answer = elsewhere.read(self, action)
+        elif kind is Drop:
+            answer = elsewhere.drop(self, action)
+        elif kind is Evict:
+            answer = elsewhere.evict(self, action)
+        elif kind is Reverse:
+            return None if self._pulled(action) else self.schedule
+        elif kind is EndForward:
+            self._end_forward(action)
+            return None
+        elif kind is Save:
+            raise self._cannot(action)
+        else:
+            raise ScheduleError(f"{action!r} is not an action")
+        self.last = now = self.clock()  # the time of a transfer is not that of a step
+        if now > self._due:
+            self.flush()
+        if answer is None:
+            return self.schedule
+        try:
+            return chain((self.schedule.send(answer),), self.schedule)
+        except StopIteration:
+            return ()
+
+    def _end_forward(self, action: EndForward) -> None:
+        if not self.is_forward:
+            raise illegal(action, "the forward sweep is over")
+        self.end, self.is_forward = self.at, False
+        if self.ledger is not None:
+            self.ledger.end_forward()
+
+    def _reverse(self, action: Reverse) -> object:
+        """Return the adjoint before a step, computed from a tape that is held, or made now."""
+        step, reverse_by, slots = action.step, self._reverse_by, self.slots
+        if step != self.end - 1:
+            raise illegal(action, f"the next adjoint step is {self.end - 1}")
+        tape = self._take_tape(step)
+        # As `_open` and `_close` do, the frequent cases first.
+        if tape is not None and self.state_is_tape and slots.shared and not self.in_place:
+            given = tape.state
+            adjoint = slots.apart(reverse_by(given, self.adjoint, step), given)
+            slots.release(tape)
+            return adjoint
+        given = self._open(step, tape)
+        del tape
+        adjoint = reverse_by(given, self.adjoint, step)
+        if self.state_is_tape or self.in_place:
+            return self._close(given, adjoint)
+        return adjoint if adjoint is None else apart_from(adjoint, given)
+
+    def _pulled(self, action: Reverse) -> bool:
+        """Return whether it is the adjoint that is asked for; release what others need."""
+        step = action.step
+        if step != self.end - 1:
+            raise illegal(action, f"the next adjoint step is {self.end - 1}")
+        if step == self._until:
+            return True
+        tape = self._take_tape(step)
+        if tape is not None:
+            self.slots.release(tape)
+        elif ~step in self.lost:
+            self.lost.remove(~step)
+        elif self.at != step:
+            raise self._cannot(Reverse(step))
+        self._let_live_go(step - 1)
+        if self.at == step:
+            self.at = -1
+        self.end = step
+        return False
+
+    def _take_tape(self, step: int) -> Kept | None:
+        """Return the tape of a step, if held until now; its slot is free."""
+        tape = self.tapes.pop(step, None)
+        if tape is not None and self.tapes:
+            self.used -= self.tape_slots
+        return tape
+
+    def _open(self, step: int, tape: Kept | None) -> object:
+        """Return what the adjoint of a step is computed from; `tape` is its own, if held."""
+        if tape is None:
+            return self._without(step)
+        self._let_live_go(step)
+        if not self.state_is_tape:
+            self.slots.release(tape)  # before it is used: an adjoint step may overwrite its tape
+            return tape.state
+        if self.in_place:
+            return self._through_live(step, tape)
+        self._opened = tape
+        return tape.state if self.slots.shared else self.slots.load(tape, self.live)
+
+    def _through_live(self, step: int, tape: Kept) -> object:
+        """Put a tape into the live arrays, whose state is put aside if it may be needed."""
+        if 0 <= self.at < step:
+            # The tape stands yet.
+            self.reach(Reverse(step), self.used + 1 + (self.tape_slots if self.tapes else 0))
+            self._aside = self.slots.keep(self.live, self.at)
+        else:
+            self.at = -1
+        self.live = given = self.slots.load(tape, self.live)
+        self.slots.release(tape)
+        return given
+
+    def _without(self, step: int) -> object:
+        """Return what the adjoint of a step is computed from, where its tape is not held."""
+        if ~step in self.lost:
+            self.lost.remove(~step)
+            self._let_live_go(step)
+            return self.elsewhere.find_tape(self, step)
+        if self.at != step:
+            raise self._cannot(Reverse(step))
+        self.at = -1
+        if self.state_is_tape:
+            return self.live
+        if not self.tapes:
+            return self.chain.tape(self.live, step)[1]
+        self.slots.trim()
+        made = self.chain.tape(self.live, step)[1]
+        self._weigh_beside(Reverse(step), made, len(self.tapes) - 1)
+        self.reach(Reverse(step), self.used + self.tape_slots)  # it stands beside them until used
+        return made
+
+    def _close(self, given: object, adjoint: object) -> object:
+        """Release what an adjoint was computed from; return the adjoint apart from it."""
+        slots = self.slots
+        if not self.state_is_tape:
+            if adjoint is not None:  # the next tape may be in the same arrays
+                adjoint = apart_from(adjoint, given)
+        elif self._opened is not None:
+            adjoint = slots.apart(adjoint, given)
+            slots.release(self._opened)
+            self._opened = None
+        elif self._aside is not None:
+            adjoint = slots.apart(adjoint, self.live)
+            self.live = slots.load(self._aside, self.live)
+            slots.release(self._aside)
+            self._aside = None
+        if self.at < 0 and (self.in_place or self.state_is_tape):
+            adjoint = slots.apart(adjoint, self.live)
+        return adjoint
+
+    def _let_live_go(self, step: int) -> None:
+        """Release a live state, if slots can, that no step up to this one starts from."""
+        used_up = getattr(self.slots, "used_up", None)
+        if used_up is not None and not 0 <= self.at <= step:
+            self.live, self.at = used_up(self.live), -1
+
+    def reach(self, action: Action, used: float) -> None:
+        """Note how many slots are taken.  Raises BudgetError if they are more than there are."""
+        self.counts.peak_slots = max(self.counts.peak_slots, used)
+        if used > self.limit:
+            raise BudgetError(
+                f"{action} takes {used:.4g} fast slots of the {self.limit:.4g} in the budget, a "
+                f"tape being {self.tape_slots:.4g} of them; raise the budget, or plan with the "
+                "tapes as they are: give their bytes as tape_bytes, or call forward() again if "
+                "measured"
+            )
+
+    def _weigh_beside(self, action: Tape | Reverse, tape: object, others: int) -> None:
+        """Find out whether a tape takes more than assumed; `others` before it do so too then.
+
+        Some tapes are weighed, and only beside another one.
+        """
+        if not self._slot_bytes or len(self.tapes) + 1 not in WEIGHED:
+            return
+        nbytes = own_bytes(tape, next(reversed(self.tapes.values())).state)
+        taken = nbytes / self._slot_bytes
+        if taken - self.tape_slots > 1e-9:
+            if self._heavier is not None:
+                self._heavier(action.step, nbytes)
+            self.used += (taken - self.tape_slots) * others
+            self.tape_slots = taken
+            self.reach(action, self.used)
+
+    def _cannot(self, action: Advance | Save | Tape | Load | Reverse) -> ScheduleError:
+        """Return the error for an action that has nothing to start from, or uses up a tape."""
+        if isinstance(action, Reverse):
+            return illegal(action, f"neither its tape nor its state, live is {self.at}")
+        start = action.start if isinstance(action, Advance) else action.step
+        if start != self.at and not isinstance(action, Load):
+            return illegal(action, f"the live state is {self.at}")
+        (step,) = self.tapes
+        only = "the chain has only its latest tape (one_tape)"
+        return illegal(action, f"{only}, and that of step {step} is still needed")
 
 
-def not_held(tape: object, states: tuple[object, object], step: int) -> Kept:
-    """Wrap the only tape of a chain, which is in the operators' own arrays."""
-    return Kept(tape, ())
+def illegal(action: Action, seen: str) -> ScheduleError:
+    """Return the error for an action that cannot be performed."""
+    return ScheduleError(f"{action}, but {seen}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from ..execute.executor import Counts
+from ..execute.ledger import Counts
 from ..model.costs import Costs
 from ..schedule.timeline import Timeline
 

@@ -9,9 +9,9 @@ from functools import cache, partial
 from typing import Generic, TypeVar
 
 from ..errors import ArgumentError, StateError, StoreError
-from ..execute.executor import Counts, Executor
+from ..execute.executor import Executor, without_frames
+from ..execute.ledger import Counts
 from ..execute.metered import LargerThanPlanned
-from ..execute.recovery import without_frames
 from ..planners import UniformPlan
 from ..report import Report, TierUse
 from ..support.progress import Bars

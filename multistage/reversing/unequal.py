@@ -26,11 +26,10 @@ from ..actions import Action, Put, Schedule
 from ..backends.base import Store
 from ..backends.paged import PagedStore
 from ..errors import ArgumentError, BudgetError
-from ..execute.executor import Counts, Executor
-from ..execute.late import Late
-from ..execute.late_stages import Stages
+from ..execute.executor import Executor, Resumed
+from ..execute.late import Late, Stages
+from ..execute.ledger import Counts
 from ..execute.metered import LargerThanPlanned, Metered, Seen, of_chain
-from ..execute.resumed import Resumed
 from ..measurement.given import one_tape
 from ..model.chain import Chain
 from ..model.costs import Costs

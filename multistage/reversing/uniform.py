@@ -19,10 +19,10 @@ from ..backends.compressed import compressions
 from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
 from ..errors import BudgetError
-from ..execute.executor import Counts, Executor
+from ..execute.executor import Executor, Resumed
 from ..execute.late import EqualSteps, Late
+from ..execute.ledger import Counts
 from ..execute.metered import Metered
-from ..execute.resumed import Resumed
 from ..measurement.chain import GUESSED_RATIO, measure, sample, starting
 from ..measurement.compression import choose_compression
 from ..measurement.driver import action_seconds, with_driver

@@ -20,8 +20,7 @@ from multistage.actions import Await, Evict
 from multistage.backends import MemoryStore, Store
 from multistage.backends.testing import FaultyStore
 from multistage.errors import CheckpointWarning
-from multistage.execute.late import EqualSteps, Late
-from multistage.execute.late_stages import Stages
+from multistage.execute.late import EqualSteps, Late, Stages
 from multistage.execute.transfers import Transfers
 from multistage.model.tier import Tier
 from multistage.reversing import unequal

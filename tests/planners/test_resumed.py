@@ -22,7 +22,7 @@ from multistage.actions import (
     Tape,
     drive,
 )
-from multistage.execute.resumed import Resumed
+from multistage.execute.executor import Resumed
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners.single.binomial import nu

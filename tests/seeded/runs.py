@@ -56,7 +56,7 @@ test_ownership.py
 + pass
 
 test_ownership.py
-- if adjoint is None and sweep.wanted:
+- if adjoint is None and self._wanted:
 + if False:
 
 schedule/test_rules.py

@@ -30,9 +30,9 @@ from multistage import native  # noqa: E402
 from multistage.actions import Await, Evict  # noqa: E402
 from multistage.backends import MemoryStore  # noqa: E402
 from multistage.errors import CheckpointWarning  # noqa: E402
-from multistage.execute import late_stages  # noqa: E402
-from multistage.execute.late import Late  # noqa: E402
-from multistage.execute.late_stages import Stages  # noqa: E402
+from multistage.execute import late as late_tiers  # noqa: E402
+from multistage.execute.late import Late, Stages  # noqa: E402
+from multistage.execute.sweep import Moved  # noqa: E402
 from multistage.model.tier import Tier  # noqa: E402
 from multistage.planners.chain.heterogeneous import ChainPlan, plan_chain  # noqa: E402
 from multistage.torch.chains.away import Away  # noqa: E402
@@ -204,20 +204,21 @@ def test_a_machine_that_is_busy_in_all_is_no_slow_tier() -> None:
     evict = next(action for action in plan.actions if isinstance(action, Evict))
     rate = plan.tier.write_bytes_per_s  # type: ignore[union-attr]
     for busier, slower in ((5.0, 1.2), (1.0, 6.0)):
-        away = mock.Mock()
-        away.moved.return_value = evict.step, evict.tape, True
-        away.seen_s.return_value, away.busier.return_value = 6 / rate, busier
+        away, sweep = mock.Mock(), mock.Mock()
+        away.moved.return_value = Moved(evict.step, evict.tape, True, 0, "memory")
+        away.seen_s.return_value = 6 / rate
+        sweep.counts.forward_s = busier * asked._forward_s[asked._places[evict]]
         asked.begin(away)
-        assert asked._slower(evict, mock.Mock()) == pytest.approx(slower)
-        assert (asked.waiting_s(evict, mock.Mock()) > plan.makespan_s) == (slower > 2)
+        assert asked._slower(evict, sweep) == pytest.approx(slower)
+        assert (asked.waiting_s(evict, sweep) > plan.makespan_s) == (slower > 2)
 
 
 def test_waiting_takes_what_is_left_of_a_plan() -> None:
     plan = planned(0.45)
-    ends = late_stages._ends(plan, 1.0)
+    ends = late_tiers._ends(plan, 1.0)
     assert len(ends) == len(plan.actions) and ends[-1] == pytest.approx(plan.makespan_s)
     assert ends == sorted(ends)
-    assert late_stages._ends(plan, 3.0)[-1] > plan.makespan_s
+    assert late_tiers._ends(plan, 3.0)[-1] > plan.makespan_s
 
 
 @pytest.fixture

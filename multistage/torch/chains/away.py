@@ -5,8 +5,11 @@ What does not come back is computed again from the nearest state at hand.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from ...actions import Answer, Await, Drop, Evict, Get, Offer, Put
-from ...execute.sweep import Sweep
+from ...execute.sweep import Moved, Sweep, Wait
 from ...states.slots import Kept
 from ..environment.states import KeptState
 from ..tiers.parcels import Parcel
@@ -58,7 +61,7 @@ class Away:
             self.stowage.put(step, True, held.parcel)
             return None
         kept = memory.at_hand(step)
-        state = sweep.keep(sweep.live, step).state if kept is None else kept
+        state = sweep.slots.keep(sweep.live, step).state if kept is None else kept
         assert isinstance(state, KeptState)
         parcel = Parcel(state.tensors(), memory.origins, memory.staying)
         self._states[step] = AwayState(state.emptied(), parcel)
@@ -115,8 +118,12 @@ class Away:
     # -------------------------------------------------------------- what is lost
 
     def find(self, sweep: Sweep, step: int) -> Kept:
-        """Return a state inside of a tape, or computed again."""
-        return Kept(self.state(step), ())
+        """Return a state inside of a tape, the live one, or one computed again."""
+        state = self._memory.at_hand(step)
+        if state is None and step == sweep.at:
+            (live,) = sweep.live
+            state = live if isinstance(live, KeptState) else KeptState.of(live)
+        return Kept(self.state(step) if state is None else state, ())
 
     def find_tape(self, sweep: Sweep, step: int) -> HeldTape:
         """Return a tape made again."""
@@ -138,3 +145,38 @@ class Away:
             state = self.state(i)
         caught, _ = self._stages.catch(i, state, alone=True)
         return HeldTape(caught, state)
+
+    def awaited(self, sweep: Sweep, action: Wait) -> Callable[[float], bool] | None:
+        """Return what waits, no longer than some seconds, until an action would not wait."""
+        if isinstance(action, Put):
+            return None  # it is queued at once
+        moved = self.moved(action)
+        wait = self.stowage.written if moved.is_write else self.stowage.read
+        return partial(wait, moved.step, moved.is_tape)
+
+    def moved(self, action: Wait) -> Moved:
+        """Return what an action waits for."""
+        if isinstance(action, Await):
+            return Moved(*self.stowage.moved(action.token), 0, self.stowage.name)
+        return Moved(action.step, action.tape, True, 0, self.stowage.name)
+
+    def is_behind(self) -> bool:
+        """Whether a write has not ended."""
+        return bool(self.stowage.writing())
+
+    def seen_s(self, *, writes: bool) -> float:
+        """Return the seconds that transfers take for a byte now; 0 if unknown."""
+        return self.stowage.seen_s(writes=writes)
+
+    def cancel(self, timeout_s: float) -> None:
+        """Cancel all transfers; wait so many seconds for those in flight to end."""
+        self.stowage.cancel(timeout_s)
+
+    def stuck(self) -> list[int]:
+        """Return states, and tapes as ~step, whose cancelled transfers have not ended."""
+        return self.stowage.stuck()
+
+    def abandon(self, sweep: Sweep) -> None:
+        """Give up all that is in the tier or on its way."""
+        self.clear()
+        sweep.lost.clear()

@@ -220,8 +220,7 @@ class Links:
         stage i saved as its `number`-th.
     """
 
-    in_place = False
-    state_is_tape = False
+    in_place = state_is_tape = one_tape = False
 
     def __init__(
         self, stages: StageRunner, script: Script, memory: FastMemory, *, streams: bool

@@ -33,9 +33,8 @@ from torch import Tensor
 
 from ...actions import Action, Put, Schedule
 from ...errors import MultistageError
-from ...execute.late import Late
-from ...execute.late_stages import Stages
-from ...execute.sweep import Sweep
+from ...execute.late import Late, Stages
+from ...execute.sweep import Sweep, Wait
 from ...states.slots import Kept
 from ..environment.states import KeptState, refuse_shared, tensors_in
 from ..measurement.checking import Check
@@ -46,7 +45,6 @@ from ..tiers.parcels import Origins
 from ..tiers.stowage import Berth, Stowage
 from .away import Away
 from .held import HeldTape
-from .late import LateAway
 from .links import FastMemory, Links, Script, StageSlots
 from .stages import StageRunner, storages_of_all
 
@@ -158,13 +156,23 @@ class Run:
                 self._berth.leave()
             raise
 
-    def _late(self) -> Late | None:
+    def _late(self) -> Callable[[Sweep, Wait], Schedule | None] | None:
         """Return what is asked where transfers are late."""
         if self._course is None or not self._streams:
             return None
         late: Late = Late(self._course)
-        late.begin(LateAway(self._script, self._memory, self._away, self._left))
-        return late
+        late.begin(self._away)
+        script, memory, left = self._script, self._memory, self._left  # not us: we have the sweep
+
+        def asked(sweep: Sweep, action: Wait) -> Schedule | None:
+            actions = late(sweep, action)
+            if actions is None:
+                return None
+            memory.leaving = set()  # nothing leaves any more
+            left()
+            return script.leave(tuple(actions))
+
+        return asked
 
     def _play(self) -> Schedule:
         """Return the actions of the plan, from the first one on."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...errors import BudgetError
-from ...execute.late_stages import Stages
+from ...execute.late import Stages
 from ...planners.chain.heterogeneous import ChainPlan
 from ...schedule.rules import Rules
 from ..chains.runner import Run

@@ -16,8 +16,7 @@ from ...actions import Action, Advance, EndForward, Load, Reverse, Tape
 from ...backends.base import Store
 from ...backends.paged import PagedStore
 from ...errors import BudgetError
-from ...execute.late import Late
-from ...execute.late_stages import Stages
+from ...execute.late import Late, Stages
 from ...model.budget import Budget
 from ...model.stages import Stage, StageCosts
 from ...planners.chain.heterogeneous import plan_chain

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from multistage.actions import Action
-from multistage.execute.late_stages import Stages
+from multistage.execute.late import Stages
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
 from multistage.planners.chain.heterogeneous import ChainPlan, plan_chain
