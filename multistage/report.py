@@ -14,7 +14,7 @@ from .execute.ledger import Counts
 from .measurement.seen import seen_costs
 from .model.costs import Costs
 from .planners import UniformPlan
-from .planners.pictures.plans import plan_parts
+from .planners.pages import plan_parts
 from .schedule.timeline import Timeline
 from .support.units import format_bytes, format_seconds
 from .view import save_chart, save_text

@@ -19,7 +19,7 @@ from multistage.actions import EndForward, Reverse, Tape
 from multistage.errors import ArgumentError, BudgetError, ScheduleError
 from multistage.model.stages import Stage, StageCosts
 from multistage.planners import PLANNERS
-from multistage.planners.trade_off import trade_off
+from multistage.planners.ranking import trade_off
 from multistage.support.units import parse_bytes
 
 STRANGE = st.one_of(

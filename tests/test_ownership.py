@@ -29,7 +29,7 @@ from multistage.model.chain import FunctionChain, InPlaceChain
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners.single.revolve import revolve_schedule
-from multistage.planners.single.store_all import store_all_schedule
+from multistage.planners.single.segments import store_all_schedule
 from multistage.reversal import Reversal
 
 N = 17

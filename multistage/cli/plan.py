@@ -102,7 +102,7 @@ def _print_curve(args: argparse.Namespace, made: Plan) -> None:
 
 def _curve_of_steps(args: argparse.Namespace, made: UniformPlan) -> tuple[Rows, Rows]:
     """Return every plan of the trade-off, and the fastest of each number of slots."""
-    from ..planners.trade_off import trade_off
+    from ..planners.ranking import trade_off
 
     names = RANKED if args.planner in (None, "auto") else (args.planner,)
     curves = trade_off(made.costs, made.n_steps, names, also=made.slots, progress=shown(args))

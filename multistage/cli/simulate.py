@@ -59,12 +59,12 @@ def run(args: argparse.Namespace) -> int:
         made = made.with_tier(args.rates)
     run = made.simulate(jitter=jitter, seed=args.seed or 0)
     if args.picture is not None:
-        from ..planners.pictures.plans import run_chart
+        from ..planners.pages import run_chart
         from ..view import save_chart
 
         save_chart(run_chart(made, run, made.title), args.picture)
     if args.html is not None:
-        from ..planners.pictures.plans import save_run
+        from ..planners.pages import save_run
 
         save_run(made, run, args.html)
     if args.trace is not None:

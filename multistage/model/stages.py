@@ -35,8 +35,7 @@ from tabulate import tabulate
 from ..errors import ArgumentError
 from ..support.units import format_bytes, format_seconds
 from ..support.values import seconds, shown, whole, whole_or_none
-from .cost_model import CostModel
-from .costs import Costs
+from .costs import CostModel, Costs
 from .tier import Tier
 
 MAX_BYTES = 1 << 60

@@ -6,10 +6,10 @@ holds them by name and `plan` ranks them.
 
 from __future__ import annotations
 
+from . import pages as _pages
 from .base import Plan as Plan
 from .base import enter
 from .chain.plan import ChainPlan, read_chain
-from .pictures import plans as _pictures
 from .ranking import PLANNERS as PLANNERS
 from .ranking import RANKED as RANKED
 from .ranking import plan as plan
@@ -19,4 +19,4 @@ from .uniform import Planner as Planner
 from .uniform import UniformPlan as UniformPlan
 
 # Reading and drawing a plan takes planners, which import the plans: a plan finds them here.
-enter({UniformPlan: read_uniform, ChainPlan: read_chain}, _pictures)
+enter({UniformPlan: read_uniform, ChainPlan: read_chain}, _pages)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..actions import Action, EndForward, Reverse, Schedule, Tape
 from ..model.stages import StageCosts
 from ..planners.chain.heterogeneous import ChainPlan
-from ..planners.chain.performing import performed
+from ..planners.chain.memory import performed
 from ..planners.uniform import UniformPlan
 from ..schedule.rules import check
 

@@ -25,10 +25,10 @@ from ..actions import (
 )
 from ..execute.metered import shared_bytes
 from ..measurement.driver import settled
-from ..measurement.given import one_tape
 from ..model.chain import Chain
 from ..model.costs import NOT_KEPT
 from ..states.tapes import own_bytes
+from .arguments import one_tape
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")

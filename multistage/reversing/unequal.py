@@ -30,22 +30,20 @@ from ..execute.executor import Executor, Resumed
 from ..execute.late import Late, Stages
 from ..execute.ledger import Counts
 from ..execute.metered import LargerThanPlanned, Metered, Seen, of_chain
-from ..measurement.given import one_tape
 from ..model.chain import Chain
 from ..model.costs import Costs
 from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..planners.chain.heterogeneous import ChainPlan
 from ..planners.chain.joint_core import require_core
-from ..planners.chain.memory import use_of
-from ..planners.chain.performing import performed
+from ..planners.chain.memory import performed, use_of
 from ..planners.chain.pieces import PersistentPlanner, chain_plan, survey
 from ..planners.uniform import UniformPlan
 from ..schedule.rules import Rules
 from ..schedule.timeline import Timeline
 from ..states.varied import VariedStates
 from ..support.progress import Bars
-from .arguments import Arguments
+from .arguments import Arguments, one_tape
 from .described import described, schedule_of, surveyed
 from .opened import OpenStores
 from .streamed import MOST_STREAMED, bounded, measured_rates, require_room, seen_rates

@@ -26,7 +26,6 @@ from ..execute.metered import Metered
 from ..measurement.chain import GUESSED_RATIO, measure, sample, starting
 from ..measurement.compression import choose_compression
 from ..measurement.driver import action_seconds, with_driver
-from ..measurement.given import one_tape, planned
 from ..measurement.seen import drifted, seen_costs
 from ..measurement.store import probe_store
 from ..model.budget import Budget
@@ -35,14 +34,14 @@ from ..model.costs import NOT_KEPT, Costs
 from ..model.tier import Tier
 from ..planners import PLANNERS, UniformPlan, online_schedule, plan
 from ..planners.chain.pieces import MOST_AT_ONCE
-from ..planners.streaming.resumed import durable_online_schedule, durable_plan, resumed_schedule
+from ..planners.streaming.online import durable_online_schedule, durable_plan, resumed_schedule
 from ..planners.uniform import sealing
 from ..schedule.rules import Rules, each_judged
 from ..schedule.timeline import Timeline
 from ..states.layout import Layout
 from ..support.interrupts import Shield
 from ..support.progress import Bars
-from .arguments import Arguments
+from .arguments import Arguments, one_tape, planned
 from .first_sweep import GUESSED_STEP_S, FirstSteps, first_sweep
 from .opened import OpenStores
 from .unequal import LEAST_TIMED_S, Unequal, faster_plan

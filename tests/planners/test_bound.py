@@ -12,7 +12,7 @@ from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners.bound import Prices, lower_bound, priced_bound
 from multistage.planners.single.revolve import revolve
-from multistage.planners.single.store_all import store_all
+from multistage.planners.single.segments import store_all
 from multistage.planners.streaming.streaming import streaming
 
 

@@ -20,8 +20,8 @@ from multistage.model.tier import Tier
 from multistage.planners import PLANNERS
 from multistage.planners.chain.heterogeneous import plan_chain
 from multistage.planners.single.revolve import revolve_schedule
+from multistage.planners.streaming.online import durable_plan, resumed_schedule
 from multistage.planners.streaming.overlap import on_tier, overlap
-from multistage.planners.streaming.resumed import durable_plan, resumed_schedule
 
 PLAIN = Costs(1.0, 2.0)
 TAPED = Costs(1.0, 2.0, 1.5)

@@ -22,7 +22,6 @@ from multistage.errors import ArgumentError
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS, RANKED, UniformPlan, plan
-from multistage.planners.rows import Rows
 from multistage.planners.single.binomial import (
     TRAJECTORIES,
     Trajectory,
@@ -38,6 +37,7 @@ from multistage.planners.synchronous.levels import (
     WRITE,
     Hierarchy,
     Level,
+    Rows,
     solve,
 )
 from multistage.planners.synchronous.mixed import mixed_schedule, solve_mixed, worth_trying

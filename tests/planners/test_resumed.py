@@ -26,7 +26,7 @@ from multistage.execute.executor import Resumed
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners.single.binomial import nu
-from multistage.planners.streaming.resumed import durable_plan, resumed_schedule
+from multistage.planners.streaming.online import durable_plan, resumed_schedule
 from multistage.planners.streaming.streaming import streaming
 from multistage.schedule.rules import Rules
 from multistage.schedule.simulation import simulate

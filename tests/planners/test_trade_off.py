@@ -8,7 +8,7 @@ from multistage.errors import ArgumentError
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS, RANKED
-from multistage.planners.trade_off import trade_off
+from multistage.planners.ranking import trade_off
 
 COSTS = Costs(1e-3, 2e-3, tiers=(Tier("file", 4e-3, 4e-3),))
 

@@ -53,7 +53,7 @@ from multistage.execute.metered import Metered, of_chain
 from multistage.model.stages import Stage
 from multistage.model.tier import Tier
 from multistage.planners.chain.heterogeneous import smallest_memory
-from multistage.planners.chain.performing import performed
+from multistage.planners.chain.memory import performed
 from multistage.reversing import streamed, unequal, uniform
 from multistage.reversing.unequal import Unequal, largest_state
 

@@ -67,11 +67,11 @@ test_ownership.py in model/blocks.py
 - bool(getattr(chain, "one_tape", False))
 + False
 
-measurement/test_given.py
+reversing/test_given.py
 - not self.plan.sealed
 + False
 
-measurement/test_given.py
+reversing/test_given.py
 - if theirs.state_is_tape != costs.state_is_tape:
 + if False:
 

@@ -20,7 +20,7 @@ from chains import CHAINS, raw, store_all
 from multistage import Costs, Reversal, Stage, StageCosts, Tier, measure, plan, plan_chain
 from multistage.measurement.store import probe_tier
 from multistage.model.chain import FunctionChain
-from multistage.planners.trade_off import trade_off
+from multistage.planners.ranking import trade_off
 from multistage.support import progress
 from multistage.support.progress import VARIABLE, in_notebook, is_shown
 

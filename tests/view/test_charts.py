@@ -20,11 +20,16 @@ from multistage import Costs, Stage, StageCosts, Tier, memory_curve, plan, plan_
 from multistage.actions import Advance, Await, Drop, EndForward, Free, Get, Load, Put, Reverse
 from multistage.errors import ArgumentError, BudgetError
 from multistage.planners import PLANNERS
-from multistage.planners.pictures.plans import plan_chart
-from multistage.planners.pictures.schedule import MOST_STEPS, chain_chart, course_of
-from multistage.planners.pictures.trade_off import chain_trade_off_chart, trade_off_chart
+from multistage.planners.pages import (
+    MOST_STEPS,
+    chain_chart,
+    chain_trade_off_chart,
+    course_of,
+    plan_chart,
+    trade_off_chart,
+)
+from multistage.planners.ranking import trade_off
 from multistage.planners.streaming.interval import paper_interval
-from multistage.planners.trade_off import trade_off
 from multistage.view import save_chart
 from multistage.view.chart import (
     COLORS,

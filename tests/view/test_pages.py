@@ -14,7 +14,7 @@ import pytest
 from multistage import Costs, Reversal, Stage, StageCosts, Tier, plan, plan_chain, simulate
 from multistage.cli import main
 from multistage.errors import ArgumentError
-from multistage.planners.pictures.plans import save_run
+from multistage.planners.pages import save_run
 from multistage.report import Report
 from multistage.schedule.timeline import Timeline
 from multistage.view import page, svg
@@ -150,7 +150,7 @@ def test_hostile_names_are_text() -> None:
     timeline = Timeline()
     timeline.add("compute", "forward", 0.0, 1.0)
     timeline.sample(HOSTILE, 0.0, 5.0)
-    from multistage.planners.pictures.plans import plan_parts
+    from multistage.planners.pages import plan_parts
     from multistage.view.timeline import timeline_chart
 
     for parts in (

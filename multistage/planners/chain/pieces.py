@@ -44,7 +44,7 @@ from ...errors import BudgetError, ScheduleError
 from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
 from .at_once import SLOTS, fastest, least_memory, most_stages, plan_at_once
-from .performing import is_loss, performed, shifted
+from .memory import is_loss, performed, shifted
 from .plan import ChainPlan
 
 PersistentPlanner: TypeAlias = Literal["optimal", "revolve"]

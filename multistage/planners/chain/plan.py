@@ -20,8 +20,7 @@ from ...schedule.simulation import Simulation, simulate
 from ...support.units import format_bytes, format_seconds
 from ...support.values import MOST, shown, whole
 from ...support.values import seconds as a_time
-from ..base import Plan
-from ..written import actions_from_lists, actions_to_lists
+from ..base import Plan, actions_from_lists, actions_to_lists
 from .joint_bound import joint_lower_bound
 from .memory import plain_use
 from .table import default_threads

@@ -26,11 +26,24 @@ from ...actions import Advance, Await, Drop, Free, Get, Load, Put, Schedule
 from ...model.costs import Costs
 from ...model.tier import Tier
 from ..predict import Counts, counted_plan, transfer_s
-from ..rows import PLAIN_PER_S, PLANNING_S, PRUNED_PER_S
 from ..single.binomial import forward_and_reverse, nu, reverse_actions
 from ..single.revolve import plain_revolve
 from ..uniform import UniformPlan, require_steps
-from .levels import ADVANCE, DROP, ORIGIN, READ, REVERSE, WRITE, Hierarchy, Level, solve, solving_s
+from .levels import (
+    ADVANCE,
+    DROP,
+    ORIGIN,
+    PLAIN_PER_S,
+    PLANNING_S,
+    PRUNED_PER_S,
+    READ,
+    REVERSE,
+    WRITE,
+    Hierarchy,
+    Level,
+    solve,
+    solving_s,
+)
 
 
 def hierarchy_schedule(hierarchy: Hierarchy, slots: int, tiers: tuple[int, ...]) -> Schedule:

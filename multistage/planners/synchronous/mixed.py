@@ -34,10 +34,10 @@ from ...actions import Advance, EndForward, Free, Load, Reverse, Save, Schedule,
 from ...model.costs import Costs
 from ...support.arrays import Reals
 from ..predict import Counts, counted_plan
-from ..rows import MOST_S, PLAIN_PER_S, PLANNING_S, PRUNED_PER_S, Rows, affordable
 from ..single.binomial import nu
 from ..single.revolve import plain_revolve
 from ..uniform import UniformPlan, require_steps
+from .levels import MOST_S, PLAIN_PER_S, PLANNING_S, PRUNED_PER_S, Rows, affordable
 
 # What "auto" spends on it, some tens of milliseconds each: seconds for the
 # table, steps for the walk.

@@ -11,7 +11,7 @@ from tabulate import tabulate
 from ...model.stages import Stage
 from ...planners import UniformPlan
 from ...planners.chain.plan import ChainPlan
-from ...planners.pictures.plans import brief_parts, plan_parts
+from ...planners.pages import brief_parts, plan_parts
 from ...support.units import format_bytes, format_seconds
 from ...view import save_text
 from ...view.page import Heading, Paragraph, Part, Table, document, fragment

@@ -20,7 +20,7 @@ from ...execute.late import Late, Stages
 from ...model.budget import Budget
 from ...model.stages import Stage, StageCosts
 from ...planners.chain.heterogeneous import plan_chain
-from ...planners.chain.performing import performed
+from ...planners.chain.memory import performed
 from ...reversing.described import described
 from ...schedule.simulation import simulate
 from ...support.progress import Bars

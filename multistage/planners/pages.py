@@ -1,0 +1,610 @@
+"""Pages and pictures of plans.
+
+A schedule is drawn as the checkpointing literature does, after Griewank & Walther 2000
+(Algorithm 799, doi 10.1145/347837.347846), figures 1 and 2: time runs to the right, steps
+upwards; a forward run climbs, an adjoint step descends, and a checkpoint is a horizontal
+line at its step for as long as it is held.  Here the line's color says where.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from ..actions import (
+    Action,
+    Advance,
+    Answer,
+    Await,
+    Drop,
+    Evict,
+    Free,
+    Get,
+    Offer,
+    Put,
+    Reverse,
+    Save,
+    Tape,
+)
+from ..errors import ArgumentError
+from ..model.costs import Costs
+from ..schedule.simulation import Simulation
+from ..support.units import format_bytes, format_seconds
+from ..view import save_chart, save_text
+from ..view.chart import Chart, Line, Mark, Panel, Point, Segment, Strokes, byte_unit, time_unit
+from ..view.page import Cards, Heading, Paragraph, Part, Picture, Table, document, fragment
+from ..view.timeline import timeline_chart
+from .base import Subject
+from .chain.heterogeneous import memory_curve
+from .chain.plan import ChainPlan
+from .ranking import PLANNERS, RANKED, trade_off
+from .uniform import UniformPlan
+
+if TYPE_CHECKING:
+    from ..schedule.simulation import Simulation
+    from .base import Plan
+    from .chain.plan import ChainPlan
+    from .uniform import UniformPlan
+
+
+# Steps of a schedule that is drawn: some seconds of virtual time passing.
+MOST_STEPS = 20_000
+
+
+@dataclass(slots=True)
+class Course:
+    """What a schedule does, in seconds and steps: strokes, and checkpoints while held.
+
+    Attributes
+    ----------
+    forward, reverse, stalls : list of (start_s, from, stop_s, to)
+    fast, tapes : list of (start_s, step, stop_s, step)
+    tiers : dict of tier to the same
+    end_s : float
+    """
+
+    forward: list[Segment] = field(default_factory=list)
+    reverse: list[Segment] = field(default_factory=list)
+    stalls: list[Segment] = field(default_factory=list)
+    fast: list[Segment] = field(default_factory=list)
+    tapes: list[Segment] = field(default_factory=list)
+    tiers: dict[int, list[Segment]] = field(default_factory=dict)
+    end_s: float = 0.0
+    _held: dict[tuple[str, int], float] = field(default_factory=dict)
+    _at: float = 0.0
+
+    def apply(self, action: Action, answer: Answer, start_s: float, stop_s: float) -> None:
+        """Draw one action that took from `start_s` to `stop_s`."""
+        match action:
+            case Advance(start, stop):
+                self.forward.append((start_s, start, stop_s, stop))
+                self._at = stop
+            case Tape(step):
+                self.forward.append((start_s, step, stop_s, step + 1))
+                self._held["tape", step] = stop_s
+                self._at = step + 1
+            case Reverse(step):
+                self.reverse.append((start_s, step + 1, stop_s, step))
+                self._let_go("tape", step, start_s, self.tapes)
+                self._at = step
+            case Save(step):
+                self._held["fast", step] = stop_s
+            case Get(step):
+                self._held["tape" if action.tape else "fast", step] = start_s
+            case Evict(step):
+                held = ("tape", self.tapes) if action.tape else ("fast", self.fast)
+                self._let_go(held[0], step, stop_s, held[1])
+            case Free(step):
+                self._let_go("fast", step, stop_s, self.fast)
+            case Offer(step, tier) | Put(step, tier):
+                if answer is not None:
+                    self._held[_place(tier, action.tape), step] = stop_s
+            case Drop(step, tier):
+                lines = self.tiers.setdefault(tier, [])
+                self._let_go(_place(tier, action.tape), step, stop_s, lines)
+        self.end_s = max(self.end_s, stop_s)
+
+    def wait(self, start_s: float, stop_s: float) -> None:
+        """Draw that the computing thread waited for a transfer."""
+        self.stalls.append((start_s, self._at, stop_s, self._at))
+
+    def _let_go(self, where: str, step: int, stop_s: float, lines: list[Segment]) -> None:
+        start_s = self._held.pop((where, step), None)
+        if start_s is not None:
+            lines.append((start_s, step, stop_s, step))
+
+
+def _place(tier: int, tape: bool) -> str:
+    return f"tapes in tier {tier}" if tape else f"tier {tier}"
+
+
+def course_of(plan: Plan) -> tuple[Course, Simulation]:
+    """Return what a plan's schedule does in virtual time, and its simulation.
+
+    Raises
+    ------
+    ArgumentError
+        For more than `MOST_STEPS` steps.
+    """
+    if plan.n_steps > MOST_STEPS:
+        raise ArgumentError(
+            f"a schedule of {plan.n_steps} steps is too long to draw; plan at most {MOST_STEPS} "
+            "steps with the same costs and slots, whose picture is the same, only shorter"
+        )
+    course, before = Course(), 0.0
+    action_s = plan.costs.action_s if isinstance(plan.costs, Costs) else 0.0
+    overheads = [(tier.write_overhead_s, tier.read_overhead_s) for tier in plan.tiers]
+    reads: dict[int, float] = {}  # token -> what the transfer costs the computing thread
+
+    def timed(action: Action, answer: Answer, now: float) -> None:
+        nonlocal before
+        start_s, busy_s = before + action_s, 0.0
+        match action:
+            case Get(_, tier):
+                assert answer is not None
+                reads[answer] = overheads[tier][1]
+            case Await(token):
+                busy_s = reads.pop(token, 0.0)
+            case Offer(_, tier) | Put(_, tier) if answer is not None:
+                busy_s = overheads[tier][0]
+        if not (isinstance(action, Tape | Reverse) and action.step == plan.n_steps):  # the loss
+            course.apply(action, answer, min(now, start_s), now)
+        if isinstance(action, Await | Put | Evict) and now - busy_s > start_s + 1e-12 * now:
+            course.wait(start_s, now - busy_s)
+        before = now
+
+    return course, plan.simulate(timed=timed)
+
+
+def schedule_chart(plan: Plan, title: str = "") -> Chart:
+    """Return what is kept where over both sweeps of a plan.
+
+    Raises
+    ------
+    ArgumentError
+        If it is too long to draw.
+    """
+    if isinstance(plan, ChainPlan):
+        return chain_chart(plan, title)
+    return course_chart(plan, course_of(plan)[0], title)
+
+
+def course_chart(plan: Plan, course: Course, title: str = "") -> Chart:
+    """Return the chart of a course that is known."""
+    names = [tier.name for tier in plan.tiers]
+    panel, legend, unit = _course_panel(course, plan.n_steps, names, "step")
+    return Chart(
+        title=title or plan.summary(),
+        panels=(panel,),
+        label=f"time ({unit})",
+        low=0.0,
+        high=panel_end(course),
+        legend=legend,
+        height=420.0,
+    )
+
+
+def panel_end(course: Course) -> float:
+    """Return the end of the horizontal axis, in its unit."""
+    return (course.end_s or 1.0) / time_unit(course.end_s)[0]
+
+
+def _course_panel(
+    course: Course,
+    n_steps: int,
+    tiers: list[str],
+    what: str,
+    place: str = " in a fast slot",
+    kept: str = "checkpoint",
+) -> tuple[Panel, tuple[tuple[str, str], ...], str]:
+    unit_s, unit = time_unit(course.end_s)
+    kinds: list[tuple[str, str, list[Segment], float]] = []
+    for tier, lines in sorted(course.tiers.items()):
+        name = tiers[tier] if tier < len(tiers) else f"tier {tier}"
+        kinds.append(("tier" if tier == 0 else "tier 2", f"{kept} in {name}", lines, 1.4))
+    tapes = [line for line in course.tapes if line[2] > line[0]]
+    kinds += [
+        ("tape", "tape held", tapes, 1.0),
+        ("fast", f"checkpoint{place}", course.fast, 2.0),
+        ("forward", "forward", course.forward, 1.4),
+        ("reverse", "adjoint", course.reverse, 2.4),
+        ("stall", f"stall {format_seconds(_length_s(course.stalls))}", course.stalls, 3.5),
+    ]
+    marks = tuple(
+        Strokes(label, color, tuple((a / unit_s, b, c / unit_s, d) for a, b, c, d in lines), width)
+        for color, label, lines, width in kinds
+        if lines
+    )
+    margin = 0.02 * n_steps
+    panel = Panel(marks, what, -margin, n_steps + margin)
+    return panel, tuple((mark.color, mark.label) for mark in marks), unit
+
+
+def _length_s(segments: list[Segment]) -> float:
+    return sum(stop_s - start_s for start_s, _, stop_s, _ in segments)
+
+
+def _chain_title(plan: ChainPlan) -> str:
+    limit = "" if plan.memory_bytes is None else f" within {format_bytes(plan.memory_bytes)}"
+    return f"{plan.planner}: {len(plan.costs.stages)} stages{limit}"
+
+
+def chain_chart(plan: ChainPlan, title: str = "") -> Chart:
+    """Return what is kept of a chain over both sweeps, above the memory it takes."""
+    course, run = course_of(plan)
+    samples = run.timeline.memory["fast"]
+    limit = plan.memory_bytes
+    top = max(peak for _, peak in samples)
+    # As in a timeline: a limit far above the peak is given as text.
+    shown = limit is not None and limit <= 3 * top
+    most = max(top, limit) if shown and limit is not None else top
+    names = [tier.name for tier in plan.tiers]
+    panel, legend, unit = _course_panel(
+        course, len(plan.costs.stages), names, "stage", "", "tape or state"
+    )
+    unit_s, (size, bytes_unit) = time_unit(course.end_s)[0], byte_unit(most)
+    points = tuple((t / unit_s, value / size) for t, value in samples)
+    marks = [Line("memory", "fast", points, step=True, fill=True)]
+    if shown and limit is not None:
+        ends = ((0.0, limit / size), (panel_end(course), limit / size))
+        marks.append(Line("limit", "limit", ends, dashed=True))
+    note = f"peak {format_bytes(plan.peak_bytes)}"
+    note += f" of {format_bytes(limit)}" if limit is not None else ""
+    memory = Panel(
+        tuple(marks), f"memory ({bytes_unit})", 0.0, 1.3 * most / size or 1.0, share=0.5, note=note
+    )
+    return Chart(
+        title=title or _chain_title(plan),
+        panels=(panel, memory),
+        label=f"time ({unit})",
+        low=0.0,
+        high=panel_end(course),
+        legend=legend,
+        height=520.0,
+    )
+
+
+# Plans so many times slower than the fastest are left out: of two slots, say.
+_SLOWEST = 4.0
+_RIVALS = ("forward", "reverse", "write", "read", "tape", "tier", "rival", "rival 3")
+
+
+def trade_off_chart(
+    chosen: UniformPlan, curves: dict[str, Sequence[UniformPlan]], title: str = ""
+) -> Chart:
+    """Return makespan and recompute factor over the fast slots, planner by planner.
+
+    Parameters
+    ----------
+    chosen : UniformPlan
+        Marked.
+    curves : dict of planner to plans
+        As `multistage.planners.ranking` makes them: slots ascending.
+    """
+    fastest_s = min(p.makespan_s for plans in (*curves.values(), (chosen,)) for p in plans)
+    most_s = max(_SLOWEST * fastest_s, chosen.makespan_s)
+    every = sum(map(len, curves.values()))
+    curves = {name: [p for p in plans if p.makespan_s <= most_s] for name, plans in curves.items()}
+    shown = [p for plans in curves.values() for p in plans] or [chosen]
+    bounds = sorted({(p.slots, p.lower_bound_s) for p in shown})
+    unit_s, unit = time_unit(max(p.makespan_s for p in shown))
+    times: list[Mark] = []
+    factors: list[Mark] = []
+    legend = []
+    names = [chosen.planner, *(name for name in curves if name != chosen.planner)]
+    for k, name in enumerate(name for name in names if curves.get(name)):
+        color, plans = _RIVALS[k % len(_RIVALS)], curves[name]
+        made = tuple((float(p.slots), p.makespan_s / unit_s) for p in plans)
+        times.append(Line(name, color, made, dots=True))
+        run = tuple((float(p.slots), p.recompute_factor) for p in plans)
+        factors.append(Line(name, color, run, dots=True))
+        legend.append((color, name))
+    lower = tuple((float(slots), bound / unit_s) for slots, bound in bounds)
+    here = float(chosen.slots)
+    times = [*reversed(times), Line("lower bound", "rival", lower, dashed=True)]
+    factors.reverse()  # the chosen planner above the others
+    times.append(Point("chosen", "chosen", here, chosen.makespan_s / unit_s))
+    factors.append(Point("chosen", "chosen", here, chosen.recompute_factor))
+    state, end = chosen.costs.state_bytes, bounds[-1][0]
+    note = f"plans over {_SLOWEST:g} times the fastest: left out" if len(shown) < every else ""
+    memory = f" of {format_bytes(state)}" if state > 1 else ""
+    return Chart(
+        title=title or f"time and memory of {chosen.n_steps} steps",
+        panels=(
+            _panel(times, f"makespan ({unit})", note),
+            _panel(factors, "recompute factor"),
+        ),
+        label=f"fast slots{memory}",
+        low=float(bounds[0][0]),
+        high=float(max(end, bounds[0][0] + 1)),
+        log=True,
+        legend=(
+            *legend,
+            ("rival", "lower bound (dashed)"),
+            (
+                "chosen",
+                f"chosen: {chosen.planner}, {chosen.slots} slots, "
+                f"{format_seconds(chosen.makespan_s)}",
+            ),
+        ),
+        height=520.0,
+    )
+
+
+def _panel(marks: Sequence[Mark], label: str, note: str = "") -> Panel:
+    heights = [y for mark in marks if isinstance(mark, Line) for _, y in mark.points]
+    low, high = min(heights), max(heights)
+    low, high = (low, high) if high > low else (0.9 * low, 1.1 * high)
+    if low > 0 and high > 2.5 * low:  # a few slots may cost many times as much
+        return Panel(tuple(marks), label, low / 1.1, high * 1.1, log=True, note=note)
+    margin = 0.06 * (high - low)
+    return Panel(tuple(marks), label, low - margin, high + margin, note=note)
+
+
+def chain_trade_off_chart(
+    chosen: ChainPlan, curves: dict[str, Sequence[tuple[int, float]]], title: str = ""
+) -> Chart:
+    """Return makespan over peak memory for a chain's planners.
+
+    Parameters
+    ----------
+    chosen : ChainPlan
+        Marked.
+    curves : dict of planner to (peak bytes, seconds)
+        Memory ascending, time falling; as `multistage.memory_curve` returns.
+    """
+    points = [point for curve in curves.values() for point in curve]
+    points.append((chosen.plain_bytes, chosen.plain_s))
+    unit_s, unit = time_unit(max(s for _, s in points))
+    size, bytes_unit = byte_unit(max(peak for peak, _ in points))
+    low, high = min(peak for peak, _ in points) / size, max(peak for peak, _ in points) / size
+    marks: list[Mark] = []
+    legend = []
+    for k, (name, curve) in enumerate(curves.items()):
+        color = _RIVALS[k % len(_RIVALS)]
+        # Until the next point is paid for, the one before is the best there is.
+        steps = tuple((peak / size, s / unit_s) for peak, s in curve)
+        marks.append(Line(name, color, (*steps, (high, steps[-1][1])), step=True))
+        legend.append((color, name))
+    margin = 0.03 * (high - low) or 0.1 * high
+    plain = chosen.plain_s / unit_s
+    marks.insert(
+        0, Line("plain", "rival", ((low - margin, plain), (high + margin, plain)), dashed=True)
+    )
+    marks.append(Point("chosen", "chosen", chosen.peak_bytes / size, chosen.makespan_s / unit_s))
+    panel = _panel(marks, f"makespan ({unit})")
+    return Chart(
+        title=title or f"time and memory of {len(chosen.costs.stages)} stages",
+        panels=(panel,),
+        label=f"peak memory ({bytes_unit})",
+        low=low - margin,
+        high=high + margin,
+        legend=(
+            *legend,
+            ("rival", f"nothing run twice: {format_seconds(chosen.plain_s)} (dashed)"),
+            (
+                "chosen",
+                f"chosen: {chosen.planner}, {format_bytes(chosen.peak_bytes)}, "
+                f"{format_seconds(chosen.makespan_s)}",
+            ),
+        ),
+        height=380.0,
+    )
+
+
+SUBJECTS: tuple[Subject, ...] = get_args(Subject)
+# Longest problem whose trade-off is part of a page: some seconds of planning.
+_CURVE_STEPS = 1_000
+# Longest schedule that is drawn in a notebook unasked: some 30 ms and 30 kB.
+_LIGHT_STEPS = 500
+_LIGHT_STAGES = 60
+
+
+def plan_chart(plan: Plan, subject: Subject) -> Chart:
+    """Return the picture of a plan.
+
+    Raises
+    ------
+    ArgumentError
+        For another subject, or a schedule too long to draw.
+    """
+    match subject:
+        case "schedule":
+            return schedule_chart(plan)
+        case "timeline":
+            return run_chart(plan, course_of(plan)[1], plan.title)
+        case "trade-off":
+            return _trade_off(plan)
+    raise ArgumentError(f"picture of {subject!r} is not known; choose one of {SUBJECTS}")
+
+
+def run_chart(plan: Plan, run: Simulation, title: str = "") -> Chart:
+    """Return what runs when in a simulated run of a plan, and what each place holds."""
+    title = title and f"{title}, {format_seconds(run.makespan_s)}"
+    return timeline_chart(run.timeline, title, plan.limits())
+
+
+def _trade_off(plan: Plan) -> Chart:
+    """Return time over memory, for a plan and its rivals."""
+    if isinstance(plan, UniformPlan):
+        names = _planners(plan)
+        curves = trade_off(plan.costs, plan.n_steps, names, also=plan.slots)
+        return trade_off_chart(plan, dict(curves))
+    assert isinstance(plan, ChainPlan)
+    planners: tuple[Literal["optimal", "revolve"], ...] = ("optimal", "revolve")
+    return chain_trade_off_chart(
+        plan, {planner: memory_curve(plan.costs, planner) for planner in planners}
+    )
+
+
+def _planners(plan: UniformPlan) -> list[str]:
+    """Return the planner and its rivals, those that PLANNERS knows."""
+    names = [plan.planner, *(rival.planner for rival in plan.candidates), *RANKED]
+    return [name for name in dict.fromkeys(names) if name in PLANNERS]
+
+
+def draw_plan(plan: Plan, path: str | Path, subject: Subject) -> None:
+    """Draw a picture of a plan to a file."""
+    save_chart(plan_chart(plan, subject), path)
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write a plan as a page, or as JSON."""
+    if Path(path).suffix.lower() == ".html":
+        save_text(path, html=document(f"Plan: {plan.title}", plan_parts(plan)))
+        return
+    save_text(path, html="", json=json.dumps(plan.to_dict(), indent=2) + "\n")
+
+
+def save_run(plan: Plan, run: Simulation, path: str | Path) -> None:
+    """Write the page of a plan and of a simulated run of it, with jitter or without."""
+    save_text(path, html=document(f"Simulated: {plan.title}", plan_parts(plan, run)))
+
+
+def plan_parts(plan: Plan, run: Simulation | None = None) -> list[Part]:
+    """Return the page of a plan, or of a simulated run of it."""
+    parts: list[Part] = [
+        Paragraph(plan.summary(), "soft"),
+        Cards(_cards(plan, run)),
+        *_beside(plan),
+    ]
+    if plan.n_steps > MOST_STEPS:
+        text = f"Schedules of more than {MOST_STEPS} {plan.UNIT} are not drawn."
+        return [*parts, Paragraph(text, "soft")]
+    shown = run or course_of(plan)[1]
+    parts += [
+        Heading("What is kept where" + (", as planned" if run else "")),
+        Paragraph(SCHEDULE_CAPTION, "soft"),
+        Picture(schedule_chart(plan)),
+        Heading("Timeline, predicted" if run is None else "Timeline, simulated"),
+        Picture(run_chart(plan, shown)),
+    ]
+    if plan.n_steps <= _CURVE_STEPS:
+        parts += [Heading("Time against memory"), Picture(_trade_off(plan))]
+    return parts if isinstance(plan, UniformPlan) else [*parts, *_stages(plan)]
+
+
+SCHEDULE_CAPTION = (
+    "Time runs to the right, steps upwards. A forward run climbs, an adjoint step descends; a "
+    "horizontal line is a checkpoint for as long as it is held, its color says where."
+)
+
+
+def _cards(plan: Plan, run: Simulation | None) -> list[tuple[str, str, str]]:
+    gap = "the lower bound is not known" if plan.gap is None else f"{100 * plan.gap:.2f} % above it"
+    bound = "" if plan.lower_bound_s is None else f"bound {format_seconds(plan.lower_bound_s)}, "
+    limit = "no limit" if plan.memory_bytes is None else format_bytes(plan.memory_bytes)
+    entries = [
+        ("makespan, predicted", format_seconds(plan.makespan_s), bound + gap),
+        (
+            "recompute factor",
+            f"{plan.recompute_factor:.3f}",
+            f"{plan.forward_steps} forward {plan.UNIT}",
+        ),
+        ("peak fast memory", format_bytes(plan.peak_bytes), f"of {limit}"),
+    ]
+    if isinstance(plan, ChainPlan):
+        slower = plan.makespan_s / plan.plain_s - 1 if plan.plain_s else 0.0
+        entries += [
+            (
+                "plain training",
+                format_seconds(plan.plain_s),
+                f"{100 * slower:.1f} % less; {format_bytes(plan.plain_bytes)}",
+            ),
+            ("tapes kept", f"{len(plan.kept)}", f"of {plan.n_steps}"),
+        ]
+    if plan.tiers or isinstance(plan, UniformPlan):
+        entries += [
+            ("written, read", f"{plan.writes}, {plan.reads}", "to and from slow tiers"),
+            ("stalls", format_seconds(plan.stall_s), "waiting for transfers"),
+        ]
+    if run is not None:
+        more = f"{100 * (run.makespan_s / plan.makespan_s - 1):+.2f} % to the prediction"
+        entries.insert(1, ("makespan, simulated", format_seconds(run.makespan_s), more))
+        entries.append(("stalls, simulated", format_seconds(run.stall_s), "waiting for transfers"))
+    return entries
+
+
+def _beside(plan: Plan) -> list[Part]:
+    """Return a plan's alternatives, and the costs that all of them are predicted by."""
+    if isinstance(plan, UniformPlan):
+        return [
+            Paragraph("\n".join(text for text in (plan.note, plan.why) if text)),
+            Heading("Planners compared"),
+            _candidates(plan),
+            Heading("Costs assumed"),
+            _costs(plan),
+        ]
+    assert isinstance(plan, ChainPlan)
+    if plan.tier is None:
+        return []
+    return [
+        Heading("Beside its alternatives"),
+        Paragraph(f"tier {plan.tier}", "soft"),
+        Table(("", "time", "difference"), plan.comparison(), marked=0),
+    ]
+
+
+def _candidates(plan: UniformPlan) -> Table:
+    plans = sorted(plan.candidates or (plan,), key=lambda each: each.makespan_s)
+    rows = [each.row() for each in plans]
+    marked = next((k for k, each in enumerate(plans) if each.planner == plan.planner), None)
+    return Table(list(rows[0]), [list(row.values()) for row in rows], marked=marked)
+
+
+def _costs(plan: UniformPlan) -> Table:
+    costs = plan.costs
+    rows = [
+        ("forward step (T_A)", format_seconds(costs.forward_step_s)),
+        ("adjoint step (T_B)", format_seconds(costs.turn_s)),
+        ("state", format_bytes(costs.state_bytes)),
+    ]
+    for tier in costs.tiers:
+        rows += [
+            (f"{tier.name}: write (T_W)", format_seconds(tier.write_s)),
+            (f"{tier.name}: read (T_R)", format_seconds(tier.read_s)),
+        ]
+    return Table(("cost", "assumed"), rows)
+
+
+def _stages(plan: Plan) -> list[Part]:
+    """Return what becomes of each stage of a chain."""
+    assert isinstance(plan, ChainPlan)
+    headers = ("stage", "forward sweep", "runs", "tape", "output", "forward", "backward")
+    rows = [
+        (
+            f"{number}  {stage.name}",
+            what,
+            runs,
+            format_bytes(stage.tape_bytes),
+            format_bytes(stage.output_bytes),
+            format_seconds(stage.forward_s),
+            format_seconds(stage.backward_s),
+        )
+        for number, (stage, what, runs) in enumerate(
+            zip(plan.costs.stages, plan.fates(), plan.runs(), strict=True)
+        )
+    ]
+    return [Heading("Stages"), Table(headers, rows)]
+
+
+def brief_parts(plan: Plan) -> list[Part]:
+    """Return what a notebook's cell shows of a plan."""
+    parts: list[Part] = [Paragraph(plan.summary())]
+    light = _LIGHT_STAGES
+    if isinstance(plan, UniformPlan):
+        light = _LIGHT_STEPS
+        bound = f"lower bound {format_seconds(plan.lower_bound_s)}\n{plan.note}"
+        parts += [_candidates(plan), Paragraph(bound)]
+    if plan.n_steps <= light:
+        parts.append(Picture(schedule_chart(plan, " ")))
+        parts += [] if isinstance(plan, UniformPlan) else _stages(plan)
+    return parts
+
+
+def plan_html(plan: Plan) -> str:
+    """Return a plan for a notebook's cell."""
+    return fragment(brief_parts(plan))
