@@ -6,11 +6,12 @@ import json
 import math
 import re
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
 
-from multistage import Costs, Reversal, Tier, plan, simulate
+from multistage import Costs, Reversal, Tier, UniformPlan, plan, simulate
 from multistage.errors import CheckpointWarning
 from multistage.measurement.seen import seen_costs
 from multistage.report import Report
@@ -19,21 +20,30 @@ from multistage.view import save_chart
 from multistage.view.chrome_trace import trace_events, write_trace
 from multistage.view.timeline import timeline_chart
 
+COSTS = Costs(1e-4, 2e-4, state_bytes=832, tiers=(Tier("memory", 1e-5, 1e-5),))
 
-def a_report() -> Report:
-    costs = Costs(1e-4, 2e-4, state_bytes=832, tiers=(Tier("memory", 1e-5, 1e-5),))
-    with Reversal(
+
+def a_run(tiers: str, planner: str | UniformPlan) -> Reversal[Any, Any]:
+    return Reversal(
         lambda x, i: np.sin(x),
         lambda x, a, i: np.cos(x) * a,
         n_steps=60,
         memory="8 slots",
-        tiers="memory:",
-        planner="streaming",
-        costs=costs,
-    ) as run:
-        run.forward(np.ones(100))
-        run.reverse(np.ones(100))
-        return run.report()
+        tiers=tiers,
+        planner=planner,
+        costs=COSTS if isinstance(planner, str) else None,
+    )
+
+
+def swept(run: Reversal[Any, Any]) -> Report:
+    run.forward(np.ones(100))
+    run.reverse(np.ones(100))
+    return run.report()
+
+
+def a_report(tiers: str = "memory:", planner: str = "streaming") -> Report:
+    with a_run(tiers, planner) as run:
+        return swept(run)
 
 
 def test_a_report_sets_measured_beside_predicted() -> None:
@@ -54,21 +64,12 @@ def test_a_report_sets_measured_beside_predicted() -> None:
 
 def test_a_report_counts_refused_states() -> None:
     """Counts of each sweep, by reason, and no byte over the capacity."""
-    costs = Costs(1e-4, 2e-4, state_bytes=832, tiers=(Tier("memory", 1e-5, 1e-5),))
-    with Reversal(
-        lambda x, i: np.sin(x),
-        lambda x, a, i: np.cos(x) * a,
-        n_steps=60,
-        memory="8 slots",
-        tiers="memory:20kB?buffers=0&queue=100",
-        planner=plan(costs, "8 slots", 60, "streaming"),  # which sweeps do not correct
-    ) as run:
+    made = plan(COSTS, "8 slots", 60, "streaming")  # which sweeps do not correct
+    with a_run("memory:20kB?buffers=0&queue=100", made) as run:
         for sweep in range(2):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", CheckpointWarning)
-                run.forward(np.ones(100))
-                run.reverse(np.ones(100))
-            report = run.report()
+                report = swept(run)
             (use,) = report.tiers
             assert (use.name, use.capacity_bytes) == ("memory", 20_000)
             assert use.peak_stored_bytes == 16_384  # four extents of a page
@@ -79,19 +80,7 @@ def test_a_report_counts_refused_states() -> None:
 
 
 def test_a_report_counts_moves_of_a_cascade() -> None:
-    costs = Costs(1e-4, 2e-4, state_bytes=832, tiers=(Tier("memory", 1e-5, 1e-5),))
-    with Reversal(
-        lambda x, i: np.sin(x),
-        lambda x, a, i: np.cos(x) * a,
-        n_steps=60,
-        memory="8 slots",
-        tiers="memory:16KiB?buffers=0 > memory:?buffers=0",
-        planner="interval",
-        costs=costs,
-    ) as run:
-        run.forward(np.ones(100))
-        run.reverse(np.ones(100))
-        report = run.report()
+    report = a_report("memory:16KiB?buffers=0 > memory:?buffers=0", "interval")
     assert re.search(r"memory>memory: [1-9]\d* extents moved down, \d+ brought up", str(report))
 
 
