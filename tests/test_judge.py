@@ -162,6 +162,7 @@ def spoilt(actions: list[Action], source: random.Random) -> Iterator[list[Action
         yield moved
 
 
+@pytest.mark.long(but="*-2.5")
 @pytest.mark.parametrize("tape", [None, 0.5, 2.5])
 @pytest.mark.parametrize("name", PLANNERS)
 def test_both_judges_agree_on_every_spoilt_schedule(name: str, tape: float | None) -> None:

@@ -115,6 +115,7 @@ def _child(folder: Path, engine: str, end: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long(but=("*-native", "-direct"))
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "end", ["", "raise RuntimeError", "sys.exit(3)", "os.kill(os.getpid(), signal.SIGINT)"]

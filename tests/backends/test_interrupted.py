@@ -261,6 +261,7 @@ def opened_twice(store: Any, layout: Layout) -> bool:
     return False
 
 
+@pytest.mark.long(but=("memory, large-*", "durable-*"))
 @pytest.mark.parametrize("what", ["open", "close", "measured"])
 @pytest.mark.parametrize("name", [*STORES, "direct", "aiofiles", "blosc", "durable"])
 def test_a_store_opens_and_closes_whole(name: str, what: str, tmp_path: Path) -> None:

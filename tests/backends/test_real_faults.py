@@ -277,6 +277,7 @@ SHIMMED: dict[str, tuple[int, int, int, int]] = {  # what, code, on writes, on r
 }
 
 
+@pytest.mark.long(but="*-direct")
 @pytest.mark.parametrize("engine", faults.FILE_ENGINES)
 @pytest.mark.parametrize("fault", SHIMMED)
 def test_a_system_call_that_fails(shim: Path, engine: str, fault: str) -> None:

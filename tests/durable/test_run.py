@@ -96,6 +96,7 @@ GRID = [(name, 23, 4) for name in CHAINS]
 GRID += [(name, n, slots) for name in ("nested", "in-place-tape") for n, slots in SIZES]
 
 
+@pytest.mark.long(but=("nested-*", "*-in-place-*", "tape-*"))
 @pytest.mark.parametrize("costs", [FAST, SLOW], ids=["fast", "slow"])
 @pytest.mark.parametrize(("name", "n", "slots"), GRID)
 def test_broken_off_thrice_and_exact(

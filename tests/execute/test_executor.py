@@ -166,6 +166,7 @@ def _faulty_sweep(plan: UniformPlan, chain: str = "nested", **faults: Any) -> Fa
         return store
 
 
+@pytest.mark.long(but=("streaming-*", "online-*", "h-revolve-*"))
 @pytest.mark.parametrize("fault", ["refuse", "lose_write", "lose_read"])
 @pytest.mark.parametrize("planner", STREAMED)
 def test_a_fault_at_every_call(planner: str, fault: str) -> None:

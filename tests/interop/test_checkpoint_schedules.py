@@ -313,6 +313,7 @@ COSTS = {
 SHAPES = [(1, 1), (2, 1), (4, 1), (10, 3), (17, 17), (33, 5), (70, 6)]
 
 
+@pytest.mark.long(but=("True-tier-*", "False-taped tier-*", "*-two tiers-*"))
 @pytest.mark.parametrize("name", sorted(set(PLANNERS) - {"pyrevolve"}))
 @pytest.mark.parametrize("kind", COSTS)
 @pytest.mark.parametrize("replayable", [False, True])

@@ -161,6 +161,7 @@ BEHIND: dict[str, Callable[[Path], object]] = {
 FORWARD = ("states", "all but the header", "a damaged state")
 
 
+@pytest.mark.long(but=("*-broken[0-2]", "*-broken6", "*-broken10"))
 @pytest.mark.parametrize(
     ("what", "broken"),
     [(what, {"forward": 25}) for what in FORWARD]

@@ -31,6 +31,7 @@ def costs_of(chain: str) -> Costs:
     )
 
 
+@pytest.mark.long(but=("*-5-30-*", "*-1-9-nested"))
 @pytest.mark.parametrize("chain", SINGLE)
 @pytest.mark.parametrize(("size", "n"), [(1, 9), (4, 31), (5, 30), (40, 31)])
 @pytest.mark.parametrize("planner", ["store-all", "revolve", "streaming"])

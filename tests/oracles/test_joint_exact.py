@@ -23,6 +23,7 @@ def within(costs, seed):
     return random.Random(seed).randint(least, max(least, plain - 1))
 
 
+@pytest.mark.long(but="[0-9]")
 @pytest.mark.parametrize("seed", range(30))
 def test_a_tier_that_takes_forever_leaves_the_optimum_without_one(seed):
     costs, _ = tiny_chain(seed, 5)
@@ -31,6 +32,7 @@ def test_a_tier_that_takes_forever_leaves_the_optimum_without_one(seed):
     assert exact_joint_makespan(costs, memory, NEVER, 60) == other
 
 
+@pytest.mark.long(but=("[0-9]", "1[0-9]"))
 @pytest.mark.parametrize("seed", range(30))
 def test_bound_optimum_and_plan_are_in_order(seed):
     costs, rates = tiny_chain(seed, 5)

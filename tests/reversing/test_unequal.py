@@ -486,6 +486,7 @@ TIERS: dict[str, Callable[[Path], Store]] = {
 }
 
 
+@pytest.mark.long(but="file-*")
 @pytest.mark.parametrize("kind", KINDS[:-1])
 @pytest.mark.parametrize("name", TIERS)
 def test_states_of_unequal_size_travel(name: str, kind: str, tmp_path: Path) -> None:

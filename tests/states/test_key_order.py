@@ -146,6 +146,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long(but=("streaming-*", "durable-dict-*"))
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("way", WAYS)

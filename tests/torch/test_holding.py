@@ -232,6 +232,7 @@ def test_weights_that_autocast_keeps_are_counted() -> None:
     assert max(_peaks(chain, x, _bfloat16)) <= MOST + (1 << 16) / least
 
 
+@pytest.mark.long(but="gaps")
 @pytest.mark.parametrize("planned_for", ["dense", "gaps", "transposed", "repeated"])
 def test_inputs_of_other_strides_are_planned_for_by_themselves(planned_for: str) -> None:
     inputs = {

@@ -278,6 +278,7 @@ def test_the_smallest_limit_of_planner_stream_has_room_for_its_buffers() -> None
     assert least["stream"] >= least["recompute"] + (24 << 10)
 
 
+@pytest.mark.long(but=("grid", "widths"))
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_planner_stream_works_at_the_smallest_limit_that_it_names(name: str) -> None:
     options: dict[str, Any] = {"planner": "stream", "tiers": [f"memory:?{SMALL}"]}
