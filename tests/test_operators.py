@@ -15,7 +15,7 @@ from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS
 from multistage.reversal import Reversal
-from multistage.states.arrays import ArrayStates
+from multistage.states.in_place import ArrayStates
 from multistage.states.layout import Layout
 from multistage.states.sharing import Frozen
 

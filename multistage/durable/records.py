@@ -9,7 +9,7 @@ import numpy as np
 import optree
 import xxhash
 
-from ..states.arrays import ArrayStates
+from ..states.in_place import ArrayStates
 from ..states.layout import SCALAR, Array, Keys, Layout, Packing, Reordered, dicts_in, put_in_order
 from ..states.strides import Geometry, is_sound
 

@@ -40,10 +40,9 @@ from ..errors import MultistageError, ScheduleError, StateError, StoreError
 from ..model.chain import Chain
 from ..schedule.rules import Rules, each_judged
 from ..schedule.timeline import Timeline
-from ..states.apart import apart_from
-from ..states.arrays import ArrayStates
-from ..states.in_place import InPlace
+from ..states.in_place import ArrayStates, InPlace
 from ..states.layout import Array
+from ..states.sharing import apart_from
 from ..states.slots import Slots, StateLayout, States, overwritten
 from ..support import switching
 from ..support.interrupts import Shield

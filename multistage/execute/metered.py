@@ -20,8 +20,7 @@ from ..errors import BudgetError
 from ..model.chain import Chain
 from ..model.stages import Stage, StageCosts
 from ..states.layout import Array, Layout
-from ..states.sharing import owner
-from ..states.tapes import own_bytes
+from ..states.sharing import own_bytes, owner
 from ..states.varied import VariedStates, bytes_of
 
 State = TypeVar("State")

@@ -37,9 +37,8 @@ from ..actions import (
 )
 from ..errors import BudgetError, MultistageError, ScheduleError
 from ..model.chain import Chain
-from ..states.apart import apart_from
+from ..states.sharing import WEIGHED, apart_from, own_bytes
 from ..states.slots import Kept, Slots, guarded, no_adjoint
-from ..states.tapes import WEIGHED, own_bytes
 from .ledger import Counts, Ledger
 
 State = TypeVar("State")

@@ -28,11 +28,10 @@ from ..model.chain import Chain
 from ..model.costs import NOT_KEPT, Costs
 from ..model.tier import Tier
 from ..planners.single.revolve import revolve_schedule
-from ..states.arrays import ArrayStates
-from ..states.in_place import InPlace
+from ..states.in_place import ArrayStates, InPlace
 from ..states.layout import Array, Layout
+from ..states.sharing import own_bytes
 from ..states.slots import Kept, Slots, States, told_of
-from ..states.tapes import own_bytes
 from ..support.progress import counting
 from .driver import action_seconds, settled, with_driver
 from .store import probe_store

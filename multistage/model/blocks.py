@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar, cast
 
 from ..errors import ArgumentError
-from ..states.apart import apart_from
-from ..states.arrays import ArrayStates
+from ..states.in_place import ArrayStates
 from ..states.layout import Array, Layout
+from ..states.sharing import apart_from
 from ..states.slots import Kept, Slots, guarded, no_adjoint, told_of
 from ..support.values import whole_or_none
 from .chain import Chain

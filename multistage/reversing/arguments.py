@@ -23,7 +23,7 @@ from ..model.costs import NOT_KEPT, Costs
 from ..model.stages import StageCosts
 from ..planners import PLANNERS, Planner, UniformPlan
 from ..planners.uniform import require_steps
-from ..states.arrays import ArrayStates
+from ..states.in_place import ArrayStates
 from ..states.layout import Array, Layout
 from ..states.slots import States
 from ..support.free_memory import default_budget_bytes

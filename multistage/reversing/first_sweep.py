@@ -27,7 +27,7 @@ from ..execute.metered import shared_bytes
 from ..measurement.driver import settled
 from ..model.chain import Chain
 from ..model.costs import NOT_KEPT
-from ..states.tapes import own_bytes
+from ..states.sharing import own_bytes
 from .arguments import one_tape
 
 State = TypeVar("State")

@@ -12,9 +12,8 @@ import numpy as np
 import optree
 
 from ..errors import StateError
-from .copies import Copies
 from .layout import Array, Layout, ordered_as, put_in_order, same_order
-from .references import keep_tape
+from .references import References, keep_tape
 from .sharing import (
     KEPT,
     Frozen,
@@ -23,6 +22,7 @@ from .sharing import (
     is_known,
     lone_owners,
     overlap,
+    owner,
     parts_of,
     references,
     stays,
@@ -32,6 +32,100 @@ from .strides import Geometry, alike, duplicate, geometry, room
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
+
+
+class Copies:
+    """Slots that copy arrays, whatever owns them; freed arrays are reused by later checkpoints.
+
+    State 0 is kept once for however many hold it: the caller's copy of it and
+    the checkpoint that most schedules begin with are the same.
+    """
+
+    shared = False
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._pool: list[Sequence[Any]] = []
+        self._own: dict[int, list[Any]] = {}  # id -> [kept, holders]
+        self._first: Kept | None = None
+
+    def keep(self, state: object, where: int | str) -> Kept:
+        if where == 0 and self._first is not None:
+            self._own[id(self._first)][1] += 1
+            return self._first
+        live = self._live(state, where)
+        copies = self._copied(live)
+        kept = Kept(where, copies if type(live) is list else ordered_as(copies, live))
+        self._own[id(kept)] = [kept, 1]
+        if where == 0:
+            self._first = kept
+        return kept
+
+    def adopt(self, arrays: list[Array], step: int) -> Kept:
+        # Views of a store's buffers take no memory of their own; copies take a slot's.
+        if self._pool and any(owner(array).base is None for array in arrays):
+            self._pool.pop()
+        return Kept(step, arrays)
+
+    def load(self, kept: Kept, live: State) -> State:
+        where: Any = kept.state
+        self._copy_back(self._layout.arrays(live, where), kept)
+        return live
+
+    def check(self, live: object, where: int | str) -> None:
+        """Nothing: the arrays are not the live state's."""
+
+    def keep_tape(self, tape: object, states: tuple[object, object], step: int) -> Kept:
+        return Kept(tape, ())  # the operators' own
+
+    def adopt_adjoint(self, adjoint: Adjoint, live: object) -> Adjoint:
+        return adjoint
+
+    def apart(self, adjoint: Adjoint, live: object) -> Adjoint:
+        return adjoint
+
+    def release(self, kept: Kept) -> None:
+        entry = self._own.get(id(kept))
+        if entry is None:
+            return  # adopted: a store's
+        entry[1] -= 1
+        if not entry[1]:
+            del self._own[id(kept)]
+            self._recycle(kept)
+            if kept is self._first:
+                self._first = None
+
+    def trim(self) -> None:
+        self._pool.clear()
+
+    def release_all(self) -> None:
+        for kept, _ in self._own.values():
+            self._recycle(kept)
+        self._own.clear()
+        self._first = None
+
+    def _copied(self, arrays: list[Array]) -> Sequence[Any]:
+        copies = self._pool.pop() if self._pool else self._made(arrays)
+        for copy, array in zip(copies, arrays, strict=True):
+            np.copyto(copy, array)
+        return copies
+
+    def _made(self, arrays: list[Array]) -> list[Array]:
+        """Return arrays for copies of these."""
+        return [np.empty_like(array) for array in arrays]
+
+    def _copy_back(self, targets: list[Array], kept: Kept) -> None:
+        arrays: Sequence[Any] = kept.arrays
+        for target, array in zip(targets, arrays, strict=True):
+            np.copyto(target, array)
+
+    def _recycle(self, kept: Kept) -> None:
+        self._pool.append(kept.arrays)
+
+    def _live(self, state: object, where: int | str) -> list[Array]:
+        """Return the arrays to copy from."""
+        return self._layout.arrays(state, where)
+
 
 _NOTHING: Any = object()  # no state
 
@@ -268,13 +362,10 @@ class InPlace(Copies):
             return super()._copied(arrays)
         copies: list[Any] = list(self._pool.pop() if self._pool else self._made(self._home))
         for k, array in enumerate(arrays):
-            if type(array) is not np.ndarray:
-                copies[k] = array  # a scalar stays one
-            elif type(copies[k]) is np.ndarray and alike(copies[k], array):
+            if type(array) is type(copies[k]) is np.ndarray and alike(copies[k], array):
                 np.copyto(copies[k], array)
             else:
-                copies[k] = room(array)  # writeable, whatever it repeats: the pool's one day
-                np.copyto(copies[k], array)
+                copies[k] = writeable_copy(array)
         return tuple(copies)
 
     def _copy_back(self, targets: list[Array], kept: Kept) -> None:
@@ -291,6 +382,15 @@ class InPlace(Copies):
                 for array, where, home in like
             ]
         self._pool.append(arrays)
+
+
+def writeable_copy(array: Any) -> Any:
+    """Return a copy that is laid out as an array is, whatever it repeats; a scalar as it is."""
+    if type(array) is not np.ndarray:
+        return array
+    made = room(array)
+    np.copyto(made, array)
+    return made
 
 
 def put_back(target: Array, array: Array, path: str) -> None:
@@ -348,3 +448,22 @@ def _is_shared(leaves: Sequence[object], k: int) -> bool:
 def _is_owned_elsewhere(leaves: Sequence[Array], views: Sequence[int], k: int) -> bool:
     """Whether more than some views of these leaves refers to the memory of one of them."""
     return id(leaves[k].base) not in lone_owners([leaves[each] for each in views])
+
+
+class ArrayStates:
+    """Pytrees of NumPy arrays.
+
+    Parameters
+    ----------
+    in_place : bool
+        Whether steps overwrite the arrays of their state.
+    """
+
+    def __init__(self, in_place: bool) -> None:
+        self._in_place = in_place
+
+    def layout(self, state: object) -> Layout:
+        return Layout.of(state)
+
+    def slots(self, layout: Layout) -> InPlace | References:
+        return InPlace(layout) if self._in_place else References(layout)

@@ -17,10 +17,9 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import optree
 
-from .apart import apart_from
 from .layout import Array, Layout, rebuilt
 from .naming import has_methods
-from .sharing import Frozen, Memory, lone_owners, owner, thaw
+from .sharing import Frozen, Memory, apart_from, lone_owners, owner, thaw
 from .slots import Kept
 from .strides import duplicate
 
@@ -83,7 +82,11 @@ class References:
         return Kept(self._layout, arrays)
 
     def load(self, kept: Kept, live: State) -> State:
-        return cast(State, loaded(kept))
+        """Return a kept state in containers of its own, unless these are tuples."""
+        made, arrays = kept
+        if type(made) is dict:
+            return cast(State, made.copy())
+        return cast(State, made.state(cast(Any, arrays)) if isinstance(made, Layout) else made)
 
     def check(self, live: object, where: int | str) -> None:
         self._layout.arrays(live, where)
@@ -93,7 +96,10 @@ class References:
 
     def adopt_adjoint(self, adjoint: Adjoint, live: object) -> Adjoint:
         held = [array for array, *_ in self._entries.values()]
-        return Memory([*held, *self._layout.arrays(live)]).apart(adjoint, "the adjoint")
+        return Memory([*held, *self._arrays_of(live)]).apart(adjoint, "the adjoint")
+
+    def _arrays_of(self, live: object) -> list[Array]:
+        return self._layout.arrays(live)
 
     apart = staticmethod(apart_from)
 
@@ -116,14 +122,6 @@ class References:
 
     def release_all(self) -> None:
         self.frozen.free_all()
-
-
-def loaded(kept: Kept) -> object:
-    """Return a kept state in containers of its own, unless these are tuples."""
-    made, arrays = kept
-    if type(made) is dict:
-        return made.copy()
-    return made.state(cast(Any, arrays)) if isinstance(made, Layout) else made
 
 
 def keep_tape(

@@ -460,3 +460,97 @@ def overlap(arrays: Sequence[Array]) -> bool:
             except np.exceptions.TooHardError:
                 return True
     return False
+
+
+# How many tapes are held when one is weighed: each time twice as many, so that
+# tapes which grow are noticed early and weighing takes next to no time.
+WEIGHED = frozenset(1 << k for k in range(1, 40))
+
+
+def own_bytes(tape: object, beside: object) -> int:
+    """Return the bytes that a tape holds and the one `beside` it does not.
+
+    What two tapes share, such as a table both refer to, is held anyway.  A
+    view counts as the whole array behind it, which it keeps alive.  Of an
+    object that cannot be looked into nothing counts.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> table = np.zeros(100)
+    >>> own_bytes((table, np.zeros(3)), (table, np.zeros(2)))
+    24
+    """
+    others = _held(beside)
+    return sum(nbytes for address, nbytes in _held(tape).items() if address not in others)
+
+
+def _held(tape: object) -> dict[int, int]:
+    """Return the bytes of all arrays behind a tape, by where they lie."""
+    found: dict[int, int] = {}
+    try:
+        for array in arrays_in(tape):
+            whole = owner(array)
+            address = whole.__array_interface__["data"][0]
+            found[address] = max(whole.nbytes, found.get(address, 0))
+    except Unseen:
+        pass  # what was seen before counts
+    return found
+
+
+Adjoint = TypeVar("Adjoint")
+
+
+def apart_from(adjoint: Adjoint, given: object) -> Adjoint:
+    """Return what an adjoint step returned, copied where it shares memory with what it was given.
+
+    That is a state or a tape which is done with: operators may make the next one
+    in the same arrays.
+    """
+    if type(given) is type(adjoint) is np.ndarray:
+        if adjoint is not given and adjoint.flags.owndata and given.flags.owndata:
+            return adjoint  # the commonest case
+        return Memory([given]).visibly_apart(adjoint)
+    mine, theirs = _owned(adjoint), _owned(given)
+    if mine is not None and theirs is not None and not _meet(mine, theirs):
+        return adjoint
+    tree: Any = given
+    return Memory(optree.tree_leaves(tree, none_is_leaf=True)).visibly_apart(adjoint)
+
+
+def _meet(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether one of some objects is one of the others; of few, in less time than sets take."""
+    for one in some:
+        for other in others:
+            if one is other:
+                return True
+    return False
+
+
+def _owned(tree: Any) -> Sequence[Any] | None:
+    """Return the leaves of a tree, None if one borrows its memory or refers to arrays."""
+    kind = type(tree)
+    leaves: Sequence[Any]
+    if kind is tuple or kind is list:
+        leaves = tree
+    elif kind is np.ndarray:
+        leaves = (tree,)
+    elif kind is dict:
+        leaves = tuple(tree.values())
+    else:
+        leaves = optree.tree_leaves(tree, none_is_leaf=True)
+    for leaf in leaves:
+        if type(leaf) is not np.ndarray:
+            leaves = optree.tree_leaves(tree, none_is_leaf=True)
+            break
+        if not leaf.flags.owndata:
+            return None
+    else:
+        return leaves
+    for leaf in leaves:
+        if isinstance(leaf, np.ndarray):
+            if not leaf.flags.owndata:
+                return None
+        elif is_record(leaf):
+            return None
+    return leaves

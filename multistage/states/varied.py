@@ -22,13 +22,12 @@ import numpy as np
 import optree
 
 from ..errors import StateError
-from .apart import apart_from
-from .in_place import InPlace, put_back, replaced
+from .in_place import InPlace, put_back, replaced, writeable_copy
 from .layout import Array, Layout, Packing, ordered_as, packed
-from .references import References, loaded
-from .sharing import Frozen, Memory
+from .references import References
+from .sharing import Memory
 from .slots import Kept
-from .strides import alike, c_strides, duplicate, room
+from .strides import alike, c_strides, duplicate
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -162,16 +161,14 @@ class VariedStates:
         return VariedInPlace(layout) if self._in_place else VariedReferences(layout)
 
 
-class VariedReferences:
-    """Slots of a functional chain: `References`, one for each layout."""
-
-    shared = False
+class VariedReferences(References):
+    """Slots of a functional chain: references, to states of the layout that each step makes."""
 
     def __init__(self, layouts: Layouts) -> None:
+        super().__init__(layouts.first)
+        self.shared = False
         self._layouts = layouts
-        self.frozen = Frozen()
-        self._first = References(layouts.first, self.frozen)
-        self._by_layout = {id(layouts.first): self._first}
+        self._by_layout: dict[int, References] = {}
 
     def _of(self, layout: Layout) -> References:
         found = self._by_layout.get(id(layout))
@@ -186,9 +183,6 @@ class VariedReferences:
     def adopt(self, arrays: list[Array], step: int) -> Kept:
         return self._layouts.count(self._of(self._layouts.at(step)).adopt(arrays, step))
 
-    def load(self, kept: Kept, live: State) -> State:
-        return cast(State, loaded(kept))
-
     def used_up(self, live: object) -> None:
         """Return what is live in place of a state that no step starts from any more."""
         return
@@ -198,24 +192,14 @@ class VariedReferences:
         self._layouts.see(live, where)
 
     def keep_tape(self, tape: object, states: tuple[object, object], step: int) -> Kept:
-        return self._layouts.count(self._first.keep_tape(tape, states, step))
+        return self._layouts.count(super().keep_tape(tape, states, step))
 
-    def adopt_adjoint(self, adjoint: Adjoint, live: object) -> Adjoint:
-        held = [array for array, *_ in self.frozen.entries.values()]
-        return Memory([*held, *self._layouts.arrays(live)]).apart(adjoint, "the adjoint")
-
-    def apart(self, adjoint: Adjoint, live: object) -> Adjoint:
-        return apart_from(adjoint, live)
+    def _arrays_of(self, live: object) -> list[Array]:
+        return self._layouts.arrays(live)
 
     def release(self, kept: Kept) -> None:
         self._layouts.count(kept, -1)
-        self._first.release(kept)
-
-    def trim(self) -> None:
-        return
-
-    def release_all(self) -> None:
-        self.frozen.free_all()
+        super().release(kept)
 
 
 class VariedInPlace(InPlace):
@@ -293,15 +277,7 @@ class VariedInPlace(InPlace):
         return leaves
 
     def _copied(self, arrays: list[Array]) -> Sequence[Any]:
-        return [self._copy(arrays[k]) for k in range(len(arrays))]
-
-    @staticmethod
-    def _copy(array: Any) -> Any:
-        if type(array) is not np.ndarray:
-            return array  # a scalar stays one
-        made = room(array)
-        np.copyto(made, array)
-        return made
+        return [writeable_copy(arrays[k]) for k in range(len(arrays))]
 
     def _recycle(self, kept: Kept) -> None:
         """Nothing: the next state may be of another size."""

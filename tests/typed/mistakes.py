@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from multistage import Costs, FunctionChain, Reversal
 from multistage.execute.executor import Executor
-from multistage.states.arrays import ArrayStates
+from multistage.states.in_place import ArrayStates
 from multistage.states.layout import Layout
 
 Vector = npt.NDArray[np.float64]

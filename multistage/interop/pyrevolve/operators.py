@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from ...errors import StateError
-from ...states.copies import Copies
+from ...states.in_place import Copies
 from ...states.layout import Array, Layout
 from ...states.slots import Kept
 from .compression import CompressedObject
