@@ -84,11 +84,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     ranks = {TESTS / name: rank for rank, name in enumerate(FIRST)}
     assert all(path.is_file() for path in ranks)
+    left, kept = set[str](), set[str]()
     for item in items:
+        name = item.nodeid.partition("[")[0]
         if is_long(item):
             ranks.setdefault(item.path, len(FIRST))
+            mark = item.get_closest_marker("long")
+            left |= {name} if mark is not None and mark.kwargs else set()
         else:
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "long"]
+            kept.add(name)
+    if "CI" in os.environ and left - kept:  # elsewhere cases may be chosen by their names
+        raise pytest.UsageError(f"no case matches the `but` of {sorted(left - kept)}")
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))  # which keeps equals in order
 
 

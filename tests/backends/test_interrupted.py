@@ -98,7 +98,7 @@ STORES: dict[str, Callable[[Path], Any]] = {
 _COUNT = 6
 
 
-@pytest.mark.long(but="native")
+@pytest.mark.long(but="cascade")
 @pytest.mark.parametrize("name", STORES)
 def test_no_wait_is_left_that_never_ends(name: str, tmp_path: Path) -> None:
     if name.startswith("native") and "native" not in available_engines():

@@ -123,7 +123,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.long(but="native-300000")
+@pytest.mark.long(but="aiofiles-300000")
 @pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
 @pytest.mark.parametrize("state_bytes", [5 << 20, 300_000])
 @pytest.mark.parametrize("engine", faults.FILE_ENGINES)
@@ -149,7 +149,7 @@ def test_a_disk_that_fills_up(small: Path, engine: Any, state_bytes: int) -> Non
     assert store.stats.refused or store.stats.lost, "there was room for everything"
 
 
-@pytest.mark.long(but="native")
+@pytest.mark.long(but="aiofiles")
 @pytest.mark.parametrize("engine", faults.FILE_ENGINES)
 def test_a_neighbour_takes_the_room(small: Path, engine: Any) -> None:
     """At every moment of a run, all that is left of the disk is taken."""

@@ -21,7 +21,6 @@ ROOT = Path(multistage.__file__).parent.parent
 BESIDE = Path(sys.executable).parent / "mpiexec"
 MPIEXEC = str(BESIDE) if BESIDE.exists() else shutil.which("mpiexec")
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.skipif(
         MPIEXEC is None or importlib.util.find_spec("mpi4py") is None,
         reason="needs mpi4py and mpiexec",
@@ -85,7 +84,7 @@ def test_gradients_and_actions(ranks: int, tmp_path: Path) -> None:
             assert lost == reads or recovered > 0
 
 
-@pytest.mark.long(but="2")
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_dropin_keeps_ranks_in_step(ranks: int, tmp_path: Path) -> None:
     found = results(ranks, "dropin", tmp_path)
@@ -97,6 +96,7 @@ def test_the_dropin_keeps_ranks_in_step(ranks: int, tmp_path: Path) -> None:
             assert whole([one[sweep] for one in gradients]).tobytes() == expected, (name, sweep)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("devito") is None, reason="needs devito")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_devito_keeps_ranks_in_step(ranks: int, tmp_path: Path) -> None:
@@ -108,6 +108,7 @@ def test_devito_keeps_ranks_in_step(ranks: int, tmp_path: Path) -> None:
     assert done.stdout.count("is exact") == ranks
 
 
+@pytest.mark.long
 def test_the_dropin_must_know_which_ranks_share_the_steps(tmp_path: Path) -> None:
     exact = store_all(N).tobytes()
     for said, gradients in results(2, "unknown", tmp_path):
@@ -116,16 +117,19 @@ def test_the_dropin_must_know_which_ranks_share_the_steps(tmp_path: Path) -> Non
         assert all(whole([one]).tobytes() == exact for one in gradients)
 
 
+@pytest.mark.long
 def test_ranks_that_disagree(tmp_path: Path) -> None:
     said = "ArgumentError: ranks disagree on n_steps: 60 on rank 0, 61 on rank 1; give every"
     assert all(error.startswith(said) for error in results(3, "disagree", tmp_path))
 
 
+@pytest.mark.long
 def test_a_rank_without_scratch(tmp_path: Path) -> None:
     said = f"StoreError: rank 1: folder '{tmp_path}/1/missing' cannot hold checkpoints"
     assert all(error.startswith(said) for error in results(3, "scratch", tmp_path))
 
 
+@pytest.mark.long
 def test_calls_out_of_order_are_an_error_on_every_rank(tmp_path: Path) -> None:
     for alone, mixed, closed in results(3, "out of order", tmp_path):
         assert alone.startswith("ArgumentError: rank 0 (and 2 more): reverse() needs a forward()")
@@ -133,6 +137,7 @@ def test_calls_out_of_order_are_an_error_on_every_rank(tmp_path: Path) -> None:
         assert closed.startswith("ArgumentError: rank 0 calls forward() and rank 1 close(); call")
 
 
+@pytest.mark.long
 def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
     done = launch(3, HERE / "mpi_worker.py", "fails", tmp_path)
     assert done.returncode != 0
@@ -142,6 +147,7 @@ def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*/result"))
 
 
+@pytest.mark.long
 def test_example() -> None:
     done = launch(4, ROOT / "examples/wave_mpi.py", "--quick")
     assert done.returncode == 0, done.stderr
