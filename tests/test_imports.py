@@ -54,6 +54,7 @@ ORDER_IN_TORCH = (
     "adopting",
     "sequential",
     "chain",
+    "compiling",
     "profiling",
     "offload",
     "unroll",

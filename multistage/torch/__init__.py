@@ -1,7 +1,8 @@
 """PyTorch: chains and sequences that train within a memory limit.
 
-`Sequential` trains a chain of stages, `profile` measures one, `to_chain` finds
-the stages of a model that was not written as a chain.  `unroll` runs a cell
+`compile` trains any model that TorchDynamo captures whole.  `Sequential` trains a
+chain of stages, `profile` measures one, `to_chain` finds the stages of a model that
+was not written as a chain.  `unroll` runs a cell
 over a sequence of any length; `offload` moves what autograd saves to slow tiers.
 """
 
@@ -17,6 +18,8 @@ except ModuleNotFoundError as _error:
 
 from .chain import Stages as Stages
 from .chain import to_chain as to_chain
+from .compiling import Compiled as Compiled
+from .compiling import compile as compile
 from .offload import offload as offload
 from .profiling import profile as profile
 from .sequential import Sequential as Sequential

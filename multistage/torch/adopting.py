@@ -1,11 +1,11 @@
-"""How `Sequential` stands in for a model without taking names of its own."""
+"""How a module stands in front of a model without taking names of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import Any, Generic, Self, TypeVar, cast, overload
 
-from torch import nn
+from torch import Tensor, nn
 
 _T = TypeVar("_T")
 _Host = TypeVar("_Host", bound=nn.Module)
@@ -84,3 +84,74 @@ class YieldingProperty(_Yielding, Generic[_Host, _T]):
 def yielding(member: _T) -> _T:
     """Return a method that gives way to a child, parameter or buffer of its name."""
     return cast(_T, _Yielding(member))
+
+
+class InFront(nn.Module):
+    """A module that stands in front of a model, whose mode, attributes and state it has."""
+
+    def _model(self) -> nn.Module | None:
+        """Return the model, None if there is none."""
+        model = self.__dict__.get("_multistage_model")
+        return model if isinstance(model, nn.Module) else None
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        model = self._model()
+        return bool(self.__dict__["training"] if model is None else model.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        model = self._model()
+        if model is None:
+            self.__dict__["training"] = mode
+        else:
+            model.training = mode
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the model."""
+        model = self._model()
+        if model is None:
+            return super().train(mode)
+        model.train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self._model()
+            if model is None or name.startswith("__"):
+                raise
+            found: Tensor | nn.Module = getattr(model, name)  # or what else the model has
+            return found
+
+    def __setattr__(self, name: str, value: object) -> None:
+        model = self._model()
+        if model is not None and name in vars(model) and name not in vars(self):
+            setattr(model, name, value)  # such as a temperature that is annealed
+        else:
+            plain: Callable[..., None] = super().__setattr__  # which takes any value
+            plain(name, value)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        model = self._model()
+        if model is None:
+            super()._apply(fn, recurse)
+            return self
+        model._apply(fn, recurse)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        model = self._model()
+        if model is None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+        else:
+            model._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        model = self._model()
+        if model is None:
+            super()._load_from_state_dict(*args)
+        else:
+            model._load_from_state_dict(*args)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..backends.urls import Tiers, open_store, tier_names
 from ..errors import ArgumentError
 from ..model.stages import StageCosts
 from ..planners.chain.heterogeneous import ChainPlan, ChainPlanner
 from ..planners.chain.joint_core import require_core
-from .adopting import YieldingProperty, adopt, yielding
+from .adopting import InFront, YieldingProperty, adopt, yielding
 from .measurement.checking import Check, Checked, checked_choice
 from .measurement.exploring import tensors_of
 from .planning.kinds import facts_of
@@ -34,7 +34,7 @@ from .tracing.calling import sample_of
 from .tracing.traced import Stages
 
 
-class Sequential(LimitedModule):
+class Sequential(LimitedModule, InFront):
     """A chain of stages that trains within a memory limit, bit-identical to plain training.
 
     It measures the stages on the first input of a kind and chooses which tapes and
@@ -138,7 +138,7 @@ class Sequential(LimitedModule):
         super().__init__()
         check = checked_choice(check)
         planner = "optimal" if planner == "auto" else planner
-        tiered = _tiered(tiers, planner)
+        tiered = tiered_by(tiers, planner)
         calls = self._register(model)
         if not calls:
             raise ArgumentError("a chain needs at least one stage")
@@ -272,74 +272,10 @@ class Sequential(LimitedModule):
         )
         if not wanting:
             return run_plain(self, state)
-        _refuse_wrapped(state)
+        refuse_wrapped(state)
         found = whole(self)
         planned = planned_for(self, state, found, together=facts_of(self, found).collective)
         return run(self, replanned(self, planned, state), state, found)
-
-    # ------------------------------------------------------------- as the model
-
-    @property
-    def training(self) -> bool:
-        """Whether the model is in training mode."""
-        model = self._model()
-        return bool(self.__dict__["training"] if model is None else model.training)
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        model = self._model()
-        if model is None:
-            self.__dict__["training"] = mode
-        else:
-            model.training = mode
-
-    def train(self, mode: bool = True) -> Sequential:
-        """Set the mode of the model that was recorded, or of the stages."""
-        model = self._model()
-        if model is None:
-            return super().train(mode)
-        model.train(mode)
-        return self
-
-    def __getattr__(self, name: str) -> Tensor | nn.Module:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            model = self._model()
-            if model is None or name.startswith("__"):
-                raise
-            found: Tensor | nn.Module = getattr(model, name)  # or what else the model has
-            return found
-
-    def __setattr__(self, name: str, value: object) -> None:
-        model = self._model()
-        if model is not None and name in vars(model) and name not in vars(self):
-            setattr(model, name, value)  # such as a temperature that is annealed
-        else:
-            plain: Callable[..., None] = super().__setattr__  # which takes any value
-            plain(name, value)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Sequential:
-        model = self._model()
-        if model is None:
-            super()._apply(fn, recurse)
-            return self
-        model._apply(fn, recurse)
-        return self
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        model = self._model()
-        if model is None:
-            super()._save_to_state_dict(destination, prefix, keep_vars)
-        else:
-            model._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        model = self._model()
-        if model is None:
-            super()._load_from_state_dict(*args)
-        else:
-            model._load_from_state_dict(*args)
 
     def extra_repr(self) -> str:
         """Return the limit and the planner."""
@@ -373,8 +309,8 @@ def _state_of(
     return args[0]
 
 
-def _refuse_wrapped(state: object) -> None:
-    """Refuse what stages cannot be measured on, or run again on."""
+def refuse_wrapped(state: object) -> None:
+    """Raise ArgumentError for what stages cannot be measured on, or run again on."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise ArgumentError(
             "a chain cannot run its stages again inside of torch.func (vmap, grad, jvp, ...); use "
@@ -387,7 +323,14 @@ def _refuse_wrapped(state: object) -> None:
         )
 
 
-def _tiered(tiers: Tiers | None, planner: ChainPlanner) -> Tiered | None:
+def tiered_by(tiers: Tiers | None, planner: ChainPlanner) -> Tiered | None:
+    """Return the tier of some names, None if there is none.
+
+    Raises
+    ------
+    ArgumentError
+        For another planner than "optimal", which does not know tiers.
+    """
     names = tier_names(tiers)
     if not names:
         return None

@@ -46,8 +46,8 @@ def measured(
 def counted(sequential: LimitedModule, profile: Profile) -> list[Profile]:
     """Return a profile by all ways to count what passes several cuts."""
     chain = sequential._multistage
-    given = chain.traced is None or chain.costs is not None
-    return [profile] if given or chain.traced is None else chain.traced.counted(profile)
+    found = chain.graph or chain.traced
+    return [profile] if found is None or chain.costs is not None else found.counted(profile)
 
 
 def fitted(sequential: LimitedModule, state: object, found: Profile, together: bool) -> Planned:

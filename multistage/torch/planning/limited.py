@@ -20,6 +20,7 @@ from ..measurement.sizes import Sizes
 from ..measurement.watching import Seen, Watch
 from ..tiers.tiered import Tiered
 from ..tracing.calling import arguments
+from ..tracing.captured import GraphStages
 from ..tracing.parts import Part
 from ..tracing.traced import Stages
 
@@ -112,6 +113,7 @@ class Limited:
     costs: StageCosts | None
     check: Check
     tiered: Tiered | None = None
+    graph: GraphStages | None = None  # of a model that TorchDynamo captured
     plan: ChainPlan | None = None
     checked: Checked | None = None
     functions: Scope | None = None  # of stages that are no modules
@@ -168,6 +170,8 @@ def stages_of(sequential: LimitedModule) -> list[Call]:
 def names_of(sequential: LimitedModule) -> list[str]:
     """Return a name for each stage of a chain."""
     chain, modules = sequential._multistage, sequential._modules
+    if chain.graph is not None:
+        return [stage.name for stage in chain.graph]
     return [
         f"{c} {type(modules[c]).__name__}"
         if isinstance(c, str)
@@ -195,7 +199,9 @@ def replaced(chain: Limited, planned: Planned, anew: Planned) -> Planned:
 
 def run_plain(sequential: LimitedModule, state: object) -> object:
     """Run without a plan; what was traced runs as it is, whatever the shapes and modes."""
-    traced = sequential._multistage.traced
+    traced, graph = sequential._multistage.traced, sequential._multistage.graph
+    if graph is not None:
+        return graph.plainly(state)
     if traced is not None:
         positional, named = arguments(state)
         return traced.model.forward(*positional, **named)

@@ -10,7 +10,7 @@ from math import ceil
 
 from torch import fx
 
-from .recorded import Recorded
+from .recorded import Observed, Recorded
 
 # Of what a model makes for its gradient: what is large between two cuts, and its parts.
 _LARGE, _PART = 1 / 4, 1 / 16
@@ -33,9 +33,16 @@ class Cut:
     passing: tuple[fx.Node, ...]
 
 
-def _places(recorded: Recorded) -> Iterator[Cut]:
+def _places(recorded: Recorded | Observed) -> Iterator[Cut]:
     """Yield every place between calls; but the last, which only the output comes after."""
-    nodes = [node for node in recorded.graph.nodes if node.op not in ("get_attr", "output")]
+    skipped = (
+        ("get_attr", "output")
+        if isinstance(recorded, Recorded)
+        else ("get_attr", "output", "placeholder")
+    )
+    nodes = [node for node in recorded.graph.nodes if node.op not in skipped]
+    if isinstance(recorded, Observed):
+        nodes = [*recorded.inputs, *nodes]
     place = {node: number for number, node in enumerate(nodes)}
     end = len(nodes)
     last_use = {
@@ -46,25 +53,28 @@ def _places(recorded: Recorded) -> Iterator[Cut]:
     for number, node in enumerate(nodes):
         for dead in ending.pop(number, ()):
             del live[dead]
-        if last_use[node] > number:
+        if last_use[node] > number and not recorded.values[node].is_mode:
             live[node] = None
             ending.setdefault(last_use[node], []).append(node)
         if node.op != "placeholder" and number + 1 < end:
             yield Cut(node, tuple(live))
 
 
-def _wanting(recorded: Recorded, cut: Cut) -> list[fx.Node]:
+def _wanting(recorded: Recorded | Observed, cut: Cut) -> list[fx.Node]:
     return [node for node in cut.passing if recorded.values[node].wants]
 
 
-def _possible(recorded: Recorded, cut: Cut) -> bool:
+def _possible(recorded: Recorded | Observed, cut: Cut) -> bool:
     """Whether a cut falls outside of modes, and not between a call and parts of its result."""
-    return recorded.values[cut.node].modes is None and not any(
-        recorded.values[node].in_parts for node in cut.passing
+    known = recorded.values[cut.node]
+    return (
+        known.modes is None
+        and not known.closed
+        and not any(recorded.values[node].in_parts for node in cut.passing)
     )
 
 
-def cuts(recorded: Recorded) -> list[Cut]:
+def cuts(recorded: Recorded | Observed) -> list[Cut]:
     """Return where a graph is cut, in order.
 
     Wherever a single tensor passes that takes part in the gradient; and inside
@@ -95,14 +105,16 @@ def cuts(recorded: Recorded) -> list[Cut]:
     return [places[number] for number in chosen]
 
 
-def _written_beyond(recorded: Recorded, cut: Cut, number: int, order: dict[fx.Node, int]) -> bool:
+def _written_beyond(
+    recorded: Recorded | Observed, cut: Cut, number: int, order: dict[fx.Node, int]
+) -> bool:
     """Whether what passes a cut is written to after it: its stages would be joined again."""
     writers = [recorded.written.get(key) for key in _storages(recorded, cut.passing)]
     return any(w is not None and order.get(w, len(order)) > number for w in writers)
 
 
 def _evenly(
-    recorded: Recorded,
+    recorded: Recorded | Observed,
     places: list[Cut],
     made: list[int],
     candidates: list[int],
@@ -126,13 +138,13 @@ def _evenly(
     return found
 
 
-def _made_bytes(recorded: Recorded, node: fx.Node) -> int:
+def _made_bytes(recorded: Recorded | Observed, node: fx.Node) -> int:
     """Return the bytes of the new storages that a node's result lies in, for its gradient."""
     known = recorded.values[node]
     return known.nbytes if known.wants and known.is_new else 0
 
 
-def _storages(recorded: Recorded, nodes: Iterable[fx.Node]) -> dict[object, int]:
+def _storages(recorded: Recorded | Observed, nodes: Iterable[fx.Node]) -> dict[object, int]:
     """Return the bytes of the storages that some values lie in, but those of parameters."""
     values = [(node, recorded.values[node]) for node in nodes]
     return {
@@ -142,7 +154,7 @@ def _storages(recorded: Recorded, nodes: Iterable[fx.Node]) -> dict[object, int]
     }
 
 
-def passing_bytes(recorded: Recorded, cut: Cut) -> int:
+def passing_bytes(recorded: Recorded | Observed, cut: Cut) -> int:
     """Return the bytes of what passes a cut."""
     return sum(_storages(recorded, cut.passing).values())
 
@@ -167,7 +179,7 @@ class Staying:
     at: tuple[int, ...]
 
 
-def ways_to_count(recorded: Recorded, cuts: Sequence[Cut]) -> list[Staying]:
+def ways_to_count(recorded: Recorded | Observed, cuts: Sequence[Cut]) -> list[Staying]:
     """Return ways to count what passes several cuts.  No plan by any of them exceeds its limit.
 
     Either all of it is counted once, all the time, as it is in plain training; or
@@ -179,7 +191,7 @@ def ways_to_count(recorded: Recorded, cuts: Sequence[Cut]) -> list[Staying]:
     return list(dict.fromkeys(found))
 
 
-def _staying(recorded: Recorded, cuts: Sequence[Cut], least: int) -> Staying:
+def _staying(recorded: Recorded | Observed, cuts: Sequence[Cut], least: int) -> Staying:
     """Count once what passes at least so many cuts."""
     at = [_storages(recorded, cut.passing) for cut in cuts]
     times = Counter(key for storages in at for key in storages)
@@ -195,7 +207,7 @@ def _staying(recorded: Recorded, cuts: Sequence[Cut], least: int) -> Staying:
     )
 
 
-def why_uncut(recorded: Recorded) -> str:
+def why_uncut(recorded: Recorded | Observed) -> str:
     """Return why a graph has no cuts."""
     crossing = [(cut, wanting) for cut in _places(recorded) if (wanting := _wanting(recorded, cut))]
     closed = "".join(f"; {path} is called whole: it {why}" for path, why in recorded.closed.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -33,6 +33,9 @@ class Value:
     is_new: bool = False  # whether nothing before it lies in that storage
     in_parts: bool = False  # not a tensor, but a tuple or the like
     modes: Modes | None = None
+    is_mode: bool = False  # a context that was entered, and is entered again in each stage
+    is_effect: bool = False  # of a call that changes something that is no tensor
+    closed: bool = False  # whether no cut may follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +95,35 @@ class Recorded:
     attributes: Attributes
     opened: list[str]
     closed: dict[str, str]
+
+
+@dataclass(slots=True)
+class Observed:
+    """A graph captured by TorchDynamo, and what a run of it showed.
+
+    Attributes
+    ----------
+    graph : fx.Graph
+    inputs : list of fx.Node
+        The placeholders that are no parameters and buffers.
+    values : dict
+        What is known of each node.
+    made : set
+        Storages that the graph makes.
+    written : dict
+        The last node that writes to a storage.
+    modes : dict
+        What is entered after a node: whether gradients are on, and calls of autocast.
+    returned : dict
+        Places of arguments that the captured graph returned, by their places in its result;
+        the graph that was observed no longer does.
+    """
+
+    graph: fx.Graph
+    inputs: list[fx.Node]
+    values: dict[fx.Node, Value]
+    made: set[object]
+    written: dict[object, fx.Node]
+    modes: dict[fx.Node, tuple[bool, tuple[fx.Node, ...]]] = field(default_factory=dict)
+    returned: dict[int, int] = field(default_factory=dict)
+    closed: dict[str, str] = field(default_factory=dict)

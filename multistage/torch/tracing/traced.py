@@ -82,7 +82,7 @@ class Stages(list[Part]):
 
         The first counts it once, with the input, as plain training does.
         """
-        return [_counted(profile, way) for way in self._staying]
+        return [counted_by(profile, way) for way in self._staying]
 
     def same_stages(self, other: Stages | None) -> bool:
         """Whether others make the same calls, but for constants."""
@@ -93,7 +93,7 @@ class Stages(list[Part]):
         return stages_of_model(self.model, sample)
 
 
-def _counted(profile: Profile, way: Staying) -> Profile:
+def counted_by(profile: Profile, way: Staying) -> Profile:
     """Return a profile in which what stays is counted once, with the input."""
     stages = []
     for group, stage in zip(profile.groups, profile.costs.stages, strict=True):

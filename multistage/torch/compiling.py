@@ -1,0 +1,399 @@
+"""`compile`: a model that TorchDynamo captures whole, trained within a memory limit.
+
+TorchDynamo captures what a call of the model does as a graph, and guards what the graph depends
+on: where a guard fails, another graph is captured.  A graph is cut into stages (`tracing`), which
+are pure functions, and a chain of stages is planned and run as `Sequential` runs one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..backends.urls import Tiers
+from ..errors import ArgumentError
+from ..planners.chain.heterogeneous import ChainPlan, ChainPlanner
+from .adopting import InFront, YieldingProperty, adopt, yielding
+from .measurement.checking import Check, Checked, checked_choice
+from .planning.limited import Limited, LimitedModule, whole
+from .planning.preparing import planned_for, replanned
+from .planning.running import run
+from .sequential import refuse_wrapped, tiered_by
+from .tiers.tiered import Tiered
+from .tracing.captured import GraphStages
+
+_FILE = "<multistage>"  # no file of ours, which Dynamo is told to leave alone
+_numbers = itertools.count()  # of functions for Dynamo, which counts graphs by their code
+
+
+def compile(
+    model: Callable[..., object],
+    *,
+    memory: int | str | float | None = None,
+    tiers: Tiers | None = None,
+    planner: ChainPlanner = "optimal",
+    segments: int | None = None,
+    check: Check = "error",
+    dynamic: bool = False,
+) -> Compiled:
+    """Return a model that trains within a memory limit, bit-identical to the captured model.
+
+    The first call is captured by TorchDynamo, measured, planned and checked; so is each call
+    for which a guard of the captured graphs fails (other shapes, modes, attributes, globals),
+    as `torch.compile` recompiles.  Outputs, gradients, buffers and random numbers are those
+    of `torch.compile(model, backend="eager")`, and of the model itself unless it asks
+    whether it is compiled.
+
+    Parameters
+    ----------
+    model : nn.Module or callable
+        It must be captured whole.  Its parameters and buffers stay its own.
+    memory, tiers, planner, segments, check
+        As for `Sequential`.  The limit is that of one call: from its inputs to its outputs,
+        both included, parameters and their gradients not.
+    dynamic : bool
+        Whether one graph is to serve other shapes too.  It is planned for each of them.
+
+    Raises
+    ------
+    ArgumentError
+        For models that cannot be served; when called, if the model cannot be captured
+        whole, or has been captured more often than `torch._dynamo.config.recompile_limit`
+        allows: what runs outside of a graph would be beyond the limit.
+    BudgetError
+        When called, if the limit is too small; the message names the smallest that works.
+
+    Examples
+    --------
+    >>> import torch, multistage.torch as mst
+    >>> class Residual(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.linear = torch.nn.Linear(32, 32)
+    ...     def forward(self, x):
+    ...         return x + torch.tanh(self.linear(x))
+    >>> model = mst.compile(torch.nn.Sequential(*[Residual() for _ in range(8)]), memory=0.7)
+    >>> model(torch.randn(64, 32)).sum().backward()
+    >>> model.plan.peak_bytes <= model.plan.memory_bytes
+    True
+    """
+    _refuse(model)
+    planner = "optimal" if planner == "auto" else planner
+    checked, tiered = checked_choice(check), tiered_by(tiers, planner)
+    return Compiled(model, Settings(memory, planner, segments, checked, tiered), dynamic)
+
+
+def backend(
+    graph: fx.GraphModule,
+    example_inputs: Sequence[object],
+    *,
+    options: Mapping[str, object] | None = None,
+) -> Callable[..., object]:
+    """Return a captured graph that runs within a memory limit: `torch.compile`'s backend.
+
+    It is registered as "multistage"::
+
+        torch.compile(model, backend="multistage", fullgraph=True, options={"memory": "4 GiB"})
+
+    Parameters
+    ----------
+    graph, example_inputs
+        Given by TorchDynamo.
+    options : mapping, optional
+        `memory`, `planner`, `segments` and `check` of `compile`.
+
+    Raises
+    ------
+    ArgumentError
+        For other options, and without `fullgraph=True`: what runs between two graphs would be
+        beyond the limit, unseen.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    given: dict[str, Any] = dict(options or {})
+    unknown = given.keys() - {"memory", "planner", "segments", "check"}
+    if unknown:
+        raise ArgumentError(
+            f"the backend 'multistage' does not know the options {sorted(unknown)}; it takes "
+            "memory, planner, segments and check, and multistage.torch.compile takes tiers too"
+        )
+    if not InstructionTranslator.current_tx().one_graph:
+        raise ArgumentError(
+            "the backend 'multistage' needs torch.compile(..., fullgraph=True): what runs between "
+            "two graphs would be beyond the memory limit"
+        )
+    planner = given.get("planner", "optimal")
+    settings = Settings(
+        given.get("memory"),
+        "optimal" if planner == "auto" else planner,
+        given.get("segments"),
+        checked_choice(given.get("check", "error")),
+    )
+    return _Graph(graph, settings, Used())
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the chains of all graphs of a model have in common."""
+
+    memory: int | str | float | None
+    planner: ChainPlanner
+    segments: int | None
+    check: Check
+    tiered: Tiered | None = None
+
+
+@dataclass(slots=True)
+class Used:
+    """What has run of a model: chains, the latest last, and how often any graph did."""
+
+    chains: list[Chain] = field(default_factory=list)
+    calls: int = 0
+
+
+class Compiled(InFront):
+    """A model that trains within a memory limit: what `compile` returns.
+
+    Its parameters, buffers, children, attributes, mode and state dict are the model's.
+
+    Attributes
+    ----------
+    plan : ChainPlan or None
+        The plan used last; None before the first.
+    plans : list of ChainPlan
+        Those of all captured graphs, each the one it used last; the latest last.
+    checked : Checked or None
+        The result of the check for the plan used last.
+    """
+
+    def __init__(self, model: Callable[..., object], settings: Settings, dynamic: bool) -> None:
+        super().__init__()
+        vars(self)["_multistage_model"] = model  # not a child
+        vars(self)["_multistage_given"] = settings, dynamic
+        if isinstance(model, nn.Module):
+            adopt(self, model)
+        vars(self)["_multistage_used"] = used = Used()
+        vars(self)["_multistage_call"] = torch.compile(
+            _function_of(model),
+            backend=lambda graph, _: _Graph(graph, settings, used),
+            fullgraph=True,
+            dynamic=dynamic,
+        )
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Return what the model returns."""
+        from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+
+        call: Callable[..., object] = vars(self)["_multistage_call"]
+        name = _name_of(vars(self)["_multistage_model"])
+        used: Used = vars(self)["_multistage_used"]
+        before = used.calls
+        try:
+            with _whole_under_ddp():
+                result = call(*args, **kwargs)
+        except FailOnRecompileLimitHit as error:
+            raise ArgumentError(
+                f"{name} was captured for {torch._dynamo.config.recompile_limit} kinds of calls, "
+                "and this is another, which torch.compile would run without a graph: pad inputs "
+                "to fewer shapes, give compile(dynamic=True), or raise "
+                "torch._dynamo.config.recompile_limit"
+            ) from error
+        except Unsupported as error:
+            raise ArgumentError(_why_uncaptured(name, error)) from error
+        except RuntimeError as error:
+            if "no compiled frames" not in str(error):
+                raise
+            raise ArgumentError(_without_graph(name)) from error
+        if used.calls == before:  # before torch 2.12, which says so itself
+            raise ArgumentError(_without_graph(name))
+        return result
+
+    def _plan_(self) -> ChainPlan | None:
+        """Return the plan used last; None before the first."""
+        chains = vars(self)["_multistage_used"].chains
+        return chains[-1]._multistage.plan if chains else None
+
+    def _plans_(self) -> list[ChainPlan]:
+        """Return the plans of all captured graphs, the latest last."""
+        used: Used = vars(self)["_multistage_used"]
+        found = [chain._multistage.plan for chain in used.chains]
+        return [plan for plan in found if plan is not None]
+
+    def _checked_(self) -> Checked | None:
+        """Return what the check for the plan used last found."""
+        chains = vars(self)["_multistage_used"].chains
+        return chains[-1]._multistage.checked if chains else None
+
+    plan = YieldingProperty(_plan_)
+    plans = YieldingProperty(_plans_)
+    checked = YieldingProperty(_checked_)
+
+    @yielding
+    def close(self) -> None:
+        """Close the tier: stop its thread, remove its files.  It is opened again if need be."""
+        settings, _ = vars(self)["_multistage_given"]
+        if settings.tiered is not None:
+            settings.tiered.close()
+
+    def extra_repr(self) -> str:
+        """Return the limit and the planner."""
+        settings, _ = vars(self)["_multistage_given"]
+        return f"memory={settings.memory!r}, planner={settings.planner!r}"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Compiled:
+        settings, dynamic = vars(self)["_multistage_given"]
+        settings = replace(settings, tiered=deepcopy(settings.tiered, memo))
+        return Compiled(deepcopy(vars(self)["_multistage_model"], memo), settings, dynamic)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Compiled, (vars(self)["_multistage_model"], *vars(self)["_multistage_given"])
+
+
+class Chain(LimitedModule):
+    """The stages of one captured graph, and the plans for its calls.
+
+    Its children are the stages, whose parameters and buffers are arguments of the graph.
+    """
+
+    def __init__(self, stages: GraphStages, settings: Settings) -> None:
+        super().__init__()
+        for number, stage in enumerate(stages):
+            self._modules[str(number)] = stage
+        self._multistage = Limited(
+            list(self._modules),
+            None,
+            settings.memory,
+            settings.planner,
+            settings.segments,
+            True,
+            None,
+            settings.check,
+            settings.tiered,
+            stages,
+        )
+
+    def run(self, arguments: Sequence[object]) -> object:
+        """Run the graph by the plan for its arguments."""
+        stages = self._multistage.graph
+        assert stages is not None
+        state = stages.bind(arguments)
+        refuse_wrapped(state)
+        found = whole(self)
+        planned = replanned(self, planned_for(self, state, found), state)
+        output: Any = run(self, planned, state, found)
+        return stages.result(arguments, output)
+
+
+class _Graph:
+    """A captured graph as TorchDynamo calls it."""
+
+    def __init__(self, graph: fx.GraphModule, settings: Settings, used: Used) -> None:
+        self._graph, self._settings, self._used = graph, settings, used
+        self._static = [
+            "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+            for node in graph.graph.nodes
+            if node.op == "placeholder"
+        ]
+        self._chains: dict[tuple[bool, ...], Chain] = {}
+
+    def __call__(self, *arguments: object) -> object:
+        """Run it, within the limit if a gradient is wanted."""
+        self._used.calls += 1
+        wants = any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+        if not (wants and torch.is_grad_enabled()):
+            return self._graph.forward(*arguments)
+        own = tuple(
+            [
+                isinstance(x, nn.Parameter)
+                or (static and isinstance(x, Tensor) and not x.requires_grad)
+                for x, static in zip(arguments, self._static, strict=True)
+            ]
+        )
+        chain = self._chains.get(own)
+        if chain is None:
+            stages = GraphStages(self._graph, arguments, own)
+            chain = self._chains[own] = Chain(stages, self._settings)
+        self._used.chains = [*(c for c in self._used.chains if c is not chain), chain]
+        return chain.run(arguments)
+
+
+def _function_of(model: Callable[..., object]) -> Callable[..., object]:
+    """Return a function that calls a model, of code of its own."""
+    if isinstance(model, nn.Module):
+
+        def call(*args: object, **kwargs: object) -> object:
+            return model.forward(*args, **kwargs)  # hooks of the model are called around it
+    else:
+
+        def call(*args: object, **kwargs: object) -> object:
+            return model(*args, **kwargs)
+
+    code = call.__code__.replace(co_name=f"call_{next(_numbers)}", co_filename=_FILE)
+    return types.FunctionType(code, call.__globals__, "call", None, call.__closure__)
+
+
+def _whole_under_ddp() -> AbstractContextManager[object]:
+    """Keep TorchDynamo from cutting a graph for the buckets of DistributedDataParallel."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return nullcontext()
+    whole: AbstractContextManager[object] = torch._dynamo.config.patch(optimize_ddp=False)
+    return whole
+
+
+def _refuse(model: object) -> None:
+    """Refuse what cannot be captured whole."""
+    name = _name_of(model)
+    if not callable(model):
+        raise ArgumentError(f"{name} is no model: compile takes a module or a function")
+    parallel = nn.DataParallel, nn.parallel.DistributedDataParallel
+    if isinstance(model, parallel):
+        raise ArgumentError(
+            f"compile the model inside of {name}: {name}(multistage.torch.compile(model, ...))"
+            if isinstance(model, parallel[1])
+            else "DataParallel runs copies of the model in threads; use DistributedDataParallel"
+        )
+    if isinstance(model, (LimitedModule, Compiled)):
+        raise ArgumentError(f"{name} has a memory limit already; give compile the model itself")
+    if isinstance(model, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)):
+        raise ArgumentError(f"{name} was compiled already; give compile the model itself")
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    if any(isinstance(module, nn.SyncBatchNorm) for module in modules):
+        raise ArgumentError(
+            f"{name} has SyncBatchNorm, by which ranks run stages together; use Sequential"
+        )
+
+
+def _name_of(model: object) -> str:
+    return str(getattr(model, "__name__", type(model).__name__))
+
+
+def _without_graph(name: str) -> str:
+    return (
+        f"{name} ran without a graph, beyond the memory limit: it calls no operation of torch, or "
+        "TorchDynamo is turned off (TORCHDYNAMO_DISABLE, torch._dynamo.config.disable, a torch "
+        "dispatch mode around the first call)"
+    )
+
+
+def _why_uncaptured(name: str, error: Exception) -> str:
+    """Return why a model was not captured whole, and the line."""
+    frames = [f for f in getattr(error, "real_stack", None) or () if f.filename != _FILE]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+    lines = [line.strip() for line in str(getattr(error, "msg", error)).splitlines()]
+    explained = [x for x in lines if x.startswith("Explanation:")]
+    cause = explained[0].removeprefix("Explanation:").strip() if explained else lines[0]
+    return (
+        f"{name} cannot be captured whole{where}: {cause.rstrip('.')}; what runs outside of a "
+        "graph would be beyond the memory limit: write this line with operations of torch, move "
+        "it out of the model, or give multistage.torch.Sequential a list of stages, which need "
+        "not be captured"
+    )

@@ -1,0 +1,275 @@
+"""The stages of a graph that TorchDynamo captured.
+
+A stage is a pure function: it runs some nodes of the graph on what passes the cut before it,
+and on parameters and buffers, which it holds and which are put in their place at each call.
+Autocast and modes of gradients that are open at a cut are entered again after it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..measurement.measure import Profile
+from .cutting import Cut, cuts, ways_to_count
+from .observing import ENTER, GRADED, LEAVE, observe
+from .recorded import Observed
+from .traced import counted_by
+
+
+class GraphStage(nn.Module):
+    """One stage of a captured graph.
+
+    Its parameters and buffers are arguments of the graph, by name.
+
+    Parameters
+    ----------
+    name : str
+    graph : fx.Graph
+        Takes what modes are opened, and the state.
+    places : dict
+        Places of arguments of the whole graph, by the names of attributes.
+    constants : dict
+        Attributes of the whole graph.
+    """
+
+    def __init__(
+        self, name: str, graph: fx.Graph, places: dict[str, int], constants: dict[str, object]
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self._places = places
+        self._has_modes = any(n.target in (_enter, _set_graded) for n in graph.nodes)
+        for key, value in constants.items():
+            if isinstance(value, Tensor):
+                self._buffers[key] = value
+            else:
+                self.__dict__[key] = value
+        code = graph.python_code("self")
+        space = dict(code.globals)
+        exec(code.src, space)  # what torch.fx itself does to run a graph
+        self._function: Callable[..., object] = space["forward"]
+
+    def bind(self, arguments: Sequence[object]) -> None:
+        """Put the parameters and buffers of a call of the graph in their places."""
+        for key, place in self._places.items():
+            value: Any = arguments[place]
+            if isinstance(value, nn.Parameter):
+                self._parameters[key] = value
+            else:
+                self._buffers[key] = value
+
+    def forward(self, state: object) -> object:
+        """Run the stage on a state."""
+        if not self._has_modes:
+            return self._function(self, None, state)
+        opened = _Opened()
+        try:
+            return self._function(self, opened, state)
+        finally:  # whatever ends it, such as the last tensor that it was run again for
+            opened.close()
+
+
+class _Opened:
+    """Modes that a run of a stage has entered."""
+
+    def __init__(self) -> None:
+        self.graded = torch.is_grad_enabled()
+        self.autocasts: list[Any] = []
+
+    def close(self) -> None:
+        """Leave what is left open."""
+        while self.autocasts:
+            LEAVE(self.autocasts.pop())
+        torch._C._set_grad_enabled(self.graded)
+
+
+def _enter(opened: _Opened, *settings: object) -> object:
+    mode = ENTER(*settings)
+    opened.autocasts.append(mode)
+    return mode
+
+
+def _leave(opened: _Opened, mode: object) -> None:
+    opened.autocasts.remove(mode)
+    LEAVE(mode)
+
+
+def _set_graded(opened: _Opened, graded: bool) -> None:
+    # A stage that runs again without gradients has none outside of no_grad either.
+    torch._C._set_grad_enabled(graded and opened.graded)
+
+
+class GraphStages(list[GraphStage]):
+    """The stages of a captured graph.
+
+    Parameters
+    ----------
+    graph : fx.GraphModule
+    arguments : sequence
+        Of its first call.
+    own : tuple of bool
+        Which of them are the model's, parameters and buffers.
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule, arguments: Sequence[object], own: tuple[bool, ...]
+    ) -> None:
+        graph = _copy_of(graph)
+        observed = observe(graph, arguments, own)
+        found = cuts(observed)
+        super().__init__(_Building.stages(graph, observed, found, own))
+        self._graph, self._returned = graph, observed.returned
+        self._inputs = [place for place, is_own in enumerate(own) if not is_own]
+        self._staying = ways_to_count(observed, found)
+        self._bound: list[object] = []
+
+    def bind(self, arguments: Sequence[object]) -> object:
+        """Take the arguments of a call; return those that are the chain's input."""
+        bound = self._bound
+        if len(bound) != len(arguments) or any(
+            a is not b for a, b in zip(bound, arguments, strict=True) if b is not None
+        ):
+            for stage in self:
+                stage.bind(arguments)
+            self._bound = list(arguments)
+            for place in self._inputs:
+                self._bound[place] = None
+        given = tuple([arguments[place] for place in self._inputs])
+        return given[0] if len(given) == 1 else given
+
+    def result(self, arguments: Sequence[object], output: Sequence[object]) -> object:
+        """Return what the graph returns, from the chain's output."""
+        if not self._returned:
+            return output
+        left = iter(output)
+        count = len(output) + len(self._returned)
+        places = [self._returned.get(place) for place in range(count)]
+        return tuple([next(left) if place is None else arguments[place] for place in places])
+
+    def plainly(self, state: object) -> object:
+        """Run the whole graph as it was captured."""
+        arguments = list(self._bound)
+        given: Any = (state,) if len(self._inputs) == 1 else state
+        for place, value in zip(self._inputs, given, strict=True):
+            arguments[place] = value
+        return self._graph.forward(*arguments)
+
+    def counted(self, profile: Profile) -> list[Profile]:
+        """Return a profile by all ways to count what passes several cuts."""
+        return [counted_by(profile, way) for way in self._staying]
+
+
+def _copy_of(graph: fx.GraphModule) -> fx.GraphModule:
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph.graph, {}))
+    return fx.GraphModule(graph, copied)
+
+
+class _Building:
+    """The graph of one stage, as it grows."""
+
+    def __init__(self, whole: fx.GraphModule, observed: Observed, own: dict[fx.Node, int]) -> None:
+        self.graph = fx.Graph()
+        self._whole, self._observed, self._own = whole, observed, own
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._opened = self.graph.placeholder("opened")
+        self._state = self.graph.placeholder("state")
+        self.places: dict[str, int] = {}
+        self.constants: dict[str, object] = {}
+
+    @classmethod
+    def stages(
+        cls,
+        whole: fx.GraphModule,
+        observed: Observed,
+        found: Sequence[Cut],
+        own: Sequence[bool],
+    ) -> list[GraphStage]:
+        """Return the stages between cuts."""
+        placeholders = [n for n in observed.graph.nodes if n.op == "placeholder"]
+        of_model = {n: k for k, n in enumerate(placeholders) if own[k]}
+        fixed = ("placeholder", "get_attr", "output")
+        nodes = [n for n in observed.graph.nodes if n.op not in fixed]
+        output = next(n for n in observed.graph.nodes if n.op == "output")
+        places = {node: number for number, node in enumerate(nodes)}
+        stages: list[GraphStage] = []
+        start, passing = 0, tuple(observed.inputs)
+        modes: tuple[bool, tuple[fx.Node, ...]] = True, ()
+        for cut in [*found, None]:
+            building = cls(whole, observed, of_model)
+            building.begin(passing, modes)
+            stop = len(nodes) if cut is None else places[cut.node] + 1
+            for node in nodes[start:stop]:
+                building.add(node)
+            if cut is None:
+                building.graph.output(building.mapped(output.args[0]))
+            else:
+                passing, modes = cut.passing, observed.modes[cut.node]
+                building.end(passing, modes)
+            last = nodes[stop - 1] if nodes else output
+            stages.append(
+                GraphStage(_name_of(last), building.graph, building.places, building.constants)
+            )
+            start = stop
+        return stages
+
+    def begin(self, passing: Sequence[fx.Node], modes: tuple[bool, tuple[fx.Node, ...]]) -> None:
+        """Unpack the state, and enter the modes that are open."""
+        for place, node in enumerate(passing):
+            self._copies[node] = (
+                self._state
+                if len(passing) == 1
+                else self.graph.call_function(operator.getitem, (self._state, place))
+            )
+        graded, autocasts = modes
+        for node in autocasts:
+            self.add(node)
+        if not graded:
+            self.graph.call_function(_set_graded, (self._opened, False))
+
+    def end(self, passing: Sequence[fx.Node], modes: tuple[bool, tuple[fx.Node, ...]]) -> None:
+        """Leave the modes that are open, and pack the state."""
+        graded, autocasts = modes
+        if not graded:
+            self.graph.call_function(_set_graded, (self._opened, True))
+        for node in reversed(autocasts):
+            self.graph.call_function(_leave, (self._opened, self._copies[node]))
+        kept = [self._copy(node) for node in passing]
+        self.graph.output(kept[0] if len(kept) == 1 else tuple(kept))
+
+    def add(self, node: fx.Node) -> None:
+        """Add a node."""
+        for special, ours in ((ENTER, _enter), (LEAVE, _leave), (GRADED, _set_graded)):
+            if node.target is special:
+                given = (self._opened, *self.mapped(node.args))
+                self._copies[node] = self.graph.call_function(ours, given)
+                return
+        self._copies[node] = self.graph.node_copy(node, self._copy)
+
+    def mapped(self, value: Any) -> Any:
+        """Return an argument with the nodes of this graph."""
+        return fx.node.map_arg(value, self._copy)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        if node not in self._copies:  # a parameter, a buffer, or a constant
+            name = f"own_{node.name}"
+            if node.op == "get_attr":
+                self.constants[name] = operator.attrgetter(str(node.target))(self._whole)
+            else:
+                self.places[name] = self._own[node]
+            self._copies[node] = self.graph.get_attr(name)
+        return self._copies[node]
+
+
+def _name_of(node: fx.Node) -> str:
+    """Return a stage's name: of the module and the call that it ends with."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return node.name
+    path = str(list(stack.values())[-1][0])
+    return f"{path.rpartition(']')[2].lstrip('.') or path}:{node.name}"

@@ -1,0 +1,476 @@
+"""`compile`: models captured by TorchDynamo, within a limit, beside plain training."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import types
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import multistage.torch as mst
+from multistage.errors import ArgumentError, BudgetError, StateError
+from multistage.torch.tensors.meter import Meter
+
+WIDTH = 16
+Extra = Callable[[Any, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+class Block(nn.Module):
+    """Residual; `extra` is what a test is about."""
+
+    def __init__(self, extra: Extra | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+        self.scale = 1.0
+        self.extra = extra
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu_(self.norm(self.linear(x))) * self.scale
+        return x + (y if self.extra is None else self.extra(self, y))
+
+
+class Net(nn.Module):
+    """Blocks, and a head that is tied to the first of them."""
+
+    def __init__(self, extra: Extra | None = None, blocks: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(extra) for _ in range(blocks)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return functional.linear(x, self.blocks[0].linear.weight)
+
+
+class InAutocast(Net):
+    """Most of its forward is in a region of autocast, in which one weight is used twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for block in self.blocks:
+                x = x + torch.tanh(block.linear(x))
+            x = self.blocks[3].linear(x)
+        with torch.no_grad():
+            x = x + self.blocks[0].linear(x.float())
+        return super().forward(x.float())
+
+
+class UNet(nn.Module):
+    """What is made early is used late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(5)])
+        self.up = nn.ModuleList([nn.Linear(2 * WIDTH, WIDTH) for _ in range(5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.down:
+            x = torch.tanh(layer(x))
+            kept.append(x)
+        for layer in self.up:
+            x = torch.tanh(layer(torch.cat([x, kept.pop()], 1)))
+        return x
+
+
+class Words(nn.Module):
+    """An embedding, whose indices require no gradient, tied to the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, WIDTH)
+        layers = [nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.1, batch_first=True) for _ in range(3)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.embedding.weight.t()
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * gradient * x * x
+
+
+def counting(block: Any, y: Tensor) -> Tensor:
+    block.count += 1
+    return y * (1 + 1 / block.count)
+
+
+def dropping(block: Any, y: Tensor) -> Tensor:
+    return functional.dropout(y, 0.3) + torch.rand_like(y)
+
+
+def written(block: Any, y: Tensor) -> Tensor:
+    y[:, 0] = 0
+    half = y[:, : WIDTH // 2]
+    half.mul_(2)
+    return y
+
+
+def squared(block: Any, y: Tensor) -> Tensor:
+    return y**2 - 0.1 * Cubed.apply(torch.tanh(y))  # type: ignore[no-any-return]
+
+
+def vectorised(block: Any, y: Tensor) -> Tensor:
+    return y * torch.vmap(lambda row: row.softmax(0))(y)
+
+
+def remembered(block: Any, y: Tensor) -> Tensor:
+    block.scale += 0.5
+    block.last = y.detach()
+    return y
+
+
+def batch(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (32, WIDTH)), generator=torch.Generator().manual_seed(1))
+
+
+def step(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def trained(call: Any, model: nn.Module, x: Tensor, steps: int = 3) -> list[Any]:
+    """Return all that some iterations leave behind."""
+    torch.manual_seed(0)
+    losses = []
+    for _ in range(steps):
+        losses.append(step(call, x))
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.05)
+    gradients = [p.grad for p in model.parameters()]
+    return [*losses, *gradients, *model.buffers(), torch.get_rng_state()]
+
+
+def assert_equal(ones: list[Any], others: list[Any]) -> None:
+    assert len(ones) == len(others)
+    for one, other in zip(ones, others, strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    **{
+        extra.__name__: lambda extra=extra: (Net(extra), batch())  # type: ignore[misc]
+        for extra in (counting, dropping, written, squared, vectorised, remembered)
+    },
+    "autocast": lambda: (InAutocast(), batch()),
+    "unet": lambda: (UNet(), batch()),
+    "words": lambda: (Words(), torch.randint(40, (4, 12))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_models_train_as_without_a_limit(name: str) -> None:
+    model, x = MODELS[name]()
+    plain, eager, ours = model, copy.deepcopy(model), copy.deepcopy(model)
+    compiled = mst.compile(ours, memory=0.9 if name in ("vectorised", "unet") else 0.7)
+    found = trained(compiled, ours, x)
+    assert compiled.plan is not None and not compiled.plan.keeps_all
+    assert compiled.checked is not None and compiled.checked.outcome == "equal"
+    assert_equal(found, trained(torch.compile(eager, backend="eager"), eager, x))
+    assert_equal(found, trained(plain, plain, x))
+
+
+def test_iterations_stay_within_the_limit() -> None:
+    model, x = UNet(), batch(256, WIDTH).requires_grad_()
+    compiled = mst.compile(model, memory=0.8)
+    step(compiled, x)
+    assert compiled.plan is not None and compiled.plan.memory_bytes is not None
+    known = [x, *model.parameters()]
+    with Meter(torch.device("cpu")) as meter:
+        meter.ignore([*known, *(t.grad for t in known if t.grad is not None)])
+        compiled(x).backward(torch.ones_like(x))
+    assert meter.peak_bytes + x.nbytes <= compiled.plan.memory_bytes + x.nbytes  # of the adjoint
+
+
+def test_forwards_before_a_backward_and_accumulated_gradients() -> None:
+    plain = Net(counting)
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=0.8)
+    for call in (plain, compiled):
+        torch.manual_seed(0)
+        ones, others = call(batch()), call(-batch())
+        (ones * others).sum().backward()
+        step(call, batch())
+        with torch.no_grad():
+            call(batch())
+        call.eval()
+        step(call, batch())
+        call.train()
+        step(call, batch(20, WIDTH))
+    assert_equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+    assert_equal([*ours.buffers()], [*plain.buffers()])
+    assert (
+        len(compiled.plans) == 3
+    )  # in training, in eval, of 20 rows; the one without a gradient has none
+
+
+def test_ambient_autocast() -> None:
+    plain = Net()
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=0.6)
+    for call in (plain, compiled):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = call(batch())
+        out.float().square().mean().backward()
+    assert_equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+
+
+# ------------------------------------------------------- what a graph depends on
+
+SCALE = 2.0
+APPENDED: list[Tensor] = []
+CONFIG = types.SimpleNamespace(a=types.SimpleNamespace(b=types.SimpleNamespace(scale=1.0)))
+
+
+class Constants:
+    scale = 1.5
+
+
+def set_global(model: Any) -> None:
+    globals()["SCALE"] = 3.0
+
+
+def replace_forward(model: Any) -> None:
+    model.blocks[0].linear.forward = lambda x: x * 2
+
+
+FACTS: dict[str, tuple[Extra, Callable[[Any], object]]] = {
+    "global": (lambda b, y: y * SCALE, set_global),
+    "class": (lambda b, y: y * Constants.scale, lambda m: setattr(Constants, "scale", 2.5)),
+    "own class": (lambda b, y: y * type(b).factor, lambda m: setattr(Block, "factor", 3.0)),
+    "nested": (lambda b, y: y * CONFIG.a.b.scale, lambda m: setattr(CONFIG.a.b, "scale", 7.0)),
+    "environ": (
+        lambda b, y: y * float(os.environ["MULTISTAGE_SCALE"]),
+        lambda m: os.environ.__setitem__("MULTISTAGE_SCALE", "5"),
+    ),
+    "list": (
+        lambda b, y: b.listed[0](y) * getattr(b.listed[0], "k", 1.0),
+        lambda m: [setattr(b.listed[0], "k", 4.0) for b in m.blocks],
+    ),
+    "forward": (lambda b, y: y, replace_forward),
+    "format": (
+        lambda b, y: y if b.linear.weight.is_contiguous() else y * 3,
+        lambda m: setattr(
+            m.blocks[1].linear, "weight", nn.Parameter(m.blocks[1].linear.weight.t())
+        ),
+    ),
+    "parameter": (
+        lambda b, y: y,
+        lambda m: setattr(m.blocks[1].linear, "weight", nn.Parameter(torch.ones(WIDTH, WIDTH))),
+    ),
+    "frozen": (lambda b, y: y, lambda m: m.blocks[0].requires_grad_(False)),
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_a_fact_that_changes_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    extra, change = FACTS[name]
+    monkeypatch.setattr(Block, "factor", 1.0, raising=False)
+    monkeypatch.setattr(Constants, "scale", Constants.scale)
+    monkeypatch.setattr(CONFIG.a.b, "scale", 1.0)
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    monkeypatch.setenv("MULTISTAGE_SCALE", "1")
+    plain = Net(extra)
+    for block in plain.blocks:
+        block.listed = [nn.Linear(WIDTH, WIDTH)]  # type: ignore[assignment]
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=0.7)
+    before = step(compiled, batch())
+    assert torch.equal(before, step(plain, batch()))
+    for model in (plain, ours):
+        change(model)
+    after = step(compiled, batch())
+    assert torch.equal(after, step(plain, batch()))
+    assert name in ("frozen",) or not torch.equal(before, after)
+    assert_equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_side_effects_happen_at_every_call() -> None:
+    def appending(block: Any, y: Tensor) -> Tensor:
+        APPENDED.append(y.sum().detach())
+        return y
+
+    APPENDED.clear()
+    plain = Net(appending, blocks=4)
+    ours = copy.deepcopy(plain)
+    trained(plain, plain, batch())
+    found = [*APPENDED]
+    APPENDED.clear()
+    trained(mst.compile(ours, memory=0.7), ours, batch())
+    assert_equal(APPENDED, found)
+
+
+# ------------------------------------------------------------------- refusals
+
+
+def test_a_graph_break_is_refused_with_its_line() -> None:
+    def breaking(block: Any, y: Tensor) -> Tensor:
+        return y * float(y.sum().item() > 0) if len(str(y.tolist())) else y
+
+    compiled = mst.compile(Net(breaking), memory=0.7)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"captured whole at .*test_compiling\.py:\d+ "):
+            compiled(batch())
+
+
+def test_more_kinds_of_calls_than_torch_compile_allows_are_refused() -> None:
+    compiled = mst.compile(Net(blocks=2), memory=1.0, check="off")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        step(compiled, batch(4, WIDTH))
+        step(compiled, batch(5, WIDTH))
+        with pytest.raises(ArgumentError, match="captured for 2 kinds of calls"):
+            compiled(batch(6, WIDTH))
+
+
+def test_a_dynamic_graph_serves_other_lengths() -> None:
+    plain = Net(dropping, blocks=4)
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=0.7, dynamic=True)
+    for call in (plain, compiled):
+        torch.manual_seed(0)
+        for rows in (20, 28, 24, 22):
+            step(call, batch(rows, WIDTH))
+    assert len(compiled.plans) == 1
+    assert_equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_a_run_without_a_graph_is_refused() -> None:
+    compiled = mst.compile(Net(), memory=0.7)
+    turned_off = torch._dynamo.config.patch(disable=True)
+    with turned_off, pytest.raises(ArgumentError, match="ran without a graph"):
+        compiled(batch())
+
+
+def test_a_limit_that_is_too_small_names_the_smallest() -> None:
+    compiled = mst.compile(Net(), memory=1000)
+    with pytest.raises(BudgetError, match="smallest"):
+        compiled(batch())
+
+
+def test_a_parameter_that_changes_before_backward_is_refused() -> None:
+    model = Net()
+    loss = mst.compile(model, memory=0.6)(batch()).sum()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    with pytest.raises((StateError, RuntimeError), match=r"in ?place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (3, "no model"),
+        (nn.DataParallel(nn.Linear(1, 1)), "DataParallel"),
+        (nn.Sequential(nn.SyncBatchNorm(4)), "SyncBatchNorm"),
+        (mst.Sequential([nn.Linear(1, 1)]), "limit already"),
+        (torch.compile(nn.Linear(1, 1), backend="eager"), "compiled already"),
+    ],
+)
+def test_what_cannot_be_served(model: Any, match: str) -> None:
+    with pytest.raises(ArgumentError, match=match):
+        mst.compile(model, memory=0.7)
+
+
+# ------------------------------------------------------------------- as a model
+
+
+def test_it_stands_in_front_of_the_model() -> None:
+    model = Net()
+    compiled = mst.compile(model, memory=0.6)
+    assert list(compiled.state_dict()) == list(model.state_dict())
+    assert compiled.blocks is model.blocks
+    calls: list[int] = []
+    compiled.register_forward_hook(lambda *_: calls.append(1))
+    compiled.eval()
+    assert not model.training
+    step(compiled, batch())
+    assert calls == [1]
+    assert "memory=0.6" in repr(compiled)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies(copied: Callable[[Any], Any]) -> None:
+    compiled = mst.compile(Net(), memory=0.6)
+    step(compiled, batch())
+    other = copied(compiled)
+    assert other.plan is None
+    other.zero_grad()
+    compiled.zero_grad()
+    assert torch.equal(step(other, batch()), step(compiled, batch()))
+    assert_equal([p.grad for p in other.parameters()], [p.grad for p in compiled.parameters()])
+
+
+def test_a_function() -> None:
+    plain = UNet()
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(lambda x, *, power: {"loss": (ours(x) ** power).sum()}, memory=0.8)
+    x = batch()
+    compiled(x, power=2)["loss"].backward()  # type: ignore[index]
+    (plain(x) ** 2).sum().backward()
+    assert compiled.plan is not None and not compiled.plan.keeps_all
+    assert_equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_a_tier(tmp_path: Path) -> None:
+    plain, x = UNet(), batch(512, WIDTH)
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=0.9, tiers=f"file://{tmp_path}?buffers=64KiB")
+    assert_equal(trained(compiled, ours, x), trained(plain, plain, x))
+    compiled.close()
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------ torch.compile's name
+
+
+def test_the_backend_is_registered() -> None:
+    (point,) = [p for p in entry_points(group="torch_dynamo_backends") if p.name == "multistage"]
+    assert callable(point.load())
+    plain = Net(dropping)
+    ours = copy.deepcopy(plain)
+    options = {"memory": 0.6}
+    call = torch.compile(ours, backend="multistage", fullgraph=True, options=options)
+    assert_equal(trained(call, ours, batch()), trained(plain, plain, batch()))
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [({}, "needs .*fullgraph=True"), ({"fullgraph": True, "options": {"tiers": "x"}}, "tiers")],
+)
+def test_the_backend_refuses(given: dict[str, Any], match: str) -> None:
+    call = torch.compile(Net(), backend="multistage", **given)
+    with pytest.raises(Exception, match=match):
+        call(batch())
