@@ -16,10 +16,9 @@ import statistics
 from pathlib import Path
 
 from benchmarks._common import finish, options
-from benchmarks._published import PUBLISHED
+from benchmarks._published import PUBLISHED, corrected_factor, printed_factor
 from multistage import Costs, Tier, simulate
 from multistage.planners.single.binomial import nu
-from multistage.planners.streaming.interval import corrected_factor, printed_factor
 from multistage.schedule.simulation import Simulation
 from multistage.view.chart import COLORS
 

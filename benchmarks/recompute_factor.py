@@ -12,9 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks._common import finish, options
-from benchmarks._published import PUBLISHED
+from benchmarks._published import PUBLISHED, corrected_factor, printed_factor
 from multistage import Costs, Tier
-from multistage.planners.streaming.interval import corrected_factor, printed_factor
 
 SLOTS = 100
 INTERVALS = (8, 64, 1024)

@@ -167,104 +167,65 @@ def schedule_chart(plan: Plan, title: str = "") -> Chart:
     ArgumentError
         If it is too long to draw.
     """
-    if isinstance(plan, ChainPlan):
-        return chain_chart(plan, title)
-    return course_chart(plan, course_of(plan)[0], title)
-
-
-def course_chart(plan: Plan, course: Course, title: str = "") -> Chart:
-    """Return the chart of a course that is known."""
-    names = [tier.name for tier in plan.tiers]
-    panel, legend, unit = _course_panel(course, plan.n_steps, names, "step")
-    return Chart(
-        title=title or plan.summary(),
-        panels=(panel,),
-        label=f"time ({unit})",
-        low=0.0,
-        high=panel_end(course),
-        legend=legend,
-        height=420.0,
-    )
-
-
-def panel_end(course: Course) -> float:
-    """Return the end of the horizontal axis, in its unit."""
-    return (course.end_s or 1.0) / time_unit(course.end_s)[0]
-
-
-def _course_panel(
-    course: Course,
-    n_steps: int,
-    tiers: list[str],
-    what: str,
-    place: str = " in a fast slot",
-    kept: str = "checkpoint",
-) -> tuple[Panel, tuple[tuple[str, str], ...], str]:
+    course, run = course_of(plan)
+    end_s = course.end_s or 1.0
     unit_s, unit = time_unit(course.end_s)
+    chain = isinstance(plan, ChainPlan)
+    place, kept = ("", "tape or state") if chain else (" in a fast slot", "checkpoint")
+    tiers = [tier.name for tier in plan.tiers]
     kinds: list[tuple[str, str, list[Segment], float]] = []
     for tier, lines in sorted(course.tiers.items()):
         name = tiers[tier] if tier < len(tiers) else f"tier {tier}"
         kinds.append(("tier" if tier == 0 else "tier 2", f"{kept} in {name}", lines, 1.4))
     tapes = [line for line in course.tapes if line[2] > line[0]]
+    stalled_s = sum(stop_s - start_s for start_s, _, stop_s, _ in course.stalls)
     kinds += [
         ("tape", "tape held", tapes, 1.0),
         ("fast", f"checkpoint{place}", course.fast, 2.0),
         ("forward", "forward", course.forward, 1.4),
         ("reverse", "adjoint", course.reverse, 2.4),
-        ("stall", f"stall {format_seconds(_length_s(course.stalls))}", course.stalls, 3.5),
+        ("stall", f"stall {format_seconds(stalled_s)}", course.stalls, 3.5),
     ]
     marks = tuple(
         Strokes(label, color, tuple((a / unit_s, b, c / unit_s, d) for a, b, c, d in lines), width)
         for color, label, lines, width in kinds
         if lines
     )
-    margin = 0.02 * n_steps
-    panel = Panel(marks, what, -margin, n_steps + margin)
-    return panel, tuple((mark.color, mark.label) for mark in marks), unit
-
-
-def _length_s(segments: list[Segment]) -> float:
-    return sum(stop_s - start_s for start_s, _, stop_s, _ in segments)
-
-
-def _chain_title(plan: ChainPlan) -> str:
-    limit = "" if plan.memory_bytes is None else f" within {format_bytes(plan.memory_bytes)}"
-    return f"{plan.planner}: {len(plan.costs.stages)} stages{limit}"
-
-
-def chain_chart(plan: ChainPlan, title: str = "") -> Chart:
-    """Return what is kept of a chain over both sweeps, above the memory it takes."""
-    course, run = course_of(plan)
-    samples = run.timeline.memory["fast"]
-    limit = plan.memory_bytes
-    top = max(peak for _, peak in samples)
-    # As in a timeline: a limit far above the peak is given as text.
-    shown = limit is not None and limit <= 3 * top
-    most = max(top, limit) if shown and limit is not None else top
-    names = [tier.name for tier in plan.tiers]
-    panel, legend, unit = _course_panel(
-        course, len(plan.costs.stages), names, "stage", "", "tape or state"
+    margin = 0.02 * plan.n_steps
+    panels = [Panel(marks, plan.UNIT[:-1], -margin, plan.n_steps + margin)]
+    if chain:
+        panels.append(_memory_panel(plan, run.timeline.memory["fast"], end_s, unit_s))
+        limit = "" if plan.memory_bytes is None else f" within {format_bytes(plan.memory_bytes)}"
+        title = title or f"{plan.title}{limit}"
+    return Chart(
+        title=title or plan.summary(),
+        panels=tuple(panels),
+        label=f"time ({unit})",
+        low=0.0,
+        high=end_s / unit_s,
+        legend=tuple((mark.color, mark.label) for mark in marks),
+        height=520.0 if chain else 420.0,
     )
-    unit_s, (size, bytes_unit) = time_unit(course.end_s)[0], byte_unit(most)
+
+
+def _memory_panel(
+    plan: Plan, samples: Sequence[tuple[float, float]], end_s: float, unit_s: float
+) -> Panel:
+    """Return the memory that a chain takes over time."""
+    limit, top = plan.memory_bytes, max(peak for _, peak in samples)
+    # As in a timeline: a limit far above the peak is given as text.
+    shown = limit if limit is not None and limit <= 3 * top else None
+    most = top if shown is None else max(top, shown)
+    size, unit = byte_unit(most)
     points = tuple((t / unit_s, value / size) for t, value in samples)
     marks = [Line("memory", "fast", points, step=True, fill=True)]
-    if shown and limit is not None:
-        ends = ((0.0, limit / size), (panel_end(course), limit / size))
+    if shown is not None:
+        ends = ((0.0, shown / size), (end_s / unit_s, shown / size))
         marks.append(Line("limit", "limit", ends, dashed=True))
     note = f"peak {format_bytes(plan.peak_bytes)}"
     note += f" of {format_bytes(limit)}" if limit is not None else ""
-    memory = Panel(
-        tuple(marks), f"memory ({bytes_unit})", 0.0, 1.3 * most / size or 1.0, share=0.5, note=note
-    )
-    return Chart(
-        title=title or _chain_title(plan),
-        panels=(panel, memory),
-        label=f"time ({unit})",
-        low=0.0,
-        high=panel_end(course),
-        legend=legend,
-        height=520.0,
-    )
+    high = 1.3 * most / size or 1.0
+    return Panel(tuple(marks), f"memory ({unit})", 0.0, high, share=0.5, note=note)
 
 
 # Plans so many times slower than the fastest are left out: of two slots, say.

@@ -120,7 +120,7 @@ def test_a_capacity_in_states_is_refused_where_sizes_differ() -> None:
 
 def test_a_plan_of_several_tiers_or_none_has_not_one_to_replace() -> None:
     made = plan(Costs(1.0, 2.0), "5 slots", 20)
-    with pytest.raises(ArgumentError, match="0 tiers"):
+    with pytest.raises(ArgumentError, match="no tier to replace"):
         made.simulate(tiers="write=1GB/s")
 
 

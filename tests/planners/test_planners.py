@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks._published import corrected_factor, printed_factor
 from multistage.actions import (
     Offer,
     Put,
@@ -18,7 +19,6 @@ from multistage.model.costs import NOT_KEPT, Costs
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS, RANKED, plan
 from multistage.planners.predict import SIMULATED_STEPS
-from multistage.planners.streaming.interval import corrected_factor, printed_factor
 from multistage.planners.streaming.online import dynamic_schedule, online_schedule
 from multistage.planners.streaming.streaming import streaming
 from multistage.schedule.rules import check

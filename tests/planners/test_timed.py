@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks._published import paper_interval
 from multistage import native
 from multistage.errors import ArgumentError, BudgetError
 from multistage.model.costs import Costs
@@ -21,7 +22,6 @@ from multistage.planners.streaming.interval import (
     _over,
     interval,
     interval_schedule,
-    paper_interval,
     shortest_interval,
 )
 from multistage.planners.streaming.online import _Levels, checkpoints_after

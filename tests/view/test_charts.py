@@ -16,20 +16,20 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from benchmarks._published import paper_interval
 from multistage import Costs, Stage, StageCosts, Tier, memory_curve, plan, plan_chain, simulate
 from multistage.actions import Advance, Await, Drop, EndForward, Free, Get, Load, Put, Reverse
 from multistage.errors import ArgumentError, BudgetError
 from multistage.planners import PLANNERS
 from multistage.planners.pages import (
     MOST_STEPS,
-    chain_chart,
     chain_trade_off_chart,
     course_of,
     plan_chart,
+    schedule_chart,
     trade_off_chart,
 )
 from multistage.planners.ranking import trade_off
-from multistage.planners.streaming.interval import paper_interval
 from multistage.view import save_chart
 from multistage.view.chart import (
     COLORS,
@@ -166,7 +166,7 @@ def test_a_schedule_too_long_is_an_error(tmp_path: Path) -> None:
 
 def test_a_chain_and_its_memory() -> None:
     made = plan_chain(CHAIN, 0.4)
-    chart = chain_chart(made)
+    chart = schedule_chart(made)
     stages, memory = chart.panels
     assert chart.high == pytest.approx(1e3 * made.makespan_s)
     line = memory.marks[0]
@@ -212,7 +212,7 @@ def test_fast_memory_is_drawn_by_its_contents() -> None:
     )
     assert disk.label.startswith("disk")
     assert ("tier", "going to or coming from a tier") in chart.legend
-    course = chain_chart(made)
+    course = schedule_chart(made)
     (strokes,) = (m for m in course.panels[0].marks if m.label == "tape or state in disk")
     assert len(strokes.segments) == run.writes
     text = to_svg(chart, alone=True)
@@ -249,7 +249,7 @@ def every_chart() -> dict[str, Chart]:
         "timeline": timeline_chart(run.timeline, "t", {"fast": 6 << 20}),
         "schedule": plan_chart(made, "schedule"),
         "trade-off": plan_chart(made, "trade-off"),
-        "chain": chain_chart(chained),
+        "chain": schedule_chart(chained),
         "chain trade-off": chain_trade_off_chart(chained, {"optimal": memory_curve(CHAIN)}),
     }
 

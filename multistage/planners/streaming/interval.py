@@ -4,7 +4,7 @@ Kukreja, Hueckelheim & Gorman 2018, "Backpropagation for long sequences:
 beyond memory constraints with constant overheads", arXiv:1806.01117.
 I = ceil(T_W / T_A); every interval is read back and reversed, by keeping all
 its states where they fit, else by Revolve.  Where not even one interval lies
-before the end, plain Revolve is the fallback.  That is `paper_interval`.
+before the end, plain Revolve is the fallback.
 
 The rule makes a plan slower where a tier gets faster: with quicker writes but
 slow reads more states are read back, and nothing hides the reads (40 % slower
@@ -15,8 +15,7 @@ the tier used where that does not pay.
 
 The paper prints T = n R(I, s) T_A + n T_B, which leaves out the forward
 sweep.  Correct is T = n T_A (1 + nu(I, s) / I) + n T_B, so that its promise
-never to be slower than Revolve holds only for long sequences; see
-`printed_factor` and `corrected_factor`.  Not optimal in general.
+never to be slower than Revolve holds only for long sequences.  Not optimal in general.
 
 All intervals but the last are alike, so that the makespan is a closed form
 (`_seconds`), exact where the driver's actions take no time.
@@ -51,28 +50,6 @@ from ..predict import ACTIONS_PER_STEP, with_actions
 from ..single.binomial import NuTable, nu, reverse_actions
 from ..single.revolve import plain_revolve
 from ..uniform import UniformPlan, require_steps
-
-
-def printed_factor(interval: int, slots: int) -> float:
-    """Return the recompute factor R(I, s) as the paper draws it, without the forward sweep.
-
-    Examples
-    --------
-    >>> round(printed_factor(1024, 100), 3)
-    1.901
-    """
-    return (nu(interval, slots) + 1) / interval
-
-
-def corrected_factor(interval: int, slots: int) -> float:
-    """Return forward steps run / n in the steady state, the forward sweep included.
-
-    Examples
-    --------
-    >>> corrected_factor(8, 100)
-    1.875
-    """
-    return 1 + nu(interval, slots) / interval
 
 
 def interval_schedule(interval: int, slots: int, queue: int, n_steps: int) -> Schedule:
@@ -147,7 +124,8 @@ def interval(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     --------
     >>> from multistage.model.tier import Tier
     >>> slow_reads = Costs(1.0, 1.0, tiers=(Tier(write_s=1.0, read_s=20.0),))
-    >>> paper_interval(slow_reads, 30, 1000).makespan_s, interval(slow_reads, 30, 1000).makespan_s
+    >>> made = shortest_interval(slow_reads, 30, 1000)
+    >>> made.makespan_s, interval(slow_reads, 30, 1000).makespan_s
     (20982.0, 2931.0)
     """
     n = require_steps(n_steps, "interval")
@@ -162,15 +140,6 @@ def interval(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
         # With actions the closed form is an estimate: the shortest might be better.
         made = min(_over(costs, slots, n, least), made, key=lambda plan: plan.makespan_s)
     return made if made.makespan_s <= plain.makespan_s else plain
-
-
-def paper_interval(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
-    """Return the plan of the paper, I = ceil(rho), or Revolve's where it does not apply."""
-    n = require_steps(n_steps, "interval")
-    least = _least_length(costs, n)
-    if least >= n or least > max(1, math.ceil(costs.rho - 1e-9)):
-        return _revolve(costs, slots, n)
-    return _over(costs, slots, n, least)
 
 
 def shortest_interval(costs: Costs, slots: int, n_steps: int) -> UniformPlan | None:

@@ -83,20 +83,6 @@ class Reservation:
             return 0
         return int(self._table(free, length).again[length])
 
-    def seconds(self, length: int, free: int) -> float:
-        """Return V(length): seconds until the interval and the next read are done."""
-        tier = self.costs.tier
-        read_s = tier.read_s if tier else 0.0
-        if length > EXACT_LENGTH:
-            return self.reverse_s(length, free)
-        if free < 1:
-            return self.reverse_s(length, free) + read_s
-        return float(self._table(free, length).value[length])
-
-    def reverse_s(self, length: int, free: int) -> float:
-        """Return D(length, free): an undisturbed reversal, its first state held beside `free`."""
-        return length * self.costs.turn_s + nu(length, free + 1) * self.costs.forward_step_s
-
     def _table(self, free: int, length: int) -> _Table:
         have = self._tables.get(free)
         if have is not None and len(have.value) > length:
