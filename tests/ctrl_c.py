@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import functools
 import gc
 import json
 import os
@@ -31,7 +32,7 @@ from multistage.backends import open_store
 from multistage.measurement.store import probe_store
 from multistage.states.layout import Layout
 
-SIZE = 1024
+SIZE, N = 1024, 60
 LAYOUT = Layout.of(np.zeros(SIZE))
 GIVEN = Costs(2e-5, 4e-5, state_bytes=8 * SIZE, tiers=(Tier("tier", 4e-5, 4e-5),))
 TIERS = {
@@ -78,14 +79,25 @@ def run(folder: Path, tier: str, costs: Costs | None) -> None:
     with Reversal(
         lambda x, i: np.sin(x),
         lambda x, a, i: np.cos(x) * a,
-        20,
+        N,
         memory="6 slots",
         costs=costs,
         planner="streaming",
         **place,  # type: ignore[arg-type]
     ) as reversal:
-        reversal.forward(np.ones(SIZE))
-        reversal.reverse(np.ones(SIZE))
+        reversal.forward(np.linspace(0, 1, SIZE))
+        assert reversal.reverse(np.ones(SIZE)).tobytes() == exact()
+
+
+@functools.cache
+def exact() -> bytes:
+    """Return the bits of the gradient, every state kept."""
+    states, adjoint = [np.linspace(0, 1, SIZE)], np.ones(SIZE)
+    for _ in range(N):
+        states.append(np.sin(states[-1]))
+    for state in reversed(states[:-1]):
+        adjoint = np.cos(state) * adjoint
+    return adjoint.tobytes()
 
 
 def works(name: str, folder: Path) -> list[Callable[[], None]]:

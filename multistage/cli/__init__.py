@@ -1,6 +1,6 @@
 """The command line: probe | plan | simulate | demo | status | clean.
 
-One module for each command, with `add` (its options) and `run`.
+One module for each command, or two, with `add` (its options) and what runs it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from ..errors import MultistageError, redacted
 from ..version import __version__
-from . import clean, demo, plan, probe, simulate, status
+from . import demo, folders, plan, probe, simulate
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"multistage {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (probe, plan, simulate, status, clean, demo):
+    for command in (probe, plan, simulate, folders, demo):
         command.add(commands)
     return parser
 

@@ -24,7 +24,7 @@ from .options import (
     say_written,
     shown,
 )
-from .problem import made_by
+from .options import made_by
 
 Rows: TypeAlias = "list[dict[str, object]]"
 

@@ -21,7 +21,7 @@ from .options import (
     require_writable,
     say_written,
 )
-from .problem import made_by
+from .options import made_by
 
 
 def add(commands: Commands) -> None:

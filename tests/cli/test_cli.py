@@ -229,7 +229,7 @@ def test_ctrl_c_ends_quietly(capsys, monkeypatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("multistage.cli.problem.plan", interrupt)
+    monkeypatch.setattr("multistage.cli.options.plan", interrupt)
     assert main(["plan", *NUMBERS]) == 130
     assert "Traceback" not in capsys.readouterr().err
 

@@ -126,11 +126,14 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path, name: str) -> N
     folder.close()
 
 
-def test_one_process_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begun", ["True", "os.fork()"])
+def test_one_process_at_a_time(begun: str, tmp_path: Path) -> None:
+    """A child of it that lives on holds no lock."""
     code = (
-        "import sys; from pathlib import Path; from multistage.durable.folder import Folder\n"
+        "import os, sys; from pathlib import Path; from multistage.durable.folder import Folder\n"
         "folder = Folder(Path(sys.argv[1])); folder.lock()\n"
-        "print('locked', flush=True); sys.stdin.read()"
+        f"if {begun}: print('locked', flush=True)\n"
+        "sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -142,9 +145,9 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
             folder.lock()
         other.send_signal(signal.SIGKILL)
         other.wait()
-    assert not folder.in_use()
-    folder.lock()
-    folder.close()
+        assert not folder.in_use()
+        folder.lock()  # though the child waits for its input still
+        folder.close()
 
 
 def test_who_looks_does_not_keep_a_run_from_beginning(
@@ -162,25 +165,6 @@ def test_who_looks_does_not_keep_a_run_from_beginning(
     folder = Folder(tmp_path)
     folder.lock()
     folder.close()
-
-
-def test_a_child_that_lives_on_holds_no_lock(tmp_path: Path) -> None:
-    code = (
-        "import os, sys; from pathlib import Path; from multistage.durable.folder import Folder\n"
-        "folder = Folder(Path(sys.argv[1])); folder.lock()\n"
-        "if os.fork(): print('locked', flush=True)\n"
-        "sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"locked\n"
-        folder = Folder(tmp_path)
-        assert folder.in_use()
-        other.send_signal(signal.SIGKILL)
-        other.wait()
-        folder.lock()  # though the child waits for its input still
-        folder.close()
 
 
 def test_a_lock_that_was_removed_meanwhile_is_taken_again(
@@ -282,10 +266,8 @@ def test_a_file_of_a_stranger_is_refused_by_its_name(tmp_path: Path, name: str, 
     path.mkdir()
     STRANGE[what](path / name)
     before = seen(path)
-    run: Any = Reversal(lambda x, i: x + i, lambda x, a, i: a + x, 9, durable=path)
     with pytest.raises(StoreError, match=f"its file '{name}' "):
-        run.forward(np.ones(3))
-    run.close()
+        summed(path, costs=None)
     assert seen(path) == before
     for options in ([], ["--force"], ["--dry-run"]):
         assert main(["clean", *options, str(path)]) == 0
@@ -293,20 +275,27 @@ def test_a_file_of_a_stranger_is_refused_by_its_name(tmp_path: Path, name: str, 
     assert not inspect(path).resumable
 
 
-def stopped(path: Path) -> None:
-    """Leave a run that was stopped in the reverse sweep."""
+def summed(path: Path, stop: int = -1, **options: Any) -> Any:
+    """Run 9 steps in a durable folder; raise KeyboardInterrupt in the adjoint of one."""
 
     def adjoint_step(x: Any, a: Any, i: int) -> Any:
-        if i == 3:
+        if i == stop:
             raise KeyboardInterrupt
         return a + x
 
-    run: Any = Reversal(
-        lambda x, i: x + i, adjoint_step, 9, durable=path, durable_every_s=0, costs=COSTS
-    )
-    run.forward(np.ones(3))
+    settings = {"durable_every_s": 0, "costs": COSTS, "memory": "4 slots"} | options
+    with Reversal(lambda x, i: x + i, adjoint_step, 9, durable=path, **settings) as run:
+        run.forward(np.ones(3))
+        return run.reverse(np.ones(3)).tolist()
+
+
+SUM = [94.0] * 3
+
+
+def stopped(path: Path) -> None:
+    """Leave a run that was stopped in the reverse sweep."""
     with pytest.raises(KeyboardInterrupt):
-        run.reverse(np.ones(3))
+        summed(path, stop=3)
 
 
 @pytest.mark.timeout(60)
@@ -321,19 +310,14 @@ def test_a_file_of_a_stranger_beside_a_run_stays(tmp_path: Path, name: str, what
     else:
         STRANGE[what](path / name)
     before = seen(path)[name]
-    run: Any = Reversal(
-        lambda x, i: x + i, lambda x, a, i: a + x, 9, durable=path, durable_every_s=0, costs=COSTS
-    )
     if name == "lock" and what != "another run":
         with pytest.raises(StoreError, match="its file 'lock' "):
-            run.forward(np.ones(3))
+            summed(path)
         assert seen(path)[name] == before
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)  # it is in the way of one of ours
-        run.forward(np.ones(3))
-        assert np.array_equal(run.reverse(np.ones(3)), np.full(3, 94.0))
-        run.close()
+        assert summed(path) == SUM
     if name != "lock":  # a lock of another run of ours is a lock
         assert seen(path) == {name: before}
 
@@ -349,6 +333,7 @@ def test_clean_leaves_a_file_of_a_stranger_beside_a_run(
     (path / "adjoint-5").write_bytes(encode(Kind.ADJOINT, b"r" * 16, b"", 3) + b"abc")
     foreign = {"adjoint-5", "states-77", "thesis.tex", "tmp-last"}
     before = seen(path)
+    assert inspect(path).strangers == 4 and not inspect(path).resumable
     assert main(["clean", "--force", "--dry-run", str(path)]) == 0
     assert seen(path) == before
     told = capsys.readouterr().out.splitlines()
@@ -437,34 +422,18 @@ def test_a_file_system_that_can_do_less(
 SYSTEMS_OWN = [".DS_Store", "._run", ".nfs0000000012af34000001", ".fuse_hidden0000a1b", "Thumbs.db"]
 
 
-def gradient(path: Path, until: int = 0) -> Any:
-    """Run 20 steps in a durable folder; raise ValueError in the adjoint of a step."""
-
-    def back(x: Any, a: Any, i: int) -> Any:
-        if i == until - 1:
-            raise ValueError("stop")
-        return np.cos(x) * a
-
-    with Reversal(
-        lambda x, i: np.sin(x), back, 20, memory="4 slots", durable=path, costs=COSTS
-    ) as run:
-        run.forward(np.ones(4))
-        return run.reverse(np.ones(4))
-
-
 def test_files_of_the_system_do_not_block_a_resumed_run(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    with pytest.raises(ValueError, match="stop"):
-        gradient(path, until=5)
+    stopped(path)
     for name in SYSTEMS_OWN:
         (path / name).write_text("noise")
     assert inspect(path).resumable
-    assert gradient(path).tolist() == gradient(tmp_path / "plain").tolist()
+    assert summed(path) == SUM
     assert sorted(each.name for each in path.iterdir()) == sorted(SYSTEMS_OWN)
-    assert gradient(path).tolist() == gradient(tmp_path / "plain").tolist()
+    assert summed(path) == SUM
     (path / "thesis.tex").write_text("")
     with pytest.raises(StoreError, match=r"no durable run wrote, such as 'thesis\.tex'"):
-        gradient(path)
+        summed(path)
 
 
 @pytest.mark.parametrize("when", ["checked", "locked"])
@@ -485,7 +454,7 @@ def test_a_folder_that_its_last_user_removes_meanwhile_is_made_again(
         monkeypatch.setattr(durable_run, "ours_alone", lambda folder: (look(folder), removed()))
     else:
         monkeypatch.setattr(Folder, "_lock_file", lambda self: (lock_file(self), removed())[0])
-    assert gradient(path).tolist() == gradient(tmp_path / "plain").tolist()
+    assert summed(path) == SUM
     assert list(tmp_path.iterdir()) == []
 
 

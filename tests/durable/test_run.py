@@ -92,49 +92,29 @@ def broken_off(name: str, n: int, folder: Path, **options: Any) -> None:
 
 
 SIZES = [(1, 1), (2, 2), (23, 1), (23, 30)]
-GRID = [(name, 23, 4) for name in CHAINS]
-GRID += [(name, n, slots) for name in ("nested", "in-place-tape") for n, slots in SIZES]
+GRID = [(name, 23, 4, False) for name in CHAINS]
+GRID += [(name, *size, False) for name in ("nested", "in-place-tape") for size in SIZES]
+GRID += [("nested", *size, True) for size in SIZES]
+GRID += [(name, 23, 4, True) for name in ("nested", "tape", "in-place", "in-place-tape", "fortran")]
 
 
 @pytest.mark.long(but=("nested-*", "*-in-place-*", "tape-*"))
 @pytest.mark.parametrize("costs", [FAST, SLOW], ids=["fast", "slow"])
-@pytest.mark.parametrize(("name", "n", "slots"), GRID)
-def test_broken_off_thrice_and_exact(
-    name: str, costs: Costs, n: int, slots: int, tmp_path: Path
+@pytest.mark.parametrize(("name", "n", "slots", "until"), GRID)
+def test_broken_off_often_and_exact(
+    name: str, costs: Costs, n: int, slots: int, until: bool, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     if not CHAINS[name][0]().state_is_tape:
         costs = Costs(1.0, 1.0, 1.0, tiers=costs.tiers)
-    options: dict[str, Any] = {"costs": costs, "slots": slots}
-    for broken in ({"forward": n // 2}, {"back": n - 1}, {"back": n // 2}, {"back": 0}):
+    options: dict[str, Any] = {"costs": costs, "slots": slots, "until": until}
+    broken: dict[str, int]
+    for broken in ({"forward": n // 2}, {"forward": n - 1}, {"back": n - 1}, {"back": n // 2}):
         broken_off(name, n, folder, **options, **broken)
-    last, adjoint, chain = sweep(name, n, folder, **options)
-    assert (last, adjoint) == store_all(name, n)
-    assert chain.reversed <= n
-    assert not folder.exists()
-
-
-UNTIL = [("nested", 1, 1), ("nested", 2, 2), ("nested", 23, 1), ("nested", 23, 30)]
-UNTIL += [(name, 23, 4) for name in ("nested", "tape", "in-place", "in-place-tape", "fortran")]
-
-
-@pytest.mark.parametrize("costs", [FAST, SLOW], ids=["fast", "slow"])
-@pytest.mark.parametrize(("name", "n", "slots"), UNTIL)
-def test_an_end_that_until_finds(
-    name: str, costs: Costs, n: int, slots: int, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    if not CHAINS[name][0]().state_is_tape:
-        costs = Costs(1.0, 1.0, 1.0, tiers=costs.tiers)
-    options: dict[str, Any] = {"costs": costs, "slots": slots, "until": True}
-    for broken in ({"forward": n // 2}, {"forward": n - 1}):
-        broken_off(name, n, folder, **options, **broken)
-        found = inspect(folder)
-        assert (found.begun, found.n_steps, found.resumable) == (True, None, True)
-        assert "the last is not known yet" in str(found)
-    for broken in ({"back": n - 1}, {"back": n // 2}, {"back": 0}):
-        broken_off(name, n, folder, **options, **broken)
-        assert inspect(folder).n_steps == n
+        found, known = inspect(folder), not until or "back" in broken
+        assert (found.begun, found.n_steps, found.resumable) == (True, n if known else None, True)
+        assert ("the last is not known yet" in str(found)) == (not known)
+    broken_off(name, n, folder, **options, back=0)
     last, adjoint, chain = sweep(name, n, folder, **options)
     assert (last, adjoint) == store_all(name, n)
     assert chain.reversed <= n
@@ -189,19 +169,6 @@ def test_a_found_end_and_a_told_one_are_two_runs(begun: bool, tmp_path: Path) ->
         sweep("nested", 23, folder, until=not begun)
     assert "n_steps=23" in str(caught.value)
     assert sweep("nested", 23, folder, until=begun)[:2] == store_all("nested", 23)
-
-
-@pytest.mark.parametrize("what", ["states", "last", "adjoint", "all"])
-def test_harmed_files_of_a_found_end(what: str, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    broken_off("nested", 40, folder, until=True, back=20)
-    for path in folder.iterdir():
-        if path.name.startswith(what) or (what == "all" and path.name not in ("run", "lock")):
-            HARMS["flipped"](path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CheckpointWarning)
-        assert sweep("nested", 40, folder, until=True)[:2] == store_all("nested", 40)
-    assert not folder.exists()
 
 
 def test_a_resumed_forward_sweep_continues_from_the_newest_state(tmp_path: Path) -> None:
@@ -271,7 +238,7 @@ def test_an_adjoint_harmed_after_forward_is_an_error_and_then_the_older_one(
         with pytest.raises(StoreError, match="begin again with forward"):
             run.reverse(np.ones(3))
         run.forward(np.ones(3))
-        assert np.array_equal(run.reverse(np.ones(3)), plain(20)[0])
+        assert np.array_equal(run.reverse(np.ones(3)), plain(20))
 
 
 def test_prepare_does_not_begin_a_run_nor_end_one(tmp_path: Path) -> None:
@@ -291,15 +258,16 @@ def test_prepare_does_not_begin_a_run_nor_end_one(tmp_path: Path) -> None:
 # ------------------------------------------------------------ what is not resumed
 
 
-def simple(folder: Path, n: int = 20, **options: Any) -> Reversal[Any, Any]:
-    settings: dict[str, Any] = {
-        "durable_every_s": 0,
-        "costs": FAST,
-        "memory": "4 slots",
-    } | options
-    return Reversal(
-        lambda x, i: x * 1.01 + i, lambda x, a, i: a * x + i, n, durable=folder, **settings
-    )
+def simple(folder: Path, n: int = 20, back: int = -1, **options: Any) -> Reversal[Any, Any]:
+    """Return a run that breaks off at adjoint step `back`."""
+
+    def adjoint_step(x: Any, a: Any, i: int) -> Any:
+        if i == back:
+            raise BrokenOff
+        return a * x + i
+
+    settings = {"durable_every_s": 0, "costs": FAST, "memory": "4 slots"} | options
+    return Reversal(lambda x, i: x * 1.01 + i, adjoint_step, n, durable=folder, **settings)
 
 
 def left(folder: Path, n: int = 20, **options: Any) -> None:
@@ -450,7 +418,7 @@ def test_arguments_are_checked(options: dict[str, Any], reason: str, tmp_path: P
 
 def test_the_adjoint_must_be_the_one_it_was(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    (gradient,) = plain(20)
+    gradient = plain(20)
     broken(folder, 20, 7)
     with simple(folder) as run:
         run.forward(np.ones(3))
@@ -461,7 +429,7 @@ def test_the_adjoint_must_be_the_one_it_was(tmp_path: Path) -> None:
         assert np.array_equal(run.reverse(np.ones(3)), gradient)
 
 
-def plain(n: int) -> tuple[Any]:
+def plain(n: int) -> Any:
     """Return the gradient of `simple`, every state kept."""
     states = [np.ones(3)]
     for i in range(n):
@@ -469,27 +437,12 @@ def plain(n: int) -> tuple[Any]:
     adjoint = np.ones(3)
     for i in reversed(range(n)):
         adjoint = adjoint * states[i] + i
-    return (adjoint,)
+    return adjoint
 
 
-def broken(folder: Path, n: int, back: int, **options: Any) -> None:
+def broken(folder: Path, n: int, back: int) -> None:
     """Leave a run of `simple` behind that was broken off at adjoint step `back`."""
-
-    def adjoint_step(x: Any, a: Any, i: int) -> Any:
-        if i == back:
-            raise BrokenOff
-        return a * x + i
-
-    with (
-        pytest.raises(BrokenOff),
-        Reversal(
-            lambda x, i: x * 1.01 + i,
-            adjoint_step,
-            n,
-            durable=folder,
-            **{"durable_every_s": 0, "costs": FAST, "memory": "4 slots"} | options,
-        ) as run,
-    ):
+    with pytest.raises(BrokenOff), simple(folder, n, back) as run:
         run.forward(np.ones(3))
         run.reverse(np.ones(3))
 
@@ -499,7 +452,7 @@ def test_an_adjoint_of_other_things_is_refused_before_its_steps(tmp_path: Path) 
         run.forward(np.ones(3))
         with pytest.raises(ArgumentError, match="must be a pytree of arrays"):
             run.reverse(1.0)
-        assert np.array_equal(run.reverse(np.ones(3)), plain(20)[0])
+        assert np.array_equal(run.reverse(np.ones(3)), plain(20))
 
 
 def test_an_adjoint_keeps_its_layout(tmp_path: Path) -> None:
@@ -562,7 +515,7 @@ def test_an_adjoint_in_flight_is_not_overwritten(tmp_path: Path) -> None:
     assert inspect(folder).adjoint_step == 15
     with simple(folder) as again:
         again.forward(np.ones(3))
-        assert np.array_equal(again.reverse(np.ones(3)), plain(20)[0])
+        assert np.array_equal(again.reverse(np.ones(3)), plain(20))
 
 
 def test_adjoints_are_written_at_their_interval(tmp_path: Path) -> None:
@@ -611,8 +564,11 @@ def test_the_next_sweep_of_a_process_starts_again(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("reversed_before", [False, True])
-def test_no_state_of_an_earlier_sweep_is_taken_up(reversed_before: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["forward", "reversed", "not removed"])
+def test_no_state_of_an_earlier_sweep_is_taken_up(
+    before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by the next sweep of the process, nor by one that resumes that."""
     folder, factor, breaks_at = tmp_path / "run", 1.0, -1
 
     def step(x: Any, i: int) -> Any:
@@ -627,15 +583,26 @@ def test_no_state_of_an_earlier_sweep_is_taken_up(reversed_before: bool, tmp_pat
 
     run = begin()
     run.forward(np.zeros(1))
-    if reversed_before:
+    if before == "reversed":
         run.reverse(np.zeros(1))
-    factor, breaks_at = 2.0, 4
+    factor = 2.0
+    if before == "not removed":
+        with monkeypatch.context() as patched:
+            patched.setattr(Folder, "names", failing)
+            with pytest.raises(StoreError, match="what a run left in it cannot be removed"):
+                run.forward(np.zeros(1))
+    breaks_at = 4
     with pytest.raises(BrokenOff):
         run.forward(np.zeros(1))
     breaks_at = -1
     with begin() as run:
         assert run.forward(np.zeros(1)).tolist() == [20]
         assert run.reverse(np.zeros(1)).tolist() == [90]
+
+
+def failing(*_: object) -> list[str]:
+    """What a disk that is gone answers in place of the names in a folder."""
+    raise OSError(5, "Input/output error")
 
 
 def test_a_gradient_that_was_not_saved_is_there_again(tmp_path: Path) -> None:
@@ -671,7 +638,7 @@ def test_ctrl_c_leaves_a_run_to_resume(tmp_path: Path) -> None:
     assert inspect(folder).adjoint_step is not None
     hit = False
     run.forward(np.ones(3))  # the same object will do
-    assert np.array_equal(run.reverse(np.ones(3)), plain(20)[0])
+    assert np.array_equal(run.reverse(np.ones(3)), plain(20))
     run.close()
     assert not folder.exists()
 
@@ -708,7 +675,7 @@ def test_in_one_call(tmp_path: Path) -> None:
         memory="3 slots",
         durable=tmp_path / "run",
     )
-    assert np.array_equal(result.adjoint, plain(20)[0])
+    assert np.array_equal(result.adjoint, plain(20))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -726,11 +693,19 @@ HARMS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("harm", HARMS)
-@pytest.mark.parametrize("what", ["states", "last", "adjoint", "all", "one"])
-def test_harmed_files_cost_steps_never_bits(what: str, harm: str, tmp_path: Path) -> None:
+HARMED = ["states", "last", "adjoint", "all", "one"]
+
+
+@pytest.mark.parametrize(
+    ("what", "harm", "until"),
+    [(what, harm, False) for what in HARMED for harm in HARMS]
+    + [(what, "flipped", True) for what in HARMED],
+)
+def test_harmed_files_cost_steps_never_bits(
+    what: str, harm: str, until: bool, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    broken_off("nested", 40, folder, back=20)
+    broken_off("nested", 40, folder, back=20, until=until)
     names = sorted(path.name for path in folder.iterdir())
     newest = min((int(name[8:]) for name in names if name.startswith("adjoint")), default=0)
     for name in names:
@@ -745,7 +720,7 @@ def test_harmed_files_cost_steps_never_bits(what: str, harm: str, tmp_path: Path
             HARMS[harm](folder / name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
-        last, adjoint, _ = sweep("nested", 40, folder)
+        last, adjoint, _ = sweep("nested", 40, folder, until=until)
     assert (last, adjoint) == store_all("nested", 40)
     if harm in ("folder", "link", "empty") and folder.exists():  # no file of ours: it stays
         assert all(
@@ -766,7 +741,7 @@ def test_a_last_state_of_other_numbers_is_computed_again(tmp_path: Path) -> None
     (folder / "last").write_bytes(written.replace(last.tobytes(), (last + 1).tobytes()))
     with simple(folder) as run:
         assert run.forward(np.ones(3)).tolist() == last.tolist()
-        assert np.array_equal(run.reverse(np.ones(3)), plain(20)[0])
+        assert np.array_equal(run.reverse(np.ones(3)), plain(20))
 
 
 @pytest.mark.parametrize("harm", [harm for harm in HARMS if harm not in ("gone",)])
@@ -817,7 +792,7 @@ def test_write_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         run.forward(np.ones(3))
     with pytest.warns(CheckpointWarning, match="the adjoint at step .* cannot be written"):
         gradient = run.reverse(np.ones(3))
-    assert np.array_equal(gradient, plain(20)[0])
+    assert np.array_equal(gradient, plain(20))
     run.close()
 
 
@@ -832,67 +807,25 @@ def test_a_folder_that_cannot_be_written_raises_an_error(
         simple(tmp_path / "run").forward(np.ones(3))
 
 
-def failing(*_: object) -> list[str]:
-    """What a disk that is gone answers in place of the names in a folder."""
-    raise OSError(5, "Input/output error")
-
-
+@pytest.mark.parametrize("early", [False, True])
 def test_a_folder_that_cannot_be_listed_is_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with simple(tmp_path / "run") as run:
-        run.forward(np.ones(3))
-        gradient = run.reverse(np.ones(3))
+    run = simple(tmp_path / "run")
+    if early:
         monkeypatch.setattr(Folder, "names", failing)
+        with pytest.raises(StoreError, match="cannot be read: "):
+            run.forward(np.ones(3))
+    else:
+        with run:
+            run.forward(np.ones(3))
+            run.reverse(np.ones(3))
+            monkeypatch.setattr(Folder, "names", failing)
     monkeypatch.undo()
     with simple(tmp_path / "run") as run:  # not in use, and nothing was lost
         run.forward(np.ones(3))
-        assert np.array_equal(run.reverse(np.ones(3)), gradient)
+        assert np.array_equal(run.reverse(np.ones(3)), plain(20))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_that_cannot_be_listed_is_refused_and_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = simple(tmp_path / "run")
-    monkeypatch.setattr(Folder, "names", failing)
-    with pytest.raises(StoreError, match="cannot be read: "):
-        run.forward(np.ones(3))
-    monkeypatch.undo()
-    with simple(tmp_path / "run") as another:
-        another.forward(np.ones(3))
-
-
-def test_a_sweep_that_cannot_be_removed_is_not_taken_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither by the next sweep of the process, nor by one that resumes that."""
-    folder, factor, breaks_at = tmp_path / "run", 1.0, -1
-
-    def step(x: Any, i: int) -> Any:
-        if i == breaks_at:
-            raise BrokenOff
-        return x + factor
-
-    def begin() -> Any:
-        return Reversal(
-            step, lambda x, a, i: a + x, 10, durable=folder, durable_every_s=0, costs=FAST
-        )
-
-    run = begin()
-    run.forward(np.zeros(1))
-    factor = 2.0
-    with monkeypatch.context() as patched:
-        patched.setattr(Folder, "names", failing)
-        with pytest.raises(StoreError, match="what a run left in it cannot be removed"):
-            run.forward(np.zeros(1))
-    breaks_at = 4
-    with pytest.raises(BrokenOff):
-        run.forward(np.zeros(1))
-    breaks_at = -1
-    with begin() as run:
-        assert run.forward(np.zeros(1)).tolist() == [20]
-        assert run.reverse(np.zeros(1)).tolist() == [90]
 
 
 def test_nothing_refers_to_a_state_after_a_broken_run(tmp_path: Path) -> None:

@@ -86,14 +86,6 @@ def test_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["adjoint_step"] == found.adjoint_step
 
 
-def test_inspecting_changes_no_file(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    begun(folder, back=11)
-    before = {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()}
-    inspect(folder)
-    assert {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()} == before
-
-
 def test_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     begun(folder, back=11)
@@ -131,45 +123,33 @@ def test_nothing_is_said_to_be_removed_where_nothing_is(
     assert capsys.readouterr().out == told + kept
 
 
-def test_a_dry_run_looks_only(tmp_path: Path) -> None:
+def test_status_and_a_dry_run_look_only(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = begun(folder)
     with pytest.raises(StoreError, match="in use by process"):
         clean(folder, force=True, dry_run=True)
     run.close()
     before = {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()}
+    assert inspect(folder).begun
     assert clean(folder, force=True, dry_run=True).folder
     assert {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()} == before
 
 
-def test_leftovers_go_without_force(tmp_path: Path) -> None:
+@pytest.mark.parametrize("harmed", [False, True])
+def test_what_cannot_be_resumed_goes_without_force(harmed: bool, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     begun(folder, back=11)
     number = (folder / "run").read_bytes()[16:32].hex()
-    (folder / "run").unlink()
     (folder / f"tmp-{number}-last").write_bytes(b"MSD")
-    assert inspect(folder).leftovers == 1
-    assert not inspect(folder).resumable
+    if harmed:
+        os.truncate(folder / "run", 100)
+    else:
+        (folder / "run").unlink()
+    found = inspect(folder)
+    assert found.leftovers == 1 and not found.resumable
+    assert ("cannot be used" in found.reason) == harmed
     clean(folder)
     assert not folder.exists()
-
-
-def test_a_harmed_run_goes_without_force(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    begun(folder, back=11)
-    os.truncate(folder / "run", 100)
-    assert "cannot be used" in inspect(folder).reason
-    clean(folder)
-    assert not folder.exists()
-
-
-def test_files_of_others_stay(tmp_path: Path) -> None:
-    begun(tmp_path, back=11)
-    (tmp_path / "thesis.tex").write_text("...")
-    assert inspect(tmp_path).strangers == 1
-    assert not inspect(tmp_path).resumable
-    clean(tmp_path, force=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_label_cannot_command_a_terminal(tmp_path: Path) -> None:

@@ -69,26 +69,13 @@ def test_a_state_outlives_dropped_ones_in_its_file(folder: Folder) -> None:
         assert value(store, 1) == 1 / 3
         store.drop(1)
         store.flush()
-        assert store.put(3, packed(SMALL, 3))
-        store.drop(3)
-        store.flush()
-        store.drop(3)
-    finally:
-        store.close()
-    assert folder.names() == []
-
-
-def test_a_file_is_removed_once(folder: Folder) -> None:
-    store = DurableStore(lambda: folder, "probe", linger_s=60, lasting=False)
-    store.open(SMALL)
-    try:
-        for key in range(2):  # in one file, each dropped before the next
+        for key in (3, 4):  # in one file, which is removed once
             assert store.put(key, packed(SMALL, key))
             store.drop(key)
         store.flush()
-        assert store.put(2, packed(SMALL, 2))
-        store.drop(2)
-        store.flush()
+        store.drop(4)
+        assert store.put(5, packed(SMALL, 5))
+        store.drop(5)
     finally:
         store.close()
     assert folder.names() == []
@@ -247,8 +234,9 @@ def test_a_dropped_state_that_is_put_again_is_not_written_again(folder: Folder) 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_dropped_state_whose_write_failed_is_written_when_it_is_put_again(
-    folder: Folder, layout: OrderedLayout, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["dropped", "lost", "read ahead and lost"])
+def test_a_state_whose_write_failed_is_written_when_it_is_put_again(
+    folder: Folder, how: str, layout: OrderedLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -257,8 +245,13 @@ def test_a_dropped_state_whose_write_failed_is_written_when_it_is_put_again(
     with monkeypatch.context() as patch:
         patch.setattr(folder, "publish", fails)
         assert store.put(5, packed(layout, 5), block=True)
+        if how.startswith("read"):
+            store.prefetch(5)
         store.flush()
-    store.drop(5)
+    if how == "dropped":
+        store.drop(5)
+    else:
+        assert not store.wait_written(5)
     assert store.put(5, packed(layout, 5), block=True)
     assert store.wait_written(5)
     assert value(store, 5) == 5 / 3
@@ -423,21 +416,4 @@ def test_drops_that_wait_for_an_adjoint_are_not_looked_at_each_time(folder: Fold
     assert Watched.looks == 51
     store.flush()
     assert files(folder) == []
-    store.close()
-
-
-def test_a_state_put_again_after_a_failed_write_is_read_anew(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, "bad block")
-
-    store = opened(folder, LARGE)
-    with monkeypatch.context() as patched:
-        patched.setattr(folder, "publish", failing)
-        assert store.put(1, packed(LARGE, 1))
-        store.prefetch(1)
-        assert not store.wait_written(1)
-    assert store.put(1, packed(LARGE, 1))
-    assert value(store, 1) == 1 / 3
     store.close()

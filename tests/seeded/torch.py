@@ -79,8 +79,8 @@ torch/test_sequential.py
 +         input_bytes=costs.input_bytes,
 
 torch/test_helpers.py
-- found = zlib.crc32(tensor.contiguous().numpy().data, found)
-+ found = zlib.crc32(tensor.contiguous().numpy().data)
+- found.append(digest(_in_order
++ found[:] = array("Q"); found.append(digest(_in_order
 
 torch/test_helpers.py
 - .mul_(_FACTOR).bitwise_or_(1)

@@ -18,7 +18,7 @@ from multistage.errors import ArgumentError, DifferenceWarning, StateError
 from multistage.torch.measurement.checking import Checked, check_chain, room_for_tapes
 from multistage.torch.measurement.measure import measure_stages
 from multistage.torch.measurement.plainly import TooDear, Windowed
-from multistage.torch.tensors.fingerprints import same_bits
+from multistage.torch.tensors.checksums import same_bits
 from multistage.torch.tensors.meter import Meter
 
 WIDTH = 16

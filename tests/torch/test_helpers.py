@@ -27,8 +27,7 @@ from multistage.torch.environment.states import refuse_shared
 from multistage.torch.sequences.chunks import Steps
 from multistage.torch.sequences.collector import Collector
 from multistage.torch.sequences.inputs import InputGradients, Inputs
-from multistage.torch.tensors.checksums import Checksums, checksum
-from multistage.torch.tensors.fingerprints import fingerprint
+from multistage.torch.tensors.checksums import Checksums, checksum, fingerprint
 from multistage.torch.tensors.geometry import Geometry, whole
 from multistage.torch.tensors.graphs import graph_begins, leaves_below
 from multistage.torch.tensors.meter import Meter
@@ -58,17 +57,21 @@ def test_checksums_tell_a_chunk_that_gave_other_results() -> None:
     assert sums.differs(0, [torch.tensor([0.0, -0.0, 0.0])])
 
 
+class Elsewhere(torch.Tensor):
+    """A tensor whose memory is not looked at, as that of a device."""
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Elsewhere])
 @pytest.mark.parametrize("bit", [0, 1, 31, 62, 63])
 @pytest.mark.parametrize("place", [0, 1, 6])
-def test_a_fingerprint_sees_every_bit(place: int, bit: int) -> None:
-    words = torch.arange(7)
+def test_a_fingerprint_sees_every_bit_and_the_order_of_words(
+    place: int, bit: int, kind: Any
+) -> None:
+    words = torch.arange(7).as_subclass(kind)
     before = fingerprint(words)
+    assert fingerprint(words.flip(0)) != before == fingerprint(words.clone())
     words[place] ^= -(1 << 63) if bit == 63 else 1 << bit
     assert fingerprint(words) != before
-
-
-def test_fingerprints_see_the_order_of_equal_words() -> None:
-    assert fingerprint(torch.tensor([1, 2])) != fingerprint(torch.tensor([2, 1]))
 
 
 def test_a_tensor_on_other_memory_is_read_as_before() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..tensors.fingerprints import fingerprint, is_helper, same_bits
+from ..tensors.checksums import fingerprint, is_helper, same_bits
 from .captured import undo_of
 from .copies import put_back, version_of
 from .randomness import RandomState

@@ -21,7 +21,7 @@ from ..environment.randomness import device_types, random_devices
 from ..environment.scope import Scope
 from ..environment.settings import Autocast, autocast, casting_anew
 from ..environment.snapshots import Snapshot, left_behind, modules_of
-from ..tensors.fingerprints import fingerprint
+from ..tensors.checksums import fingerprint
 from ..tensors.meter import Meter
 from .exploring import Call, tensors_of
 from .plainly import TooDear, Windowed, forgetting

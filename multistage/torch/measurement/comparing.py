@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..tensors.fingerprints import fingerprint
+from ..tensors.checksums import fingerprint
 from .both_ways import Seen
 
 _ABSENT = object()

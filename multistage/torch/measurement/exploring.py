@@ -23,8 +23,7 @@ from ..environment.copies import address, cloned, put_back, version_of
 from ..environment.randomness import Generators, State
 from ..environment.scope import Scope, buffers_among
 from ..environment.states import wants_of
-from ..tensors.checksums import digest
-from ..tensors.fingerprints import same_bits
+from ..tensors.checksums import digest, same_bits
 from ..tensors.meter import storages_of
 from .saved import Saved, itself
 from .traits import Traits

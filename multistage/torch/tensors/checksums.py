@@ -1,16 +1,22 @@
-"""Checksums of tensors: whether a run again gave the bits that the first one gave.
+"""Checksums: equal where the bits are equal, in a few bytes whatever the size.
 
-In host memory a checksum of the bytes (CRC-32), about 3 GB/s.  On a device the
-sum of the bits as integers, which the host does not wait for: it is compared
-there, and the verdict read once, at the end.
+Two runs of a model are compared by what they leave behind, and a run again with the first
+one.  Keeping the tensors of one until the other has them too would take their memory once
+more; 64 bits do not.  In host memory they are XXH3 of the bytes.  On a device they are
+sums of the bits as integers.  Those of chunks that run again are not waited for: they are
+compared on the device, and the verdict is read once, at the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import zlib
+import random
+import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Set
+from types import SimpleNamespace
 
 import torch
 import xxhash
@@ -20,7 +26,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .meter import parts_of
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PLAIN = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
+_IN_MEMORY = {Tensor, nn.Parameter, nn.Buffer}
+_PIECE_BYTES = 1 << 20  # of a tensor with gaps, copied at a time
+_SMALL_BYTES = 1 << 14  # of which a checksum takes no longer than to find that it is known
+# Odd, with bits all over: 2^64 / golden ratio, as Fibonacci hashing has it (Knuth 6.4).
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
+_WORDS = 1 << 20  # at a time: twice as many are memory beside the tensor
+_LONGEST = 1000  # items of a container that are looked at
+_DEEPEST = 3
+_LIBRARIES = {"torch", "numpy", "multistage"}
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
@@ -33,15 +47,16 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     >>> checksum([torch.zeros(3)]) == checksum([torch.tensor([0.0, -0.0, 0.0])])
     False
     """
-    found = 0
+    found = array("Q")
     for tensor in tensors:
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided:
-            tensor = tensor.detach()
-            if tensor.dtype not in _PLAIN:
-                tensor = _bits(tensor)
-            if tensor.numel():
-                found = zlib.crc32(tensor.contiguous().numpy().data, found)
-    return found
+        if tensor.is_cpu and tensor.layout is torch.strided:
+            found.append(digest(_in_order(tensor.detach()).as_subclass(Tensor)) or 0)
+    return xxhash.xxh3_64_intdigest(found)
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory holds its elements in C order, and no lazy bits."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def digest(tensor: Tensor) -> int | None:
@@ -70,11 +85,6 @@ def digest(tensor: Tensor) -> int | None:
     for piece in _pieces(_ordered(tensor.detach())):
         found.update(_memory(piece))
     return found.intdigest()
-
-
-_IN_MEMORY = {Tensor, nn.Parameter, nn.Buffer}
-_PIECE_BYTES = 1 << 20  # of a tensor with gaps, copied at a time
-_SMALL_BYTES = 1 << 14  # of which a checksum takes no longer than to find that it is known
 
 
 def _memory(tensor: Tensor) -> ctypes.Array[ctypes.c_byte]:
@@ -144,7 +154,7 @@ class Checksums:
     """
 
     def __init__(self, n_steps: int, device: torch.device) -> None:
-        self._host = array("L", bytes(array("L").itemsize * n_steps))
+        self._host = array("Q", bytes(8 * n_steps))
         self._device = None
         self._first_bad: Tensor | None = None
         if device.type not in ("cpu", "meta"):
@@ -185,3 +195,111 @@ class Checksums:
         for alike in rows.values():
             total = total + torch.cat(alike).sum(dtype=torch.int64)
         return total
+
+
+def fingerprint(value: object, depth: int = 0) -> object:
+    """Return something small and hashable that is equal for values of equal bits.
+
+    Tensors by shape, dtype, device and a checksum; numbers, strings and containers by their
+    content; generators by their state; other objects by their attributes, a few levels down.
+    """
+    match value:
+        case Tensor():
+            return _of_tensor(value)
+        case bool() | int() | str() | bytes() | None:
+            return value
+        case float() | complex():
+            return repr(value)  # one nan is like another
+        case torch.Generator():
+            return "generator", _of_tensor(value.get_state())
+        case random.Random():
+            return "generator", hash(value.getstate())
+        case nn.Module() | type() | torch.device() | torch.dtype():
+            return type(value).__qualname__
+    if depth == _DEEPEST:
+        return type(value).__qualname__
+    if isinstance(value, Mapping):
+        items = list(value.items())[:_LONGEST]
+        pairs = tuple((repr(key), fingerprint(item, depth + 1)) for key, item in items)
+        return type(value).__qualname__, len(value), pairs
+    if isinstance(value, (list, tuple, deque)):
+        found = tuple(fingerprint(item, depth + 1) for item in list(value)[:_LONGEST])
+        return type(value).__qualname__, len(value), found
+    if isinstance(value, Set):
+        return type(value).__qualname__, len(value)
+    if hasattr(value, "tobytes") and hasattr(value, "shape"):  # NumPy's arrays
+        return type(value).__qualname__, value.shape, hash(value.tobytes())
+    if hasattr(value, "bit_generator"):
+        return "generator", repr(value.bit_generator.state)
+    if not is_helper(value):
+        return type(value).__qualname__
+    return type(value).__qualname__, fingerprint(vars(value), depth + 1)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype, device and bits."""
+    plain = one.layout is other.layout is torch.strided and one.device == other.device
+    plain = plain and one.shape == other.shape and one.dtype == other.dtype
+    if not plain or one.is_nested or one.is_quantized or one.device.type == "meta":
+        return fingerprint(one) == fingerprint(other)
+    try:
+        return torch.equal(_bytes_of(one), _bytes_of(other))
+    except (NotImplementedError, RuntimeError):  # of a subclass
+        return fingerprint(one) == fingerprint(other)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    if flat.stride(0) != 1:  # expanded, or with gaps
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
+def is_helper(value: object) -> bool:
+    """Whether an object is a user's own, that a module may keep state in."""
+    kind = type(value)
+    if callable(value) or not hasattr(value, "__dict__"):
+        return False
+    top = kind.__module__.partition(".")[0]
+    return kind is SimpleNamespace or not (top in sys.stdlib_module_names or top in _LIBRARIES)
+
+
+def _of_tensor(tensor: Tensor) -> object:
+    kind = tuple(tensor.shape), tensor.dtype, tensor.device
+    tensor = tensor.detach()
+    if tensor.device.type == "meta":
+        return kind
+    try:
+        if tensor.is_nested:
+            tensor = tensor.values()
+        if tensor.layout is not torch.strided:
+            tensor = tensor.to_dense()
+        return *kind, _checksum(tensor)
+    except (NotImplementedError, RuntimeError):  # a layout of which nothing else is known
+        return kind
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Return a checksum of the elements in C order, wherever they lie.
+
+    In host memory XXH3; else a sum of 64-bit words, each with an odd weight of its place.
+    """
+    tensor = _in_order(tensor)
+    with contextlib.suppress(RuntimeError):  # wrapped by torch.func
+        found = digest(tensor)
+        if found is not None:
+            return found
+    # Words must be aligned as they are in memory of their own.
+    if tensor.storage_offset() * tensor.element_size() % 8:
+        tensor = tensor.clone()
+    flat = tensor.reshape(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    total = int.from_bytes(bytes(flat[whole:].tolist()), "little")
+    words = flat[:whole].view(torch.int64)
+    if words.numel():
+        size = min(_WORDS, words.numel())
+        weights = torch.arange(size, device=tensor.device).mul_(_FACTOR).bitwise_or_(1)
+        for piece in words.split(size):
+            found = int((piece * weights[: piece.numel()]).sum())  # modulo 2^64
+            total = (total * 0x100000001B3 + found) % (1 << 64)  # FNV's prime
+    return total
