@@ -384,7 +384,7 @@ class InPlace(Copies):
         self._pool.append(arrays)
 
 
-def writeable_copy(array: Any) -> Any:
+def writeable_copy(array: object) -> object:
     """Return a copy that is laid out as an array is, whatever it repeats; a scalar as it is."""
     if type(array) is not np.ndarray:
         return array

@@ -240,17 +240,6 @@ def test_more_memory_is_never_slower(seed: int, length: int) -> None:
     assert seconds[-1] == plans[-1].plain_s
 
 
-def test_few_slots_cost_little() -> None:
-    for seed in range(5):
-        costs = big_chain(seed, 20)
-        least, plain = smallest_memory(costs), plan_chain(costs).plain_bytes
-        for share in (0.1, 0.3, 0.6, 0.8):
-            memory = int(least + share * (plain - least))
-            coarse = plan_chain(costs, memory, resolution=200)
-            fine = plan_chain(costs, memory, resolution=3000)
-            assert coarse.makespan_s <= 1.01 * fine.makespan_s
-
-
 @pytest.mark.parametrize("planner", ["optimal", "revolve", "periodic", "store-all"])
 def test_planners_and_their_smallest_limits(planner) -> None:
     costs = big_chain(11, 24)
@@ -266,54 +255,6 @@ def test_planners_and_their_smallest_limits(planner) -> None:
         plan_chain(costs, least - 1, planner)
     if planner != "store-all":
         assert plan_chain(costs, 0.6, planner).makespan_s >= optimal.makespan_s
-
-
-def test_revolve_tapes_right_before_the_adjoint() -> None:
-    plan = plan_chain(big_chain(2, 15), 0.4, "revolve")
-    actions = [a for a in plan.actions if not isinstance(a, EndForward)]
-    for action, after in itertools.pairwise(actions):
-        if isinstance(action, Tape):
-            assert after == Reverse(action.step)
-
-
-def test_segments_are_those_of_checkpoint_sequential() -> None:
-    costs = StageCosts.uniform(5, Stage("layer", 1.0, 2.0, 10, 30), 10)
-    plan = plan_chain(costs, None, "periodic", segments=2)
-    assert plan.actions == (
-        Advance(0, 2),
-        *(Tape(i) for i in (2, 3, 4, 5)),
-        EndForward(),
-        *(Reverse(i) for i in (5, 4, 3, 2)),
-        Load(0),
-        *(Tape(0), Tape(1), Reverse(1), Reverse(0)),
-    )
-    assert plan.runs() == [2, 2, 1, 1, 1]
-    assert plan.forward_steps == 7
-
-
-def test_a_golden_plan() -> None:
-    costs = StageCosts.uniform(4, Stage("layer", 1.0, 2.0, 10, 30), 10)
-    plan = plan_chain(costs, 100)
-    assert plan.peak_bytes <= 100
-    assert plan.actions == (
-        Advance(0, 2),
-        *(Tape(i) for i in (2, 3, 4)),
-        EndForward(),
-        *(Reverse(i) for i in (4, 3, 2)),
-        Load(0),
-        *(Tape(0), Tape(1), Reverse(1), Reverse(0)),
-    )
-    text = str(plan)
-    assert "input kept" in text and "tape kept" in text
-
-
-def test_plans_go_to_json_and_print() -> None:
-    plan = plan_chain(big_chain(1, 6), 0.8)
-    data = plan.to_dict()
-    assert data["kept"] == list(plan.kept) and len(data["runs"]) == 6
-    assert plan.recompute_factor == plan.forward_steps / 6
-    assert "over plain training" in str(plan)
-    assert plan_chain(big_chain(1, 6)).keeps_all
 
 
 @needs_native
