@@ -130,4 +130,38 @@ planners/test_hierarchy.py
 planners/test_chain_plan.py
 - memory_bytes=limit, checked=False)
 + checked=False)
+
+planners/test_golden.py planners/test_joint.py planners/test_joint_bound.py oracles/test_joint_exact.py
+-         if (w)
+-             take_min(z, out, 0, least(z, f, s, w - 1)
++         if (0)
++             take_min(z, out, 0, least(z, f, s, w - 1)
+
+planners/test_golden.py planners/test_joint.py planners/test_joint_bound.py oracles/test_joint_exact.py
+- take_min(z, out, 0, least(z, 0, s, w), z->state[s], 0);
++ take_min(z, out, 0, least(z, 0, s, w), 0, 0);
+
+planners/test_corpus.py
+- least(z, 1, s + 1, queued), 0, price);
++ least(z, 1, s + 1, queued), 0, 0);
+
+planners/test_corpus.py
+- now += x->read_overhead_s;
++ (void)x->read_overhead_s;
+
+planners/test_golden.py planners/test_joint.py planners/test_joint_bound.py oracles/test_joint_exact.py
+- *writing = (now > *writing ? now : *writing) + w->item[put].write_s;
++ *writing = now + w->item[put].write_s;
+
+planners/test_golden.py planners/test_joint.py planners/test_joint_bound.py oracles/test_joint_exact.py
+- w->item[gone].bytes - (q < turn ? w->item[gone].again : 0);
++ w->item[gone].bytes;
+
+planners/test_golden.py planners/test_joint.py planners/test_joint_bound.py oracles/test_joint_exact.py
+- w.other[cut - 1] = first[cut - 1];
++ w.other[cut - 1] = rest[cut - 1];
+
+planners/test_golden.py planners/test_joint.py planners/test_joint_bound.py oracles/test_joint_exact.py
+- behind[m - state] + late;
++ behind[m - state];
 """)
