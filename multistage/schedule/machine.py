@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from copy import deepcopy
-from dataclasses import dataclass, field
-from typing import Any, Self, TypeAlias, assert_never
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, NoReturn, Self, TypeAlias, assert_never
 
 from ..actions import (
     Action,
@@ -29,13 +29,13 @@ from ..actions import (
     Save,
     Tape,
 )
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ScheduleError
 from ..model.stages import StageCosts
 from ..support.units import format_bytes
-from .machine_state import ByteAccounting, MachineState, Transfer, item_said, told
+from .accounting import ByteAccounting, Transfer, item_of, item_said, told
 
 
-def save(machine: MachineState, action: Save, _: Answer) -> None:
+def save(machine: Rules, action: Save, _: Answer) -> None:
     """Keep the live state in a fast slot."""
     step = action.step
     if machine.live != step:
@@ -49,7 +49,7 @@ def save(machine: MachineState, action: Save, _: Answer) -> None:
         machine.unread.discard(step)
 
 
-def load(machine: MachineState, action: Load, _: Answer) -> None:
+def load(machine: Rules, action: Load, _: Answer) -> None:
     """Make a kept state the live one."""
     if machine.one_tape:
         machine.keep_latest(action)
@@ -66,7 +66,7 @@ def load(machine: MachineState, action: Load, _: Answer) -> None:
     machine.live = step
 
 
-def free(machine: MachineState, action: Free, _: Answer) -> None:
+def free(machine: Rules, action: Free, _: Answer) -> None:
     """Give the slot of a state back."""
     step = action.step
     if step in machine.unread and step not in machine.held:
@@ -79,7 +79,7 @@ def free(machine: MachineState, action: Free, _: Answer) -> None:
     machine.used -= 1
 
 
-def advance(machine: MachineState, action: Advance, _: Answer) -> None:
+def advance(machine: Rules, action: Advance, _: Answer) -> None:
     """Run steps from the live state, keeping nothing."""
     if machine.one_tape:
         machine.keep_latest(action)
@@ -95,7 +95,7 @@ def advance(machine: MachineState, action: Advance, _: Answer) -> None:
     machine.forward_steps += stop - start
 
 
-def tape(machine: MachineState, action: Tape, _: Answer) -> None:
+def tape(machine: Rules, action: Tape, _: Answer) -> None:
     """Run a step from the live state, keeping its tape."""
     if machine.one_tape:
         machine.keep_latest(action)
@@ -115,7 +115,7 @@ def tape(machine: MachineState, action: Tape, _: Answer) -> None:
     machine.forward_steps += 1
 
 
-def reverse(machine: MachineState, action: Reverse, _: Answer) -> None:
+def reverse(machine: Rules, action: Reverse, _: Answer) -> None:
     """Run an adjoint step from its tape, or from its state, which is used up."""
     step = action.step
     if machine.adjoint is None:
@@ -147,7 +147,7 @@ def reverse(machine: MachineState, action: Reverse, _: Answer) -> None:
     machine.adjoint = step
 
 
-def end_forward(machine: MachineState, _action: EndForward, _: Answer) -> None:
+def end_forward(machine: Rules, _action: EndForward, _: Answer) -> None:
     """Begin the reverse sweep: the live state is the last."""
     if machine.adjoint is not None:
         machine.fail("a second EndForward")
@@ -157,7 +157,7 @@ def end_forward(machine: MachineState, _action: EndForward, _: Answer) -> None:
     machine.adjoint = machine.live
 
 
-def may_write(machine: MachineState, action: Offer | Put) -> bool:
+def may_write(machine: Rules, action: Offer | Put) -> bool:
     """Raise unless the write is legal; return whether it takes a staging slot."""
     step, tier = action.step, action.tier
     if action.tape:
@@ -175,7 +175,7 @@ def may_write(machine: MachineState, action: Offer | Put) -> bool:
     return staged
 
 
-def _may_send_tape(machine: MachineState, action: Offer | Put) -> None:
+def _may_send_tape(machine: Rules, action: Offer | Put) -> None:
     step, tier = action.step, action.tier
     if machine.one_tape:
         machine.fail(f"{action} but the chain has only its latest tape, which cannot travel")
@@ -191,12 +191,10 @@ def _may_send_tape(machine: MachineState, action: Offer | Put) -> None:
         machine.fail(f"{action} but tier {tier} already has that tape")
 
 
-def write(machine: MachineState, action: Offer | Put, answer: Answer) -> None:
+def write(machine: Rules, action: Offer | Put, answer: Answer) -> None:
     """Begin a write, if the tier has taken it."""
-    item, tier = action.step, action.tier
+    item, tier = item_of(action), action.tier
     staged = may_write(machine, action)
-    if action.tape:
-        item = ~item
     limit = machine.tier_slots.get(tier)
     in_tier = machine.tier_used.get(tier, 0)
     more = 1 if item >= 0 and machine.memory is None else machine.room_in_tier(item)
@@ -206,7 +204,8 @@ def write(machine: MachineState, action: Offer | Put, answer: Answer) -> None:
         if isinstance(action, Put):
             machine.fail(f"{action} was not answered by a token")
         return
-    _require_next(machine, answer)
+    if answer != machine.next_token:
+        machine.fail(f"the transfer was answered by token {answer}, not {machine.next_token}")
     machine.unwritten.discard((item, tier))
     machine.stored[item, tier] = machine.next_token
     machine.tier_used[tier] = in_tier + more
@@ -220,39 +219,33 @@ def write(machine: MachineState, action: Offer | Put, answer: Answer) -> None:
     machine.next_token += 1
 
 
-def _require_next(machine: MachineState, answer: Answer) -> None:
-    if answer != machine.next_token:
-        machine.fail(f"the transfer was answered by token {answer}, not {machine.next_token}")
-
-
-def read(machine: MachineState, action: Get, _: Answer) -> None:
+def read(machine: Rules, action: Get, _: Answer) -> None:
     """Begin a read, into room that is taken from now on."""
-    step, tier = action.step, action.tier
-    item, held = (~step, machine.tapes) if action.tape else (step, machine.held)
+    step, item, tier = action.step, item_of(action), action.tier
+    held = machine.tapes if action.tape else machine.held
     if (item, tier) not in machine.stored and (item, tier) not in machine.unwritten:
         machine.fail(f"{told(action)} but tier {tier} has no {item_said(item)}")
     if step in held:
         where = "it is held already" if action.tape else "a fast slot already holds it"
         machine.fail(f"{told(action)} but {where}")
+    if not action.tape or held:  # the first tape is working memory
+        room = machine.tape_slots if action.tape else 1
+        machine.room(room, action)
+        machine.take(room)
     if not action.tape:
-        machine.room(1, action)
-        machine.take(1)
         machine.unread.discard(step)
-    elif held:
-        machine.room(machine.tape_slots, action)
-        machine.take(machine.tape_slots)
     held[step] = machine.next_token
     machine.tokens[machine.next_token] = Transfer(item, tier, is_write=False, staged=False)
     machine.next_token += 1
 
 
-def may_await(machine: MachineState, token: int) -> None:
+def may_await(machine: Rules, token: int) -> None:
     """Raise unless there is such a transfer."""
     if token not in machine.tokens:
         machine.fail(f"Await({token}) but no such transfer is in flight")
 
 
-def await_transfer(machine: MachineState, action: Await, answer: Answer) -> None:
+def await_transfer(machine: Rules, action: Await, answer: Answer) -> None:
     """End a transfer: what it read is at hand, what it wrote may be given back."""
     may_await(machine, action.token)
     transfer = machine.tokens.pop(action.token)
@@ -281,35 +274,10 @@ def await_transfer(machine: MachineState, action: Await, answer: Answer) -> None
         machine.lose(item, tier)
 
 
-def token_of(machine: MachineState, action: Evict) -> int:
-    """Return the token of the write that an eviction waits for.
-
-    Raises
-    ------
-    ScheduleError
-        When the eviction is illegal here; the machine is unchanged.
-    """
-    step, tier = action.step, action.tier
-    item = ~step if action.tape else step
-    token = machine.stored.get((item, tier))
-    transfer = None if token is None else machine.tokens.get(token)
-    if transfer is None:
-        what = item_said(item)
-        machine.fail(f"{told(action)} but no write of {what} to tier {tier} is in flight")
-    if transfer.staged:
-        machine.fail(f"{told(action)} but its write is not from a fast slot")
-    if machine.pins[item] > 1:
-        machine.fail(f"{told(action)} but another write from the same copy was not awaited")
-    assert token is not None
-    return token
-
-
-def evict(machine: MachineState, action: Evict, answer: Answer) -> None:
+def evict(machine: Rules, action: Evict, answer: Answer) -> None:
     """End a write, and give back the fast copy that it wrote."""
-    token = token_of(machine, action)
-    step, tier = action.step, action.tier
-    item = ~step if action.tape else step
-    del machine.tokens[token]
+    step, item, tier = action.step, item_of(action), action.tier
+    del machine.tokens[machine.token_of(action)]
     machine.unpin(item)
     machine.stored[item, tier] = None
     if action.tape:
@@ -321,9 +289,9 @@ def evict(machine: MachineState, action: Evict, answer: Answer) -> None:
         machine.lose(item, tier)
 
 
-def drop(machine: MachineState, action: Drop, _: Answer) -> None:
+def drop(machine: Rules, action: Drop, _: Answer) -> None:
     """Delete a copy from a tier."""
-    item, tier = ~action.step if action.tape else action.step, action.tier
+    item, tier = item_of(action), action.tier
     if (item, tier) not in machine.stored and (item, tier) not in machine.unwritten:
         machine.fail(f"{told(action)} but tier {tier} has no {item_said(item)}")
     if any(t.item == item and t.tier == tier for t in machine.tokens.values()):
@@ -335,11 +303,11 @@ def drop(machine: MachineState, action: Drop, _: Answer) -> None:
     machine.tier_used[tier] -= machine.room_in_tier(item)
 
 
-_Perform: TypeAlias = Callable[[MachineState, Any, Answer], None]
+_Perform: TypeAlias = Callable[[Any, Any, Answer], None]
 
 
 @dataclass(slots=True)
-class Rules(MachineState):
+class Rules:
     """The state machine behind `check`: which actions are legal now.
 
     `apply` performs one action and raises `ScheduleError` on an illegal one,
@@ -373,6 +341,34 @@ class Rules(MachineState):
         Counts bytes in the place of slots, see `in_bytes`.
     """
 
+    n_steps: int | None
+    slots: float
+    tape_slots: float = 1.0
+    tier_slots: Mapping[int, float] = field(default_factory=dict)
+    _: KW_ONLY
+    state_is_tape: bool = False
+    in_place: bool = False
+    one_tape: bool = False
+    recovers: bool = False
+    memory: ByteAccounting | None = None
+    live: int | None = 0
+    adjoint: int | None = None  # the next Reverse is of step adjoint - 1
+    held: dict[int, int | None] = field(default_factory=dict)  # step -> token of a pending Get
+    tapes: dict[int, int | None] = field(default_factory=dict)  # the same
+    # From here on a state is known by its step, a tape by ~step.
+    pins: dict[int, int] = field(default_factory=dict)  # item -> writes not awaited
+    stored: dict[tuple[int, int], int | None] = field(default_factory=dict)
+    tokens: dict[int, Transfer] = field(default_factory=dict)
+    unread: set[int] = field(default_factory=set)  # steps that a Get was to bring and did not
+    unwritten: set[tuple[int, int]] = field(default_factory=set)  # copies that tiers have lost
+    next_token: int = 0
+    staged: int = 0
+    used: float = 0.0
+    peak: float = 0.0
+    tier_used: dict[int, float] = field(default_factory=dict)
+    tier_peak: dict[int, float] = field(default_factory=dict)
+    forward_steps: int = 0
+    index: int = 0
     _performed: Mapping[type, _Perform] = field(init=False, repr=False)  # by action
 
     def __post_init__(self) -> None:
@@ -433,7 +429,7 @@ class Rules(MachineState):
             case Await(token):
                 may_await(self, token)
             case Evict():
-                token_of(self, action)
+                self.token_of(action)
             case _:
                 assert_never(action)
 
@@ -460,7 +456,17 @@ class Rules(MachineState):
         ScheduleError
             When the eviction is illegal here; the machine is unchanged.
         """
-        return token_of(self, action)
+        item = item_of(action)
+        token = self.stored.get((item, action.tier))
+        transfer = None if token is None else self.tokens.get(token)
+        if token is None or transfer is None:
+            what = f"{item_said(item)} to tier {action.tier}"
+            self.fail(f"{told(action)} but no write of {what} is in flight")
+        if transfer.staged:
+            self.fail(f"{told(action)} but its write is not from a fast slot")
+        if self.pins[item] > 1:
+            self.fail(f"{told(action)} but another write from the same copy was not awaited")
+        return token
 
     def finish(self) -> None:
         """Raise `ScheduleError` unless the reversal is complete and nothing is left."""
@@ -553,8 +559,96 @@ class Rules(MachineState):
         if memory is not None:
             memory.settle(Await(0), False, self, transfer)
 
+    # ------------------------------------------------- what the rules are written in
 
-def _in_bytes(machine: MachineState, action: Action, answer: Answer) -> None:
+    def fail(self, message: str) -> NoReturn:
+        """Raise ScheduleError about the next action."""
+        raise ScheduleError(message, self.index)
+
+    # -------------------------------------------------------------- fast memory
+
+    def room(self, more: float, what: Action | str) -> None:
+        """Require so many slots more, for an action or what a message is to say of it."""
+        if self.used + more > self.slots + 1e-9:
+            if not isinstance(what, str):
+                what = told(what)
+            self.fail(
+                f"{what} needs {more:g} fast slot(s), "
+                f"but {self.used:g} of {self.slots:g} are taken; "
+                "free one first or raise the budget"
+            )
+
+    def take(self, more: float) -> None:
+        """Take slots."""
+        self.used += more
+        self.peak = max(self.peak, self.used)
+
+    def borrow(self, more: float, what: str) -> None:
+        """Take and give back room within one action."""
+        self.room(more, what)
+        self.peak = max(self.peak, self.used + more)
+
+    def keep_latest(self, action: Action) -> None:
+        """Require that no tape is held, where only the latest exists."""
+        if self.tapes:
+            step = next(iter(self.tapes))
+            self.fail(
+                f"{action} but the chain has only its latest tape, and that of step {step} "
+                f"is still needed; Reverse({step}) first"
+            )
+
+    def readable(self, step: int, what: str) -> None:
+        """Require that a slot holds a state, and that it has landed."""
+        if step not in self.held:
+            where = "no fast slot" if self.memory is None else "nothing in fast memory"
+            self.fail(f"{what}({step}) but {where} holds checkpoint {step}")
+        if self.held[step] is not None:
+            self.fail(f"{what}({step}) before Await({self.held[step]}) of its Get")
+
+    def unpin(self, item: int) -> None:
+        """Count one write from a fast copy less."""
+        self.pins[item] -= 1
+        if not self.pins[item]:
+            del self.pins[item]
+
+    def end_tape(self, step: int) -> None:
+        """Give a tape back."""
+        del self.tapes[step]
+        if self.tapes:
+            self.used -= self.tape_slots
+
+    # -------------------------------------------------------------------- tiers
+
+    def tier_has_room(self, action: Offer | Put) -> bool:
+        """Whether the action's tier has room for what it would write, known limits given."""
+        limit = self.tier_slots.get(action.tier)
+        if limit is None:
+            return True
+        more = self.room_in_tier(item_of(action))
+        return self.tier_used.get(action.tier, 0) + more <= limit
+
+    def room_in_tier(self, item: int) -> float:
+        """Return what a state or tape takes of a tier: slots, or bytes."""
+        if self.memory is not None:
+            return self.memory.bytes_of(item)
+        return self.tape_slots if item < 0 else 1
+
+    def filling(self, used: float, limit: float, more: float) -> str:
+        """Return what a tier holds, for messages."""
+        if self.memory is None:
+            return f"{used:g} of {limit:g} states"
+        return f"{used:g} of {limit:g} bytes, and {more:g} more do not fit"
+
+    def lose(self, item: int, tier: int) -> None:
+        """Take a copy that a transfer has lost out of its tier."""
+        if (item, tier) in self.stored:
+            del self.stored[item, tier]
+            self.tier_used[tier] -= self.room_in_tier(item)
+            if self.recovers:
+                self.unwritten.add((item, tier))
+
+
+def _in_bytes(machine: Rules, action: Action, answer: Answer) -> None:
     """Perform an action where bytes are counted."""
     perform, memory = _PERFORMED[type(action)], machine.memory
     assert memory is not None
@@ -577,7 +671,7 @@ def _in_bytes(machine: MachineState, action: Action, answer: Answer) -> None:
         )
     token = action.token if isinstance(action, Await) else -1
     if isinstance(action, Evict):
-        token = token_of(machine, action)
+        token = machine.token_of(action)
     ended = machine.tokens.get(token)
     perform(machine, action, answer)
     memory.needed_bytes = needed

@@ -45,8 +45,8 @@ from ..actions import Action, Answer, Await, Evict, Get, Offer, Put, Schedule, d
 from ..errors import ArgumentError
 from ..model.stages import StageCosts
 from ..support.values import number, several, shown, whole
+from .accounting import require_whole
 from .machine import Rules as Rules
-from .machine_state import require_whole
 
 _ANSWERED = frozenset({Offer, Put, Get, Await, Evict})
 

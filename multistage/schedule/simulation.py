@@ -42,7 +42,7 @@ from ..model.costs import Costs
 from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..support.values import several, shown, whole
-from .machine_state import require_whole, told
+from .accounting import require_whole, told
 from .rules import Rules, byte_rules, run_arguments
 from .timeline import Timeline
 from .virtual_time import Channels, VirtualTime, factors

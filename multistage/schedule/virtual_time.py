@@ -32,7 +32,7 @@ from ..model.costs import Costs
 from ..model.stages import Stage, StageCosts
 from ..model.tier import Tier
 from ..support.values import number, shown
-from .machine_state import ByteAccounting
+from .accounting import ByteAccounting, item_of
 from .rules import Rules
 from .timeline import Timeline
 
@@ -155,7 +155,7 @@ class Channels:
 
         As its item, its bytes, and the seconds in which it is written and read.
         """
-        item = ~action.step if action.tape else action.step
+        item = item_of(action)
         if memory is None:
             return item, 0, self.write_s * self.tape_slots, self.read_s * self.tape_slots
         nbytes = memory.bytes_of(item)
@@ -416,14 +416,13 @@ class VirtualTime:
         return token
 
     def _evict(self, action: Evict, _: Answer) -> Answer:
-        item = ~action.step if action.tape else action.step
-        self._wait_until(self._channels[action.tier].stored[item])
+        self._wait_until(self._channels[action.tier].stored[item_of(action)])
         if action.tape:
             self._tapes.discard(action.step)
         return True
 
     def _drop(self, action: Drop, _: Answer) -> Answer:
-        del self._channels[action.tier].stored[~action.step if action.tape else action.step]
+        del self._channels[action.tier].stored[item_of(action)]
         return None
 
 

@@ -22,7 +22,7 @@ schedule/test_accounting.py
 + if False:
 
 schedule/test_accounting.py
-- if machine.pins[item] > 1:
+- if self.pins[item] > 1:
 + if False:
 
 schedule/test_accounting.py

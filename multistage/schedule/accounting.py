@@ -1,7 +1,6 @@
-"""What the machine that judges schedules knows: where states and tapes are, and the room taken.
+"""Bytes in fast memory while a schedule of unequal stages is judged.
 
-Room is counted in slots, or, for a chain of unequal stages, in bytes (`ByteAccounting`).
-In bytes, what is resident is
+What is resident is
 
 * state 0, which belongs to the caller, all the time;
 * the gradient of the state that the adjoint has reached, that of the last from the start;
@@ -20,9 +19,8 @@ is counted beside it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, astuple, dataclass, field, fields, is_dataclass
-from typing import NoReturn
+from dataclasses import astuple, dataclass, field, fields, is_dataclass
+from typing import Protocol
 
 from ..actions import (
     Action,
@@ -43,6 +41,30 @@ from ..actions import (
 from ..errors import ScheduleError
 from ..model.stages import StageCosts
 from ..support.values import shown
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One accepted transfer whose `Await` or `Evict` is still to come."""
+
+    item: int  # a state's step, or ~step of a tape
+    tier: int
+    is_write: bool
+    staged: bool  # a write that took a staging slot of its own
+
+
+class Judged(Protocol):
+    """What the accounting looks at of the machine that judges; see `Rules`."""
+
+    n_steps: int | None
+    recovers: bool
+    live: int | None
+    adjoint: int | None
+    held: dict[int, int | None]
+    tapes: dict[int, int | None]
+    tokens: dict[int, Transfer]
+    unread: set[int]
+    next_token: int
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +131,7 @@ class ByteAccounting:
         """Return the size of a state, or of a tape, which is `~step`."""
         return self.tape[~item] if item < 0 else self.state[item]
 
-    def has(self, step: int, rules: MachineState) -> bool:
+    def has(self, step: int, rules: Judged) -> bool:
         """Whether the state that a step starts from is at hand for its tape."""
         return (
             step == 0
@@ -120,7 +142,7 @@ class ByteAccounting:
             or (rules.recovers and step in rules.unread)  # the executor's tape has it
         )
 
-    def parts(self, rules: MachineState) -> dict[str, int]:
+    def parts(self, rules: Judged) -> dict[str, int]:
         """Return the bytes of tapes and of states, and of both on their way to or from a tier.
 
         A state inside a tape is part of it.
@@ -140,7 +162,7 @@ class ByteAccounting:
         states = self.resident_bytes - self.gradient[reached] - kept - moving
         return {"tapes": kept, "states": max(0, states), "in flight": moving}
 
-    def needed(self, action: Action, rules: MachineState) -> int:
+    def needed(self, action: Action, rules: Judged) -> int:
         """Return the most bytes at any moment of an action that is legal otherwise."""
         resident = self.resident_bytes
         match action:
@@ -173,9 +195,7 @@ class ByteAccounting:
             before = left + self.state[i + 1]
         return peak
 
-    def settle(
-        self, action: Action, answer: Answer, rules: MachineState, ended: Transfer | None
-    ) -> None:
+    def settle(self, action: Action, answer: Answer, rules: Judged, ended: Transfer | None) -> None:
         """Count what an action has changed; `ended` is the transfer that it waited for."""
         match action:
             case Advance(_, stop):
@@ -217,7 +237,7 @@ class ByteAccounting:
                     self._release(gone)
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
 
-    def keep(self, step: int, rules: MachineState) -> None:
+    def keep(self, step: int, rules: Judged) -> None:
         """Keep a state that is at hand, wherever it is."""
         if step == 0:
             found: _Buffer | None = self.first
@@ -233,7 +253,7 @@ class ByteAccounting:
         self._leave(step)
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
 
-    def _reverse(self, step: int, rules: MachineState) -> None:
+    def _reverse(self, step: int, rules: Judged) -> None:
         if rules.live == step + 1:
             rules.live = None  # what it led to is used up
         if rules.live is None:
@@ -242,7 +262,7 @@ class ByteAccounting:
             self._leave(step)
         self.resident_bytes += self.gradient[step] - self.gradient[step + 1]
 
-    def _load(self, step: int, rules: MachineState) -> None:
+    def _load(self, step: int, rules: Judged) -> None:
         if step == 0:
             found = self.first
         elif rules.tapes.get(step - 1, -1) is None:
@@ -253,7 +273,7 @@ class ByteAccounting:
             found = self.saved[step]
         self._go_on(self._share(found))
 
-    def _arrive(self, ended: Transfer, rules: MachineState) -> None:
+    def _arrive(self, ended: Transfer, rules: Judged) -> None:
         item = ended.item
         if ended.staged:
             self.resident_bytes -= self.state[item]
@@ -307,138 +327,9 @@ class ByteAccounting:
         self._release(gone)
 
 
-@dataclass(slots=True)
-class Transfer:
-    """One accepted transfer whose `Await` or `Evict` is still to come."""
-
-    item: int  # a state's step, or ~step of a tape
-    tier: int
-    is_write: bool
-    staged: bool  # a write that took a staging slot of its own
-
-
-@dataclass(slots=True)
-class MachineState:
-    """A schedule that is being judged, after some of its actions.
-
-    The parameters are those of `Rules`.  A failed requirement raises `ScheduleError` and
-    changes nothing.
-    """
-
-    n_steps: int | None
-    slots: float
-    tape_slots: float = 1.0
-    tier_slots: Mapping[int, float] = field(default_factory=dict)
-    _: KW_ONLY
-    state_is_tape: bool = False
-    in_place: bool = False
-    one_tape: bool = False
-    recovers: bool = False
-    memory: ByteAccounting | None = None
-    live: int | None = 0
-    adjoint: int | None = None  # the next Reverse is of step adjoint - 1
-    held: dict[int, int | None] = field(default_factory=dict)  # step -> token of a pending Get
-    tapes: dict[int, int | None] = field(default_factory=dict)  # the same
-    # From here on a state is known by its step, a tape by ~step.
-    pins: dict[int, int] = field(default_factory=dict)  # item -> writes not awaited
-    stored: dict[tuple[int, int], int | None] = field(default_factory=dict)
-    tokens: dict[int, Transfer] = field(default_factory=dict)
-    unread: set[int] = field(default_factory=set)  # steps that a Get was to bring and did not
-    unwritten: set[tuple[int, int]] = field(default_factory=set)  # copies that tiers have lost
-    next_token: int = 0
-    staged: int = 0
-    used: float = 0.0
-    peak: float = 0.0
-    tier_used: dict[int, float] = field(default_factory=dict)
-    tier_peak: dict[int, float] = field(default_factory=dict)
-    forward_steps: int = 0
-    index: int = 0
-
-    def fail(self, message: str) -> NoReturn:
-        """Raise ScheduleError about the next action."""
-        raise ScheduleError(message, self.index)
-
-    # -------------------------------------------------------------- fast memory
-
-    def room(self, more: float, what: Action | str) -> None:
-        """Require so many slots more, for an action or what a message is to say of it."""
-        if self.used + more > self.slots + 1e-9:
-            if not isinstance(what, str):
-                what = told(what)
-            self.fail(
-                f"{what} needs {more:g} fast slot(s), "
-                f"but {self.used:g} of {self.slots:g} are taken; "
-                "free one first or raise the budget"
-            )
-
-    def take(self, more: float) -> None:
-        """Take slots."""
-        self.used += more
-        self.peak = max(self.peak, self.used)
-
-    def borrow(self, more: float, what: str) -> None:
-        """Take and give back room within one action."""
-        self.room(more, what)
-        self.peak = max(self.peak, self.used + more)
-
-    def keep_latest(self, action: Action) -> None:
-        """Require that no tape is held, where only the latest exists."""
-        if self.tapes:
-            step = next(iter(self.tapes))
-            self.fail(
-                f"{action} but the chain has only its latest tape, and that of step {step} "
-                f"is still needed; Reverse({step}) first"
-            )
-
-    def readable(self, step: int, what: str) -> None:
-        """Require that a slot holds a state, and that it has landed."""
-        if step not in self.held:
-            where = "no fast slot" if self.memory is None else "nothing in fast memory"
-            self.fail(f"{what}({step}) but {where} holds checkpoint {step}")
-        if self.held[step] is not None:
-            self.fail(f"{what}({step}) before Await({self.held[step]}) of its Get")
-
-    def unpin(self, item: int) -> None:
-        """Count one write from a fast copy less."""
-        self.pins[item] -= 1
-        if not self.pins[item]:
-            del self.pins[item]
-
-    def end_tape(self, step: int) -> None:
-        """Give a tape back."""
-        del self.tapes[step]
-        if self.tapes:
-            self.used -= self.tape_slots
-
-    # -------------------------------------------------------------------- tiers
-
-    def tier_has_room(self, action: Offer | Put) -> bool:
-        """Whether the action's tier has room for what it would write, known limits given."""
-        limit = self.tier_slots.get(action.tier)
-        if limit is None:
-            return True
-        more = self.room_in_tier(~action.step if action.tape else action.step)
-        return self.tier_used.get(action.tier, 0) + more <= limit
-
-    def room_in_tier(self, item: int) -> float:
-        """Return what a state or tape takes of a tier: slots, or bytes."""
-        if self.memory is not None:
-            return self.memory.bytes_of(item)
-        return self.tape_slots if item < 0 else 1
-
-    def filling(self, used: float, limit: float, more: float) -> str:
-        """Return what a tier holds, for messages."""
-        if self.memory is None:
-            return f"{used:g} of {limit:g} states"
-        return f"{used:g} of {limit:g} bytes, and {more:g} more do not fit"
-
-    def lose(self, item: int, tier: int) -> None:
-        """Take a copy that a transfer has lost out of its tier."""
-        if (item, tier) in self.stored:
-            del self.stored[item, tier]
-            self.tier_used[tier] -= self.room_in_tier(item)
-            if self.recovers:
-                self.unwritten.add((item, tier))
+def item_of(action: Offer | Put | Get | Evict | Drop) -> int:
+    """Return what an action moves: a state's step, or ~step of a tape."""
+    return ~action.step if action.tape else action.step
 
 
 def item_said(item: int) -> str:
