@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
+
 from ..errors import ArgumentError
-from ..planners import PLANNERS
-from ..planners.chain.heterogeneous import CHAIN_PLANNERS
-from dataclasses import replace
 from ..model.budget import Budget
 from ..model.costs import Costs
 from ..model.stages import StageCosts
 from ..model.tier import Tier
-from ..planners import Plan, plan
-from ..planners.chain.heterogeneous import ChainPlanner, plan_chain
+from ..planners import PLANNERS, Plan, plan
+from ..planners.chain.heterogeneous import CHAIN_PLANNERS, ChainPlanner, plan_chain
 from ..support.units import parse_bytes, parse_seconds
-
 
 # What `add_subparsers` returns.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"

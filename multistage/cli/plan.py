@@ -20,11 +20,11 @@ from .options import (
     add_problem,
     add_showing,
     leave_out,
+    made_by,
     require_writable,
     say_written,
     shown,
 )
-from .options import made_by
 
 Rows: TypeAlias = "list[dict[str, object]]"
 

@@ -18,10 +18,10 @@ from .options import (
     add_problem,
     add_showing,
     leave_out,
+    made_by,
     require_writable,
     say_written,
 )
-from .options import made_by
 
 
 def add(commands: Commands) -> None:
