@@ -140,7 +140,6 @@ def say_written(args: argparse.Namespace, *paths: Path | None) -> None:
             print(f"written: {path}")
 
 
-
 def made_by(args: argparse.Namespace) -> Plan:
     """Return the plan that was asked for: from a file, of a chain or of steps."""
     steps = ("n_steps", "costs", "save_costs", *NUMBERS)
