@@ -1,4 +1,4 @@
-"""Options that several commands share, and what is said about those without effect."""
+"""Options that several commands share, those without effect, and the plan they ask for."""
 
 from __future__ import annotations
 
