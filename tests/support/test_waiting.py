@@ -86,43 +86,43 @@ def test_a_wait_that_times_out_returns_what_was_found_last() -> None:
     assert next(answers, None) is None
 
 
-def test_an_interrupted_wait_leaves_the_lock_free_and_can_be_repeated() -> None:
-    at = 0
-    while True:
+def struck_everywhere(trial: Callable[[int], bool]) -> None:
+    """Try with Ctrl-C at each instruction, until it would come after the end."""
+    at = 1
+    while trial(at):
         at += 1
-        monitor, held = Monitor(), list[bool]()
+    assert at > 3
 
-        def give(monitor: Monitor = monitor, held: list[bool] = held) -> None:
+
+def test_an_interrupted_wait_leaves_the_lock_free_and_can_be_repeated() -> None:
+    def trial(at: int) -> bool:
+        monitor, held, free = Monitor(), list[bool](), list[bool]()
+
+        def give() -> None:
             with monitor.lock:
                 held.append(True)
                 monitor.notify_all()
 
-        def wait(monitor: Monitor = monitor, held: list[bool] = held) -> None:
+        def wait() -> None:
             monitor.wait_for(lambda: bool(held))
 
         thread = in_a_thread(give)
         hit = interrupted(wait, at)
         wait()
         thread.join()
-        free: list[bool] = []
-        in_a_thread(lambda m=monitor, f=free: f.append(m.lock.acquire(blocking=False))).join()  # type: ignore[misc]
+        in_a_thread(lambda: free.append(monitor.lock.acquire(blocking=False))).join()
         assert free == [True]
-        if not hit:
-            break
-    assert at > 3
+        return hit
+
+    struck_everywhere(trial)
 
 
 def test_an_interrupted_notification_can_be_repeated() -> None:
-    at = 0
-    while True:
-        at += 1
+    def trial(at: int) -> bool:
         monitor, held = Monitor(), list[bool]()
-        waiting = [
-            in_a_thread(lambda m=monitor, h=held: m.wait_for(lambda: bool(h)))  # type: ignore[misc]
-            for _ in range(2)
-        ]
+        waiting = [in_a_thread(lambda: monitor.wait_for(lambda: bool(held))) for _ in range(2)]
 
-        def give(monitor: Monitor = monitor, held: list[bool] = held) -> None:
+        def give() -> None:
             with monitor.lock:
                 held.append(True)
                 monitor.notify_all()
@@ -131,9 +131,9 @@ def test_an_interrupted_notification_can_be_repeated() -> None:
         give()
         for thread in waiting:
             thread.join()
-        if not hit:
-            break
-    assert at > 3
+        return hit
+
+    struck_everywhere(trial)
 
 
 @pytest.mark.parametrize("earlier", [False, True])
@@ -150,19 +150,17 @@ def test_a_latch_lets_every_waiter_go(earlier: bool) -> None:
 
 
 def test_an_interrupted_latch_is_set_and_waited_for_again() -> None:
-    at = 0
-    while True:
-        at += 1
+    def trial(at: int) -> bool:
         latch, other = Latch(), Latch()
         waiting, setting = in_a_thread(latch.wait), in_a_thread(other.set)
-        hit = interrupted(lambda s=latch.set, w=other.wait: (s(), w()), at)  # type: ignore[misc]
+        hit = interrupted(lambda: (latch.set(), other.wait()), at)  # type: ignore[func-returns-value]
         latch.set()
         other.wait()
         waiting.join()
         setting.join()
-        if not hit:
-            break
-    assert at > 3
+        return hit
+
+    struck_everywhere(trial)
 
 
 def test_a_wait_for_a_latch_times_out() -> None:
