@@ -3,7 +3,7 @@
 A* search over every schedule of the simulator's model, in whole time units:
 one computing thread, a write and a read channel, s fast slots.  Where the
 bounds of `bound` may be loose and the planners may lose, this is the truth,
-for n <= 12.
+for n <= 12.  The search is in `steps_exact.c`.
 
 A state of the search says how many adjoint steps are left, which state is
 live, what the computing thread and both channels do and how long still, and
@@ -25,8 +25,6 @@ other, and a state is its own tape.  Known gap: real tapes are refused.
 from __future__ import annotations
 
 import ctypes
-import heapq
-from collections.abc import Iterator
 from fractions import Fraction
 from math import lcm
 from typing import NamedTuple
@@ -36,7 +34,7 @@ import numpy as np
 from multistage.errors import ArgumentError
 from multistage.model.costs import Costs
 
-from .compiled import compiler, library
+from .compiled import library
 
 MAX_STEPS = 12
 MAX_COMPUTE = 63
@@ -86,8 +84,7 @@ def exact_makespan(costs: Costs, slots: int, n_steps: int, *, limit: int = 20_00
     if slots < 1:
         raise ArgumentError(f"slots={slots} must be at least 1")
     times, unit_s = whole_times(costs)
-    search = native_search if compiler() else _search
-    found = search(times, min(slots, n_steps), n_steps, limit)
+    found = _search(times, min(slots, n_steps), n_steps, limit)
     if found is None:
         raise ArgumentError(f"the exact search needs more than limit={limit} states; raise it")
     return found * unit_s
@@ -127,7 +124,7 @@ def whole_times(costs: Costs) -> tuple[Times, float]:
     return times, unit_s
 
 
-def native_search(times: Times, slots: int, n_steps: int, limit: int) -> int | None:
+def _search(times: Times, slots: int, n_steps: int, limit: int) -> int | None:
     """Run the search in C with growing tables; None when `limit` states do not suffice."""
     search = library("steps_exact").exact_steps
     search.restype = ctypes.c_int64
@@ -156,103 +153,3 @@ def native_search(times: Times, slots: int, n_steps: int, limit: int) -> int | N
         if size > limit:
             return None
         size *= 4
-
-
-class _State(NamedTuple):
-    left: int  # adjoint steps still to do
-    live: int | None  # the live state; while a step runs, its result
-    op: str  # "idle", "forward" or "turn"
-    op_rest: int
-    fast: frozenset[int]
-    slow: frozenset[int]
-    put: tuple[int, int] | None  # state under write, time left
-    get: tuple[int, int] | None
-
-
-def _search(times: Times, slots: int, n_steps: int, limit: int) -> int | None:
-    """Search as `steps_exact.c` does, plainly: its twin."""
-    start = _State(n_steps, 0, "idle", 0, frozenset(), frozenset(), None, None)
-    best = {start: 0}
-    heap = [(0, 0, 0, start)]
-    count = 0
-    while heap:
-        _, negative, _, state = heapq.heappop(heap)
-        if best[state] < -negative:
-            continue
-        if state.left == 0 and state.op == "idle":
-            return -negative
-        for cost, successor in _successors(state, times, slots, n_steps):
-            total = cost - negative
-            if total < best.get(successor, total + 1):
-                if len(best) > limit:
-                    return None
-                best[successor] = total
-                count += 1
-                estimate = total + _still_to_compute(successor, times, n_steps)
-                heapq.heappush(heap, (estimate, -total, count, successor))
-    raise AssertionError("every reversal has a schedule")
-
-
-def _still_to_compute(state: _State, times: Times, n_steps: int) -> int:
-    at_hand = set(state.fast | state.slow)
-    at_hand |= {transfer[0] for transfer in (state.put, state.get) if transfer}
-    if state.live is not None:
-        at_hand.add(state.live)
-    left = state.left - (state.op == "turn")
-    missing = sum(i not in at_hand for i in range(left))
-    last = times.forward if left == n_steps else 0  # the first turn makes state n as well
-    return state.op_rest + last + missing * times.forward + left * times.turn
-
-
-def _successors(
-    state: _State, times: Times, slots: int, n_steps: int
-) -> Iterator[tuple[int, _State]]:
-    pinned = {state.put[0]} if state.put else set()
-    if len(state.fast) + (state.get is not None) < slots:
-        rooms = [state.fast]
-    else:
-        rooms = [state.fast - {victim} for victim in state.fast - pinned]
-    if state.op == "idle":
-        if state.live is not None and state.live not in state.fast:
-            for room in rooms:
-                yield 0, state._replace(fast=room | {state.live})
-        for i in state.fast | ({state.live} if state.live is not None else set()):
-            if i == state.left - 1:
-                seconds = times.turn + (times.forward if state.left == n_steps else 0)
-                yield 0, state._replace(op="turn", live=None, op_rest=seconds)
-            elif i < state.left:
-                yield 0, state._replace(op="forward", live=i + 1, op_rest=times.forward)
-    if times.write and state.put is None:
-        for i in state.fast - state.slow:
-            yield 0, state._replace(put=(i, times.write))
-    if state.get is None:
-        for i in state.slow - state.fast:
-            for room in rooms:
-                yield 0, state._replace(fast=room, get=(i, times.read))
-    rests = [state.op_rest] if state.op != "idle" else []
-    rests += [transfer[1] for transfer in (state.put, state.get) if transfer]
-    if rests:
-        yield min(rests), _after(state, min(rests))
-
-
-def _after(state: _State, seconds: int) -> _State:
-    left, fast, slow, put, get = state.left, state.fast, state.slow, state.put, state.get
-    if put:
-        put = (put[0], put[1] - seconds)
-        if put[1] == 0:
-            slow, fast = (slow | {put[0]}, fast) if put[0] < left else (slow, fast - {put[0]})
-            put = None
-    if get:
-        get = (get[0], get[1] - seconds)
-        if get[1] == 0:
-            fast = fast | {get[0]} if get[0] < left else fast
-            get = None
-    op, rest = state.op, state.op_rest - seconds if state.op != "idle" else 0
-    if rest == 0 and op != "idle":
-        if op == "turn":
-            # Nobody wants the states above any more; a write in flight keeps its slot.
-            left -= 1
-            slow = frozenset(i for i in slow if i < left)
-            fast = frozenset(i for i in fast if i < left or (put and i == put[0]))
-        op = "idle"
-    return _State(left, state.live, op, rest, fast, slow, put, get)

@@ -1,18 +1,17 @@
-"""The exact search: hand-made optima, its plain twin, its limits."""
+"""The exact search: hand-made optima, its limits."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from multistage.errors import ArgumentError
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners.single.binomial import nu
-from oracles import steps_exact
 from oracles.compiled import compiler
 from oracles.steps_exact import exact_makespan, whole_times
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
 
 
 def costs(turn: float, write: float, read: float) -> Costs:
@@ -34,22 +33,6 @@ def test_units_may_be_fractions() -> None:
     times, unit_s = whole_times(costs(1.5, 2.0, 0.5))
     assert unit_s == 0.5
     assert tuple(times) == (2, 3, 4, 1)
-
-
-@pytest.mark.skipif(compiler() is None, reason="no C compiler")
-@settings(max_examples=40, deadline=None)
-@given(
-    n=st.integers(1, 6),
-    slots=st.integers(1, 3),
-    turn=st.integers(1, 3),
-    write=st.integers(1, 6),
-    read=st.integers(1, 6),
-)
-def test_the_search_in_c_equals_the_one_in_python(n, slots, turn, write, read) -> None:
-    times, _ = whole_times(costs(float(turn), float(write), float(read)))
-    at_most = min(slots, n)
-    kernel = steps_exact.native_search(times, at_most, n, 2_000_000)
-    assert kernel == steps_exact._search(times, at_most, n, 2_000_000)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.compiled import compiler
 from oracles.steps_exact import exact_makespan
 
 from multistage import native
@@ -54,6 +55,7 @@ def test_slow_reads_raise_the_bound() -> None:
     assert lower_bound(slow, 5, 200) > lower_bound(fast, 5, 200)
 
 
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
 @settings(max_examples=150, deadline=None)
 @given(
     n=st.integers(1, 8),
