@@ -231,5 +231,12 @@ def drive(
         return
 
 
+def waited(transfer: Put | Get) -> Generator[Action, Answer, bool]:
+    """Yield a transfer and the wait for it; return whether it arrived."""
+    token = yield transfer
+    assert token is not None
+    return (yield Await(int(token))) is not False
+
+
 def _ignore(_answer: Answer) -> None:
     return

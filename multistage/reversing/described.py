@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 
-from ..actions import Action, EndForward, Reverse, Schedule, Tape
-from ..model.stages import StageCosts
+from ..actions import Schedule
 from ..planners.chain.heterogeneous import ChainPlan
 from ..planners.chain.memory import performed
 from ..planners.uniform import UniformPlan
@@ -34,25 +32,6 @@ def described(chain: ChainPlan) -> UniformPlan:
         note=f"{chain.summary()}; step times and sizes shown are means over the steps",
     )
     return replace(plan, seal=plan._vouched())
-
-
-def surveyed(seen: StageCosts, actions: Iterable[Action]) -> ChainPlan:
-    """Return what a survey did as a plan of a chain and its loss."""
-    n, taped = len(seen.stages), set()
-    found: list[Action] = []
-    for action in actions:
-        match action:
-            case Tape(step):
-                taped.add(step)
-            case Reverse(step) if step in taped:
-                taped.remove(step)
-            case Reverse(step):
-                found.append(Tape(step))
-            case EndForward():
-                found += [Tape(n), action]
-                action = Reverse(n)
-        found.append(action)
-    return ChainPlan.judged("survey", seen, None, found)
 
 
 def schedule_of(chain: ChainPlan) -> Schedule:

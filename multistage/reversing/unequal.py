@@ -36,7 +36,7 @@ from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..planners.chain.heterogeneous import ChainPlan
 from ..planners.chain.joint_core import require_core
-from ..planners.chain.memory import performed, use_of
+from ..planners.chain.memory import performed
 from ..planners.chain.pieces import PersistentPlanner, chain_plan, survey
 from ..planners.uniform import UniformPlan
 from ..schedule.rules import Rules
@@ -44,7 +44,7 @@ from ..schedule.timeline import Timeline
 from ..states.varied import VariedStates
 from ..support.progress import Bars
 from .arguments import Arguments, one_tape
-from .described import described, schedule_of, surveyed
+from .described import described, schedule_of
 from .opened import OpenStores
 from .streamed import MOST_STREAMED, bounded, measured_rates, require_room, seen_rates
 
@@ -319,7 +319,8 @@ class Unequal(Generic[State, Adjoint]):
 
         Once that is asked, `counts` have the peak that sizes as seen come to.
         """
-        plan, actions = self.chain_plan, tuple(self._surveyed)
+        plan = self.chain_plan
+        actions = tuple(self._surveyed) if plan is None else plan.actions
         left = 0
         if self.late is not None and self.late.why:
             assert isinstance(self.late.course, Stages)
@@ -327,11 +328,11 @@ class Unequal(Generic[State, Adjoint]):
         seen = self._learn(n_steps, timeline)
 
         def made() -> UniformPlan:
-            drawn = plan or surveyed(seen, actions)
-            found = described(drawn)
-            tiers = () if drawn.tier is None else (drawn.tier,)
-            peak_bytes = left or use_of(drawn.actions, seen, tiers).peak_bytes
-            counts.peak_slots = peak_bytes / found.costs.state_bytes
+            as_seen = ChainPlan.judged(
+                "survey", seen, None, actions, None if plan is None else plan.tier
+            )
+            found = described(plan or as_seen)
+            counts.peak_slots = (left or as_seen.peak_bytes) / found.costs.state_bytes
             return found
 
         return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...actions import Advance, Await, Drop, Free, Get, Load, Put, Save, Schedule
+from ...actions import Advance, Drop, Free, Get, Load, Put, Save, Schedule, waited
 from ...model.costs import Costs
 from ...planners import UniformPlan
 from ...planners.bound import lower_bound
@@ -126,10 +126,10 @@ def on_storages(solved: Hierarchy, capacity: int, first_tier: int) -> Schedule:
             if a == 0:
                 yield Save(b)
             else:
-                yield Await((yield Put(b, tier)))  # type: ignore[arg-type]
+                yield from waited(Put(b, tier))
         elif code == READ:
             if a:
-                yield Await((yield Get(b, tier)))  # type: ignore[arg-type]
+                yield from waited(Get(b, tier))
             yield Load(b)
             if a:
                 yield Free(b)

@@ -41,7 +41,8 @@ class ChainPlan(Plan):
     memory_bytes : int or None
         The limit it was made for.
     actions : tuple of Action
-        Stage `len(costs.stages)` is the loss; `EndForward` comes before its adjoint.
+        Stage `len(costs.stages)` is the loss, which may be left out; `EndForward` comes before
+        its adjoint.
     makespan_s, peak_bytes
         Of one forward and backward, by the byte-exact judge; the peak includes
         the chain's input.
@@ -114,7 +115,8 @@ class ChainPlan(Plan):
         tiers = () if tier is None else (tier,)
         # What exceeds a whole number of the simulator's is no limit.
         limit = None if memory_bytes is None or memory_bytes > MOST else memory_bytes
-        use = simulate(actions, None, costs, tiers=tiers, memory_bytes=limit, checked=False)
+        n = _judged_steps(costs, actions)
+        use = simulate(actions, n, costs, tiers=tiers, memory_bytes=limit, checked=False)
         plain = plain_use(costs)
         return cls(
             planner=planner,
@@ -207,10 +209,8 @@ class ChainPlan(Plan):
         return found
 
     def _simulation(self) -> partial[Simulation]:
-        limit = self.memory_bytes
-        return partial(
-            simulate, self.actions, None, self.costs, tiers=self.tiers, memory_bytes=limit
-        )
+        n, limit = _judged_steps(self.costs, self.actions), self.memory_bytes
+        return partial(simulate, self.actions, n, self.costs, tiers=self.tiers, memory_bytes=limit)
 
     def _on(self, tier: Tier) -> ChainPlan:
         return replace(self, tier=tier.in_bytes())
@@ -309,6 +309,12 @@ def _bound_s(costs: StageCosts, memory_bytes: int | None, tier: Tier) -> float |
         return None
     found = joint_lower_bound(costs, memory_bytes, tier, threads=default_threads())
     return found if math.isfinite(found) else None
+
+
+def _judged_steps(costs: StageCosts, actions: Sequence[Action]) -> int | None:
+    """Return the number of stages where a schedule leaves out the loss, else None."""
+    stages = len(costs.stages)
+    return None if Reverse(stages) in actions else stages
 
 
 def _runs(actions: Sequence[Action], stages: int) -> list[int]:

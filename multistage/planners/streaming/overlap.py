@@ -29,6 +29,7 @@ from ...actions import (
     Schedule,
     Tape,
     drive,
+    waited,
 )
 from ...errors import ScheduleError
 
@@ -52,9 +53,9 @@ def on_tier(schedule: Schedule | Iterable[Action], tier: int = 0) -> Schedule:
     for action, send in drive(schedule):
         match action:
             case Save(step):
-                yield Await((yield Put(step, tier)))  # type: ignore[arg-type]
+                yield from waited(Put(step, tier))
             case Load(step):
-                yield Await((yield Get(step, tier)))  # type: ignore[arg-type]
+                yield from waited(Get(step, tier))
                 yield action
                 yield Free(step)
             case Free(step):

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ... import native
-from ...actions import Advance, Await, Drop, Free, Get, Load, Put, Schedule
+from ...actions import Advance, Drop, Free, Get, Load, Put, Schedule, waited
 from ...model.costs import Costs
 from ...model.tier import Tier
 from ..predict import Counts, counted_plan, transfer_s
@@ -80,13 +80,9 @@ def hierarchy_schedule(hierarchy: Hierarchy, slots: int, tiers: tuple[int, ...])
         elif code == ORIGIN:
             yield Load(0)
         elif code == WRITE:
-            token = yield Put(b, tiers[a - 1])
-            assert token is not None
-            answer = (yield Await(int(token))) is not False
+            answer = yield from waited(Put(b, tiers[a - 1]))
         else:
-            token = yield Get(b, tiers[a - 1])
-            assert token is not None
-            answer = (yield Await(int(token))) is not False
+            answer = yield from waited(Get(b, tiers[a - 1]))
             if answer:
                 yield Load(b)
                 landed = b

@@ -22,7 +22,7 @@ from math import inf
 
 import numpy as np
 
-from ...actions import Advance, Await, Drop, Free, Get, Load, Put, Schedule
+from ...actions import Advance, Drop, Free, Get, Load, Put, Schedule, waited
 from ...model.costs import Costs
 from ..predict import Counts, counted_plan, transfer_s
 from ..single.binomial import NuTable, beta, forward_and_reverse, nu, reverse_actions
@@ -39,9 +39,7 @@ def periodic_disk_schedule(period: int, count: int, slots: int, n_steps: int) ->
     """
     stored: list[int] = []
     for start in range(0, count * period, period):
-        token = yield Put(start)
-        assert token is not None
-        if (yield Await(int(token))) is not False:
+        if (yield from waited(Put(start))):
             stored.append(start)
         yield Advance(start, start + period)
     end = count * period
@@ -49,9 +47,7 @@ def periodic_disk_schedule(period: int, count: int, slots: int, n_steps: int) ->
     while end:
         start = -1
         while stored and start < 0:
-            token = yield Get(stored[-1])
-            assert token is not None
-            if (yield Await(int(token))) is not False:
+            if (yield from waited(Get(stored[-1]))):
                 start = stored[-1]
                 yield Drop(start)
             stored.pop()

@@ -31,7 +31,6 @@ from ...actions import (
     Action,
     Advance,
     Answer,
-    Await,
     Drop,
     EndForward,
     Free,
@@ -42,6 +41,7 @@ from ...actions import (
     Save,
     Schedule,
     Tape,
+    waited,
 )
 from ...errors import ArgumentError
 from ...model.costs import Costs
@@ -117,25 +117,20 @@ class _Recursion:
             self.fast += 1
             self.stack.append((step, False))
             return
-        token = yield Put(step)
-        assert token is not None
-        if (yield Await(int(token))) is False:
-            self.failed = True
-        else:
+        if (yield from waited(Put(step))):
             self.stack.append((step, True))
+        else:
+            self.failed = True
 
     def _back(self) -> Generator[Action, Answer, int]:
         """Make the highest checkpoint at hand the live state; forget it at its last use."""
         while self.stack:
             step, in_tier = self.stack[-1]
             last = step == self.end - 1
-            if in_tier:
-                token = yield Get(step)
-                assert token is not None
-                if (yield Await(int(token))) is False:
-                    self.failed = True
-                    self.stack.pop()
-                    continue
+            if in_tier and not (yield from waited(Get(step))):
+                self.failed = True
+                self.stack.pop()
+                continue
             yield Load(step)
             if in_tier or last:
                 yield Free(step)
